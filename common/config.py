@@ -1,0 +1,138 @@
+"""RunConfig: one flat TOML per benchmark, GPU and size, complete in itself. No includes, no inheritance, no dead knobs.
+
+An unknown key, a wrong type or an impossible batch is a ConfigError that names file and key. What decides convergence
+(batch, learning rate, warm-up) has no default; what is right everywhere has one here; what was tuned stands in the TOML.
+Standard library only: the launcher reads the file before torch is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+
+from common.errors import ConfigError
+
+PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word the MLPerf log wants
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    # Where it runs.
+    gpu: str  # MI300X, MI325X, MI350X, MI355X, H100, H200 or CPU
+    nodes: int
+    gpus_per_node: int  # processes per node; on a CPU, ranks
+    # What decides convergence.
+    global_batch_size: int  # sequences per optimizer step
+    opt_base_learning_rate: float
+    opt_learning_rate_warmup_steps: int
+    max_samples: int  # train sequences after which a run that has not reached the target gives up
+    # How it is computed.
+    micro_batch_size: int
+    eval_micro_batch_size: int
+    precision: str = "bf16"  # of matrix products, attention and gathered weights; master weights are always fp32
+    reduce_precision: str = "fp32"  # of the gradient reduce-scatter; accumulation is always fp32
+    compile: bool = False  # torch.compile of each block and of the head with its loss
+    recompute_layers: int = 0  # first n layers recompute their activations in backward
+    reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
+    warmup_train_steps: int = 2  # synthetic optimizer steps before the clock
+    warmup_eval_steps: int = 1
+    log_every_steps: int = 10
+    hang_timeout_s: float = 600.0  # no rank makes progress for so long: stop and name who is missing
+    miniature: bool = False  # the toy: own rules, never a submission
+    env: dict[str, str] = field(default_factory=dict)  # exported before Python imports torch
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+
+    def as_toml(self) -> str:
+        return "".join(_toml_line(key, value) for key, value in asdict(self).items() if key != "env") + _toml_table("env", self.env)
+
+
+def load(path: Path, overrides: dict[str, str] | None = None) -> RunConfig:
+    """Read and check `path`; `overrides` are `KEY=VALUE` texts from the command line, parsed as TOML values.
+
+    Raises ConfigError on a missing file, broken TOML, unknown or missing key, wrong type, or an impossible batch.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config", "the file does not exist", "name one of the files under configs/") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}", "the file cannot be parsed", "correct the line it names") from None
+    for key, text in (overrides or {}).items():
+        table[key] = _parse_value(key, text)
+    return from_table(table, str(path))
+
+
+def from_table(table: dict, source: str) -> RunConfig:
+    known = {f.name: f for f in fields(RunConfig)}
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are: {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown key {key}", "no code reads it, so it would be silently ignored", hint)
+    for name, f in known.items():
+        if name not in table:
+            if f.default is MISSING and f.default_factory is MISSING:
+                raise ConfigError(f"{source}: key {name} is missing", "it has no default, because it decides the result", f"add a line `{name} = ...`")
+            continue
+        table[name] = _checked(table[name], str(f.type), name, source)
+    config = RunConfig(**table)
+    _check_values(config, source)
+    return config
+
+
+def _checked(value, type_name: str, key: str, source: str):
+    if type_name == "float" and type(value) is int:
+        value = float(value)
+    wanted = {"int": int, "float": float, "str": str, "bool": bool, "dict[str, str]": dict}[type_name]
+    if type(value) is not wanted or (wanted is dict and not all(type(v) is str for v in value.values())):
+        raise ConfigError(f"{source}: {key} = {value!r} has the wrong type", f"{key} is a {type_name}", f"write it as {type_name}")
+    return value
+
+
+def _check_values(config: RunConfig, source: str) -> None:
+    def require(good: bool, key: str, why: str, do: str) -> None:
+        if not good:
+            raise ConfigError(f"{source}: {key} = {getattr(config, key)!r} cannot be used", why, do)
+
+    positive = ("nodes", "gpus_per_node", "global_batch_size", "micro_batch_size", "eval_micro_batch_size", "max_samples", "log_every_steps")
+    for key in positive:
+        require(getattr(config, key) >= 1, key, "it must be at least 1", "give a positive number")
+    for key in ("recompute_layers", "warmup_train_steps", "warmup_eval_steps", "opt_learning_rate_warmup_steps"):
+        require(getattr(config, key) >= 0, key, "it cannot be negative", "give 0 or more")
+    require(config.opt_base_learning_rate > 0, "opt_base_learning_rate", "it must be positive", "give a learning rate")
+    require(config.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
+    for key in ("precision", "reduce_precision"):
+        require(getattr(config, key) in PRECISIONS, key, f"known are {', '.join(PRECISIONS)}", "choose one of them")
+    per_pass = config.micro_batch_size * config.world_size
+    require(
+        config.global_batch_size % per_pass == 0,
+        "global_batch_size",
+        f"it is not a multiple of micro_batch_size x processes = {config.micro_batch_size} x {config.world_size} = {per_pass}",
+        "change global_batch_size or micro_batch_size so that every process gets whole micro-batches",
+    )
+
+
+def _parse_value(key: str, text: str):
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # an unquoted word is a string
+
+
+def _toml_line(key: str, value) -> str:
+    text = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
+    return f"{key} = {text}\n"
+
+
+def _toml_table(name: str, table: dict[str, str]) -> str:
+    return f"\n[{name}]\n" + "".join(_toml_line(key, value) for key, value in table.items()) if table else ""

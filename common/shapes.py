@@ -1,0 +1,64 @@
+"""Shapes of the Llama models and what their arithmetic costs. No torch here: the launcher and the plan read it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's change of the rotation frequencies (Llama 3.1 model card; `rope_type: llama3` in Hugging Face)."""
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    rope_base: float
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(f"heads do not divide the hidden size: {self}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that take part in a matrix product per token: all linears and the head, not the embedding."""
+        per_layer = self.hidden_size * (self.qkv_size + self.hidden_size + 3 * self.ffn_hidden_size)
+        return self.num_layers * per_layer + self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        return self.matmul_parameters + self.vocab_size * self.hidden_size + norms
+
+    def attention_flops_per_token(self, sequence_length: int) -> int:
+        """Forward and backward of causal attention: 6*L*S*H, i.e. half of the square, counted once forward, twice backward."""
+        return 6 * self.num_layers * sequence_length * self.hidden_size
+
+    def training_flops_per_token(self, sequence_length: int) -> int:
+        """6*N + 6*L*S*H with a multiply-add as 2 FLOPs (PaLM, arXiv:2204.02311, appendix B, with causal attention halved)."""
+        return 6 * self.matmul_parameters + self.attention_flops_per_token(sequence_length)
+
+
+LLAMA31_8B = ModelShape(32, 4096, 14336, 32, 8, 128256, 500000.0, RopeScaling())
+LLAMA2_70B = ModelShape(80, 8192, 28672, 64, 8, 32000, 10000.0)

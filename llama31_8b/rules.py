@@ -1,0 +1,74 @@
+"""What the closed division fixes for `llama31_8b`, typed once: the loop, the log and the lint read it from here.
+
+Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the reference
+(mlcommons/training, small_llm_pretraining/nemo) and the compliance checker's closed_llama31_8b.yaml.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from common.shapes import LLAMA31_8B, ModelShape
+
+BENCHMARK = "llama31_8b"
+
+
+@dataclass(frozen=True)
+class Rules:
+    division: str  # "closed", or "miniature" for the toy that no one can submit
+    shape: ModelShape
+    sequence_length: int
+    train_prefix: str  # Megatron .bin/.idx pair of the training tokens, under DATADIR
+    validation_prefix: str
+    eval_samples: int  # the first so many validation sequences, unshuffled, every time
+    eval_interval_samples: int  # before rounding up to the global batch
+    target_loss: float  # natural-log cross entropy per token; stop at <=
+    max_steps: int
+    opt_name: str = "adamw"
+    adam_beta_1: float = 0.9
+    adam_beta_2: float = 0.95
+    adam_epsilon: float = 1e-5
+    weight_decay: float = 0.1  # decoupled; 1-D parameters are exempt, as in the reference
+    gradient_clip_norm: float = 1.0
+    end_learning_rate_ratio: float = 0.1
+    decay_schedule: str = "cosine with linear warmup"
+    init_std: float = 0.02
+    init_limit_s: float = 1800.0
+
+    def eval_interval(self, global_batch_size: int) -> int:
+        """Train sequences between evaluations: ceil(12288/GBS)*GBS. No evaluation is skipped; the first is at one interval."""
+        return -(-self.eval_interval_samples // global_batch_size) * global_batch_size
+
+    def decay_steps(self, warmup_steps: int) -> int:
+        return self.max_steps - warmup_steps
+
+    def end_learning_rate(self, base_learning_rate: float) -> float:
+        return base_learning_rate * self.end_learning_rate_ratio
+
+
+CLOSED = Rules(
+    division="closed",
+    shape=LLAMA31_8B,
+    sequence_length=8192,
+    train_prefix="c4-train.en_6_text_document",
+    validation_prefix="c4-validation-91205-samples.en_text_document",
+    eval_samples=1024,
+    eval_interval_samples=12288,
+    target_loss=3.3,
+    max_steps=1_200_000,
+)
+
+# The whole path on a CPU in two minutes: same code, real text, a target that has to be learned. Not a benchmark result.
+MINIATURE = replace(
+    CLOSED,
+    division="miniature",
+    shape=ModelShape(4, 128, 384, 4, 2, 2048, 10000.0),
+    sequence_length=128,
+    train_prefix="python-docs-train_text_document",
+    validation_prefix="python-docs-validation_text_document",
+    eval_samples=64,
+    eval_interval_samples=1024,
+    target_loss=4.6,
+    max_steps=2_000,
+)
