@@ -14,6 +14,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 
+KERNELS = ("reference", "triton")
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word the MLPerf log wants
 
 
@@ -33,6 +34,7 @@ class RunConfig:
     eval_micro_batch_size: int
     precision: str = "bf16"  # of matrix products, attention and gathered weights; master weights are always fp32
     reduce_precision: str = "fp32"  # of the gradient reduce-scatter; accumulation is always fp32
+    kernels: str = "reference"  # or "triton": which engine the ops of common/kernels use where they have both
     compile: bool = False  # torch.compile of each block and of the head with its loss
     recompute_layers: int = 0  # first n layers recompute their activations in backward
     reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
@@ -113,6 +115,7 @@ def _check_values(config: RunConfig, source: str) -> None:
     require(config.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
     for key in ("precision", "reduce_precision"):
         require(getattr(config, key) in PRECISIONS, key, f"known are {', '.join(PRECISIONS)}", "choose one of them")
+    require(config.kernels in KERNELS, "kernels", f"known are {', '.join(KERNELS)}", "choose one of them")
     per_pass = config.micro_batch_size * config.world_size
     require(
         config.global_batch_size % per_pass == 0,

@@ -1,0 +1,199 @@
+"""The miniature's text: the documentation inside Python's own standard library, which is on every machine.
+
+A document is one of: a module, class or function with its signature and docstring; a block of comment lines; a topic of
+`pydoc_data` (the language reference that `help()` shows; some distributions leave it out). All in all some 3 MB of English and
+Python, the same on every run of one Python version; another version has slightly other texts, and so slightly other losses.
+
+Standard library only, except `train_sentencepiece` and `load_sentencepiece`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import io
+import re
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import DataError
+
+# Not on every machine (packages of their own in Debian), not prose (tests), or not Python's (site-packages).
+LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "idle_test",
+    "lib2to3",
+    "distutils",
+    "tkinter",
+    "turtledemo",
+    "pydoc_data",
+}
+MIN_CHARACTERS = 60  # shorter docstrings and comments say nothing to learn
+MIN_CORPUS_CHARACTERS = 1_000_000
+VALIDATION_CHARACTERS = 150_000  # about 45,000 tokens; the miniature evaluates on the first 8,193
+COMMENT_BLOCK = re.compile(r"(?:^[ \t]*#.*\n)+", re.MULTILINE)
+COMMENT_MARK = re.compile(r"^[ \t]*#+!?:? ?", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Document:
+    source: str  # module or topic it comes from: train and validation share none
+    text: str
+
+
+def documents(stdlib: Path | None = None) -> list[Document]:
+    """Every text of the standard library once, in an order fixed by the texts themselves (their SHA-256).
+
+    Raises DataError if fewer than a million characters are found, as on a Python without its library sources.
+    """
+    root = stdlib or Path(sysconfig.get_path("stdlib"))
+    found: dict[str, Document] = {}
+    for document in (*_module_documents(root), *_topic_documents()):
+        found.setdefault(document.text, document)  # a text that occurs twice must not be in train and in validation
+    characters = sum(map(len, found))
+    if characters < MIN_CORPUS_CHARACTERS:
+        raise DataError(
+            f"{root}: expected at least {MIN_CORPUS_CHARACTERS} characters of documentation, got {characters}",
+            "this Python has no sources of its standard library (a minimal or compiled-only install)",
+            "use a full Python, e.g. Debian's python3 instead of python3-minimal",
+        )
+    return sorted(found.values(), key=lambda document: hashlib.sha256(document.text.encode()).digest())
+
+
+def split(corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS) -> tuple[list[str], list[str]]:
+    """(train texts, validation texts), each in the order of `corpus`.
+
+    Whole modules go to validation, in the order of their names' SHA-256, until it has its characters: neighbours in one file
+    repeat each other, so a random cut through a module would let validation be learned by heart.
+    """
+    sizes: dict[str, int] = {}
+    for document in corpus:
+        sizes[document.source] = sizes.get(document.source, 0) + len(document.text)
+    held_out: set[str] = set()
+    characters = 0
+    for source in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if characters >= validation_characters:
+            break
+        if sizes[source] <= validation_characters // 10:  # one big module alone would be a narrow test
+            held_out.add(source)
+            characters += sizes[source]
+    train = [document.text for document in corpus if document.source not in held_out]
+    return train, [document.text for document in corpus if document.source in held_out]
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a BPE vocabulary of exactly `vocab_size` pieces on `texts` and write it to `path`; the same bytes every time.
+
+    Ids 0, 1, 2 are unk, bos, eos, as in Llama 2; 256 byte pieces follow, so nothing is unknown and decoding gives the text back
+    to the letter (no normalisation, no dummy prefix). Line ends become the byte piece <0x0A>.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = (line for text in texts for line in text.splitlines() if line)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=False,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise DataError(
+            f"no vocabulary of {vocab_size} pieces can be trained: {error}", "the text is too small for it", "ask for fewer pieces"
+        ) from error
+    path = Path(path)
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_bytes(model.getvalue())
+    temporary.replace(path)
+
+
+def load_sentencepiece(path: Path) -> Any:
+    """The tokenizer at `path`, a `sentencepiece.SentencePieceProcessor`. Raises DataError if it is missing or of another kind."""
+    import sentencepiece
+
+    try:
+        model = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be opened: {error.strerror}", "no tokenizer there", "check the path, or build it with prepare"
+        ) from error
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        loaded = bool(model) and processor.LoadFromSerializedProto(model)
+    except RuntimeError:
+        loaded = False
+    if not loaded:
+        raise DataError(
+            f"{path}: expected a SentencePiece model, got something else",
+            "Llama 3's tokenizer.model is a tiktoken list of base64 lines, which this package does not read",
+            "take a SentencePiece model, or use MLCommons' tokenised files",
+        )
+    return processor
+
+
+def _module_documents(root: Path) -> Iterator[Document]:
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if LEFT_OUT.intersection(parts):
+            continue
+        name = ".".join(parts)
+        try:
+            with tokenize.open(path) as file:  # by the file's own coding line
+                source = file.read()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in old modules are not our concern
+                tree = ast.parse(source)
+        except (SyntaxError, UnicodeDecodeError):
+            continue  # a template or a sample of bad code: no text for us
+        for text in (*_docstrings(tree, name), *_comments(source)):
+            if len(text) >= MIN_CHARACTERS:
+                yield Document(name, text)
+
+
+def _docstrings(tree: ast.Module, module: str) -> Iterator[str]:
+    """`module.Class.method(arguments)`, an empty line, the docstring: as `help()` shows it."""
+    stack: list[tuple[ast.AST, str]] = [(tree, module)]
+    while stack:
+        node, name = stack.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text and len(text) >= MIN_CHARACTERS:
+                arguments = f"({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+                yield f"{name}{arguments}\n\n{text}\n"
+        for child in ast.iter_child_nodes(node):
+            stack.append(
+                (child, f"{name}.{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else name)
+            )
+
+
+def _comments(source: str) -> Iterator[str]:
+    for block in COMMENT_BLOCK.finditer(source):
+        yield COMMENT_MARK.sub("", block.group())
+
+
+def _topic_documents() -> Iterator[Document]:
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        return  # Debian's minimal Python has none: the docstrings suffice
+    for name, text in sorted(topics.items()):
+        yield Document(f"pydoc_data.{name}", text)

@@ -1,0 +1,70 @@
+"""Processes: who am I, the groups, sums over ranks, the heartbeat that lets the launcher see who stands still."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Processes:
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        # An all-reduce rather than dist.barrier: the same on gloo and NCCL, without NCCL's guess of the device.
+        self.sum(torch.zeros(1, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def start_processes(device_type: str, timeout_s: float) -> Processes:
+    """Join the group that torchrun describes in the environment; alone, a group of one is made. `timeout_s` is for collectives."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    store = dist.HashStore() if "RANK" not in os.environ else None
+    where = {"store": store, "rank": 0, "world_size": 1} if store is not None else {}
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device if device_type == "cuda" else None, **where)
+    return Processes(rank, world_size, device, init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",)))
+
+
+class Heartbeat:
+    """`ranks/rank_<k>.heartbeat`, rewritten at every micro-step: the launcher reads from it which rank stands still, and where.
+
+    One small write to an open file, some 10 us; without a directory it does nothing.
+    """
+
+    def __init__(self, run_dir: Path | None, rank: int):
+        self.rank, self.file = rank, None
+        if run_dir is not None:
+            folder = Path(run_dir) / "ranks"
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(folder / f"rank_{rank}.heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def beat(self, step: int, phase: str) -> None:
+        if self.file is None:
+            return
+        record = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
+        # One write of fixed length: a reader never sees half a record after a whole one.
+        os.pwrite(self.file, json.dumps(record).ljust(160).encode(), 0)

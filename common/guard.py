@@ -1,0 +1,109 @@
+"""What stands around a rank's work: signals become exceptions, every failure becomes a record, and the process really ends.
+
+torchrun answers every failure with exit 1 and often names the victim; so each rank leaves its own record, in which a rank that
+only saw a peer vanish says so (`secondary`). The launcher reads the records and finds the guilty one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.errors import Hang, Interrupted, OutOfMemory, RankLost, RunError, StorageError, write_rank_record
+
+# What gloo and NCCL say when a peer is gone or silent. Seen with torch 2.9 to 2.13; anything else counts as our own failure.
+_TIMED_OUT = ("timed out", "Timed out", "timeout")
+_PEER_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "socket", "NCCL", "gloo", "remote process exited")
+
+
+def run_guarded(run_dir: Path | None, rank: int, body: Callable[[], None], on_failure: Callable[[], None], step: Callable[[], int]) -> None:
+    """Run `body`; on failure call `on_failure` (which may write run_stop aborted), leave a record and end the process.
+
+    `step` tells how far the run got. Never returns after a failure: `os._exit`, since tearing down a broken group can hang.
+    """
+    _listen_to_signals(run_dir, rank)
+    try:
+        body()
+    except BaseException as error:
+        failure = classify(error)
+        ignore_signals()
+        _end_badly(run_dir, rank, error, failure, on_failure, step)
+    if run_dir is not None:
+        write_rank_record(run_dir, rank, "done", step=step())
+
+
+def classify(error: BaseException) -> RunError:
+    """The RunError that tells the user what `error` means."""
+    if isinstance(error, RunError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        message = str(error).splitlines()[0]
+        return OutOfMemory("the GPU's memory is full", message, "use a smaller micro_batch_size, or recompute_layers, or more GPUs")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS):
+        return StorageError(f"cannot write {error.filename or ''}: {error.strerror}", "the disk is full or read-only", "free space and start again")
+    if isinstance(error, RuntimeError) and _from_collective(error):
+        text = str(error).splitlines()[0][:300]
+        if any(word in str(error) for word in _TIMED_OUT):
+            return Hang("a collective timed out", text, "see which rank did not report in ranks/")
+        return RankLost("another rank went away", text, "see which rank did not report in ranks/")
+    return RunError(f"{type(error).__name__}: {error}", "a defect, or a failure this program does not know", "see the traceback in ranks/")
+
+
+def is_secondary(error: BaseException) -> bool:
+    """True where this rank only saw the failure of another one."""
+    return not isinstance(error, RunError) and isinstance(error, RuntimeError) and _from_collective(error)
+
+
+def _from_collective(error: RuntimeError) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return any(word in text for word in (*_TIMED_OUT, *_PEER_GONE)) and any(word in text for word in ("gloo", "NCCL", "c10d", "TCPStore", "socket"))
+
+
+def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
+    def interrupt(number: int, frame) -> None:
+        raise Interrupted(number)
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+    if run_dir is not None:
+        # The launcher sends SIGUSR1 to ranks that hang: where they stand goes into this file. It stays open for the process.
+        (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+        faulthandler.register(signal.SIGUSR1, open(run_dir / "ranks" / f"rank_{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
+
+
+def ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_badly(
+    run_dir: Path | None, rank: int, error: BaseException, failure: RunError, on_failure: Callable[[], None], step: Callable[[], int]
+) -> None:
+    with contextlib.suppress(Exception):  # the first failure counts; a second one while reporting must not hide it
+        on_failure()
+    text = "".join(traceback.format_exception(error))
+    secondary = is_secondary(error)
+    if run_dir is not None:
+        with contextlib.suppress(OSError):
+            outcome = "interrupted" if isinstance(failure, Interrupted) else "failed"
+            write_rank_record(run_dir, rank, outcome, failure, step=step(), secondary=secondary)
+            (run_dir / "ranks" / f"rank_{rank}.traceback").write_text(text)
+    else:
+        print(failure.lines(), file=sys.stderr)
+        if not isinstance(error, RunError):
+            print(text, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failure.exit_code)

@@ -1,0 +1,347 @@
+"""Which GPU this is, and what follows from it: peaks, memory, FP8 family, config file. Never a guess.
+
+`probe()` reads what the driver says, without torch and without root; everything else is a pure function of a `Probe`, so
+that every GPU, also one that we do not have, is a fixture in the tests. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError, PreflightError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """One kind of GPU as a whole card: memory in bytes, dense peaks in TFLOP/s without sparsity."""
+
+    name: str
+    vendor: str  # "amd" or "nvidia"
+    arch: str  # gfx942, gfx950, sm_90
+    compute_units: int  # CUs or SMs
+    memory_bytes: int
+    peak_bf16_tflops: float
+    peak_fp8_tflops: float
+
+
+# Compute units x clock x FLOP per clock and unit: MI300X = MI325X 304 x 2.1 GHz x 4096 (FP8), MI350X 256 x 2.2 x 8192,
+# MI355X 256 x 2.4 x 8192, BF16 half of FP8 (AMD data sheets); H100 and H200 SXM from NVIDIA's data sheet. Boost clocks:
+# no card holds them under load, so MFU against them stays well below 1 on every vendor.
+KINDS = {
+    kind.name: kind
+    for kind in (
+        GpuKind("MI300X", "amd", "gfx942", 304, 192 * GIB, 1307.4, 2614.9),
+        GpuKind("MI325X", "amd", "gfx942", 304, 256 * GIB, 1307.4, 2614.9),
+        GpuKind("MI350X", "amd", "gfx950", 256, 288 * GIB, 2306.9, 4613.7),
+        GpuKind("MI355X", "amd", "gfx950", 256, 288 * GIB, 2516.6, 5033.2),
+        GpuKind("H100", "nvidia", "sm_90", 132, 80 * GIB, 989.4, 1978.9),
+        GpuKind("H200", "nvidia", "sm_90", 132, 141 * GIB, 989.4, 1978.9),
+    )
+}
+
+# PCI device number -> product (pci.ids, vendor 1002). The driver gives the number even where it gives no product name.
+AMD_PRODUCTS = {
+    0x74A0: "AMD Instinct MI300A",
+    0x74A1: "AMD Instinct MI300X",
+    0x74A2: "AMD Instinct MI308X",
+    0x74A5: "AMD Instinct MI325X",
+    0x74B5: "AMD Instinct MI300X VF",
+    0x75A0: "AMD Instinct MI350X",
+    0x75A3: "AMD Instinct MI355X",
+}
+
+WHOLE_CARD = 0.75  # a device below this share of its kind's memory is a partition: the smallest cut, DPX or 1/2 MIG, halves it
+MAX_GPUS = 8  # in one node of these systems; more devices means that cards are cut into parts
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str  # as the driver gives it, "" if it gives none
+    arch: str
+    memory_bytes: int
+    compute_units: int = 0  # 0: the driver does not say (nvidia-smi)
+    partition: str = ""  # "MIG", "CPX", ...; "" for a whole card
+
+    def __str__(self) -> str:
+        parts = [self.name or "no name", self.arch, f"{self.memory_bytes / GIB:.0f} GiB"]
+        if self.compute_units:
+            parts.append(f"{self.compute_units} compute units")
+        return ", ".join([*parts, self.partition] if self.partition else parts)
+
+
+@dataclass(frozen=True)
+class Probe:
+    vendor: str  # "amd", "nvidia" or "none"
+    devices: tuple[Device, ...] = ()
+    driver: str = ""
+
+
+# --- from a probe to a kind -------------------------------------------------------------------------------------------
+
+
+def identify(found: Probe, override: str = "") -> GpuKind | None:
+    """The kind of all visible GPUs; None if there is no GPU. `override` is the environment variable GPU_KIND.
+
+    Raises PreflightError for partitions, mixed kinds, and whatever is not in KINDS, naming what there is.
+    """
+    if not found.devices:
+        return None
+    _refuse_partitions(found)
+    if override:
+        return _overridden(found, override)
+    kinds = {_kind_name(device, found) for device in found.devices}
+    if len(kinds) > 1:
+        raise PreflightError(
+            f"different kinds of GPU in one run: {', '.join(sorted(kinds))}",
+            "the slowest would set the pace, and MLPerf asks for one kind of system",
+            f"choose one kind with {_visible_variable(found.vendor)}",
+        )
+    return KINDS[kinds.pop()]
+
+
+def _overridden(found: Probe, override: str) -> GpuKind:
+    kind = KINDS.get(override)
+    if kind is None:
+        raise PreflightError(f"GPU_KIND={override} is unknown", f"known are {', '.join(KINDS)}", "set GPU_KIND to one of them, or unset it")
+    if kind.vendor != found.vendor or any(not device.arch.startswith(kind.arch) for device in found.devices):
+        raise PreflightError(
+            f"GPU_KIND={override} does not fit the GPU",
+            f"{override} is {kind.arch}; there is: {_listing(found)}",
+            "correct or unset GPU_KIND",
+        )
+    _refuse_less_than_whole(found, kind)
+    return kind
+
+
+def _kind_name(device: Device, found: Probe) -> str:
+    name = _named_kind(device) or _unnamed_kind(device)
+    if name is None or not device.arch.startswith(KINDS[name].arch):
+        raise _unknown(found)
+    _refuse_less_than_whole(found, KINDS[name], device)
+    return name
+
+
+def _named_kind(device: Device) -> str | None:
+    if re.search(r"\b(PCIe|NVL)\b", device.name):  # lower clock, power and peak than the SXM card of the same number
+        return None
+    return next((name for name in KINDS if re.search(rf"\b{name}\b", device.name)), None)
+
+
+def _unnamed_kind(device: Device) -> str | None:
+    """From arch, compute units and memory, for AMD names without a model number ("AMD Instinct", "AMD Radeon Graphics")."""
+    if re.search(r"\bMI\d", device.name) or not device.arch.startswith("gfx"):
+        return None
+    if device.arch.startswith("gfx950"):
+        raise PreflightError(
+            f"this GPU ({device}) is an MI350X or an MI355X",
+            "both are gfx950 with 288 GB and 256 compute units, and the driver gives no product name",
+            "say which: GPU_KIND=MI350X or GPU_KIND=MI355X",
+        )
+    if device.arch.startswith("gfx942"):
+        if 0 < device.compute_units < 304 // 2 + 1 and 304 % device.compute_units == 0:
+            raise _partitioned(f"{device.compute_units} of 304 compute units")
+        if device.compute_units == 304:
+            near = [name for name in ("MI300X", "MI325X") if abs(device.memory_bytes / KINDS[name].memory_bytes - 1) < 0.1]
+            return near[0] if near else None
+    return None
+
+
+def _refuse_partitions(found: Probe) -> None:
+    cut = next((device.partition for device in found.devices if device.partition), "")
+    if cut:
+        raise _partitioned(f"partition mode {cut}")
+    if len(found.devices) > MAX_GPUS:
+        raise _partitioned(f"{len(found.devices)} devices in one node")
+
+
+def _refuse_less_than_whole(found: Probe, kind: GpuKind, only: Device | None = None) -> None:
+    for device in (only,) if only else found.devices:
+        if device.compute_units not in (0, kind.compute_units):
+            raise _partitioned(f"{device.compute_units} of the {kind.compute_units} compute units of an {kind.name}")
+        if device.memory_bytes < WHOLE_CARD * kind.memory_bytes:
+            raise _partitioned(f"{device.memory_bytes / GIB:.0f} of the {kind.memory_bytes / GIB:.0f} GiB of an {kind.name}")
+
+
+def _partitioned(sign: str) -> PreflightError:
+    return PreflightError(
+        f"a GPU is cut into parts: {sign}",
+        "every config and every peak here is for whole cards",
+        "give the whole card back: SPX and NPS1 on AMD (amd-smi set --compute-partition SPX), MIG off on NVIDIA (nvidia-smi -mig 0)",
+    )
+
+
+def _unknown(found: Probe) -> PreflightError:
+    return PreflightError(
+        f"no config and no peak is known for this GPU: {_listing(found)}",
+        f"known are {', '.join(KINDS)} (H100 and H200 as SXM modules)",
+        "use one of them, or set GPU_KIND if the driver's name is misleading, or run the miniature with --device cpu",
+    )
+
+
+def _listing(found: Probe) -> str:
+    counts: dict[str, int] = {}
+    for device in found.devices:
+        counts[str(device)] = counts.get(str(device), 0) + 1
+    return "; ".join(f"{count} x ({text})" for text, count in counts.items())
+
+
+def fp8_family(arch: str) -> str:
+    """`fnuz` on gfx942 (MI300X, MI325X), `ocp` elsewhere. The bits of one read as the other give half the value."""
+    return "fnuz" if arch.startswith("gfx942") else "ocp"
+
+
+# --- from a kind to a config ------------------------------------------------------------------------------------------
+
+
+def config_names(root: Path, benchmark: str) -> list[str]:
+    return sorted(path.stem for path in (root / "configs" / benchmark).glob("*.toml"))
+
+
+def config_path(root: Path, benchmark: str, name: str) -> Path:
+    """configs/<benchmark>/<name>.toml. Raises ConfigError that lists the configs that exist."""
+    path = root / "configs" / benchmark / f"{name}.toml"
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no config {name} for {benchmark}",
+            f"configs/{benchmark} holds {', '.join(config_names(root, benchmark)) or 'none'}",
+            "set DGXSYSTEM to one of them, or DGXNGPU to a number of GPUs that has one, or give a file with --config",
+        )
+    return path
+
+
+def config_name(kind: GpuKind | None, count: int) -> str:
+    """`H200_1x8`: one node with 8 H200; `CPU_1x1` without a GPU."""
+    return f"{kind.name if kind else 'CPU'}_1x{count}"
+
+
+# --- the probe --------------------------------------------------------------------------------------------------------
+
+
+def probe(environment: Mapping[str, str] | None = None, sysfs: Path = Path("/sys"), dev: Path = Path("/dev")) -> Probe:
+    """What GPUs a process started now would see: nvidia-smi, or the kernel's AMD topology, less what is made invisible.
+
+    Raises PreflightError if a driver is there but does not answer: a broken GPU must not end in a run on the CPU.
+    """
+    env = os.environ if environment is None else environment
+    amd = probe_amd(env, sysfs, dev)
+    return amd if amd.devices else probe_nvidia(env, dev)
+
+
+NVIDIA_QUERY = "uuid,name,memory.total,compute_cap,mig.mode.current,driver_version"
+
+
+def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
+    if not (dev / "nvidiactl").exists() and not shutil.which("nvidia-smi", path=env.get("PATH")):
+        return Probe("none")
+    command = ["nvidia-smi", f"--query-gpu={NVIDIA_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(env))
+        failure = (answer.stdout + answer.stderr).strip() if answer.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure, answer = str(error), None
+    if "No devices were found" in failure:
+        return Probe("none")
+    if failure or answer is None:
+        raise PreflightError(
+            f"nvidia-smi does not answer: {failure.splitlines()[0] if failure else 'no output'}",
+            "an NVIDIA driver is installed, but does not work here",
+            "repair the driver (see the kernel log), or run the miniature with --device cpu",
+        )
+    return parse_nvidia_smi(answer.stdout, env)
+
+
+def parse_nvidia_smi(text: str, env: Mapping[str, str]) -> Probe:
+    """`text` is the CSV answer to NVIDIA_QUERY, memory in MiB. CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.strip().splitlines()]
+    devices, uuids = [], []
+    for uuid, name, memory, capability, mig, _ in rows:
+        cut = "MIG" if mig == "Enabled" or " MIG " in name else ""
+        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory)) * 2**20, 0, cut))
+        uuids.append(uuid)
+    if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
+    visible = _visible(len(devices), env.get("CUDA_VISIBLE_DEVICES"), uuids)
+    return Probe("nvidia" if visible else "none", tuple(devices[i] for i in visible), rows[0][5] if rows else "")
+
+
+def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
+    """The kernel's view of AMD GPUs (kfd topology), in the order in which HIP counts them."""
+    devices = [device for device in map(lambda node: _read_kfd_node(node, sysfs), _kfd_nodes(sysfs)) if device]
+    if not devices:
+        return Probe("none")
+    kfd = dev / "kfd"
+    if not os.access(kfd, os.R_OK | os.W_OK):
+        raise PreflightError(
+            f"there are {len(devices)} AMD GPUs, but this process may not open {kfd}",
+            "the container was started without the devices, or the user is not in the groups render and video"
+            if not kfd.exists()
+            else "the user is not in the groups render and video",
+            "start the container with --device /dev/kfd --device /dev/dri and these groups, or run the miniature with --device cpu",
+        )
+    chosen = list(range(len(devices)))
+    # ROCR_VISIBLE_DEVICES cuts first; HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES in its place, counts in what is left.
+    for value in (env.get("ROCR_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))):
+        chosen = [chosen[i] for i in _visible(len(chosen), value)]
+    version = _read(sysfs / "module/amdgpu/version")
+    return Probe("amd" if chosen else "none", tuple(devices[i] for i in chosen), version)
+
+
+def _kfd_nodes(sysfs: Path) -> list[Path]:
+    nodes = (sysfs / "class/kfd/kfd/topology/nodes").glob("[0-9]*")
+    return sorted(nodes, key=lambda path: int(path.name))
+
+
+def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
+    """None for a CPU, and for a GPU that this container may not see (the kernel then refuses to show its properties)."""
+    facts = _key_values(node / "properties")
+    if not facts.get("simd_count"):
+        return None
+    target = facts.get("gfx_target_version", 0)  # 90402 is gfx942, 90010 is gfx90a: the last two digits are hexadecimal
+    arch = f"gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}"
+    banks = [_key_values(path) for path in (node / "mem_banks").glob("*/properties")]
+    memory = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2))  # public and private HBM
+    card = sysfs / f"class/drm/renderD{facts.get('drm_render_minor', 0)}/device"
+    name = _read(card / "product_name")
+    if not re.search(r"\bMI\d", name):
+        name = AMD_PRODUCTS.get(facts.get("device_id", 0), name)
+    mode = _read(card / "current_compute_partition")
+    units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)
+    return Device(name, arch, memory, units, mode if mode not in ("", "SPX") else "")
+
+
+def _key_values(path: Path) -> dict[str, int]:
+    lines = [line.split() for line in _read(path).splitlines()]
+    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _visible(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:
+    """Indices that a *_VISIBLE_DEVICES variable leaves: as in CUDA and HIP, the list ends at its first invalid entry."""
+    if value is None:
+        return list(range(count))
+    chosen: list[int] = []
+    for entry in (part.strip() for part in value.split(",")):
+        named = [i for i, uuid in enumerate(uuids or []) if entry.startswith("GPU-") and uuid.startswith(entry)]
+        index = named[0] if len(named) == 1 else int(entry) if entry.isdigit() else -1
+        if not 0 <= index < count:
+            break
+        chosen.append(index)
+    return chosen
+
+
+def _visible_variable(vendor: str) -> str:
+    return "HIP_VISIBLE_DEVICES" if vendor == "amd" else "CUDA_VISIBLE_DEVICES"

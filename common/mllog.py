@@ -1,0 +1,271 @@
+"""RunLog: every MLLOG line of the project, one method per thing that happens.
+
+One writer, on rank 0; elsewhere a RunLog keeps the same order of events but writes nothing, so that callers never ask
+for the rank. A line goes to the result file in one unbuffered, checked write, and then to stdout. The file is created,
+never opened: no run overwrites or continues the log of another. Times come from the monotonic clock, anchored once to
+wall time, so that a clock correction during a run cannot change its result.
+
+Line format: mlcommons/logging, mllog/mllog.py. Rules of content: MLPerf Training rules; `submission/lint.py` checks them.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from common.errors import ConfigError, NonFinite, StorageError
+
+TOKEN = ":::MLLOG "
+# The RCP checker finds its events by these substrings anywhere in a line, not by key: a file or system name that
+# contains one is read as that event. The token is here because the parser strips a line up to its last token.
+RESERVED_SUBSTRINGS = ("global_batch_size", "submission_benchmark", "eval_accuracy", "eval_error", ":::MLLOG")
+
+POINT, START, END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
+STDOUT_FD = 1
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+
+Scalar = bool | int | float | str
+
+
+class RunLog:
+    """The MLLOG log of one run. Methods assert the order of events: a wrong order is our mistake, not the user's.
+
+    `samples` is always the number of training sequences consumed so far, counted after the optimizer step
+    (steps x global batch size). Raises StorageError where a line cannot be written, NonFinite for a NaN or infinite
+    value, ConfigError for a text that would mislead the official checkers.
+    """
+
+    def __init__(self, path: Path | None):
+        """Create `path`, which must not exist. None: a rank that does not write."""
+        self._wall_at_anchor_ns, self._monotonic_at_anchor_ns = time.time_ns(), time.monotonic_ns()
+        self._path = path
+        self._fd = None if path is None else _create(path)
+        self._state = "created"  # -> init -> ready -> running <-> block | eval -> evaluated -> running; -> stopped
+        self._written_once: set[str] = set()
+        self._samples = 0
+        self._run_start_ms = 0
+
+    # Before the clock.
+
+    def cache_clear(self, done: bool) -> None:
+        """`done`: the page cache was really dropped before this run."""
+        self._expect("created")
+        self._once("cache_clear")
+        self._write(POINT, "cache_clear", done)
+
+    def init_start(self) -> None:
+        """Before the first part of the system builds the model."""
+        self._expect("created")
+        self._write(START, "init_start", enter="init")
+
+    def submission(self, *, benchmark: str, org: str, platform: str, division: str, status: str) -> None:
+        """`division` is closed, or miniature for the toy; `status` is onprem or cloud."""
+        self._expect("init")
+        self._once("submission")
+        pairs = {"benchmark": benchmark, "org": org, "division": division, "status": status, "platform": platform}
+        for name, value in pairs.items():
+            if not value.strip():
+                raise ConfigError(f"submission_{name} is empty", "the compliance checker refuses an empty text", f"name the {name}")
+            self._write(POINT, f"submission_{name}", value)
+
+    def seed(self, seed: int) -> None:
+        self._expect("init")
+        self._once("seed")
+        self._write(POINT, "seed", seed)
+
+    def hyperparameters(self, pairs: Iterable[tuple[str, Scalar]]) -> None:
+        """The benchmark's (key, value) list, in the order it wants: the official checker reads warm-up before decay."""
+        self._expect("init")
+        self._once("hyperparameters")
+        for key, value in pairs:
+            self._write(POINT, key, value)
+
+    def init_stop(self) -> None:
+        """The model stands, warmed up and restored. No token file has been opened yet."""
+        self._expect("init")
+        missing = {"cache_clear", "submission", "seed", "hyperparameters"} - self._written_once
+        assert not missing, f"init_stop before {sorted(missing)}"
+        self._write(END, "init_stop", enter="ready")
+
+    # On the clock.
+
+    def run_start(self) -> None:
+        """The clock starts; from here on token files may be opened."""
+        self._expect("ready")
+        self._run_start_ms = self._write(START, "run_start", enter="running")
+
+    def block_start(self, samples: int) -> None:
+        """Training up to the next evaluation begins at `samples`."""
+        self._expect("running")
+        assert samples == self._samples, f"a block starts at {samples} samples, the last one stopped at {self._samples}"
+        self._write(START, "block_start", metadata={"samples_count": samples}, enter="block")
+
+    def block_stop(self, samples: int, throughput: float | None = None) -> None:
+        """`throughput`: training sequences per second over the block, of the whole system."""
+        self._expect("block")
+        self._advance(samples)
+        self._write(END, "block_stop", metadata={"samples_count": samples}, enter="running")
+        if throughput is not None:
+            self.tracked_stats({"throughput": throughput}, samples)
+
+    def eval_start(self, samples: int) -> None:
+        self._expect("running")
+        self._same(samples)
+        self._write(START, "eval_start", metadata={"samples_count": samples}, enter="eval")
+
+    def eval_accuracy(self, samples: int, loss: float) -> None:
+        """`loss`: mean natural-log cross entropy, as the benchmark defines it. NaN and infinity raise NonFinite."""
+        self._expect("eval")
+        self._same(samples)
+        self._write(POINT, "eval_accuracy", loss, {"samples_count": samples}, enter="evaluated")
+
+    def eval_stop(self, samples: int) -> None:
+        self._expect("evaluated")
+        self._same(samples)
+        self._write(END, "eval_stop", metadata={"samples_count": samples}, enter="running")
+
+    def tracked_stats(self, stats: Mapping[str, Scalar], samples: int) -> None:
+        """What reviewers like to see besides: throughput, training loss. No checker reads it."""
+        self._expect("running", "block", "eval", "evaluated")
+        self._write(POINT, "tracked_stats", dict(stats), {"samples_count": samples})
+
+    def run_stop(self, samples: int, status: str) -> float:
+        """The clock stops; the log is complete and on the disk. Returns the run's minutes, as the score counts them.
+
+        `status` is success (the target was reached) or aborted (it was not, for whatever reason).
+        """
+        assert status in ("success", "aborted"), status
+        self._expect("running")
+        self._same(samples)
+        stop_ms = self._write(END, "run_stop", metadata={"samples_count": samples, "status": status}, enter="stopped")
+        self._finish()
+        return (stop_ms - self._run_start_ms) / 60_000
+
+    def abort(self, samples: int) -> None:
+        """Close what is open and write run_stop aborted, if the clock runs. For `except` blocks: repeating it is harmless.
+
+        Never raises StorageError, so that the failure that led here stays the one that is reported; it says on stderr
+        if the disk did not take the last lines. Before run_start nothing is written: the log ends where the run ended.
+        """
+        try:
+            if self._state in ("created", "init", "ready"):
+                self._state = "stopped"
+                self._finish()
+            if self._state == "block":
+                self.block_stop(max(samples, self._samples))
+            if self._state in ("eval", "evaluated"):
+                self._write(END, "eval_stop", metadata={"samples_count": self._samples}, enter="running")
+            if self._state == "running":
+                self.run_stop(self._samples, "aborted")
+        except StorageError as error:
+            print(error.lines(), file=sys.stderr, flush=True)
+
+    # Order.
+
+    def _expect(self, *states: str) -> None:
+        assert self._state in states, f"the log is in state {self._state}, this line belongs in {' or '.join(states)}"
+
+    def _once(self, name: str) -> None:
+        assert name not in self._written_once, f"{name} was logged already"
+        self._written_once.add(name)
+
+    def _advance(self, samples: int) -> None:
+        assert type(samples) is int and samples >= self._samples, f"samples went from {self._samples} to {samples}"
+        self._samples = samples
+
+    def _same(self, samples: int) -> None:
+        assert samples == self._samples, f"{samples} samples here, but training stands at {self._samples}"
+
+    # Writing.
+
+    def _write(self, event_type: str, key: str, value: Scalar | dict | None = None, metadata: dict | None = None, enter: str = "") -> int:
+        """Write one line and enter the next state; return its time in milliseconds since the epoch."""
+        elapsed_ns = time.monotonic_ns() - self._monotonic_at_anchor_ns
+        time_ms = (self._wall_at_anchor_ns + elapsed_ns) // 1_000_000
+        record = {"namespace": "", "time_ms": time_ms, "event_type": event_type, "key": key, "value": value}
+        line = _encode({**record, "metadata": {**(metadata or {}), **_caller()}})
+        if self._fd is not None:
+            self._write_file(line)
+        self._state = enter or self._state  # between the two writes: the file holds the line, whatever becomes of stdout
+        if self._fd is not None:
+            _write_all(STDOUT_FD, line, "stdout")
+        return time_ms
+
+    def _write_file(self, line: bytes) -> None:
+        assert self._fd is not None
+        end = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            _write_all(self._fd, line, str(self._path))
+        except StorageError:
+            os.ftruncate(self._fd, end)  # a cut line would make the whole log unreadable for the checker
+            os.lseek(self._fd, end, os.SEEK_SET)
+            raise
+
+    def _finish(self) -> None:
+        """The last line is out: bring the file to the disk, close it."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise _storage_error(str(self._path), error) from error
+        finally:
+            os.close(fd)
+
+
+def _create(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        raise StorageError(
+            f"{path} exists already", "a run never overwrites or continues the log of another", "give the run a directory of its own"
+        ) from None
+    except OSError as error:
+        raise _storage_error(str(path), error) from error
+
+
+def _write_all(fd: int, line: bytes, name: str) -> None:
+    while line:
+        try:
+            written = os.write(fd, line)
+        except OSError as error:
+            raise _storage_error(name, error) from error
+        line = line[written:]  # a short write: the next one tells why
+
+
+def _storage_error(name: str, error: OSError) -> StorageError:
+    why = f"{error.strerror} (errno {error.errno})"
+    return StorageError(f"cannot write the log to {name}", why, "free space, or set LOGDIR to a disk that takes the result")
+
+
+def _encode(record: dict) -> bytes:
+    """One ASCII line: JSON escapes newlines, control characters and everything that is not ASCII."""
+    value = record["value"]
+    for part in value.values() if isinstance(value, dict) else [value]:
+        assert part is None or type(part) in (bool, int, float, str), f"{record['key']}: {type(part).__name__} is no log value"
+        if isinstance(part, float) and not math.isfinite(part):
+            why = "a number that is not finite cannot be compared with the target"
+            raise NonFinite(f"{record['key']} is {part}", why, "look for the first bad loss or gradient norm in events.jsonl")
+    text = json.dumps(record, allow_nan=False)
+    for word in RESERVED_SUBSTRINGS:
+        if word in text and record["key"] != word:
+            why = "the RCP checker finds its events by this text and would misread the line"
+            raise ConfigError(f"the log line of {record['key']} contains {word}", why, "rename the file, system or organisation")
+    return (TOKEN + text + "\n").encode("ascii")
+
+
+def _caller() -> dict[str, str | int]:
+    """File, relative to the project, and line of the first caller outside this module; the seed checker compares them."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    name = path.relative_to(PROJECT_ROOT).as_posix() if path.is_relative_to(PROJECT_ROOT) else path.name
+    return {"file": name, "lineno": frame.f_lineno}

@@ -1,0 +1,45 @@
+"""How a model is made ready for the GPUs, in one visible order: recompute, compile, shard.
+
+Compile comes before sharding, so that each compiled block is whole and FSDP's hooks stay outside of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from common.config import RunConfig
+from common.llama import Llama
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh) -> Llama:
+    """Change `model` (on the meta device) in place; afterwards `materialise` gives it memory.
+
+    Weights are kept and updated in fp32, one shard per rank, and gathered in `config.precision` for computing. Gradients are
+    reduced in `config.reduce_precision` after every micro-batch and accumulated in fp32 shards: that costs more traffic than
+    one reduction per step, hidden behind the backward, and saves a whole unsharded gradient.
+    """
+    model.recompute_layers = config.recompute_layers
+    if config.compile:
+        for block in model.blocks:
+            block.compile(fullgraph=True, dynamic=False)
+        model.head.compile(fullgraph=True, dynamic=False)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=DTYPES[config.reduce_precision], cast_forward_inputs=False)
+    for module in (*model.blocks, model.head, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    return model
+
+
+def materialise(model: Llama, device: torch.device) -> None:
+    """Give a meta model memory on `device`; its values are undefined until `init_weights`."""
+    model.to_empty(device=device)
+
+
+def mark_micro_batch(model: Llama, is_last: bool, reshard_after_forward: bool) -> None:
+    """Between the micro-batches of a step weights do not change: keep them gathered, unless memory asks for it."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(is_last)
+        model.set_reshard_after_backward(is_last or reshard_after_forward)

@@ -1,0 +1,69 @@
+"""One batch ahead: a thread reads and pins the next micro-batch, a side stream copies it while the device computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Prefetcher:
+    """Iterates over `batches` (int32 arrays), yielding the same as tensors on `device`. An error in the thread is raised here.
+
+    No worker processes: a batch is some 100 KB, and a thread cannot be left behind by a crash.
+    """
+
+    def __init__(self, batches: Iterator[np.ndarray], device: torch.device, depth: int = 4):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.ready: queue.Queue = queue.Queue(depth)
+        self.stopped = threading.Event()
+        self.ahead: Tensor | BaseException | None = None
+        self.thread = threading.Thread(target=self._read, args=(batches,), name="prefetch", daemon=True)
+        self.thread.start()
+
+    def _read(self, batches: Iterator[np.ndarray]) -> None:
+        try:
+            for batch in batches:
+                tensor = torch.from_numpy(batch)
+                self._put(tensor.pin_memory() if self.stream is not None else tensor)
+                if self.stopped.is_set():
+                    return
+            self._put(StopIteration())
+        except BaseException as error:  # handed to the training thread, which raises it
+            self._put(error)
+
+    def _put(self, item) -> None:
+        while not self.stopped.is_set():
+            try:
+                return self.ready.put(item, timeout=0.2)
+            except queue.Full:
+                continue
+
+    def _fetch(self) -> Tensor | BaseException:
+        item = self.ready.get()
+        if self.stream is None or isinstance(item, BaseException):
+            return item
+        with torch.cuda.stream(self.stream):
+            return item.to(self.device, non_blocking=True)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        batch = self.ahead if self.ahead is not None else self._fetch()
+        if isinstance(batch, BaseException):
+            self.ahead = batch
+            raise batch
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            batch.record_stream(torch.cuda.current_stream())
+            self.ahead = self._fetch()
+        return batch
+
+    def close(self) -> None:
+        self.stopped.set()

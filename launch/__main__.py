@@ -1,0 +1,294 @@
+"""The command line of the package: `./run_and_time.sh <benchmark> [verb] [options]`.
+
+    run (default)   train to the target and check the log
+    prepare ...     fetch, convert or verify data: passed on to <benchmark>.prepare
+    bench           throughput on synthetic tokens
+    check LOG       passed on to submission.check
+
+Environment: SEED, NEXP, DATADIR, LOGDIR, DGXSYSTEM, DGXNGPU, GPU_KIND, MLPERF_SUBMISSION_ORG, MLPERF_SUBMISSION_PLATFORM.
+With NEXP=n runs go on after a failure, each with its own directory and seed (SEED, SEED+1, ... if SEED is set); the exit code
+is that of the first failure. Exit codes: 0 target reached and log clean, else see common/errors.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import CheckFailed, ConfigError, DataError, Interrupted, RunError
+from common.hardware import Probe, probe
+from launch import rundir, supervise, verdict
+from launch.choose import Choice, benchmarks, choose, rules_of
+from launch.screen import closing, header, tell
+
+ROOT = Path(__file__).resolve().parents[1]
+VERBS = ("run", "prepare", "bench", "check")
+STARTUP_S = 1500.0  # a compiled run may think for so long before its first step: below the 30 minutes that the rules allow
+STARTUP_EAGER_S = 300.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all runs of one command share."""
+
+    benchmark: str
+    choice: Choice
+    found: Probe
+    data_dir: Path
+    log_dir: Path
+    environment: Mapping[str, str]
+
+
+def main(arguments: list[str]) -> int:
+    _end_by_exception()
+    try:
+        benchmark, verb, rest = _split(arguments)
+        if verb == "prepare":
+            return _module(f"{benchmark}.prepare", rest)
+        if verb == "check":
+            return _module("submission.check", rest)
+        options = _parse(verb, rest)
+        job = _job(benchmark, options)
+        tell(*header(benchmark, job.choice, rules_of(benchmark, job.choice.config), job.data_dir, job.log_dir))
+        if options.print:
+            print(" ".join(trainer_command(job, Path("DIR"), 0) if verb == "run" else bench_command(job, Path("DIR"), options)))
+            return 0
+        return bench(job, options) if verb == "bench" else run_all(job)
+    except RunError as error:
+        tell(error.lines())
+        return error.exit_code
+
+
+def _end_by_exception() -> None:
+    def interrupt(number: int, frame) -> None:
+        raise Interrupted(number)
+
+    for number in supervise.heeded_signals():
+        signal.signal(number, interrupt)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def _split(arguments: list[str]) -> tuple[str, str, list[str]]:
+    known = benchmarks(ROOT)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__ + f"\nBenchmarks: {', '.join(known)}")
+        raise SystemExit(0)
+    if not arguments or arguments[0] not in known:
+        what = f"unknown benchmark {arguments[0]}" if arguments else "which benchmark?"
+        raise ConfigError(what, f"there are: {', '.join(known)}", "./run_and_time.sh <benchmark> [verb] [options]; --help says more")
+    if len(arguments) == 1 or arguments[1].startswith("-"):
+        return arguments[0], "run", arguments[1:]
+    if arguments[1] not in VERBS:
+        raise ConfigError(
+            f"unknown verb {arguments[1]}", f"there are: {', '.join(VERBS)}", "./run_and_time.sh <benchmark> [verb] [options]"
+        )
+    return arguments[0], arguments[1], arguments[2:]
+
+
+def _parse(verb: str, rest: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"./run_and_time.sh <benchmark> {verb}", allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="this TOML instead of the one that fits the machine")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value; the run is not for submission")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm's are cuda as well)")
+    parser.add_argument("--print", action="store_true", help="say what would be done, and the command, and do nothing")
+    if verb == "bench":
+        for name in ("steps", "warmup", "layers"):
+            parser.add_argument(f"--{name}", type=int, metavar="N")
+    return parser.parse_args(rest)
+
+
+def _job(benchmark: str, options: argparse.Namespace) -> Job:
+    environment = os.environ
+    found = Probe("none") if options.device == "cpu" else probe()
+    choice = choose(ROOT, benchmark, options, environment, found)
+    data_name = "miniature" if choice.config.miniature else benchmark
+    data_dir = Path(environment.get("DATADIR") or ROOT / "data" / data_name).absolute()
+    log_dir = Path(environment.get("LOGDIR") or ROOT / "results").absolute()
+    return Job(benchmark, choice, found, data_dir, log_dir, environment)
+
+
+def _module(name: str, arguments: list[str]) -> int:
+    return subprocess.run([sys.executable, "-m", name, *arguments]).returncode
+
+
+# --- one run, or several ----------------------------------------------------------------------------------------------
+
+
+def run_all(job: Job) -> int:
+    """NEXP runs in a row; the exit code of the first that failed, or 0."""
+    seeds = _seeds(job.environment)
+    ensure_data(job)
+    codes: list[int] = []
+    for number, seed in enumerate(seeds, 1):
+        if len(seeds) > 1:
+            tell(f"run {number} of {len(seeds)}")
+        codes.append(run_once(job, seed))
+        if codes[-1] > 128:  # asked to stop: that means the whole series
+            break
+    return next((code for code in codes if code), 0)
+
+
+def _seeds(environment: Mapping[str, str]) -> list[int]:
+    count, first = environment.get("NEXP") or "1", environment.get("SEED", "")
+    if not count.isdigit() or int(count) < 1:
+        raise ConfigError(f"NEXP={count} is not a number of runs", "it must be 1 or more", "correct or unset it")
+    if not first:
+        return [secrets.randbits(32) for _ in range(int(count))]
+    if not first.isdigit() or int(first) + int(count) > 2**32:
+        raise ConfigError(f"SEED={first} is not a seed", "it must be from 0 to 2^32 - 1", "correct it, or unset it for a random one")
+    return [int(first) + i for i in range(int(count))]
+
+
+def data_files(job: Job) -> list[Path]:
+    rules = rules_of(job.benchmark, job.choice.config)
+    return [job.data_dir / f"{prefix}.{kind}" for prefix in (rules.train_prefix, rules.validation_prefix) for kind in ("bin", "idx")]
+
+
+def ensure_data(job: Job) -> None:
+    """Build the miniature's data if it is missing; for real data say how to get it. Raises DataError."""
+    absent = [path for path in data_files(job) if not path.is_file()]
+    if not absent:
+        return
+    prepare = f"./run_and_time.sh {job.benchmark} prepare"
+    if not job.choice.config.miniature:
+        raise DataError(f"there is no {absent[0]}", f"{len(absent)} of 4 data files are missing", f"set DATADIR, or see {prepare} --help")
+    tell(f"building the miniature's data in {job.data_dir} (once)")
+    command = [sys.executable, "-m", f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)]
+    if subprocess.run(command, stdout=sys.stderr).returncode or not all(path.is_file() for path in data_files(job)):
+        raise DataError("the miniature's data could not be built", "see the message above", f"try {prepare} miniature --data-dir DIR")
+
+
+def run_once(job: Job, seed: int) -> int:
+    """One timed run with its own directory; the exit code of reliability's table: 0 only if converged and clean."""
+    run_dir = rundir.create(job.log_dir, job.benchmark, job.choice.path.stem, seed)
+    rundir.write_facts(run_dir, job.choice.config, rundir.versions(ROOT, job.found))
+    cleared = rundir.clear_page_cache(data_files(job))
+    tell(f"run        {run_dir}, seed {seed}")
+    start_date = _date()
+    print(f"STARTING TIMING RUN AT {start_date}", flush=True)
+    began = time.monotonic()
+    watch = supervise.HangWatch(run_dir / "ranks", job.choice.config.world_size, _hang_limits(job))
+    ending = supervise.supervise(trainer_command(job, run_dir, seed), trainer_environment(job, cleared), watch)
+    print(f"ENDING TIMING RUN AT {_date()}", flush=True)
+    result = verdict.read_result(run_dir / "result.txt")
+    if result.seconds is not None:
+        org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
+        print(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}", flush=True)
+    error = judge(job, run_dir, ending, result)
+    _report(run_dir)
+    tell(*closing(result, run_dir, error.lines() if error else "", job.choice.config.miniature))
+    code = error.exit_code if error else 0
+    facts = {"seed": seed, "exit_code": code, "kind": error.kind if error else "success", "samples": result.samples}
+    rundir.note_attempt(job.log_dir, job.benchmark, {"run": run_dir.name, **facts, "seconds": round(time.monotonic() - began, 1)})
+    return code
+
+
+def judge(job: Job, run_dir: Path, ending: supervise.Ending, result: verdict.Result) -> RunError | None:
+    """What went wrong, also left in failure.json; None for a run that reached the target and passed the checks."""
+    facts: dict = {}
+    error: RunError | None
+    if ending.signal_number:
+        error = Interrupted(ending.signal_number)
+    elif ending.hang:
+        error, facts = ending.hang, ending.guilty or {}
+    elif ending.returncode == 0 and result.status == "success":
+        error = _check(run_dir)
+    else:
+        error, facts = verdict.diagnose(run_dir, job.choice.config.world_size)
+    if error:
+        verdict.write_failure(run_dir, error, facts)
+    return error
+
+
+def _check(run_dir: Path) -> RunError | None:
+    answer = _captured("submission.check", str(run_dir / "result.txt"))
+    (run_dir / "check.txt").write_text(answer.stdout)
+    if answer.returncode == 0:
+        return None
+    tell(answer.stdout.rstrip())
+    why = "findings are listed above" if answer.returncode == CheckFailed.exit_code else f"the checks ended with code {answer.returncode}"
+    return CheckFailed("the target was reached, but the log is not clean", why, f"see {run_dir / 'check.txt'}")
+
+
+def _report(run_dir: Path) -> None:
+    """The report is for people: without it a run is still what it is."""
+    answer = _captured("submission.report", str(run_dir))
+    if answer.returncode:
+        tell("note: no report was written:", *answer.stdout.splitlines()[-1:])
+
+
+def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", module, argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+# --- the trainer's processes ------------------------------------------------------------------------------------------
+
+
+def _torchrun(folder: Path, job: Job, arguments: list[str]) -> list[str]:
+    """`python -m torch.distributed.run ...`, by way of launch.torchrun."""
+    size = ["--standalone", "--nnodes", "1", "--nproc-per-node", str(job.choice.config.gpus_per_node)]
+    return [sys.executable, "-m", "launch.torchrun", str(folder), *size, "-m", f"{job.benchmark}.train", *arguments]
+
+
+def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
+    where = ["--run-dir", str(run_dir), "--data-dir", str(job.data_dir)]
+    return _torchrun(run_dir, job, [*where, "--config-name", job.choice.log_name, "--seed", str(seed), "--device", job.choice.device])
+
+
+def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
+    arguments = ["--bench", "--config", str(folder / job.choice.log_name), "--device", job.choice.device]
+    for name in ("steps", "warmup", "layers"):
+        if getattr(options, name) is not None:
+            arguments += [f"--{name}", str(getattr(options, name))]
+    return _torchrun(folder, job, arguments)
+
+
+def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
+    """Ours, the config's [env] (which wins: it is part of what is measured), and what was done about the page cache."""
+    config = job.choice.config
+    for name, value in config.env.items():
+        if job.environment.get(name, value) != value:
+            tell(f"note: {name}={value} from the config replaces {job.environment[name]}")
+    threads = 1 if job.choice.device == "cuda" else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
+    paths = [str(ROOT), *filter(None, [job.environment.get("PYTHONPATH")])]
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "CACHE_CLEARED": cleared}
+    return {"OMP_NUM_THREADS": str(threads), **job.environment, **config.env, **ours}
+
+
+def _hang_limits(job: Job) -> supervise.HangLimits:
+    config = job.choice.config
+    step_s = config.hang_timeout_s * supervise.BEFORE_COLLECTIVES
+    return supervise.HangLimits(max(step_s, STARTUP_S if config.compile else STARTUP_EAGER_S), step_s)
+
+
+def bench(job: Job, options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        (folder / job.choice.log_name).write_text(job.choice.config.as_toml())
+        ending = supervise.supervise(bench_command(job, folder, options), trainer_environment(job, "no"))
+        if ending.signal_number:
+            return 128 + ending.signal_number
+        if ending.returncode == 0:
+            return 0
+        error, _ = verdict.diagnose(folder, job.choice.config.world_size)
+        tell(error.lines())
+        return error.exit_code
+
+
+def _date() -> str:
+    return time.strftime("%Y-%m-%d %I:%M:%S %p")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

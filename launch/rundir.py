@@ -1,0 +1,109 @@
+"""The directory of a run: made once and never overwritten, with what is needed to know later what ran."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+from common.config import RunConfig
+from common.errors import StorageError
+from common.hardware import Probe
+from launch.environment import requirements
+
+ENGINES = ("triton", "pytorch-triton-rocm", "transformer-engine", "amd-aiter", "flash-attn")  # optional, so in no requirements file
+
+
+def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
+    """LOGDIR/<benchmark>/<date>_<config>_seed<seed>, with an empty ranks/. Raises StorageError if it cannot be written."""
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}_{config_stem}_seed{seed}"
+    for attempt in range(1, 100):
+        folder = log_dir / benchmark / (stem if attempt == 1 else f"{stem}_{attempt}")
+        try:
+            folder.mkdir(parents=True)
+            (folder / "ranks").mkdir()
+            return folder
+        except FileExistsError:
+            if not folder.is_dir():  # a file stands where LOGDIR should be
+                break
+        except OSError as error:
+            raise _cannot_write(folder, error) from None
+    raise StorageError(f"cannot create {folder}", "something is in the way", "choose another LOGDIR")
+
+
+def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
+    """config.toml, which the trainer reads, and versions.json. Raises StorageError."""
+    try:
+        (run_dir / "config.toml").write_text(config.as_toml())
+        (run_dir / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
+    except OSError as error:
+        raise _cannot_write(run_dir, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot write to {path}: {error.strerror}", "results must be kept, so nothing was started", "set LOGDIR to a place with room"
+    )
+
+
+def versions(root: Path, found: Probe) -> dict:
+    """Python, packages, commit, GPUs and driver: enough to build the same again. No environment variables: they may hold secrets."""
+    names = [name for name, _ in requirements(root / "requirements.txt")] + list(ENGINES)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version for name in names if (version := _version(name))},
+        "commit": _git(root, "rev-parse", "HEAD"),
+        "dirty": None if (status := _git(root, "status", "--porcelain")) is None else bool(status),
+        "gpus": [str(device) for device in found.devices],
+        "driver": found.driver or None,
+    }
+
+
+def _version(name: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """The output of git; None without git or outside of a repository."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    return None
+
+
+def clear_page_cache(files: list[Path]) -> str:
+    """Push `files` out of the page cache, as the rules ask before each run; says how: `fadvise`, `drop_caches` or `no`.
+
+    Per file and without root: fsync, since dirty pages stay, then POSIX_FADV_DONTNEED. Opens the files, reads nothing.
+    """
+    try:
+        for path in files:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+        return "fadvise"
+    except (OSError, AttributeError):
+        pass
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+        return "drop_caches"
+    except OSError:
+        return "no"
+
+
+def note_attempt(log_dir: Path, benchmark: str, attempt: dict) -> None:
+    """One line per attempt in LOGDIR/<benchmark>/attempts.jsonl, also for those that failed: ten runs must be consecutive."""
+    with contextlib.suppress(OSError), (log_dir / benchmark / "attempts.jsonl").open("a") as ledger:
+        ledger.write(json.dumps(attempt) + "\n")

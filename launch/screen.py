@@ -1,0 +1,64 @@
+"""What a person reads on stderr before a run, in less than a second, and after it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from launch.choose import Choice
+from launch.verdict import Result
+
+# Mean samples to the target without the best and the worst run, by global batch: mlperf-logging 4.1.68, rcp_checker,
+# training_6.1.0/rcps_llama31_8b.json and rcps_llama2_70b_lora.json (the same in 5.1.0 and 6.0.0).
+RCP_MEAN_SAMPLES = {
+    "llama31_8b": {16: 161_109, 32: 178_859, 64: 226_645, 96: 278_640, 128: 344_747},
+    "llama2_70b_lora": {8: 3_179, 16: 4_032, 32: 6_037, 128: 11_264},
+}
+MINIATURE_LINE = "THIS IS THE MINIATURE: a toy model on {device}, to see the whole path. NOT a benchmark result, cannot be submitted."
+
+
+def tell(*lines: str) -> None:
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def header(benchmark: str, choice: Choice, rules, data_dir: Path, log_dir: Path) -> list[str]:
+    """The lines before a run: what is going to happen, on what, with which config and why."""
+    config = choice.config
+    lines = []
+    if config.miniature:
+        no_gpu = "No GPU found. " if choice.found == "none" else ""
+        lines.append(no_gpu + MINIATURE_LINE.format(device="a CPU" if choice.device == "cpu" else "the GPU"))
+    where = f"{config.gpus_per_node} process{'es' if config.gpus_per_node > 1 else ''}"
+    lines += [
+        f"benchmark  {benchmark}, {rules.division}, sequence length {rules.sequence_length}",
+        f"GPU        {choice.found}; using {where}",
+        f"config     {choice.path}, because {choice.reason}",
+        f"data       {data_dir}",
+        f"results    {log_dir}",
+        f"expect     {expectation(benchmark, choice, rules)}",
+    ]
+    return lines + [f"NOTE       {note}" for note in choice.notes]
+
+
+def expectation(benchmark: str, choice: Choice, rules) -> str:
+    batch = choice.config.global_batch_size
+    target = f"loss <= {rules.target_loss}, measured every {rules.eval_interval(batch):,} sequences"
+    if choice.config.miniature:
+        return f"{target}; about two minutes on two cores"
+    mean = RCP_MEAN_SAMPLES.get(benchmark, {}).get(batch)
+    reference = f"the reference needs {mean:,} on average" if mean else "there is no reference for this global batch"
+    return f"{target}; at global batch {batch} {reference} (MLPerf RCP); gives up at {choice.config.max_samples:,}"
+
+
+def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) -> list[str]:
+    """The lines after a run: the verdict first, then where to look."""
+    minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""
+    lines = [f"target reached with {result.samples:,} sequences{minutes}"] if result.status == "success" else []
+    if error_lines:
+        lines += [error_lines, f"  see  {run_dir / 'failure.json'}"]
+    else:
+        lines.append("the log is clean: official checker and our own checks")
+    if miniature:
+        lines.append("This was the miniature: NOT a benchmark result.")
+    report = run_dir / "report.html"
+    return [*lines, f"results: {run_dir}" + (", report.html" if report.is_file() else "")]

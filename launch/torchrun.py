@@ -1,0 +1,54 @@
+"""torchrun, but its messages go to DIR/torchrun.log and its findings to DIR/torchrun.json: `python -m launch.torchrun DIR ...`.
+
+The ranks inherit stdout and stderr, so that their progress line reaches the terminal; what torchrun prints at a failure is
+forty lines that often blame the victim, and would bury the ranks' own message. This file alone of the launcher imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(folder: Path, arguments: list[str]) -> int:
+    """Run torchrun with `arguments`; 0, 1 if a rank failed, 128 + n if signal n ended it."""
+    if sys.platform == "linux":  # a launcher killed by SIGKILL can stop nobody: then the kernel sends us the SIGTERM
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    import torch.distributed.run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _log_to(folder / "torchrun.log")
+    try:
+        torch.distributed.run.main(arguments)
+    except ChildFailedError as error:
+        failures = [
+            {"rank": rank, "pid": failure.pid, "exit_code": failure.exitcode, "time": failure.timestamp}
+            for rank, failure in error.failures.items()
+        ]
+        (folder / "torchrun.json").write_text(json.dumps(failures))
+        return 1
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def _log_to(path: Path) -> None:
+    """Every torch logger writes to `path` instead of stderr."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    for name in ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,118 @@
+"""How a run ended, told truthfully: what its log says, and when it failed, which rank and why.
+
+torchrun answers every failure with exit code 1 and names, in most cases, a victim. The ranks' own records
+(`common.errors.write_rank_record`) say more; where a rank left none, torchrun.json has its exit code or signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import RankLost, RunError
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `result.txt` says about its own run; times in seconds, None where the line is missing."""
+
+    start_s: float | None = None
+    stop_s: float | None = None
+    status: str = ""  # "success", "aborted", or "" without a run_stop
+    samples: int = 0
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.start_s is None or self.stop_s is None else self.stop_s - self.start_s
+
+
+def read_result(path: Path) -> Result:
+    events: dict[str, dict] = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                event = json.loads(line.partition(":::MLLOG ")[2] or "null")
+                if isinstance(event, dict):
+                    events[event.get("key", "")] = event
+    start, stop = events.get("run_start", {}), events.get("run_stop", {})
+    about = stop.get("metadata") or {}
+    seconds = [event["time_ms"] / 1000 if "time_ms" in event else None for event in (start, stop)]
+    return Result(seconds[0], seconds[1], about.get("status", ""), about.get("samples_count", 0))
+
+
+def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
+    """Why the ranks failed, and which one first: the error, and `rank`, `step`, `time` as far as known."""
+    records = {rank: _read_json(run_dir / "ranks" / f"rank_{rank}.json", {}) for rank in range(world_size)}
+    exits = {entry["rank"]: entry for entry in _read_json(run_dir / "torchrun.json", [])}
+    failed = _earliest(record for record in records.values() if record.get("outcome") == "failed" and not record.get("secondary"))
+    if failed:
+        return _as_error(failed), failed
+    # Without a record: killed from outside, or dead before the trainer could listen. torchrun ends the others with SIGTERM,
+    # so a rank that died of that, or that torchrun does not list, is a victim if there is anyone else.
+    silent = [rank for rank, record in records.items() if not record and (rank in exits or not exits)]
+    if silent:
+        rank = min(silent, key=lambda r: (exits.get(r, {}).get("exit_code") == -signal.SIGTERM, exits.get(r, {}).get("time", 0)))
+        return _died_silently(rank, run_dir, exits.get(rank)), {"rank": rank, **_last_beat(run_dir, rank)}
+    secondary = _earliest(record for record in records.values() if record.get("outcome") == "failed")
+    early = _earliest(record for record in records.values() if record.get("outcome") == "done")
+    if secondary and early:
+        what = f"rank {early['rank']} ended as if done at step {early.get('step')}, while others were still training"
+        return RankLost(what, secondary["what"], "this is a defect: keep the run directory and report it"), early
+    interrupted = _earliest(record for record in records.values() if record.get("outcome") == "interrupted")
+    if interrupted:
+        return _as_error(interrupted), interrupted
+    if secondary:
+        return _as_error(secondary), secondary
+    what = "the processes ended without reaching the target and without a reason"
+    return RunError(what, "no rank left a record of a failure", f"see {run_dir}/torchrun.log, and report this as a defect"), {}
+
+
+def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
+    """failure.json: kind, exit_code, what, why, do, and rank, step, time (seconds since 1970) as far as known."""
+    known = {key: facts.get(key) for key in ("rank", "step")}
+    (run_dir / "failure.json").write_text(json.dumps({**error.as_dict(), **known, "time": facts.get("time", time.time())}, indent=1) + "\n")
+
+
+def _earliest(records) -> dict | None:
+    return min(records, key=lambda record: record.get("time", 0), default=None)
+
+
+def _as_error(record: dict) -> RunError:
+    error = RunError(f"rank {record['rank']}: {record['what']}", record.get("why", ""), record.get("do", ""))
+    error.kind, error.exit_code = record["kind"], record["exit_code"]
+    return error
+
+
+def _died_silently(rank: int, run_dir: Path, ended: dict | None) -> RunError:
+    if ended is None:
+        return RankLost(
+            f"rank {rank} ended without a message", "it left no record and torchrun did not see it fail", f"see {run_dir}/torchrun.log"
+        )
+    who, code = f"rank {rank} (process {ended['pid']})", ended["exit_code"]
+    if code > 0:
+        error = RunError(f"{who} ended with exit code {code} and left no record", "its own message stands above", "correct what that names")
+        error.exit_code = code
+        return error
+    if code == -signal.SIGKILL:
+        why = "SIGKILL: someone killed it, or the kernel did because the host ran out of memory (see dmesg)"
+        return RankLost(f"{who} died without a message", why, "make host memory free, then start again")
+    name = signal.Signals(-code).name if code < 0 else "exit code 0"
+    return RankLost(
+        f"{who} died without a message", f"{name}: a crash in native code, or a device that was lost", "check the GPU and the kernel log"
+    )
+
+
+def _last_beat(run_dir: Path, rank: int) -> dict:
+    beat = _read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {})
+    return {"step": beat.get("step"), "time": beat.get("time", time.time())}
+
+
+def _read_json(path: Path, default):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return default

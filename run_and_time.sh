@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The one door: ./run_and_time.sh <benchmark> [run|prepare|bench|check] [options]; --help says more.
+# Needs bash, python3 >= 3.11 and git. Uses the Python at hand if it has what requirements.txt asks for, else makes .venv.
+set -euo pipefail
+root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
+if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    printf 'error: no python3 of version 3.11 or newer\n  why: found: %s\n  do:  install one and put it first on PATH\n' \
+        "$(python3 --version 2>&1 || true)" >&2
+    exit 18
+fi
+python=$(python3 "$root/launch/environment.py" requirements.txt)
+# Python looks for packages here only, not in the directory the user stands in.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
+exec "$python" -m launch "$@"

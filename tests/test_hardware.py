@@ -1,0 +1,228 @@
+"""Every GPU as its driver shows it, whole and cut into parts. Only the H200's output was seen by us; the rest is from reports."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from common import hardware
+from common.errors import ConfigError, PreflightError
+from common.hardware import GIB, KINDS, Device, Probe, identify
+
+ROOT = Path(__file__).parents[1]
+
+
+def amd(count, name, arch="gfx942", gib=192, units=304, partition=""):
+    return Probe("amd", (Device(name, arch, int(gib * GIB), units, partition),) * count)
+
+
+def nvidia(count, name, mib, arch="sm_90", partition=""):
+    return Probe("nvidia", (Device(name, arch, mib * 2**20, 0, partition),) * count)
+
+
+WHOLE = [
+    ("MI300X", amd(8, "AMD Instinct MI300X")),
+    ("MI300X", amd(8, "AMD Instinct MI300X OAM")),
+    ("MI300X", amd(1, "AMD Instinct MI300X VF", gib=191.7)),
+    ("MI300X", amd(8, "AMD Instinct")),
+    ("MI300X", amd(8, "AMD Radeon Graphics")),
+    ("MI300X", amd(8, "")),
+    ("MI325X", amd(8, "AMD Instinct MI325X", gib=256)),
+    ("MI325X", amd(8, "AMD Radeon Graphics", gib=255.98)),
+    ("MI350X", amd(8, "AMD Instinct MI350X", "gfx950", 288, 256)),
+    ("MI350X", amd(8, "AMD Instinct MI350X VF", "gfx950", 252, 256)),
+    ("MI355X", amd(8, "AMD Instinct MI355X", "gfx950", 288, 256)),
+    ("H100", nvidia(8, "NVIDIA H100 80GB HBM3", 81559)),
+    ("H200", nvidia(4, "NVIDIA H200", 143771)),
+]
+
+REFUSED = [
+    ("an MI350X or an MI355X", amd(8, "AMD Radeon Graphics", "gfx950", 288, 256)),
+    ("an MI350X or an MI355X", amd(8, "AMD Instinct", "gfx950", 288, 256)),
+    ("MI300A", amd(4, "AMD Instinct MI300A", gib=128, units=228)),
+    ("AMD Radeon Graphics", amd(4, "AMD Radeon Graphics", gib=128, units=228)),  # an MI300A without its name
+    ("MI308X", amd(8, "AMD Instinct MI308X", units=80)),
+    ("AMD Radeon Graphics", amd(8, "AMD Radeon Graphics", units=80)),  # an MI308X without its name
+    ("MI250X", amd(8, "AMD Instinct MI250X", "gfx90a", 64, 110)),
+    ("Radeon RX 7900", amd(1, "AMD Radeon RX 7900 XTX", "gfx1100", 24, 96)),
+    ("NVIDIA H20,", nvidia(8, "NVIDIA H20", 97871)),
+    ("GH200", nvidia(1, "NVIDIA GH200 480GB", 97871)),
+    ("B200", nvidia(8, "NVIDIA B200", 183359, "sm_100")),
+    ("H100 PCIe", nvidia(2, "NVIDIA H100 PCIe", 81559)),
+    ("H200 NVL", nvidia(2, "NVIDIA H200 NVL", 143771)),
+    ("A100", nvidia(8, "NVIDIA A100-SXM4-80GB", 81920, "sm_80")),
+]
+
+CUT = [
+    amd(64, "AMD Instinct MI300X", gib=24, units=38),  # CPX, NPS4
+    amd(8, "AMD Instinct MI300X", gib=192, units=38),  # CPX, NPS1: the memory alone does not tell
+    amd(64, "AMD Instinct MI300X", units=0),
+    amd(2, "AMD Instinct MI300X", gib=96, units=152),  # DPX
+    amd(8, "AMD Radeon Graphics", gib=24, units=38),
+    amd(8, "AMD Instinct MI355X", "gfx950", 288, 256, "CPX"),
+    amd(8, "AMD Instinct MI355X", "gfx950", 36, 32),
+    nvidia(8, "NVIDIA H100 80GB HBM3", 81559, partition="MIG"),
+    nvidia(1, "NVIDIA H200", 71000),
+]
+
+
+@pytest.mark.parametrize(("kind", "found"), WHOLE)
+def test_whole_cards(kind, found):
+    assert identify(found).name == kind
+
+
+@pytest.mark.parametrize(("words", "found"), REFUSED)
+def test_unknown_gpu_is_an_error_that_names_it(words, found):
+    with pytest.raises(PreflightError) as caught:
+        identify(found)
+    assert words in caught.value.lines() and "GPU_KIND" in caught.value.do
+
+
+@pytest.mark.parametrize("found", CUT)
+def test_partitions_are_refused(found):
+    with pytest.raises(PreflightError, match="cut into parts"):
+        identify(found)
+    with pytest.raises(PreflightError, match="cut into parts"):  # GPU_KIND does not make a whole card of a part
+        identify(found, {"sm_90": "H200", "gfx950": "MI355X", "gfx942": "MI300X"}[found.devices[0].arch])
+
+
+def test_mixed_kinds_are_refused():
+    mixed = Probe("nvidia", nvidia(1, "NVIDIA H200", 143771).devices + nvidia(1, "NVIDIA H100 80GB HBM3", 81559).devices)
+    with pytest.raises(PreflightError, match="H100, H200"):
+        identify(mixed)
+
+
+def test_gpu_kind_overrides_the_name():
+    assert identify(amd(8, "AMD Radeon Graphics", "gfx950", 288, 256), "MI355X").name == "MI355X"
+    with pytest.raises(PreflightError, match="does not fit"):
+        identify(amd(8, "AMD Instinct MI300X"), "MI355X")
+    with pytest.raises(PreflightError, match="unknown"):
+        identify(amd(8, "AMD Instinct MI300X"), "MI400X")
+
+
+def test_no_gpu_is_the_miniature():
+    assert identify(Probe("none")) is None
+    assert hardware.config_name(None, 1) == "CPU_1x1"
+
+
+def test_fp8_family():
+    assert hardware.fp8_family("gfx942:sramecc+:xnack-") == "fnuz"
+    assert {hardware.fp8_family(arch) for arch in ("gfx950", "sm_90", "sm_100")} == {"ocp"}
+    assert {kind.name for kind in KINDS.values() if hardware.fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI325X"}
+
+
+def test_peaks_follow_from_units_and_clock():
+    for name, clock_ghz, flop_per_clock in (("MI300X", 2.1, 4096), ("MI325X", 2.1, 4096), ("MI350X", 2.2, 8192), ("MI355X", 2.4, 8192)):
+        assert KINDS[name].peak_fp8_tflops == pytest.approx(KINDS[name].compute_units * clock_ghz * flop_per_clock / 1e3, rel=1e-4)
+    assert all(kind.peak_fp8_tflops == pytest.approx(2 * kind.peak_bf16_tflops, rel=1e-4) for kind in KINDS.values())
+
+
+def test_config_path_lists_what_exists():
+    assert hardware.config_path(ROOT, "llama31_8b", hardware.config_name(KINDS["H200"], 4)).name == "H200_1x4.toml"
+    with pytest.raises(ConfigError) as caught:
+        hardware.config_path(ROOT, "llama31_8b", "H200_1x3")
+    assert "MI300X_1x8" in caught.value.why and "DGXNGPU" in caught.value.do
+
+
+# --- the probes -------------------------------------------------------------------------------------------------------
+
+SMI = "\n".join(f"GPU-{i}5d2c3a1-0000, NVIDIA H200, 143771, 9.0, Disabled, 580.95.05" for i in range(4)) + "\n"
+
+
+@pytest.mark.parametrize(("value", "count"), [(None, 4), ("0,2", 2), ("", 0), ("-1", 0), ("1,9,2", 1), ("GPU-25d,GPU-35d", 2), ("3", 1)])
+def test_nvidia_smi_and_visible_devices(value, count):
+    found = hardware.parse_nvidia_smi(SMI, {} if value is None else {"CUDA_VISIBLE_DEVICES": value})
+    assert len(found.devices) == count
+    assert found.vendor == ("nvidia" if count else "none")
+    assert found.driver == "580.95.05"
+
+
+def test_nvidia_smi_with_mig():
+    found = hardware.parse_nvidia_smi(SMI.replace("Disabled", "Enabled"), {})
+    with pytest.raises(PreflightError, match="MIG"):
+        identify(found)
+    with pytest.raises(PreflightError, match="MIG"):
+        hardware.parse_nvidia_smi(SMI, {"CUDA_VISIBLE_DEVICES": "MIG-1234"})
+
+
+def _stub_nvidia_smi(folder: Path, script: str) -> dict[str, str]:
+    stub = folder / "nvidia-smi"
+    stub.write_text(f"#!/bin/sh\n{script}\n")
+    stub.chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_probe_with_a_stub_nvidia_smi(tmp_path):
+    env = _stub_nvidia_smi(tmp_path, f"cat <<'X'\n{SMI}X")
+    assert identify(hardware.probe(env, tmp_path, tmp_path)).name == "H200"
+    env = _stub_nvidia_smi(tmp_path, "echo 'No devices were found'; exit 6")
+    assert hardware.probe(env, tmp_path, tmp_path) == Probe("none")
+    env = _stub_nvidia_smi(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    with pytest.raises(PreflightError, match="version mismatch"):
+        hardware.probe(env, tmp_path, tmp_path)
+
+
+def test_probe_without_any_gpu(tmp_path):
+    assert hardware.probe({"PATH": str(tmp_path)}, tmp_path, tmp_path) == Probe("none")
+
+
+def _kfd(sys: Path, count: int, name: str, device_id: int, gib: int, simd: int, target: int, mode: str = "SPX") -> None:
+    nodes = sys / "class/kfd/kfd/topology/nodes"
+    (nodes / "0").mkdir(parents=True)
+    (nodes / "0" / "properties").write_text("cpu_cores_count 96\nsimd_count 0\n")
+    for i in range(1, count + 1):
+        bank = nodes / str(i) / "mem_banks" / "0"
+        bank.mkdir(parents=True)
+        bank.joinpath("properties").write_text(f"heap_type 1\nsize_in_bytes {gib * GIB}\nwidth 8192\n")
+        minor = 120 + 8 * i
+        (nodes / str(i) / "properties").write_text(
+            f"simd_count {simd}\nsimd_per_cu 4\ngfx_target_version {target}\ndevice_id {device_id}\ndrm_render_minor {minor}\n"
+        )
+        card = sys / f"class/drm/renderD{minor}/device"
+        card.mkdir(parents=True)
+        if name:
+            (card / "product_name").write_text(name + "\n")
+        (card / "current_compute_partition").write_text(mode + "\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("MI300X", ("AMD Instinct MI300X OAM", 0x74A1, 192, 1216, 90402)),
+        ("MI300X", ("", 0x74B5, 192, 1216, 90402)),
+        ("MI325X", ("AMD Radeon Graphics", 0x74A5, 256, 1216, 90402)),
+        ("MI350X", ("", 0x75A0, 288, 1024, 90500)),
+        ("MI355X", ("", 0x75A3, 288, 1024, 90500)),
+    ],
+)
+def test_amd_topology(tmp_path, kind, arguments):
+    _kfd(tmp_path, 8, *arguments)
+    (tmp_path / "kfd").write_text("")
+    found = hardware.probe({"PATH": str(tmp_path)}, tmp_path, tmp_path)
+    assert (found.vendor, len(found.devices)) == ("amd", 8)
+    assert found.devices[0].arch == KINDS[kind].arch and found.devices[0].compute_units == KINDS[kind].compute_units
+    assert identify(found).name == kind
+
+
+@pytest.mark.parametrize(
+    ("env", "count"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "0,1,4"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, 1),
+        ({"HIP_VISIBLE_DEVICES": ""}, 0),
+    ],
+)
+def test_amd_visible_devices(tmp_path, env, count):
+    _kfd(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402)
+    (tmp_path / "kfd").write_text("")
+    assert len(hardware.probe_amd(env, tmp_path, tmp_path).devices) == count
+
+
+def test_amd_partition_mode_and_missing_device_file(tmp_path):
+    _kfd(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402, mode="DPX")
+    with pytest.raises(PreflightError, match="may not open"):
+        hardware.probe_amd({}, tmp_path, tmp_path)
+    (tmp_path / "kfd").write_text("")
+    with pytest.raises(PreflightError, match="DPX"):
+        identify(hardware.probe_amd({}, tmp_path, tmp_path))

@@ -1,0 +1,94 @@
+"""Every kernel against an fp32 truth in the interpreter, and compiled for the four GPU targets, on a machine without any GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# (backend, arch, wave width, shared memory of one block in bytes); sources: CUDA C programming guide, AMD CDNA3/CDNA4 ISA guides.
+TARGETS = [("hip", "gfx942", 64, 64 << 10), ("hip", "gfx950", 64, 160 << 10), ("cuda", 90, 32, 227 << 10), ("cuda", 100, 32, 227 << 10)]
+
+INTERPRETED = """
+import torch
+from common.kernels.swiglu import swiglu_reference, swiglu_triton
+
+def error(value, truth):
+    return (value.double() - truth).norm() / truth.norm()
+
+for shape in ((2, 3, 2 * 1024), (5, 2 * 40), (1, 1, 2 * 1500)):
+    for dtype in (torch.float32, torch.float16):  # not bfloat16: the interpreter of triton 3.6 truncates there instead of rounding
+        generator = torch.Generator().manual_seed(0)
+        x, d_out = torch.randn(shape, generator=generator).to(dtype), None
+        results = {}
+        for name, function, cast in (("truth", swiglu_reference, torch.float32), ("torch", swiglu_reference, dtype), ("triton", swiglu_triton, dtype)):
+            leaf = x.to(cast, copy=True).requires_grad_()
+            y = function(leaf)
+            d_out = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+            y.backward(d_out.to(cast))
+            results[name] = (y.detach().double(), leaf.grad.double())
+        for index, what in enumerate(("output", "gradient")):
+            truth = results["truth"][index]
+            ours, plain = error(results["triton"][index], truth), error(results["torch"][index], truth)
+            assert ours <= 2 * plain + 1e-6, f"{what} {shape} {dtype}: error {ours:.2e}, plain torch {plain:.2e}"
+print("agreed")
+"""
+
+
+def test_swiglu_in_the_interpreter_is_as_exact_as_plain_torch():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "agreed" in done.stdout
+
+
+def shipped_kernels():
+    from common.kernels import swiglu as module
+
+    pointers = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "ffn": "i32"}
+    yield "swiglu forward", module._swiglu_forward_kernel, pointers, {"BLOCK": module.BLOCK}, module.NUM_WARPS
+    pointers = {"d_out_ptr": "*bf16", "gate_up_ptr": "*bf16", "d_gate_up_ptr": "*bf16", "ffn": "i32"}
+    yield "swiglu backward", module._swiglu_backward_kernel, pointers, {"BLOCK": module.BLOCK}, module.NUM_WARPS
+
+
+@pytest.mark.parametrize("backend, arch, width, shared_limit", TARGETS, ids=[str(t[1]) for t in TARGETS])
+def test_every_kernel_compiles_for(backend, arch, width, shared_limit):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for name, kernel, signature, constants, warps in shipped_kernels():
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
+        compiled = triton.compile(source, target=GPUTarget(backend, arch, width), options={"num_warps": warps})
+        assert compiled.metadata.shared <= shared_limit, f"{name}: {compiled.metadata.shared} bytes of shared memory"
+        assembly = compiled.asm["amdgcn" if backend == "hip" else "ptx"]
+        assert spills(assembly, backend) == 0, f"{name} spills registers"
+
+
+def spills(assembly: str, backend: str) -> int:
+    """Registers spilled, read from the AMD assembly's metadata; in PTX local memory (a .local array) stands for it."""
+    if backend == "hip":
+        counts = [int(line.split(":")[1]) for line in assembly.splitlines() if ".vgpr_spill_count:" in line or ".sgpr_spill_count:" in line]
+        assert counts, "no spill count in the assembly: this test no longer sees what it is for"
+        return sum(counts)
+    return assembly.count(".local ")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_swiglu_on_the_gpu_is_as_exact_as_plain_torch():
+    from common.kernels.swiglu import swiglu_reference, swiglu_triton
+
+    x = torch.randn(513, 2 * 14336, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for function, cast in ((swiglu_reference, torch.float32), (swiglu_reference, torch.bfloat16), (swiglu_triton, torch.bfloat16)):
+        leaf = x.to(cast, copy=True).requires_grad_()
+        y = function(leaf)
+        y.backward(torch.ones_like(y) * 0.5)
+        results.append((y.detach().double(), leaf.grad.double()))
+    for truth, plain, ours in zip(*results, strict=True):
+        assert (ours - truth).norm() <= 2 * (plain - truth).norm() + 1e-6 * truth.norm()
