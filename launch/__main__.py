@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
             return _module("submission.check", rest)
         options = _parse(verb, rest)
         job = _job(benchmark, options)
-        tell(*header(benchmark, job.choice, rules_of(benchmark, job.choice.config), job.data_dir, job.log_dir))
+        places = (job.data_dir, job.log_dir) if verb == "run" else None
+        tell(*header(benchmark, job.choice, rules_of(benchmark, job.choice.config), places))
         if options.print:
             print(" ".join(trainer_command(job, Path("DIR"), 0) if verb == "run" else bench_command(job, Path("DIR"), options)))
             return 0

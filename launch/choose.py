@@ -110,7 +110,7 @@ def _wanted_gpus(environment: Mapping[str, str]) -> int:
 def _key_value(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {text}", "it is not KEY=VALUE", "write, for example, --set micro_batch_size=1")
+        raise ConfigError(f"--set {text} is not KEY=VALUE", "there is no key or no =", "write, for example, --set micro_batch_size=1")
     return key.strip(), value.strip()
 
 

@@ -21,8 +21,11 @@ def tell(*lines: str) -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def header(benchmark: str, choice: Choice, rules, data_dir: Path, log_dir: Path) -> list[str]:
-    """The lines before a run: what is going to happen, on what, with which config and why."""
+def header(benchmark: str, choice: Choice, rules, places: tuple[Path, Path] | None) -> list[str]:
+    """The lines before a run: what is going to happen, on what, with which config and why.
+
+    `places` are the directories of data and results; None for a bench, which reads and keeps nothing.
+    """
     config = choice.config
     lines = []
     if config.miniature:
@@ -33,10 +36,11 @@ def header(benchmark: str, choice: Choice, rules, data_dir: Path, log_dir: Path)
         f"benchmark  {benchmark}, {rules.division}, sequence length {rules.sequence_length}",
         f"GPU        {choice.found}; using {where}",
         f"config     {choice.path}, because {choice.reason}",
-        f"data       {data_dir}",
-        f"results    {log_dir}",
-        f"expect     {expectation(benchmark, choice, rules)}",
     ]
+    if places:
+        lines += [f"data       {places[0]}", f"results    {places[1]}", f"expect     {expectation(benchmark, choice, rules)}"]
+    else:
+        lines.append("expect     throughput on synthetic tokens; no data is read, no result kept")
     return lines + [f"NOTE       {note}" for note in choice.notes]
 
 
