@@ -11,6 +11,7 @@ import difflib
 import tomllib
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from typing import TypeVar
 
 from common.errors import ConfigError
 
@@ -18,8 +19,10 @@ KERNELS = ("reference", "triton")
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word the MLPerf log wants
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    """What every benchmark's config has; its `rules.Config` adds the keys that only this benchmark knows."""
+
     # Where it runs.
     gpu: str  # MI300X, MI325X, MI350X, MI355X, H100, H200 or CPU
     nodes: int
@@ -27,7 +30,6 @@ class RunConfig:
     # What decides convergence.
     global_batch_size: int  # sequences per optimizer step
     opt_base_learning_rate: float
-    opt_learning_rate_warmup_steps: int
     max_samples: int  # train sequences after which a run that has not reached the target gives up
     # How it is computed.
     micro_batch_size: int
@@ -57,8 +59,11 @@ class RunConfig:
         return "".join(_toml_line(key, value) for key, value in asdict(self).items() if key != "env") + _toml_table("env", self.env)
 
 
-def load(path: Path, overrides: dict[str, str] | None = None) -> RunConfig:
-    """Read and check `path`; `overrides` are `KEY=VALUE` texts from the command line, parsed as TOML values.
+C = TypeVar("C", bound=RunConfig)
+
+
+def load(path: Path, kind: type[C], overrides: dict[str, str] | None = None) -> C:
+    """Read and check `path` as the benchmark's `rules.Config`; `overrides` are `KEY=VALUE` texts from the command line, parsed as TOML values.
 
     Raises ConfigError on a missing file, broken TOML, unknown or missing key, wrong type, or an impossible batch.
     """
@@ -71,11 +76,11 @@ def load(path: Path, overrides: dict[str, str] | None = None) -> RunConfig:
         raise ConfigError(f"{path}: not valid TOML: {error}", "the file cannot be parsed", "correct the line it names") from None
     for key, text in (overrides or {}).items():
         table[key] = _parse_value(key, text)
-    return from_table(table, str(path))
+    return from_table(table, kind, str(path))
 
 
-def from_table(table: dict, source: str) -> RunConfig:
-    known = {f.name: f for f in fields(RunConfig)}
+def from_table(table: dict, kind: type[C], source: str) -> C:
+    known = {f.name: f for f in fields(kind)}
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
@@ -84,10 +89,12 @@ def from_table(table: dict, source: str) -> RunConfig:
     for name, f in known.items():
         if name not in table:
             if f.default is MISSING and f.default_factory is MISSING:
-                raise ConfigError(f"{source}: key {name} is missing", "it has no default, because it decides the result", f"add a line `{name} = ...`")
+                raise ConfigError(
+                    f"{source}: key {name} is missing", "it has no default, because it decides the result", f"add a line `{name} = ...`"
+                )
             continue
         table[name] = _checked(table[name], str(f.type), name, source)
-    config = RunConfig(**table)
+    config = kind(**table)
     _check_values(config, source)
     return config
 
@@ -96,7 +103,8 @@ def _checked(value, type_name: str, key: str, source: str):
     if type_name == "float" and type(value) is int:
         value = float(value)
     wanted = {"int": int, "float": float, "str": str, "bool": bool, "dict[str, str]": dict}[type_name]
-    if type(value) is not wanted or (wanted is dict and not all(type(v) is str for v in value.values())):
+    texts = isinstance(value, dict) and all(type(v) is str for v in value.values())
+    if type(value) is not wanted or (wanted is dict and not texts):
         raise ConfigError(f"{source}: {key} = {value!r} has the wrong type", f"{key} is a {type_name}", f"write it as {type_name}")
     return value
 
@@ -106,11 +114,19 @@ def _check_values(config: RunConfig, source: str) -> None:
         if not good:
             raise ConfigError(f"{source}: {key} = {getattr(config, key)!r} cannot be used", why, do)
 
-    positive = ("nodes", "gpus_per_node", "global_batch_size", "micro_batch_size", "eval_micro_batch_size", "max_samples", "log_every_steps")
+    positive = (
+        "nodes",
+        "gpus_per_node",
+        "global_batch_size",
+        "micro_batch_size",
+        "eval_micro_batch_size",
+        "max_samples",
+        "log_every_steps",
+    )
     for key in positive:
         require(getattr(config, key) >= 1, key, "it must be at least 1", "give a positive number")
-    for key in ("recompute_layers", "warmup_train_steps", "warmup_eval_steps", "opt_learning_rate_warmup_steps"):
-        require(getattr(config, key) >= 0, key, "it cannot be negative", "give 0 or more")
+    for key, value in asdict(config).items():
+        require(not isinstance(value, int | float) or value >= 0, key, "it cannot be negative", "give 0 or more")
     require(config.opt_base_learning_rate > 0, "opt_base_learning_rate", "it must be positive", "give a learning rate")
     require(config.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
     for key in ("precision", "reduce_precision"):

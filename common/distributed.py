@@ -42,10 +42,16 @@ def start_processes(device_type: str, timeout_s: float) -> Processes:
     if device_type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    store = dist.HashStore() if "RANK" not in os.environ else None
-    where = {"store": store, "rank": 0, "world_size": 1} if store is not None else {}
+    alone = "RANK" not in os.environ
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device if device_type == "cuda" else None, **where)
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore() if alone else None,
+            rank=0 if alone else -1,  # -1: as torchrun's environment says
+            world_size=1 if alone else -1,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device_type == "cuda" else None,
+        )
     return Processes(rank, world_size, device, init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",)))
 
 

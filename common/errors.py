@@ -81,7 +81,9 @@ class Interrupted(RunError):
     kind = "interrupted"
 
     def __init__(self, signal_number: int):
-        super().__init__(f"stopped by signal {signal_number}", "someone, or the batch system, asked the run to stop", "start it again when ready")
+        super().__init__(
+            f"stopped by signal {signal_number}", "someone, or the batch system, asked the run to stop", "start it again when ready"
+        )
         self.exit_code = 128 + signal_number
 
 

@@ -50,7 +50,9 @@ def classify(error: BaseException) -> RunError:
         message = str(error).splitlines()[0]
         return OutOfMemory("the GPU's memory is full", message, "use a smaller micro_batch_size, or recompute_layers, or more GPUs")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS):
-        return StorageError(f"cannot write {error.filename or ''}: {error.strerror}", "the disk is full or read-only", "free space and start again")
+        return StorageError(
+            f"cannot write {error.filename or ''}: {error.strerror}", "the disk is full or read-only", "free space and start again"
+        )
     if isinstance(error, RuntimeError) and _from_collective(error):
         text = str(error).splitlines()[0][:300]
         if any(word in str(error) for word in _TIMED_OUT):
@@ -68,7 +70,9 @@ def _from_collective(error: RuntimeError) -> bool:
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
-    return any(word in text for word in (*_TIMED_OUT, *_PEER_GONE)) and any(word in text for word in ("gloo", "NCCL", "c10d", "TCPStore", "socket"))
+    return any(word in text for word in (*_TIMED_OUT, *_PEER_GONE)) and any(
+        word in text for word in ("gloo", "NCCL", "c10d", "TCPStore", "socket")
+    )
 
 
 def _listen_to_signals(run_dir: Path | None, rank: int) -> None:

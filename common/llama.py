@@ -22,7 +22,6 @@ from common.kernels.attention import causal_attention
 from common.kernels.cross_entropy import cross_entropy
 from common.kernels.rms_norm import rms_norm
 from common.kernels.rope import rope, rope_tables
-
 from common.shapes import ModelShape
 
 
@@ -75,6 +74,9 @@ class Head(nn.Module):
 
 
 class Llama(nn.Module):
+    cos: Tensor  # fp32 [max_sequence_length, head_dim / 2]
+    sin: Tensor
+
     def __init__(self, shape: ModelShape, max_sequence_length: int, kernels: str = "reference"):
         """`kernels`: the engine of the ops that have several, "reference" or "triton"."""
         super().__init__()

@@ -113,6 +113,7 @@ def train(
     eval_batches: list[Tensor],
     batching: Batching,
     eval_interval: int,
+    first_evaluation: int,
     target_loss: float,
     max_samples: int,
     log_every_steps: int,
@@ -122,6 +123,8 @@ def train(
     heartbeat: Heartbeat,
 ) -> Outcome:
     """Train until an evaluation is <= `target_loss`. The log's clock has started, its first block has not.
+
+    Evaluations come after every `eval_interval` sequences, from `first_evaluation` (a multiple of it) on.
 
     Raises TargetMissed after `max_samples` sequences, NonFinite where loss, gradient norm or evaluation is not finite.
     """
@@ -134,19 +137,19 @@ def train(
     gc.disable()
     meter.start()
     log.block_start(samples)
-    block_began = time.monotonic()
+    block_samples, block_began = samples, time.monotonic()
     while samples < max_samples:
         lr = lr_at(step)
         loss_part, grad_norm = train_step(model, optimizer, batches, batching, lr, processes.world_size, beat)
         step, samples = step + 1, samples + batching.global_batch_size
         meter.record(step, lr, loss_part, grad_norm)
-        evaluates = samples % eval_interval == 0
+        evaluates = samples % eval_interval == 0 and samples >= first_evaluation
         if step % log_every_steps == 0 or evaluates:
-            meter.flush(next_eval_samples=(samples - 1) // eval_interval * eval_interval + eval_interval)
+            meter.flush(next_eval_samples=max(first_evaluation, -(-samples // eval_interval) * eval_interval))
         if not evaluates:
             continue
         block_s = time.monotonic() - block_began
-        log.block_stop(samples, eval_interval / block_s)
+        log.block_stop(samples, (samples - block_samples) / block_s)
         eval_began = time.monotonic()
         log.eval_start(samples)
         loss = evaluate(model, eval_batches, processes, beat)
@@ -155,7 +158,9 @@ def train(
         phases["train"], phases["eval"] = phases["train"] + block_s, phases["eval"] + eval_s
         meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=eval_s, time_s=meter.seconds())
         if loss != loss or abs(loss) == float("inf"):
-            raise NonFinite(f"evaluation at {samples} samples: loss {loss}", "the weights or activations are not finite", "look at events.jsonl")
+            raise NonFinite(
+                f"evaluation at {samples} samples: loss {loss}", "the weights or activations are not finite", "look at events.jsonl"
+            )
         log.eval_accuracy(samples, loss)
         log.eval_stop(samples)
         meter.progress.show(f"evaluation at {samples:,} samples: loss {loss:.4f}, target {target_loss} ({eval_s:.1f} s)", final=True)
@@ -165,7 +170,7 @@ def train(
             return Outcome(samples, loss)
         meter.clock.restart()
         log.block_start(samples)
-        block_began = time.monotonic()
+        block_samples, block_began = samples, time.monotonic()
     raise TargetMissed(
         f"target {target_loss} not reached within {samples:,} samples",
         "the last evaluation was above the target when max_samples was used up",

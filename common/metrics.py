@@ -8,6 +8,7 @@ Values stay on the device until a step logs; only then does the host wait for it
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -25,15 +26,23 @@ class Events:
     """events.jsonl of a run: one JSON object per line, written by rank 0, each line whole when it is there at all."""
 
     def __init__(self, path: Path | None):
-        self.file = open(path, "x", buffering=1) if path is not None else None  # noqa: SIM115 - closed with the process
+        self.path = path
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644) if path is not None else None
 
     def write(self, event: str, **values) -> None:
-        if self.file is None:
+        if self.fd is None:
             return
+        line = (json.dumps({"event": event, **values}) + "\n").encode()
+        end = os.lseek(self.fd, 0, os.SEEK_CUR)
         try:
-            self.file.write(json.dumps({"event": event, **values}) + "\n")
+            while line:
+                line = line[os.write(self.fd, line) :]  # a short write: the next one tells why
         except OSError as error:
-            raise StorageError(f"{self.file.name}: cannot write: {error.strerror}", "the disk is full or gone", "free space and start again") from None
+            os.ftruncate(self.fd, end)  # no cut line
+            os.lseek(self.fd, end, os.SEEK_SET)
+            raise StorageError(
+                f"{self.path}: cannot write: {error.strerror}", "the disk is full or gone", "free space and start again"
+            ) from None
 
 
 class Progress:
@@ -50,9 +59,13 @@ class Progress:
         if not self.is_terminal:
             print(text, file=self.stream, flush=True)
         elif final or now - self.last > 0.5:
-            self.stream.write("\r\x1b[K" + text + ("\n" if final else ""))
+            # What is to be rewritten must fit: of a wrapped line only the last row would be.
+            self.stream.write("\r\x1b[K" + (text + "\n" if final else text[: self._columns() - 1]))
             self.stream.flush()
             self.last, self.open_line = now, not final
+
+    def _columns(self) -> int:
+        return os.get_terminal_size(self.stream.fileno()).columns or 80  # 0: the terminal does not know
 
     def close(self) -> None:
         if self.open_line:

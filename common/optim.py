@@ -40,14 +40,11 @@ class ClippedAdamW:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.shards = [local(p.detach()) for p in self.parameters]
         self.clip_norm, self.sum_over_ranks = clip_norm, sum_over_ranks
-        groups = [
-            {"params": [s for p, s in zip(self.parameters, self.shards, strict=True) if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [s for p, s in zip(self.parameters, self.shards, strict=True) if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        # An empty shard (fewer rows than ranks) has nothing to update; torch's kernel refuses it.
-        for group in groups:
-            group["params"] = [s for s in group["params"] if s.numel()]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, fused=True)
+        # An empty shard (fewer rows than ranks) has nothing to update, and torch's kernel refuses it.
+        decayed = [s for p, s in zip(self.parameters, self.shards, strict=True) if p.ndim >= 2 and s.numel()]
+        plain = [s for p, s in zip(self.parameters, self.shards, strict=True) if p.ndim < 2 and s.numel()]
+        groups = [{"params": shards, "weight_decay": decay} for shards, decay in ((decayed, weight_decay), (plain, 0.0)) if shards]
+        self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         self.reset_state()
 
     def reset_state(self) -> None:
@@ -78,8 +75,9 @@ class ClippedAdamW:
                 gradients.append(shard.grad)
         norm = self.sum_over_ranks(torch.nn.utils.get_total_norm(gradients).square()).sqrt()
         # Clipping multiplies by min(1, clip / norm), i.e. divides by max(1, norm / clip).
-        self.adamw.grad_scale = (norm / self.clip_norm).clamp(min=1.0)
-        self.adamw.found_inf = (~torch.isfinite(norm)).float()
+        # These two attributes are how torch's GradScaler speaks to the fused kernel.
+        self.adamw.grad_scale = (norm / self.clip_norm).clamp(min=1.0)  # type: ignore[attr-defined]
+        self.adamw.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()

@@ -27,7 +27,9 @@ def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh) -> Llama:
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=False)
         model.head.compile(fullgraph=True, dynamic=False)
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=DTYPES[config.reduce_precision], cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.precision], reduce_dtype=DTYPES[config.reduce_precision], cast_forward_inputs=False
+    )
     for module in (*model.blocks, model.head, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
     return model

@@ -17,12 +17,15 @@ from common.errors import PreflightError
 from common.optim import ClippedAdamW
 
 _CHUNK = 1 << 24  # elements hashed at a time: 128 MiB of int64 on the device
+# The constants of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), written as the signed integers that torch has.
+_GOLDEN, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """64-bit hash of a tensor's bits, computed where it lives: sum over i of word_i * odd_i + mixing, modulo 2^64.
+    """64-bit hash of a tensor's bits, computed where it lives: sum over i of splitmix64(word_i + i * golden), modulo 2^64.
 
-    Position-dependent, so that swapped values are seen, and exact: integer arithmetic does not round.
+    Position-dependent, so that swapped values are seen; mixed before the sum, so that changes do not cancel as in a linear sum;
+    and exact: integer arithmetic wraps and does not round.
     """
     words = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     words = torch.nn.functional.pad(words, (0, -words.numel() % 4)).view(torch.int32)
@@ -30,8 +33,9 @@ def fingerprint(tensor: Tensor) -> int:
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK].to(torch.int64)
         place = torch.arange(start, start + part.numel(), device=tensor.device)
-        mixed = (part + 0x9E3779B9) * (2 * place + 1)
-        total += (mixed ^ (mixed >> 29)).sum()
+        mixed = (part + place * _GOLDEN) * _MIX_1
+        mixed = (mixed ^ (mixed >> 30)) * _MIX_2
+        total += (mixed ^ (mixed >> 31)).sum()
     return int(total)
 
 

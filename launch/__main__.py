@@ -152,8 +152,7 @@ def _seeds(environment: Mapping[str, str]) -> list[int]:
 
 
 def data_files(job: Job) -> list[Path]:
-    rules = rules_of(job.benchmark, job.choice.config)
-    return [job.data_dir / f"{prefix}.{kind}" for prefix in (rules.train_prefix, rules.validation_prefix) for kind in ("bin", "idx")]
+    return [job.data_dir / name for name in rules_of(job.benchmark, job.choice.config).data_files]
 
 
 def ensure_data(job: Job) -> None:
@@ -163,7 +162,7 @@ def ensure_data(job: Job) -> None:
         return
     prepare = f"./run_and_time.sh {job.benchmark} prepare"
     if not job.choice.config.miniature:
-        raise DataError(f"there is no {absent[0]}", f"{len(absent)} of 4 data files are missing", f"set DATADIR, or see {prepare} --help")
+        raise DataError(f"there is no {absent[0]}", f"{len(absent)} of {len(data_files(job))} data files are missing", f"set DATADIR, or see {prepare} --help")
     tell(f"building the miniature's data in {job.data_dir} (once)")
     command = [sys.executable, "-m", f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)]
     if subprocess.run(command, stdout=sys.stderr).returncode or not all(path.is_file() for path in data_files(job)):

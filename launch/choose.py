@@ -47,7 +47,7 @@ def choose(root: Path, benchmark: str, wish: argparse.Namespace, environment: Ma
         )
     kind = identify(found, environment.get("GPU_KIND", "")) if device == "cuda" else None
     path, reason = _file(root, benchmark, wish, environment, kind, len(found.devices))
-    config = configs.load(path, dict(_key_value(text) for text in wish.set))
+    config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config, dict(_key_value(text) for text in wish.set))
     if config.gpu == "CPU" and not wish.device:
         device, kind = "cpu", None
     notes = _misfits(config, kind, wish, environment)

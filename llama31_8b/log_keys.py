@@ -7,11 +7,11 @@ Standard library only.
 
 from __future__ import annotations
 
-from common.config import PRECISIONS, RunConfig
-from llama31_8b.rules import Rules
+from common.log_keys import disclosure
+from llama31_8b.rules import Config, Rules
 
 
-def hyperparameters(config: RunConfig, rules: Rules, train_samples: int, config_filename: str) -> list[tuple[str, int | float | str]]:
+def hyperparameters(config: Config, rules: Rules, train_samples: int, config_filename: str) -> list[tuple[str, int | float | str]]:
     """(key, value) in the order of emission.
 
     `train_samples`: training sequences in the data set. `config_filename`: name of the TOML under configs/llama31_8b/.
@@ -38,24 +38,3 @@ def hyperparameters(config: RunConfig, rules: Rules, train_samples: int, config_
         ("target_accuracy", rules.target_loss),
         *disclosure(config, config_filename),
     ]
-
-
-def disclosure(config: RunConfig, config_filename: str) -> list[tuple[str, int | float | str]]:
-    """The nine keys that 6.1 demands. We shard data and weights only: all four model parallelisms are 1."""
-    return [
-        ("lowest_numerical_precision_in_linear", PRECISIONS[config.precision]),
-        ("lowest_numerical_precision_in_attn", PRECISIONS[config.precision]),
-        ("lowest_numerical_precision_in_comm", _lower(config.precision, config.reduce_precision)),
-        ("tensor_parallelism", 1),
-        ("pipeline_parallelism", 1),
-        ("context_parallelism", 1),
-        ("expert_parallelism", 1),
-        ("micro_batch_size", config.micro_batch_size),
-        ("config_filename", config_filename),
-    ]
-
-
-def _lower(gather_precision: str, reduce_precision: str) -> str:
-    """Weights are gathered in the one and gradients reduced in the other; PRECISIONS stands from high to low."""
-    order = list(PRECISIONS)
-    return PRECISIONS[max(gather_precision, reduce_precision, key=order.index)]

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from common.config import RunConfig
 from common.shapes import LLAMA31_8B, ModelShape
 
 BENCHMARK = "llama31_8b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    opt_learning_rate_warmup_steps: int
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,17 @@ class Rules:
     init_std: float = 0.02
     init_limit_s: float = 1800.0
 
+    @property
+    def data_files(self) -> tuple[str, ...]:
+        """Files of DATADIR that a run reads."""
+        return tuple(f"{prefix}.{kind}" for prefix in (self.train_prefix, self.validation_prefix) for kind in ("bin", "idx"))
+
     def eval_interval(self, global_batch_size: int) -> int:
         """Train sequences between evaluations: ceil(12288/GBS)*GBS. No evaluation is skipped; the first is at one interval."""
         return -(-self.eval_interval_samples // global_batch_size) * global_batch_size
+
+    def first_evaluation(self, global_batch_size: int) -> int:
+        return self.eval_interval(global_batch_size)
 
     def decay_steps(self, warmup_steps: int) -> int:
         return self.max_steps - warmup_steps

@@ -30,12 +30,13 @@ def check(path: Path, ruleset: str | None) -> int:
     """Print what is to be said about the log at `path`; return the exit code. Raises ConfigError, PreflightError."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such log", "it is not a file", "name the result.txt in a run's directory")
-    division = lint.Log(lint.parse(path)[0]).value("submission_division")
+    log = lint.Log(lint.parse(path)[0])
+    division, benchmark = log.value("submission_division"), log.value("submission_benchmark")
     findings = lint.lint(path, division="closed" if ruleset else None)
     print(f"{path}\n\nofficial checker (mlperf-logging {checker.checker_version()}; it counts lines from 0)")
     if ruleset is None and division == "miniature":
         print("  a miniature: no benchmark result, held to the project's own rule file")
-        verdicts = [checker.miniature_verdict(path)]
+        verdicts = [checker.miniature_verdict(path, str(benchmark))]
     else:
         verdicts = [checker.closed_verdict(path, name) for name in ([ruleset] if ruleset else checker.CLOSED_RULESETS)]
     print("\n".join(_verdict_lines(verdicts)))

@@ -1,7 +1,7 @@
 """The official MLPerf compliance checker, run as a program of its own; its text and its exit code must agree.
 
-The closed division has the checker's own rule files. The miniature has ours: the closed rules with the numbers of
-`llama31_8b.rules.MINIATURE`, filled into a template, because the official file fixes 8192 tokens and a loss of 3.3.
+The closed division has the checker's own rule files. A miniature has ours: the closed rules with the numbers of the benchmark's
+`rules.MINIATURE`, filled into a template, because the official files fix the sequence length and the target.
 Standard library only; the checker comes with the package mlperf-logging.
 """
 
@@ -15,13 +15,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import PreflightError
+from common.errors import ConfigError, PreflightError
+from llama2_70b_lora import rules as llama2_70b_lora_rules
 from llama31_8b import rules as llama31_8b_rules
 
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
 INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
-MINIATURE_TEMPLATE = Path(__file__).with_name("miniature_llama31_8b.yaml")
+TEMPLATES = Path(__file__).parent
+MINIATURES = {rules.BENCHMARK: rules.MINIATURE for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
 CHECK_LIMIT_S = 120.0
 # How the checker's own complaints begin; the rest of its text repeats log lines and its internal state.
 COMPLAINTS = ("CHECK for", "failed test:", "Required ", "Failed ", "^^", "Could not find", "Log lines had", "No log lines")
@@ -39,32 +41,25 @@ def closed_verdict(log: Path, ruleset: str) -> Verdict:
     return _run(log, ruleset, ["--ruleset", ruleset])
 
 
-def miniature_verdict(log: Path) -> Verdict:
-    """The same checker with the project's rule file for the miniature. Raises PreflightError."""
+def miniature_verdict(log: Path, benchmark: str) -> Verdict:
+    """The same checker with the project's rules for the miniature. Raises PreflightError, ConfigError for an unknown benchmark."""
+    if benchmark not in MINIATURES:
+        known = ", ".join(MINIATURES)
+        raise ConfigError(f"{log}: no rules for a miniature of {benchmark!r}", f"known are {known}", "check the log's first lines")
     with tempfile.TemporaryDirectory() as folder:
-        rule_file = Path(folder, MINIATURE_TEMPLATE.name)
-        rule_file.write_text(miniature_rules())
+        rule_file = Path(folder, f"miniature_{benchmark}.yaml")
+        rule_file.write_text(miniature_rules(benchmark))
         return _run(log, "miniature", ["--config", str(rule_file)])
 
 
-def miniature_rules() -> str:
-    """The rule file of the miniature, with the constants of `llama31_8b.rules.MINIATURE` filled in."""
-    rules = llama31_8b_rules.MINIATURE
-    return string.Template(MINIATURE_TEMPLATE.read_text()).substitute(
-        division=rules.division,
-        init_limit_ms=rules.init_limit_s * 1000,
-        sequence_length=rules.sequence_length,
-        eval_samples=rules.eval_samples,
-        target_loss=rules.target_loss,
-        max_steps=rules.max_steps,
-        opt_name=rules.opt_name,
-        decay_schedule=rules.decay_schedule,
-        adam_beta_1=rules.adam_beta_1,
-        adam_beta_2=rules.adam_beta_2,
-        adam_epsilon=rules.adam_epsilon,
-        weight_decay=rules.weight_decay,
-        gradient_clip_norm=rules.gradient_clip_norm,
-    )
+def miniature_template(benchmark: str) -> string.Template:
+    return string.Template("\n".join((TEMPLATES / f"miniature_{part}.yaml").read_text() for part in ("common", benchmark)))
+
+
+def miniature_rules(benchmark: str) -> str:
+    """The rule file of the miniature, with the constants of the benchmark's `rules.MINIATURE` filled in under their own names."""
+    rules = MINIATURES[benchmark]
+    return miniature_template(benchmark).substitute(vars(rules), benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000)
 
 
 def checker_version() -> str:

@@ -23,25 +23,36 @@ from pathlib import Path
 from typing import TypeGuard
 
 from common.mllog import END, POINT, RESERVED_SUBSTRINGS, START, TOKEN
+from llama2_70b_lora import rules as llama2_70b_lora_rules
 from llama31_8b import rules as llama31_8b_rules
-from llama31_8b.rules import Rules
+
+Rules = llama31_8b_rules.Rules | llama2_70b_lora_rules.Rules
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 INIT_WARNING_S = 1500.0  # five minutes of reserve below the limit
 NUMBER_FORMATS = ("fp64", "fp32", "tf32", "fp16", "fp8", "mxfp6", "nvfp4", "mxfp4", "bfloat16", "int8", "uint8", "int4", "uint4")
+DIVISIONS = ("closed", "miniature")
 STATUS_WORDS = ("onprem", "cloud", "research")
 
 PRECISION_KEYS = tuple(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm"))
 PARALLELISM_KEYS = tuple(f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert"))
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
 SUBMISSION_KEYS = tuple(f"submission_{part}" for part in ("benchmark", "org", "division", "status", "platform"))
-LLAMA31_8B_KEYS = (
-    *("global_batch_size", "gradient_accumulation_steps", "max_sequence_length", "train_samples", "eval_samples", "max_steps"),
-    *("opt_name", "opt_base_learning_rate", "opt_end_learning_rate", "opt_gradient_clip_norm"),
-    *("opt_learning_rate_warmup_steps", "opt_learning_rate_decay_steps", "opt_learning_rate_decay_schedule"),
+COMMON_KEYS = (
+    *("global_batch_size", "gradient_accumulation_steps", "max_sequence_length", "train_samples", "eval_samples"),
+    *("opt_name", "opt_base_learning_rate", "opt_gradient_clip_norm"),
     *("opt_adamw_beta_1", "opt_adamw_beta_2", "opt_adamw_epsilon", "opt_adamw_weight_decay"),
 )
-INIT_KEYS = frozenset({*SUBMISSION_KEYS, "seed", *LLAMA31_8B_KEYS, *DISCLOSURE_KEYS, "target_accuracy"})
+LLAMA31_8B_KEYS = (
+    *("max_steps", "opt_end_learning_rate"),
+    *("opt_learning_rate_warmup_steps", "opt_learning_rate_decay_steps", "opt_learning_rate_decay_schedule"),
+)
+LLAMA2_70B_LORA_KEYS = (
+    *("opt_learning_rate_training_steps", "opt_learning_rate_warmup_factor"),
+    *("lora_rank", "lora_alpha", "lora_dropout"),
+)
+HYPERPARAMETER_KEYS = (*COMMON_KEYS, *LLAMA31_8B_KEYS, *LLAMA2_70B_LORA_KEYS, "target_accuracy")
+INIT_KEYS = frozenset({*SUBMISSION_KEYS, "seed", *HYPERPARAMETER_KEYS, *DISCLOSURE_KEYS})
 ONCE_KEYS = ("cache_clear", "init_start", *SUBMISSION_KEYS, "seed", "init_stop", "run_start", "run_stop")
 EVENT_TYPES = {
     **{f"{interval}_start": START for interval in ("init", "run", "block", "eval")},
@@ -127,12 +138,12 @@ def lint(path: Path, division: str | None = None, project_root: Path | None = PR
         findings += general_rule(log)
     findings += check_config_filename(log, project_root)
     benchmark, division = log.value("submission_benchmark"), division or log.value("submission_division")
-    # The one place where a benchmark's rules come in. llama2_70b_lora joins here, with the list of its own checks:
-    # first evaluation after the skipped ones, rank, alpha, dropout, clip and decay by value.
-    if benchmark == llama31_8b_rules.BENCHMARK and division in ("closed", "miniature"):
-        rules = llama31_8b_rules.CLOSED if division == "closed" else llama31_8b_rules.MINIATURE
-        for benchmark_rule in LLAMA31_8B_RULES:
-            findings += benchmark_rule(log, rules)
+    # The one place where a benchmark's rules come in.
+    closed = division == "closed"
+    if benchmark == llama31_8b_rules.BENCHMARK and division in DIVISIONS:
+        findings += llama31_8b_findings(log, llama31_8b_rules.CLOSED if closed else llama31_8b_rules.MINIATURE)
+    elif benchmark == llama2_70b_lora_rules.BENCHMARK and division in DIVISIONS:
+        findings += llama2_70b_lora_findings(log, llama2_70b_lora_rules.CLOSED if closed else llama2_70b_lora_rules.MINIATURE)
     else:
         line = _line(log.first("submission_division") or log.first("submission_benchmark"))
         findings.append(Finding(line, "benchmark", f"no rules here for {benchmark!r} in division {division!r}", "CC closed_common.yaml"))
@@ -164,7 +175,7 @@ def _event(number: int, line: str) -> Event:
     return event
 
 
-# Rules that hold for every benchmark.
+# Rules that hold for every log.
 
 
 def check_counts(log: Log) -> Findings:
@@ -278,35 +289,34 @@ def check_config_filename(log: Log, project_root: Path | None) -> Findings:
         yield Finding(event.line, "config_filename", message, "TR mandatory disclosure (6.1)")
 
 
-# Rules of llama31_8b, closed or miniature.
+# Rules that every benchmark has, with values of its own.
 
 
-def check_keys(log: Log, rules: Rules) -> Findings:
-    for key in LLAMA31_8B_KEYS:
-        yield from _exactly_once(log, key, "CC closed_llama31_8b.yaml")
+def check_keys(log: Log, keys: tuple[str, ...], source: str) -> Findings:
+    for key in keys:
+        yield from _exactly_once(log, key, source)
 
 
-def check_constants(log: Log, rules: Rules) -> Findings:
+def check_constants(log: Log, division: str, fixed: dict[str, int | float | str], source: str) -> Findings:
     """What the division fixes, by value."""
-    fixed = {
-        "submission_benchmark": llama31_8b_rules.BENCHMARK,
+    for event in _events(log, tuple(fixed)):
+        if not _same_number_or_text(event.value, fixed[event.key]):
+            yield Finding(event.line, "constant", f"{event.key} is {event.value!r}, {division} fixes {fixed[event.key]!r}", source)
+
+
+def common_constants(rules: Rules) -> dict[str, int | float | str]:
+    return {
         "submission_division": rules.division,
         "max_sequence_length": rules.sequence_length,
         "eval_samples": rules.eval_samples,
         "opt_name": rules.opt_name,
-        "opt_learning_rate_decay_schedule": rules.decay_schedule,
         "opt_adamw_beta_1": rules.adam_beta_1,
         "opt_adamw_beta_2": rules.adam_beta_2,
         "opt_adamw_epsilon": rules.adam_epsilon,
         "opt_adamw_weight_decay": rules.weight_decay,
         "opt_gradient_clip_norm": rules.gradient_clip_norm,
-        "max_steps": rules.max_steps,
         "target_accuracy": rules.target_loss,
     }
-    for event in _events(log, tuple(fixed)):
-        if not _same_number_or_text(event.value, fixed[event.key]):
-            source = "TR Hyperparameters; CC closed_llama31_8b.yaml"
-            yield Finding(event.line, "constant", f"{event.key} is {event.value!r}, {rules.division} fixes {fixed[event.key]!r}", source)
 
 
 def check_batch(log: Log, rules: Rules) -> Findings:
@@ -319,22 +329,10 @@ def check_batch(log: Log, rules: Rules) -> Findings:
         yield Finding(_line(log.first("global_batch_size")), "batch", message, "LOG")
 
 
-def check_learning_rate(log: Log, rules: Rules) -> Findings:
-    """End = 0.1 x base, decay steps = max_steps - warm-up steps, and warm-up before decay."""
-    base, end = log.number("opt_base_learning_rate"), log.first("opt_end_learning_rate")
+def check_base_learning_rate(log: Log, rules: Rules) -> Findings:
+    base = log.number("opt_base_learning_rate")
     if base is None or base <= 0:
         yield Finding(_line(log.first("opt_base_learning_rate")), "learning_rate", f"base learning rate {base!r}", "TR Hyperparameters")
-    elif end and not (_is_number(end.value) and math.isclose(end.value, rules.end_learning_rate(base), rel_tol=1e-9)):
-        message = f"opt_end_learning_rate is {end.value!r}, not {rules.end_learning_rate_ratio} x {base}"
-        yield Finding(end.line, "learning_rate", message, "TR Hyperparameters (no checker tests it)")
-    warmup, decay = log.first("opt_learning_rate_warmup_steps"), log.first("opt_learning_rate_decay_steps")
-    if not warmup or not decay:
-        return
-    if type(warmup.value) is not int or warmup.value < 0 or decay.value != rules.decay_steps(warmup.value):
-        message = f"opt_learning_rate_decay_steps is {decay.value!r}, not {rules.max_steps} - {warmup.value!r} warm-up steps"
-        yield Finding(decay.line, "decay_steps", message, "CC closed_llama31_8b.yaml")
-    if decay.line < warmup.line:
-        yield Finding(decay.line, "decay_steps", "the decay steps stand before the warm-up steps", "CC closed_llama31_8b.yaml")
 
 
 def check_cache_clear(log: Log, rules: Rules) -> Findings:
@@ -359,23 +357,25 @@ def check_init_time(log: Log, rules: Rules) -> Findings:
 
 
 def check_evaluations(log: Log, rules: Rules) -> Findings:
-    """One evaluation after every ceil(12288/GBS)*GBS sequences, the first after one interval, none left out."""
+    """The first evaluation where the rules want it, then one after every interval, none left out."""
     global_batch_size = log.value("global_batch_size")
     if not _is_positive_int(global_batch_size):
         return
-    interval, last = rules.eval_interval(global_batch_size), 0
+    interval, due, last = rules.eval_interval(global_batch_size), rules.first_evaluation(global_batch_size), 0
     source = "TR Quality measure (the checker takes any interval)"
     for event in log.all("eval_accuracy"):
         if not _is_number(event.value) or event.value <= 0:
-            yield Finding(event.line, "eval_value", f"eval_accuracy is {event.value!r}, not a positive number", "CC closed_llama31_8b.yaml")
+            yield Finding(event.line, "eval_value", f"eval_accuracy is {event.value!r}, not a positive number", "CC eval_accuracy")
         if type(event.samples) is not int:
             continue  # check_samples_count says so
-        if event.samples - last != interval:
-            message = f"evaluation at {event.samples}, {event.samples - last} after the one before; the interval is {interval}"
-            yield Finding(event.line, "eval_interval", message, source)
-        last = event.samples
+        if event.samples != due:
+            wanted = f"the interval is {interval}" if last else f"the first one is due at {due}"
+            yield Finding(
+                event.line, "eval_interval", f"evaluation at {event.samples}, {event.samples - last} after {last}; {wanted}", source
+            )
+        last, due = event.samples, event.samples + interval
     stop = log.first("run_stop")
-    if stop and type(stop.samples) is int and stop.samples - last >= interval:
+    if stop and type(stop.samples) is int and stop.samples >= due:
         yield Finding(stop.line, "eval_interval", f"training went on from {last} to {stop.samples} with no evaluation", source)
 
 
@@ -408,16 +408,78 @@ GENERAL_RULES: tuple[Callable[[Log], Findings], ...] = (
     check_reserved,
     check_samples_count,
 )
-LLAMA31_8B_RULES: tuple[Callable[[Log, Rules], Findings], ...] = (
-    check_keys,
-    check_constants,
+SHARED_RULES: tuple[Callable[[Log, Rules], Findings], ...] = (
     check_batch,
-    check_learning_rate,
+    check_base_learning_rate,
     check_cache_clear,
     check_init_time,
     check_evaluations,
     check_status,
 )
+
+
+def shared_findings(log: Log, rules: Rules) -> Findings:
+    for shared_rule in SHARED_RULES:
+        yield from shared_rule(log, rules)
+
+
+# Rules of llama31_8b, closed or miniature.
+
+
+def llama31_8b_findings(log: Log, rules: llama31_8b_rules.Rules) -> Findings:
+    source = "TR Hyperparameters; CC closed_llama31_8b.yaml"
+    yield from check_keys(log, (*COMMON_KEYS, *LLAMA31_8B_KEYS), source)
+    constants = common_constants(rules) | {"opt_learning_rate_decay_schedule": rules.decay_schedule, "max_steps": rules.max_steps}
+    yield from check_constants(log, rules.division, constants, source)
+    yield from check_decay(log, rules)
+    yield from shared_findings(log, rules)
+
+
+def check_decay(log: Log, rules: llama31_8b_rules.Rules) -> Findings:
+    """End = 0.1 x base, decay steps = max_steps - warm-up steps, and warm-up before decay."""
+    base, end = log.number("opt_base_learning_rate"), log.first("opt_end_learning_rate")
+    if base and end and not (_is_number(end.value) and math.isclose(end.value, rules.end_learning_rate(base), rel_tol=1e-9)):
+        message = f"opt_end_learning_rate is {end.value!r}, not {rules.end_learning_rate_ratio} x {base}"
+        yield Finding(end.line, "learning_rate", message, "TR Hyperparameters (no checker tests it)")
+    warmup, decay = log.first("opt_learning_rate_warmup_steps"), log.first("opt_learning_rate_decay_steps")
+    if not warmup or not decay:
+        return
+    if type(warmup.value) is not int or warmup.value < 0 or decay.value != rules.decay_steps(warmup.value):
+        message = f"opt_learning_rate_decay_steps is {decay.value!r}, not {rules.max_steps} - {warmup.value!r} warm-up steps"
+        yield Finding(decay.line, "decay_steps", message, "CC closed_llama31_8b.yaml")
+    if decay.line < warmup.line:
+        yield Finding(decay.line, "decay_steps", "the decay steps stand before the warm-up steps", "CC closed_llama31_8b.yaml")
+
+
+# Rules of llama2_70b_lora, closed or miniature.
+
+
+def llama2_70b_lora_findings(log: Log, rules: llama2_70b_lora_rules.Rules) -> Findings:
+    """Of these constants the official checker tests the rank only."""
+    source = "TR Hyperparameters; CC closed_llama2_70b_lora.yaml"
+    yield from check_keys(log, (*COMMON_KEYS, *LLAMA2_70B_LORA_KEYS), source)
+    constants = common_constants(rules) | {
+        "train_samples": rules.train_samples,
+        "lora_rank": rules.lora_rank,
+        "lora_alpha": rules.lora_alpha,
+        "lora_dropout": rules.lora_dropout,
+    }
+    yield from check_constants(log, rules.division, constants, source)
+    yield from check_cosine(log)
+    yield from shared_findings(log, rules)
+
+
+def check_cosine(log: Log) -> Findings:
+    source = "TR Hyperparameters"
+    for event in log.all("opt_learning_rate_training_steps"):
+        if not _is_positive_int(event.value):
+            yield Finding(event.line, "learning_rate", f"{event.key} is {event.value!r}, not a whole number from 1", source)
+    for event in log.all("opt_learning_rate_warmup_factor"):
+        if not (_is_number(event.value) and 0 <= event.value < 1):
+            yield Finding(event.line, "learning_rate", f"{event.key} is {event.value!r}, not a share of the training steps", source)
+
+
+# Small questions.
 
 
 def _exactly_once(log: Log, key: str, source: str) -> Findings:

@@ -1,12 +1,11 @@
 """The official checker: what our logs get from it, and what it lets pass that our lint must catch (mlperf-logging 4.1.68)."""
 
 import importlib.metadata
-import string
 
 import pytest
-from synthetic_log import find, records, write_good, write_records
+from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, records, write_evaluations, write_good, write_records
 
-from common.errors import PreflightError
+from common.errors import ConfigError, PreflightError
 from llama31_8b import rules
 from submission import check, checker
 from submission.lint import DISCLOSURE_KEYS, lint
@@ -20,53 +19,80 @@ def good(tmp_path):
 
 
 @pytest.mark.parametrize("ruleset", checker.CLOSED_RULESETS)
-@pytest.mark.parametrize("global_batch_size", [16, 32])
-def test_a_good_log_passes_all_rounds(tmp_path, ruleset, global_batch_size):
-    path = write_good(tmp_path / "result.txt", global_batch_size=global_batch_size)
+@pytest.mark.parametrize(("benchmark", "global_batch_size"), [(PRETRAINING, 16), (PRETRAINING, 32), (LORA, 8), (LORA, 16)])
+def test_a_good_log_passes_all_rounds(tmp_path, ruleset, benchmark, global_batch_size):
+    path = write_good(tmp_path / "result.txt", benchmark.rules.CLOSED, global_batch_size)
     assert checker.closed_verdict(path, ruleset) == checker.Verdict(ruleset, True, ())
+    assert lint(path, project_root=None) == []
 
 
-def test_a_miniature_passes_its_own_rules_and_no_closed_ones(tmp_path):
-    path = write_good(tmp_path / "result.txt", rules.MINIATURE)
-    assert checker.miniature_verdict(path).passed
+EACH = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
+
+
+@EACH
+def test_a_miniature_passes_its_own_rules_and_no_closed_ones(tmp_path, benchmark):
+    path = write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE)
+    assert checker.miniature_verdict(path, benchmark.rules.BENCHMARK).passed
     verdict = checker.closed_verdict(path, "6.1.0")
     assert not verdict.passed and "broke off without a verdict" in verdict.messages[0]
 
 
-def test_a_closed_log_is_no_miniature(tmp_path, good):
-    messages = " ".join(checker.miniature_verdict(tmp_path / "good.txt").messages)
-    for key in ("submission_division", "max_sequence_length", "eval_samples", "max_steps"):
+@pytest.mark.parametrize(("benchmark", "own"), [(PRETRAINING, ["max_steps"]), (LORA, [])])
+def test_a_closed_log_is_no_miniature(tmp_path, benchmark, own):
+    path = write_good(tmp_path / "good.txt", benchmark.rules.CLOSED)
+    messages = " ".join(checker.miniature_verdict(path, benchmark.rules.BENCHMARK).messages)
+    for key in ("submission_division", "max_sequence_length", "eval_samples", *own):
         assert f"'{key}'" in messages
 
 
-def test_the_miniature_rules_demand_every_key_of_the_log_and_no_other(tmp_path):
-    """So that a key which the closed rules demand cannot be forgotten in the miniature."""
-    logged = {record["key"] for record in records(write_good(tmp_path / "result.txt", rules.MINIATURE))}
-    demanded = {line.split()[-1] for line in checker.miniature_rules().splitlines() if line.strip().startswith("NAME:")}
-    assert demanded == logged - {"seed", "submission_status", "target_accuracy", "tracked_stats"}
-    assert len(demanded) == 38 + 2  # 38 of the closed 6.1.0 rules; the pair of eval_start and eval_stop is optional there
+def test_the_miniature_of_one_benchmark_is_not_that_of_the_other(tmp_path):
+    path = write_good(tmp_path / "result.txt", LORA.rules.MINIATURE)
+    assert "'submission_benchmark'" in " ".join(checker.miniature_verdict(path, PRETRAINING.rules.BENCHMARK).messages)
+    with pytest.raises(ConfigError, match="no rules for a miniature of 'resnet'"):
+        checker.miniature_verdict(path, "resnet")
 
 
-def test_the_miniature_template_has_no_constant_of_its_own():
-    names = set(string.Template(checker.MINIATURE_TEMPLATE.read_text()).get_identifiers())
-    assert {"sequence_length", "eval_samples", "target_loss", "max_steps", "init_limit_ms"} <= names
-    assert f"v['value'] <= {rules.MINIATURE.target_loss}" in checker.miniature_rules()
+@pytest.mark.parametrize(("benchmark", "closed_keys", "ours"), [(PRETRAINING, 38, 0), (LORA, 31, 7)])
+def test_the_miniature_rules_demand_every_key_of_the_log_and_no_other(tmp_path, benchmark, closed_keys, ours):
+    """So that a key which the closed rules demand cannot be forgotten in the miniature.
+
+    `closed_keys` of the official 6.1.0 rules, the pair of eval_start and eval_stop, which is optional there, and `ours`, which the
+    closed division fixes for LoRA but no checker wants: sequence length, optimizer, betas, epsilon, warm-up factor, dropout.
+    """
+    logged = {record["key"] for record in records(write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE))}
+    rule_lines = checker.miniature_rules(benchmark.rules.BENCHMARK).splitlines()
+    demanded = [line.split()[-1] for line in rule_lines if line.strip().startswith("NAME:")]
+    assert set(demanded) == logged - {"seed", "submission_status", "target_accuracy", "tracked_stats"}
+    assert len(demanded) == len(set(demanded)) == closed_keys + 2 + ours
+
+
+@EACH
+def test_the_miniature_template_has_no_constant_of_its_own(benchmark):
+    names = set(checker.miniature_template(benchmark.rules.BENCHMARK).get_identifiers())
+    own = {"max_steps"} if benchmark is PRETRAINING else {"lora_rank", "lora_alpha", "lora_dropout"}
+    assert {"sequence_length", "eval_samples", "target_loss", "init_limit_ms", *own} <= names
+    assert f"v['value'] <= {benchmark.rules.MINIATURE.target_loss}" in checker.miniature_rules(benchmark.rules.BENCHMARK)
 
 
 @pytest.mark.parametrize(
-    ("key", "occurrence", "value"),
+    ("benchmark", "key", "occurrence", "value"),
     [
-        ("eval_accuracy", 3, rules.MINIATURE.target_loss + 1e-6),
-        ("max_sequence_length", 0, 8192),
-        ("opt_learning_rate_decay_steps", 0, 1_199_872),
-        ("opt_adamw_beta_2", 0, 0.999),
-        ("lowest_numerical_precision_in_comm", 0, "bf16"),
+        (PRETRAINING, "eval_accuracy", 3, rules.MINIATURE.target_loss + 1e-6),
+        (PRETRAINING, "max_sequence_length", 0, 8192),
+        (PRETRAINING, "opt_learning_rate_decay_steps", 0, 1_199_872),
+        (PRETRAINING, "opt_adamw_beta_2", 0, 0.999),
+        (PRETRAINING, "lowest_numerical_precision_in_comm", 0, "bf16"),
+        (LORA, "lora_rank", 0, 8),
+        (LORA, "lora_alpha", 0, 64),
+        (LORA, "lora_dropout", 0, 0.0),
+        (LORA, "opt_adamw_beta_2", 0, 0.95),
+        (LORA, "opt_learning_rate_training_steps", 0, 0),
     ],
 )
-def test_the_miniature_rules_refuse_a_wrong_value(tmp_path, key, occurrence, value):
-    log = records(write_good(tmp_path / "result.txt", rules.MINIATURE))
+def test_the_miniature_rules_refuse_a_wrong_value(tmp_path, benchmark, key, occurrence, value):
+    log = records(write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE))
     log[find(log, key, occurrence)]["value"] = value
-    assert not checker.miniature_verdict(write_records(tmp_path / "changed.txt", log)).passed
+    assert not checker.miniature_verdict(write_records(tmp_path / "changed.txt", log), benchmark.rules.BENCHMARK).passed
 
 
 def _set(key, value, occurrence=0):
@@ -131,6 +157,43 @@ def test_what_the_official_checker_says_and_what_we_say(tmp_path, good, spoil, o
     assert rule in {finding.rule for finding in lint(path, project_root=None)}
 
 
+# The same for LoRA at global batch 8; of the values that the rules fix, the official checker tests the rank only.
+SPOILED_LORA = [
+    ("alpha 64", _set("lora_alpha", 64), True, "constant"),
+    ("clip 5", _set("opt_gradient_clip_norm", 5), True, "constant"),
+    ("decay 0.1", _set("opt_adamw_weight_decay", 0.1), True, "constant"),
+    ("rank 8", _set("lora_rank", 8), False, "constant"),
+    ("no dropout", _set("lora_dropout", 0.0), True, "constant"),
+    ("3900 sequences", _set("train_samples", 3900), True, "constant"),
+    ("170 sequences evaluated", _set("eval_samples", 170), True, "constant"),
+    ("target missed", _set("eval_accuracy", 0.92501, 3), False, "status"),
+    ("one step behind", _one_step_behind, True, "samples_count"),
+]
+WRONG_EVALUATIONS = [  # global batch, evaluations
+    ("first one too early", 8, [384, 768, 1152, 1536]),
+    ("first one too late", 8, [1920, 2304]),
+    ("first one at the sample of a smaller batch", 16, [1536, 1920, 2304]),
+    ("interval of 768", 8, [1536, 2304, 3072]),
+    ("interval of 192", 8, [1536, 1728, 1920]),
+]
+
+
+@pytest.mark.parametrize(("spoil", "official_passes", "rule"), [row[1:] for row in SPOILED_LORA], ids=[row[0] for row in SPOILED_LORA])
+def test_what_the_official_checker_says_of_lora_and_what_we_say(tmp_path, spoil, official_passes, rule):
+    log = records(write_good(tmp_path / "good.txt", LORA.rules.CLOSED))
+    spoil(log)
+    path = write_records(tmp_path / "changed.txt", log)
+    assert checker.closed_verdict(path, "6.1.0").passed is official_passes
+    assert rule in {finding.rule for finding in lint(path, project_root=None)}
+
+
+@pytest.mark.parametrize(("global_batch_size", "counts"), [row[1:] for row in WRONG_EVALUATIONS], ids=[row[0] for row in WRONG_EVALUATIONS])
+def test_only_we_see_that_lora_evaluates_at_wrong_samples(tmp_path, global_batch_size, counts):
+    path = write_evaluations(tmp_path / "result.txt", LORA.rules.CLOSED, counts, global_batch_size)
+    assert checker.closed_verdict(path, "6.1.0").passed
+    assert {finding.rule for finding in lint(path, project_root=None)} == {"eval_interval"}
+
+
 def test_only_6_1_demands_the_nine_keys(tmp_path, good):
     path = write_records(tmp_path / "changed.txt", [record for record in good if record["key"] not in DISCLOSURE_KEYS])
     assert [checker.closed_verdict(path, ruleset).passed for ruleset in checker.CLOSED_RULESETS] == [True, True, False]
@@ -175,9 +238,10 @@ def test_check_is_clean_for_a_good_log(tmp_path, good, capsys, monkeypatch):
     assert output.count("passed") == 1 and "no findings" in output and output.endswith("\nCLEAN\n")
 
 
-def test_check_holds_a_miniature_to_its_own_rules_unless_asked_otherwise(tmp_path, capsys, monkeypatch):
+@EACH
+def test_check_holds_a_miniature_to_its_own_rules_unless_asked_otherwise(tmp_path, capsys, monkeypatch, benchmark):
     monkeypatch.setattr(check.lint, "check_config_filename", lambda log, root: iter(()))
-    path = write_good(tmp_path / "result.txt", rules.MINIATURE)
+    path = write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE)
     assert check.main([str(path)]) == 0 and "no benchmark result" in capsys.readouterr().out
     assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
 

@@ -62,7 +62,11 @@ def test_every_kernel_compiles_for(backend, arch, width, shared_limit):
     from triton.compiler import ASTSource
 
     for name, kernel, signature, constants, warps in shipped_kernels():
-        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
+        source = ASTSource(
+            kernel,
+            signature | dict.fromkeys(constants, "constexpr"),
+            constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()},
+        )
         compiled = triton.compile(source, target=GPUTarget(backend, arch, width), options={"num_warps": warps})
         assert compiled.metadata.shared <= shared_limit, f"{name}: {compiled.metadata.shared} bytes of shared memory"
         assembly = compiled.asm["amdgcn" if backend == "hip" else "ptx"]

@@ -3,7 +3,20 @@
 import json
 
 import pytest
-from synthetic_log import CONFIG_FILENAME, evaluate, find, project_root, records, start, write_good, write_records
+from synthetic_log import (
+    BENCHMARKS,
+    CONFIG_FILENAME,
+    LORA,
+    PRETRAINING,
+    evaluate,
+    find,
+    project_root,
+    records,
+    start,
+    write_evaluations,
+    write_good,
+    write_records,
+)
 
 from common.mllog import TOKEN
 from llama31_8b import rules
@@ -15,6 +28,11 @@ def good(tmp_path):
     return records(write_good(tmp_path / "good.txt"))
 
 
+@pytest.fixture
+def good_lora(tmp_path):
+    return records(write_good(tmp_path / "good.txt", LORA.rules.CLOSED))
+
+
 def findings(tmp_path, log: list[dict], **options) -> list:
     return lint(write_records(tmp_path / "changed.txt", log), project_root=project_root(tmp_path), **options)
 
@@ -23,18 +41,23 @@ def found(tmp_path, log: list[dict], **options) -> list[tuple[int, str]]:
     return [(finding.line, finding.rule) for finding in findings(tmp_path, log, **options)]
 
 
-@pytest.mark.parametrize("global_batch_size", [16, 32, 96])
-def test_a_good_closed_log_is_clean(tmp_path, global_batch_size):
-    path = write_good(tmp_path / "result.txt", global_batch_size=global_batch_size)
+SIZES = [(PRETRAINING, 16), (PRETRAINING, 32), (PRETRAINING, 96), (LORA, 8), (LORA, 16), (LORA, 64), (LORA, 72)]
+
+
+@pytest.mark.parametrize(("benchmark", "global_batch_size"), SIZES)
+def test_a_good_closed_log_is_clean(tmp_path, benchmark, global_batch_size):
+    path = write_good(tmp_path / "result.txt", benchmark.rules.CLOSED, global_batch_size)
     assert lint(path, project_root=project_root(tmp_path)) == []
 
 
-def test_a_miniature_log_is_clean_by_its_own_rules_and_refused_by_the_closed_ones(tmp_path):
-    log = records(write_good(tmp_path / "miniature.txt", rules.MINIATURE))
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
+def test_a_miniature_log_is_clean_by_its_own_rules_and_refused_by_the_closed_ones(tmp_path, benchmark):
+    log = records(write_good(tmp_path / "miniature.txt", benchmark.rules.MINIATURE))
     log[find(log, "cache_clear")]["value"] = False  # honest: no root, nothing dropped
     assert found(tmp_path, log) == []
     closed = found(tmp_path, log, division="closed")
-    for key in ("submission_division", "max_sequence_length", "eval_samples", "max_steps", "target_accuracy"):
+    own = "max_steps" if benchmark is PRETRAINING else "train_samples"
+    for key in ("submission_division", "max_sequence_length", "eval_samples", own, "target_accuracy"):
         assert (find(log, key) + 1, "constant") in closed
     assert (find(log, "eval_accuracy") + 1, "eval_interval") in closed and (1, "cache_clear") in closed
 
@@ -89,6 +112,35 @@ def test_a_wrong_value_is_found(tmp_path, good, key, occurrence, value, rule):
     assert (index + 1, rule) in result and {line for line, _ in result} == {index + 1}
 
 
+LORA_VALUES = [
+    ("train_samples", 0, 3900, "constant"),
+    ("eval_samples", 0, 176, "constant"),
+    ("max_sequence_length", 0, 4096, "constant"),
+    ("opt_adamw_beta_2", 0, 0.95, "constant"),
+    ("opt_adamw_epsilon", 0, 1e-5, "constant"),
+    ("opt_adamw_weight_decay", 0, 0.1, "constant"),
+    ("opt_gradient_clip_norm", 0, 5, "constant"),
+    ("lora_rank", 0, 8, "constant"),
+    ("lora_rank", 0, "16", "constant"),
+    ("lora_alpha", 0, 64, "constant"),
+    ("lora_dropout", 0, 0.0, "constant"),
+    ("target_accuracy", 0, 0.93, "constant"),
+    ("opt_base_learning_rate", 0, 0.0, "learning_rate"),
+    ("opt_learning_rate_training_steps", 0, 0, "learning_rate"),
+    ("opt_learning_rate_training_steps", 0, 1024.5, "learning_rate"),
+    ("opt_learning_rate_warmup_factor", 0, 1.0, "learning_rate"),
+    ("opt_learning_rate_warmup_factor", 0, None, "learning_rate"),
+    ("gradient_accumulation_steps", 0, 0, "batch"),
+]
+
+
+@pytest.mark.parametrize(("key", "occurrence", "value", "rule"), LORA_VALUES)
+def test_a_wrong_value_of_lora_is_found(tmp_path, good_lora, key, occurrence, value, rule):
+    index = find(good_lora, key, occurrence)
+    good_lora[index]["value"] = value
+    assert found(tmp_path, good_lora) == [(index + 1, rule)]
+
+
 @pytest.mark.parametrize("key", ["seed", "max_steps", "submission_org", *DISCLOSURE_KEYS])
 def test_a_missing_key_is_found(tmp_path, good, key):
     del good[find(good, key)]
@@ -96,11 +148,13 @@ def test_a_missing_key_is_found(tmp_path, good, key):
     assert [(finding.rule, finding.message) for finding in result] == [("missing", f"{key} is missing")]
 
 
-def test_every_hyperparameter_must_be_there(tmp_path, good):
-    first, last = find(good, "global_batch_size"), find(good, "config_filename")
-    without = good[:first] + good[last + 1 :]
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
+def test_every_hyperparameter_must_be_there(tmp_path, benchmark):
+    log = records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED))
+    first, last = find(log, "global_batch_size"), find(log, "config_filename")
+    without = log[:first] + log[last + 1 :]
     missing = {finding.message.split()[0] for finding in findings(tmp_path, without) if finding.rule == "missing"}
-    logged = {record["key"] for record in good[first : last + 1]}
+    logged = {record["key"] for record in log[first : last + 1]}
     assert missing == logged - {"target_accuracy"}  # by convention only
 
 
@@ -112,16 +166,37 @@ def test_a_repeated_key_is_found(tmp_path, good, key, value):
 
 
 def test_a_wrong_evaluation_interval_is_found_at_each_evaluation(tmp_path):
-    path = tmp_path / "result.txt"
-    log = start(path)
-    for index in range(1, 4):  # every 24576 as some accepted logs do
-        log.block_start((index - 1) * 24576)
-        log.block_stop(index * 24576)
-        evaluate(log, index * 24576, 4.3 - 0.5 * (index - 1) if index < 3 else 3.3)
-    log.run_stop(3 * 24576, "success")
-    changed = records(path)
-    expected = [(find(changed, "eval_accuracy", n) + 1, "eval_interval") for n in range(3)]
-    assert found(tmp_path, changed) == expected
+    changed = records(write_evaluations(tmp_path / "result.txt", rules.CLOSED, [24576, 49152, 73728]))  # as some accepted logs do
+    assert found(tmp_path, changed) == [(find(changed, "eval_accuracy", n) + 1, "eval_interval") for n in range(3)]
+
+
+# Global batch, evaluations, which of them are wrong. By the rules 8 begins at 1536 and 16 at 1920, and both go on by 384.
+LORA_EVALUATIONS = [
+    (8, [1536, 1920, 2304], []),
+    (8, [384, 768, 1152], [0]),
+    (8, [1920, 2304], [0]),
+    (8, [1528, 1912], [0]),
+    (8, [1536, 2304, 2688], [1]),
+    (8, [1536, 1728, 2112], [1]),
+    (8, [768, 1536], [0, 1]),
+    (16, [1920, 2304], []),
+    (16, [1536, 1920], [0]),  # as one published result does
+]
+
+
+@pytest.mark.parametrize(("global_batch_size", "counts", "wrong"), LORA_EVALUATIONS)
+def test_lora_evaluates_first_after_the_skipped_ones_and_then_at_every_interval(tmp_path, global_batch_size, counts, wrong):
+    log = records(write_evaluations(tmp_path / "result.txt", LORA.rules.CLOSED, counts, global_batch_size))
+    assert found(tmp_path, log) == [(find(log, "eval_accuracy", number) + 1, "eval_interval") for number in wrong]
+
+
+def test_lora_that_stops_before_its_first_evaluation_has_none_left_out(tmp_path):
+    for samples, expected in ((1528, 0), (1536, 1)):
+        log = start(tmp_path / f"{samples}.txt", LORA.rules.CLOSED)
+        log.block_start(0)
+        log.abort(samples)
+        result = lint(tmp_path / f"{samples}.txt", project_root=project_root(tmp_path))
+        assert [finding.rule for finding in result].count("eval_interval") == expected
 
 
 def test_a_skipped_evaluation_is_found_at_the_next_one(tmp_path, good):
@@ -256,13 +331,15 @@ def test_an_unknown_benchmark_or_division_is_found(tmp_path, good):
     assert (find(good, "submission_division") + 1, "benchmark") in found(tmp_path, good)
 
 
-def test_junk_never_crashes_lint(tmp_path):
+@pytest.mark.parametrize("benchmark", ["llama31_8b", "llama2_70b_lora"])
+def test_junk_never_crashes_lint(tmp_path, benchmark):
     path = tmp_path / "junk.txt"
     events = [[], 1, None, {"key": "seed"}, {"time_ms": 1, "event_type": 5, "key": "seed", "value": [1], "metadata": {}}]
     counted = {"time_ms": 1, "event_type": "POINT_IN_TIME", "value": {"a": 1}, "metadata": {"samples_count": "x", "status": 1}}
     events += [{**counted, "key": key} for key in ("eval_accuracy", "block_start", "run_stop", "global_batch_size", "config_filename")]
     events += [{**counted, "key": key} for key in ("opt_base_learning_rate", "opt_learning_rate_decay_steps", "init_start", "init_stop")]
-    events += [{**counted, "key": "submission_benchmark", "value": "llama31_8b"}, {**counted, "key": "opt_learning_rate_warmup_steps"}]
+    events += [{**counted, "key": "submission_benchmark", "value": benchmark}, {**counted, "key": "opt_learning_rate_warmup_steps"}]
+    events += [{**counted, "key": key} for key in ("opt_learning_rate_training_steps", "opt_learning_rate_warmup_factor", "lora_rank")]
     events += [{**counted, "key": "submission_division", "value": "closed"}]
     path.write_bytes(b"\xff\xfe\n" + "".join(f"{TOKEN}{json.dumps(event)}\n" for event in events).encode())
     assert lint(path)

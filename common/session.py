@@ -1,0 +1,218 @@
+"""What surrounds a benchmark's own few lines: arguments, files of the run, warm-up, throughput measurement, the way it ends.
+
+A benchmark's train.py defines `run(session)` and `bench(session)`, which build its objects and hand them to the functions here
+and to common/loop.py, and ends with `main(sys.argv[1:], Config, run, bench)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import config as configs
+from common.config import RunConfig
+from common.distributed import Heartbeat, Processes, start_processes
+from common.errors import ConfigError
+from common.guard import run_guarded
+from common.hardware import KINDS
+from common.llama import Llama
+from common.loop import Batching, Outcome, evaluate, train_step
+from common.metrics import Events, Meter, Progress, Rate, memory_gib
+from common.mllog import RunLog
+from common.optim import ClippedAdamW, local
+from common.shapes import ModelShape
+from common.warmup import state_digest, warm_up
+
+
+class Session:
+    """One rank's files and helpers. For `bench` there is no run directory: nothing is logged but the progress line."""
+
+    def __init__(self, args: argparse.Namespace, config: RunConfig, rank: int):
+        self.args, self.config, self.rank = args, config, rank
+        self.run_dir: Path | None = args.run_dir
+        writes = rank == 0 and self.run_dir is not None
+        self.log = RunLog(args.run_dir / "result.txt" if writes else None)
+        self.events = Events(args.run_dir / "events.jsonl" if writes else None)
+        self.progress = Progress(rank == 0)
+        self.heartbeat = Heartbeat(self.run_dir, rank)
+        self.meter: Meter | None = None
+
+    # The beginning.
+
+    def start(self) -> Processes:
+        """Log what comes before any model exists, and join the process group."""
+        self.heartbeat.beat(0, "init")
+        self.began = time.monotonic()
+        self.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
+        self.log.init_start()
+        return start_processes(self.args.device, self.config.hang_timeout_s)
+
+    def log_submission(self, benchmark: str, division: str, hyperparameters: list) -> None:
+        environment = os.environ
+        platform = f"{self.config.nodes}x{self.config.gpus_per_node} {self.config.gpu}"
+        self.log.submission(
+            benchmark=benchmark,
+            org=environment.get("MLPERF_SUBMISSION_ORG", "unnamed"),
+            platform=environment.get("MLPERF_SUBMISSION_PLATFORM", platform),
+            division=division,
+            status="onprem",
+        )
+        self.log.seed(self.args.seed)
+        self.log.hyperparameters(hyperparameters)
+
+    def phase_done(self, name: str, **facts) -> None:
+        """Note a phase before the clock: seconds since the last one."""
+        now = time.monotonic()
+        self.events.write("phase", name=name, seconds=now - self.began, time_s=0.0, **facts)
+        self.began = now
+
+    def start_clock(self, processes: Processes) -> None:
+        """From here on time counts, and from here on token files may be opened."""
+        processes.barrier()
+        self.log.init_stop()
+        self.log.run_start()
+        self.heartbeat.beat(0, "open data")
+
+    def make_meter(self, shape: ModelShape, sequence_length: int, flops_per_token: int, processes: Processes) -> Meter:
+        config = self.config
+        self.meter = Meter(
+            processes,
+            self.events,
+            self.progress,
+            tokens_per_step=config.global_batch_size * sequence_length,
+            samples_per_step=config.global_batch_size,
+            flops_per_token=flops_per_token,
+            # No peak, so no MFU, where the run is elsewhere than its config says: the miniature on whatever is there.
+            peak_tflops=KINDS[config.gpu].peak_bf16_tflops if processes.device.type == "cuda" and config.gpu in KINDS else None,
+            max_samples=config.max_samples,
+        )
+        return self.meter
+
+    # The end.
+
+    def succeed(self, outcome: Outcome) -> None:
+        minutes = self.log.run_stop(outcome.samples, "success")
+        self.events.write("verdict", status="success", samples=outcome.samples, loss=outcome.loss, minutes=minutes)
+        self.heartbeat.beat(self.step(), "done")
+
+    def abort(self) -> None:
+        self.progress.close()
+        samples = self.meter.samples if self.meter else 0
+        self.log.abort(samples)
+        self.events.write("verdict", status="aborted", samples=samples, loss=None, minutes=None)
+
+    def step(self) -> int:
+        return self.meter.samples // self.config.global_batch_size if self.meter else 0
+
+
+def batching_of(config: RunConfig) -> Batching:
+    return Batching(config.global_batch_size, config.gradient_accumulation_steps, config.reshard_after_forward)
+
+
+def synthetic_batches(vocab_size: int, sequence_length: int, processes: Processes, micro_batch_size: int) -> Iterator[Tensor]:
+    """Endless random tokens and labels, int32 [micro batch, 2, sequence] on the device: four batches, made once, in turn."""
+    generator = np.random.default_rng(processes.rank)  # own generator: torch's global one must stay as it is
+    shape = (micro_batch_size, 2, sequence_length)
+    batches = [torch.from_numpy(generator.integers(0, vocab_size, shape, np.int32)).to(processes.device) for _ in range(4)]
+    while True:
+        yield from batches
+
+
+def warm_up_on_synthetic_tokens(session: Session, model: Llama, optimizer: ClippedAdamW, processes: Processes) -> None:
+    """Everything the timed part will do, on random tokens, and back; the digest of the unchanged state goes into the events."""
+    config, beat = session.config, partial(session.heartbeat.beat, 0)
+    sources = [
+        synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, size)
+        for size in (config.micro_batch_size, config.eval_micro_batch_size)
+    ]
+    weights = [local(p.detach()) for p in model.parameters()]
+    digest = warm_up(
+        lambda lr: train_step(model, optimizer, sources[0], batching_of(config), lr, processes.world_size, beat),
+        lambda: evaluate(model, [next(sources[1])], processes, beat),
+        optimizer,
+        lambda: state_digest(weights, optimizer, data_position=0, device=processes.device),
+        train_steps=config.warmup_train_steps,
+        eval_steps=config.warmup_eval_steps,
+        device=processes.device,
+    )
+    session.phase_done("warmup", state_digest=digest)
+
+
+def measure(session: Session, benchmark: str, model: Llama, optimizer: ClippedAdamW, processes: Processes) -> None:
+    """Throughput of the configured step on synthetic tokens, optimizer included: `args.warmup` steps, then `args.steps` timed ones.
+
+    Prints one BENCH line on stdout; the median of the steps counts.
+    """
+    config, args, meter = session.config, session.args, session.meter
+    assert meter is not None
+    source = synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, config.micro_batch_size)
+    for step in range(args.warmup + args.steps):
+        if step == args.warmup:
+            processes.barrier()
+            meter.start()
+        loss, norm = train_step(model, optimizer, source, batching_of(config), 1e-6, processes.world_size, lambda phase: None)
+        if step >= args.warmup:
+            meter.record(step - args.warmup + 1, 1e-6, loss, norm)
+    meter.flush(next_eval_samples=0)
+    if processes.rank == 0:
+        print(_bench_line(session, benchmark, model, processes, meter), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def _bench_line(session: Session, benchmark: str, model: Llama, processes: Processes, meter: Meter) -> str:
+    config, args = session.config, session.args
+    median_ms = statistics.median(meter.step_times_ms)
+    rate = Rate.of(median_ms, meter.tokens_per_step, processes.world_size, meter.flops_per_token, meter.peak_tflops)
+    spread = f"{min(meter.step_times_ms):.1f}..{max(meter.step_times_ms):.1f}"
+    memory = memory_gib(processes.device)
+    used = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB allocated, {memory:.1f} GiB reserved" if memory else ""
+    return (
+        f"BENCH {benchmark} {Path(args.config).stem} {config.precision}, {model.shape.num_layers} layers, {processes.world_size} x "
+        f"{config.micro_batch_size} x {config.gradient_accumulation_steps} sequences of {model.max_sequence_length}: {rate.text()}, "
+        f"step {median_ms:.1f} ms (median of {args.steps}; {spread}){used}"
+    )
+
+
+def parse(argv: list[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {program}")
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--config-name", help="name of the TOML, as it goes into the log")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--bench", action="store_true")
+    parser.add_argument("--config", type=Path, help="bench: the TOML; a run reads RUN_DIR/config.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=0, help="bench a model of fewer layers")
+    args = parser.parse_args(argv)
+    for name in ("config",) if args.bench else ("run_dir", "data_dir", "config_name"):
+        if getattr(args, name) is None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is missing", "the trainer was started by hand without it", "use ./run_and_time.sh"
+            )
+    return args
+
+
+def main(argv: list[str], kind: type[RunConfig], run: Callable[[Session], None], bench: Callable[[Session], None], program: str) -> None:
+    """Entry of a rank: `run` or `bench` under the guard. Does not return after a run."""
+    args, rank = parse(argv, program), int(os.environ.get("RANK", "0"))
+    if args.bench:
+        config = configs.load(args.config, kind, dict(item.split("=", 1) for item in args.set))
+        session = Session(args, config, rank)
+        run_guarded(None, rank, partial(bench, session), lambda: None, lambda: 0)
+        return
+    session = Session(args, configs.load(args.run_dir / "config.toml", kind), rank)
+    run_guarded(args.run_dir, rank, partial(run, session), session.abort, session.step)
+    # The record says "done"; waiting for the peers here would only give a broken group a chance to hang.
+    os._exit(0)

@@ -1,0 +1,87 @@
+"""What the closed division fixes for `llama2_70b_lora`, typed once: the loop, the log and the lint read it from here.
+
+Source: MLPerf Training rules (mlcommons/training_policies, training_rules.adoc, v5.1 to v6.1), the reference
+(mlcommons/training, llama2_70b_lora) and the compliance checker's closed_llama2_70b_lora.yaml.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.shapes import LLAMA2_70B, ModelShape
+
+BENCHMARK = "llama2_70b_lora"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    opt_learning_rate_training_steps: int  # optimizer steps of the half cosine from the base learning rate to 0
+    opt_learning_rate_warmup_ratio: float = 0.0  # of those steps; the reference warms nothing up
+
+    def __post_init__(self) -> None:
+        steps, ratio = self.opt_learning_rate_training_steps, self.opt_learning_rate_warmup_ratio
+        if steps < 1:
+            raise ConfigError(f"opt_learning_rate_training_steps = {steps} cannot be used", "it must be at least 1", "give steps")
+        if not 0.0 <= ratio < 1.0:
+            raise ConfigError(
+                f"opt_learning_rate_warmup_ratio = {ratio} cannot be used", "it is a share of those steps", "give 0 <= ratio < 1"
+            )
+
+
+@dataclass(frozen=True)
+class Rules:
+    division: str  # "closed", or "miniature" for the toy that no one can submit
+    shape: ModelShape
+    sequence_length: int
+    train_samples: int  # packed sequences in the training set, a pass over which is an epoch
+    eval_samples: int  # all validation sequences, every time
+    eval_interval_samples: int  # before rounding up to the global batch
+    target_loss: float  # mean over the sequences of each one's natural-log cross entropy per token that counts; stop at <=
+    lora_rank: int = 16
+    lora_alpha: int = 32  # the adapter's output is multiplied by alpha / rank
+    lora_dropout: float = 0.1  # on the adapter's input
+    opt_name: str = "adamw"
+    adam_beta_1: float = 0.9
+    adam_beta_2: float = 0.999
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 1e-4  # decoupled
+    gradient_clip_norm: float = 0.3
+    init_limit_s: float = 1800.0
+
+    def eval_interval(self, global_batch_size: int) -> int:
+        """Train sequences between evaluations: ceil(384/GBS)*GBS."""
+        return -(-self.eval_interval_samples // global_batch_size) * global_batch_size
+
+    def skipped_evaluations(self, global_batch_size: int) -> int:
+        """S = floor(0.125*GBS + 2): so many intervals pass at the beginning without an evaluation."""
+        return global_batch_size // 8 + 2
+
+    def first_evaluation(self, global_batch_size: int) -> int:
+        """Train sequences before the first evaluation: (S + 1) intervals."""
+        return (self.skipped_evaluations(global_batch_size) + 1) * self.eval_interval(global_batch_size)
+
+
+CLOSED = Rules(
+    division="closed",
+    shape=LLAMA2_70B,
+    sequence_length=8192,
+    train_samples=3901,
+    eval_samples=173,
+    eval_interval_samples=384,
+    target_loss=0.925,
+)
+
+# The whole path on a CPU: same code, a base that `prepare` has trained, a target that only the adapters reach. No benchmark result.
+MINIATURE = replace(
+    CLOSED,
+    division="miniature",
+    shape=ModelShape(4, 128, 384, 4, 2, 2048, 10000.0),
+    sequence_length=256,
+    train_samples=1024,
+    eval_samples=48,
+    eval_interval_samples=128,
+    target_loss=3.0,
+)
