@@ -38,6 +38,7 @@ def run_guarded(run_dir: Path | None, rank: int, body: Callable[[], None], on_fa
         failure = classify(error)
         ignore_signals()
         _end_badly(run_dir, rank, error, failure, on_failure, step)
+    ignore_signals()  # the work is done: a late SIGTERM must not turn it into a failure
     if run_dir is not None:
         write_rank_record(run_dir, rank, "done", step=step())
 

@@ -86,8 +86,13 @@ class Llama(nn.Module):
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.blocks = nn.ModuleList(Block(shape, kernels) for _ in range(shape.num_layers))
         self.head = Head(shape)
-        self.register_buffer("cos", torch.empty(max_sequence_length, shape.head_dim // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(max_sequence_length, shape.head_dim // 2), persistent=False)
+        self.make_rope_tables("cpu")
+
+    def make_rope_tables(self, device: torch.device | str) -> None:
+        """cos and sin of all positions, on `device`: fp32 and equal on every device. Moving a meta model to memory loses them."""
+        cos, sin = rope_tables(self.shape, self.max_sequence_length, device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, labels: int [batch, sequence]; label -100 does not count.
@@ -112,7 +117,6 @@ def init_weights(model: Llama, seed: int, std: float) -> None:
     Each tensor has its own generator, seeded from (seed, name), and is drawn whole on the CPU before a rank takes its shard:
     the weights are equal for any number of ranks and any device. 8.0e9 numbers take some 60 core-seconds, hence the threads.
     """
-    model.cos, model.sin = rope_tables(model.shape, model.max_sequence_length, model.cos.device)
     residual_std = std / math.sqrt(2 * model.shape.num_layers)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, min(8, (os.cpu_count() or 1) // local_world))

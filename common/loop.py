@@ -55,7 +55,7 @@ def train_step(
         mark_micro_batch(model, micro_step == batching.gradient_accumulation_steps - 1, batching.reshard_after_forward)
         loss_sum, count = model(*batch.unbind(1))
         loss = (loss_sum / count).sum() / batching.global_batch_size
-        # FSDP averages gradients over the ranks; each rank's loss is its part of the whole, so the average must become a sum.
+        # Gradients are averaged over the ranks; each rank's loss is its part of the whole, so the average must become a sum.
         (loss * world_size).backward()
         loss_part += loss.detach()
     beat("optimizer")
@@ -70,6 +70,7 @@ def evaluate(model: Llama, batches: Iterable[Tensor], processes: Processes, beat
 
     `batches`: int [sequences, 2, length], tokens and labels, resident on the device; label -100 does not count. Sums are fp64.
     """
+    model.eval()  # no dropout
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
     for batch in batches:
         beat("evaluation")
@@ -77,6 +78,7 @@ def evaluate(model: Llama, batches: Iterable[Tensor], processes: Processes, beat
         weighs = count > 0
         totals[0] += torch.where(weighs, loss_sum / count.clamp(min=1), 0.0).double().sum()
         totals[1] += weighs.sum()
+    model.train()
     total, sequences = processes.sum(totals).tolist()
     return total / sequences
 

@@ -36,10 +36,14 @@ class ClippedAdamW:
         weight_decay: float,
         clip_norm: float,
         sum_over_ranks: SumOverRanks,
+        replicas: int = 0,
     ):
+        """`replicas` = 0: the parameters are sharded, and gradients arrive averaged over the ranks (FSDP). Otherwise every one of
+        so many ranks holds them whole, and `step` averages the gradients in one flat all-reduce.
+        """
         self.parameters = [p for p in parameters if p.requires_grad]
         self.shards = [local(p.detach()) for p in self.parameters]
-        self.clip_norm, self.sum_over_ranks = clip_norm, sum_over_ranks
+        self.clip_norm, self.sum_over_ranks, self.replicas = clip_norm, sum_over_ranks, replicas
         # An empty shard (fewer rows than ranks) has nothing to update, and torch's kernel refuses it.
         decayed = [s for p, s in zip(self.parameters, self.shards, strict=True) if p.ndim >= 2 and s.numel()]
         plain = [s for p, s in zip(self.parameters, self.shards, strict=True) if p.ndim < 2 and s.numel()]
@@ -73,7 +77,11 @@ class ClippedAdamW:
             shard.grad = local(parameter.grad) if parameter.grad is not None else None
             if shard.grad is not None and shard.numel():
                 gradients.append(shard.grad)
-        norm = self.sum_over_ranks(torch.nn.utils.get_total_norm(gradients).square()).sqrt()
+        if self.replicas:
+            self._average(gradients)
+            norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            norm = self.sum_over_ranks(torch.nn.utils.get_total_norm(gradients).square()).sqrt()
         # Clipping multiplies by min(1, clip / norm), i.e. divides by max(1, norm / clip).
         # These two attributes are how torch's GradScaler speaks to the fused kernel.
         self.adamw.grad_scale = (norm / self.clip_norm).clamp(min=1.0)  # type: ignore[attr-defined]
@@ -82,6 +90,10 @@ class ClippedAdamW:
             group["lr"] = learning_rate
         self.adamw.step()
         return norm
+
+    def _average(self, gradients: list[Tensor]) -> None:
+        flat = self.sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients])).div_(self.replicas)
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)])
 
     def zero_grad(self) -> None:
         for parameter, shard in zip(self.parameters, self.shards, strict=True):

@@ -5,7 +5,10 @@ Compile comes before sharding, so that each compiled block is whole and FSDP's h
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -15,10 +18,11 @@ from common.llama import Llama
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh) -> Llama:
+def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Iterable[nn.Parameter] = ()) -> Llama:
     """Change `model` (on the meta device) in place; afterwards `materialise` gives it memory.
 
-    Weights are kept and updated in fp32, one shard per rank, and gathered in `config.precision` for computing. Gradients are
+    `replicated` parameters stay whole on every rank and are not gathered; their gradients are the optimizer's affair. All others:
+    weights are kept and updated in fp32, one shard per rank, and gathered in `config.precision` for computing. Gradients are
     reduced in `config.reduce_precision` after every micro-batch and accumulated in fp32 shards: that costs more traffic than
     one reduction per step, hidden behind the backward, and saves a whole unsharded gradient.
     """
@@ -30,14 +34,16 @@ def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh) -> Llama:
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.precision], reduce_dtype=DTYPES[config.reduce_precision], cast_forward_inputs=False
     )
+    whole = set(replicated)
     for module in (*model.blocks, model.head, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward, ignored_params=whole)
     return model
 
 
 def materialise(model: Llama, device: torch.device) -> None:
-    """Give a meta model memory on `device`; its values are undefined until `init_weights`."""
+    """Give a meta model memory on `device`; its weights are undefined until they are initialised or loaded."""
     model.to_empty(device=device)
+    model.make_rope_tables(device)
 
 
 def mark_micro_batch(model: Llama, is_last: bool, reshard_after_forward: bool) -> None:

@@ -49,12 +49,19 @@ class Session:
     # The beginning.
 
     def start(self) -> Processes:
-        """Log what comes before any model exists, and join the process group."""
+        """Log what comes before any model exists, and join the process group. Raises ConfigError if it has another size."""
         self.heartbeat.beat(0, "init")
         self.began = time.monotonic()
         self.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
         self.log.init_start()
-        return start_processes(self.args.device, self.config.hang_timeout_s)
+        processes = start_processes(self.args.device, self.config.hang_timeout_s)
+        if processes.world_size != (wanted := self.config.world_size):
+            raise ConfigError(
+                f"{processes.world_size} process{'es' if processes.world_size > 1 else ''} started, but the config is for {wanted}",
+                "gradients would be accumulated for another number, and the global batch would not be the one in the log",
+                "start it through ./run_and_time.sh, or change nodes and gpus_per_node",
+            )
+        return processes
 
     def log_submission(self, benchmark: str, division: str, hyperparameters: list) -> None:
         environment = os.environ

@@ -59,6 +59,14 @@ class ModelShape:
         """6*N + 6*L*S*H with a multiply-add as 2 FLOPs (PaLM, arXiv:2204.02311, appendix B, with causal attention halved)."""
         return 6 * self.matmul_parameters + self.attention_flops_per_token(sequence_length)
 
+    def lora_parameters(self, rank: int) -> int:
+        """A and B of the adapters on the fused qkv and the output projection of every layer."""
+        return self.num_layers * rank * (self.hidden_size + self.qkv_size + 2 * self.hidden_size)
+
+    def lora_flops_per_token(self, sequence_length: int, rank: int) -> int:
+        """4*N + 6*N_lora + 6*L*S*H: frozen weights need no gradient of their own, so two products instead of three."""
+        return 4 * self.matmul_parameters + 6 * self.lora_parameters(rank) + self.attention_flops_per_token(sequence_length)
+
 
 LLAMA31_8B = ModelShape(32, 4096, 14336, 32, 8, 128256, 500000.0, RopeScaling())
 LLAMA2_70B = ModelShape(80, 8192, 28672, 64, 8, 32000, 10000.0)

@@ -54,7 +54,7 @@ def save_peft_adapter(
     for name in (CONFIG, WEIGHTS):
         if (folder / name).exists():
             raise ConfigError(f"{folder / name} exists", "adapters are never overwritten", "name a new directory")
-    save_file(_peft_tensors(tensors, shape), folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(peft_tensors(tensors, shape), folder / WEIGHTS, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -69,7 +69,7 @@ def save_peft_adapter(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _peft_tensors(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+def peft_tensors(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """The same adapters under peft's names, on the CPU. Raises KeyError if one is missing."""
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     found: dict[str, Tensor] = {}

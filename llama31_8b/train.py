@@ -89,7 +89,8 @@ def run(session: Session) -> None:
 def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
     """Training micro-batches, read ahead, and the evaluation set on the device. The clock runs."""
     vocab_size, length = rules.shape.vocab_size, rules.sequence_length
-    data = TrainData(data_dir / rules.train_prefix, length, config.max_samples, seed, vocab_size)
+    samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size  # the last step is a whole one
+    data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
     windows = train_batches(data, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size)
     validation = validation_tokens(data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size)
     batches = Prefetcher(map(next_token_pairs, windows), processes.device)

@@ -36,7 +36,7 @@ def rope_tables(shape: ModelShape, sequence_length: int, device: torch.device | 
 
     Made on the CPU and copied, so that every device gets the same bits.
     """
-    positions = torch.arange(sequence_length, dtype=torch.float32)
+    positions = torch.arange(sequence_length, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, rope_frequencies(shape))
     return angles.cos().to(device), angles.sin().to(device)
 

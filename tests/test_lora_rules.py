@@ -1,0 +1,66 @@
+"""What the closed division fixes for llama2_70b_lora, against the numbers of the rules; its learning rate against transformers."""
+
+import math
+
+import pytest
+import torch
+
+from llama2_70b_lora.rules import CLOSED, MINIATURE
+from llama2_70b_lora.schedule import cosine_to_zero
+
+# Global batch, interval, skipped evaluations, first evaluation: what published v5.1 logs and the rules' formulas have.
+EVALUATIONS = [
+    (8, 384, 3, 1536),
+    (9, 387, 3, 1548),
+    (16, 384, 4, 1920),
+    (32, 384, 6, 2688),
+    (64, 384, 10, 4224),
+    (72, 432, 11, 5184),
+    (128, 384, 18, 7296),
+]
+
+
+@pytest.mark.parametrize(("batch", "interval", "skipped", "first"), EVALUATIONS)
+def test_when_to_evaluate(batch, interval, skipped, first):
+    assert (CLOSED.eval_interval(batch), CLOSED.skipped_evaluations(batch), CLOSED.first_evaluation(batch)) == (interval, skipped, first)
+
+
+def test_skipped_evaluations_are_those_of_the_formula_for_every_batch():
+    assert all(CLOSED.skipped_evaluations(batch) == math.floor(0.125 * batch + 2) for batch in range(1, 1025))
+
+
+def test_the_adapters_of_the_rules_have_44_million_parameters():
+    """80 x (16 x 8192 + 16 x 10240 + 16 x 8192 + 16 x 8192): mlcommons/training, llama2_70b_lora."""
+    shape, rank = CLOSED.shape, CLOSED.lora_rank
+    per_layer = rank * (shape.hidden_size + shape.qkv_size) + rank * (shape.hidden_size + shape.hidden_size)
+    assert shape.num_layers * per_layer == 44_564_480
+
+
+def test_the_miniature_differs_only_in_size():
+    own = {"division", "shape", "sequence_length", "train_samples", "eval_samples", "eval_interval_samples", "target_loss"}
+    assert {name for name, value in vars(CLOSED).items() if value != vars(MINIATURE)[name]} == own
+
+
+def test_learning_rate_at_its_corners():
+    lr_at = cosine_to_zero(4e-4, 1024)
+    assert lr_at(0) == 4e-4 and lr_at(512) == pytest.approx(2e-4, rel=1e-12)
+    assert lr_at(384) == pytest.approx(2.765e-4, rel=1e-3)  # where a run at global batch 8 typically stops
+    assert lr_at(1023) > 0 and lr_at(1024) == lr_at(1025) == lr_at(100_000) == 0.0
+
+
+def test_warm_up_begins_at_zero_and_ends_at_the_base():
+    lr_at = cosine_to_zero(1.0, 101, 0.1)  # 10.1 steps, rounded up
+    assert [lr_at(step) for step in (0, 1, 10, 11)] == [0.0, 1 / 11, 10 / 11, 1.0]
+    assert lr_at(56) == pytest.approx(0.5) and lr_at(101) == 0.0
+
+
+@pytest.mark.parametrize(("steps", "ratio"), [(1024, 0.0), (800, 0.05), (7, 0.5), (1, 0.0), (10, 0.9)])
+def test_learning_rate_of_transformers(steps, ratio):
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=4e-4)
+    theirs = transformers.get_cosine_schedule_with_warmup(optimizer, math.ceil(steps * ratio), steps)
+    lr_at = cosine_to_zero(4e-4, steps, ratio)
+    for step in range(steps + 1):
+        assert lr_at(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-18)
+        optimizer.step()
+        theirs.step()
