@@ -63,6 +63,10 @@ class DataError(RunError):
     kind, exit_code = "data", 15
 
 
+class WeightsError(RunError):
+    kind, exit_code = "weights", 16
+
+
 class StorageError(RunError):
     kind, exit_code = "storage", 17
 

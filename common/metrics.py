@@ -8,6 +8,7 @@ Values stay on the device until a step logs; only then does the host wait for it
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -32,7 +33,9 @@ class Events:
     def write(self, event: str, **values) -> None:
         if self.fd is None:
             return
-        line = (json.dumps({"event": event, **values}) + "\n").encode()
+        # JSON has no NaN and no infinity: null stands for them.
+        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        line = (json.dumps({"event": event, **values}, allow_nan=False) + "\n").encode()
         end = os.lseek(self.fd, 0, os.SEEK_CUR)
         try:
             while line:
@@ -181,7 +184,7 @@ class Meter:
                 values |= {"tokens_per_s_per_gpu": self.rate.tokens_per_s_per_gpu, "tflops_per_gpu": self.rate.tflops_per_gpu}
                 values |= {"mfu": self.rate.mfu, "memory_gib": memory_gib(self.processes.device)}
             self.events.write("step", **values)
-            if not (_finite(losses[index]) and _finite(norms[index])):
+            if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
                 raise NonFinite(
                     f"step {step}: loss {losses[index]}, gradient norm {norms[index]}",
                     "a value is not finite; the weights were not updated with it",
@@ -205,10 +208,6 @@ class Meter:
 def memory_gib(device: torch.device) -> float | None:
     """Peak memory the allocator has reserved on this GPU, GiB; None on a CPU."""
     return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
 
 
 def _duration(seconds: float) -> str:

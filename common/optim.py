@@ -93,7 +93,9 @@ class ClippedAdamW:
 
     def _average(self, gradients: list[Tensor]) -> None:
         flat = self.sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients])).div_(self.replicas)
-        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)])
+        torch._foreach_copy_(
+            gradients, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)]
+        )
 
     def zero_grad(self) -> None:
         for parameter, shard in zip(self.parameters, self.shards, strict=True):

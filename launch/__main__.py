@@ -162,7 +162,11 @@ def ensure_data(job: Job) -> None:
         return
     prepare = f"./run_and_time.sh {job.benchmark} prepare"
     if not job.choice.config.miniature:
-        raise DataError(f"there is no {absent[0]}", f"{len(absent)} of {len(data_files(job))} data files are missing", f"set DATADIR, or see {prepare} --help")
+        raise DataError(
+            f"there is no {absent[0]}",
+            f"{len(absent)} of {len(data_files(job))} data files are missing",
+            f"set DATADIR, or see {prepare} --help",
+        )
     tell(f"building the miniature's data in {job.data_dir} (once)")
     command = [sys.executable, "-m", f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)]
     if subprocess.run(command, stdout=sys.stderr).returncode or not all(path.is_file() for path in data_files(job)):

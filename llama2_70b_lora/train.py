@@ -126,7 +126,9 @@ def keep_adapter(session: Session, model: Llama, rules: Rules, base_before: list
         raise RunError("the frozen base changed during training", "its bits differ from those loaded", "this is a defect: report it")
     if session.rank == 0:
         tensors = {name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()}
-        save_peft_adapter(session.args.run_dir / "adapter", tensors, rules.shape, rules.lora_rank, rules.lora_alpha, rules.lora_dropout, "base")
+        save_peft_adapter(
+            session.args.run_dir / "adapter", tensors, rules.shape, rules.lora_rank, rules.lora_alpha, rules.lora_dropout, "base"
+        )
 
 
 def bench(session: Session) -> None:

@@ -5,10 +5,12 @@ import math
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from synthetic_log import find
 from tiny import ROOT, TINY, facts, records, run, run_config, start_ranks, write_data
+from torch.nn import functional as F
 from two_ranks import evaluation, evaluation_sequences
 
 from common import loop
@@ -20,6 +22,7 @@ from common.loop import next_token_pairs, pad_for_ranks
 from common.metrics import Meter
 from common.optim import ClippedAdamW
 from llama31_8b import train as trainer
+from llama31_8b.data import TrainData
 from llama31_8b.rules import CLOSED
 from submission import check, checker
 from submission.lint import lint
@@ -44,6 +47,36 @@ def assert_same_curve(curve, other, tolerance: float) -> None:
 
 def test_the_tiny_model_learns(plain):
     assert plain.losses[-1] < 0.7 * plain.losses[0] and plain.losses[0] == pytest.approx(math.log(61), abs=0.1)
+
+
+def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
+    """No sharding, no micro-batches, no fused clipping: logits, F.cross_entropy, clip_grad_norm_, AdamW, the samples in their order."""
+    model = Llama(TINY.shape, TINY.sequence_length)
+    init_weights(model, seed=1, std=TINY.init_std)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": TINY.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(TINY.adam_beta_1, TINY.adam_beta_2), eps=TINY.adam_epsilon, foreach=False)
+    config = run_config()
+    data = TrainData(tiny_data / TINY.train_prefix, TINY.sequence_length, config.max_samples, 1, TINY.shape.vocab_size)
+    base, end, warmup = config.opt_base_learning_rate, 0.1 * config.opt_base_learning_rate, config.opt_learning_rate_warmup_steps
+    losses, norms, rates = [], [], []
+    for step in range(len(plain.losses)):
+        windows = torch.tensor(np.stack([data[i] for i in range(8 * step, 8 * step + 8)]), dtype=torch.int64)
+        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), TINY.gradient_clip_norm)))
+        cosine = end + (base - end) * (1 + math.cos(math.pi * (step - warmup) / (TINY.max_steps - warmup))) / 2
+        rates.append(base * (step + 1) / (warmup + 1) if step < warmup else cosine)
+        for group in optimizer.param_groups:
+            group["lr"] = rates[-1]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert plain.losses == pytest.approx(losses, rel=1e-5)  # the same sums in another order, as below
+    assert plain.norms == pytest.approx(norms, rel=1e-5)
+    assert plain.rates == pytest.approx(rates, rel=1e-12)
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_another_curve(plain, processes, tiny_data, tmp_path):

@@ -85,6 +85,7 @@ class Facts:
 
     losses: list[float]
     norms: list[float]
+    rates: list[float]  # learning rates
     evaluations: list[tuple[int, float]]
     status: str
     error: str
@@ -113,14 +114,14 @@ def run(run_dir: Path, data_dir: Path, rules: Rules = TINY, seed: int = 1, confi
 
 def facts(run_dir: Path, error: RunError | None = None) -> Facts:
     if not (run_dir / "result.txt").exists():  # another rank writes it
-        return Facts([], [], [], "", error.kind if error else "", str(error or ""))
+        return Facts([], [], [], [], "", error.kind if error else "", str(error or ""))
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     log = records(run_dir / "result.txt")
     evaluations = [(record["metadata"]["samples_count"], record["value"]) for record in log if record["key"] == "eval_accuracy"]
     status = next((record["metadata"]["status"] for record in log if record["key"] == "run_stop"), "")
-    losses, norms = [step["loss"] for step in steps], [step["grad_norm"] for step in steps]
-    return Facts(losses, norms, evaluations, status, error.kind if error else "", str(error or ""))
+    losses, norms, rates = ([step[key] for step in steps] for key in ("loss", "grad_norm", "learning_rate"))
+    return Facts(losses, norms, rates, evaluations, status, error.kind if error else "", str(error or ""))
 
 
 def records(path: Path) -> list[dict]:
