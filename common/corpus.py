@@ -71,10 +71,17 @@ def documents(stdlib: Path | None = None) -> list[Document]:
 
 
 def split(corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS) -> tuple[list[str], list[str]]:
-    """(train texts, validation texts), each in the order of `corpus`.
+    """(train texts, validation texts), each in the order of `corpus`."""
+    held_out = held_out_sources(corpus, validation_characters)
+    train = [document.text for document in corpus if document.source not in held_out]
+    return train, [document.text for document in corpus if document.source in held_out]
 
-    Whole modules go to validation, in the order of their names' SHA-256, until it has its characters: neighbours in one file
-    repeat each other, so a random cut through a module would let validation be learned by heart.
+
+def held_out_sources(corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS) -> set[str]:
+    """The modules and topics whose texts are for validation.
+
+    Whole modules, in the order of their names' SHA-256, until there are enough characters: neighbours in one file repeat each
+    other, so a random cut through a module would let validation be learned by heart.
     """
     sizes: dict[str, int] = {}
     for document in corpus:
@@ -87,8 +94,7 @@ def split(corpus: list[Document], validation_characters: int = VALIDATION_CHARAC
         if sizes[source] <= validation_characters // 10:  # one big module alone would be a narrow test
             held_out.add(source)
             characters += sizes[source]
-    train = [document.text for document in corpus if document.source not in held_out]
-    return train, [document.text for document in corpus if document.source in held_out]
+    return held_out
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
@@ -151,11 +157,19 @@ def load_sentencepiece(path: Path) -> Any:
 
 
 def _module_documents(root: Path) -> Iterator[Document]:
+    for name, source, tree in modules(root):
+        for text in (*_docstrings(tree, name), *_comments(source)):
+            if len(text) >= MIN_CHARACTERS:
+                yield Document(name, text)
+
+
+def modules(root: Path | None = None) -> Iterator[tuple[str, str, ast.Module]]:
+    """(dotted name, source text, syntax tree) of every module of the standard library, sorted by path."""
+    root = root or Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if LEFT_OUT.intersection(parts):
             continue
-        name = ".".join(parts)
         try:
             with tokenize.open(path) as file:  # by the file's own coding line
                 source = file.read()
@@ -164,9 +178,7 @@ def _module_documents(root: Path) -> Iterator[Document]:
                 tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
             continue  # a template or a sample of bad code: no text for us
-        for text in (*_docstrings(tree, name), *_comments(source)):
-            if len(text) >= MIN_CHARACTERS:
-                yield Document(name, text)
+        yield ".".join(parts), source, tree
 
 
 def _docstrings(tree: ast.Module, module: str) -> Iterator[str]:

@@ -12,30 +12,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.kernels import lora_down
 from common.llama import Llama, copy_into, parameter_seed
 
 
 class LoRALinear(nn.Module):
     """A frozen linear without bias, `base`, and its adapter. `lora_a`: fp32 [rank, in]; `lora_b`: fp32 [out, rank]."""
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float):
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float, kernels: str = "reference"):
         super().__init__()
+        self.down = lora_down.ENGINES[kernels]
         self.base = base
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, device=base.weight.device))
         self.scale, self.dropout = alpha / rank, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        down = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a.to(x.dtype))
-        return self.base(x) + F.linear(down, self.lora_b.to(x.dtype)) * self.scale
+        lora_a, lora_b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
+        down = self.down(x, lora_a, self.dropout) if self.training and self.dropout else F.linear(x, lora_a)
+        return self.base(x) + F.linear(down, lora_b) * self.scale
 
 
-def add_adapters(model: Llama, rank: int, alpha: float, dropout: float) -> list[nn.Parameter]:
+def add_adapters(model: Llama, rank: int, alpha: float, dropout: float, kernels: str = "reference") -> list[nn.Parameter]:
     """Freeze `model` and put adapters on every block's qkv and o projection, in place. Returns the parameters that train."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name in ("qkv", "o"):
-            setattr(block, name, LoRALinear(getattr(block, name), rank, alpha, dropout))
+            setattr(block, name, LoRALinear(getattr(block, name), rank, alpha, dropout, kernels))
     return list(adapter_parameters(model).values())
 
 

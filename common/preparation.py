@@ -149,6 +149,71 @@ class Manifest:
         temporary.replace(path)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """Files that a build makes in a folder of its own choice, and how to know them again."""
+
+    title: str  # what they are, for messages
+    source: str  # what they are made of, recipe number included: with another source they are built again
+    vocab_size: int
+    files: tuple[str, ...]  # names, relative to the folder
+    manifest: str  # written last: its presence means that all is there
+    lock: str
+
+
+def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], Manifest]) -> None:
+    """Have `build` make the recipe's files in `folder` and write the manifest last; nothing where they are already whole.
+
+    A kill at any point leaves a folder without manifest, which the next call builds again, under the same names. Raises
+    StorageError where files of these names lie in a folder that this recipe never worked in: they are somebody else's.
+    """
+    if not _defect(folder, recipe):  # without the lock: the folder may be read-only
+        say(f"{recipe.title} in {folder}: complete and verified")
+        return
+    _refuse_foreign_files(folder, recipe)
+    with locked(folder / recipe.lock):
+        defect = _defect(folder, recipe)
+        if not defect:
+            say(f"{recipe.title} in {folder}: another process has built it")
+            return
+        say(f"{recipe.title} in {folder}: building ({defect})")
+        began = time.monotonic()
+        (folder / recipe.manifest).unlink(missing_ok=True)  # a kill from here on must not leave a manifest of older files
+        build(folder).write(folder / recipe.manifest)
+        say(f"{recipe.title}: built in {time.monotonic() - began:.1f} s")
+
+
+def manifest_of(folder: Path, recipe: Recipe, pairs: dict[str, PairFacts] | None = None) -> Manifest:
+    """The manifest of files that were just built."""
+    return Manifest(recipe.source, recipe.vocab_size, {name: facts_of(folder / name) for name in recipe.files}, pairs or {})
+
+
+def _refuse_foreign_files(folder: Path, recipe: Recipe) -> None:
+    if (folder / recipe.lock).exists() or (folder / recipe.manifest).exists():
+        return
+    for name in recipe.files:
+        if (folder / name).exists():
+            raise StorageError(
+                f"{folder / name}: exists already", "it was not made here, and nothing is overwritten", "name another folder"
+            )
+
+
+def _defect(folder: Path, recipe: Recipe) -> str:
+    """Why the files must be built (again); empty if every one is what the manifest says."""
+    if not (folder / recipe.manifest).exists():
+        return "not built yet, or not to the end"
+    try:
+        manifest = Manifest.read(folder / recipe.manifest)
+    except DataError as error:
+        return error.what
+    if (manifest.source, manifest.vocab_size, set(manifest.files)) != (recipe.source, recipe.vocab_size, set(recipe.files)):
+        return f"there is one of another recipe: {manifest.source}"
+    for name, facts in manifest.files.items():
+        if not (folder / name).is_file() or facts_of(folder / name) != facts:
+            return f"{name} is missing or damaged"
+    return ""
+
+
 def sha256_of(path: Path, show: Callable[[int], None] | None = None) -> str:
     """SHA-256 of a file in hexadecimal; `show` is called with the bytes read so far."""
     digest, done = hashlib.sha256(), 0

@@ -91,6 +91,12 @@ class Session:
 
     def make_meter(self, shape: ModelShape, sequence_length: int, flops_per_token: int, processes: Processes) -> Meter:
         config = self.config
+        # No peak, so no MFU, where the run is elsewhere than its config says: the miniature on whatever is there.
+        peak_tflops = KINDS[config.gpu].peak_bf16_tflops if processes.device.type == "cuda" and config.gpu in KINDS else None
+        against = f"; MFU is against {peak_tflops} TFLOP/s, dense bf16" if peak_tflops else ""
+        self.progress.show(
+            f"{flops_per_token / 1e9:.4g} GFLOP per token, recomputation not counted (common/shapes.py){against}", final=True
+        )
         self.meter = Meter(
             processes,
             self.events,
@@ -98,8 +104,7 @@ class Session:
             tokens_per_step=config.global_batch_size * sequence_length,
             samples_per_step=config.global_batch_size,
             flops_per_token=flops_per_token,
-            # No peak, so no MFU, where the run is elsewhere than its config says: the miniature on whatever is there.
-            peak_tflops=KINDS[config.gpu].peak_bf16_tflops if processes.device.type == "cuda" and config.gpu in KINDS else None,
+            peak_tflops=peak_tflops,
             max_samples=config.max_samples,
         )
         return self.meter

@@ -113,7 +113,7 @@ def _job(benchmark: str, options: argparse.Namespace) -> Job:
     environment = os.environ
     found = Probe("none") if options.device == "cpu" else probe()
     choice = choose(ROOT, benchmark, options, environment, found)
-    data_name = "miniature" if choice.config.miniature else benchmark
+    data_name = f"{benchmark}-miniature" if choice.config.miniature else benchmark
     data_dir = Path(environment.get("DATADIR") or ROOT / "data" / data_name).absolute()
     log_dir = Path(environment.get("LOGDIR") or ROOT / "results").absolute()
     return Job(benchmark, choice, found, data_dir, log_dir, environment)

@@ -51,6 +51,9 @@ class Rules:
     gradient_clip_norm: float = 0.3
     init_limit_s: float = 1800.0
 
+    # Files of DATADIR that a run reads; the base weights are in $MODEL, or in DATADIR/base without it.
+    data_files: tuple[str, ...] = ("govreport.json", "govreport-train.bin", "govreport-validation.bin")
+
     def eval_interval(self, global_batch_size: int) -> int:
         """Train sequences between evaluations: ceil(384/GBS)*GBS."""
         return -(-self.eval_interval_samples // global_batch_size) * global_batch_size

@@ -29,7 +29,7 @@ from common.prefetch import Prefetcher
 from common.session import Session, batching_of, main, measure, warm_up_on_synthetic_tokens
 from common.warmup import fingerprint
 from llama2_70b_lora.adapter import save_peft_adapter
-from llama2_70b_lora.data import read_counts, train_batches, validation_pairs
+from llama2_70b_lora.data import GovReport, train_batches, validation_pairs
 from llama2_70b_lora.log_keys import hyperparameters
 from llama2_70b_lora.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 from llama2_70b_lora.schedule import cosine_to_zero
@@ -41,7 +41,7 @@ def build(config: RunConfig, rules: Rules, processes: Processes) -> Llama:
     with torch.device("meta"):
         model = Llama(rules.shape, rules.sequence_length, config.kernels)
         model.to(DTYPES[config.precision])  # frozen: there is no update that fp32 would have to keep
-        adapters = add_adapters(model, rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
+        adapters = add_adapters(model, rules.lora_rank, rules.lora_alpha, rules.lora_dropout, config.kernels)
     prepare(model, config, processes.mesh, replicated=adapters)
     materialise(model, processes.device)
     return model
@@ -70,8 +70,9 @@ def run(session: Session) -> None:
     assert isinstance(config, Config)
     rules = MINIATURE if config.miniature else CLOSED
     processes = session.start()
-    train_samples = read_counts(data_dir).train_samples  # from the sidecar: no token file is opened before the clock starts
-    session.log_submission(BENCHMARK, rules.division, hyperparameters(config, rules, train_samples, session.args.config_name))
+    govreport = GovReport.read(data_dir)  # the sidecar alone: no token file is opened before the clock starts
+    govreport.check(rules.sequence_length, rules.shape.vocab_size, rules.train_samples, rules.eval_samples)
+    session.log_submission(BENCHMARK, rules.division, hyperparameters(config, rules, govreport.train.rows, session.args.config_name))
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
     with attention_backends(processes.device.type):
         model = build(config, rules, processes)
@@ -84,7 +85,7 @@ def run(session: Session) -> None:
         flops = rules.shape.lora_flops_per_token(rules.sequence_length, rules.lora_rank)
         meter = session.make_meter(rules.shape, rules.sequence_length, flops, processes)
         session.start_clock(processes)
-        batches, validation = open_data(config, rules, data_dir, seed, processes)
+        batches, validation = open_data(config, govreport, seed, processes)
         outcome = train(
             model=model,
             optimizer=optimizer,
@@ -109,13 +110,12 @@ def run(session: Session) -> None:
     keep_adapter(session, model, rules, base)
 
 
-def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
+def open_data(config: Config, govreport: GovReport, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
     """Training micro-batches, read ahead, and the evaluation set on the device. The clock runs."""
-    pairs = train_batches(
-        data_dir, rules.shape.vocab_size, seed, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size
-    )
-    validation = validation_pairs(data_dir, rules.shape.vocab_size)
-    return Prefetcher(pairs, processes.device), pad_for_ranks(validation, processes, config.eval_micro_batch_size)
+    rows = govreport.open_rows("train")
+    pairs = train_batches(rows, seed, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size)
+    validation = pad_for_ranks(validation_pairs(govreport), processes, config.eval_micro_batch_size)
+    return Prefetcher(pairs, processes.device), validation
 
 
 def keep_adapter(session: Session, model: Llama, rules: Rules, base_before: list[int]) -> None:

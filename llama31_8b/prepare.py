@@ -28,7 +28,20 @@ import numpy as np
 from common import corpus
 from common.errors import ConfigError, DataError, StorageError
 from common.indexed_dataset import Index, Writer, index_path, tokens_path
-from common.preparation import Bar, FileFacts, Manifest, PairFacts, facts_of, locked, require_free_space, run_to_exit_code, say, sha256_of
+from common.preparation import (
+    Bar,
+    FileFacts,
+    Manifest,
+    PairFacts,
+    Recipe,
+    build_once,
+    locked,
+    manifest_of,
+    require_free_space,
+    run_to_exit_code,
+    say,
+    sha256_of,
+)
 from llama31_8b.rules import CLOSED, MINIATURE
 
 MINIATURE_RECIPE = 1  # raise when the corpus, the vocabulary or the format changes: existing data is then built again
@@ -55,23 +68,15 @@ DOWNLOAD_BYTES = 80_000_000_000  # about, by AMD's v5.1 README
 
 
 def miniature(data_dir: Path) -> None:
-    """Corpus, vocabulary and both .bin/.idx pairs in `data_dir`; the manifest last. Does nothing where they are already whole.
+    """Corpus, vocabulary and both .bin/.idx pairs in `data_dir`; the manifest last. Does nothing where they are already whole."""
+    build_once(data_dir, _miniature_recipe(), _build_miniature)
 
-    A kill at any point leaves a folder without manifest, which the next call builds again, under the same five names.
-    """
-    if not _miniature_defect(data_dir):  # without the lock: the folder may be read-only
-        say(f"miniature data in {data_dir}: complete and verified")
-        return
-    _refuse_foreign_files(data_dir)
-    with locked(data_dir / MINIATURE_LOCK):
-        defect = _miniature_defect(data_dir)
-        if not defect:
-            say(f"miniature data in {data_dir}: another process has built it")
-            return
-        say(f"miniature data in {data_dir}: building ({defect})")
-        began = time.monotonic()
-        counts = ", ".join(f"{facts.documents} documents and {facts.tokens} tokens" for facts in _build_miniature(data_dir).pairs.values())
-        say(f"miniature data: {counts} to train and to validate, in {time.monotonic() - began:.1f} s")
+
+def _miniature_recipe() -> Recipe:
+    prefixes = (MINIATURE.train_prefix, MINIATURE.validation_prefix)
+    pairs = [path(Path(prefix)).name for prefix in prefixes for path in (tokens_path, index_path)]
+    source = f"documentation of the standard library of Python {platform.python_version()}, recipe {MINIATURE_RECIPE}"
+    return Recipe("miniature data", source, MINIATURE.shape.vocab_size, (TOKENIZER, *pairs), MINIATURE_MANIFEST, MINIATURE_LOCK)
 
 
 def _build_miniature(data_dir: Path) -> Manifest:
@@ -81,50 +86,8 @@ def _build_miniature(data_dir: Path) -> Manifest:
     pairs = {}
     for prefix, texts in ((MINIATURE.train_prefix, train), (MINIATURE.validation_prefix, validation)):
         pairs[prefix] = _write_pair(data_dir / prefix, texts, tokenizer)
-    files = {name: facts_of(data_dir / name) for name in _miniature_files()}
-    manifest = Manifest(_miniature_source(), MINIATURE.shape.vocab_size, files, pairs)
-    manifest.write(data_dir / MINIATURE_MANIFEST)
-    return manifest
-
-
-def _refuse_foreign_files(data_dir: Path) -> None:
-    """Files of our names in a folder where we never worked are somebody else's, such as a real tokenizer.model."""
-    if (data_dir / MINIATURE_LOCK).exists() or (data_dir / MINIATURE_MANIFEST).exists():
-        return
-    for name in _miniature_files():
-        if (data_dir / name).exists():
-            raise StorageError(
-                f"{data_dir / name}: exists already", "it was not made here, and nothing is overwritten", "name another --data-dir"
-            )
-
-
-def _miniature_source() -> str:
-    return f"documentation of the standard library of Python {platform.python_version()}, recipe {MINIATURE_RECIPE}"
-
-
-def _miniature_files() -> list[str]:
-    prefixes = (MINIATURE.train_prefix, MINIATURE.validation_prefix)
-    return [TOKENIZER, *(path(Path(prefix)).name for prefix in prefixes for path in (tokens_path, index_path))]
-
-
-def _miniature_defect(data_dir: Path) -> str:
-    """Why the data must be built (again); empty if every file is what the manifest says."""
-    if not (data_dir / MINIATURE_MANIFEST).exists():
-        return "not built yet, or not to the end"
-    try:
-        manifest = Manifest.read(data_dir / MINIATURE_MANIFEST)
-    except DataError as error:
-        return error.what
-    if (
-        manifest.source != _miniature_source()
-        or manifest.vocab_size != MINIATURE.shape.vocab_size
-        or set(manifest.files) != set(_miniature_files())
-    ):
-        return f"there is data of another recipe: {manifest.source}"
-    for name, facts in manifest.files.items():
-        if not (data_dir / name).is_file() or facts_of(data_dir / name) != facts:
-            return f"{name} is missing or damaged"
-    return ""
+        say(f"{prefix}: {pairs[prefix].documents} documents, {pairs[prefix].tokens} tokens")
+    return manifest_of(data_dir, _miniature_recipe(), pairs)
 
 
 def _write_pair(prefix: Path, texts: list[str], tokenizer: Any) -> PairFacts:

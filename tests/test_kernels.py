@@ -35,11 +35,30 @@ for shape in ((2, 3, 2 * 1024), (5, 2 * 40), (1, 1, 2 * 1500)):
             truth = results["truth"][index]
             ours, plain = error(results["triton"][index], truth), error(results["torch"][index], truth)
             assert ours <= 2 * plain + 1e-6, f"{what} {shape} {dtype}: error {ours:.2e}, plain torch {plain:.2e}"
+
+from common.kernels.lora_down import _lora_down, dropout
+generator = torch.Generator().manual_seed(0)
+x, lora_a, p = torch.randn(3, 5, 1100, generator=generator), torch.randn(4, 1100, generator=generator), 0.1
+seed = torch.tensor([12345])
+kept = dropout(torch.ones_like(x), seed, p)
+share = (kept != 0).double().mean()
+assert abs(share - 0.9) < 3 * (0.9 * 0.1 / x.numel()) ** 0.5, f"kept {share}"
+assert torch.equal(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / 0.9))
+assert torch.equal(kept, dropout(torch.ones_like(x), seed, p)) and not torch.equal(kept, dropout(torch.ones_like(x), seed + 1, p))
+ours = [x.clone().requires_grad_(), lora_a.clone().requires_grad_()]
+plain = [x.double().requires_grad_(), lora_a.double().requires_grad_()]
+d_out = torch.randn(3, 5, 4, generator=generator)
+out = _lora_down(*ours, seed, p)
+truth = (plain[0] * kept) @ plain[1].t()
+out.backward(d_out)
+truth.backward(d_out.double())
+for ours_value, truth_value in ((out, truth), (ours[0].grad, plain[0].grad), (ours[1].grad, plain[1].grad)):
+    assert error(ours_value, truth_value) < 1e-6, "the same mask forward, in dA and in dx"
 print("agreed")
 """
 
 
-def test_swiglu_in_the_interpreter_is_as_exact_as_plain_torch():
+def test_kernels_in_the_interpreter_are_as_exact_as_plain_torch():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -47,12 +66,15 @@ def test_swiglu_in_the_interpreter_is_as_exact_as_plain_torch():
 
 
 def shipped_kernels():
+    from common.kernels import lora_down
     from common.kernels import swiglu as module
 
     pointers = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "ffn": "i32"}
     yield "swiglu forward", module._swiglu_forward_kernel, pointers, {"BLOCK": module.BLOCK}, module.NUM_WARPS
     pointers = {"d_out_ptr": "*bf16", "gate_up_ptr": "*bf16", "d_gate_up_ptr": "*bf16", "ffn": "i32"}
     yield "swiglu backward", module._swiglu_backward_kernel, pointers, {"BLOCK": module.BLOCK}, module.NUM_WARPS
+    pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "seed_ptr": "*i64", "num_elements": "i32", "p": "fp32"}
+    yield "dropout", lora_down._dropout_kernel, pointers, {"BLOCK": lora_down.BLOCK}, lora_down.NUM_WARPS
 
 
 @pytest.mark.parametrize("backend, arch, width, shared_limit", TARGETS, ids=[str(t[1]) for t in TARGETS])

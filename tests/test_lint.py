@@ -300,7 +300,9 @@ def test_a_missing_run_stop_is_found(tmp_path, good):
 
 def test_decay_before_warmup_is_found(tmp_path, good):
     index = find(good, "opt_learning_rate_warmup_steps")
-    good[index], good[index + 1] = good[index + 1], good[index]
+    first, second = good[index], good[index + 1]
+    first["time_ms"], second["time_ms"] = second["time_ms"], first["time_ms"]  # the swap is no step back in time
+    good[index], good[index + 1] = second, first
     assert found(tmp_path, good) == [(index + 1, "decay_steps")]
 
 

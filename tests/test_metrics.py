@@ -147,7 +147,9 @@ def test_flush_names_the_first_step_that_is_not_finite(tmp_path, bad, where):
         meter.record(step, 1e-3, torch.tensor(values["loss"]), torch.tensor(values["norm"]))
     with pytest.raises(NonFinite, match="step 4:"):
         meter.flush(next_eval_samples=80)
-    assert [event["step"] for event in steps(tmp_path / "events.jsonl")] == [1, 2, 3, 4]
+    events = steps(tmp_path / "events.jsonl")
+    assert [event["step"] for event in events] == [1, 2, 3, 4]
+    assert [None in (event["loss"], event["grad_norm"]) for event in events] == [False, False, False, True]
 
 
 def test_flush_writes_every_step_once_with_its_own_values(tmp_path):
