@@ -37,6 +37,7 @@ class RunConfig:
     precision: str = "bf16"  # of matrix products, attention and gathered weights; master weights are always fp32
     reduce_precision: str = "fp32"  # of the gradient reduce-scatter; accumulation is always fp32
     kernels: str = "reference"  # or "triton": which engine the ops of common/kernels use where they have both
+    fp8_swiglu_input: bool = False  # keep SwiGLU's input for backward in 8 bits: half the memory of a layer's largest activation
     compile: bool = False  # torch.compile of each block and of the head with its loss
     recompute_layers: int = 0  # first n layers recompute their activations in backward
     reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory

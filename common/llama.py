@@ -38,10 +38,10 @@ class RMSNorm(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then the same with the feed-forward."""
 
-    def __init__(self, shape: ModelShape, kernels: str):
+    def __init__(self, shape: ModelShape, kernels: str, fp8_swiglu_input: bool):
         super().__init__()
         self.shape = shape
-        self.swiglu = swiglu.ENGINES[kernels]
+        self.swiglu = swiglu.ENGINES[kernels][fp8_swiglu_input]
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
         self.o = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
@@ -77,14 +77,14 @@ class Llama(nn.Module):
     cos: Tensor  # fp32 [max_sequence_length, head_dim / 2]
     sin: Tensor
 
-    def __init__(self, shape: ModelShape, max_sequence_length: int, kernels: str = "reference"):
-        """`kernels`: the engine of the ops that have several, "reference" or "triton"."""
+    def __init__(self, shape: ModelShape, max_sequence_length: int, kernels: str = "reference", fp8_swiglu_input: bool = False):
+        """`kernels`: the engine of the ops that have several, "reference" or "triton". `fp8_swiglu_input`: see kernels/swiglu.py."""
         super().__init__()
         self.shape = shape
         self.max_sequence_length = max_sequence_length
         self.recompute_layers = 0  # the first so many blocks recompute their activations in backward; parallel.py sets it
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.blocks = nn.ModuleList(Block(shape, kernels) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(Block(shape, kernels, fp8_swiglu_input) for _ in range(shape.num_layers))
         self.head = Head(shape)
         self.make_rope_tables("cpu")
 

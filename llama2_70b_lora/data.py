@@ -17,7 +17,8 @@ Order: epoch e is the e-th permutation of the rows drawn from one `numpy.random.
 gap, so a batch may hold the end of one and the beginning of the next. The legacy generator, because its stream is frozen. A random
 order is needed, not only allowed: in file order the loss stays above the target (0.937 against 0.922 shuffled, as AMD measured).
 
-Rules: counts may be read before the clock starts, tokens may not. So `GovReport.read` touches the sidecar alone.
+Rules: counts may be read before the clock starts, tokens may not. So `GovReport.read` touches the sidecar alone. No torch here: converting
+the data needs none.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import ConfigError, DataError, StorageError
-from common.kernels.cross_entropy import IGNORE_INDEX
 
 SIDECAR = "govreport.json"
 FORMAT = 1  # of sidecar and token files
 DTYPE = np.dtype("<i4")
+IGNORE_INDEX = -100  # Hugging Face's, and that of common/kernels/cross_entropy.py
 REBUILD = "convert the data again: python -m llama2_70b_lora.prepare convert"
 
 
@@ -63,9 +64,9 @@ class GovReport:
         path = Path(folder) / SIDECAR
         try:
             table = json.loads(path.read_text())
-            splits = {name: Split(**table.pop(name)) for name in ("train", "validation")}
+            train, validation = (Split(**table.pop(name)) for name in ("train", "validation"))
             layout = (table.pop("format"), table.pop("dtype"))
-            found = cls(Path(folder), **table, **splits)
+            found = cls(Path(folder), train=train, validation=validation, **table)
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be opened: {error.strerror}", "no converted data there", "check DATADIR, or " + REBUILD
@@ -171,16 +172,24 @@ def next_token_labels(stored: np.ndarray) -> np.ndarray:
 
 def check_row(stored: np.ndarray, vocab_size: int, where: str) -> None:
     """Raise DataError unless `stored` [2, sequence] holds token ids, labels that are tokens or -100, and one that counts."""
+    check_tokens(stored, vocab_size, where)
+    if all_masked(stored):
+        raise DataError(f"{where}: all labels are masked", "the mean loss of such a sequence is 0/0", "find out where the data come from")
+
+
+def check_tokens(stored: np.ndarray, vocab_size: int, where: str) -> None:
+    """Raise DataError unless `stored` [2, sequence] holds token ids, and labels that are tokens or -100."""
     ids, labels = stored
-    counts = labels != IGNORE_INDEX
-    for what, values in (("token id", ids), ("label", labels[counts])):
+    for what, values, also in (("token id", ids, ""), ("label", labels[labels != IGNORE_INDEX], f" or {IGNORE_INDEX}")):
         wrong = (values < 0) | (values >= vocab_size)
         if wrong.any():
-            also = " or -100" if what == "label" else ""
             text = f"{where}: expected a {what} from 0 to {vocab_size - 1}{also}, got {int(values[wrong][0])}"
             raise DataError(text, "it was tokenised with another vocabulary, or is damaged", REBUILD)
-    if not counts[1:].any():
-        raise DataError(f"{where}: all labels are masked", "the mean loss of such a sequence is 0/0", "find out where the data come from")
+
+
+def all_masked(stored: np.ndarray) -> bool:
+    """No label counts. The first one never does: nothing predicts it."""
+    return bool((stored[1, 1:] == IGNORE_INDEX).all())
 
 
 def row_order(rows: int, seed: int) -> Iterator[int]:

@@ -39,7 +39,7 @@ from llama2_70b_lora.weights import load_base
 def build(config: RunConfig, rules: Rules, processes: Processes) -> Llama:
     """A frozen model in the configured precision, sharded over the ranks, with adapters; nothing in it has a value yet."""
     with torch.device("meta"):
-        model = Llama(rules.shape, rules.sequence_length, config.kernels)
+        model = Llama(rules.shape, rules.sequence_length, config.kernels, config.fp8_swiglu_input)
         model.to(DTYPES[config.precision])  # frozen: there is no update that fp32 would have to keep
         adapters = add_adapters(model, rules.lora_rank, rules.lora_alpha, rules.lora_dropout, config.kernels)
     prepare(model, config, processes.mesh, replicated=adapters)

@@ -339,16 +339,27 @@ def _check_config(path: Path, shape: ModelShape) -> None:
             _refuse(f"{path}: {key} is {config[key]!r}, this model has {value!r}", why, "check that it is the right model")
 
 
+def check_sizes(checkpoint: Checkpoint, manifest_path: Path) -> Manifest:
+    """That the manifest knows every file, and its size. Raises WeightsError."""
+    manifest = Manifest.read(manifest_path)
+    for file in checkpoint.files:
+        facts = manifest.files.get(file.name)
+        if facts is None or facts.sha256 is None:
+            do = "write one of a copy that you trust: python -m llama2_70b_lora.prepare write-manifest"
+            _refuse(f"{manifest_path}: has no SHA-256 of {file.name}", "the manifest is of another checkpoint, or incomplete", do)
+        if facts.size not in (None, size := file.stat().st_size):
+            _refuse(
+                f"{file}: expected {facts.size} bytes by {manifest_path}, got {size}", "it is another file than the one recorded", AGAIN
+            )
+    return manifest
+
+
 def check_hashes(checkpoint: Checkpoint, manifest_path: Path, device: torch.device) -> None:
     """Compare every file's size and SHA-256 with the manifest; each rank hashes its share, and all of them learn the outcome.
 
-    Raises WeightsError on every rank if one file differs; a file that the manifest does not know is an error too.
+    `device`: where collectives work. Raises WeightsError on every rank if one file differs or is not in the manifest.
     """
-    manifest = Manifest.read(manifest_path)
-    unknown = [file.name for file in checkpoint.files if manifest.files.get(file.name) is None or not manifest.files[file.name].sha256]
-    if unknown:
-        do = "write one of a copy that you trust: python -m llama2_70b_lora.prepare write-manifest"
-        _refuse(f"{manifest_path}: has no SHA-256 of {_some(unknown)}", "the manifest is of another checkpoint, or incomplete", do)
+    manifest = check_sizes(checkpoint, manifest_path)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     differs = torch.zeros(len(checkpoint.files), dtype=torch.int32)
     mine = range(rank, len(checkpoint.files), world)
@@ -447,7 +458,7 @@ class _Reader:
         return buffer[:wanted]
 
     def _fill(self, path: Path, raw: Tensor, offset: int) -> None:
-        view, got = memoryview(raw.numpy()), 0
+        view, got = memoryview(raw.numpy().data), 0
         try:
             file = self._open(path)
             while got < len(view):  # one call reads at most 2 GiB
@@ -513,7 +524,8 @@ def _split(model: Llama, layout: str, dtype: torch.dtype | None) -> Iterator[tup
 
 def _groups(sizes: dict[str, int], count: int) -> list[list[str]]:
     """The names in their order, cut into at most `count` runs of about equal bytes, none of them empty."""
-    share, groups, done = sum(sizes.values()) / count, [[]], 0
+    share, done = sum(sizes.values()) / count, 0
+    groups: list[list[str]] = [[]]
     for name, size in sizes.items():
         if groups[-1] and done >= share * len(groups):
             groups.append([])

@@ -31,7 +31,7 @@ from llama31_8b.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 def build(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> tuple[Llama, ClippedAdamW]:
     """The initialised model, sharded over the ranks, and its optimizer with empty moments."""
     with torch.device("meta"):
-        model = Llama(rules.shape, rules.sequence_length, config.kernels)
+        model = Llama(rules.shape, rules.sequence_length, config.kernels, config.fp8_swiglu_input)
     prepare(model, config, processes.mesh)
     materialise(model, processes.device)
     init_weights(model, seed, rules.init_std)

@@ -24,7 +24,15 @@ EXPECTED = {
 }
 FILES = sorted(path for benchmark in RULES for path in (ROOT / "configs" / benchmark).glob("*.toml"))
 GPU_FILES = [path for path in FILES if not path.stem.startswith("CPU")]
-HOW_IT_IS_COMPUTED = {"gpu", "gpus_per_node", "micro_batch_size", "eval_micro_batch_size", "recompute_layers", "reshard_after_forward"}
+HOW_IT_IS_COMPUTED = {
+    "gpu",
+    "gpus_per_node",
+    "micro_batch_size",
+    "eval_micro_batch_size",
+    "recompute_layers",
+    "fp8_swiglu_input",
+    "reshard_after_forward",
+}
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 each_benchmark = pytest.mark.parametrize("benchmark", RULES)
 GOOD = {
@@ -104,16 +112,21 @@ USABLE_GB = {"H100": 85.5, "H200": 150.7}
 
 
 @pytest.mark.parametrize("path", [p for p in GPU_FILES if p.parent.name == "llama2_70b_lora"], ids=lambda path: path.stem)
-def test_memory_of_lora_is_what_its_comment_says_and_leaves_8_gb(path):
-    """The terms of the comment: sharded bf16 base, 5 gathered, 0.7 adapters, 3 head, saved activations by layer."""
+def test_memory_of_lora_is_what_its_comment_says_and_leaves_12_gb(path):
+    """The terms of the comment: sharded bf16 base, 10 gathered, 0.7 adapters, 3 head, saved activations by layer.
+
+    Calibrated on 4 x H200 with 32 recomputed layers: 131.4 GB allocated at the peak, 135.0 reserved; with 9 GB less it ran out.
+    """
     config, rules = read(path), lora_rules.CLOSED
-    layer, recomputed = (bytes_per_token * rules.sequence_length / 1e9 for bytes_per_token in (200_960, 16_384))
+    layer, recomputed = (
+        bytes_per_token * rules.sequence_length / 1e9 for bytes_per_token in (200_960 - 57_344 * config.fp8_swiglu_input, 16_384)
+    )
     activations = (rules.shape.num_layers - config.recompute_layers) * layer + config.recompute_layers * recomputed
-    needed = 2 * rules.shape.num_parameters / 1e9 / config.world_size + 5 + 0.7 + 3 + activations
+    needed = 2 * rules.shape.num_parameters / 1e9 / config.world_size + 10 + 0.7 + 3 + activations
     assert f"{needed:.1f} of" in path.read_text()
     usable = USABLE_GB.get(config.gpu, KINDS[config.gpu].memory_bytes / 1e9)
-    assert usable - needed >= 8 and config.reshard_after_forward
-    assert config.recompute_layers == 0 or usable - needed < 8 + 2 * (layer - recomputed), "fewer recomputed layers would do"
+    assert usable - needed >= 12 and config.reshard_after_forward
+    assert config.recompute_layers == 0 or usable - needed < 12 + 2 * (layer - recomputed), "fewer recomputed layers would do"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem.startswith("MI")], ids=lambda path: f"{path.parent.name}/{path.stem}")
