@@ -4,6 +4,7 @@
     prepare ...     fetch, convert or verify data: passed on to <benchmark>.prepare
     bench           throughput on synthetic tokens
     check LOG       passed on to submission.check
+    merge ...       adapters into a base, where a benchmark has adapters: passed on to <benchmark>.adapter
 
 Environment: SEED, NEXP, DATADIR, LOGDIR, DGXSYSTEM, DGXNGPU, GPU_KIND, MLPERF_SUBMISSION_ORG, MLPERF_SUBMISSION_PLATFORM.
 With NEXP=n runs go on after a failure, each with its own directory and seed (SEED, SEED+1, ... if SEED is set); the exit code
@@ -31,7 +32,7 @@ from launch.choose import Choice, benchmarks, choose, rules_of
 from launch.screen import closing, header, tell
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ("run", "prepare", "bench", "check")
+VERBS = ("run", "prepare", "bench", "check", "merge")
 STARTUP_S = 1500.0  # a compiled run may think for so long before its first step: below the 30 minutes that the rules allow
 STARTUP_EAGER_S = 300.0
 
@@ -56,6 +57,8 @@ def main(arguments: list[str]) -> int:
             return _module(f"{benchmark}.prepare", rest)
         if verb == "check":
             return _module("submission.check", rest)
+        if verb == "merge":
+            return _merge(benchmark, rest)
         options = _parse(verb, rest)
         job = _job(benchmark, options)
         places = (job.data_dir, job.log_dir) if verb == "run" else None
@@ -117,6 +120,12 @@ def _job(benchmark: str, options: argparse.Namespace) -> Job:
     data_dir = Path(environment.get("DATADIR") or ROOT / "data" / data_name).absolute()
     log_dir = Path(environment.get("LOGDIR") or ROOT / "results").absolute()
     return Job(benchmark, choice, found, data_dir, log_dir, environment)
+
+
+def _merge(benchmark: str, arguments: list[str]) -> int:
+    if not (ROOT / benchmark / "adapter.py").is_file():
+        raise ConfigError(f"{benchmark} has nothing to merge", "it trains no adapters", "merge is for llama2_70b_lora")
+    return _module(f"{benchmark}.adapter", ["merge", *arguments])
 
 
 def _module(name: str, arguments: list[str]) -> int:

@@ -86,5 +86,6 @@ MINIATURE = replace(
     train_samples=1024,
     eval_samples=48,
     eval_interval_samples=128,
-    target_loss=3.0,
+    target_loss=4.68,  # the base alone stands at 4.95 with Python 3.11's texts, adapters reach 4.6, full-rank training 4.5
+    data_files=(*CLOSED.data_files, "base/manifest.json"),
 )

@@ -47,6 +47,13 @@ def build(config: RunConfig, rules: Rules, processes: Processes) -> Llama:
     return model
 
 
+def base_folder(config: RunConfig, data_dir: Path) -> tuple[Path, Path | None]:
+    """Where the base weights are, and the manifest with their SHA-256 if there is one (`prepare write-manifest`)."""
+    folder = data_dir / "base" if config.miniature else Path(os.environ.get("MODEL") or data_dir / "base")
+    manifest = folder / "manifest.json"
+    return folder, manifest if manifest.is_file() else None
+
+
 def adapter_optimizer(model: Llama, rules: Rules, processes: Processes) -> ClippedAdamW:
     return ClippedAdamW(
         adapter_parameters(model).values(),
@@ -76,7 +83,7 @@ def run(session: Session) -> None:
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
     with attention_backends(processes.device.type):
         model = build(config, rules, processes)
-        report = load_base(model, Path(os.environ.get("MODEL") or data_dir / "base"))
+        report = load_base(model, *base_folder(config, data_dir))
         init_adapters(model, seed)
         optimizer = adapter_optimizer(model, rules, processes)
         base = base_fingerprints(model)

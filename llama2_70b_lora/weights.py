@@ -447,7 +447,8 @@ class _Reader:
         raw = self._buffer(wanted, pinned=target.is_cuda)
         self._fill(stored.file, raw, stored.offset + piece.first * row_bytes)
         rows = raw.view(DTYPES[stored.dtype]).view(target.shape)
-        target.copy_(rows.to(target.device))  # travels in the file's dtype, is converted where it arrives
+        # Travels in the file's dtype and is converted where it arrives; without a conversion there is no second copy on the device.
+        target.copy_(rows if rows.dtype == target.dtype else rows.to(target.device))
         return wanted
 
     def _buffer(self, wanted: int, pinned: bool) -> Tensor:
@@ -506,6 +507,7 @@ def save_base(model: Llama, folder: Path, *, shards: int = 3, layout: str = "fus
     for number, names in enumerate(groups, start=1):
         file = folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         save_file({name: tensors[name] for name in names}, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # the library makes it readable for its owner only
         files.append(file)
         weight_map.update(dict.fromkeys(names, file.name))
     stored_dtype = next(iter(tensors.values())).dtype

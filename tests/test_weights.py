@@ -365,7 +365,7 @@ def test_what_is_written(stored):
     checkpoint = open_checkpoint(stored[0] / "fused", SHAPE)
     assert checkpoint.layout == "fused" and len(checkpoint.files) == 3
     sizes = [file.stat().st_size for file in checkpoint.files]
-    assert max(sizes) < 2 * min(sizes)
+    assert max(sizes) < 2 * min(sizes) and all(file.stat().st_mode & 0o777 == 0o644 for file in checkpoint.files)
     index = json.loads((stored[0] / "fused" / weights.INDEX).read_text())
     assert index["metadata"]["total_size"] == 4 * SHAPE.num_parameters
     fused = load_file(checkpoint.tensors["model.layers.0.self_attn.qkv_proj.weight"].file)["model.layers.0.self_attn.qkv_proj.weight"]
