@@ -485,7 +485,8 @@ def project(tmp_path_factory):
         "submission/check.py": CHECK,
         "submission/report.py": REPORT,
         "requirements.txt": "pytest\n",
-        "configs/toy/CPU_1x1.toml": config.replace("global_batch_size = 8", "global_batch_size = 16") + '\n[env]\nFROM_CONFIG = "yes"\n',
+        "configs/toy/CPU_1x1.toml": config.replace("global_batch_size = 8", "global_batch_size = 16")
+        + 'FROM_CONFIG = "yes"\n',  # the file ends with its [env]
     }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
