@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,10 +26,11 @@ from common.errors import ConfigError
 from common.guard import run_guarded
 from common.hardware import KINDS
 from common.llama import Llama
-from common.loop import Batching, Outcome, evaluate, train_step
+from common.loop import Batching, Outcome, evaluate, train, train_step
 from common.metrics import Events, Meter, Progress, Rate, memory_gib
 from common.mllog import RunLog
 from common.optim import ClippedAdamW, local
+from common.prefetch import Prefetcher
 from common.shapes import ModelShape
 from common.warmup import state_digest, warm_up
 
@@ -157,6 +159,49 @@ def warm_up_on_synthetic_tokens(session: Session, model: Llama, optimizer: Clipp
         device=processes.device,
     )
     session.phase_done("warmup", state_digest=digest)
+
+
+class FixedByRules(Protocol):
+    """What the loop needs of a benchmark's rules."""
+
+    @property
+    def target_loss(self) -> float: ...
+    def eval_interval(self, global_batch_size: int) -> int: ...
+    def first_evaluation(self, global_batch_size: int) -> int: ...
+
+
+def train_to_target(
+    session: Session,
+    rules: FixedByRules,
+    processes: Processes,
+    model: Llama,
+    optimizer: ClippedAdamW,
+    lr_at: Callable[[int], float],
+    batches: Prefetcher,
+    eval_batches: list[Tensor],
+) -> None:
+    """The timed part: loop.train with the numbers of config and rules, then run_stop with success. Raises as loop.train does."""
+    config, meter = session.config, session.meter
+    assert meter is not None
+    outcome = train(
+        model=model,
+        optimizer=optimizer,
+        lr_at=lr_at,
+        batches=batches,
+        eval_batches=eval_batches,
+        batching=batching_of(config),
+        eval_interval=rules.eval_interval(config.global_batch_size),
+        first_evaluation=rules.first_evaluation(config.global_batch_size),
+        target_loss=rules.target_loss,
+        max_samples=config.max_samples,
+        log_every_steps=config.log_every_steps,
+        processes=processes,
+        log=session.log,
+        meter=meter,
+        heartbeat=session.heartbeat,
+    )
+    session.succeed(outcome)
+    batches.close()
 
 
 def measure(session: Session, benchmark: str, model: Llama, optimizer: ClippedAdamW, processes: Processes) -> None:

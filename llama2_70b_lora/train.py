@@ -21,12 +21,12 @@ from common.distributed import Processes
 from common.errors import RunError
 from common.kernels.attention import attention_backends
 from common.llama import Llama
-from common.loop import pad_for_ranks, train
+from common.loop import pad_for_ranks
 from common.lora import adapter_parameters, add_adapters, init_adapters
 from common.optim import ClippedAdamW, local
 from common.parallel import DTYPES, materialise, prepare
 from common.prefetch import Prefetcher
-from common.session import Session, batching_of, main, measure, warm_up_on_synthetic_tokens
+from common.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
 from common.warmup import fingerprint
 from llama2_70b_lora.adapter import save_peft_adapter
 from llama2_70b_lora.data import GovReport, train_batches, validation_pairs
@@ -90,30 +90,12 @@ def run(session: Session) -> None:
         session.phase_done("init", base_bytes=report.bytes, base_seconds=report.seconds)
         warm_up_on_synthetic_tokens(session, model, optimizer, processes)
         flops = rules.shape.lora_flops_per_token(rules.sequence_length, rules.lora_rank)
-        meter = session.make_meter(rules.shape, rules.sequence_length, flops, processes)
+        session.make_meter(rules.shape, rules.sequence_length, flops, processes)
         session.start_clock(processes)
         batches, validation = open_data(config, govreport, seed, processes)
-        outcome = train(
-            model=model,
-            optimizer=optimizer,
-            lr_at=cosine_to_zero(
-                config.opt_base_learning_rate, config.opt_learning_rate_training_steps, config.opt_learning_rate_warmup_ratio
-            ),
-            batches=batches,
-            eval_batches=validation,
-            batching=batching_of(config),
-            eval_interval=rules.eval_interval(config.global_batch_size),
-            first_evaluation=rules.first_evaluation(config.global_batch_size),
-            target_loss=rules.target_loss,
-            max_samples=config.max_samples,
-            log_every_steps=config.log_every_steps,
-            processes=processes,
-            log=session.log,
-            meter=meter,
-            heartbeat=session.heartbeat,
-        )
-    session.succeed(outcome)
-    batches.close()
+        steps, ratio = config.opt_learning_rate_training_steps, config.opt_learning_rate_warmup_ratio
+        lr_at = cosine_to_zero(config.opt_base_learning_rate, steps, ratio)
+        train_to_target(session, rules, processes, model, optimizer, lr_at, batches, validation)
     keep_adapter(session, model, rules, base)
 
 

@@ -18,11 +18,11 @@ from common.config import RunConfig
 from common.distributed import Processes
 from common.kernels.attention import attention_backends
 from common.llama import Llama, init_weights
-from common.loop import next_token_pairs, pad_for_ranks, train
+from common.loop import next_token_pairs, pad_for_ranks
 from common.optim import ClippedAdamW, warmup_cosine
 from common.parallel import materialise, prepare
 from common.prefetch import Prefetcher
-from common.session import Session, batching_of, main, measure, warm_up_on_synthetic_tokens
+from common.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
 from llama31_8b.log_keys import hyperparameters
 from llama31_8b.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
@@ -59,31 +59,12 @@ def run(session: Session) -> None:
         model, optimizer = build(config, rules, processes, seed)
         session.phase_done("init")
         warm_up_on_synthetic_tokens(session, model, optimizer, processes)
-        meter = session.make_meter(
-            rules.shape, rules.sequence_length, rules.shape.training_flops_per_token(rules.sequence_length), processes
-        )
+        session.make_meter(rules.shape, rules.sequence_length, rules.shape.training_flops_per_token(rules.sequence_length), processes)
         session.start_clock(processes)
         batches, validation = open_data(config, rules, data_dir, seed, processes)
         base = config.opt_base_learning_rate
-        outcome = train(
-            model=model,
-            optimizer=optimizer,
-            lr_at=warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps),
-            batches=batches,
-            eval_batches=validation,
-            batching=batching_of(config),
-            eval_interval=rules.eval_interval(config.global_batch_size),
-            first_evaluation=rules.first_evaluation(config.global_batch_size),
-            target_loss=rules.target_loss,
-            max_samples=config.max_samples,
-            log_every_steps=config.log_every_steps,
-            processes=processes,
-            log=session.log,
-            meter=meter,
-            heartbeat=session.heartbeat,
-        )
-    session.succeed(outcome)
-    batches.close()
+        lr_at = warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps)
+        train_to_target(session, rules, processes, model, optimizer, lr_at, batches, validation)
 
 
 def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
