@@ -3,7 +3,8 @@
     run (default)   train to the target and check the log
     prepare ...     fetch, convert or verify data: passed on to <benchmark>.prepare
     bench           throughput on synthetic tokens
-    check LOG       passed on to submission.check
+    check LOG       official checker and our lint on a log: passed on to submission.check
+    report DIR      the HTML page of a run again: passed on to submission.report
     merge ...       adapters into a base, where a benchmark has adapters: passed on to <benchmark>.adapter
 
 Environment: SEED, NEXP, DATADIR, LOGDIR, DGXSYSTEM, DGXNGPU, GPU_KIND, MLPERF_SUBMISSION_ORG, MLPERF_SUBMISSION_PLATFORM.
@@ -32,7 +33,8 @@ from launch.choose import Choice, benchmarks, choose, rules_of
 from launch.screen import closing, header, tell
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ("run", "prepare", "bench", "check", "merge")
+SUBMISSION_VERBS = ("check", "report")  # each a module of submission/ that takes the rest of the command line
+VERBS = ("run", "prepare", "bench", *SUBMISSION_VERBS, "merge")
 STARTUP_S = 1500.0  # a compiled run may think for so long before its first step: below the 30 minutes that the rules allow
 STARTUP_EAGER_S = 300.0
 
@@ -55,8 +57,8 @@ def main(arguments: list[str]) -> int:
         benchmark, verb, rest = _split(arguments)
         if verb == "prepare":
             return _module(f"{benchmark}.prepare", rest)
-        if verb == "check":
-            return _module("submission.check", rest)
+        if verb in SUBMISSION_VERBS:
+            return _module(f"submission.{verb}", rest)
         if verb == "merge":
             return _merge(benchmark, rest)
         options = _parse(verb, rest)
