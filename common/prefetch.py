@@ -27,6 +27,8 @@ class Prefetcher:
         self.thread.start()
 
     def _read(self, batches: Iterator[np.ndarray]) -> None:
+        if self.stream is not None:
+            torch.cuda.set_device(self.device)  # per thread: pinning would otherwise open a context on GPU 0, for every rank
         try:
             for batch in batches:
                 tensor = torch.from_numpy(batch)

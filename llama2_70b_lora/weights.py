@@ -413,9 +413,14 @@ def _threads() -> int:
 def _stream(reads: list[Read]) -> int:
     """Do all `reads`, in the order of the files, some at a time; returns the bytes read."""
     pieces = [piece for read in sorted(reads, key=lambda r: (r.stored.file, r.stored.offset, r.first)) for piece in _pieces(read)]
-    reader = _Reader()
+    reader, device = _Reader(), reads[0].target.device
+
+    def use_device() -> None:  # per thread: pinning would otherwise open a context on GPU 0, for every rank
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
     try:
-        with ThreadPoolExecutor(_threads()) as pool:
+        with ThreadPoolExecutor(_threads(), initializer=use_device) as pool:
             return sum(pool.map(reader.copy, pieces))
     finally:
         reader.close()
