@@ -17,7 +17,8 @@ from common import corpus, preparation
 from common.errors import DataError, PreflightError, StorageError
 from common.indexed_dataset import Index, Writer
 from common.preparation import Bar, Manifest
-from llama31_8b import prepare
+from llama31_8b import convert, prepare
+from llama31_8b import verify as verification
 from llama31_8b.data import TrainData, sequences_in, validation_tokens
 from llama31_8b.rules import CLOSED, MINIATURE
 
@@ -148,7 +149,7 @@ def test_convert_stores_each_document_without_bos_or_eos(built, tmp_path):
 
 def test_convert_of_plain_text_takes_blocks(built, tmp_path):
     (tmp_path / "t.txt").write_bytes(b"\n\none\ntwo\n\n \nthree\r\n\r\nfour")
-    prepare.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "t", "text")
+    convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "t", "text")
     tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
     assert [tokenizer.decode(ids) for ids in stored_documents(tmp_path / "t")] == ["one\ntwo", "three", "four"]
 
@@ -161,9 +162,9 @@ class Killed(BaseException):
 @pytest.mark.parametrize("after", ["checkpoint", "encode"])
 def test_convert_goes_on_after_a_kill(built, tmp_path, monkeypatch, batches, after):
     inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
-    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 256)
-    prepare.convert(inputs, tokenizer, tmp_path / "whole", "text")
-    original, count = (prepare.Checkpoint.save, 0) if after == "checkpoint" else (Writer.add, 0)
+    monkeypatch.setattr(convert, "BATCH_DOCUMENTS", 256)
+    convert.convert(inputs, tokenizer, tmp_path / "whole", "text")
+    original, count = (convert.Checkpoint.save, 0) if after == "checkpoint" else (Writer.add, 0)
 
     def die_after(*args):
         nonlocal count
@@ -172,24 +173,24 @@ def test_convert_goes_on_after_a_kill(built, tmp_path, monkeypatch, batches, aft
         if count == (batches if after == "checkpoint" else 256 * batches - 100):
             raise Killed
 
-    owner, name = (prepare.Checkpoint, "save") if after == "checkpoint" else (Writer, "add")
+    owner, name = (convert.Checkpoint, "save") if after == "checkpoint" else (Writer, "add")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, die_after)
         with pytest.raises(Killed):
-            prepare.convert(inputs, tokenizer, tmp_path / "killed", "text", checkpoint_seconds=0)
+            convert.convert(inputs, tokenizer, tmp_path / "killed", "text", checkpoint_seconds=0)
     assert not (tmp_path / "killed.idx").exists()
     with (tmp_path / "killed.bin.partial").open("ab") as file:
         file.write(b"half a docum")  # what a kill may leave behind the last checkpoint
-    prepare.convert(inputs, tokenizer, tmp_path / "killed", "text")
+    convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
     assert same_bytes(tmp_path / "killed", tmp_path / "whole")
     assert not list(tmp_path.glob("killed.*partial")) and not (tmp_path / "killed.checkpoint.json").exists()
 
 
 def test_convert_of_text_goes_on_after_a_kill(built, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(convert, "BATCH_DOCUMENTS", 10)
     (tmp_path / "t.txt").write_text("\n\n\n".join(TEXTS[:95]))
-    original, calls = prepare.Checkpoint.save, []
-    prepare.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "whole", "text")
+    original, calls = convert.Checkpoint.save, []
+    convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "whole", "text")
 
     def die(*args):
         original(*args)
@@ -198,17 +199,17 @@ def test_convert_of_text_goes_on_after_a_kill(built, tmp_path, monkeypatch):
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare.Checkpoint, "save", die)
+        patch.setattr(convert.Checkpoint, "save", die)
         with pytest.raises(Killed):
-            prepare.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "killed", "text", checkpoint_seconds=0)
-    prepare.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "killed", "text")
+            convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "killed", "text", checkpoint_seconds=0)
+    convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "killed", "text")
     assert same_bytes(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("moment", ["bin renamed", "idx renamed"])
 def test_convert_killed_while_it_finishes(built, tmp_path, monkeypatch, moment):
     inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
-    prepare.convert(inputs, tokenizer, tmp_path / "whole", "text")
+    convert.convert(inputs, tokenizer, tmp_path / "whole", "text")
     original = type(tmp_path).replace
 
     def die(self, target):
@@ -220,8 +221,8 @@ def test_convert_killed_while_it_finishes(built, tmp_path, monkeypatch, moment):
     with monkeypatch.context() as patch:
         patch.setattr(type(tmp_path), "replace", die)
         with pytest.raises(Killed):
-            prepare.convert(inputs, tokenizer, tmp_path / "killed", "text")
-    prepare.convert(inputs, tokenizer, tmp_path / "killed", "text")
+            convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
+    convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
     assert same_bytes(tmp_path / "killed", tmp_path / "whole")
     assert not list(tmp_path.glob("killed.*partial")) and not (tmp_path / "killed.checkpoint.json").exists()
 
@@ -230,9 +231,9 @@ def test_a_checkpoint_of_another_conversion_is_refused(built, tmp_path, monkeypa
     inputs = write_inputs(tmp_path)
     monkeypatch.setattr(Writer, "finish", lambda self: (_ for _ in ()).throw(Killed()))
     with pytest.raises(Killed):
-        prepare.convert(inputs, built / "tokenizer.model", tmp_path / "p", "text")
+        convert.convert(inputs, built / "tokenizer.model", tmp_path / "p", "text")
     with pytest.raises(DataError, match="another conversion"):
-        prepare.convert(inputs[:1], built / "tokenizer.model", tmp_path / "p", "text")
+        convert.convert(inputs[:1], built / "tokenizer.model", tmp_path / "p", "text")
 
 
 BROKEN = {
@@ -355,7 +356,7 @@ def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
 def test_verify_looks_at_ids(tmp_path, monkeypatch, capsys):
     """Sampled blocks see the head and the tail; every token only with --full."""
     for name in ("SAMPLED_BLOCKS", "SAMPLED_TOKENS", "FULL_CHUNK"):
-        monkeypatch.setattr(prepare, name, 4)
+        monkeypatch.setattr(verification, name, 4)
     writer = Writer(tmp_path / "p", 70000)
     writer.add(np.where(np.arange(1000) == 500, 69999, 5))
     writer.finish()
@@ -366,9 +367,9 @@ def test_verify_looks_at_ids(tmp_path, monkeypatch, capsys):
     assert "not checked: ids of p: 984 of 1,000" in capsys.readouterr().err
     assert prepare.main([*arguments, "--full"]) == DataError.exit_code
     assert "token 500: expected an id from 0 to 69998, got 69999" in capsys.readouterr().err
-    blocks = prepare._blocks(1000, full=False)
+    blocks = verification._blocks(1000, full=False)
     assert blocks[0] == (0, 4) and blocks[-1] == (996, 4) and len(blocks) == 4
-    assert sum(count for _, count in prepare._blocks(1001, full=True)) == 1001
+    assert sum(count for _, count in verification._blocks(1001, full=True)) == 1001
 
 
 @pytest.mark.parametrize(
