@@ -3,20 +3,34 @@
     run (default)   train to the target and check the log
     prepare ...     fetch, convert or verify data: passed on to <benchmark>.prepare
     bench           throughput on synthetic tokens
-    check LOG       official checker and our lint on a log: passed on to submission.check
-    report DIR      the HTML page of a run again: passed on to submission.report
+    plan            memory and time of a config, without a GPU and without torch
     merge ...       adapters into a base, where a benchmark has adapters: passed on to <benchmark>.adapter
 
+The rest reads logs and needs no torch; each is passed on to submission.<verb>, whose --help says more:
+
+    check LOG       official checker and our lint on a log
+    report DIR      the HTML page of a run, or of a series
+    score ...       RCP verdict and score of a series, and how much of it was luck
+    describe ...    the system description of this machine
+    package ...     the tree of a submission, checked
+
 Environment: SEED, NEXP, DATADIR, LOGDIR, DGXSYSTEM, DGXNGPU, GPU_KIND, MLPERF_SUBMISSION_ORG, MLPERF_SUBMISSION_PLATFORM.
-With NEXP=n runs go on after a failure, each with its own directory and seed (SEED, SEED+1, ... if SEED is set); the exit code
-is that of the first failure. Exit codes: 0 target reached and log clean, else see common/errors.py.
+
+NEXP=10 makes ten GOOD runs (target reached, log clean): after a failed attempt comes another one, until more than --max-failures
+attempts have failed (default 2; 0 stops at the first; a single run is not repeated unless asked for). Every attempt has a directory
+and a seed of its own, from the system's randomness; the page cache is cleared before each. SEED fixes the seed of a single run, for
+debugging; with NEXP > 1 it is an error. LOGDIR/<benchmark>/attempts.jsonl says of every attempt when it started and how it ended;
+nothing is ever overwritten. --resume goes on with the last series that lacks good runs, after a signal, a crash or too many
+failures, provided that config, code, data and GPUs are the same. NEXP then comes from the ledger; a larger one
+adds runs to a series, a finished one as well.
+
+Exit codes: 0 all runs good; else that of the first failure, see common/errors.py; a signal ends the series with 130 (INT), 143 (TERM).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -28,13 +42,13 @@ from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, DataError, Interrupted, RunError
 from common.hardware import Probe, probe
-from launch import rundir, supervise, verdict
+from launch import page_cache, rundir, series, supervise, verdict
 from launch.choose import Choice, benchmarks, choose, rules_of
 from launch.screen import closing, header, tell
 
 ROOT = Path(__file__).resolve().parents[1]
-SUBMISSION_VERBS = ("check", "report")  # each a module of submission/ that takes the rest of the command line
-VERBS = ("run", "prepare", "bench", *SUBMISSION_VERBS, "merge")
+SUBMISSION_VERBS = ("check", "report", "score", "describe", "package")  # modules of submission/; they take the rest
+VERBS = ("run", "prepare", "bench", *SUBMISSION_VERBS, "merge", "plan")
 STARTUP_S = 1500.0  # a compiled run may think for so long before its first step: below the 30 minutes that the rules allow
 STARTUP_EAGER_S = 300.0
 
@@ -59,16 +73,19 @@ def main(arguments: list[str]) -> int:
             return _module(f"{benchmark}.prepare", rest)
         if verb in SUBMISSION_VERBS:
             return _module(f"submission.{verb}", rest)
+        if verb == "plan":
+            return _module("launch.plan", [benchmark, *rest])
         if verb == "merge":
             return _merge(benchmark, rest)
         options = _parse(verb, rest)
+        wished = series.wish(os.environ, options.max_failures, options.resume) if verb == "run" else series.Wish(1, 0)
         job = _job(benchmark, options)
         places = (job.data_dir, job.log_dir) if verb == "run" else None
         tell(*header(benchmark, job.choice, rules_of(benchmark, job.choice.config), places))
         if options.print:
             print(" ".join(trainer_command(job, Path("DIR"), 0) if verb == "run" else bench_command(job, Path("DIR"), options)))
             return 0
-        return bench(job, options) if verb == "bench" else run_all(job)
+        return bench(job, options) if verb == "bench" else run_all(job, wished)
     except RunError as error:
         tell(error.lines())
         return error.exit_code
@@ -108,6 +125,10 @@ def _parse(verb: str, rest: list[str]) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value; the run is not for submission")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm's are cuda as well)")
     parser.add_argument("--print", action="store_true", help="say what would be done, and the command, and do nothing")
+    if verb == "run":
+        patience = f"end the series when more than N attempts failed; default {series.MAX_FAILURES}, for a single run 0"
+        parser.add_argument("--max-failures", type=int, metavar="N", help=patience)
+        parser.add_argument("--resume", action="store_true", help="go on with the last series in LOGDIR that lacks good runs")
     if verb == "bench":
         for name in ("steps", "warmup", "layers"):
             parser.add_argument(f"--{name}", type=int, metavar="N")
@@ -137,29 +158,15 @@ def _module(name: str, arguments: list[str]) -> int:
 # --- one run, or several ----------------------------------------------------------------------------------------------
 
 
-def run_all(job: Job) -> int:
-    """NEXP runs in a row; the exit code of the first that failed, or 0."""
-    seeds = _seeds(job.environment)
+def run_all(job: Job, wished: series.Wish) -> int:
+    """As many good runs as wished, in a ledger; the exit code of series.run."""
     ensure_data(job)
-    codes: list[int] = []
-    for number, seed in enumerate(seeds, 1):
-        if len(seeds) > 1:
-            tell(f"run {number} of {len(seeds)}")
-        codes.append(run_once(job, seed))
-        if codes[-1] > 128:  # asked to stop: that means the whole series
-            break
-    return next((code for code in codes if code), 0)
-
-
-def _seeds(environment: Mapping[str, str]) -> list[int]:
-    count, first = environment.get("NEXP") or "1", environment.get("SEED", "")
-    if not count.isdigit() or int(count) < 1:
-        raise ConfigError(f"NEXP={count} is not a number of runs", "it must be 1 or more", "correct or unset it")
-    if not first:
-        return [secrets.randbits(32) for _ in range(int(count))]
-    if not first.isdigit() or int(first) + int(count) > 2**32:
-        raise ConfigError(f"SEED={first} is not a seed", "it must be from 0 to 2^32 - 1", "correct it, or unset it for a random one")
-    return [int(first) + i for i in range(int(count))]
+    versions = rundir.versions(ROOT, job.found)
+    facts = series.facts_of(job.choice, job.data_dir, versions["commit"], ROOT, job.benchmark)
+    code = series.run(job.log_dir, job.benchmark, job.choice, facts, wished, lambda folder, seed: run_once(job, versions, folder, seed))
+    if wished.goal > 1 or wished.resume:
+        _report(job.log_dir / job.benchmark)  # of the whole series, beside the ledger
+    return code
 
 
 def data_files(job: Job) -> list[Path]:
@@ -184,15 +191,15 @@ def ensure_data(job: Job) -> None:
         raise DataError("the miniature's data could not be built", "see the message above", f"try {prepare} miniature --data-dir DIR")
 
 
-def run_once(job: Job, seed: int) -> int:
-    """One timed run with its own directory; the exit code of reliability's table: 0 only if converged and clean."""
-    run_dir = rundir.create(job.log_dir, job.benchmark, job.choice.path.stem, seed)
-    rundir.write_facts(run_dir, job.choice.config, rundir.versions(ROOT, job.found))
-    cleared = rundir.clear_page_cache(data_files(job))
+def run_once(job: Job, versions: dict, run_dir: Path, seed: int) -> series.Outcome:
+    """One timed run in `run_dir`. Good only if it reached the target and its log is clean."""
+    rundir.write_facts(run_dir, job.choice.config, versions)
     tell(f"run        {run_dir}, seed {seed}")
+    cleared = page_cache.clear(data_files(job))
+    if cleared == "no":
+        tell("NOTE       the data is still in the page cache, and the log will say so: not for submission")
     start_date = _date()
     print(f"STARTING TIMING RUN AT {start_date}", flush=True)
-    began = time.monotonic()
     watch = supervise.HangWatch(run_dir / "ranks", job.choice.config.world_size, _hang_limits(job))
     ending = supervise.supervise(trainer_command(job, run_dir, seed), trainer_environment(job, cleared), watch)
     print(f"ENDING TIMING RUN AT {_date()}", flush=True)
@@ -203,10 +210,7 @@ def run_once(job: Job, seed: int) -> int:
     error = judge(job, run_dir, ending, result)
     _report(run_dir)
     tell(*closing(result, run_dir, error.lines() if error else "", job.choice.config.miniature))
-    code = error.exit_code if error else 0
-    facts = {"seed": seed, "exit_code": code, "kind": error.kind if error else "success", "samples": result.samples}
-    rundir.note_attempt(job.log_dir, job.benchmark, {"run": run_dir.name, **facts, "seconds": round(time.monotonic() - began, 1)})
-    return code
+    return series.Outcome(error, result, cleared)
 
 
 def judge(job: Job, run_dir: Path, ending: supervise.Ending, result: verdict.Result) -> RunError | None:

@@ -47,14 +47,17 @@ def choose(root: Path, benchmark: str, wish: argparse.Namespace, environment: Ma
         )
     kind = identify(found, environment.get("GPU_KIND", "")) if device == "cuda" else None
     path, reason = _file(root, benchmark, wish, environment, kind, len(found.devices))
-    config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config, dict(_key_value(text) for text in wish.set))
+    config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config, dict(key_value(text) for text in wish.set))
     if config.gpu == "CPU" and not wish.device:
         device, kind = "cpu", None
     notes = _misfits(config, kind, wish, environment)
     _require_processes(config, kind, len(found.devices))
     if wish.set:
         notes.append(f"changed on the command line ({', '.join(wish.set)}): not for submission")
-    suffix = ("+forced" if config.gpu != _kind_name(kind) else "") + ("+modified" if wish.set else "")
+    elif _other_than_ours(root, benchmark, path):
+        notes.append(f"{path} differs from the file of that name in configs/{benchmark}: not for submission")
+    modified = bool(wish.set) or _other_than_ours(root, benchmark, path)
+    suffix = ("+forced" if config.gpu != _kind_name(kind) else "") + ("+modified" if modified else "")
     return Choice(config, path, f"{path.stem}{suffix}{path.suffix}", reason, device, describe(found, kind), tuple(notes))
 
 
@@ -68,6 +71,12 @@ def _file(
     count = _wanted_gpus(environment) or (visible if kind else 1)
     reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"
     return config_path(root, benchmark, config_name(kind, count)), reason
+
+
+def _other_than_ours(root: Path, benchmark: str, path: Path) -> bool:
+    """The log names the config by its file name alone: a file elsewhere that bears a name of ours must say what we say."""
+    ours = root / "configs" / benchmark / path.name
+    return ours.is_file() and ours.read_bytes() != path.read_bytes()
 
 
 def _misfits(config: RunConfig, kind: GpuKind | None, wish: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
@@ -107,7 +116,7 @@ def _wanted_gpus(environment: Mapping[str, str]) -> int:
     return int(text or 0)
 
 
-def _key_value(text: str) -> tuple[str, str]:
+def key_value(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {text} is not KEY=VALUE", "there is no key or no =", "write, for example, --set micro_batch_size=1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import time
@@ -34,6 +33,14 @@ def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
         except OSError as error:
             raise _cannot_write(folder, error) from None
     raise StorageError(f"cannot create {folder}", "something is in the way", "choose another LOGDIR")
+
+
+def require_writable(folder: Path) -> None:
+    """Make `folder`. Raises StorageError if that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
 
 
 def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
@@ -77,33 +84,3 @@ def _git(root: Path, *arguments: str) -> str | None:
         command = ["git", "-C", str(root), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     return None
-
-
-def clear_page_cache(files: list[Path]) -> str:
-    """Push `files` out of the page cache, as the rules ask before each run; says how: `fadvise`, `drop_caches` or `no`.
-
-    Per file and without root: fsync, since dirty pages stay, then POSIX_FADV_DONTNEED. Opens the files, reads nothing.
-    """
-    try:
-        for path in files:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
-        return "fadvise"
-    except (OSError, AttributeError):
-        pass
-    try:
-        os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-        return "drop_caches"
-    except OSError:
-        return "no"
-
-
-def note_attempt(log_dir: Path, benchmark: str, attempt: dict) -> None:
-    """One line per attempt in LOGDIR/<benchmark>/attempts.jsonl, also for those that failed: ten runs must be consecutive."""
-    with contextlib.suppress(OSError), (log_dir / benchmark / "attempts.jsonl").open("a") as ledger:
-        ledger.write(json.dumps(attempt) + "\n")

@@ -5,15 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from launch import ledger
 from launch.choose import Choice
 from launch.verdict import Result
+from submission import rcp
 
-# Mean samples to the target without the best and the worst run, by global batch: mlperf-logging 4.1.68, rcp_checker,
-# training_6.1.0/rcps_llama31_8b.json and rcps_llama2_70b_lora.json (the same in 5.1.0 and 6.0.0).
-RCP_MEAN_SAMPLES = {
-    "llama31_8b": {16: 161_109, 32: 178_859, 64: 226_645, 96: 278_640, 128: 344_747},
-    "llama2_70b_lora": {8: 3_179, 16: 4_032, 32: 6_037, 128: 11_264},
-}
 MINIATURE_LINE = "THIS IS THE MINIATURE: a toy model on {device}, to see the whole path. NOT a benchmark result, cannot be submitted."
 
 
@@ -49,8 +45,8 @@ def expectation(benchmark: str, choice: Choice, rules) -> str:
     target = f"loss <= {rules.target_loss}, measured every {rules.eval_interval(batch):,} sequences"
     if choice.config.miniature:
         return f"{target}; about two minutes on two cores"
-    mean = RCP_MEAN_SAMPLES.get(benchmark, {}).get(batch)
-    reference = f"the reference needs {mean:,} on average" if mean else "there is no reference for this global batch"
+    mean = rcp.mean_samples(benchmark, batch)
+    reference = f"the reference needs {mean:,.0f} on average" if mean else "there is no reference for this global batch"
     return f"{target}; at global batch {batch} {reference} (MLPerf RCP); gives up at {choice.config.max_samples:,}"
 
 
@@ -66,3 +62,19 @@ def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) ->
         lines.append("This was the miniature: NOT a benchmark result.")
     report = run_dir / "report.html"
     return [*lines, f"results: {run_dir}" + (", report.html" if report.is_file() else "")]
+
+
+def series_closing(benchmark: str, path: Path, record: ledger.Record, not_for_submission: bool) -> list[str]:
+    """The lines after a series: how many attempts, what failed and why, where the ledger is, what comes next."""
+    good, failed = record.good, record.failed
+    lines = [f"series     {record.id}: {len(record.starts)} attempts, {len(good)} of {record.goal} good, {len(failed)} failed"]
+    lines += [f"  attempt {end['attempt']:>2}  exit code {end['exit_code']} ({end['kind']}): {end['reason']}" for end in failed]
+    lines += [f"  attempt {start['attempt']:>2}  no end in the ledger" for start in record.open_starts]
+    lines.append(f"ledger     {path}")
+    if len(good) < record.goal:
+        lines.append(f"next       ./run_and_time.sh {benchmark} --resume, with the same options, goes on where this ended")
+    elif len(good) >= rcp.SUBMISSION_RUNS and not_for_submission:
+        lines.append("next       nothing: these runs cannot be submitted")
+    elif len(good) >= rcp.SUBMISSION_RUNS:
+        lines.append(f"next       ./run_and_time.sh {benchmark} score {path.parent}, then package; --help says more")
+    return lines

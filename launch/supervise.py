@@ -183,6 +183,26 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def processes_of(run_dir: Path) -> list[int]:
+    """torchrun and the ranks of that run, also when their launcher is gone: `run_dir` is an argument, and they carry our mark."""
+    wanted, ours, found = str(run_dir).encode(), f"{MARK}=".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "cmdline").read_bytes().split(b"\0") and ours in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def end_processes_of(run_dir: Path, patience_s: float = GRACE_S) -> None:
+    """What a killed launcher left behind was told to stop by the kernel (launch/torchrun.py): wait, then SIGKILL."""
+    deadline = time.monotonic() + patience_s
+    while (pids := processes_of(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def process_state(pid: int) -> str:
     """The letter of /proc/<pid>/stat: R, S, D, T (stopped), t (traced), Z; "" if there is no such process."""
     try:

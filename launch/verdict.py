@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +73,16 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
 
 
 def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
-    """failure.json: kind, exit_code, what, why, do, and rank, step, time (seconds since 1970) as far as known."""
+    """failure.json: kind, exit_code, what, why, do, and rank, step, time (seconds since 1970) as far as known.
+
+    Does not raise: on a full disk the failure stands on stderr and in the ledger only.
+    """
     known = {key: facts.get(key) for key in ("rank", "step")}
-    (run_dir / "failure.json").write_text(json.dumps({**error.as_dict(), **known, "time": facts.get("time", time.time())}, indent=1) + "\n")
+    text = json.dumps({**error.as_dict(), **known, "time": facts.get("time", time.time())}, indent=1)
+    try:
+        (run_dir / "failure.json").write_text(text + "\n")
+    except OSError as problem:  # the failure itself must still be told, and noted in the ledger
+        print(f"note: failure.json could not be written: {problem}", file=sys.stderr, flush=True)
 
 
 def _earliest(records) -> dict | None:

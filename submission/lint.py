@@ -31,12 +31,16 @@ Rules = llama31_8b_rules.Rules | llama2_70b_lora_rules.Rules
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 INIT_WARNING_S = 1500.0  # five minutes of reserve below the limit
 NUMBER_FORMATS = ("fp64", "fp32", "tf32", "fp16", "fp8", "mxfp6", "nvfp4", "mxfp4", "bfloat16", "int8", "uint8", "int4", "uint4")
+SMALL_SEED = 2**15  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only
+WELL_KNOWN_SEEDS = frozenset({123456, 1234567, 12345678, 123456789, 1234567890, 2**31 - 1, 2**32 - 1, 0xDEADBEEF, 0xCAFEBABE})
+CHANGED = ("+modified", "+forced")  # what launch/choose.py adds to the name of a config that was not used as it stands
 DIVISIONS = ("closed", "miniature")
 STATUS_WORDS = ("onprem", "cloud", "research")
 
 PRECISION_KEYS = tuple(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm"))
 PARALLELISM_KEYS = tuple(f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert"))
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
+DISCLOSURE_SOURCE = "CC common.yaml (6.1.0); TR mandatory disclosure"
 SUBMISSION_KEYS = tuple(f"submission_{part}" for part in ("benchmark", "org", "division", "status", "platform"))
 COMMON_KEYS = (
     *("global_batch_size", "gradient_accumulation_steps", "max_sequence_length", "train_samples", "eval_samples"),
@@ -188,7 +192,7 @@ def check_counts(log: Log) -> Findings:
 
 def check_disclosure(log: Log) -> Findings:
     """The nine keys that 6.1 makes mandatory, with the words and ranges it allows."""
-    source = "CC common.yaml (6.1.0); TR mandatory disclosure"
+    source = DISCLOSURE_SOURCE
     for key in DISCLOSURE_KEYS:
         yield from _exactly_once(log, key, source)
     for event in _events(log, PRECISION_KEYS):
@@ -242,6 +246,9 @@ def check_seed(log: Log) -> Findings:
     for event in log.all("seed"):
         if type(event.value) is not int or not 0 <= event.value < 2**32:
             yield Finding(event.line, "seed", f"seed is {event.value!r}, not a whole number of 32 bits", "SEED; TR Random numbers")
+        elif event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS:
+            message = f"seed {event.value} looks chosen, or drawn from 15 bits; the system's randomness gives 32"
+            yield Finding(event.line, "seed", message, "TR Random numbers (a constant seed is not allowed)", warning=True)
         if not isinstance(event.metadata.get("file"), str) or type(event.metadata.get("lineno")) is not int:
             yield Finding(event.line, "seed", "seed without file and lineno in its metadata", "SEED")
 
@@ -282,12 +289,17 @@ def check_samples_count(log: Log) -> Findings:
 def check_config_filename(log: Log, project_root: Path | None) -> Findings:
     event, benchmark = log.first("config_filename"), log.value("submission_benchmark")
     # A miniature may run anywhere and be changed at will: `CPU_1x1+modified.toml` is the truth, and nobody can submit it.
-    if event is None or project_root is None or log.value("submission_division") == "miniature":
+    if event is None or log.value("submission_division") == "miniature":
         return
-    name = event.value
-    if not isinstance(name, str) or Path(name).name != name or not (project_root / "configs" / str(benchmark) / name).is_file():
+    name, source = event.value, "TR mandatory disclosure (6.1)"
+    if isinstance(name, str) and any(mark in name for mark in CHANGED):
+        message = f"config_filename is {name!r}: changed with --set, or forced onto another GPU; no config of a submission"
+        yield Finding(event.line, "config_filename", message, source)
+    elif project_root is None:
+        return
+    elif not isinstance(name, str) or Path(name).name != name or not (project_root / "configs" / str(benchmark) / name).is_file():
         message = f"config_filename is {name!r}, which is no file in configs/{benchmark}/"
-        yield Finding(event.line, "config_filename", message, "TR mandatory disclosure (6.1)")
+        yield Finding(event.line, "config_filename", message, source)
 
 
 # Rules that every benchmark has, with values of its own.

@@ -235,7 +235,8 @@ def test_check_is_clean_for_a_good_log(tmp_path, good, capsys, monkeypatch):
     monkeypatch.setattr(check.lint, "check_config_filename", lambda log, root: iter(()))
     assert check.main([str(tmp_path / "good.txt"), "--ruleset", "6.1.0"]) == 0
     output = capsys.readouterr().out
-    assert output.count("passed") == 1 and "no findings" in output and output.endswith("\nCLEAN\n")
+    assert output.count("passed") == 3 and "6.1.0      passed  <- asked for" in output
+    assert "no findings" in output and output.endswith("\nCLEAN\n")
 
 
 @EACH
@@ -244,6 +245,21 @@ def test_check_holds_a_miniature_to_its_own_rules_unless_asked_otherwise(tmp_pat
     path = write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE)
     assert check.main([str(path)]) == 0 and "no benchmark result" in capsys.readouterr().out
     assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
+
+
+def test_an_earlier_ruleset_that_is_asked_for_decides(tmp_path, good, capsys, monkeypatch):
+    monkeypatch.setattr(check.lint, "check_config_filename", lambda log, root: iter(()))
+    path = write_records(tmp_path / "changed.txt", [record for record in good if record["key"] not in DISCLOSURE_KEYS])
+    assert check.main([str(path), "--ruleset", "5.1.0"]) == 0
+    output = capsys.readouterr().out
+    assert "5.1.0      passed  <- asked for" in output and "6.1.0      FAILED" in output and output.count("(warning)") >= 9
+
+
+@pytest.mark.parametrize("ruleset", ["4.1.0", "5.0.0", "6.1"])
+def test_an_unknown_ruleset_is_a_usage_error_with_the_list(tmp_path, good, capsys, ruleset):
+    assert check.main([str(tmp_path / "good.txt"), "--ruleset", ruleset]) == 2
+    message = capsys.readouterr().err
+    assert all(name in message for name in (ruleset, *checker.CLOSED_RULESETS))
 
 
 def test_a_missing_log_is_a_usage_error(tmp_path, capsys):

@@ -5,9 +5,8 @@ The runs from end to end use a copy of the launcher beside a toy benchmark whose
 
 import argparse
 import json
+import mmap
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +15,13 @@ import time
 from pathlib import Path
 
 import pytest
+from toy import alive, door, finish, make_project, wait_until
 
 from common import hardware
 from common.config import load
 from common.errors import ConfigError, Hang, PreflightError, RankLost, RunError, StorageError, TargetMissed, write_rank_record
 from common.hardware import GIB, Device, Probe
-from launch import environment, rundir, screen, supervise, verdict
-from launch.__main__ import _seeds
+from launch import environment, page_cache, rundir, screen, series, supervise, verdict
 from launch.choose import benchmarks, choose
 from launch.supervise import HangLimits, HangWatch
 from llama31_8b.rules import CLOSED, MINIATURE, Config
@@ -95,13 +94,41 @@ def test_forced_and_changed_configs_say_so():
         pick(H200X4, set=["precison=fp32"])
 
 
-def test_seeds():
-    drawn = _seeds({"NEXP": "50"})
-    assert len(set(drawn)) == 50 and max(drawn) > 2**24 and max(drawn) < 2**32
-    assert _seeds({"SEED": "7", "NEXP": "3"}) == [7, 8, 9]
-    for wrong in ({"NEXP": "0"}, {"NEXP": "ten"}, {"SEED": "-1"}, {"SEED": str(2**32)}):
-        with pytest.raises(ConfigError):
-            _seeds(wrong)
+def test_what_is_wished_for():
+    wish = series.wish
+    assert wish({}, None, False) == series.Wish(1, 0), "a single run is not repeated"
+    assert wish({"NEXP": "10"}, None, False) == series.Wish(10, 2)
+    assert wish({"NEXP": "10"}, 0, False) == series.Wish(10, 0)
+    assert wish({}, 3, False) == series.Wish(1, 3)
+    assert wish({"SEED": "7"}, None, False) == series.Wish(1, 0, 7)
+    assert wish({}, None, True) == series.Wish(0, 2, None, True), "how many: the ledger knows"
+
+
+@pytest.mark.parametrize(
+    ("environment", "max_failures", "resume"),
+    [
+        ({"NEXP": "0"}, None, False),
+        ({"NEXP": "ten"}, None, False),
+        ({"SEED": "-1"}, None, False),
+        ({"SEED": str(2**32)}, None, False),
+        ({"SEED": "7", "NEXP": "3"}, None, False),
+        ({"SEED": "7"}, 1, False),
+        ({"SEED": "7"}, None, True),
+        ({}, -1, False),
+    ],
+)
+def test_what_cannot_be_wished_for(environment, max_failures, resume):
+    with pytest.raises(ConfigError):
+        series.wish(environment, max_failures, resume)
+
+
+def test_a_config_that_only_bears_our_name_is_modified(tmp_path):
+    ours = ROOT / "configs/llama31_8b/H200_1x4.toml"
+    (tmp_path / ours.name).write_text(ours.read_text())
+    assert pick(H200X4, config=str(tmp_path / ours.name)).log_name == "H200_1x4.toml"
+    (tmp_path / ours.name).write_text(ours.read_text() + "# changed\n")
+    changed = pick(H200X4, config=str(tmp_path / ours.name))
+    assert changed.log_name == "H200_1x4+modified.toml" and "differs" in changed.notes[0]
 
 
 def test_header():
@@ -139,10 +166,24 @@ def test_facts(tmp_path, monkeypatch):
     assert "hf_secret" not in (tmp_path / "versions.json").read_text()
 
 
-def test_page_cache(tmp_path):
-    (tmp_path / "tokens.bin").write_bytes(b"x" * 100_000)
-    assert rundir.clear_page_cache([tmp_path / "tokens.bin"]) == "fadvise"
-    assert (tmp_path / "tokens.bin").stat().st_size == 100_000
+def test_page_cache(tmp_path, monkeypatch):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(b"x" * 100_000)
+    assert page_cache.resident(path) > 0
+    assert page_cache.clear([path]) == "fadvise" and page_cache.resident(path) == 0
+    assert path.read_bytes() == b"x" * 100_000
+
+
+def test_data_that_stays_in_the_page_cache_is_not_called_cleared(tmp_path, monkeypatch):
+    """A mapped page stays, whatever the kernel is told; and this test does not empty the page cache of the whole machine."""
+    monkeypatch.setattr(page_cache.Path, "write_text", lambda self, text: (_ for _ in ()).throw(PermissionError()))
+    with (tmp_path / "tokens.bin").open("w+b") as file:
+        file.write(b"x" * 100_000)
+        file.flush()
+        with mmap.mmap(file.fileno(), 0) as mapped:
+            assert mapped[0] == ord("x")
+            assert page_cache.clear([tmp_path / "tokens.bin"]) == "no"
+    assert page_cache.clear([tmp_path / "absent"]) == "no"
 
 
 # --- the Python to use ------------------------------------------------------------------------------------------------
@@ -308,17 +349,6 @@ def start(tmp_path, script, watch=None, ranks=1, **options):
     return supervise.supervise([sys.executable, str(tmp_path / "parent.py")], dict(os.environ), watch, poll_s=0.05, **options)
 
 
-def alive(tmp_path):
-    return [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes(p)]
-
-
-def _bytes(path):
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
 def test_end_by_itself(tmp_path):
     assert start(tmp_path, "sys.exit(3 * rank)", ranks=2) == supervise.Ending(3)
 
@@ -397,117 +427,10 @@ def test_hang_limits(tmp_path):
 
 # --- from end to end --------------------------------------------------------------------------------------------------
 
-TRAINER = """
-import argparse, json, os, signal, sys, time
-from pathlib import Path
-from common.errors import NonFinite, RankLost, TargetMissed, write_rank_record
-
-parser = argparse.ArgumentParser()
-for name in ("run-dir", "data-dir", "config-name", "seed", "device"):
-    parser.add_argument(f"--{name}", required=True)
-args = parser.parse_args()
-run_dir, rank, mode = Path(args.run_dir), int(os.environ["RANK"]), os.environ["TOY"]
-mode = mode.split(",")[int(args.seed) % 2] if "," in mode else mode
-
-def log(key, **metadata):
-    if rank == 0:
-        line = ":::MLLOG " + json.dumps({"key": key, "time_ms": int(time.time() * 1000), "value": None, "metadata": metadata})
-        print(line, flush=True)
-        with (run_dir / "result.txt").open("a") as file:
-            file.write(line + "\\n")
-
-def end(outcome, error=None, **facts):
-    write_rank_record(run_dir, rank, outcome, error, **facts)
-    os._exit(error.exit_code if error else 0)
-
-def stop(number, frame):
-    log("run_stop", status="aborted", samples_count=1)
-    write_rank_record(run_dir, rank, "interrupted")
-    os._exit(143)
-
-signal.signal(signal.SIGTERM, stop)
-assert (run_dir / "config.toml").is_file() and os.environ["CACHE_CLEARED"] == "fadvise" and os.environ["FROM_CONFIG"] == "yes"
-log("run_start", config=args.config_name)
-print("progress line", file=sys.stderr, flush=True)
-if mode == "kill":
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
-if mode == "wait":
-    (run_dir / "waiting").write_text("")
-    time.sleep(30)
-if mode == "nan":
-    if rank == 0:
-        time.sleep(0.3)
-        end("failed", RankLost("peer is gone"), secondary=True)
-    end("failed", NonFinite("the loss is nan", "LR", "less"), step=9)
-log("run_stop", status="success", samples_count=32)
-end("done", step=2)
-"""
-RULES = """
-from types import SimpleNamespace
-from common.config import RunConfig as Config
-MINIATURE = SimpleNamespace(
-    division="miniature", sequence_length=8, target_loss=1.0, data_files=("t.bin", "t.idx", "v.bin", "v.idx"), eval_interval=lambda batch: 16
-)
-CLOSED = MINIATURE
-"""
-PREPARE = """
-import sys
-from pathlib import Path
-folder = Path(sys.argv[sys.argv.index("--data-dir") + 1])
-folder.mkdir(parents=True, exist_ok=True)
-for name in ("t.bin", "t.idx", "v.bin", "v.idx"):
-    (folder / name).write_text("x")
-print("prepared")
-"""
-CHECK = "import os, sys; print('one finding'); sys.exit(int(os.environ.get('FINDINGS', 0)))"
-REPORT = "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A project of its own, in a directory with a blank: the launcher as it is, and a toy benchmark."""
-    root = tmp_path_factory.mktemp("with a blank")
-    shutil.copytree(ROOT / "launch", root / "launch")
-    (root / "common").mkdir()
-    for name in ("__init__.py", "errors.py", "config.py", "hardware.py"):
-        shutil.copy(ROOT / "common" / name, root / "common")
-    shutil.copy(ROOT / "run_and_time.sh", root)
-    config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
-    config = re.sub("opt_learning_rate_warmup_steps = .*\n", "", config.replace("= 16\n", "= 8\n"))
-    files = {
-        "toy/__init__.py": "",
-        "toy/rules.py": RULES,
-        "toy/train.py": TRAINER,
-        "toy/prepare.py": PREPARE,
-        "submission/__init__.py": "",
-        "submission/check.py": CHECK,
-        "submission/report.py": REPORT,
-        "requirements.txt": "pytest\n",
-        "configs/toy/CPU_1x1.toml": config.replace("global_batch_size = 8", "global_batch_size = 16")
-        + 'FROM_CONFIG = "yes"\n',  # the file ends with its [env]
-    }
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def door(project, cwd, *arguments, **variables):
-    """Start run_and_time.sh from `cwd` on a machine without GPUs."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    keep = {key: value for key, value in os.environ.items() if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")}
-    environment = (
-        keep | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOGDIR": "out", "DATADIR": "data"} | variables
-    )
-    command = [str(project / "run_and_time.sh"), "toy", *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process):
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
+    return make_project(tmp_path_factory.mktemp("with a blank"))
 
 
 def only_run(cwd):
@@ -537,20 +460,22 @@ def test_a_killed_rank(project, tmp_path):
     assert "RESULT" not in out or "aborted" in out
 
 
-def test_a_series_goes_on_after_a_failure_and_findings_are_no_success(project, tmp_path):
-    code, out, err = finish(door(project, tmp_path, TOY="nan,good", NEXP="2", SEED="10", FINDINGS="20"))
-    assert code == 11, "that of the first failure"
-    attempts = [json.loads(line) for line in (tmp_path / "out/toy/attempts.jsonl").read_text().splitlines()]
-    assert [(a["seed"], a["exit_code"], a["kind"]) for a in attempts] == [(10, 11, "non_finite"), (11, 20, "check_failed")]
-    assert "the loss is nan" in err and "peer is gone" not in err
-    assert "one finding" in err and out.count("STARTING") == 2
+def test_findings_are_no_success(project, tmp_path):
+    code, _, err = finish(door(project, tmp_path, TOY="good", FINDINGS="20"))
+    assert code == 20 and "one finding" in err
+    end = json.loads((tmp_path / "out/toy/attempts.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["exit_code"], end["kind"], end["samples"]) == ("end", 20, "check_failed", 32)
 
 
-def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert condition()
+@pytest.mark.parametrize("verb", ["check", "report", "score", "describe", "package"])
+def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_path, verb):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    (project / "submission/score.py").write_text("import sys; print('score', sys.argv[1:])")
+    for name in ("describe", "package"):
+        (project / f"submission/{name}.py").write_text(f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)")
+    code, out, err = finish(door(project, tmp_path, verb, str(tmp_path), "--some", "option", PYTHONPATH=str(tmp_path)))
+    wanted = {"check": (0, "one finding"), "report": (0, ""), "score": (0, f"score ['{tmp_path}', '--some', 'option']")}
+    assert (code, out.strip()) == wanted.get(verb, (20, f"{verb} ['{tmp_path}', '--some', 'option']")), err
 
 
 def test_killing_the_launcher_leaves_nothing_behind(project, tmp_path):

@@ -50,7 +50,7 @@ def start(folder, rules, processes, layout="fused", **changes):
     run_dir = folder / "run"
     run_dir.mkdir()
     config = from_table(TABLE | {"gpus_per_node": 1, "micro_batch_size": 8} | changes, Config, "test")
-    args = argparse.Namespace(run_dir=run_dir, data_dir=folder / "data", config_name="H200_1x8.toml", seed=1, device="cpu")
+    args = argparse.Namespace(run_dir=run_dir, data_dir=folder / "data", config_name="H200_1x8.toml", seed=3123456789, device="cpu")
     error = None
     with mock.patch.object(train, "MINIATURE" if config.miniature else "CLOSED", rules):
         session = Session(args, config, 0)

@@ -2,19 +2,22 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
+import synthetic_log
+import synthetic_series
 from synthetic_log import records, start, write_good, write_records
 
 from llama31_8b import rules
-from submission import report
+from submission import rcp, report, window
 
 
 class Page(HTMLParser):
     """Collects tags and text, and fails on a tag that is not closed in order."""
 
-    VOID = ("meta", "br")
+    VOID = ("meta", "br", "wbr")
 
     def __init__(self, text: str):
         super().__init__()
@@ -181,3 +184,115 @@ def test_a_long_run_gives_a_small_page(run_dir):
 def test_a_missing_directory_is_a_usage_error(tmp_path, capsys):
     assert report.main([str(tmp_path / "nothing")]) == 2
     assert "no such run" in capsys.readouterr().err
+
+
+# A series.
+
+
+@pytest.fixture
+def series(tmp_path):
+    """Twelve attempts: the third missed the target, the eleventh never started its clock; the directory of the ledger."""
+    plans = synthetic_series.plans([13, 14, 16, 13, 14, 13, 13, 13, 13, 14, 13, 13])
+    plans[2].fails, plans[10].fails = "missed", "early"
+    return synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans)
+
+
+def test_the_report_of_a_series_is_complete(series):
+    text = page(series)
+    for part in (
+        "score of attempts",
+        "10 of 12 attempts are good",
+        "RCP test passed",
+        "RCP band",
+        "minutes",
+        "training sequences",
+        "step time, ms",
+    ):
+        assert part in text
+    point = rcp.point_at("llama31_8b", 16)
+    for part in (
+        f"{point.mean:,.2f}",
+        f"{point.minimum:,.2f}",
+        "the GPU does not answer",
+        "the target was not reached",
+        "never started its clock",
+    ):
+        assert part in text
+    for part in (synthetic_series.COMMIT, "MI355X_1x8.toml", "2.13.0", "global_batch_size = 16", synthetic_series.SERIES):
+        assert part in text
+    assert text.count('<polyline class="run"') == 2 * 10 and text.count('<polyline class="run other"') == 2 * 2
+    assert "differ" not in text and text.count('class="band"') == 3
+    place, record = window.find_series(series, "llama31_8b")
+    attempts = window.attempts_of(place, record)
+    score = window.choose(window.windows(attempts, "llama31_8b"), attempts, "median").score
+    assert f"{score:.3f} minutes" in text
+
+
+def test_the_report_of_a_series_is_self_contained_and_small(series):
+    text = page(series)
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", text) and "script" not in Page(text).tags
+    assert "prefers-color-scheme: dark" in text and len(text) < 100_000
+
+
+def test_what_differs_among_the_runs_is_shown(tmp_path):
+    plans = synthetic_series.plans([13] * 10)
+    plans[4].changes = {"driver": "6.15", "commit": "feedfacefeedface"}
+    text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans))
+    assert "The runs differ in what should be the same" in text
+    assert "attempt 5: 6.15" in text and "attempt 1, 2, 3, 4, 6, 7, 8, 9, 10: 6.14" in text and "attempt 5: feedface" in text
+
+
+def test_a_series_without_ten_in_a_row_has_no_score(tmp_path):
+    plans = synthetic_series.plans([13] * 12)
+    plans[5].fails = "killed"
+    text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans))
+    assert "11 of 12 attempts are good" in text and "no score: no 10 consecutive attempts" in text and "score if these were all" in text
+    assert "left no run_stop" in text and "died without a message" in text
+
+
+def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):
+    plans = synthetic_series.plans([4, 5, 4])
+    text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans, rules=rules.MINIATURE))
+    assert "this is not a benchmark result" in text and "3 of 3 attempts are good" in text and "RCP test" not in text
+
+
+def test_runs_without_a_ledger_are_a_series_too(series):
+    (series / "attempts.jsonl").unlink()
+    text = page(series)
+    assert "10 of 12 attempts are good" in text and "missed the target" in text
+
+
+def test_the_series_that_is_asked_for(series, capsys):
+    other = synthetic_series.plans([13] * 10)
+    for plan in other:
+        plan.seed += 1
+    synthetic_series.write(series.parent, synthetic_log.PRETRAINING, other, series="20270101-000000-fedcba")
+    assert "10 of 10 attempts" in page(series)
+    assert report.main([str(series), "--series", synthetic_series.SERIES[:10]]) == 0
+    assert "10 of 12 attempts" in (series / "report.html").read_text()
+    assert report.main([str(series), "--series", "2029"]) == 2
+    assert "no series 2029" in capsys.readouterr().err
+
+
+def test_a_run_of_a_series_has_its_own_report_with_the_band(series):
+    text = page(sorted(series.glob("*/result.txt"))[0].parent)
+    assert "Target reached" in text and "RCP: least mean of a series" in text and text.count('class="band"') == 1
+
+
+def test_spoilt_files_of_a_series_do_not_stop_its_report(series):
+    evil = "<script>alert('x')</script>"
+    runs = sorted(path.parent for path in series.glob("*/result.txt"))
+    (runs[0] / "result.txt").write_text("")
+    (runs[1] / "events.jsonl").write_bytes(b"\xff\xfe{")
+    (runs[3] / "versions.json").write_text(json.dumps({evil: [evil]}))
+    (runs[4] / "config.toml").unlink()
+    log = records(runs[5] / "result.txt")
+    for record in log:
+        record["value"] = [evil] if record["key"] not in ("run_stop", "eval_accuracy") else evil
+        record["metadata"] = {"samples_count": evil, "status": "success"}
+    write_records(runs[5] / "result.txt", log)
+    shutil.rmtree(runs[6])
+    with (series / "attempts.jsonl").open("a") as ledger:
+        ledger.write('{"event": "end"\n[]\n{"event": "start", "series": "' + synthetic_series.SERIES + '", "attempt": 13}\n')
+    text = page(series)
+    assert "<script" not in text and "of 13 attempts are good" in text

@@ -1,0 +1,321 @@
+"""What a config needs and how long it takes, without a GPU: memory per GPU by kind, FLOPs, time to the target.
+
+Memory is counted, not fitted: every term below is a tensor that the code holds at the moment of the peak, and with them twelve
+measured peaks on H200s come out within 1 % (docs/plan.md, tests/test_plan.py). Time is one efficiency per GPU kind, fitted to the
+published MLPerf results of that kind. Standard library only; memory in bytes, time in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from common.config import RunConfig
+from common.hardware import GIB, GpuKind
+from common.shapes import ModelShape
+
+BYTES = {"fp32": 4, "bf16": 2}
+
+# Of a card's memory, what torch may allocate: it reports 139.8 of an H200's 141 GiB; the rest is the driver's. Assumed for the others.
+USABLE_SHARE = 139.8 / 141
+# The allocator reserves more than it hands out: 1.027 to 1.044 of the peak in the six runs of docs/results.md, all 32 or 80 layers.
+RESERVED_PER_ALLOCATED = 1.05
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the rules fix and the plan needs. Samples are sequences; the intervals are those of the config's global batch."""
+
+    shape: ModelShape
+    sequence_length: int
+    eval_samples: int
+    eval_interval: int
+    first_evaluation: int
+    lora_rank: int = 0  # 0: all weights train; otherwise the base is frozen, and only adapters of this rank do
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the moment of the peak, by kind of tensor."""
+
+    moment: str
+    parts: dict[str, float]
+
+    @property
+    def allocated(self) -> float:
+        """What torch.cuda.max_memory_allocated will say."""
+        return sum(self.parts.values())
+
+    @property
+    def reserved(self) -> float:
+        return self.allocated * RESERVED_PER_ALLOCATED
+
+
+def usable_bytes(kind: GpuKind) -> float:
+    return kind.memory_bytes * USABLE_SHARE
+
+
+def fits(memory: Memory, kind: GpuKind) -> bool:
+    return memory.reserved <= usable_bytes(kind)
+
+
+def memory_peak(config: RunConfig, work: Workload) -> Memory:
+    """The largest of three moments; which one it is depends on model and settings.
+
+    - The head's backward: everything saved for backward is there, and the logits, and the head's gradient.
+    - The backward of the last block: the head is done; a block's weights and widest gradients are there instead.
+    - An evaluation: no gradients and nothing saved, but its own micro-batch.
+    """
+    state, saved = state_bytes(config, work), _saved_bytes(config, work)
+    element = BYTES[config.precision]
+    tokens = config.micro_batch_size * work.sequence_length
+    hidden, ffn = work.shape.hidden_size, work.shape.ffn_hidden_size
+    layer, table = layer_parameters(work.shape), work.shape.vocab_size * work.shape.hidden_size
+    per_gradient = 0 if work.lora_rank else element + BYTES[config.reduce_precision]  # the whole gradient, and its copy that travels
+    head_backward = {
+        **state,
+        **saved,
+        "gathered weights": _gathered(config, work, table, ahead=layer),
+        "gradients in flight": table * per_gradient,
+        "logits and head": tokens * _head_bytes_per_token(config, work.shape),
+    }
+    again = _activations(config, work, layers=1) if config.recompute_layers >= work.shape.num_layers else {}
+    block_backward = {
+        **state,
+        **{name: saved.get(name, 0) + again.get(name, 0) for name in saved | again},
+        "gathered weights": _gathered(config, work, layer, ahead=layer),
+        "gradients in flight": layer * per_gradient,
+        # Upstream gradient, gradient of SwiGLU's output and of its input.
+        "a block's working set": tokens * element * (hidden + 3 * ffn),
+    }
+    widest = max(_head_bytes_per_token(config, work.shape), element * (3 * hidden + 3 * ffn))
+    evaluation = {
+        **{name: size for name, size in state.items() if name != "gradients"},  # zero_grad lets go of them
+        "gathered weights": _gathered(config, work, table, ahead=layer),
+        "logits and head": config.eval_micro_batch_size * work.sequence_length * widest,
+    }
+    moments = {"the head's backward": head_backward, "a block's backward": block_backward, "an evaluation": evaluation}
+    name, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
+    return Memory(name, {part: size for part, size in parts.items() if size})
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """Weights of one block: its four matrices and two norms."""
+    return shape.hidden_size * (shape.qkv_size + shape.hidden_size + 3 * shape.ffn_hidden_size + 2)
+
+
+def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
+    """What lives from the first step to the last, on one GPU.
+
+    Full training: fp32 weights, gradients and both moments, 16 bytes per parameter over all GPUs. LoRA: the frozen base in the
+    computing precision over all GPUs, and 16 bytes per adapter parameter on each.
+    """
+    parameters, gpus = work.shape.num_parameters, config.world_size
+    trained = work.shape.lora_parameters(work.lora_rank) if work.lora_rank else parameters / gpus
+    frozen = BYTES[config.precision] * parameters / gpus if work.lora_rank else 0
+    rope = 2 * 4 * work.sequence_length * work.shape.head_dim // 2
+    # Tokens and labels, int32: the evaluation set, and three micro-batches of the prefetcher.
+    resident = (-(-work.eval_samples // gpus) + 3 * config.micro_batch_size) * 2 * 4 * work.sequence_length
+    return {
+        "weights": frozen + 4 * trained,
+        "gradients": 4 * trained,
+        "Adam moments": 8 * trained,
+        "buffers": rope + resident,
+    }
+
+
+def _gathered(config: RunConfig, work: Workload, module: float, ahead: float) -> float:
+    """Bytes of whole weights that FSDP holds: all, or the embedding, the module at work and, with peers, the next one on its way.
+
+    The embedding belongs to the root, which is gathered from the beginning of the forward to the end of the backward. On one GPU
+    there is no collective, and FSDP makes the next module's copy only when it is needed.
+    """
+    element = BYTES[config.precision]
+    if not config.reshard_after_forward:
+        return element * work.shape.num_parameters
+    embedding = work.shape.vocab_size * work.shape.hidden_size
+    return element * (embedding + module + (ahead if config.world_size > 1 else 0))
+
+
+def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
+    """Logits, and the residual stream, its norm and its gradient.
+
+    Compiled, the gradient of the logits is written over them: one more sequence of 4 layers of the 8B costs 2.1 GiB at the head,
+    and one copy in bf16 is 1.96. Without compile there are two copies in fp32 beside it.
+    """
+    element = BYTES[config.precision]
+    return shape.vocab_size * (element if config.compile else element + 8) + 3 * shape.hidden_size * element
+
+
+def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
+    """Bytes per token that a block without recompute keeps for its backward, by kind, as a compiled block keeps them.
+
+    A frozen matrix needs no input for a weight gradient: LoRA keeps the input of its adapters only. The rotated q and k are kept
+    beside qkv: the attention's v is a view of qkv, and the peaks of both benchmarks show both.
+    """
+    shape, element = work.shape, BYTES[config.precision]
+    hidden, ffn, lora = shape.hidden_size, shape.ffn_hidden_size, bool(work.lora_rank)
+    kept = {
+        "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
+        "norm outputs": (1 if lora else 2) * hidden * element,  # LoRA: the input of the adapter on qkv
+        "qkv": shape.qkv_size * element,
+        "rotated q and k": (shape.num_heads + shape.num_kv_heads) * shape.head_dim * element,
+        "attention output": hidden * element + shape.num_heads * 4,  # with its log-sum-exp in fp32
+        "SwiGLU input": 2 * ffn + 2 * 4 if config.fp8_swiglu_input else 2 * ffn * element,  # 8 bits: with two scales in fp32
+    }
+    if not lora:
+        return kept | {"SwiGLU output": ffn * element}
+    # Plain dropout keeps what it lets through, its mask comes from a seed; kernels/lora_down.py keeps neither.
+    dropped = 2 * hidden * element if config.kernels == "reference" else 0
+    return kept | {"adapters": 2 * work.lora_rank * element + dropped}
+
+
+def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, float]:
+    tokens = config.micro_batch_size * work.sequence_length
+    return {name: layers * tokens * size for name, size in activation_bytes(config, work).items()}
+
+
+def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
+    """All that is kept for backward when the forward is over; a recomputed block keeps its input."""
+    recomputed = min(config.recompute_layers, work.shape.num_layers)
+    tokens = config.micro_batch_size * work.sequence_length
+    inputs = recomputed * tokens * work.shape.hidden_size * BYTES[config.precision]
+    return _activations(config, work, work.shape.num_layers - recomputed) | {"inputs of recomputed layers": inputs}
+
+
+def largest_micro_batch(config: RunConfig, work: Workload, kind: GpuKind) -> int:
+    """The largest micro-batch that fits with everything else as it is; 0 if none does. It need not divide the global batch."""
+    size = 0
+    while fits(memory_peak(replace(config, micro_batch_size=size + 1), work), kind):
+        size += 1
+    return size
+
+
+def recompute_needed(config: RunConfig, work: Workload, kind: GpuKind) -> int | None:
+    """The fewest recomputed layers with which the micro-batch fits; None if it never does."""
+    counts = range(work.shape.num_layers + 1)
+    return next((n for n in counts if fits(memory_peak(replace(config, recompute_layers=n), work), kind)), None)
+
+
+def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
+    """What would make a config fit: the cheapest change first."""
+    options = []
+    if config.micro_batch_size > 1 and fits(memory_peak(replace(config, micro_batch_size=1), work), kind):
+        options.append("micro_batch_size 1")
+    if (layers := recompute_needed(config, work, kind)) is not None:
+        options.append(f"recompute_layers {layers}")
+    if options:
+        return "try " + " or ".join(options)
+    smallest = replace(config, micro_batch_size=1, eval_micro_batch_size=1, reshard_after_forward=True)
+    layers = recompute_needed(smallest, work, kind)
+    if layers is None:
+        return "more GPUs are needed: with all layers recomputed and resharded it is still too much"
+    return f"try micro_batch_size 1, eval_micro_batch_size 1, reshard_after_forward true and recompute_layers {layers}"
+
+
+# --- FLOPs ------------------------------------------------------------------------------------------------------------
+
+
+def useful_flops_per_token(parameters: float, *, frozen: bool = False, attention: float = 0.0) -> float:
+    """6 N for training, 4 N where the weights are frozen (no gradient of their own), plus attention's 6 L S H if given.
+
+    A multiply-add counts as 2, causal attention as half of the square, recomputation not at all. `parameters`: those in matrix products.
+    """
+    return (4 if frozen else 6) * parameters + attention
+
+
+def mfu(flops_per_token: float, tokens: float, seconds: float, peak_tflops: float) -> float:
+    """Model FLOPs utilisation: share of `peak_tflops` (of all GPUs together) that `tokens` in `seconds` make use of."""
+    return flops_per_token * tokens / seconds / (peak_tflops * 1e12)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+# Share of the dense peak (FP8 for the linears, bf16 for attention and head) at which the products of a whole FP8 step run, everything
+# between them included. One number per kind: it makes the mean logarithm of predicted / published score zero over the MLPerf v5.1
+# results of AMD on its GPUs, Dell and HPE on H200s (tests/test_plan.py fits it again). H100: the H200's, as it is the same chip;
+# there is no v5.1 result of one node.
+EFFICIENCY = {"MI300X": 0.326, "MI325X": 0.393, "MI350X": 0.376, "MI355X": 0.420, "H100": 0.437, "H200": 0.437}
+# A bf16 step of the same work takes so many times longer: 15,227 against 10,893 tok/s/GPU, Megatron-core + TE in FP8 and bf16,
+# Llama 3.1 8B on the same 4 H200s on the same day. Assumed for every kind and both models.
+BF16_OVER_FP8 = 1.40
+# NCCL's bus bandwidth in one node of 8 Hopper GPUs is 300 to 370 GB/s, and 8 network cards of 400 Gbit/s carry as much between nodes.
+COLLECTIVE_BYTES_PER_S = 350e9
+ATTENTION_BACKWARD = 2.5  # of the forward's FLOPs: flash attention computes the scores again (arXiv:2205.14135); MFU counts 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one optimizer step and one evaluation, and the way to the target; `minutes` is None without an RCP."""
+
+    step_s: float
+    eval_s: float
+    tokens_per_s_per_gpu: float
+    evaluations: float
+    minutes: float | None
+
+
+def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0) -> float:
+    """Time of a token's matrix products on one GPU at the dense peaks: linears in FP8, head, adapters and attention in bf16.
+
+    Training: forward, data gradient and, unless frozen, weight gradient; `recomputed` is the share of layers that run forward twice.
+    """
+    shape, length = work.shape, work.sequence_length
+    head = 2 * shape.vocab_size * shape.hidden_size
+    linears = 2 * shape.matmul_parameters - head
+    attention = shape.attention_flops_per_token(length) / 3
+    adapters = 2 * shape.lora_parameters(work.lora_rank)
+    passes = (2 if work.lora_rank else 3) if training else 1
+    in_fp8 = linears * (passes + recomputed)
+    in_bf16 = head * passes + adapters * (3 if training else 1) + attention * ((1 + ATTENTION_BACKWARD if training else 1) + recomputed)
+    return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
+
+
+def _traffic_seconds(work: Workload, gpus: int) -> float:
+    """Per step, in the published layouts, not hidden: LoRA's adapter gradients, fp32, all-reduced; else bf16 gradients
+    reduce-scattered and weights all-gathered, the linears in FP8 (AMD's v5.1 package overlaps neither with the backward).
+    """
+    shape = work.shape
+    if work.lora_rank:
+        size = 2 * 4 * shape.lora_parameters(work.lora_rank)
+    else:
+        tables = 2 * shape.vocab_size * shape.hidden_size
+        size = 2 * shape.num_parameters + (shape.num_parameters - tables) + 2 * tables
+    return size * (gpus - 1) / gpus / COLLECTIVE_BYTES_PER_S
+
+
+def estimate(
+    work: Workload,
+    kind: GpuKind,
+    *,
+    gpus: int,
+    global_batch_size: int,
+    eval_micro_batch_size: int = 1,
+    recompute_layers: int = 0,
+    fp8: bool,
+    samples: float | None,
+) -> Estimate:
+    """Time of a run on `gpus` GPUs. `fp8`: as the published stacks run it; otherwise this package's bf16, its traffic hidden.
+
+    `samples`: train sequences to the target, e.g. the RCP's mean; evaluations are counted as the mean of whole intervals.
+    """
+    per_product_second = (1 if fp8 else BF16_OVER_FP8) / EFFICIENCY[kind.name]
+    recomputed = min(recompute_layers, work.shape.num_layers) / work.shape.num_layers
+    step_tokens = global_batch_size * work.sequence_length / gpus
+    step_s = step_tokens * per_product_second * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
+    step_s += _traffic_seconds(work, gpus) if fp8 else 0.0
+    eval_sequences = -(-work.eval_samples // (gpus * eval_micro_batch_size)) * eval_micro_batch_size  # of one GPU, padding included
+    forward_s = per_product_second * products_seconds_per_token(work, kind, training=False)
+    eval_s = eval_sequences * work.sequence_length * forward_s
+    evaluations, minutes = 0.0, None
+    if samples is not None:
+        evaluations = max(1.0, (samples - work.first_evaluation) / work.eval_interval + 1)
+        minutes = (samples / global_batch_size * step_s + evaluations * eval_s) / 60
+    return Estimate(step_s, eval_s, step_tokens / step_s, evaluations, minutes)
+
+
+def gib(size: float) -> float:
+    return size / GIB

@@ -1,0 +1,133 @@
+"""The ledger: LOGDIR/<benchmark>/attempts.jsonl, what was started and how it ended. Only ever appended to, each line on the disk at once.
+
+One JSON object per line, all with `event` and `series` (an id):
+
+  series  a series begins: started, goal (good runs wanted), facts (what must not change within it, see series.facts_of)
+  start   an attempt begins: attempt (1, 2, ...), run (directory beside the ledger), seed, started (UTC), config (file name in the log),
+          modified (the config was not used as it stands in the repository), commit
+  end     the attempt ended: the same, and exit_code, kind (success, lost, or of failure.json), reason, minutes (run_start to run_stop),
+          samples (training sequences), cache (fadvise, drop_caches, no: how the data left the page cache)
+  goal    the series was resumed with a larger NEXP: goal
+  closed  the series has its good runs, for now
+
+An attempt is what has a `start`; one without `end` was lost with its launcher, or is running. Good is exit_code 0.
+Several series may write here at the same time: a lock per line keeps lines whole, the id keeps series apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.errors import StorageError
+
+NAME = "attempts.jsonl"
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems without flock: some mounts of Lustre and NFS
+
+
+@dataclass
+class Record:
+    """What the ledger says of one series."""
+
+    id: str
+    goal: int
+    facts: dict
+    starts: dict[int, dict] = field(default_factory=dict)
+    ends: dict[int, dict] = field(default_factory=dict)
+    closed: bool = False
+
+    @property
+    def good(self) -> list[dict]:
+        return [end for end in self.ends.values() if end["exit_code"] == 0]
+
+    @property
+    def failed(self) -> list[dict]:
+        """In the order of the attempts."""
+        return [self.ends[number] for number in sorted(self.ends) if self.ends[number]["exit_code"] != 0]
+
+    @property
+    def open_starts(self) -> list[dict]:
+        return [start for number, start in self.starts.items() if number not in self.ends]
+
+    @property
+    def seeds(self) -> set[int]:
+        return {start["seed"] for start in self.starts.values()}
+
+
+def append(path: Path, line: dict) -> None:
+    """Write `line` whole and to the disk, or raise StorageError and leave the ledger as it was."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            lock(descriptor, wait=True)
+            _write(descriptor, json.dumps(line).encode() + b"\n")
+        finally:
+            os.close(descriptor)  # and with it the lock
+    except OSError as error:
+        why = f"{error.strerror} (errno {error.errno}); an attempt that is not in the ledger would be lost"
+        raise StorageError(f"cannot write the ledger {path}", why, "free space, then go on with --resume") from None
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    end = os.fstat(descriptor).st_size
+    if end and os.pread(descriptor, 1, end - 1) != b"\n":
+        data = b"\n" + data  # a line cut short by a power failure spoils itself only
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]  # a short write: the next one tells why
+        os.fsync(descriptor)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, end)
+        raise
+
+
+def lock(descriptor: int, wait: bool) -> bool:
+    """An exclusive flock, which ends with the process however it ends. False if another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def read(path: Path) -> list[Record]:
+    """All series, the oldest first. What is no line of ours, or was cut short, is left out."""
+    records: dict[str, Record] = {}
+    for line in _lines(path):
+        with contextlib.suppress(KeyError, TypeError):
+            _take(records, line)
+    return list(records.values())
+
+
+def _take(records: dict[str, Record], line: dict) -> None:
+    event, name = line["event"], line["series"]
+    if event == "series":
+        records[name] = Record(name, line["goal"], line["facts"])
+    elif event == "goal":
+        records[name].goal, records[name].closed = line["goal"], False
+    elif event == "closed":
+        records[name].closed = True
+    elif event in ("start", "end"):
+        kept = records[name].starts if event == "start" else records[name].ends
+        kept[line["attempt"]] = line
+
+
+def _lines(path: Path) -> Iterator[dict]:
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)

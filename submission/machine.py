@@ -1,0 +1,306 @@
+"""What this machine is made of, as Linux tells it to anyone: no torch, no root, no program but the GPU's own nvidia-smi.
+
+Every reader takes the root of the file system, so that other machines are fixtures in the tests. What cannot be read is
+missing from the answer; nothing is guessed. Sources: /proc/cpuinfo and /proc/meminfo (proc(5)), /sys/devices/system
+(the kernel's ABI/stable and ABI/testing), /sys/block, /sys/class/net, /etc/os-release (os-release(5)).
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import PreflightError
+from common.hardware import GIB, GpuKind, Probe, identify
+
+SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own sectors are
+NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")
+NO_CARDS = "ib"  # ib0, ib1 are InfiniBand ports and are counted as such
+
+
+@dataclass(frozen=True)
+class GpuText:
+    """What a system description says about one kind of GPU and no driver tells."""
+
+    model: str
+    memory: str
+    memory_kind: str
+    clock: str  # highest engine clock
+    on_chip: str
+    interconnect: str
+    topology: str  # of eight in one node
+    host_interconnect: str = "PCIe Gen5 x16"
+
+
+# AMD: data sheets of MI300X, MI325X, MI350X and MI355X ("Peak Engine Clock", "Infinity Cache", "Infinity Fabric Links");
+# NVIDIA: data sheets of H100 and H200 SXM, and the Hopper architecture white paper (L2 cache, NVLink 4).
+_FABRIC = "AMD Infinity Fabric (XGMI)"
+_MESH = "8 accelerators fully connected"
+_NVLINK = ("NVLink 4", "8 accelerators through NVSwitch")
+GPU_TEXTS = {
+    "MI300X": GpuText("AMD Instinct MI300X", "192 GB", "HBM3", "2100 MHz", "256 MB Infinity Cache", _FABRIC, _MESH),
+    "MI325X": GpuText("AMD Instinct MI325X", "256 GB", "HBM3e", "2100 MHz", "256 MB Infinity Cache", _FABRIC, _MESH),
+    "MI350X": GpuText("AMD Instinct MI350X", "288 GB", "HBM3e", "2200 MHz", "256 MB Infinity Cache", _FABRIC, _MESH),
+    "MI355X": GpuText("AMD Instinct MI355X", "288 GB", "HBM3e", "2400 MHz", "256 MB Infinity Cache", _FABRIC, _MESH),
+    "H100": GpuText("NVIDIA H100 SXM", "80 GB", "HBM3", "1980 MHz", "50 MB L2", *_NVLINK),
+    "H200": GpuText("NVIDIA H200 SXM", "141 GB", "HBM3e", "1980 MHz", "50 MB L2", *_NVLINK),
+}
+
+
+def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
+    """Key of the system description -> text, for everything that this machine tells.
+
+    `found`: the GPUs (common.hardware.probe); `gpu_kind`: the variable GPU_KIND, for GPUs that do not name themselves.
+    """
+    known = {
+        **processors(root),
+        **memory(root),
+        **storage(root),
+        **network(root),
+        **accelerators(found, gpu_kind),
+        **software(root, found),
+        **product(root),
+        "number_of_nodes": "1",
+        "host_networking_topology": "N/A (single node)",
+        "system_type": "datacenter",
+    }
+    return {key: text for key, text in known.items() if text}
+
+
+# Processors.
+
+
+def processors(root: Path) -> dict[str, str]:
+    blocks = [block for block in map(_key_values, _read(root / "proc/cpuinfo").split("\n\n")) if "processor" in block]
+    if not blocks:
+        return {}
+    first = blocks[0]
+    sockets = {block.get("physical id", "0") for block in blocks}
+    cores = int(first["cpu cores"]) if first.get("cpu cores", "").isdigit() else 0
+    answer = {
+        "host_processor_model_name": " ".join(first.get("model name", "").split()),
+        "host_processors_per_node": str(len(sockets)),
+        "host_processor_core_count": str(cores) if cores else "",
+        "host_processor_vcpu_count": str(len(blocks)),  # of the whole node
+        "host_processor_frequency": _frequency(root),
+        "host_processor_caches": _caches(root),
+        "host_processor_interconnect": "N/A (one processor)",
+    }
+    if len(sockets) > 1:
+        links = {"AuthenticAMD": "AMD Infinity Fabric", "GenuineIntel": "Intel UPI"}
+        answer["host_processor_interconnect"] = links.get(first.get("vendor_id", ""), "")
+    return answer
+
+
+def _frequency(root: Path) -> str:
+    """The highest one; the current one in /proc/cpuinfo says nothing."""
+    kilohertz = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
+    return f"{int(kilohertz) / 1e6:.2f} GHz (maximum)" if kilohertz.isdigit() else ""
+
+
+def _caches(root: Path) -> str:
+    """Of one socket's first core, with how many logical processors share each."""
+    parts = []
+    for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = (_read(index / name) for name in ("level", "type", "size"))
+        if level and size:
+            letter = {"Data": "d", "Instruction": "i"}.get(kind, "")
+            parts.append(f"L{level}{letter} {_kibibytes(size)} per {_shared_by(_read(index / 'shared_cpu_list'))}")
+    return ", ".join(parts)
+
+
+def _kibibytes(text: str) -> str:
+    """`32768K` -> `32 MiB`, as sysfs writes sizes of caches."""
+    number = int(text.rstrip("KM")) if text.rstrip("KM").isdigit() else 0
+    kib = number * (1024 if text.endswith("M") else 1)
+    return f"{kib // 1024} MiB" if kib >= 1024 and kib % 1024 == 0 else f"{kib} KiB"
+
+
+def _shared_by(cpu_list: str) -> str:
+    count = 0
+    for part in filter(None, cpu_list.split(",")):
+        low, _, high = part.partition("-")
+        count += int(high or low) - int(low) + 1
+    return "vCPU" if count == 1 else f"{count} vCPUs"
+
+
+# Memory.
+
+
+def memory(root: Path) -> dict[str, str]:
+    installed = _memory_bytes(root)
+    return {
+        "host_memory_capacity": f"{installed / GIB:.0f} GB" if installed else "",
+        "host_memory_configuration": _memory_modules(root),
+    }
+
+
+def _memory_bytes(root: Path) -> int:
+    """What is installed. MemTotal lacks what kernel and firmware keep, some 1 to 3 %, so it is rounded up: to 16 GiB, to 1 GiB if small."""
+    folder = root / "sys/devices/system/memory"
+    size, blocks = _read(folder / "block_size_bytes"), list(folder.glob("memory[0-9]*"))
+    if size and blocks:  # hot-pluggable blocks, as lsmem counts them: exact
+        return int(size, 16) * sum(_read(block / "online") != "0" for block in blocks)
+    total = _key_values(_read(root / "proc/meminfo")).get("MemTotal", "").split()
+    if not total:
+        return 0
+    size_bytes = int(total[0]) * 1024
+    grain = 16 * GIB if size_bytes > 60 * GIB else GIB
+    return -(-size_bytes // grain) * grain
+
+
+def _memory_modules(root: Path) -> str:
+    """`24 x 64 GB Registered-DDR5` from EDAC, which anyone may read; the firmware's own table needs root."""
+    modules: Counter[str] = Counter()
+    for module in (root / "sys/devices/system/edac/mc").glob("mc*/dimm*"):
+        size = _read(module / "size")  # MiB
+        if size.isdigit() and int(size):
+            modules[f"{int(size) // 1024} GB {_read(module / 'dimm_mem_type')}".strip()] += 1
+    return _counted(modules)
+
+
+# Storage and network.
+
+
+def storage(root: Path) -> dict[str, str]:
+    kinds: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for disk in sorted((root / "sys/block").glob("*")):
+        sectors = _read(disk / "size")
+        if NO_DISKS.match(disk.name) or not sectors.isdigit() or not int(sectors) or _read(disk / "removable") == "1":
+            continue
+        kinds[_disk_kind(disk)] += 1
+        sizes[_decimal(int(sectors) * SECTOR)] += 1
+    return {"host_storage_type": ", ".join(sorted(kinds)), "host_storage_capacity": _counted(sizes)}
+
+
+def _disk_kind(disk: Path) -> str:
+    if disk.name.startswith("nvme"):
+        return "NVMe SSD"
+    if disk.name.startswith(("vd", "xvd")):
+        return "virtual disk"
+    return "hard disk" if _read(disk / "queue/rotational") == "1" else "SATA/SAS SSD"
+
+
+def _decimal(size: int) -> str:
+    """Disks are sold by powers of ten."""
+    return f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"
+
+
+def network(root: Path) -> dict[str, str]:
+    """Physical ports with their speed; virtual interfaces have no device."""
+    ports: Counter[str] = Counter()
+    for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
+        if _read(port / "link_layer") == "InfiniBand":  # those of link layer Ethernet are below /sys/class/net as well
+            rate = _read(port / "rate").split(" (")[0]
+            ports[f"InfiniBand {rate}".strip()] += 1
+    for card in sorted((root / "sys/class/net").glob("*")):
+        if (card / "device").exists() and not card.name.startswith(NO_CARDS):
+            speed = _read(card / "speed")  # Mb/s; -1 or an error where the link is down or virtual
+            ports[f"Ethernet {int(speed) / 1000:g} Gb/s" if speed.isdigit() else "Ethernet"] += 1
+    return {"host_networking": _counted(ports), "host_network_card_count": str(ports.total()) if ports else ""}
+
+
+# Accelerators.
+
+
+def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
+    """Counts and names from the driver; the rest from GPU_TEXTS where the kind is known."""
+    count = len(found.devices)
+    if not count:
+        return {}
+    with contextlib.suppress(PreflightError):
+        kind = identify(found, gpu_kind)
+        if kind:
+            return _known_accelerators(kind, count)
+    names = sorted({device.name for device in found.devices if device.name})
+    gib = found.devices[0].memory_bytes / GIB
+    return {
+        "accelerators_per_node": str(count),
+        "accelerator_model_name": ", ".join(names),
+        "accelerator_memory_capacity": f"{gib:.0f} GB",
+    }
+
+
+def _known_accelerators(kind: GpuKind, count: int) -> dict[str, str]:
+    text = GPU_TEXTS[kind.name]
+    return {
+        "accelerators_per_node": str(count),
+        "accelerator_model_name": text.model,
+        "accelerator_memory_capacity": text.memory,
+        "accelerator_memory_configuration": text.memory_kind,
+        "accelerator_frequency": text.clock,
+        "accelerator_on-chip_memories": text.on_chip,
+        "accelerator_host_interconnect": text.host_interconnect,
+        "accelerator_interconnect": text.interconnect if count > 1 else "N/A (one accelerator)",
+        "accelerator_interconnect_topology": text.topology if count == 8 else "",
+    }
+
+
+# Software and product.
+
+
+def software(root: Path, found: Probe) -> dict[str, str]:
+    system = _key_values(_read(root / "etc/os-release"), "=")
+    kernel = _read(root / "proc/sys/kernel/osrelease")
+    name = system.get("PRETTY_NAME", "").strip('"')
+    torch = _version("torch")
+    stack = [*_compute_stack(root, torch), *(f"{label} {v}" for label, v in _packages() if v)]
+    if found.driver:
+        stack.insert(0, f"{'amdgpu' if found.vendor == 'amd' else 'NVIDIA'} driver {found.driver}")
+    return {
+        "operating_system": f"{name}, Linux {kernel}" if name and kernel else name,
+        "framework": f"PyTorch {torch}" if torch else "",
+        "other_software_stack": ", ".join([*stack, f"Python {platform.python_version()}"]),
+    }
+
+
+def _compute_stack(root: Path, torch: str) -> list[str]:
+    """ROCm as installed; CUDA as the torch wheel names it, since it brings its own."""
+    rocm = _read(root / "opt/rocm/.info/version")
+    cuda = re.search(r"\+cu(\d+)(\d)$", torch)
+    return ([f"ROCm {rocm}"] if rocm else []) + ([f"CUDA {cuda[1]}.{cuda[2]}"] if cuda else [])
+
+
+def _packages() -> list[tuple[str, str]]:
+    packages = ("triton", "Triton"), ("transformer-engine", "Transformer Engine"), ("amd-aiter", "AITER")
+    return [(label, _version(name)) for name, label in packages]
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return ""
+
+
+def product(root: Path) -> dict[str, str]:
+    folder = root / "sys/class/dmi/id"
+    name = " ".join(filter(None, (_read(folder / "sys_vendor"), _read(folder / "product_name"))))
+    flags = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    virtual = flags is not None and "hypervisor" in flags[1].split()
+    return {"system_name": name, "system_type_detail": "virtual machine" if virtual else "bare metal" if flags else ""}
+
+
+# Reading.
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:  # also what the kernel answers for a speed that it does not know
+        return ""
+
+
+def _key_values(text: str, separator: str = ":") -> dict[str, str]:
+    pairs = (line.partition(separator) for line in text.splitlines())
+    return {key.strip(): value.strip() for key, found, value in pairs if found}
+
+
+def _counted(things: Counter[str]) -> str:
+    return ", ".join(f"{count} x {thing}" for thing, count in things.items())

@@ -1,0 +1,197 @@
+"""The system description: machines as trees of files, what they tell, and what has to be asked for."""
+
+import json
+
+import pytest
+import synthetic_series
+
+from common.hardware import GIB, Device, Probe
+from submission import describe, machine
+
+NVIDIA_8 = Probe("nvidia", tuple(Device("NVIDIA H200", "sm_90", 141 * GIB) for _ in range(8)), "580.65")
+AMD_8 = Probe("amd", tuple(Device("AMD Instinct MI355X", "gfx950", 288 * GIB, 256) for _ in range(8)), "6.14.14")
+
+
+def write(root, files: dict[str, str]):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def cpuinfo(sockets: int, cores: int, threads: int, model: str, vendor: str, flags: str = "fpu") -> str:
+    blocks = []
+    for number in range(sockets * cores * threads):
+        socket = number % (sockets * cores) // cores
+        lines = {"processor": number, "vendor_id": vendor, "model name": model, "physical id": socket, "cpu cores": cores, "flags": flags}
+        blocks.append("".join(f"{key}\t: {value}\n" for key, value in lines.items()))
+    return "\n".join(blocks)
+
+
+CACHE = "sys/devices/system/cpu/cpu0/cache/index"
+SERVER = {
+    "proc/cpuinfo": cpuinfo(2, 64, 2, "AMD EPYC 9575F 64-Core  Processor", "AuthenticAMD"),
+    "proc/meminfo": "MemTotal:       3170523456 kB\nMemFree: 1 kB\n",
+    "proc/sys/kernel/osrelease": "6.8.0-60-generic\n",
+    "etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.2 LTS"\n',
+    "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "5008007\n",
+    **{f"{CACHE}0/{name}": text for name, text in {"level": "1", "type": "Data", "size": "48K", "shared_cpu_list": "0,128"}.items()},
+    **{
+        f"{CACHE}3/{name}": text
+        for name, text in {"level": "3", "type": "Unified", "size": "32768K", "shared_cpu_list": "0-7,128-135"}.items()
+    },
+    **{f"sys/devices/system/edac/mc/mc{n}/dimm0/{k}": v for n in range(24) for k, v in {"size": "131072", "dimm_mem_type": "DDR5"}.items()},
+    **{f"sys/block/nvme{n}n1/{k}": v for n in range(8) for k, v in {"size": "7501476528", "removable": "0"}.items()},
+    "sys/block/loop0/size": "8\n",
+    "sys/block/sda/size": "1875385008\n",
+    "sys/block/sda/queue/rotational": "0\n",
+    **{
+        f"sys/class/infiniband/mlx5_{n}/ports/1/{k}": v
+        for n in range(8)
+        for k, v in {"rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}.items()
+    },
+    "sys/class/net/eth0/device/vendor": "0x15b3\n",
+    "sys/class/net/eth0/speed": "25000\n",
+    "sys/class/net/lo/speed": "-1\n",
+    "sys/class/net/ib0/device/vendor": "0x15b3\n",
+    "sys/class/dmi/id/sys_vendor": "Supermicro\n",
+    "sys/class/dmi/id/product_name": "AS-8126GS-TNMR\n",
+    "opt/rocm/.info/version": "7.0.2\n",
+}
+ASKED = {"submitter": "Acme", "status": "onprem", "cooling": "liquid"}
+
+
+@pytest.fixture
+def server(tmp_path):
+    return write(tmp_path / "server", SERVER)
+
+
+def test_a_server_is_described_as_it_is(server):
+    told = machine.facts(server, AMD_8)
+    assert told["host_processor_model_name"] == "AMD EPYC 9575F 64-Core Processor"
+    assert [told[f"host_processor{part}"] for part in ("s_per_node", "_core_count", "_vcpu_count")] == ["2", "64", "256"]
+    assert told["host_processor_frequency"] == "5.01 GHz (maximum)" and told["host_processor_interconnect"] == "AMD Infinity Fabric"
+    assert told["host_processor_caches"] == "L1d 48 KiB per 2 vCPUs, L3 32 MiB per 16 vCPUs"
+    assert told["host_memory_capacity"] == "3024 GB" and told["host_memory_configuration"] == "24 x 128 GB DDR5"
+    assert told["host_storage_type"] == "NVMe SSD, SATA/SAS SSD" and told["host_storage_capacity"] == "8 x 3.84 TB, 1 x 960 GB"
+    assert told["host_networking"] == "8 x InfiniBand 400 Gb/sec, 1 x Ethernet 25 Gb/s" and told["host_network_card_count"] == "9"
+    assert told["operating_system"] == "Ubuntu 24.04.2 LTS, Linux 6.8.0-60-generic"
+    assert told["system_name"] == "Supermicro AS-8126GS-TNMR" and told["system_type_detail"] == "bare metal"
+    assert told["other_software_stack"].startswith("amdgpu driver 6.14.14, ROCm 7.0.2")
+    assert all(isinstance(text, str) for text in told.values()) and set(told) <= set(describe.KEYS)
+
+
+def test_memory_blocks_say_exactly_what_is_installed(server):
+    blocks = {f"sys/devices/system/memory/memory{n}/online": "1" for n in range(12)} | {"sys/devices/system/memory/memory12/online": "0"}
+    write(server, {"sys/devices/system/memory/block_size_bytes": "80000000", **blocks})
+    assert machine.memory(server)["host_memory_capacity"] == "24 GB"
+
+
+@pytest.mark.parametrize(("kib", "gib"), [(24684092, 24), (16384, 1), (263_700_000, 256), (527_800_000, 512)])
+def test_memory_is_rounded_to_what_is_installed(tmp_path, kib, gib):
+    assert machine.memory(write(tmp_path, {"proc/meminfo": f"MemTotal: {kib} kB\n"}))["host_memory_capacity"] == f"{gib} GB"
+
+
+def test_a_small_virtual_machine(tmp_path):
+    files = {"proc/cpuinfo": cpuinfo(1, 2, 1, "Some CPU", "GenuineIntel", "fpu hypervisor"), "sys/block/vda/size": "536870912"}
+    told = machine.facts(write(tmp_path, files | {"sys/class/net/eth0/device/x": "", "sys/class/net/eth0/speed": "-1"}), Probe("none"))
+    assert told["host_processor_interconnect"] == "N/A (one processor)" and told["system_type_detail"] == "virtual machine"
+    assert told["host_storage_type"] == "virtual disk" and told["host_networking"] == "1 x Ethernet"
+    assert "accelerator_model_name" not in told and "system_name" not in told and "operating_system" not in told
+
+
+def test_a_machine_that_tells_nothing_is_no_crash(tmp_path):
+    told = machine.facts(tmp_path, Probe("none"))
+    assert told["number_of_nodes"] == "1" and "host_processor_model_name" not in told
+
+
+def test_accelerators_by_kind():
+    told = machine.accelerators(AMD_8)
+    assert told["accelerator_model_name"] == "AMD Instinct MI355X" and told["accelerator_memory_capacity"] == "288 GB"
+    assert told["accelerator_memory_configuration"] == "HBM3e" and "fully connected" in told["accelerator_interconnect_topology"]
+    told = machine.accelerators(NVIDIA_8)
+    assert told["accelerators_per_node"] == "8" and told["accelerator_interconnect"] == "NVLink 4"
+    one = machine.accelerators(Probe("nvidia", NVIDIA_8.devices[:1], "580.65"))
+    assert one["accelerator_interconnect"] == "N/A (one accelerator)" and one["accelerator_interconnect_topology"] == ""
+
+
+def test_an_unknown_accelerator_keeps_its_own_name_and_nothing_is_guessed():
+    told = machine.accelerators(Probe("nvidia", (Device("NVIDIA Z999", "sm_200", 96 * GIB),), "600"))
+    assert told == {"accelerators_per_node": "1", "accelerator_model_name": "NVIDIA Z999", "accelerator_memory_capacity": "96 GB"}
+
+
+def test_there_is_a_text_for_every_kind_of_gpu():
+    from common.hardware import KINDS
+
+    assert set(machine.GPU_TEXTS) == set(KINDS)
+
+
+def run(path, found, answers=None):
+    return describe.describe(path, found, answers or {}, "6.1.0")
+
+
+def test_what_nobody_can_know_is_asked_for_by_name(server, tmp_path, capsys):
+    path = tmp_path / "MI355X.json"
+    assert run(path, machine.facts(server, AMD_8)) == 20
+    said = capsys.readouterr().err
+    assert "not complete" in said and all(f"--set {key}=" in said for key in ASKED)
+    assert "--set hw_notes" not in said and "--set host_processor_model_name" not in said
+    assert list(json.loads(path.read_text())) == list(describe.KEYS)
+
+
+def test_complete_it_passes_the_official_checker(server, tmp_path, capsys):
+    path = tmp_path / "MI355X.json"
+    assert run(path, machine.facts(server, AMD_8), ASKED | {"framework": "PyTorch 2.13.0"}) == 0
+    assert "official checker for 6.1.0: passed" in capsys.readouterr().out
+    description = json.loads(path.read_text())
+    assert description["status"] == "Available on-premise" and description["division"] == "closed"
+    assert len(description) == 36 and all(isinstance(value, str) for value in description.values())
+
+
+def test_answers_in_the_file_stay(server, tmp_path, capsys):
+    path = tmp_path / "MI355X.json"
+    path.write_text(json.dumps({"cooling": "immersion", "host_storage_type": "Lustre", "system_name": "TODO"}))
+    run(path, machine.facts(server, AMD_8), {"submitter": "Acme"})
+    description = json.loads(path.read_text())
+    assert description["cooling"] == "immersion" and description["host_storage_type"] == "Lustre"
+    assert description["system_name"] == "Supermicro AS-8126GS-TNMR" and description["submitter"] == "Acme"
+    assert "host_storage_type stays 'Lustre'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("status", "available", "status: 'available' is none of"),
+        ("division", "Closed", "not 'closed' in lower case"),
+        ("accelerators_per_node", "eight", "no whole number"),
+        ("accelerators_per_node", 8, "is no text"),
+        ("cooling", "TBD", "--set cooling="),
+        ("framework", None, "is no text"),
+    ],
+)
+def test_what_the_checker_would_not_or_not_clearly_refuse(key, value, said):
+    assert any(said in line for line in describe.problems(synthetic_series.DESCRIPTION | {key: value}))
+
+
+def test_a_good_description_has_no_problems():
+    assert describe.problems(synthetic_series.DESCRIPTION) == []
+    without_cores = synthetic_series.DESCRIPTION | {"host_processor_core_count": ""}
+    assert describe.problems(without_cores) == []  # the policy wants cores or vCPUs
+    assert "missing" in describe.problems({k: v for k, v in synthetic_series.DESCRIPTION.items() if k != "sw_notes"})[0]
+
+
+@pytest.mark.parametrize("arguments", [["--out", "x.txt"], ["--out", "a b.json"], ["--out", "x.json", "--set", "colour=red"]])
+def test_wrong_usage(tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(describe, "probe", lambda: Probe("none"))
+    assert describe.main(arguments) == 2
+    assert "error:" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_this_machine(tmp_path, capsys):
+    """Whatever it is: all keys, all strings, and the exit code says whether something is missing."""
+    path = tmp_path / "this.json"
+    code = describe.main(["--out", str(path), "--submitter", "Acme", "--set", "status=rdi"])
+    description = json.loads(path.read_text())
+    assert set(describe.KEYS) == set(description) and description["host_processor_model_name"]
+    assert code == (20 if describe.problems(description) else 0)

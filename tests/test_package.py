@@ -1,0 +1,527 @@
+"""From series to a submission: the official tools accept what we build, and what must not be submitted is refused by name."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import synthetic_log
+import synthetic_series as synthetic
+from synthetic_log import LORA, PRETRAINING
+
+from common.errors import CheckFailed, ConfigError
+from submission import checker, contraband, describe, official, package, window
+from submission.package import Request
+
+ROOT = synthetic.ROOT
+NAMES = [benchmark.rules.BENCHMARK for benchmark in (PRETRAINING, LORA)]
+
+
+def git(folder, *arguments) -> str:
+    command = ["git", "-C", str(folder), "-c", "user.name=T", "-c", "user.email=t@example.org", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit_all(folder) -> str:
+    git(folder, "add", "-A", "-f")
+    git(folder, "commit", "-q", "-m", "a state of the project")
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """The project as it is now, as a git repository of its own, with what must never get into a submission lying about."""
+    folder = tmp_path_factory.mktemp("project")
+    junk = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for path in ROOT.iterdir():
+        if path.is_dir() and (path / "__init__.py").is_file():
+            shutil.copytree(path, folder / path.name, ignore=junk)
+        elif path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, folder)
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / ".gitignore").write_text("__pycache__/\n")
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_x.py").write_text("")
+    git(folder, "init", "-q")
+    commit_all(folder)
+    (folder / "common" / "__pycache__").mkdir()
+    (folder / "common" / "__pycache__" / "x.pyc").write_text("")
+    (folder / "common" / "notes.txt").write_text("not in the commit")
+    return folder
+
+
+def plans(benchmark, project, **changes):
+    evaluations = synthetic.evaluations_near_reference(benchmark)
+    return synthetic.plans(evaluations, changes={"commit": git(project, "rev-parse", "HEAD")}, **changes)
+
+
+def described(folder, **changes) -> Path:
+    path = folder / f"{synthetic.SYSTEM}.json"
+    path.write_text(json.dumps(synthetic.DESCRIPTION | changes))
+    return path
+
+
+@pytest.fixture(scope="module")
+def submission(project, tmp_path_factory):
+    """Both benchmarks, ten good runs each, built and judged for 6.1.0: the request and the exit code."""
+    folder = tmp_path_factory.mktemp("good")
+    for benchmark in (PRETRAINING, LORA):
+        synthetic.write(folder / "logs", benchmark, plans(benchmark, project))
+    sources = {PRETRAINING.rules.BENCHMARK: folder / "logs" / PRETRAINING.rules.BENCHMARK, LORA.rules.BENCHMARK: folder / "logs"}
+    request = Request(sources, described(folder), folder / "out", synthetic.ORG, root=project)
+    return request, package.package(request)
+
+
+@pytest.fixture
+def org_dir(submission):
+    return submission[0].out / synthetic.ORG
+
+
+def test_official_tools_accept_both_benchmarks_for_all_rulesets(submission, capsys):
+    request, code = submission
+    assert code == 0
+    for ruleset in ("5.1.0", "6.0.0"):
+        assert package.judge(replace(request, ruleset=ruleset)) == 0
+    for ruleset in checker.CLOSED_RULESETS:
+        text = (request.out / f"package_checker_{ruleset}.txt").read_text()
+        assert text.count("RCP Test Passed") == 2 and "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text
+        verdict = json.loads((request.out / f"verdict_{ruleset}.json").read_text())
+        assert verdict["passed"] and set(verdict["scores_minutes"]) == set(NAMES)
+
+
+def test_our_score_of_the_window_is_the_official_one(submission):
+    request, _ = submission
+    scores = json.loads((request.out / "verdict_6.1.0.json").read_text())["scores_minutes"]
+    for name, source in request.sources.items():
+        place, record = window.find_series(source, name)
+        (only,) = window.windows(window.attempts_of(place, record), name)
+        assert only.score == pytest.approx(scores[name], rel=1e-12)
+
+
+def test_the_tree_is_what_the_rules_want(submission, org_dir):
+    assert {path.name for path in org_dir.iterdir()} == {"systems", "results", "benchmarks"}
+    assert {path.name for path in submission[0].out.parent.iterdir()} == {"logs", "out", f"{synthetic.SYSTEM}.json"}  # no partial trees
+    for name in NAMES:
+        results = org_dir / "results" / synthetic.SYSTEM / name
+        assert {path.name for path in results.iterdir()} - {"scaling.json"} == {f"result_{index}.txt" for index in range(10)}
+        code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
+        for file in ("README.md", "run_and_time.sh", "requirements.txt", f"configs/{name}/{synthetic.CONFIG}", f"{name}/train.py"):
+            assert (code / file).is_file(), file
+        for file in ("README.md", "setup.sh", "init_datasets.sh", "run_and_time.sh", f"{synthetic.SYSTEM}_torch_native.json"):
+            assert (code / synthetic.SYSTEM / file).is_file(), file
+        others = {path.name for path in code.rglob("*")}
+        assert not others & {"tests", "__pycache__", "x.pyc", "notes.txt", ".gitignore", "docs"}
+        assert not (code / next(n for n in NAMES if n != name) / "train.py").exists()
+        assert os.access(code / "run_and_time.sh", os.X_OK)
+    assert contraband.findings(org_dir) == []
+
+
+def test_logs_are_copied_in_the_order_of_the_attempts(submission, org_dir):
+    place, record = window.find_series(submission[0].sources[NAMES[0]], NAMES[0])
+    for index, attempt in enumerate(window.attempts_of(place, record)):
+        copy = org_dir / "results" / synthetic.SYSTEM / NAMES[0] / f"result_{index}.txt"
+        assert copy.read_bytes() == attempt.path.read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_packaged_code_runs_by_itself(org_dir, name):
+    code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "launch", name, "--device", "cpu", "--print"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=code, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"{name}.train" in done.stdout
+    code_check = [sys.executable, "-c", "import submission.check, submission.package, submission.report, submission.score"]
+    assert subprocess.run(code_check, env=environment, cwd=code, timeout=60).returncode == 0
+    assert subprocess.run(["bash", "-n", str(code / synthetic.SYSTEM / "run_and_time.sh")]).returncode == 0
+
+
+# Refusals. All of them come before anything is built, so the official checkers need not be asked.
+
+
+@pytest.fixture
+def case(tmp_path, project, monkeypatch):
+    """A series of ten and a request for it; the official checker of single logs says yes to everything."""
+    monkeypatch.setattr(checker, "closed_verdict", lambda log, ruleset: checker.Verdict(ruleset, True, ()))
+    return Case(tmp_path, project)
+
+
+class Case:
+    def __init__(self, folder, project):
+        self.folder, self.plans = folder, plans(LORA, project)
+        self.request = Request({NAMES[1]: folder / "logs"}, described(folder), folder / "out", synthetic.ORG, root=project)
+
+    def write(self, **options):
+        return synthetic.write(self.folder / "logs", LORA, self.plans, **options)
+
+    def runs(self) -> list[Path]:
+        return sorted(path.parent for path in (self.folder / "logs" / NAMES[1]).glob("*/result.txt"))
+
+    def refused(self, *said: str, error=CheckFailed, **changes) -> None:
+        """Packaging raises `error`, whose text has all of `said`, and leaves nothing behind."""
+        before = set(self.folder.iterdir())
+        with pytest.raises(error) as caught:
+            package.package(replace(self.request, **changes))
+        for words in said:
+            assert words in caught.value.lines(), caught.value.lines()
+        assert set(self.folder.iterdir()) == before
+
+
+def test_a_miniature_is_refused(case):
+    case.write(rules=LORA.rules.MINIATURE)
+    case.refused("is a miniature")
+
+
+@pytest.mark.parametrize("suffix", ["+modified", "+forced"])
+def test_a_run_that_was_not_as_its_config_says_is_refused(case, suffix):
+    case.plans[4].config_name = f"MI355X_1x8{suffix}.toml"
+    case.write()
+    case.refused(f"ran with MI355X_1x8{suffix}.toml", "--set")
+
+
+def test_the_same_seed_twice_is_refused(case):
+    case.plans[7].seed = case.plans[2].seed
+    case.write()
+    case.refused("attempts 3 and 8 have the same seed")
+
+
+def test_seeds_that_were_counted_up_are_refused(case):
+    for number, plan in enumerate(case.plans):
+        plan.seed = 5 + number
+    case.write()
+    case.refused("have the seeds 5 and 6", "without SEED")
+
+
+def test_single_runs_are_no_series(case):
+    for plan in list(case.plans):
+        case.plans = [plan]
+        synthetic.write(case.folder / "logs", LORA, [plan], series=f"single-{plan.seed}", goal=1)
+    case.refused("no series of ten runs", error=ConfigError)
+
+
+def test_a_log_of_another_run_is_refused(case):
+    case.write()
+    first, second = case.runs()[:2]
+    shutil.copy(first / "result.txt", second / "result.txt")
+    case.refused("the log is not the one that this attempt wrote")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"commit": "f" * 40}, "different commit"),
+        ({"commit": None}, "nobody can say which code ran"),
+        ({"dirty": True}, "changes that no commit holds"),
+        ({"dirty": None}, "changes that no commit holds"),
+        ({"packages": {"torch": "2.12.0"}}, "different packages"),
+        ({"driver": "6.15"}, "different driver"),
+    ],
+)
+def test_runs_of_different_code_or_systems_are_refused(case, changes, said):
+    case.plans[3].changes = case.plans[3].changes | changes
+    case.write()
+    case.refused(said)
+
+
+def test_runs_of_different_configs_are_refused(case):
+    case.write()
+    config = case.runs()[5] / "config.toml"
+    config.write_text(config.read_text().replace("opt_base_learning_rate = ", "opt_base_learning_rate = 1"))
+    case.refused("ran with different configs")
+
+
+@pytest.mark.parametrize("break_it", [lambda path: path.write_text("= nonsense"), lambda path: path.unlink()])
+def test_a_spoilt_or_missing_config_is_refused(case, break_it):
+    case.write()
+    for run in case.runs():
+        break_it(run / "config.toml")
+    case.refused("config.toml")
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"org": "Other"}, "submission_org is 'Other', --org is 'Acme'"),
+        ({"org": "unnamed"}, "submission_org is 'unnamed'"),
+        ({"platform": "8xB300_of_a_friend"}, "submission_platform is '8xB300_of_a_friend'"),
+    ],
+)
+def test_an_identity_that_is_not_ours_is_refused(case, plan, said):
+    for key, value in plan.items():
+        setattr(case.plans[6], key, value)
+    case.write()
+    case.refused(said, "a log is not edited")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"submitter": "Other"}, "submitter is 'Other'"),
+        ({"accelerators_per_node": "4"}, "accelerators_per_node is 4, not 8"),
+        ({"number_of_nodes": "2"}, "number_of_nodes is 2, not 1"),
+        ({"accelerator_model_name": "AMD Instinct MI300X"}, "accelerator_model_name"),
+        ({"framework": "PyTorch 2.9"}, "ran with torch 2.13.0"),
+        ({"status": "available"}, "status: 'available'"),
+        ({"division": "Closed"}, "not 'closed' in lower case"),
+        ({"cooling": ""}, "--set cooling="),
+        ({"accelerators_per_node": 8}, "is no text"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(case, changes, said):
+    case.write()
+    described(case.folder, **changes)
+    case.refused(said)
+
+
+@pytest.mark.parametrize("changes", [{"org": "My Org"}, {"org": "unnamed"}, {"implementation": ".hidden"}, {"implementation": "a/b"}])
+def test_names_that_cannot_be_are_refused(case, changes):
+    case.write()
+    case.refused("--", error=ConfigError, **changes)
+
+
+def test_what_exists_is_not_overwritten(case):
+    case.write()
+    (case.folder / "out").mkdir()
+    case.refused("exists", error=ConfigError)
+
+
+def test_a_log_that_is_not_clean_is_refused_with_its_line(case):
+    case.write()
+    path = case.runs()[8] / "result.txt"
+    log = synthetic_log.records(path)
+    index = synthetic_log.find(log, "lora_alpha")
+    log[index]["value"] = 64
+    synthetic_log.write_records(path, log)
+    case.refused("is not clean", f"line {index + 1}: lora_alpha is 64")
+
+
+def test_a_log_that_the_official_checker_refuses_is_refused(case, monkeypatch):
+    case.write()
+    monkeypatch.setattr(checker, "closed_verdict", lambda log, ruleset: checker.Verdict(ruleset, False, ("CHECK for something",)))
+    case.refused("is not clean: ".replace(": ", ""), "CHECK for something")
+
+
+def test_a_log_that_is_a_link_is_refused(case):
+    case.write()
+    path = case.runs()[0] / "result.txt"
+    path.rename(case.folder / "elsewhere.txt")
+    path.symlink_to(case.folder / "elsewhere.txt")
+    case.refused("is a link")
+
+
+def test_a_log_of_the_other_benchmark_is_refused(case):
+    synthetic.write(case.folder / "logs", PRETRAINING, plans(PRETRAINING, case.request.root))
+    (case.folder / "logs" / NAMES[0]).rename(case.folder / "logs" / NAMES[1])
+    case.refused("is a log of llama31_8b")
+
+
+def test_a_commit_that_is_not_here_is_refused(case):
+    for plan in case.plans:
+        plan.changes = plan.changes | {"commit": "f" * 40}
+    case.write()
+    case.refused("has no commit")
+
+
+def test_a_password_in_a_log_is_refused_and_not_repeated(case):
+    case.write()
+    with (case.runs()[2] / "result.txt").open("a") as log:
+        log.write("export HF_TOKEN=hf_" + "a1B2" * 8 + "\n")
+    case.refused("result_2.txt: line ", "looks like a Hugging Face token")
+    with pytest.raises(CheckFailed) as caught:
+        package.package(case.request)
+    assert "a1B2" not in caught.value.lines()
+
+
+def test_what_a_commit_should_not_hold_is_refused(case, tmp_path_factory):
+    project = tmp_path_factory.mktemp("bad_project")
+    git(case.request.root, "clone", "-q", ".", str(project / "clone"))
+    clone = project / "clone"
+    for name in (".hidden", "two words.txt", "old.pyc"):
+        (clone / "common" / name).write_text("x")
+    (clone / "launch" / "key.py").write_text("KEY = '" + "AKIA" + "ABCDEFGHIJKLMNOP'\n")
+    commit = commit_all(clone)
+    for plan in case.plans:
+        plan.changes = plan.changes | {"commit": commit}
+    case.write()
+    case.refused(
+        ".hidden: its name starts with a dot",
+        "a blank in its name",
+        "old.pyc: is a cache",
+        "key.py: line 1 looks like an AWS key",
+        root=clone,
+    )
+    (clone / "common" / "link.py").symlink_to("llama.py")
+    commit = commit_all(clone)
+    for run in case.runs():
+        versions = run / "versions.json"
+        versions.write_text(json.dumps(json.loads(versions.read_text()) | {"commit": commit}))
+    case.refused("common/link.py is a link", root=clone)
+
+
+def test_the_command_line(case, capsys):
+    case.write()
+    arguments = ["--system", str(case.request.system), "--out", str(case.folder / "out"), "--org", "Acme"]
+    assert package.main(["--benchmark", "resnet=x", *arguments]) == 2
+    assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'nothing'}", *arguments]) == 2
+    assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments, "--window", "7"]) == 2
+    assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments, "--series", "2027"]) == 2
+    assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments]) == 20  # this repository has no such commit
+    assert "has no commit" in capsys.readouterr().err
+    assert not (case.folder / "out").exists()
+
+
+# Contraband.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf_" + "abcdefghij" * 3,
+        "aws AKIA" + "ABCDEFGHIJKLMNOP",
+        "-----BEGIN RSA " + "PRIVATE KEY-----",
+        "-----BEGIN " + "PRIVATE KEY-----",
+        "pass" + "word=hunter22",
+        "DB_PASS" + 'WORD: "hunter22"',
+        "api_" + "key = 'abcdef123'",
+        "https://user:" + "hunter22@example.org",
+        "ghp_" + "a" * 36,
+    ],
+)
+def test_secrets_are_seen(text):
+    assert list(contraband.secrets_in(f"first line\n{text}\n".encode())) and "line 2" in next(contraband.secrets_in(f"x\n{text}".encode()))
+
+
+@pytest.mark.parametrize(
+    "text", ["password: str", "token = tokenizer.encode(text)", "hf_config", "passwords are never logged", "http://host:80/x@y"]
+)
+def test_what_is_no_secret_is_let_through(text):
+    assert list(contraband.secrets_in(text.encode())) == []
+
+
+def test_links_and_big_files_are_seen(tmp_path):
+    (tmp_path / "big.bin").touch()
+    os.truncate(tmp_path / "big.bin", contraband.SIZE_LIMIT + 1)
+    (tmp_path / "link").symlink_to("big.bin")
+    (tmp_path / "__pycache__").mkdir()
+    found = "\n".join(contraband.findings(tmp_path))
+    assert "big.bin: is 50 MB" in found and "link: is a link" in found and "__pycache__: is a cache" in found
+
+
+# Windows.
+
+
+def chosen(case, wish="median"):
+    place, record = window.find_series(case.folder / "logs", NAMES[1])
+    attempts = window.attempts_of(place, record)
+    return window.choose(window.windows(attempts, NAMES[1]), attempts, wish)
+
+
+def more(case, count):
+    """`count` attempts more, of which the last ones are ever slower."""
+    case.plans += synthetic.plans([12 + number for number in range(count)], changes=case.plans[0].changes)
+
+
+def test_of_more_than_ten_the_median_window_is_taken(case):
+    more(case, 4)
+    case.write()
+    place, record = window.find_series(case.folder / "logs", NAMES[1], synthetic.SERIES[:8])
+    found = window.windows(window.attempts_of(place, record), NAMES[1])
+    assert [each.first for each in found] == [1, 2, 3, 4, 5]
+    assert sorted(each.score for each in found)[2] == chosen(case).score
+    assert chosen(case, "first").first == 1 and chosen(case, "4").first == 4
+    with pytest.raises(ConfigError, match="--window 6"):
+        chosen(case, "6")
+
+
+def test_of_two_windows_the_slower_one_is_the_median(case):
+    more(case, 1)
+    case.write()
+    assert chosen(case).first == 2 and chosen(case).score > chosen(case, "first").score
+
+
+@pytest.mark.parametrize("fails", ["killed", "unclean"])
+def test_an_attempt_without_a_result_is_not_leapt_over(case, fails):
+    more(case, 3)
+    case.plans[4].fails = fails
+    case.write()
+    case.refused("no 10 consecutive attempts can be submitted", "attempt  5", "--resume")
+
+
+def test_after_it_ten_in_a_row_can_be_submitted(case):
+    more(case, 3)
+    case.plans[2].fails = "killed"
+    case.write()
+    assert chosen(case).first == 4
+
+
+def test_an_attempt_that_never_started_its_clock_is_passed_over(case):
+    more(case, 1)
+    case.plans[4].fails = "early"
+    case.write()
+    assert [attempt.number for attempt in chosen(case).attempts] == [1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
+def test_two_that_missed_the_target_are_one_too_many(case):
+    case.plans[4].fails = case.plans[6].fails = "missed"
+    case.write()
+    case.refused("no 10 consecutive attempts can be submitted", "missed the target")
+
+
+def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
+    """Through the official tools: the run is packaged, and counts as the slowest."""
+    attempts = plans(LORA, project)
+    attempts[4].fails = "missed"
+    synthetic.write(tmp_path / "logs", LORA, attempts)
+    request = Request({NAMES[1]: tmp_path / "logs"}, described(tmp_path), tmp_path / "out", synthetic.ORG, root=project)
+    assert package.package(request) == 0
+    log = (tmp_path / "out" / "Acme" / "results" / synthetic.SYSTEM / NAMES[1] / "result_4.txt").read_text()
+    assert '"status": "aborted"' in log
+    assert chosen_score(tmp_path) == pytest.approx(
+        json.loads((tmp_path / "out" / "verdict_6.1.0.json").read_text())["scores_minutes"][NAMES[1]]
+    )
+    # The same tree, if nobody had said that one run missed its target: the tools forgive it in silence, we do not.
+    assert package.judge(request, missed=0) == 20
+
+
+def chosen_score(folder):
+    place, record = window.find_series(folder / "logs", NAMES[1])
+    return window.windows(window.attempts_of(place, record), NAMES[1])[0].score
+
+
+def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsys):
+    """The package checker ends with 0 all the same."""
+    attempts = plans(LORA, project)
+    for plan in attempts:
+        plan.evaluations = 2
+    synthetic.write(tmp_path / "logs", LORA, attempts)
+    request = Request({NAMES[1]: tmp_path / "logs"}, described(tmp_path), tmp_path / "out", synthetic.ORG, root=project)
+    assert package.package(request) == 20
+    out = capsys.readouterr().out
+    assert "fails the RCP test" in out and "RCP Test Failed" in out and "NOT a submission yet" in out
+    assert (tmp_path / "out" / "package_checker_6.1.0.txt").is_file()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Traceback (most recent call last):\nKeyError: 'x'",
+        "WARNING -  Skipping benchmark: llama31_8B\nINFO - PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !",
+        "INFO - PACKAGE CHECKER FOUND ERRORS, LOOK INTO ERROR LOG LINES AND FIX THEM.",
+        "INFO - PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !",  # without an RCP test: the division was not closed
+    ],
+)
+def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
+    monkeypatch.setattr(official, "_run", lambda tool, *arguments: text)
+    answer = official.package(tmp_path, "6.1.0", 1)
+    assert not answer.passed and answer.complaints
+    assert not official.summary(tmp_path, "6.1.0", NAMES).passed and not official.repository(tmp_path, "6.1.0").passed
+
+
+def test_descriptions_of_the_tests_are_complete():
+    assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(package.NAME, synthetic.SYSTEM)

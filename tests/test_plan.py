@@ -1,0 +1,230 @@
+"""The plan against what was measured and published; its formulae by hand; the verb; and docs/plan.md as the code makes it."""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common import config as configs
+from common import plan
+from common.config import PRECISIONS
+from common.hardware import GIB, KINDS, Probe, config_path
+from common.shapes import LLAMA2_70B, LLAMA31_8B
+from launch import plan as command
+from launch.plan_document import LORA, MEASURED, OUT_OF_MEMORY, PRETRAINING, document, predicted
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = (PRETRAINING, LORA)
+
+
+def shipped(benchmark, name):
+    config = command.load_all(ROOT, benchmark)[name]
+    return config, command.workload(benchmark, config)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", MEASURED, ids=lambda point: f"{point.benchmark}-{point.config}-{point.gib}")
+def test_memory_is_within_five_percent_of_what_was_measured(point):
+    """It is within 1 %, so that is what is asked: more would hide a tensor that the plan forgets."""
+    assert plan.gib(point.memory().allocated) == pytest.approx(point.gib, rel=0.01)
+
+
+def test_what_ran_out_of_memory_is_said_not_to_fit():
+    memory = OUT_OF_MEMORY.memory()
+    assert not plan.fits(memory, KINDS["H200"])
+    assert all(plan.fits(point.memory(), KINDS["H200"]) for point in MEASURED)
+
+
+def test_the_reserve_covers_every_run_of_the_results():
+    runs = [(124.1, 129.6), (85.5, 89.0), (115.4, 120.0), (127.7, 132.2), (132.6, 138.2), (132.6, 138.6), (122.4, 125.7)]
+    worst = max(reserved / allocated for allocated, reserved in runs)
+    assert worst < plan.RESERVED_PER_ALLOCATED < worst + 0.01
+    assert plan.usable_bytes(KINDS["H200"]) == pytest.approx(139.8 * GIB)
+
+
+def test_state_by_hand():
+    config, work = shipped(PRETRAINING, "H200_1x4")
+    state = plan.state_bytes(config, work)
+    assert state["weights"] + state["gradients"] + state["Adam moments"] == 16 * LLAMA31_8B.num_parameters / 4
+    config, work = shipped(LORA, "H200_1x4")
+    adapters = LLAMA2_70B.lora_parameters(16)
+    state = plan.state_bytes(config, work)
+    assert adapters == 44_564_480 and state["weights"] == 2 * LLAMA2_70B.num_parameters / 4 + 4 * adapters
+    assert state["gradients"] == 4 * adapters and state["Adam moments"] == 8 * adapters
+
+
+def test_activations_by_hand():
+    """Bytes per token and layer; the sum of one column of the appendix of any transformer paper."""
+    config, work = shipped(PRETRAINING, "H200_1x4")
+    hidden, qkv, rotated, ffn = 8192, 12288, 10240, 28672  # in bytes, bf16
+    assert sum(plan.activation_bytes(config, work).values()) == 4 * hidden + 8 + qkv + rotated + hidden + 128 + 2 * ffn + ffn
+    config, work = shipped(LORA, "H200_1x4")
+    hidden, qkv, rotated, ffn = 16384, 20480, 18432, 57344
+    kept = 3 * hidden + 8 + qkv + rotated + hidden + 256 + 64
+    assert sum(plan.activation_bytes(config, work).values()) == kept + ffn + 8
+    assert sum(plan.activation_bytes(replace(config, fp8_swiglu_input=False), work).values()) == kept + 2 * ffn
+    dropped = replace(config, kernels="reference")
+    assert plan.activation_bytes(dropped, work)["adapters"] == 64 + 2 * hidden
+
+
+def test_blocks_have_the_parameters_of_the_model():
+    for shape in (LLAMA31_8B, LLAMA2_70B):
+        outside = 2 * shape.vocab_size * shape.hidden_size + shape.hidden_size
+        assert shape.num_layers * plan.layer_parameters(shape) + outside == shape.num_parameters
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_largest_micro_batch_is_the_last_that_fits(benchmark):
+    for config in command.load_all(ROOT, benchmark).values():
+        if config.gpu == "CPU":
+            continue
+        work, kind = command.workload(benchmark, config), KINDS[config.gpu]
+        size = plan.largest_micro_batch(config, work, kind)
+        assert plan.fits(plan.memory_peak(replace(config, micro_batch_size=size), work), kind)
+        assert not plan.fits(plan.memory_peak(replace(config, micro_batch_size=size + 1), work), kind)
+
+
+def test_one_h200_holds_two_sequences_of_the_8b():
+    """A prediction, not tried on a GPU yet: 2 allocate 132 GiB, 3 some 136 (above 139.8 with the reserve), 4 more than there is."""
+    config, work = shipped(PRETRAINING, "H200_1x1")
+    assert plan.largest_micro_batch(config, work, KINDS["H200"]) == 2
+
+
+def test_an_evaluation_can_be_the_peak():
+    config, work = shipped(PRETRAINING, "H200_1x1")
+    memory = plan.memory_peak(replace(config, eval_micro_batch_size=24), work)
+    assert memory.moment == "an evaluation" and "gradients" not in memory.parts
+
+
+def test_advice_leads_to_what_fits():
+    config, work = shipped(PRETRAINING, "H200_1x4")
+    too_much = replace(config, micro_batch_size=4)
+    assert plan.advice(too_much, work, KINDS["H200"]) == "try micro_batch_size 1 or recompute_layers 16"
+    assert plan.fits(plan.memory_peak(replace(too_much, recompute_layers=16), work), KINDS["H200"])
+    assert not plan.fits(plan.memory_peak(replace(too_much, recompute_layers=15), work), KINDS["H200"])
+    whole = replace(shipped(PRETRAINING, "H200_1x1")[0], reshard_after_forward=False)
+    assert "reshard_after_forward true" in plan.advice(whole, work, KINDS["H200"])
+    assert "more GPUs" in plan.advice(whole, work, KINDS["H100"])
+
+
+def test_every_precision_has_a_size():
+    assert set(plan.BYTES) == set(PRECISIONS)
+
+
+# --- FLOPs and time ---------------------------------------------------------------------------------------------------
+
+
+def test_worked_examples_of_mfu():
+    """405B parameters, 16 sequences of 64 tokens in 30 s on 8 x 1.3 PFLOP/s: 0.8 %, and for LoRA 0.53 %."""
+    full, frozen = (plan.useful_flops_per_token(405e9, frozen=lora) for lora in (False, True))
+    assert plan.mfu(full, 16 * 64, 30.0, 8 * 1300) == pytest.approx(0.0080, abs=5e-5)
+    assert plan.mfu(frozen, 16 * 64, 30.0, 8 * 1300) == pytest.approx(0.0053, abs=5e-5)
+    attention = 6 * 126 * 64 * 16384  # of Llama 3.1 405B: next to nothing at 64 tokens
+    assert plan.mfu(plan.useful_flops_per_token(405e9, attention=attention), 16 * 64, 30.0, 8 * 1300) == pytest.approx(0.0080, abs=5e-5)
+
+
+def test_flops_agree_with_the_shapes():
+    """6 N + 6 L S H = 51.47 GF and 4 N + 6 N_lora + 6 L S H = 307.3 GF; the plan prints these."""
+    lines = {benchmark: command.flops_lines(shipped(benchmark, "H200_1x4")[1])[0] for benchmark in BENCHMARKS}
+    assert ": 51.47; 45.03 without attention" in lines[PRETRAINING]
+    assert f"{LLAMA31_8B.training_flops_per_token(8192) / 1e9:.2f}" == "51.47"
+    assert f": {LLAMA2_70B.lora_flops_per_token(8192, 16) / 1e9:.2f}; 275.12 without attention" in lines[LORA]
+
+
+@pytest.mark.parametrize("result", command.references(), ids=lambda r: f"{r.benchmark}-{r.gpus}x{r.gpu}")
+def test_minutes_are_within_ten_percent_of_the_published(result):
+    assert predicted(result).minutes == pytest.approx(result.score, rel=0.10)
+
+
+def test_the_published_results_are_those_of_the_issue():
+    found = {(r.benchmark, r.gpu, r.gpus) for r in command.references()}
+    amd = {(LORA, gpu, 8) for gpu in ("MI300X", "MI325X", "MI350X", "MI355X")} | {(PRETRAINING, gpu, 8) for gpu in ("MI350X", "MI355X")}
+    assert found == amd | {(LORA, "H200", 8), (PRETRAINING, "H200", 64)}
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in KINDS if gpu != "H100"])
+def test_efficiencies_are_fitted_as_they_say(gpu):
+    logs = [math.log((predicted(r).minutes or 0) / r.score) for r in command.references() if r.gpu == gpu]
+    assert abs(sum(logs) / len(logs)) < 0.003
+    assert plan.EFFICIENCY["H100"] == plan.EFFICIENCY["H200"] and set(plan.EFFICIENCY) == set(KINDS)
+
+
+@pytest.mark.parametrize("result", command.references(), ids=lambda r: f"{r.benchmark}-{r.gpus}x{r.gpu}")
+def test_steps_and_evaluations_are_near_the_published(result):
+    """The minutes are not right for wrong reasons: steps within 10 %, forward-only evaluations within 20 %."""
+    found = predicted(result)
+    assert found.step_s == pytest.approx(result.batch / result.samples_per_s, rel=0.10)
+    assert found.eval_s == pytest.approx(result.evaluation_s, rel=0.20)
+
+
+@pytest.mark.parametrize("point", [p for p in MEASURED if p.tokens_per_s_per_gpu], ids=lambda p: f"{p.benchmark}-{p.config}-{p.gib}")
+def test_our_own_throughput_is_near_and_not_overestimated_by_much(point):
+    assert -0.12 < point.estimate().tokens_per_s_per_gpu / point.tokens_per_s_per_gpu - 1 < 0.05
+
+
+def test_no_reference_no_minutes():
+    config, _ = shipped(PRETRAINING, "H200_1x8")
+    assert command.estimate(PRETRAINING, replace(config, global_batch_size=48), KINDS["H200"]).minutes is None
+
+
+# --- the verb ---------------------------------------------------------------------------------------------------------
+
+
+def planned(capsys, benchmark, *arguments):
+    code = command.main(ROOT, benchmark, list(arguments))
+    return code, capsys.readouterr().out
+
+
+def test_one_config_that_fits(capsys):
+    code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")))
+    assert code == 0 and "fits: 130.4 GiB" in text and "largest micro-batch that fits, the rest unchanged: 2" in text
+    assert all(kind in text for kind in KINDS) and "nothing of this package was run on an AMD GPU" in text.replace("\n", " ")
+
+
+def test_one_config_that_does_not_fit(capsys):
+    code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")), "--set", "micro_batch_size=4")
+    assert code == 12 and "short by 71.8 GiB: try micro_batch_size 1 or recompute_layers 16" in text
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_all_configs(benchmark, capsys, monkeypatch):
+    code, text = planned(capsys, benchmark, "--all")
+    assert code == 0 and all(f"| {name} " in text for name in command.load_all(ROOT, benchmark))
+    monkeypatch.setattr(command, "probe", lambda: Probe("none"))
+    monkeypatch.delenv("DGXSYSTEM", raising=False)
+    assert planned(capsys, benchmark)[1] == text, "without a GPU, plan is plan --all"
+    monkeypatch.setenv("DGXSYSTEM", "H200_1x8")
+    assert "H200_1x8.toml: 8 x H200" in planned(capsys, benchmark)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--config", "nothing.toml"], 2, "no such config"),
+        (["--all", "--config", "x.toml"], 2, "not allowed with"),
+        (["--all", "--set", "speed=11"], 2, "unknown key speed"),
+        (["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"], 2, "known are MI300X"),
+        (["--config", "configs/llama31_8b/CPU_1x1.toml"], 0, ""),
+    ],
+)
+def test_exit_codes_through_the_door_without_torch(arguments, code, said, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('the plan needs no torch')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command_line = [sys.executable, "-m", "launch", PRETRAINING, "plan", *arguments]
+    done = subprocess.run(command_line, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    assert done.returncode == code and said in done.stderr, done.stderr
+
+
+def test_overrides_reach_the_plan():
+    config = configs.load(config_path(ROOT, LORA, "H200_1x4"), command.config_class(LORA), {"recompute_layers": "80"})
+    assert plan.memory_peak(config, command.workload(LORA, config)).parts["inputs of recomputed layers"] == 80 * 8192 * 16384
+
+
+def test_the_document_is_what_the_code_makes():
+    assert (ROOT / "docs/plan.md").read_text() == document(), "python3 -m launch.plan_document > docs/plan.md"
