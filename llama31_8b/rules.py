@@ -83,6 +83,6 @@ MINIATURE = replace(
     validation_prefix="python-docs-validation_text_document",
     eval_samples=64,
     eval_interval_samples=1024,
-    target_loss=4.4,
+    target_loss=4.5,  # ten seeds needed 5 to 9 of at most 20 evaluations
     max_steps=2_000,
 )
