@@ -32,7 +32,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import ConfigError, DataError, StorageError
+from common.config import share_of_rank
+from common.errors import DataError, StorageError
 
 SIDECAR = "govreport.json"
 FORMAT = 1  # of sidecar and token files
@@ -207,14 +208,7 @@ def train_batches(
     Step s holds the samples start_sample + s*GBS .. + GBS - 1 of the order, whatever the number of processes: each rank takes a
     contiguous share of them and cuts it into micro-batches. Raises ConfigError if the ranks cannot get whole micro-batches.
     """
-    per_pass = micro_batch_size * world_size
-    if global_batch_size % per_pass:
-        raise ConfigError(
-            f"global batch {global_batch_size} cannot be shared out",
-            f"it is no multiple of micro-batch x processes = {micro_batch_size} x {world_size}",
-            "change global_batch_size or micro_batch_size",
-        )
-    share = global_batch_size // world_size
+    share = share_of_rank(global_batch_size, micro_batch_size, world_size)
     order = itertools.islice(row_order(len(rows), seed), start_sample, None)
     while True:
         mine = list(itertools.islice(order, global_batch_size))[rank * share : (rank + 1) * share]

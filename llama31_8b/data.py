@@ -31,7 +31,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import ConfigError, DataError
+from common.config import share_of_rank
+from common.errors import DataError
 from common.indexed_dataset import Index, index_path, tokens_path
 
 FINAL_EPOCH_THRESHOLD = 0.80  # megatron-core, GPTDataset._build_document_sample_shuffle_indices
@@ -83,14 +84,7 @@ def train_batches(
     share of them and cuts it into micro-batches. So 2 ranks train on what 1 process does, and 4 micro-batches of 1 are 1 of 4.
     Ends when fewer than a global batch are left. Raises ConfigError if the ranks cannot get whole micro-batches.
     """
-    per_pass = micro_batch_size * world_size
-    if global_batch_size % per_pass:
-        raise ConfigError(
-            f"global batch {global_batch_size} cannot be shared out",
-            f"it is no multiple of micro-batch x processes = {micro_batch_size} x {world_size}",
-            "change global_batch_size or micro_batch_size",
-        )
-    share = global_batch_size // world_size
+    share = share_of_rank(global_batch_size, micro_batch_size, world_size)
     for step_start in range(start_sample, len(data) - global_batch_size + 1, global_batch_size):
         first = step_start + rank * share
         for start in range(first, first + share, micro_batch_size):
