@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The one door: ./run_and_time.sh <benchmark> [run|prepare|bench|check] [options]; --help says more.
+# The one door: ./run_and_time.sh <benchmark> [run|prepare|bench|profile|preflight|plan|check] [options]; --help says more.
 # Needs bash, python3 >= 3.11 and git. Uses the Python at hand if it has what requirements.txt asks for, else makes .venv.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)

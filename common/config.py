@@ -16,6 +16,10 @@ from typing import TypeVar
 from common.errors import ConfigError
 
 KERNELS = ("reference", "triton")
+FP8_ENGINES = ("", "torch", "te")
+FP8_RECIPES = ("delayed", "current")
+HOLDINGS = ("sharded", "replicated", "replicated_both")
+GATHERS = ("nccl", "copy_engine")
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word the MLPerf log wants
 
 
@@ -37,10 +41,17 @@ class RunConfig:
     precision: str = "bf16"  # of matrix products, attention and gathered weights; master weights are always fp32
     reduce_precision: str = "fp32"  # of the gradient reduce-scatter; accumulation is always fp32
     kernels: str = "reference"  # or "triton": which engine the ops of common/kernels use where they have both
+    fused_blocks: bool = False  # hand-written blocks (common/fused_block.py) instead of torch's autograd or compiler
+    fp8: str = ""  # linear layers of the blocks in FP8: "torch" (torch._scaled_mm) or "te" (Transformer Engine); "" computes in `precision`
+    fp8_head: bool = False  # the output projection in FP8 too, with fp8 = "torch"
+    fp8_recipe: str = "delayed"  # scales from the last steps' largest values, or from this tensor's ("current")
     fp8_swiglu_input: bool = False  # keep SwiGLU's input for backward in 8 bits: half the memory of a layer's largest activation
     compile: bool = False  # torch.compile of each block and of the head with its loss
     recompute_layers: int = 0  # first n layers recompute their activations in backward
     reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
+    frozen_base: str = "sharded"  # LoRA in FP8: over the node's GPUs, or whole on each as W or as W and W^T (common/frozen.py)
+    gather: str = "nccl"  # LoRA in FP8: what moves a sharded base's layers, NCCL/RCCL or the GPUs' copy engines
+    gemm_tuning_file: str = ""  # tuned GEMM solutions for this GPU and these libraries, relative to the project (docs/gemm_tuning.md)
     warmup_train_steps: int = 2  # synthetic optimizer steps before the clock
     warmup_eval_steps: int = 1
     log_every_steps: int = 10
@@ -144,6 +155,37 @@ def _check_values(config: RunConfig, source: str) -> None:
     for key in ("precision", "reduce_precision"):
         require(getattr(config, key) in PRECISIONS, key, f"known are {', '.join(PRECISIONS)}", "choose one of them")
     require(config.kernels in KERNELS, "kernels", f"known are {', '.join(KERNELS)}", "choose one of them")
+    require(config.fp8 in FP8_ENGINES, "fp8", 'known are "torch", "te" and, for none, ""', "choose one of them")
+    require(config.fp8_recipe in FP8_RECIPES, "fp8_recipe", f"known are {', '.join(FP8_RECIPES)}", "choose one of them")
+    require(config.frozen_base in HOLDINGS, "frozen_base", f"known are {', '.join(HOLDINGS)}", "choose one of them")
+    require(config.gather in GATHERS, "gather", f"known are {', '.join(GATHERS)}", "choose one of them")
+    for key in ("frozen_base", "gather"):
+        require(
+            config.fp8 == "torch" or getattr(config, key) == _default(key),
+            key,
+            "it is for a base in FP8",
+            'leave it out, or set fp8 = "torch"',
+        )
+    gathers = config.frozen_base == "sharded" and config.gpus_per_node > 1
+    require(gathers or config.gather == _default("gather"), "gather", "nothing is gathered: each GPU holds the whole base", "leave it out")
+    require(not config.fp8 or config.precision == "bf16", "fp8", "what FP8 leaves is computed in bf16", 'set precision = "bf16"')
+    require(not config.fp8_head or config.fp8 == "torch", "fp8_head", "it is a product of that engine", 'set fp8 = "torch"')
+    require(config.fp8 != "torch" or config.fused_blocks, "fp8", "this engine lives in the fused blocks", "set fused_blocks = true")
+    require(config.fp8 != "te" or not config.fused_blocks, "fused_blocks", "Transformer Engine has its own layers", "set it to false")
+    require(config.fp8 != "te" or not config.compile, "compile", "Transformer Engine's layers are not traced", "set it to false")
+    require(
+        config.fp8 != "te" or not config.recompute_layers,
+        "recompute_layers",
+        "a layer of Transformer Engine that runs again in backward would do so outside of its FP8 region",
+        'set it to 0, or fp8 = "torch"',
+    )
+    require(
+        not (config.fused_blocks and config.fp8_swiglu_input and not config.fp8),
+        "fp8_swiglu_input",
+        "in bf16 the fused blocks keep SwiGLU's input as it is",
+        "set it to false, or fp8",
+    )
+    require(not (config.fused_blocks and config.compile), "compile", "fused blocks leave nothing to compile", "set compile = false")
     per_pass = config.micro_batch_size * config.world_size
     require(
         config.global_batch_size % per_pass == 0,
@@ -151,6 +193,10 @@ def _check_values(config: RunConfig, source: str) -> None:
         f"it is not a multiple of micro_batch_size x processes = {config.micro_batch_size} x {config.world_size} = {per_pass}",
         "change global_batch_size or micro_batch_size so that every process gets whole micro-batches",
     )
+
+
+def _default(key: str):
+    return next(f.default for f in fields(RunConfig) if f.name == key)
 
 
 def _parse_value(key: str, text: str):

@@ -20,11 +20,21 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # ("data",) on one node; ("replicate", "shard") on several: see mesh_of
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         dist.all_reduce(tensor)
+        return tensor
+
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks that together hold each sharded tensor once, in place: all of one node, all of them if there is one.
+
+        Every node holds a copy of each shard, so a sum over all ranks would count it as often as there are nodes.
+        """
+        if self.mesh.ndim == 1:
+            return self.sum(tensor)
+        dist.all_reduce(tensor, group=self.mesh.get_group("shard"))
         return tensor
 
     def barrier(self) -> None:
@@ -52,7 +62,18 @@ def start_processes(device_type: str, timeout_s: float) -> Processes:
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device_type == "cuda" else None,
         )
-    return Processes(rank, world_size, device, init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",)))
+    return Processes(rank, world_size, device, mesh_of(device_type, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+
+
+def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMesh:
+    """One node: ("data",), weights are sharded over all ranks. Several: (nodes, ranks of one) as ("replicate", "shard").
+
+    Weights and optimizer states are then sharded within a node and equal on all nodes: the gathers stay on the fast links inside
+    of it, and between nodes only the sharded gradients travel.
+    """
+    if world_size == ranks_per_node:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))
+    return init_device_mesh(device_type, (world_size // ranks_per_node, ranks_per_node), mesh_dim_names=("replicate", "shard"))
 
 
 class Heartbeat:

@@ -268,7 +268,7 @@ def parse_nvidia_smi(text: str, env: Mapping[str, str]) -> Probe:
         uuids.append(uuid)
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
-    visible = _visible(len(devices), env.get("CUDA_VISIBLE_DEVICES"), uuids)
+    visible = visible_indices(len(devices), env.get("CUDA_VISIBLE_DEVICES"), uuids)
     return Probe("nvidia" if visible else "none", tuple(devices[i] for i in visible), rows[0][5] if rows else "")
 
 
@@ -289,7 +289,7 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
     chosen = list(range(len(devices)))
     # ROCR_VISIBLE_DEVICES cuts first; HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES in its place, counts in what is left.
     for value in (env.get("ROCR_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))):
-        chosen = [chosen[i] for i in _visible(len(chosen), value)]
+        chosen = [chosen[i] for i in visible_indices(len(chosen), value)]
     version = _read(sysfs / "module/amdgpu/version")
     return Probe("amd" if chosen else "none", tuple(devices[i] for i in chosen), version)
 
@@ -329,7 +329,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _visible(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:
+def visible_indices(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:
     """Indices that a *_VISIBLE_DEVICES variable leaves: as in CUDA and HIP, the list ends at its first invalid entry."""
     if value is None:
         return list(range(count))

@@ -1,8 +1,6 @@
 """One Llama for every benchmark and the miniature, built from a ModelShape.
 
-Legend of tensor names: B batch, S sequence, D hidden, H query heads, K key/value heads.
-The query, key and value projections are one matrix (rows: all of Q, then K, then V), and so are gate and up (gate first):
-one large product instead of three or two. The file knows nothing of sharding, precision or recompute: see parallel.py.
+Legend of tensor names: B batch, S sequence, D hidden. The file knows nothing of sharding, precision or compilation: see parallel.py.
 """
 
 from __future__ import annotations
@@ -10,83 +8,103 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from common.kernels import swiglu
-from common.kernels.attention import causal_attention
-from common.kernels.cross_entropy import cross_entropy
-from common.kernels.rms_norm import rms_norm
-from common.kernels.rope import rope, rope_tables
+from common.block import Block, RMSNorm
+from common.fp8_linear import Fp8Linear
+from common.fused_block import FusedBlock
+from common.kernels import cross_entropy
+from common.kernels.fp8 import Scaling
+from common.kernels.rope import rope_tables
 from common.shapes import ModelShape
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.eps = eps
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return rms_norm(x_BSD, self.weight, self.eps)
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then the same with the feed-forward."""
-
-    def __init__(self, shape: ModelShape, kernels: str, fp8_swiglu_input: bool):
-        super().__init__()
-        self.shape = shape
-        self.swiglu = swiglu.ENGINES[kernels][fp8_swiglu_input]
-        self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
-        self.o = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
-        self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.ffn_hidden_size, bias=False)
-        self.down = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
-
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
-        return x_BSD + self.down(self.swiglu(self.gate_up(self.ffn_norm(x_BSD))))
-
-    def attention(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads, kv_heads, head_dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
-        qkv = self.qkv(x_BSD).unflatten(-1, (heads + 2 * kv_heads, head_dim))
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
-        return self.o(causal_attention(rope(q, cos, sin), rope(k, cos, sin), v).flatten(2))
+from common.te_block import TEBlock, TransformerEngine
 
 
 class Head(nn.Module):
     """Final norm, output projection (not tied to the embedding) and loss."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, kernels: str, scaling: Scaling | None = None):
+        """`scaling`: where FP8 keeps its scales; None computes the projection in the dtype of its weight."""
         super().__init__()
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.cross_entropy = cross_entropy.ENGINES[kernels]
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels)
+        sizes = (shape.hidden_size, shape.vocab_size)
+        self.output = nn.Linear(*sizes, bias=False) if scaling is None else Fp8Linear(*sizes, kernels, scaling)
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         logits = self.output(self.norm(x_BSD))
-        return logits if labels_BS is None else cross_entropy(logits, labels_BS)
+        return logits if labels_BS is None else self.cross_entropy(logits, labels_BS)
 
 
 class Llama(nn.Module):
     cos: Tensor  # fp32 [max_sequence_length, head_dim / 2]
     sin: Tensor
 
-    def __init__(self, shape: ModelShape, max_sequence_length: int, kernels: str = "reference", fp8_swiglu_input: bool = False):
-        """`kernels`: the engine of the ops that have several, "reference" or "triton". `fp8_swiglu_input`: see kernels/swiglu.py."""
+    def __init__(
+        self,
+        shape: ModelShape,
+        max_sequence_length: int,
+        kernels: str = "reference",
+        fp8_swiglu_input: bool = False,
+        fused_blocks: bool = False,
+        fp8_recipe: str = "",
+        fp8_engine: str = "torch",
+        fp8_head: bool = False,
+    ):
+        """`kernels`: the engine of the ops that have several, "reference" or "triton". `fp8_swiglu_input`: see kernels/swiglu.py.
+        `fused_blocks`: FusedBlock instead of Block; these know FP8, whose recipe is one of kernels/fp8.py or "" for none.
+        `fp8_engine` "te": FP8 by TEBlock instead. `fp8_head`: the output projection in FP8 as well.
+        """
         super().__init__()
         self.shape = shape
         self.max_sequence_length = max_sequence_length
         self.recompute_layers = 0  # the first so many blocks recompute their activations in backward; parallel.py sets it
+        self.scaling = Scaling(fp8_recipe) if fp8_recipe and fp8_engine == "torch" else None
+        self.transformer_engine = TransformerEngine(fp8_recipe) if fp8_recipe and fp8_engine == "te" else None
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.blocks = nn.ModuleList(Block(shape, kernels, fp8_swiglu_input) for _ in range(shape.num_layers))
-        self.head = Head(shape)
+        make: Callable[[], Block]
+        if self.transformer_engine is not None:
+            make = partial(TEBlock, shape, kernels, fp8_swiglu_input, self.transformer_engine)
+        elif fused_blocks:
+            make = partial(FusedBlock, shape, kernels, fp8_swiglu_input, self.scaling)
+        else:
+            make = partial(Block, shape, kernels, fp8_swiglu_input)
+        self.blocks = nn.ModuleList(make() for _ in range(shape.num_layers))
+        self.head = Head(shape, kernels, self.scaling if fp8_head else None)
         self.make_rope_tables("cpu")
+
+    def scale_tensors(self) -> list[Tensor]:
+        """The state of FP8, changed in place by training."""
+        if self.transformer_engine is not None:
+            return self.transformer_engine.state()
+        return [self.scaling.state, self.scaling.history] if self.scaling is not None else []
+
+    def reset_scales(self) -> None:
+        """Forget what FP8 has seen, and every cast weight: as before the first step."""
+        if self.scaling is not None:
+            self.scaling.reset()
+        if self.transformer_engine is not None:
+            self.transformer_engine.reset()
+        self._weights_changed()
+
+    def step_done(self) -> None:
+        """After an optimizer step: the weights are others, and FP8 may choose new scales."""
+        if self.scaling is not None:
+            self.scaling.step_done()
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        for module in (*self.blocks, self.head.output):
+            if isinstance(module, FusedBlock | Fp8Linear):
+                module.weights_changed()
 
     def make_rope_tables(self, device: torch.device | str) -> None:
         """cos and sin of all positions, on `device`: fp32 and equal on every device. Moving a meta model to memory loses them."""
@@ -101,12 +119,17 @@ class Llama(nn.Module):
         """
         sequence_length = tokens_BS.shape[1]
         cos, sin = self.cos[:sequence_length], self.sin[:sequence_length]
+        if self.scaling is not None:
+            self.scaling.record(self.training)
         x_BSD = self.embedding(tokens_BS)
-        for number, block in enumerate(self.blocks):
-            if number < self.recompute_layers and torch.is_grad_enabled():
-                x_BSD = checkpoint(block, x_BSD, cos, sin, use_reentrant=False)
-            else:
-                x_BSD = block(x_BSD, cos, sin)
+        with self.transformer_engine.region(self.training) if self.transformer_engine is not None else nullcontext():
+            for number, block in enumerate(self.blocks):
+                if block.recomputes_itself:
+                    x_BSD = block(x_BSD, cos, sin, number < self.recompute_layers)
+                elif number < self.recompute_layers and torch.is_grad_enabled():
+                    x_BSD = checkpoint(block, x_BSD, cos, sin, use_reentrant=False)
+                else:
+                    x_BSD = block(x_BSD, cos, sin)
         return self.head(x_BSD, labels_BS)
 
 

@@ -11,7 +11,7 @@ def disclosure(config: RunConfig, config_filename: str) -> list[tuple[str, int |
     `config_filename`: name of the TOML under configs/<benchmark>/. Source: compliance checker, training_6.1.0/common.yaml.
     """
     return [
-        ("lowest_numerical_precision_in_linear", PRECISIONS[config.precision]),
+        ("lowest_numerical_precision_in_linear", "fp8" if config.fp8 else PRECISIONS[config.precision]),
         ("lowest_numerical_precision_in_attn", PRECISIONS[config.precision]),
         ("lowest_numerical_precision_in_comm", _lower(config.precision, config.reduce_precision)),
         ("tensor_parallelism", 1),

@@ -23,6 +23,7 @@ from common.metrics import Meter
 from common.mllog import RunLog
 from common.optim import ClippedAdamW
 from common.parallel import mark_micro_batch
+from common.slow_rank import RankComparison
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def train_step(
     beat("optimizer")
     grad_norm = optimizer.step(learning_rate)
     optimizer.zero_grad()
+    model.step_done()
     return loss_part, grad_norm
 
 
@@ -123,6 +125,7 @@ def train(
     log: RunLog,
     meter: Meter,
     heartbeat: Heartbeat,
+    ranks: RankComparison | None = None,
 ) -> Outcome:
     """Train until an evaluation is <= `target_loss`. The log's clock has started, its first block has not.
 
@@ -152,6 +155,8 @@ def train(
             continue
         block_s = time.monotonic() - block_began
         log.block_stop(samples, (samples - block_samples) / block_s)
+        if ranks:  # in the pause between blocks, while the GPUs are hot
+            ranks.compare(step, samples, meter.seconds())
         eval_began = time.monotonic()
         log.eval_start(samples)
         loss = evaluate(model, eval_batches, processes, beat)
@@ -159,6 +164,8 @@ def train(
         eval_s = time.monotonic() - eval_began
         phases["train"], phases["eval"] = phases["train"] + block_s, phases["eval"] + eval_s
         meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=eval_s, time_s=meter.seconds())
+        if model.scaling is not None:
+            meter.events.write("fp8", step=step, clipped_elements=model.scaling.take_clipped(), time_s=meter.seconds())
         if loss != loss or abs(loss) == float("inf"):
             raise NonFinite(
                 f"evaluation at {samples} samples: loss {loss}", "the weights or activations are not finite", "look at events.jsonl"

@@ -14,8 +14,23 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common.config import RunConfig
 from common.llama import Llama
+from common.shapes import ModelShape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_model(config: RunConfig, shape: ModelShape, sequence_length: int) -> Llama:
+    """The model as the config wants it computed, where the caller's default device is (meta)."""
+    return Llama(
+        shape,
+        sequence_length,
+        kernels=config.kernels,
+        fp8_swiglu_input=config.fp8_swiglu_input,
+        fused_blocks=config.fused_blocks,
+        fp8_recipe=config.fp8_recipe if config.fp8 else "",
+        fp8_head=config.fp8_head,
+        fp8_engine=config.fp8,
+    )
 
 
 def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Iterable[nn.Parameter] = ()) -> Llama:
@@ -24,17 +39,22 @@ def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Itera
     `replicated` parameters stay whole on every rank and are not gathered; their gradients are the optimizer's affair. All others:
     weights are kept and updated in fp32, one shard per rank, and gathered in `config.precision` for computing. Gradients are
     reduced in `config.reduce_precision` after every micro-batch and accumulated in fp32 shards: that costs more traffic than
-    one reduction per step, hidden behind the backward, and saves a whole unsharded gradient.
+    one reduction per step, hidden behind the backward, and saves a whole unsharded gradient. On a mesh of several nodes
+    ("replicate", "shard") the shards are those of a node, and each micro-batch's are all-reduced over the nodes as well: FSDP could wait
+    with that until the last one, but would add them up in `reduce_precision` instead of fp32.
     """
     model.recompute_layers = config.recompute_layers
     if config.compile:
         for block in model.blocks:
             block.compile(fullgraph=True, dynamic=False)
-        model.head.compile(fullgraph=True, dynamic=False)
+        if config.kernels == "reference":  # the Triton head has nothing to fuse
+            model.head.compile(fullgraph=True, dynamic=False)
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.precision], reduce_dtype=DTYPES[config.reduce_precision], cast_forward_inputs=False
     )
     whole = set(replicated)
+    if whole.issuperset(model.parameters()):
+        return model  # nothing to shard: no gathers, no hooks
     for module in (*model.blocks, model.head, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward, ignored_params=whole)
     return model
@@ -44,6 +64,10 @@ def materialise(model: Llama, device: torch.device) -> None:
     """Give a meta model memory on `device`; its weights are undefined until they are initialised or loaded."""
     model.to_empty(device=device)
     model.make_rope_tables(device)
+    if model.scaling is not None:
+        model.scaling.allocate(device)
+    if model.transformer_engine is not None:
+        model.transformer_engine.allocate()
 
 
 def mark_micro_batch(model: Llama, is_last: bool, reshard_after_forward: bool) -> None:

@@ -1,6 +1,6 @@
 """What a config needs and how long it takes, without a GPU: memory per GPU by kind, FLOPs, time to the target.
 
-Memory is counted, not fitted: every term below is a tensor that the code holds at the moment of the peak, and with them twelve
+Memory is counted, not fitted: every term below is a tensor that the code holds at the moment of the peak, and with them eighteen
 measured peaks on H200s come out within 1 % (docs/plan.md, tests/test_plan.py). Time is one efficiency per GPU kind, fitted to the
 published MLPerf results of that kind. Standard library only; memory in bytes, time in seconds.
 """
@@ -14,10 +14,11 @@ from common.hardware import GIB, GpuKind
 from common.shapes import ModelShape
 
 BYTES = {"fp32": 4, "bf16": 2}
+RING_LAYERS = 3  # of a frozen FP8 base: at work or on their way, SLOTS of common/frozen.py
 
 # Of a card's memory, what torch may allocate: it reports 139.8 of an H200's 141 GiB; the rest is the driver's. Assumed for the others.
 USABLE_SHARE = 139.8 / 141
-# The allocator reserves more than it hands out: 1.027 to 1.044 of the peak in the six runs of docs/results.md, all 32 or 80 layers.
+# The allocator reserves more than it hands out: 1.027 to 1.045 of the peak in the runs of docs/results.md, all 32 or 80 layers.
 RESERVED_PER_ALLOCATED = 1.05
 
 
@@ -62,41 +63,45 @@ def fits(memory: Memory, kind: GpuKind) -> bool:
 
 
 def memory_peak(config: RunConfig, work: Workload) -> Memory:
-    """The largest of three moments; which one it is depends on model and settings.
+    """The largest of four moments; which one it is depends on model and settings.
 
     - The head's backward: everything saved for backward is there, and the logits, and the head's gradient.
-    - The backward of the last block: the head is done; a block's weights and widest gradients are there instead.
+    - The forward of the last block: all but the logits is there; what the block does not keep is widest at SwiGLU.
+    - Its backward: the head is done; a block's weights and widest gradients are there instead.
     - An evaluation: no gradients and nothing saved, but its own micro-batch.
     """
     state, saved = state_bytes(config, work), _saved_bytes(config, work)
-    element = BYTES[config.precision]
-    tokens = config.micro_batch_size * work.sequence_length
-    hidden, ffn = work.shape.hidden_size, work.shape.ffn_hidden_size
+    tokens, element = config.micro_batch_size * work.sequence_length, BYTES[config.precision]
     layer, table = layer_parameters(work.shape), work.shape.vocab_size * work.shape.hidden_size
     per_gradient = 0 if work.lora_rank else element + BYTES[config.reduce_precision]  # the whole gradient, and its copy that travels
-    head_backward = {
-        **state,
-        **saved,
-        "gathered weights": _gathered(config, work, table, ahead=layer),
-        "gradients in flight": table * per_gradient,
-        "logits and head": tokens * _head_bytes_per_token(config, work.shape),
-    }
-    again = _activations(config, work, layers=1) if config.recompute_layers >= work.shape.num_layers else {}
-    block_backward = {
+    recomputes = config.recompute_layers >= work.shape.num_layers  # the last block too
+    again = _activations(config, work, layers=1) if recomputes else {}
+    forward, backward = working_bytes(config, work)
+    if recomputes:  # with the upstream gradient beside it
+        backward = max(backward, forward + element * work.shape.hidden_size)
+    at_head = {"gathered weights": _gathered(config, work, table, ahead=layer)}
+    in_block = {
         **state,
         **{name: saved.get(name, 0) + again.get(name, 0) for name in saved | again},
         "gathered weights": _gathered(config, work, layer, ahead=layer),
-        "gradients in flight": layer * per_gradient,
-        # Upstream gradient, gradient of SwiGLU's output and of its input.
-        "a block's working set": tokens * element * (hidden + 3 * ffn),
     }
-    widest = max(_head_bytes_per_token(config, work.shape), element * (3 * hidden + 3 * ffn))
-    evaluation = {
-        **{name: size for name, size in state.items() if name != "gradients"},  # zero_grad lets go of them
-        "gathered weights": _gathered(config, work, table, ahead=layer),
-        "logits and head": config.eval_micro_batch_size * work.sequence_length * widest,
+    evaluated = max(_head_bytes_per_token(config, work.shape), _evaluated_bytes(config, work))
+    moments = {
+        "the head's backward": {
+            **state,
+            **saved,
+            **at_head,
+            "gradients in flight": table * per_gradient,
+            "logits and head": tokens * _head_bytes_per_token(config, work.shape),
+        },
+        "a block's forward": {**in_block, "a block's working set": tokens * forward},
+        "a block's backward": {**in_block, "gradients in flight": layer * per_gradient, "a block's working set": tokens * backward},
+        "an evaluation": {
+            **{name: size for name, size in state.items() if name != "gradients"},  # zero_grad lets go of them
+            **at_head,
+            "logits and head": config.eval_micro_batch_size * work.sequence_length * evaluated,
+        },
     }
-    moments = {"the head's backward": head_backward, "a block's backward": block_backward, "an evaluation": evaluation}
     name, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     return Memory(name, {part: size for part, size in parts.items() if size})
 
@@ -106,15 +111,24 @@ def layer_parameters(shape: ModelShape) -> int:
     return shape.hidden_size * (shape.qkv_size + shape.hidden_size + 3 * shape.ffn_hidden_size + 2)
 
 
+def matrix_parameters(shape: ModelShape) -> int:
+    """Weights of one block's matrices: without its norms."""
+    return layer_parameters(shape) - 2 * shape.hidden_size
+
+
 def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     """What lives from the first step to the last, on one GPU.
 
-    Full training: fp32 weights, gradients and both moments, 16 bytes per parameter over all GPUs. LoRA: the frozen base in the
-    computing precision over all GPUs, and 16 bytes per adapter parameter on each.
+    Full training: fp32 weights, gradients and both moments, 16 bytes per parameter over all GPUs; in FP8 also what the fused blocks
+    cast the matrices to, rows and columns, which each GPU holds whole from the first micro-batch of a step to its end. LoRA: the frozen
+    base in the computing precision over all GPUs, or as `frozen_bytes` says, and 16 bytes per adapter parameter on each.
     """
     parameters, gpus = work.shape.num_parameters, config.world_size
+    if holds_frozen_fp8(config, work):
+        frozen = frozen_bytes(config, work.shape)
+    else:
+        frozen = BYTES[config.precision] * parameters / gpus if work.lora_rank else 0
     trained = work.shape.lora_parameters(work.lora_rank) if work.lora_rank else parameters / gpus
-    frozen = BYTES[config.precision] * parameters / gpus if work.lora_rank else 0
     rope = 2 * 4 * work.sequence_length * work.shape.head_dim // 2
     # Tokens and labels, int32: the evaluation set, and three micro-batches of the prefetcher.
     resident = (-(-work.eval_samples // gpus) + 3 * config.micro_batch_size) * 2 * 4 * work.sequence_length
@@ -122,17 +136,38 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
         "weights": frozen + 4 * trained,
         "gradients": 4 * trained,
         "Adam moments": 8 * trained,
+        "FP8 copies of weights": 2 * work.shape.num_layers * matrix_parameters(work.shape) if _casts_weights(config, work) else 0,
         "buffers": rope + resident,
     }
+
+
+def _casts_weights(config: RunConfig, work: Workload) -> bool:
+    """Training weights that are FP8 operands of products (FusedBlock.weight_operands)."""
+    return config.fp8 == "torch" and not work.lora_rank
+
+
+def holds_frozen_fp8(config: RunConfig, work: Workload) -> bool:
+    return bool(work.lora_rank) and config.fp8 == "torch"
+
+
+def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """A frozen FP8 base on one GPU (common/frozen.py): the blocks' matrices, and all else whole in the computing precision."""
+    matrices = shape.num_layers * matrix_parameters(shape)
+    gpus = config.gpus_per_node if config.frozen_base == "sharded" else 1
+    layouts = 2 if gpus > 1 or config.frozen_base == "replicated_both" else 1
+    return layouts * matrices / gpus + BYTES[config.precision] * (shape.num_parameters - matrices)
 
 
 def _gathered(config: RunConfig, work: Workload, module: float, ahead: float) -> float:
     """Bytes of whole weights that FSDP holds: all, or the embedding, the module at work and, with peers, the next one on its way.
 
     The embedding belongs to the root, which is gathered from the beginning of the forward to the end of the backward. On one GPU
-    there is no collective, and FSDP makes the next module's copy only when it is needed.
+    there is no collective, and FSDP makes the next module's copy only when it is needed. A frozen FP8 base has a ring of layers
+    instead, for gathered ones or transposed ones.
     """
     element = BYTES[config.precision]
+    if holds_frozen_fp8(config, work):
+        return RING_LAYERS * matrix_parameters(work.shape) if config.frozen_base != "replicated_both" else 0
     if not config.reshard_after_forward:
         return element * work.shape.num_parameters
     embedding = work.shape.vocab_size * work.shape.hidden_size
@@ -142,34 +177,68 @@ def _gathered(config: RunConfig, work: Workload, module: float, ahead: float) ->
 def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
     """Logits, and the residual stream, its norm and its gradient.
 
-    Compiled, the gradient of the logits is written over them: one more sequence of 4 layers of the 8B costs 2.1 GiB at the head,
-    and one copy in bf16 is 1.96. Without compile there are two copies in fp32 beside it.
+    By the Triton kernel and compiled, the gradient of the logits is written over them: one more sequence of 4 layers of the 8B costs
+    2.1 GiB at the head, and one copy in bf16 is 1.96. Plain torch has two copies in fp32 beside it.
     """
     element = BYTES[config.precision]
-    return shape.vocab_size * (element if config.compile else element + 8) + 3 * shape.hidden_size * element
+    once = config.kernels == "triton" or config.compile
+    return shape.vocab_size * (element if once else element + 8) + 3 * shape.hidden_size * element
 
 
 def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
-    """Bytes per token that a block without recompute keeps for its backward, by kind, as a compiled block keeps them.
+    """Bytes per token that a block without recompute keeps for its backward, by kind.
 
-    A frozen matrix needs no input for a weight gradient: LoRA keeps the input of its adapters only. The rotated q and k are kept
-    beside qkv: the attention's v is a view of qkv, and the peaks of both benchmarks show both.
+    A frozen matrix needs no input for a weight gradient. Fused blocks rotate q and k where they lie, and keep the products' inputs in
+    one FP8 layout (in bf16 the output projection's is the attention output itself); of an adapter's input they keep nothing. Compiled
+    blocks keep an adapter's input, and q and k a second time: the attention's v is a view of qkv, and the peaks of both benchmarks
+    show both.
     """
     shape, element = work.shape, BYTES[config.precision]
     hidden, ffn, lora = shape.hidden_size, shape.ffn_hidden_size, bool(work.lora_rank)
     kept = {
         "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
-        "norm outputs": (1 if lora else 2) * hidden * element,  # LoRA: the input of the adapter on qkv
         "qkv": shape.qkv_size * element,
-        "rotated q and k": (shape.num_heads + shape.num_kv_heads) * shape.head_dim * element,
         "attention output": hidden * element + shape.num_heads * 4,  # with its log-sum-exp in fp32
-        "SwiGLU input": 2 * ffn + 2 * 4 if config.fp8_swiglu_input else 2 * ffn * element,  # 8 bits: with two scales in fp32
+        "SwiGLU input": 2 * ffn if config.fp8_swiglu_input else 2 * ffn * element,
     }
+    if lora:
+        kept["adapters"] = 2 * work.lora_rank * element
+    if config.fused_blocks:
+        operand, o = (1, hidden) if config.fp8 else (element, 0)
+        inputs = {"norm outputs": 2 * hidden * operand, "output projection's input": o, "SwiGLU output": ffn * operand}
+        return kept if lora else kept | inputs
+    kept["rotated q and k"] = (shape.num_heads + shape.num_kv_heads) * shape.head_dim * element
+    kept["SwiGLU input"] += 2 * 4 if config.fp8_swiglu_input else 0  # two scales in fp32
     if not lora:
-        return kept | {"SwiGLU output": ffn * element}
+        return kept | {"norm outputs": 2 * hidden * element, "SwiGLU output": ffn * element}
     # Plain dropout keeps what it lets through, its mask comes from a seed; kernels/lora_down.py keeps neither.
     dropped = 2 * hidden * element if config.kernels == "reference" else 0
-    return kept | {"adapters": 2 * work.lora_rank * element + dropped}
+    return kept | {"norm outputs": hidden * element, "adapters": kept["adapters"] + dropped}  # the input of the adapter on qkv
+
+
+def working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
+    """Bytes per token that a block holds for a moment beside what it keeps: the most in its forward, and in its backward.
+
+    Fused blocks, forward: the operands that are not kept, SwiGLU's input where only its 8 bits are, and what products write. Backward,
+    at SwiGLU: the upstream gradient, the gradients of SwiGLU's output and, in the format of products, of its input.
+    """
+    hidden, ffn, element = work.shape.hidden_size, work.shape.ffn_hidden_size, BYTES[config.precision]
+    if not config.fused_blocks:
+        return 0, element * (hidden + 3 * ffn)  # the backward is more
+    gate_up = 2 * ffn * element if config.fp8_swiglu_input else 0
+    if work.lora_rank:  # no layout but rows; SwiGLU's input is given up before the down projection
+        return ffn + max(gate_up, element * hidden), element * (hidden + ffn) + 2 * ffn
+    if config.fp8:  # both layouts; h is used up before SwiGLU's backward
+        return 3 * hidden + ffn + gate_up + 2 * element * hidden, (element + 2) * hidden + (element + 4 - 1) * ffn
+    return 2 * element * hidden, element * (hidden + 2 * ffn)
+
+
+def _evaluated_bytes(config: RunConfig, work: Workload) -> int:
+    """Bytes per token of a block's forward in an evaluation: a fused block holds until its end what it would keep."""
+    hidden, ffn, element = work.shape.hidden_size, work.shape.ffn_hidden_size, BYTES[config.precision]
+    if not config.fused_blocks:
+        return element * (3 * hidden + 3 * ffn)
+    return sum(activation_bytes(config, work).values()) + working_bytes(config, work)[0]
 
 
 def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, float]:
@@ -237,7 +306,7 @@ def mfu(flops_per_token: float, tokens: float, seconds: float, peak_tflops: floa
 # Share of the dense peak (FP8 for the linears, bf16 for attention and head) at which the products of a whole FP8 step run, everything
 # between them included. One number per kind: it makes the mean logarithm of predicted / published score zero over the MLPerf v5.1
 # results of AMD on its GPUs, Dell and HPE on H200s (tests/test_plan.py fits it again). H100: the H200's, as it is the same chip;
-# there is no v5.1 result of one node.
+# there is no v5.1 result of one node. This package's FP8 is planned with the same: where it was measured (8B on 4 H200s) it was faster.
 EFFICIENCY = {"MI300X": 0.326, "MI325X": 0.393, "MI350X": 0.376, "MI355X": 0.420, "H100": 0.437, "H200": 0.437}
 # A bf16 step of the same work takes so many times longer: 15,227 against 10,893 tok/s/GPU, Megatron-core + TE in FP8 and bf16,
 # Llama 3.1 8B on the same 4 H200s on the same day. Assumed for every kind and both models.
@@ -296,9 +365,10 @@ def estimate(
     eval_micro_batch_size: int = 1,
     recompute_layers: int = 0,
     fp8: bool,
+    traffic_hidden: bool,
     samples: float | None,
 ) -> Estimate:
-    """Time of a run on `gpus` GPUs. `fp8`: as the published stacks run it; otherwise this package's bf16, its traffic hidden.
+    """Time of a run on `gpus` GPUs, the linears in `fp8` or all in bf16. `traffic_hidden`: as this package does, not the published stacks.
 
     `samples`: train sequences to the target, e.g. the RCP's mean; evaluations are counted as the mean of whole intervals.
     """
@@ -306,7 +376,7 @@ def estimate(
     recomputed = min(recompute_layers, work.shape.num_layers) / work.shape.num_layers
     step_tokens = global_batch_size * work.sequence_length / gpus
     step_s = step_tokens * per_product_second * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
-    step_s += _traffic_seconds(work, gpus) if fp8 else 0.0
+    step_s += 0.0 if traffic_hidden else _traffic_seconds(work, gpus)
     eval_sequences = -(-work.eval_samples // (gpus * eval_micro_batch_size)) * eval_micro_batch_size  # of one GPU, padding included
     forward_s = per_product_second * products_seconds_per_token(work, kind, training=False)
     eval_s = eval_sequences * work.sequence_length * forward_s

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from common import config as configs
+from common import gemm_tuning, profiling
 from common.config import RunConfig
 from common.distributed import Heartbeat, Processes, start_processes
 from common.errors import ConfigError
@@ -32,6 +33,7 @@ from common.mllog import RunLog
 from common.optim import ClippedAdamW, local
 from common.prefetch import Prefetcher
 from common.shapes import ModelShape
+from common.slow_rank import RankComparison, compare_ranks
 from common.warmup import state_digest, warm_up
 
 
@@ -47,6 +49,7 @@ class Session:
         self.progress = Progress(rank == 0)
         self.heartbeat = Heartbeat(self.run_dir, rank)
         self.meter: Meter | None = None
+        self.ranks: RankComparison | None = None
 
     # The beginning.
 
@@ -63,6 +66,7 @@ class Session:
                 "gradients would be accumulated for another number, and the global batch would not be the one in the log",
                 "start it through ./run_and_time.sh, or change nodes and gpus_per_node",
             )
+        gemm_tuning.require_loaded(self.config, processes.device)
         return processes
 
     def log_submission(self, benchmark: str, division: str, hyperparameters: list) -> None:
@@ -109,6 +113,7 @@ class Session:
             peak_tflops=peak_tflops,
             max_samples=config.max_samples,
         )
+        self.ranks = compare_ranks(processes, self.events, self.progress)
         return self.meter
 
     # The end.
@@ -148,12 +153,18 @@ def warm_up_on_synthetic_tokens(session: Session, model: Llama, optimizer: Clipp
         synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, size)
         for size in (config.micro_batch_size, config.eval_micro_batch_size)
     ]
-    weights = [local(p.detach()) for p in model.parameters()]
+    state = [*(local(p.detach()) for p in model.parameters()), *model.scale_tensors()]
+
+    def restore() -> None:
+        optimizer.zero_grad()
+        optimizer.reset_state()
+        model.reset_scales()
+
     digest = warm_up(
         lambda lr: train_step(model, optimizer, sources[0], batching_of(config), lr, processes.world_size, beat),
         lambda: evaluate(model, [next(sources[1])], processes, beat),
-        optimizer,
-        lambda: state_digest(weights, optimizer, data_position=0, device=processes.device),
+        restore,
+        lambda: state_digest(state, optimizer, data_position=0, device=processes.device),
         train_steps=config.warmup_train_steps,
         eval_steps=config.warmup_eval_steps,
         device=processes.device,
@@ -199,6 +210,7 @@ def train_to_target(
         log=session.log,
         meter=meter,
         heartbeat=session.heartbeat,
+        ranks=session.ranks,
     )
     session.succeed(outcome)
     batches.close()
@@ -207,22 +219,46 @@ def train_to_target(
 def measure(session: Session, benchmark: str, model: Llama, optimizer: ClippedAdamW, processes: Processes) -> None:
     """Throughput of the configured step on synthetic tokens, optimizer included: `args.warmup` steps, then `args.steps` timed ones.
 
-    Prints one BENCH line on stdout; the median of the steps counts.
+    Prints one BENCH line on stdout; the median of the steps counts. With `args.profile` as many steps more, under the profiler.
     """
     config, args, meter = session.config, session.args, session.meter
     assert meter is not None
     source = synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, config.micro_batch_size)
+
+    def one_step() -> tuple[Tensor, Tensor]:
+        return train_step(model, optimizer, source, batching_of(config), 1e-6, processes.world_size, lambda phase: None)
+
     for step in range(args.warmup + args.steps):
         if step == args.warmup:
             processes.barrier()
             meter.start()
-        loss, norm = train_step(model, optimizer, source, batching_of(config), 1e-6, processes.world_size, lambda phase: None)
+        loss, norm = one_step()
         if step >= args.warmup:
             meter.record(step - args.warmup + 1, 1e-6, loss, norm)
     meter.flush(next_eval_samples=0)
     if processes.rank == 0:
         print(_bench_line(session, benchmark, model, processes, meter), flush=True)
+    profiled_ms = profiling.record(one_step, args.steps, args.profile, processes) if args.profile else 0.0
     torch.distributed.destroy_process_group()
+    if args.profile and processes.rank == 0:
+        print(_profile_table(session, benchmark, model, processes, meter, profiled_ms), flush=True)
+
+
+def _profile_table(session: Session, benchmark: str, model: Llama, processes: Processes, meter: Meter, profiled_ms: float) -> str:
+    config, args = session.config, session.args
+    facts = profiling.Facts(
+        benchmark=benchmark,
+        config=Path(args.config).stem,
+        precision=f"{config.precision}, fp8 {config.fp8} {config.fp8_recipe}" if config.fp8 else config.precision,
+        layers=model.shape.num_layers,
+        world_size=processes.world_size,
+        device=torch.cuda.get_device_name(processes.device) if processes.device.type == "cuda" else "cpu",
+        torch=torch.__version__,
+        steps=args.steps,
+        tokens_per_step_per_rank=meter.tokens_per_step // processes.world_size,
+    )
+    micro_batch_tokens = config.micro_batch_size * model.max_sequence_length
+    return profiling.summarise(args.profile, model, micro_batch_tokens, facts, profiled_ms, statistics.mean(meter.step_times_ms))
 
 
 def _bench_line(session: Session, benchmark: str, model: Llama, processes: Processes, meter: Meter) -> str:
@@ -247,6 +283,7 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--bench", action="store_true")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="bench: and as many steps under the profiler; results go to DIR")
     parser.add_argument("--config", type=Path, help="bench: the TOML; a run reads RUN_DIR/config.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int, default=10)

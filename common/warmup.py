@@ -2,7 +2,7 @@
 
 Allowed before run_start because no data is touched and the state afterwards equals the freshly initialised one. Weights are
 never copied: the warm-up steps run at learning rate 0, where AdamW leaves every weight bit as it is (w -= 0*wd*w + 0*update);
-moments, step counts and random generators are set back. `state_digest` before and after must agree.
+moments, step counts, FP8 scales and random generators are set back. `state_digest` before and after must agree.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def state_digest(weights: list[Tensor], optimizer: ClippedAdamW, data_position: 
 def warm_up(
     train_step: Callable[[float], object],
     evaluate: Callable[[], object],
-    optimizer: ClippedAdamW,
+    restore: Callable[[], None],
     digest: Callable[[], str],
     *,
     train_steps: int,
@@ -62,6 +62,8 @@ def warm_up(
     device: torch.device,
 ) -> str:
     """Run `train_step(learning_rate=0)` and `evaluate()` on synthetic tokens, restore, and return the digest.
+
+    `restore` sets back what they changed; the random generators are set back here.
 
     Raises PreflightError where the state afterwards differs from the state before: then the run must not start.
     """
@@ -72,8 +74,7 @@ def warm_up(
         train_step(0.0)
     for _ in range(eval_steps):
         evaluate()
-    optimizer.zero_grad()
-    optimizer.reset_state()
+    restore()
     torch.set_rng_state(cpu_rng)
     if gpu_rng is not None:
         torch.cuda.set_rng_state(gpu_rng, device)

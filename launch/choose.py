@@ -98,10 +98,6 @@ def _misfits(config: RunConfig, kind: GpuKind | None, wish: argparse.Namespace, 
 
 
 def _require_processes(config: RunConfig, kind: GpuKind | None, visible: int) -> None:
-    if config.nodes != 1:
-        raise ConfigError(
-            f"the config is for {config.nodes} nodes", "this launcher starts the processes of one node", "use a config with nodes = 1"
-        )
     if kind and config.gpus_per_node > visible:
         raise ConfigError(
             f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", "use a config for fewer GPUs, or show more"

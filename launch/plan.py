@@ -31,8 +31,9 @@ from submission import published, rcp
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOSE = """\
-Measured by us: memory and bf16 throughput on 1, 2 and 4 H200s (docs/results.md). Published by others: every result on 8 or more GPUs,
-AMD's and H200's (MLPerf Training v5.1). Everything else here is calculated; nothing of this package was run on an AMD GPU or an H100."""
+Measured by us: memory and throughput on 1, 2 and 4 H200s, in FP8 on 4 (8B) and on 1 with a few layers (both; docs/results.md). Published
+by others: every result on 8 or more GPUs, AMD's and H200's (MLPerf Training v5.1). Everything else here is calculated; nothing of this
+package was run on an AMD GPU or an H100."""
 REFERENCES = ("AMD", "Dell XE9680", "HPE")  # whose results the efficiencies are fitted to
 
 
@@ -112,8 +113,8 @@ def _fits(benchmark: str, config: RunConfig) -> bool:
     return kind is None or plan.fits(plan.memory_peak(config, workload(benchmark, config)), kind)
 
 
-def estimate(benchmark: str, config: RunConfig, kind: GpuKind, fp8: bool = False) -> Estimate:
-    """Of this package in bf16, or of the published stacks in FP8 on as many GPUs with the same batch."""
+def estimate(benchmark: str, config: RunConfig, kind: GpuKind, published_stack: bool = False) -> Estimate:
+    """Of this package as the config computes, or of the published stacks in FP8 on as many GPUs with the same batch."""
     return plan.estimate(
         workload(benchmark, config),
         kind,
@@ -121,7 +122,8 @@ def estimate(benchmark: str, config: RunConfig, kind: GpuKind, fp8: bool = False
         global_batch_size=config.global_batch_size,
         eval_micro_batch_size=config.eval_micro_batch_size,
         recompute_layers=config.recompute_layers,
-        fp8=fp8,
+        fp8=published_stack or bool(config.fp8),
+        traffic_hidden=not published_stack,
         samples=rcp.mean_samples(benchmark, config.global_batch_size),
     )
 
@@ -162,13 +164,15 @@ def describe(benchmark: str, path: str, config: RunConfig) -> list[str]:
     memory = plan.memory_peak(config, work)
     lines = [
         f"{benchmark}, {path}: {config.world_size} x {config.gpu}, global batch {config.global_batch_size} = {config.world_size} x "
-        f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}, {config.precision}",
+        f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}, {computes_in(config)}",
         "",
         memory_table(memory),
         "",
     ]
-    if not config.compile:
-        lines += ["Without compile, more is kept for backward than counted here: norms, RoPE and SwiGLU in fp32.", ""]
+    if config.fp8 == "te":
+        lines += ["Transformer Engine keeps what it likes: what is counted here are compiled blocks in bf16.", ""]
+    elif not (config.fused_blocks or config.compile):
+        lines += ["Without fused blocks or compile, more is kept for backward than counted here: norms, RoPE and SwiGLU in fp32.", ""]
     if kind is None:
         return [*lines, "A CPU: its memory is not checked, and no time is estimated."]
     largest, layers = plan.largest_micro_batch(config, work, kind), plan.recompute_needed(config, work, kind)
@@ -202,23 +206,32 @@ def flops_lines(work: Workload) -> list[str]:
     ]
 
 
+def computes_in(config: RunConfig) -> str:
+    """The format of the blocks' linears, in one word."""
+    return "FP8" if config.fp8 else config.precision
+
+
 def kinds_table(benchmark: str, config: RunConfig) -> str:
     """This config's settings on as many GPUs of every kind."""
     head = [
         "GPU",
         "fits",
         "largest micro-batch",
-        "bf16 tok/s/GPU",
+        f"tok/s/GPU, {computes_in(config)}",
         "step ms",
         "evaluation s",
-        "minutes, bf16",
-        "minutes, FP8",
-        "published FP8",
+        "minutes",
+        "published stacks",
+        "published",
     ]
     rows = []
     for kind in KINDS.values():
         here = replace(config, gpu=kind.name)
-        work, ours, theirs = workload(benchmark, here), estimate(benchmark, here, kind), estimate(benchmark, here, kind, fp8=True)
+        work, ours, theirs = (
+            workload(benchmark, here),
+            estimate(benchmark, here, kind),
+            estimate(benchmark, here, kind, published_stack=True),
+        )
         rows.append(
             [
                 kind.name,
@@ -258,22 +271,23 @@ def _notes(benchmark: str, config: RunConfig) -> list[str]:
     )
     return [
         target,
-        "bf16 is this package, FP8 the published stacks in their layout (whole weights on every GPU) on as many GPUs with these batches.",
+        '"published stacks" are minutes too: what those would need in FP8, traffic not hidden, on as many GPUs with these batches.',
         WHOSE,
     ]
 
 
 def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
     """One row per config."""
-    head = ["config", "micro-batch", "recomputed", "GiB allocated", "with reserve", "usable", "fits", "largest micro-batch"]
-    head += ["recompute needed", "bf16 tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
+    head = ["config", "computes in", "micro-batch", "recomputed", "GiB allocated", "with reserve", "usable", "fits", "largest micro-batch"]
+    head += ["recompute needed", "tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
     return table(head, [_row(benchmark, name, config) for name, config in loaded.items()])
 
 
 def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     work, kind = workload(benchmark, config), _kind(config)
     memory = plan.memory_peak(config, work)
-    row = [name, str(config.micro_batch_size), str(config.recompute_layers), f"{gib(memory.allocated):.1f}", f"{gib(memory.reserved):.1f}"]
+    row = [name, computes_in(config), str(config.micro_batch_size), str(config.recompute_layers)]
+    row += [f"{gib(memory.allocated):.1f}", f"{gib(memory.reserved):.1f}"]
     if kind is None:
         return [*row, *"-" * 8]
     usable, layers = plan.usable_bytes(kind), plan.recompute_needed(config, work, kind)

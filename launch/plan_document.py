@@ -22,7 +22,10 @@ PUBLISHED_RECOMPUTE = {(LORA, "MI300X"): 21}  # AMD's v5.1 config of the 192 GB 
 
 @dataclass(frozen=True)
 class Measured:
-    """One of our runs on H200 SXM, 2026-11-20, torch 2.11.0, compiled, sequence 8192: torch.cuda.max_memory_allocated."""
+    """One of our runs on H200 SXM, 2026-11-20 or 21, torch 2.11.0, sequence 8192: torch.cuda.max_memory_allocated.
+
+    `changes`: what the run had otherwise than the config as it is shipped today.
+    """
 
     benchmark: str
     config: str
@@ -47,23 +50,33 @@ class Measured:
         return command.estimate(self.benchmark, config, KINDS[config.gpu])
 
 
-_KEEP_ALL = {"recompute_layers": 0, "reshard_after_forward": False}
-_OLD_LORA = {"gpus_per_node": 1, "fp8_swiglu_input": False, "recompute_layers": 0, "kernels": "reference"}  # dropout as it was then
+_COMPILED = {"fused_blocks": False, "fp8": "", "compile": True}  # bf16, before the fused blocks
+_KEEP_ALL = {**_COMPILED, "recompute_layers": 0, "reshard_after_forward": False}
+_SHARDED_BF16 = {**_COMPILED, "reshard_after_forward": True}  # LoRA
+_OLD_LORA = {**_SHARDED_BF16, "gpus_per_node": 1, "fp8_swiglu_input": False, "recompute_layers": 0, "kernels": "reference"}  # its dropout
+_ONE_GPU = {"gpus_per_node": 1, "global_batch_size": 4}
+_ONE_GPU_LORA = {"global_batch_size": 2, "recompute_layers": 0}
 MEASURED = (
-    Measured(PRETRAINING, "H200_1x4", 124.1, tokens_per_s_per_gpu=10_883),
-    Measured(PRETRAINING, "H200_1x4", 85.5, {"micro_batch_size": 1}, tokens_per_s_per_gpu=10_677),
-    Measured(PRETRAINING, "H200_1x2", 115.4, tokens_per_s_per_gpu=10_596),
-    Measured(PRETRAINING, "H200_1x1", 127.7, tokens_per_s_per_gpu=7_993),
+    Measured(PRETRAINING, "H200_1x4", 123.3, tokens_per_s_per_gpu=15_601),
+    Measured(PRETRAINING, "H200_1x4", 35.7, _ONE_GPU, layers=2),
+    Measured(PRETRAINING, "H200_1x4", 47.6, _ONE_GPU, layers=4),
+    Measured(PRETRAINING, "H200_1x4", 59.4, _ONE_GPU, layers=6),
+    Measured(LORA, "H200_1x1", 11.6, _ONE_GPU_LORA, layers=4),
+    Measured(LORA, "H200_1x1", 25.8, _ONE_GPU_LORA, layers=12),
+    Measured(PRETRAINING, "H200_1x4", 124.1, _COMPILED, tokens_per_s_per_gpu=10_883),
+    Measured(PRETRAINING, "H200_1x4", 85.5, {**_COMPILED, "micro_batch_size": 1}, tokens_per_s_per_gpu=10_677),
+    Measured(PRETRAINING, "H200_1x2", 115.4, _COMPILED, tokens_per_s_per_gpu=10_596),
+    Measured(PRETRAINING, "H200_1x1", 127.7, _COMPILED, tokens_per_s_per_gpu=7_993),
     Measured(PRETRAINING, "H200_1x1", 40.9, _KEEP_ALL, layers=4),
     Measured(PRETRAINING, "H200_1x1", 47.6, {**_KEEP_ALL, "micro_batch_size": 2}, layers=4),
     Measured(PRETRAINING, "H200_1x1", 79.3, _KEEP_ALL, layers=12),
-    Measured(LORA, "H200_1x4", 132.6, tokens_per_s_per_gpu=1_691),
-    Measured(LORA, "H200_1x4", 122.4, {"fp8_swiglu_input": False, "recompute_layers": 32}, tokens_per_s_per_gpu=1_492),
+    Measured(LORA, "H200_1x4", 132.6, {**_SHARDED_BF16, "recompute_layers": 4}, tokens_per_s_per_gpu=1_691),
+    Measured(LORA, "H200_1x4", 122.4, {**_SHARDED_BF16, "fp8_swiglu_input": False, "recompute_layers": 32}, tokens_per_s_per_gpu=1_492),
     Measured(LORA, "H200_1x4", 18.5, _OLD_LORA, layers=4),
     Measured(LORA, "H200_1x4", 46.7, _OLD_LORA, layers=12),
     Measured(LORA, "H200_1x4", 27.1, {**_OLD_LORA, "recompute_layers": 12}, layers=12),
 )
-OUT_OF_MEMORY = Measured(LORA, "H200_1x4", 139.8, {"fp8_swiglu_input": False, "recompute_layers": 22})  # it did not run
+OUT_OF_MEMORY = Measured(LORA, "H200_1x4", 139.8, {**_SHARDED_BF16, "fp8_swiglu_input": False, "recompute_layers": 22})  # it did not run
 
 
 def predicted(result: Published) -> Estimate:
@@ -76,7 +89,7 @@ def predicted(result: Published) -> Estimate:
         eval_micro_batch_size=1,
         recompute_layers=PUBLISHED_RECOMPUTE.get((result.benchmark, result.gpu), 0),
     )
-    return command.estimate(result.benchmark, config, KINDS[result.gpu], fp8=True)
+    return command.estimate(result.benchmark, config, KINDS[result.gpu], published_stack=True)
 
 
 def published_table() -> str:
@@ -121,7 +134,7 @@ def measured_table() -> str:
 def _words(point: Measured) -> str:
     config, work = point.settings(), point.workload()
     words = [
-        f"{point.benchmark}, {config.world_size} x H200",
+        f"{point.benchmark}, {command.computes_in(config)}, {config.world_size} x H200",
         f"{work.shape.num_layers} layers",
         f"micro-batch {config.micro_batch_size}",
         f"{config.recompute_layers} recomputed",
@@ -144,7 +157,7 @@ def document() -> str:
             f"## {benchmark}: 8 GPUs of every kind, settings of `H200_1x8.toml`\n",
             command.kinds_table(benchmark, eight) + "\n",
             f"{rcp.mean_samples(benchmark, eight.global_batch_size):,.0f} sequences to the target at global batch {eight.global_batch_size}; "
-            '"minutes, FP8" is what the stacks behind the published results would need with these batches.\n',
+            '"published stacks" are the minutes that those behind the published results would need in FP8 with these batches.\n',
             f"## {benchmark}: memory of `H200_1x4.toml`\n",
             memory_and_flops(benchmark, four, memory),
         ]
@@ -179,22 +192,27 @@ This page is made by `python3 -m launch.plan_document`; do not edit it. The form
 MEMORY = f"""\
 ## Memory: where the numbers come from, and how good they are
 
-Counted, not fitted: each kind is a tensor that the code holds when the peak is reached, in the head's backward (8B), in the backward of the
-last block (LoRA), or in an evaluation.
+Counted, not fitted: each kind is a tensor that the code holds when the peak is reached, in the head's backward (8B), in the forward (LoRA in
+FP8) or the backward (in bf16) of the last block, or in an evaluation.
 
-- Weights, gradients and Adam moments: 16 bytes per trained parameter, sharded over the GPUs (8B) or whole on each (adapters); the frozen
-  base in bf16, sharded. Gathered: all weights in bf16, or with `reshard_after_forward` the embedding, the module at work and, with more
-  than one GPU, the next one on its way. Gradients in flight: the head's (or a block's) in bf16 and its copy in `reduce_precision`.
-- Activations of a compiled block, per token: residual streams, norm outputs, qkv, rotated q and k, attention output, SwiGLU's input (bf16,
-  or e4m3 with two scales), SwiGLU's output where the down projection trains. A recomputed block keeps its input.
-- Logits once, in bf16: compiled, their gradient is written over them.
+- Weights, gradients and Adam moments: 16 bytes per trained parameter, sharded over the GPUs (8B) or whole on each (adapters). Gathered: all
+  weights in bf16, or with `reshard_after_forward` the embedding, the module at work and, with more than one GPU, the next one on its way.
+  Gradients in flight: the head's (or a block's) in bf16 and its copy in `reduce_precision`.
+- 8B in FP8: the blocks' matrices cast to FP8, rows and columns, 2 bytes per parameter on each GPU beside the gathered ones in bf16.
+- LoRA in FP8: the frozen matrices, W and W^T sharded over the node, or W or both whole on each GPU (`frozen_base`); the embedding and the head
+  in bf16; a ring of {plan.RING_LAYERS} layers that are gathered or transposed. In bf16: the base sharded.
+- Activations of a fused block, per token: residual streams, qkv, attention output, SwiGLU's input (bf16, or e4m3), and where matrices train
+  the input of each product (in FP8 one layout). LoRA's are those of `saved_bytes_per_token` (common/fused_lora_block.py). Compiled blocks keep
+  the rotated q and k and the norm's output too. A recomputed block keeps its input.
+- Logits once, in bf16: their gradient is written over them.
 
-torch must also *reserve* more than it hands out: 2.7 to 4.4 % in our runs, planned with {plan.RESERVED_PER_ALLOCATED - 1:.0%}. Usable is what torch
+torch must also *reserve* more than it hands out: 2.7 to 4.5 % in our runs, planned with {plan.RESERVED_PER_ALLOCATED - 1:.0%}. Usable is what torch
 reports of an H200, 139.8 of 141 GiB; the same share is assumed for the others.
 
-The points with 4 and 12 layers of the 8B are older than the Triton SwiGLU; it keeps the same bytes. Those of LoRA are older than
-`kernels/lora_down.py` and are planned with `kernels = "reference"`, whose dropout keeps what it lets through. With SwiGLU's input in bf16 and
-22 recomputed layers, 4 H200s ran out of memory; the plan says {gib(OUT_OF_MEMORY.memory().allocated):.1f} GiB allocated and {gib(OUT_OF_MEMORY.memory().reserved):.1f} reserved of 139.8.
+The points in bf16 are those of compiled blocks. Those with 4 and 12 layers of the 8B are older than the Triton SwiGLU; it keeps the same bytes.
+Those of LoRA are older than `kernels/lora_down.py` and are planned with `kernels = "reference"`, whose dropout keeps what it lets through. In
+bf16, SwiGLU's input included, and with 22 recomputed layers 4 H200s ran out of memory; the plan says {gib(OUT_OF_MEMORY.memory().allocated):.1f} GiB allocated and {gib(OUT_OF_MEMORY.memory().reserved):.1f}
+reserved of 139.8.
 """
 
 TIME = f"""\
@@ -206,17 +224,21 @@ Linears: forward, data gradient, weight gradient unless frozen, and a second for
 gradients (LoRA). An evaluation is a forward of each GPU's sequences. To the target: sequences of the RCP / (sequences per second), and the evaluations on the way.
 
 The efficiency of a kind is fitted so that the mean logarithm of plan / score is zero over the kind's results below, which are **published by
-others**; H100 takes the H200's. A bf16 step of this package is {plan.BF16_OVER_FP8} times the FP8 one, traffic hidden: Megatron-core + TE's ratio on 4 H200s, 8B (15,227 /
-10,893 tok/s/GPU). It errs on the slow side for the 8B, because HPE's 64 GPUs with half a sequence each pull the H200's efficiency down
-(Dell's LoRA alone would give 0.47); our own tok/s are in the table above. HPE's runs needed some 12 % more sequences than the RCP.
+others**; H100 takes the H200's. This package in FP8 is planned with the same, traffic hidden: an assumption on AMD GPUs, and slower than what
+we measured on 4 H200s (table above). A bf16 step is {plan.BF16_OVER_FP8} times the FP8 one: Megatron-core + TE's ratio on 4 H200s, 8B (15,227 / 10,893
+tok/s/GPU). It errs on the slow side for the 8B, because HPE's 64 GPUs with half a sequence each pull the H200's efficiency down (Dell's LoRA
+alone would give 0.47). HPE's runs needed some 12 % more sequences than the RCP. LoRA in FP8 took 34.6 ms a layer on one H200 without any
+communication (docs/results.md), 2,950 tok/s/GPU if 80 layers were like the 12 measured; the plan is below that too.
 """
 
 LEFT_OUT = """\
 ## What is left out
 
-- FP8 in this package: it computes in bf16 today, so there are no FP8 copies of weights to count.
-- Not tried on a GPU: the largest micro-batches of the tables (also 2 on one H200), and any memory number on {kinds}.
-- Uncompiled blocks keep more; activations are those of `compile = true`.
+- Transformer Engine (`fp8 = "te"`): its memory is planned as that of compiled bf16 blocks.
+- Not tried on a GPU: the largest micro-batches of the tables, LoRA in FP8 with all 80 layers or on more than one GPU, the 8B in FP8 on 2 or 8
+  GPUs, and any memory number on {kinds}.
+- With neither fused nor compiled blocks more is kept than counted.
+- `gather = "copy_engine"` holds the base in memory that torch does not count as allocated; the plan does.
 - Reserved memory near the limit: torch can give unused blocks back before it gives up, so a config a little above the limit may still run.
 """
 

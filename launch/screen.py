@@ -36,7 +36,7 @@ def header(benchmark: str, choice: Choice, rules, places: tuple[Path, Path] | No
     if places:
         lines += [f"data       {places[0]}", f"results    {places[1]}", f"expect     {expectation(benchmark, choice, rules)}"]
     else:
-        lines.append("expect     throughput on synthetic tokens; no data is read, no result kept")
+        lines.append("expect     throughput on synthetic tokens; no data is read")
     return lines + [f"NOTE       {note}" for note in choice.notes]
 
 

@@ -22,6 +22,8 @@ class Config(RunConfig):
     opt_learning_rate_warmup_ratio: float = 0.0  # of those steps; the reference warms nothing up
 
     def __post_init__(self) -> None:
+        if self.fused_blocks and self.fp8 != "torch":
+            raise ConfigError("fused_blocks = true cannot be used", "LoRA's fused blocks need the base in FP8", 'set fp8 = "torch"')
         steps, ratio = self.opt_learning_rate_training_steps, self.opt_learning_rate_warmup_ratio
         if steps < 1:
             raise ConfigError(f"opt_learning_rate_training_steps = {steps} cannot be used", "it must be at least 1", "give steps")

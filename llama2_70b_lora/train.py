@@ -15,16 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from common.config import RunConfig
 from common.distributed import Processes
-from common.errors import RunError
+from common.errors import ConfigError, RunError
+from common.frozen import FrozenBase
+from common.fused_lora_block import FusedLoraBlock
 from common.kernels.attention import attention_backends
 from common.llama import Llama
 from common.loop import pad_for_ranks
 from common.lora import adapter_parameters, add_adapters, init_adapters
 from common.optim import ClippedAdamW, local
-from common.parallel import DTYPES, materialise, prepare
+from common.parallel import DTYPES, build_model, materialise, prepare
 from common.prefetch import Prefetcher
 from common.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
 from common.warmup import fingerprint
@@ -36,15 +39,55 @@ from llama2_70b_lora.schedule import cosine_to_zero
 from llama2_70b_lora.weights import load_base
 
 
-def build(config: RunConfig, rules: Rules, processes: Processes) -> Llama:
-    """A frozen model in the configured precision, sharded over the ranks, with adapters; nothing in it has a value yet."""
+def frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> FrozenBase | None:
+    """Room for the blocks' matrices where they are held in FP8, outside the model; None: they are parameters of it."""
+    if config.fp8 == "te":
+        why = "adapters on Transformer Engine's layers were never tested"
+        raise ConfigError('fp8 = "te" cannot be used for llama2_70b_lora', why, 'set fp8 = "torch"')
+    if not config.fp8:
+        return None
+    return FrozenBase(
+        rules.shape,
+        processes,
+        kernels=config.kernels,
+        holding=config.frozen_base,
+        gather=config.gather,
+        recompute_layers=config.recompute_layers,
+        timeout_s=config.hang_timeout_s,
+    )
+
+
+def build(config: RunConfig, rules: Rules, processes: Processes, frozen: FrozenBase | None = None) -> Llama:
+    """A frozen model in the configured precision with adapters; nothing in it has a value yet.
+
+    Sharded over the ranks; or, with `frozen`, without the blocks' matrices. What is left then, embedding, norms and head (1.05 GB at
+    70B in bf16), is whole on every rank: sharding it would save less than a gigabyte, for two collectives in every pass.
+    """
     with torch.device("meta"):
-        model = Llama(rules.shape, rules.sequence_length, config.kernels, config.fp8_swiglu_input)
+        # The blocks made here are those of torch's autograd: a frozen base brings its own.
+        model = build_model(replace(config, fused_blocks=False) if frozen else config, rules.shape, rules.sequence_length)
         model.to(DTYPES[config.precision])  # frozen: there is no update that fp32 would have to keep
-        adapters = add_adapters(model, rules.lora_rank, rules.lora_alpha, rules.lora_dropout, config.kernels)
-    prepare(model, config, processes.mesh, replicated=adapters)
+        if frozen:
+            take_from(frozen, model, config, rules)
+            replicated = list(model.parameters())
+        else:
+            replicated = add_adapters(model, rules.lora_rank, rules.lora_alpha, rules.lora_dropout, config.kernels)
+    prepare(model, config, processes.mesh, replicated=replicated)
     materialise(model, processes.device)
     return model
+
+
+def take_from(frozen: FrozenBase, model: Llama, config: RunConfig, rules: Rules) -> None:
+    """Exchange the blocks of `model` for such as get their matrices from `frozen`, with adapters that train; all else does not."""
+    model.requires_grad_(False)
+    lora = (rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
+    model.blocks = nn.ModuleList(
+        FusedLoraBlock(rules.shape, layer, frozen, config.kernels, *lora, model.scaling, config.fp8_swiglu_input)
+        for layer in range(rules.shape.num_layers)
+    )
+    for norm in (norm for block in model.blocks for norm in (block.attention_norm, block.ffn_norm)):
+        norm.to(DTYPES[config.precision])
+    model.register_forward_pre_hook(lambda model, _: frozen.begin(model.training))
 
 
 def base_folder(config: RunConfig, data_dir: Path) -> tuple[Path, Path | None]:
@@ -66,9 +109,10 @@ def adapter_optimizer(model: Llama, rules: Rules, processes: Processes) -> Clipp
     )
 
 
-def base_fingerprints(model: Llama) -> list[int]:
+def base_fingerprints(model: Llama, frozen: FrozenBase | None) -> list[int]:
     """A hash of each frozen tensor's bits on this rank."""
-    return [fingerprint(local(p)) for p in model.parameters() if not p.requires_grad]
+    held = frozen.tensors() if frozen else []
+    return [fingerprint(tensor) for tensor in (*(local(p) for p in model.parameters() if not p.requires_grad), *held)]
 
 
 def run(session: Session) -> None:
@@ -82,11 +126,12 @@ def run(session: Session) -> None:
     session.log_submission(BENCHMARK, rules.division, hyperparameters(config, rules, govreport.train.rows, session.args.config_name))
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
     with attention_backends(processes.device.type):
-        model = build(config, rules, processes)
-        report = load_base(model, *base_folder(config, data_dir))
+        frozen = frozen_base(config, rules, processes)
+        model = build(config, rules, processes, frozen)
+        report = load_base(model, *base_folder(config, data_dir), frozen)
         init_adapters(model, seed)
         optimizer = adapter_optimizer(model, rules, processes)
-        base = base_fingerprints(model)
+        base = base_fingerprints(model, frozen)
         session.phase_done("init", base_bytes=report.bytes, base_seconds=report.seconds)
         warm_up_on_synthetic_tokens(session, model, optimizer, processes)
         flops = rules.shape.lora_flops_per_token(rules.sequence_length, rules.lora_rank)
@@ -96,7 +141,7 @@ def run(session: Session) -> None:
         steps, ratio = config.opt_learning_rate_training_steps, config.opt_learning_rate_warmup_ratio
         lr_at = cosine_to_zero(config.opt_base_learning_rate, steps, ratio)
         train_to_target(session, rules, processes, model, optimizer, lr_at, batches, validation)
-    keep_adapter(session, model, rules, base)
+    keep_adapter(session, model, rules, frozen, base)
 
 
 def open_data(config: Config, govreport: GovReport, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
@@ -107,9 +152,9 @@ def open_data(config: Config, govreport: GovReport, seed: int, processes: Proces
     return Prefetcher(pairs, processes.device), validation
 
 
-def keep_adapter(session: Session, model: Llama, rules: Rules, base_before: list[int]) -> None:
+def keep_adapter(session: Session, model: Llama, rules: Rules, frozen: FrozenBase | None, base_before: list[int]) -> None:
     """After the clock: prove that the base is what it was, and save the adapter in peft's format."""
-    unchanged = base_fingerprints(model) == base_before
+    unchanged = base_fingerprints(model, frozen) == base_before
     session.events.write("base", unchanged=unchanged, tensors=len(base_before))
     if not unchanged:
         raise RunError("the frozen base changed during training", "its bits differ from those loaded", "this is a defect: report it")
@@ -120,6 +165,15 @@ def keep_adapter(session: Session, model: Llama, rules: Rules, base_before: list
         )
 
 
+def hold_random_weights(frozen: FrozenBase) -> None:
+    """N(0, 0.02), made where they are quantised, a layer at a time."""
+    for layer in range(frozen.num_layers):
+        shapes = {name: frozen.share(name)[1:] for name in frozen.places}
+        shares = {name: torch.empty(shape, dtype=torch.bfloat16, device=frozen.device).normal_(0.0, 0.02) for name, shape in shapes.items()}
+        frozen.hold(layer, shares)
+    frozen.loaded()
+
+
 def bench(session: Session) -> None:
     """Throughput of the configured step on synthetic tokens and random weights. No files, no evaluation, no MLLOG."""
     config, args = session.config, session.args
@@ -128,9 +182,12 @@ def bench(session: Session) -> None:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     processes = session.start()
     with attention_backends(processes.device.type):
-        model = build(config, rules, processes)
+        frozen = frozen_base(config, rules, processes)
+        model = build(config, rules, processes, frozen)
         for parameter in model.parameters():
             local(parameter.detach()).normal_(0.0, 0.02)
+        if frozen:
+            hold_random_weights(frozen)
         optimizer = adapter_optimizer(model, rules, processes)
         flops = rules.shape.lora_flops_per_token(rules.sequence_length, rules.lora_rank)
         session.make_meter(rules.shape, rules.sequence_length, flops, processes)

@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common.errors import StorageError, WeightsError
+from common.frozen import FrozenBase
 from common.llama import Llama
 from common.preparation import Manifest, sha256_of
 from common.shapes import ModelShape
@@ -111,8 +112,10 @@ class LoadReport:
     peak_host_bytes: int  # of resident memory, since the process began
 
 
-def load_base(model: Llama, folder: Path, manifest: Path | None = None) -> LoadReport:
+def load_base(model: Llama, folder: Path, manifest: Path | None = None, frozen: FrozenBase | None = None) -> LoadReport:
     """Fill all parameters of `model` but the adapters (names with `.lora_`) from the safetensors checkpoint in `folder`.
+
+    `frozen`: what holds the matrices of the blocks where they are no parameters; it is filled too, each rank reading its share of rows.
 
     Parameters are whole, or sharded on dimension 0 as `fully_shard` does; bf16 or fp32, on any device; every rank calls this, and
     reads its own rows only. Everything is checked before the first byte is copied (see `open_checkpoint`). With a `manifest`,
@@ -127,6 +130,8 @@ def load_base(model: Llama, folder: Path, manifest: Path | None = None) -> LoadR
     check_s = time.monotonic() - began
     reads = [read for name, parameter in _base_parameters(model) for read in _reads(name, parameter, checkpoint, model.shape)]
     read_bytes = _stream(reads)
+    if frozen is not None:
+        read_bytes += _fill(frozen, checkpoint, model.shape)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return LoadReport(checkpoint.layout, check_s, time.monotonic() - began, read_bytes, peak)
 
@@ -378,14 +383,43 @@ def check_hashes(checkpoint: Checkpoint, manifest_path: Path, device: torch.devi
 
 
 def _reads(name: str, parameter: Tensor, checkpoint: Checkpoint, shape: ModelShape) -> Iterator[Read]:
-    """What this rank must read for one parameter: the overlap of the rows it owns with each of the tensors stacked in it."""
-    first, local = local_rows(parameter)
+    """What this rank must read for one parameter."""
+    return _reads_of_rows(name, *local_rows(parameter), checkpoint, shape)
+
+
+def _reads_of_rows(name: str, first: int, local: Tensor, checkpoint: Checkpoint, shape: ModelShape) -> Iterator[Read]:
+    """Reads of the rows from `first` on into `local`: their overlap with each of the tensors stacked in parameter `name`."""
     last, begin = first + len(local), 0
     for source in sources(name, shape, checkpoint.layout):
         low, high = max(first, begin), min(last, begin + source.rows)
         if low < high:
             yield Read(checkpoint.tensors[source.name], low - begin, high - low, local[low - first : high - first])
         begin += source.rows
+
+
+def _fill(frozen: FrozenBase, checkpoint: Checkpoint, shape: ModelShape) -> int:
+    """Hand `frozen` one layer after the other, and read the next one meanwhile: bf16 exists of two layers only. Returns the bytes read."""
+
+    def read(layer: int) -> tuple[dict[str, Tensor], int]:
+        shares: dict[str, Tensor] = {}
+        reads: list[Read] = []
+        for name in frozen.places:
+            first, rows, columns = frozen.share(name)
+            shares[name] = torch.empty(rows, columns, dtype=torch.bfloat16, device=frozen.device)
+            reads += _reads_of_rows(f"blocks.{layer}.{name}.weight", first, shares[name], checkpoint, shape)
+        return shares, _stream(reads) if reads else 0  # with more ranks than rows some have none
+
+    read_bytes = 0
+    with ThreadPoolExecutor(1) as ahead:
+        coming = ahead.submit(read, 0)
+        for layer in range(shape.num_layers):
+            shares, size = coming.result()
+            if layer + 1 < shape.num_layers:
+                coming = ahead.submit(read, layer + 1)
+            frozen.hold(layer, shares)
+            read_bytes += size
+    frozen.loaded()
+    return read_bytes
 
 
 def local_rows(parameter: Tensor) -> tuple[int, Tensor]:

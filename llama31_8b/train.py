@@ -20,7 +20,7 @@ from common.kernels.attention import attention_backends
 from common.llama import Llama, init_weights
 from common.loop import next_token_pairs, pad_for_ranks
 from common.optim import ClippedAdamW, warmup_cosine
-from common.parallel import materialise, prepare
+from common.parallel import build_model, materialise, prepare
 from common.prefetch import Prefetcher
 from common.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
@@ -31,7 +31,7 @@ from llama31_8b.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 def build(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> tuple[Llama, ClippedAdamW]:
     """The initialised model, sharded over the ranks, and its optimizer with empty moments."""
     with torch.device("meta"):
-        model = Llama(rules.shape, rules.sequence_length, config.kernels, config.fp8_swiglu_input)
+        model = build_model(config, rules.shape, rules.sequence_length)
     prepare(model, config, processes.mesh)
     materialise(model, processes.device)
     init_weights(model, seed, rules.init_std)
@@ -41,7 +41,7 @@ def build(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> t
         eps=rules.adam_epsilon,
         weight_decay=rules.weight_decay,
         clip_norm=rules.gradient_clip_norm,
-        sum_over_ranks=processes.sum,
+        sum_over_ranks=processes.sum_over_shards,
     )
     return model, optimizer
 

@@ -47,6 +47,8 @@ svg { width: 100%; height: auto; overflow: visible; } svg text { fill: var(--dim
 .point.other { fill: var(--page); stroke: var(--dim); stroke-width: 1.5; }
 .band { fill: var(--band); fill-opacity: 0.16; } .bandline { stroke: var(--band); stroke-width: 1.5; } svg text.bandtext { fill: var(--band); }
 .mean { stroke: var(--train); stroke-width: 2; stroke-dasharray: 8 4; }
+.gpu { fill: none; stroke: var(--train); stroke-width: 1.1; stroke-opacity: 0.55; }
+.h-power { fill: var(--dim); fill-opacity: 0.5; } .h-bad { fill: var(--eval); }
 .bar { fill: var(--train); } .key-train { color: var(--train); } .key-eval { color: var(--eval); } .key-target { color: var(--target); }
 .key-band { color: var(--band); } .key-dim, .dim { color: var(--dim); }
 .p-init { fill: var(--init); } .p-warmup { fill: var(--warmup); } .p-train { fill: var(--train); } .p-eval { fill: var(--eval); }

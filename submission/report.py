@@ -1,7 +1,7 @@
 """`python -m submission.report DIR`: one page about one run, DIR/report.html, or about a series of runs.
 
 Self-contained: no script, no link to anything outside, curves as inline SVG, light and dark. A run's page reads result.txt,
-events.jsonl, config.toml, versions.json and failure.json; a run that died early gets a report of what there is. If DIR holds a
+events.jsonl, gpu_samples.jsonl, config.toml, versions.json and failure.json; a run that died early gets a report of what there is. If DIR holds a
 ledger or the directories of several runs, such as LOGDIR/<benchmark>, the page is about them (submission/series_report.py).
 Standard library only.
 """
@@ -15,14 +15,14 @@ from html import escape
 from pathlib import Path
 
 from common.errors import RunError, StorageError
-from submission import plots, series_report
+from submission import gpu_samples, plots, series_report
 from submission.plots import Axes, finite, median, number, points, section, table
 from submission.run_dir import Run, read_run
 
 OF_A_RUN = ("result.txt", "events.jsonl", "config.toml", "failure.json")
 
 
-def render(run: Run) -> str:
+def render(run: Run, samples: gpu_samples.Samples | None = None) -> str:
     """The page as HTML text."""
     title = f"{run.log.value('submission_benchmark') or 'run'} · {run.name}"
     sections = [
@@ -31,6 +31,8 @@ def render(run: Run) -> str:
         section("Evaluations", _evaluation_table(run)),
         section("Where the time went", _phases(run)),
         section("Step time", _step_times(run)),
+        section("GPUs during the run", gpu_samples.section(samples)),
+        section("Ranks compared", gpu_samples.ranks_compared(run)),
         section("Provenance", _provenance(run)),
         section("Config, as resolved", f"<pre>{escape(run.config)}</pre>" if run.config else ""),
         section("Could not be read", "".join(f"<p class=dim>{escape(note)}</p>" for note in run.notes)),
@@ -150,7 +152,8 @@ def _provenance(run: Run) -> str:
 
 def write_report(folder: Path) -> Path:
     """Write report.html into the directory of a run and return its path. Raises ConfigError, StorageError."""
-    return _write(folder, render(read_run(folder)))
+    run = read_run(folder)
+    return _write(folder, render(run, gpu_samples.read_samples(folder, run)))
 
 
 def write_series_report(folder: Path, series: str = "") -> Path:

@@ -41,7 +41,7 @@ def few_steps(processes: Processes, folder: Path | None = None, micro_batch_size
         copy_into(parameter, 0.1 * full if parameter.ndim == 2 else torch.ones(parameter.shape))
     init_adapters(model, seed=3)
     optimizer = adapter_optimizer(model, rules, processes)
-    base = base_fingerprints(model)
+    base = base_fingerprints(model, None)
     sequences = torch.randint(61, (48, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     sequences[:, 1, 11:] = -100
     share = 8 // processes.world_size
@@ -59,7 +59,7 @@ def few_steps(processes: Processes, folder: Path | None = None, micro_batch_size
         "losses": losses,
         "norms": norms,
         "adapters": {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()},
-        "base unchanged": base_fingerprints(model) == base,
+        "base unchanged": base_fingerprints(model, None) == base,
         "trained": sum(p.numel() for p in optimizer.parameters),
         "states": sum(t.numel() for t in optimizer.state_tensors()),
         "evaluation": evaluation,

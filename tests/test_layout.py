@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = sorted(path.parent.name for path in ROOT.glob("*/rules.py"))
-ROOMS = ["common", "launch", "submission", *BENCHMARKS]
+ROOMS = ["common", "launch", "preflight", "submission", *BENCHMARKS]
 SOURCES = sorted(path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 HEAVY = {"torch", "triton", "transformers"}
 
@@ -80,10 +80,23 @@ def test_of_the_launcher_only_torchrun_imports_torch():
     assert heavy == {"torchrun.py"}
 
 
+def test_preflight_reads_configs_and_the_hardware_table_and_nobody_imports_it():
+    assert strays(sources("preflight"), within("preflight", "common.errors", "common.hardware", "common.config")) == [
+        "preflight/__main__.py imports common"  # `from common import config` names the package as well
+    ]
+    others = [path for path in SOURCES if not path.is_relative_to("preflight")]
+    assert [path for path in others if any(within("preflight")(name) for name in imported(path))] == []
+    heavy = {path.name for path in sources("preflight") if {name.split(".")[0] for name in imported(path)} & HEAVY}
+    assert heavy == {"measure.py"}
+
+
 LIGHT = ["common.shapes", "common.errors", "common.config", "common.hardware", "common.mllog"]
 LIGHT += [f"{benchmark}.{name}" for benchmark in BENCHMARKS for name in ("rules", "log_keys") if is_module(f"{benchmark}.{name}")]
-LIGHT += [".".join(path.with_suffix("").parts) for room in ("launch", "submission") for path in sources(room)]
-LIGHT = [name for name in LIGHT if not name.endswith(("__init__", "__main__", "launch.torchrun"))] + ["launch.__main__"]
+LIGHT += [".".join(path.with_suffix("").parts) for room in ("launch", "preflight", "submission") for path in sources(room)]
+LIGHT = [name for name in LIGHT if not name.endswith(("__init__", "__main__", "launch.torchrun"))] + [
+    "launch.__main__",
+    "preflight.__main__",
+]
 
 WITHOUT_TORCH = """
 import importlib, sys

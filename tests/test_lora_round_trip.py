@@ -118,7 +118,7 @@ def test_a_missing_base_ends_the_run_before_the_clock(tmp_path, processes):
 
 def test_a_base_that_changed_fails_the_run(tmp_path, processes):
     digests = iter([[1], [2]])
-    with mock.patch.object(train, "base_fingerprints", lambda model: next(digests)):
+    with mock.patch.object(train, "base_fingerprints", lambda *_: next(digests)):
         run_dir, error = start(tmp_path, TINY, processes)
     assert error is not None and "base changed" in error.what and not (run_dir / "adapter").exists()
 

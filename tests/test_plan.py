@@ -11,7 +11,9 @@ import pytest
 
 from common import config as configs
 from common import plan
-from common.config import PRECISIONS
+from common.config import HOLDINGS, PRECISIONS
+from common.frozen import SLOTS
+from common.fused_lora_block import saved_bytes_per_token
 from common.hardware import GIB, KINDS, Probe, config_path
 from common.shapes import LLAMA2_70B, LLAMA31_8B
 from launch import plan as command
@@ -21,8 +23,11 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = (PRETRAINING, LORA)
 
 
-def shipped(benchmark, name):
-    config = command.load_all(ROOT, benchmark)[name]
+COMPILED = {"fused_blocks": False, "fp8": "", "compile": True}  # the path before the fused blocks
+
+
+def shipped(benchmark, name, **changes):
+    config = replace(command.load_all(ROOT, benchmark)[name], **changes)
     return config, command.workload(benchmark, config)
 
 
@@ -30,8 +35,8 @@ def shipped(benchmark, name):
 
 
 @pytest.mark.parametrize("point", MEASURED, ids=lambda point: f"{point.benchmark}-{point.config}-{point.gib}")
-def test_memory_is_within_five_percent_of_what_was_measured(point):
-    """It is within 1 %, so that is what is asked: more would hide a tensor that the plan forgets."""
+def test_memory_is_within_one_percent_of_what_was_measured(point):
+    """More than 1 % would hide a tensor that the plan forgets."""
     assert plan.gib(point.memory().allocated) == pytest.approx(point.gib, rel=0.01)
 
 
@@ -42,7 +47,7 @@ def test_what_ran_out_of_memory_is_said_not_to_fit():
 
 
 def test_the_reserve_covers_every_run_of_the_results():
-    runs = [(124.1, 129.6), (85.5, 89.0), (115.4, 120.0), (127.7, 132.2), (132.6, 138.2), (132.6, 138.6), (122.4, 125.7)]
+    runs = [(124.1, 129.6), (85.5, 89.0), (115.4, 120.0), (127.7, 132.2), (132.6, 138.2), (132.6, 138.6), (122.4, 125.7), (123.3, 126.8)]
     worst = max(reserved / allocated for allocated, reserved in runs)
     assert worst < plan.RESERVED_PER_ALLOCATED < worst + 0.01
     assert plan.usable_bytes(KINDS["H200"]) == pytest.approx(139.8 * GIB)
@@ -52,25 +57,93 @@ def test_state_by_hand():
     config, work = shipped(PRETRAINING, "H200_1x4")
     state = plan.state_bytes(config, work)
     assert state["weights"] + state["gradients"] + state["Adam moments"] == 16 * LLAMA31_8B.num_parameters / 4
-    config, work = shipped(LORA, "H200_1x4")
+    matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    assert state["FP8 copies of weights"] == 2 * matrices, "rows and columns, whole on each GPU"
+    assert plan.state_bytes(replace(config, fp8=""), work)["FP8 copies of weights"] == 0
+    config, work = shipped(LORA, "H200_1x4", **COMPILED)
     adapters = LLAMA2_70B.lora_parameters(16)
     state = plan.state_bytes(config, work)
     assert adapters == 44_564_480 and state["weights"] == 2 * LLAMA2_70B.num_parameters / 4 + 4 * adapters
     assert state["gradients"] == 4 * adapters and state["Adam moments"] == 8 * adapters
 
 
-def test_activations_by_hand():
-    """Bytes per token and layer; the sum of one column of the appendix of any transformer paper."""
+@pytest.mark.parametrize(("holding", "layouts", "ring"), [("sharded", 2 / 4, 3), ("replicated", 1, 3), ("replicated_both", 2, 0)])
+def test_a_frozen_base_by_hand(holding, layouts, ring):
+    config, work = shipped(LORA, "H200_1x4", frozen_base=holding)
+    layer, rest = 855_638_016, 2 * 32000 * 8192 + 161 * 8192  # matrices of a layer; embedding, head and norms in bf16
+    memory = plan.memory_peak(config, work)
+    assert memory.parts["weights"] == layouts * 80 * layer + 2 * rest + 4 * LLAMA2_70B.lora_parameters(16)
+    assert memory.parts.get("gathered weights", 0) == ring * layer and "FP8 copies of weights" not in memory.parts
+    assert plan.RING_LAYERS == SLOTS and holding in HOLDINGS
+    alone = plan.state_bytes(replace(config, gpus_per_node=1), work)["weights"]
+    assert alone == plan.state_bytes(replace(config, frozen_base="replicated"), work)["weights"] or holding == "replicated_both"
+
+
+def test_activations_of_fused_blocks_by_hand():
+    """Bytes per token and layer: residual streams, qkv, attention's output, and the inputs of the four products."""
     config, work = shipped(PRETRAINING, "H200_1x4")
+    kept = 2 * 8192 + 8 + 12288 + 8192 + 128
+    assert sum(plan.activation_bytes(config, work).values()) == kept + 57344 + 3 * 4096 + 14336
+    assert sum(plan.activation_bytes(replace(config, fp8_swiglu_input=True), work).values()) == kept + 28672 + 3 * 4096 + 14336
+    assert sum(plan.activation_bytes(replace(config, fp8=""), work).values()) == kept + 57344 + 2 * 8192 + 28672, "o is attention's output"
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_activations_of_fused_lora_blocks_are_those_of_the_block(in_8_bits):
+    config, work = shipped(LORA, "H200_1x4", fp8_swiglu_input=in_8_bits)
+    assert sum(plan.activation_bytes(config, work).values()) == saved_bytes_per_token(LLAMA2_70B, 16, in_8_bits)
+
+
+def test_working_sets_of_fused_blocks_by_hand():
+    """8B: four operands' rows and two products, or at SwiGLU's backward d_out, g, d_h and d_gate_up in place of h. LoRA: rows alone."""
+    config, work = shipped(PRETRAINING, "H200_1x4")
+    hidden, ffn = 4096, 14336
+    forward, backward = 3 * hidden + ffn + 4 * hidden, 2 * hidden + 2 * hidden + 2 * ffn + 4 * ffn - ffn
+    assert plan.working_bytes(config, work) == (forward, backward)
+    assert plan.working_bytes(replace(config, fp8_swiglu_input=True), work) == (forward + 4 * ffn, backward)
+    assert plan.working_bytes(replace(config, fp8=""), work) == (4 * hidden, 2 * hidden + 2 * ffn + 4 * ffn - 2 * ffn)
+    config, work = shipped(LORA, "H200_1x4")
+    hidden, ffn = 8192, 28672
+    backward = 2 * hidden + 2 * ffn + 2 * ffn
+    assert plan.working_bytes(config, work) == (5 * ffn, backward)
+    assert plan.working_bytes(replace(config, fp8_swiglu_input=False), work) == (ffn + 2 * hidden, backward)
+
+
+def test_activations_of_compiled_blocks_by_hand():
+    """Bytes per token and layer; the sum of one column of the appendix of any transformer paper."""
+    config, work = shipped(PRETRAINING, "H200_1x4", **COMPILED)
     hidden, qkv, rotated, ffn = 8192, 12288, 10240, 28672  # in bytes, bf16
     assert sum(plan.activation_bytes(config, work).values()) == 4 * hidden + 8 + qkv + rotated + hidden + 128 + 2 * ffn + ffn
-    config, work = shipped(LORA, "H200_1x4")
+    config, work = shipped(LORA, "H200_1x4", **COMPILED)
     hidden, qkv, rotated, ffn = 16384, 20480, 18432, 57344
     kept = 3 * hidden + 8 + qkv + rotated + hidden + 256 + 64
     assert sum(plan.activation_bytes(config, work).values()) == kept + ffn + 8
     assert sum(plan.activation_bytes(replace(config, fp8_swiglu_input=False), work).values()) == kept + 2 * ffn
     dropped = replace(config, kernels="reference")
     assert plan.activation_bytes(dropped, work)["adapters"] == 64 + 2 * hidden
+
+
+def test_the_gradient_of_logits_has_memory_of_its_own_in_plain_torch_alone():
+    config, work = shipped(PRETRAINING, "H200_1x4")
+    rest = 3 * 2 * 4096
+    bytes_per_token = {
+        (kernels, compiled): plan.memory_peak(replace(config, kernels=kernels, compile=compiled), work).parts["logits and head"] / 16384
+        - rest
+        for kernels in ("triton", "reference")
+        for compiled in (False, True)
+    }
+    assert bytes_per_token.pop(("reference", False)) == 10 * 128256
+    assert set(bytes_per_token.values()) == {2 * 128256}
+
+
+@pytest.mark.parametrize("layers", [79, 80])
+def test_a_recomputed_last_block_makes_again_what_it_did_not_keep(layers):
+    """With all recomputed the last block's backward has its forward in it: a layer's activations, less another input kept, and d_out."""
+    config, work = shipped(LORA, "H200_1x4", recompute_layers=layers)
+    memory = plan.memory_peak(config, work)
+    assert memory.moment == ("a block's backward" if layers == 80 else "a block's forward")
+    assert memory.parts["SwiGLU input"] == 8192 * 57344
+    assert memory.parts["a block's working set"] == 8192 * (5 * 28672 + (2 * 8192 if layers == 80 else 0))
 
 
 def test_blocks_have_the_parameters_of_the_model():
@@ -94,12 +167,18 @@ def test_one_h200_holds_two_sequences_of_the_8b():
     """A prediction, not tried on a GPU yet: 2 allocate 132 GiB, 3 some 136 (above 139.8 with the reserve), 4 more than there is."""
     config, work = shipped(PRETRAINING, "H200_1x1")
     assert plan.largest_micro_batch(config, work, KINDS["H200"]) == 2
+    in_fp8 = replace(config, compile=False, fused_blocks=True, fp8="torch")
+    assert plan.largest_micro_batch(in_fp8, work, KINDS["H200"]) == 0, "13 GiB of FP8 copies: why its config is in bf16"
 
 
 def test_an_evaluation_can_be_the_peak():
     config, work = shipped(PRETRAINING, "H200_1x1")
     memory = plan.memory_peak(replace(config, eval_micro_batch_size=24), work)
     assert memory.moment == "an evaluation" and "gradients" not in memory.parts
+    config, work = shipped(LORA, "H200_1x4")
+    memory = plan.memory_peak(replace(config, eval_micro_batch_size=48), work)
+    block = saved_bytes_per_token(LLAMA2_70B, 16, True) + 5 * 28672  # wider than its head
+    assert memory.moment == "an evaluation" and memory.parts["logits and head"] == 48 * 8192 * block
 
 
 def test_advice_leads_to_what_fits():
@@ -165,7 +244,17 @@ def test_steps_and_evaluations_are_near_the_published(result):
 
 @pytest.mark.parametrize("point", [p for p in MEASURED if p.tokens_per_s_per_gpu], ids=lambda p: f"{p.benchmark}-{p.config}-{p.gib}")
 def test_our_own_throughput_is_near_and_not_overestimated_by_much(point):
-    assert -0.12 < point.estimate().tokens_per_s_per_gpu / point.tokens_per_s_per_gpu - 1 < 0.05
+    """Slower by up to 15 %: the H200's efficiency is that of published stacks (docs/plan.md), which ours, in FP8 by 14 %, outdoes."""
+    assert -0.15 < point.estimate().tokens_per_s_per_gpu / point.tokens_per_s_per_gpu - 1 < 0.05
+
+
+def test_fp8_is_planned_where_the_config_says_so():
+    """Linears in FP8 as the published stacks run them, but without their traffic; in bf16 slower by the one factor."""
+    config, _ = shipped(PRETRAINING, "H200_1x4")
+    ours, theirs = (command.estimate(PRETRAINING, config, KINDS["H200"], published_stack=stack) for stack in (False, True))
+    bf16 = command.estimate(PRETRAINING, replace(config, fp8=""), KINDS["H200"])
+    assert bf16.step_s / ours.step_s == pytest.approx(plan.BF16_OVER_FP8)
+    assert 1.01 < theirs.step_s / ours.step_s < 1.05 and theirs.eval_s == ours.eval_s
 
 
 def test_no_reference_no_minutes():
@@ -183,13 +272,13 @@ def planned(capsys, benchmark, *arguments):
 
 def test_one_config_that_fits(capsys):
     code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")))
-    assert code == 0 and "fits: 130.4 GiB" in text and "largest micro-batch that fits, the rest unchanged: 2" in text
+    assert code == 0 and "fits: 129.4 GiB" in text and "largest micro-batch that fits, the rest unchanged: 2" in text
     assert all(kind in text for kind in KINDS) and "nothing of this package was run on an AMD GPU" in text.replace("\n", " ")
 
 
 def test_one_config_that_does_not_fit(capsys):
     code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")), "--set", "micro_batch_size=4")
-    assert code == 12 and "short by 71.8 GiB: try micro_batch_size 1 or recompute_layers 16" in text
+    assert code == 12 and "short by 56.1 GiB: try micro_batch_size 1 or recompute_layers 16" in text
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)

@@ -5,6 +5,7 @@ Only the step and the evaluation are scripted; what they return decides when the
 
 import gc
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
         "max_samples": config.max_samples,
     }
     outcome = loop.train(
-        model=None,
+        model=SimpleNamespace(scaling=None),
         optimizer=None,
         lr_at=lambda step: 0.0,
         batches=iter(()),

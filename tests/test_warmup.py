@@ -37,7 +37,11 @@ class Setting:
     def warm_up(self, step=None, train_steps: int = 2) -> str:
         evaluation = partial(evaluate, self.model, [next(self.source)], self.processes, lambda phase: None)
         device = self.processes.device
-        return warm_up(step or self.step, evaluation, self.optimizer, self.digest, train_steps=train_steps, eval_steps=1, device=device)
+        return warm_up(step or self.step, evaluation, self.restore, self.digest, train_steps=train_steps, eval_steps=1, device=device)
+
+    def restore(self) -> None:
+        self.optimizer.zero_grad()
+        self.optimizer.reset_state()
 
 
 def test_the_state_after_warm_up_is_the_one_before(processes):

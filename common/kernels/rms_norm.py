@@ -1,9 +1,20 @@
-"""Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467): y = x / sqrt(mean(x^2) + eps) * w."""
+"""Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467): y = x * rstd * w, with rstd = 1 / sqrt(mean(x^2) + eps).
+
+Fused with the residual add before it, and with the cast of its result to the next product's operand:
+    forward    r = x + branch, in their dtype;  n = r * rstd * w from that r, in fp32
+    backward   g = d_n * w;  x_hat = r * rstd;  d_x = d_residual + rstd * (g - x_hat * mean(g * x_hat));  d_w = sum over rows of d_n * x_hat
+
+A row must be summed before any of it can be emitted: a program holds whole rows in registers and reads everything once.
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from common.kernels.fp8 import AMAX_ONLY, PLAIN, Operand, Role, emit, inside, make_operand, quantise_reference
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -14,3 +25,212 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 rms_norm = rms_norm_reference
+
+
+def add_rms_norm_reference(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, role: Role | None
+) -> tuple[Tensor, Operand, Tensor]:
+    """x, branch: [M, D], weight: [D] -> the residual x + branch (without a branch, x itself), its norm, rstd fp32 [M]."""
+    residual = x if branch is None else x + branch
+    r = residual.float()
+    rstd = torch.rsqrt(r.pow(2).mean(-1) + eps)
+    n = r * rstd[:, None] * weight.float()
+    return residual, quantise_reference(n, role) if role is not None else Operand(n.to(x.dtype)), rstd
+
+
+def rms_norm_backward_reference(
+    d_n: Tensor,
+    residual: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    d_residual: Tensor | None,
+    role: Role | None,
+    weight_grad: bool = True,
+) -> tuple[Tensor, Operand | None, Tensor | None]:
+    """d_n, residual: [M, D], rstd: fp32 [M], weight: [D]; d_residual [M, D]: what reaches the residual past the norm, None for 0.
+
+    -> d_x in d_n's dtype; d_x, so rounded, as an operand where there is a role for it; d_weight fp32 [D] unless the weight is frozen.
+    """
+    d_n_fp32, x_hat = d_n.float(), residual.float() * rstd[:, None]
+    g = d_n_fp32 * weight.float()
+    d_x = rstd[:, None] * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
+    if d_residual is not None:
+        d_x = d_residual.float() + d_x
+    d_x = d_x.to(d_n.dtype)
+    return d_x, quantise_reference(d_x, role) if role is not None else None, (d_n_fp32 * x_hat).sum(0) if weight_grad else None
+
+
+# For rows of 4,096 columns; longer ones take as many fewer. Of those tried on an H200 the fastest (docs/log.md).
+FORWARD_ROWS, FORWARD_WARPS = 2, 8
+BACKWARD_ROWS, BACKWARD_WARPS = 1, 8
+# A program that also sums up d_weight takes so many blocks of rows, and leaves one row of partial sums.
+WEIGHT_GRAD_BLOCKS, WEIGHT_GRAD_WARPS = 16, 16
+
+
+def _fit(rows: int, num_columns: int) -> tuple[int, int]:
+    """(rows, columns) of a program's block for rows of `num_columns`."""
+    columns = triton.next_power_of_2(num_columns)
+    return max(1, rows * 4096 // columns), columns
+
+
+@triton.jit
+def _residual(x_ptr, branch_ptr, offset, mask):
+    """x + branch in x's dtype, rounded as torch does; x where branch_ptr is None."""
+    if branch_ptr is None:
+        return tl.load(x_ptr + offset, mask=mask, other=0.0)
+    else:
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        branch = tl.load(branch_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        return (x + branch).to(x_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr, branch_ptr, weight_ptr, residual_ptr, rstd_ptr, rows_ptr, state_ptr, num_rows,
+    NUM_COLUMNS: tl.constexpr, EPS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    mask = inside(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
+    offset = row[:, None] * NUM_COLUMNS + column[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < NUM_COLUMNS, other=0.0).to(tl.float32)
+    r = _residual(x_ptr, branch_ptr, offset, mask)
+    if branch_ptr is not None and MODE != AMAX_ONLY:
+        tl.store(residual_ptr + offset, r, mask=mask)
+    r = r.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(r * r, 1) / NUM_COLUMNS + EPS)
+    tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
+    n = r * rstd[:, None] * weight[None, :]
+    emit(n, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+
+
+def add_rms_norm_triton(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, role: Role | None) -> tuple[Tensor, Operand, Tensor]:
+    """As `add_rms_norm_reference`; x, branch contiguous. 2 or 4 bytes read per element, 0 or 2 written, and the operand."""
+    num_rows, num_columns = x.shape
+    residual = x if branch is None else torch.empty_like(x)
+    rstd = x.new_empty(num_rows, dtype=torch.float32)
+    largest, state = _format(role)
+    block_rows, block_columns = _fit(FORWARD_ROWS, num_columns)
+
+    def launch(operand: Operand, mode: tl.constexpr) -> None:
+        _add_rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+            x, branch, weight, residual, rstd, operand.rows, state, num_rows, num_columns, eps, mode, largest,
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=FORWARD_WARPS,
+        )  # fmt: skip
+
+    return residual, make_operand(role, (num_rows, num_columns), x, launch), rstd
+
+
+def _format(role: Role | None) -> tuple[float, Tensor | None]:
+    """What kernels must know of a role: the largest number, the state."""
+    return (0.0, None) if role is None else (role.largest, role.state)
+
+
+@triton.jit
+def _gradient_tile(d_n_ptr, residual_ptr, weight_ptr, rstd, row, column, mask, NUM_COLUMNS: tl.constexpr, POLICY: tl.constexpr):
+    """d_n, g = d_n * w and x_hat, fp32 [R, C], 0 where masked."""
+    offset = row[:, None] * NUM_COLUMNS + column[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < NUM_COLUMNS, other=0.0).to(tl.float32)
+    d_n = tl.load(d_n_ptr + offset, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    r = tl.load(residual_ptr + offset, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    return d_n, d_n * weight[None, :], r * rstd[:, None]
+
+
+@triton.jit
+def _store_d_x(
+    d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, rows_ptr, state_ptr,
+    NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Add d_residual to the fp32 tile `d_x` of the norm's own gradient, round, store, and emit what was rounded."""
+    offset = row[:, None] * NUM_COLUMNS + column[None, :]
+    if d_residual_ptr is not None:
+        d_x += tl.load(d_residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    rounded = d_x.to(d_x_ptr.dtype.element_ty)
+    if MODE != AMAX_ONLY:
+        tl.store(d_x_ptr + offset, rounded, mask=mask)
+    if rows_ptr is not None:
+        d_x = rounded.to(tl.float32)
+        emit(d_x, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    d_n_ptr, residual_ptr, rstd_ptr, weight_ptr, d_residual_ptr, d_x_ptr, d_weight_ptr, rows_ptr, state_ptr, num_rows,
+    NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK_COLUMNS)
+    d_weight = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    for block in range(BLOCKS):
+        row = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+        mask = inside(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
+        d_n, g, x_hat = _gradient_tile(d_n_ptr, residual_ptr, weight_ptr, rstd, row, column, mask, NUM_COLUMNS, "evict_first")
+        mean = tl.sum(g * x_hat, 1) / NUM_COLUMNS
+        d_x = rstd[:, None] * (g - x_hat * mean[:, None])
+        _store_d_x(
+            d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, rows_ptr, state_ptr, NUM_COLUMNS, MODE, LARGEST,
+        )  # fmt: skip
+        d_weight += tl.sum(d_n * x_hat, 0)
+    if d_weight_ptr is not None and MODE != AMAX_ONLY:
+        tl.store(d_weight_ptr + tl.program_id(0).to(tl.int64) * NUM_COLUMNS + column, d_weight, mask=column < NUM_COLUMNS)
+
+
+def rms_norm_backward_triton(
+    d_n: Tensor,
+    residual: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    d_residual: Tensor | None,
+    role: Role | None,
+    weight_grad: bool = True,
+) -> tuple[Tensor, Operand | None, Tensor | None]:
+    """As `rms_norm_backward_reference`; all contiguous. 4 or 6 bytes read per element, 2 written, and the operand.
+
+    d_weight is the same in every run: programs write partial sums, which one sum then adds up.
+    """
+    num_rows, num_columns = d_n.shape
+    largest, state = _format(role)
+    block_rows, block_columns = _fit(BACKWARD_ROWS, num_columns)
+    blocks, warps = (WEIGHT_GRAD_BLOCKS, WEIGHT_GRAD_WARPS) if weight_grad else (1, BACKWARD_WARPS)
+    programs = triton.cdiv(num_rows, block_rows * blocks)
+    d_x = torch.empty_like(d_n)
+    partial = d_n.new_empty(programs, num_columns, dtype=torch.float32) if weight_grad else None
+
+    def launch(operand: Operand | None, mode: tl.constexpr) -> None:
+        rows = operand.rows if operand is not None else None
+        _rms_norm_backward_kernel[(programs,)](
+            d_n, residual, rstd, weight, d_residual, d_x, partial, rows, state, num_rows, num_columns, mode, largest,
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, BLOCKS=blocks, num_warps=warps,
+        )  # fmt: skip
+
+    operand = None
+    if role is None:
+        launch(None, PLAIN)
+    else:
+        operand = make_operand(role, (num_rows, num_columns), d_n, launch)
+    return d_x, operand, partial.sum(0) if partial is not None else None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        flat = x.flatten(0, -2)
+        _, normed, rstd = add_rms_norm_triton(flat, None, weight, eps, None)
+        ctx.save_for_backward(flat, weight, rstd)
+        return normed.rows.view_as(x)
+
+    @staticmethod
+    def backward(ctx, d_n: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        d_x, _, d_weight = rms_norm_backward_triton(d_n.flatten(0, -2), x, rstd, weight, None, None, ctx.needs_input_grad[1])
+        return d_x.view_as(d_n), d_weight.to(weight.dtype) if d_weight is not None else None, None
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `rms_norm_reference`; one kernel forward and one backward. Runs eagerly: keep it out of compiled regions."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+ENGINES = {"reference": rms_norm_reference, "triton": rms_norm_triton}

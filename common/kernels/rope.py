@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from common.kernels.fp8 import Operand, Role, emit, make_operand, quantise_reference
 from common.shapes import ModelShape
 
 
@@ -49,3 +52,111 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 rope = rope_reference
+
+
+# On the packed projection qkv: [M, (heads + 2 * kv_heads) * head_dim], M = batch * sequence; position = row % sequence.
+
+
+def rope_packed_reference_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Rotate the query and key heads of qkv in place, each in fp32. cos, sin: fp32 [sequence, head_dim / 2]. Returns qkv."""
+    sequence, half = cos.shape
+    rotated = qkv.view(-1, sequence, heads + 2 * kv_heads, 2 * half)[:, :, : heads + kv_heads]
+    rotated.copy_(rope_reference(rotated, cos, sin))
+    return qkv
+
+
+def rope_packed_backward_reference(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, role: Role | None) -> Operand:
+    """d_q: [batch, sequence, heads, head_dim], d_k and d_v with kv_heads -> the gradient of the packed projection.
+
+    The rotation's inverse is its transpose: the same with -sin. d_v is only copied. Without `role` in d_q's dtype.
+    """
+    rotated = [rope_reference(x.float(), cos, -sin) for x in (d_q, d_k)]
+    d_qkv = torch.cat((*rotated, d_v.float()), dim=2).flatten(2).flatten(0, 1)
+    return quantise_reference(d_qkv if role else d_qkv.to(d_q.dtype), role)
+
+
+@triton.jit
+def _rope_packed_kernel(qkv_ptr, cos_ptr, sin_ptr, num_pairs, sequence, rotated_heads, all_heads, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK (row, head) pairs in memory order, so that a row's cos and sin come out of the cache for its next head."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = pair // rotated_heads
+    column = tl.arange(0, HALF)
+    mask = (pair < num_pairs)[:, None] & (column < HALF)[None, :]
+    angle = (row % sequence)[:, None] * HALF + column[None, :]
+    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+    first_ptr = qkv_ptr + (row.to(tl.int64) * all_heads + pair % rotated_heads)[:, None] * (2 * HALF) + column[None, :]
+    first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    tl.store(first_ptr, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+    tl.store(first_ptr + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rope_packed_backward_kernel(
+    d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, rows_ptr, state_ptr, num_rows, sequence, heads, kv_heads,
+    q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
+    MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of BLOCK_ROWS rows, both halves. `q_batch` ... `v_head`: strides of the inputs, in elements."""
+    head = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, HALF)
+    mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
+    batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)  # divided in 32 bits: in 64 it is a subroutine
+    row = row.to(tl.int64)
+    if head < heads:
+        head_ptr = d_q_ptr + head.to(tl.int64) * q_head
+        offset = batch * q_batch + position * q_position
+    elif head < heads + kv_heads:
+        head_ptr = d_k_ptr + (head - heads).to(tl.int64) * k_head
+        offset = batch * k_batch + position * k_position
+    else:
+        head_ptr = d_v_ptr + (head - heads - kv_heads).to(tl.int64) * v_head
+        offset = batch * v_batch + position * v_position
+    first_ptr = head_ptr + offset[:, None] + column[None, :]
+    first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    if head < heads + kv_heads:
+        angle = position[:, None] * HALF + column[None, :]
+        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+        turned = first * cos + second * sin
+        second = second * cos - first * sin
+        first = turned
+    num_columns = (heads + 2 * kv_heads) * (2 * HALF)
+    column += head * (2 * HALF)
+    emit(first, row, column, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
+    emit(second, row, column + HALF, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
+
+
+BLOCK_PAIRS, NUM_WARPS = 32, 4  # forward: (row, head) pairs of one program
+BLOCK_ROWS_BACKWARD, NUM_WARPS_BACKWARD = 64, 4
+
+
+def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """As `rope_packed_reference_`; qkv, cos and sin contiguous, head_dim a power of two. Value heads are neither read nor written."""
+    sequence, half = cos.shape
+    num_pairs = qkv.shape[0] * (heads + kv_heads)
+    _rope_packed_kernel[(triton.cdiv(num_pairs, BLOCK_PAIRS),)](
+        qkv, cos, sin, num_pairs, sequence, heads + kv_heads, heads + 2 * kv_heads, half, BLOCK_PAIRS, num_warps=NUM_WARPS
+    )
+    return qkv
+
+
+def rope_packed_backward_triton(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, role: Role | None) -> Operand:
+    """As `rope_packed_backward_reference`; the inputs of any strides but the last, which is 1; head_dim a power of two."""
+    assert d_q.stride(3) == d_k.stride(3) == d_v.stride(3) == 1, "attention's gradients must be contiguous along head_dim"
+    batch, sequence, heads, head_dim = d_q.shape
+    kv_heads, num_rows = d_k.shape[2], batch * sequence
+    grid = (heads + 2 * kv_heads, triton.cdiv(num_rows, BLOCK_ROWS_BACKWARD))
+
+    def launch(operand: Operand, mode: tl.constexpr) -> None:
+        state, largest = (role.state, role.largest) if role else (None, 0.0)
+        _rope_packed_backward_kernel[grid](
+            d_q, d_k, d_v, cos, sin, operand.rows, state, num_rows, sequence, heads, kv_heads,
+            *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3],
+            mode, largest, head_dim // 2, BLOCK_ROWS_BACKWARD, num_warps=NUM_WARPS_BACKWARD,
+        )  # fmt: skip
+
+    return make_operand(role, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch)

@@ -8,11 +8,27 @@ H200, 8,192 tokens and ffn 14,336, 1.18 ms where the bytes cost 0.34 ms (docs/lo
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+
+from common.kernels.fp8 import (
+    PLAIN,
+    STORE,
+    Operand,
+    Role,
+    emit,
+    fill_columns,
+    inside,
+    make_operand,
+    new_operand,
+    passes,
+    quantise_reference,
+)
 
 BLOCK = 1024  # columns of one program: 2 KiB of bf16 from each half of a row
 NUM_WARPS = 4
@@ -245,3 +261,128 @@ ENGINES = {
     "reference": {False: swiglu_reference, True: swiglu_fp8_reference},
     "triton": {False: swiglu_triton, True: swiglu_fp8_triton},
 }
+
+
+# The operands of FP8 products: h and the gradient of gate_up leave their kernels in FP8, in both layouts, with one scale per tensor.
+# What the backward reads is gate_up itself or, half as large, gate_up in the FP8 of a role of its own.
+
+TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 64, 64, 4
+TILE_ROWS_BACKWARD, TILE_COLUMNS_BACKWARD, TILE_WARPS_BACKWARD = 32, 64, 4  # of 19 tried on an H200 the fastest (docs/log.md)
+
+
+def swiglu_operand_reference(gate_up: Tensor, role: Role | None, stored: Role | None = None) -> tuple[Operand, Tensor | Operand]:
+    """gate_up: [rows, 2 * ffn], gate first -> (h [rows, ffn] as `role` says, what backward needs of gate_up, as `stored` says).
+
+    Without `role` h is in gate_up's dtype; without `stored` gate_up itself is kept.
+    """
+    h = quantise_reference(swiglu_reference(gate_up.float() if role else gate_up), role)
+    return h, quantise_reference(gate_up, stored) if stored else gate_up
+
+
+def swiglu_operand_backward_reference(d_h: Tensor, kept: Tensor | Operand, role: Role | None) -> Operand:
+    """d_h: [rows, ffn], `kept` of the forward -> the gradient of gate_up, [rows, 2 * ffn]. Without `role` in d_h's dtype."""
+    if isinstance(kept, Operand):
+        assert kept.scale is not None
+        kept = kept.rows.float() * kept.scale
+    gate, up = kept.float().chunk(2, dim=1)
+    s = torch.sigmoid(gate)
+    d_gate_up = torch.cat((d_h.float() * up * s * (1 + gate * (1 - s)), d_h.float() * gate * s), dim=1)
+    return quantise_reference(d_gate_up if role else d_gate_up.to(d_h.dtype), role)
+
+
+@triton.jit
+def _sigmoid(z):
+    """1 / (1 + exp(-z)), with 1 / y as rsqrt(y)^2: 5 instructions, exact to a few ulp.
+
+    tl.sigmoid is 13 on NVIDIA and 25 on AMD, most of them for a division at the edges of fp32's range; with those a kernel of this
+    file has more to issue than to move.
+    """
+    root = tl.rsqrt(1.0 + tl.exp2(z * -1.4426950408889634))
+    return root * root
+
+
+@triton.jit
+def _swiglu_operand_kernel(
+    gate_up_ptr, rows_ptr, state_ptr, kept_ptr, kept_state_ptr, num_rows,
+    ffn: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, KEPT_MODE: tl.constexpr, KEPT_LARGEST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    mask = inside(row, column, num_rows, ffn, BLOCK_COLUMNS)
+    gate_ptr = gate_up_ptr + row[:, None] * (2 * ffn) + column[None, :]
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + ffn, mask=mask, other=0.0).to(tl.float32)
+    if kept_ptr is not None:
+        emit(gate, row, column, mask, kept_ptr, 2 * ffn, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
+        emit(up, row, column + ffn, mask, kept_ptr, 2 * ffn, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
+    h = gate * _sigmoid(gate) * up
+    emit(h, row, column, mask, rows_ptr, ffn, state_ptr, MODE, LARGEST)
+
+
+@triton.jit
+def _swiglu_operand_backward_kernel(
+    d_h_ptr, kept_ptr, kept_scale_ptr, rows_ptr, state_ptr, num_rows,
+    ffn: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    mask = inside(row, column, num_rows, ffn, BLOCK_COLUMNS)
+    d_h = tl.load(d_h_ptr + row[:, None] * ffn + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate_ptr = kept_ptr + row[:, None] * (2 * ffn) + column[None, :]
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + ffn, mask=mask, other=0.0).to(tl.float32)
+    if kept_scale_ptr is not None:
+        scale = tl.load(kept_scale_ptr)
+        gate *= scale
+        up *= scale
+    s = _sigmoid(gate)
+    d_h_s = d_h * s
+    d_gate = d_h_s * up * (1.0 + gate * (1.0 - s))
+    d_up = d_h_s * gate
+    emit(d_gate, row, column, mask, rows_ptr, 2 * ffn, state_ptr, MODE, LARGEST)
+    emit(d_up, row, column + ffn, mask, rows_ptr, 2 * ffn, state_ptr, MODE, LARGEST)
+
+
+def _arguments(role: Role | None) -> tuple[Tensor | None, float]:
+    """What a kernel needs to know of a role: its state, LARGEST."""
+    return (role.state, role.largest) if role else (None, 0.0)
+
+
+def swiglu_operand_triton(gate_up: Tensor, role: Role | None, stored: Role | None = None) -> tuple[Operand, Tensor | Operand]:
+    """As `swiglu_operand_reference`; gate_up contiguous, `stored` not transposed.
+
+    h and the kept copy come from the same launches: one, or two where a role wants its amax first.
+    """
+    assert not (stored and stored.transposed), "no product reads the kept copy: a transposed one is not written"
+    num_rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
+    grid = (triton.cdiv(ffn, TILE_COLUMNS), triton.cdiv(num_rows, TILE_ROWS))
+    h = new_operand(role, (num_rows, ffn), gate_up)
+    kept = new_operand(stored, (num_rows, 2 * ffn), gate_up) if stored else None
+    state, largest = _arguments(role)
+    kept_rows = kept.rows if kept else None
+    kept_state, kept_largest = _arguments(stored)
+    # Where one of the two needs two passes and the other one, the second pass stores the other's same bytes again.
+    again = STORE if role else PLAIN
+    for mode, kept_mode in zip_longest(passes(role), passes(stored), fillvalue=again):
+        _swiglu_operand_kernel[grid](
+            gate_up, h.rows, state, kept_rows, kept_state, num_rows, ffn,
+            mode, largest, kept_mode, kept_largest, TILE_ROWS, TILE_COLUMNS, num_warps=TILE_WARPS,
+        )  # fmt: skip
+    fill_columns(h)
+    return h, gate_up if kept is None else kept
+
+
+def swiglu_operand_backward_triton(d_h: Tensor, kept: Tensor | Operand, role: Role | None) -> Operand:
+    """As `swiglu_operand_backward_reference`; all contiguous."""
+    num_rows, ffn = d_h.shape
+    kept_rows, kept_scale = (kept.rows, kept.scale) if isinstance(kept, Operand) else (kept, None)
+    grid = (triton.cdiv(ffn, TILE_COLUMNS_BACKWARD), triton.cdiv(num_rows, TILE_ROWS_BACKWARD))
+
+    def launch(operand: Operand, mode: tl.constexpr) -> None:
+        _swiglu_operand_backward_kernel[grid](
+            d_h, kept_rows, kept_scale, operand.rows, _arguments(role)[0], num_rows, ffn,
+            mode, _arguments(role)[1], TILE_ROWS_BACKWARD, TILE_COLUMNS_BACKWARD, num_warps=TILE_WARPS_BACKWARD,
+        )  # fmt: skip
+
+    return make_operand(role, (num_rows, 2 * ffn), d_h, launch)

@@ -1,0 +1,30 @@
+# The environment of a run and the code, on top of a base image that brings torch and the GPU's libraries. Nothing is cloned,
+# compiled or patched.
+#
+#   docker build -t llama-training .                                                            AMD (ROCm)
+#   docker build -t llama-training --build-arg BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel .   NVIDIA (CUDA)
+#
+# The CUDA base is a "devel" one: Triton compiles its launchers with a C compiler at run time, and the "runtime" images have none.
+# For a submission pin the base by digest (BASE=rocm/pytorch@sha256:...), since a tag can be moved.
+ARG BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0
+FROM ${BASE}
+
+# With .git, so that versions.json and the ledger name the commit; .dockerignore keeps out what git ignores, and git's own settings.
+COPY . /workspace
+WORKDIR /workspace
+
+# The step that CI and run_and_time.sh do: what the base lacks goes, pinned, into .venv, and what it has is seen through. So torch and
+# triton are those of the base: PyPI's are built for CUDA, and its triton would replace ROCm's. The build fails if the base has no
+# torch, or if another one than the base's would be used.
+RUN base_torch=$(python3 -c 'import torch, triton; print(torch.__version__, torch.__file__, triton.__file__)') \
+    && python=$(python3 launch/environment.py requirements.txt) \
+    && test "$base_torch" = "$("$python" -c 'import torch, triton; print(torch.__version__, torch.__file__, triton.__file__)')" \
+    && git config --system --add safe.directory /workspace
+
+# Any user may run it (run_with_docker.sh takes the caller's number, which has no name and no home in here): caches of compiled kernels
+# go to /tmp, and torch asks for a user name.
+ENV HOME=/tmp USER=trainer
+USER 1000:1000
+
+ENTRYPOINT ["./run_and_time.sh"]
+CMD ["--help"]

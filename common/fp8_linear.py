@@ -1,0 +1,55 @@
+"""A linear layer without bias whose three products are in FP8, for use outside of the fused blocks: the output projection of the head.
+
+Its input and the gradient of its output arrive in bf16, so each costs a cast; the products are twice as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from common.kernels import fp8
+from common.kernels.fp8 import Operand, Role, Scaling, dgrad, matmul, wgrad
+
+QUANTISE: dict[str, Callable[[Tensor, Role | None], Operand]] = {"reference": fp8.quantise_reference, "triton": fp8.quantise_triton}
+
+
+class Fp8Linear(nn.Linear):
+    def __init__(self, inputs: int, outputs: int, kernels: str, scaling: Scaling):
+        super().__init__(inputs, outputs, bias=False)
+        self.quantise = QUANTISE[kernels]
+        self.x_role, self.g_role, self.weight_role = scaling.role(), scaling.role(gradient=True), scaling.role(weight=True)
+        self.operand: Operand | None = None  # of the weight, until it changes
+
+    def weight_operand(self) -> Operand:
+        """Cast once per optimizer step, and kept."""
+        if self.operand is None:
+            self.operand = self.quantise(self.weight, self.weight_role)
+        return self.operand
+
+    def weights_changed(self) -> None:
+        self.operand = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: bf16 [..., inputs] -> bf16 [..., outputs]."""
+        return _Fp8Linear.apply(x, self.weight, self)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
+        operand = layer.quantise(x.flatten(0, -2), layer.x_role)
+        ctx.layer, ctx.shape = layer, x.shape
+        if any(ctx.needs_input_grad):
+            ctx.x = operand.for_wgrad()
+        return matmul(operand, layer.weight_operand(), fast=True).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        layer: Fp8Linear = ctx.layer
+        g = layer.quantise(d_out.flatten(0, -2), layer.g_role)
+        del d_out
+        d_weight = wgrad(g, ctx.x, fast=False) if ctx.needs_input_grad[1] else None
+        return dgrad(g, layer.weight_operand(), fast=False).view(ctx.shape), d_weight, None

@@ -1,0 +1,328 @@
+"""The adapter beside a frozen linear, y = W x + s B A D(x), in the pieces that a hand-written block calls.
+
+    down           T = D(n) A^T / q                       n = x * rstd * weight where a norm stands in front, else x
+    up_            y += s T B^T
+    up_backward    P = (s / q) g B;  dB = s g^T T         g the gradient of y; on request also g as an FP8 operand
+    down_backward_ dA = P^T D(n);  d_n += D(P A)
+
+D zeroes elements with probability 1 - q; the 1 / q of dropout is applied to what comes out, not to the elements. Each kernel reads its large
+tensor once and makes n and the mask again in registers, so that backward needs neither. Sums over rows go through one partial
+result per program and a second sum: no atomics, equal bits in every run.
+
+The mask is a function of (seed, row, column): 16-bit number column % 8 of Philox4x32-7 (Salmon et al., SC 2011) with key `seed` and counter
+(row, column // 8, 0, 0), against q in steps of 2^-16 (0.1 becomes 0.10001). `keep_mask` makes the same one in plain torch. One call of
+the generator for eight elements, because at one call each it, not memory, would set the pace.
+
+Legend: M rows (tokens), K the linear's inputs, N its outputs, R the adapter's rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from common.kernels.fp8 import PLAIN, Operand, Role, emit, make_operand, quantise_reference
+
+ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush
+STEPS = 1 << 16  # of a probability
+
+
+class Norm(NamedTuple):
+    """An RMS norm in front of the adapter, as forward left it."""
+
+    rstd: Tensor  # fp32, M elements
+    weight: Tensor  # [K]
+
+
+class Dropout(NamedTuple):
+    seed: Tensor  # int64 [1], not negative, on the tensors' device
+    p: float
+
+    @property
+    def threshold(self) -> int:
+        return round(self.p * STEPS)
+
+    @property
+    def kept(self) -> float:
+        """q, the probability that an element stays."""
+        return 1.0 - self.threshold / STEPS
+
+
+def kept_share(dropout: Dropout | None) -> float:
+    return dropout.kept if dropout else 1.0
+
+
+# ---- plain torch
+
+
+def keep_mask(rows: int, columns: int, dropout: Dropout) -> Tensor:
+    """bool [rows, columns]: which elements stay."""
+    low = 0xFFFFFFFF
+    device = dropout.seed.device
+    groups = -(-columns // 8)
+    c0 = torch.arange(rows, device=device)[:, None].expand(rows, groups)
+    c1 = torch.arange(groups, device=device)[None, :].expand(rows, groups)
+    c2 = c3 = torch.zeros_like(c0)
+    k0, k1 = dropout.seed & low, (dropout.seed >> 32) & low
+    for _ in range(ROUNDS.value):
+        # Of a 64-bit product that wrapped both halves are still right.
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ k0, b & low, ((a >> 32) & low) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    words = torch.stack((c0, c1, c2, c3), dim=-1)
+    numbers = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(1)
+    return numbers[:, :columns] >= dropout.threshold
+
+
+def adapter_input(x: Tensor, norm: Norm | None, dropout: Dropout | None) -> Tensor:
+    """D(n), [M, K] in x's dtype, without the division by q."""
+    if norm is not None:
+        x = (x.float() * norm.rstd.view(-1, 1) * norm.weight.float()).to(x.dtype)
+    return x if dropout is None else torch.where(keep_mask(x.shape[0], x.shape[1], dropout), x, 0.0)
+
+
+def down_reference(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
+    """x: [M, K], lora_a: [R, K], of one dtype -> T [M, R] in that dtype."""
+    return (adapter_input(x, norm, dropout) @ lora_a.t()) / kept_share(dropout)
+
+
+def up_(y: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """y [M, N] += scale * t [M, R] lora_b^T, in place; lora_b: [N, R]. Returns y."""
+    return y.addmm_(t, lora_b.t(), alpha=scale)
+
+
+def up_backward_reference(
+    g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, role: Role | None
+) -> tuple[Tensor, Tensor, Operand]:
+    """g: [M, N], t: [M, R], lora_b: [N, R] -> (P [M, R] in g's dtype, dB fp32 [N, R], g as `role` says)."""
+    p = (g @ lora_b) * (scale / kept_share(dropout))
+    return p, (g.float().t() @ t.float()) * scale, quantise_reference(g, role) if role else Operand(g)
+
+
+def down_backward_reference_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
+    """Adds the adapter's share to d_n [M, K], in place; x, norm and dropout as in forward, p from `up_backward`. Returns dA, fp32 [R, K]."""
+    share = p @ lora_a
+    d_n += share if dropout is None else torch.where(keep_mask(x.shape[0], x.shape[1], dropout), share, 0.0)
+    return p.float().t() @ adapter_input(x, norm, dropout).float()
+
+
+# ---- Triton
+
+
+@triton.jit
+def keep_tile(seed, row, group, THRESHOLD: tl.constexpr):
+    """row: [R], group: [G], the columns' eighths -> bool [R, 8 * G], as `keep_mask`."""
+    zeros = tl.zeros((row.shape[0], group.shape[0]), tl.int32)
+    row_number = row.to(tl.int32)[:, None] + zeros
+    a, b, c, d = tl.philox(seed, row_number, group[None, :] + zeros, zeros, zeros, ROUNDS)
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    return tl.interleave(words & 0xFFFF, words >> 16) >= THRESHOLD
+
+
+@triton.jit
+def input_tile(
+    x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first_column, num_rows, num_columns, THRESHOLD: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """n at rows `row` (int64) and COLUMNS columns from `first_column`, a multiple of 8, 0 outside; and which elements dropout keeps.
+
+    The two stay apart so that no load or store has a mask of single elements: those would not be 16 bytes wide.
+    """
+    column = first_column + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    n = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0)
+    if rstd_ptr is not None:
+        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+        weight = tl.load(weight_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
+        n = (n.to(tl.float32) * rstd[:, None] * weight[None, :]).to(x_ptr.dtype.element_ty)
+    if seed_ptr is not None:
+        group = first_column // 8 + tl.arange(0, COLUMNS // 8)
+        keep = keep_tile(tl.load(seed_ptr), row, group, THRESHOLD)
+        n = tl.where(keep, n, 0.0)
+    else:
+        keep = inside
+    return n, keep
+
+
+@triton.jit
+def _down_kernel(
+    x_ptr, rstd_ptr, weight_ptr, a_ptr, seed_ptr, partial_ptr, num_rows, num_columns, columns_each, factor,
+    THRESHOLD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows, and `columns_each` of the columns that T sums over."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rank = tl.arange(0, BLOCK_RANK)
+    part = tl.program_id(1)
+    t = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
+    for first in range(part * columns_each, tl.minimum((part + 1) * columns_each, num_columns), COLUMNS):
+        n, _ = input_tile(x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first, num_rows, num_columns, THRESHOLD, COLUMNS)
+        column = first + tl.arange(0, COLUMNS)
+        a_mask = (rank < RANK)[:, None] & (column < num_columns)[None, :]
+        a = tl.load(a_ptr + rank[:, None] * num_columns + column[None, :], mask=a_mask, other=0.0)
+        t = tl.dot(n, tl.trans(a), t, input_precision="ieee")
+    place = (part * num_rows + row)[:, None] * RANK + rank[None, :]
+    tl.store(partial_ptr + place, t * factor, mask=(row < num_rows)[:, None] & (rank < RANK)[None, :])
+
+
+@triton.jit
+def _up_backward_kernel(
+    g_ptr, t_ptr, b_ptr, p_partial_ptr, b_partial_ptr, rows_ptr, state_ptr, num_rows, num_columns, rows_each, p_factor, b_factor,
+    MODE: tl.constexpr, LARGEST: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: COLUMNS columns of g by `rows_each` rows. Its share of P goes to part program_id(0), that of dB to program_id(1)."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rank = tl.arange(0, BLOCK_RANK)
+    part = tl.program_id(1)
+    b_mask = (column < num_columns)[:, None] & (rank < RANK)[None, :]
+    b = tl.load(b_ptr + column[:, None] * RANK + rank[None, :], mask=b_mask, other=0.0)
+    d_b = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)  # transposed: its rows are stored whole
+    for first in range(part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        thin = (row < num_rows)[:, None] & (rank < RANK)[None, :]
+        g = tl.load(g_ptr + row[:, None] * num_columns + column[None, :], mask=mask, other=0.0)
+        t = tl.load(t_ptr + row[:, None] * RANK + rank[None, :], mask=thin, other=0.0)
+        d_b = tl.dot(tl.trans(t), g, d_b, input_precision="ieee")
+        p = tl.dot(g, b, input_precision="ieee") * p_factor
+        tl.store(p_partial_ptr + (tl.program_id(0) * num_rows + row)[:, None] * RANK + rank[None, :], p, mask=thin)
+        if rows_ptr is not None:
+            emit(g.to(tl.float32), row, column, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
+    place = (part * RANK + rank)[:, None].to(tl.int64) * num_columns + column[None, :]
+    tl.store(b_partial_ptr + place, d_b * b_factor, mask=tl.trans(b_mask))
+
+
+@triton.jit
+def _down_backward_kernel(
+    d_n_ptr, x_ptr, rstd_ptr, weight_ptr, p_ptr, a_ptr, seed_ptr, partial_ptr, num_rows, num_columns, rows_each,
+    THRESHOLD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: COLUMNS columns by `rows_each` rows; one mask for both results."""
+    first_column = tl.program_id(0) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
+    rank = tl.arange(0, BLOCK_RANK)
+    part = tl.program_id(1)
+    a_mask = (rank < RANK)[:, None] & (column < num_columns)[None, :]
+    a = tl.load(a_ptr + rank[:, None] * num_columns + column[None, :], mask=a_mask, other=0.0)
+    d_a = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)
+    for first in range(part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        p = tl.load(p_ptr + row[:, None] * RANK + rank[None, :], mask=(row < num_rows)[:, None] & (rank < RANK)[None, :], other=0.0)
+        n, keep = input_tile(x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first_column, num_rows, num_columns, THRESHOLD, COLUMNS)
+        d_a = tl.dot(tl.trans(p), n, d_a, input_precision="ieee")
+        d_n_ptrs = d_n_ptr + row[:, None] * num_columns + column[None, :]
+        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        d_n = tl.load(d_n_ptrs, mask=inside, other=0.0).to(tl.float32)
+        d_n += tl.where(keep, tl.dot(p, a, input_precision="ieee"), 0.0)
+        tl.store(d_n_ptrs, d_n.to(d_n_ptr.dtype.element_ty), mask=inside)
+    place = (part * RANK + rank)[:, None].to(tl.int64) * num_columns + column[None, :]
+    tl.store(partial_ptr + place, d_a, mask=a_mask)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its large tensor, [M, K or N]."""
+
+    rows: int
+    columns: int
+    parts: int  # into so many the summed dimension is cut: programs enough for every GPU where M is 8192
+    warps: int
+
+
+# Chosen without a GPU: at M 8192 and K 8192 512 programs or more, and no spilled register on any target (fewer warps spill on gfx942).
+DOWN = Tile(64, 128, 4, 8)
+UP_BACKWARD = Tile(64, 256, 16, 8)
+DOWN_BACKWARD = Tile(64, 128, 16, 8)
+
+
+def _each(size: int, tile: int, parts: int) -> int:
+    """Elements of the summed dimension per part: whole tiles."""
+    return triton.cdiv(triton.cdiv(size, tile), parts) * tile
+
+
+def _block_rank(rank: int) -> int:
+    return max(16, triton.next_power_of_2(rank))  # 16: the least that tl.dot takes
+
+
+def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, int]:
+    return (dropout.seed, dropout.threshold) if dropout else (None, 0)
+
+
+def _assert_contiguous(*tensors: Tensor) -> None:
+    assert all(tensor.is_contiguous() for tensor in tensors), "the adapter's kernels read contiguous tensors"
+
+
+def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
+    """As `down_reference`; all contiguous."""
+    _assert_contiguous(x, lora_a)
+    (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
+    each = _each(num_columns, DOWN.columns, DOWN.parts)
+    parts = triton.cdiv(num_columns, each)
+    partial = x.new_empty(parts, num_rows, rank, dtype=torch.float32)
+    rstd, weight = norm or (None, None)
+    seed, threshold = _dropout_arguments(dropout)
+    _down_kernel[(triton.cdiv(num_rows, DOWN.rows), parts)](
+        x, rstd, weight, lora_a, seed, partial, num_rows, num_columns, each, 1.0 / kept_share(dropout),
+        threshold, rank, _block_rank(rank), DOWN.rows, DOWN.columns, num_warps=DOWN.warps,
+    )  # fmt: skip
+    return partial.sum(0).to(x.dtype)
+
+
+def up_backward_triton(
+    g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, role: Role | None
+) -> tuple[Tensor, Tensor, Operand]:
+    """As `up_backward_reference`; all contiguous, `role` not transposed. One read of g, a second one where the role wants its amax first."""
+    _assert_contiguous(g, t, lora_b)
+    assert role is None or not role.transposed, "only rows are written"
+    (num_rows, num_columns), rank = g.shape, lora_b.shape[1]
+    each = _each(num_rows, UP_BACKWARD.rows, UP_BACKWARD.parts)
+    parts, column_parts = triton.cdiv(num_rows, each), triton.cdiv(num_columns, UP_BACKWARD.columns)
+    p_partial = g.new_empty(column_parts, num_rows, rank, dtype=torch.float32)
+    b_partial = g.new_empty(parts, rank, num_columns, dtype=torch.float32)
+
+    def launch(operand: Operand, mode: tl.constexpr) -> None:
+        rows, state, largest = (operand.rows, role.state, role.largest) if role else (None, None, 0.0)
+        _up_backward_kernel[(column_parts, parts)](
+            g, t, lora_b, p_partial, b_partial, rows, state, num_rows, num_columns, each, scale / kept_share(dropout), scale,
+            mode, largest, rank, _block_rank(rank), UP_BACKWARD.rows, UP_BACKWARD.columns, num_warps=UP_BACKWARD.warps,
+        )  # fmt: skip
+
+    operand = Operand(g)
+    if role:
+        operand = make_operand(role, (num_rows, num_columns), g, launch)
+    else:
+        launch(operand, PLAIN)
+    return p_partial.sum(0).to(g.dtype), b_partial.sum(0).t().contiguous(), operand
+
+
+def down_backward_triton_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
+    """As `down_backward_reference_`; all contiguous."""
+    _assert_contiguous(d_n, x, p, lora_a)
+    (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
+    each = _each(num_rows, DOWN_BACKWARD.rows, DOWN_BACKWARD.parts)
+    parts = triton.cdiv(num_rows, each)
+    partial = x.new_empty(parts, rank, num_columns, dtype=torch.float32)
+    rstd, weight = norm or (None, None)
+    seed, threshold = _dropout_arguments(dropout)
+    _down_backward_kernel[(triton.cdiv(num_columns, DOWN_BACKWARD.columns), parts)](
+        d_n, x, rstd, weight, p, lora_a, seed, partial, num_rows, num_columns, each,
+        threshold, rank, _block_rank(rank), DOWN_BACKWARD.rows, DOWN_BACKWARD.columns, num_warps=DOWN_BACKWARD.warps,
+    )  # fmt: skip
+    return partial.sum(0)
+
+
+@dataclass(frozen=True)
+class Engine:
+    down: Callable[[Tensor, Norm | None, Tensor, Dropout | None], Tensor]
+    up_backward: Callable[[Tensor, Tensor, Tensor, float, Dropout | None, Role | None], tuple[Tensor, Tensor, Operand]]
+    down_backward_: Callable[[Tensor, Tensor, Norm | None, Tensor, Tensor, Dropout | None], Tensor]
+
+
+ENGINES = {
+    "reference": Engine(down_reference, up_backward_reference, down_backward_reference_),
+    "triton": Engine(down_triton, up_backward_triton, down_backward_triton_),
+}

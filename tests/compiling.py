@@ -1,0 +1,53 @@
+"""Compile a Triton kernel for a GPU that is not here, as the launcher would for our shapes, and look at what it costs."""
+
+import re
+import subprocess
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# (backend, arch, wave width, shared memory of one block in bytes); sources: CUDA C programming guide, AMD CDNA3/CDNA4 ISA guides.
+TARGETS = [("hip", "gfx942", 64, 64 << 10), ("hip", "gfx950", 64, 160 << 10), ("cuda", 90, 32, 227 << 10), ("cuda", 100, 32, 227 << 10)]
+
+
+def fp8_pointer(arch, gradient=False):
+    """Triton's words for pointers to e4m3 and e5m2, FNUZ on gfx942 and OCP elsewhere."""
+    return (("*fp8e4b8", "*fp8e5b16") if arch == "gfx942" else ("*fp8e4nv", "*fp8e5"))[gradient]
+
+
+def check_compiles(target, kernel, signature, constants, num_warps, name="", options=None):
+    """Fails on spilled registers and on more shared memory than the chip has.
+
+    Every pointer and size of ours is a multiple of 16, which the launcher tells the compiler; so do we.
+    """
+    backend, arch, width, shared_limit = target
+    place = {argument: (index,) for index, argument in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        kernel,
+        signature | dict.fromkeys(constants, "constexpr"),
+        constexprs={place[argument]: value for argument, value in constants.items()},
+        attrs={place[argument]: [["tt.divisibility", 16]] for argument, kind in signature.items() if kind.startswith(("*", "i"))},
+    )
+    compiled = triton.compile(source, target=GPUTarget(backend, arch, width), options={"num_warps": num_warps} | (options or {}))
+    what = name or kernel.__name__
+    assert compiled.metadata.shared <= shared_limit, f"{what}: {compiled.metadata.shared} bytes of shared memory"
+    spilled = spills(compiled.asm, backend)
+    assert spilled == 0, f"{what} spills {spilled} on {arch}"
+
+
+def spills(asm, backend: str) -> int:
+    """Registers spilled (AMD, by the assembly's metadata); stores to a thread's local memory (NVIDIA: in the machine code, as PTX has
+    registers without end).
+    """
+    if backend == "hip":
+        counts = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", asm["amdgcn"])
+        assert len(counts) == 2, "no counts in the assembly: this test no longer sees what it is for"
+        return sum(map(int, counts))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(asm["cubin"])
+        cubin.flush()
+        code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, cubin.name], capture_output=True, text=True, check=True).stdout
+    assert re.search(r"\bEXIT\b", code), "no instructions: this test no longer sees what it is for"
+    return len(re.findall(r"\bSTL\b", code))
