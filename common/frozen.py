@@ -17,9 +17,7 @@ Every rank asks in the same order, and nothing here depends on how far its GPU h
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -30,9 +28,9 @@ from torch import Tensor
 
 from common.config import GATHERS, HOLDINGS
 from common.distributed import Processes
-from common.errors import ConfigError
 from common.kernels import fp8, transpose
 from common.kernels.fp8 import Operand, Role
+from common.peer_memory import refused_without_peers, symmetric_empty
 from common.shapes import ModelShape
 
 SLOTS = 3  # the layer that computes, and two on their way: 0.86 GB each at 70B
@@ -170,33 +168,6 @@ class CopyEngineFetch:
         shares = out.view(len(self.peers), -1)
         for peer, held in self.peers.items():
             shares[peer].copy_(held[key], non_blocking=True)
-
-
-def symmetric_empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """uint8 memory that the node's other ranks can map. Raises ConfigError where there is none such.
-
-    It is not the caching allocator's: torch.cuda.memory_allocated does not count it.
-    """
-    import torch.distributed._symmetric_memory as symmetric
-
-    # Never NVLink multicast, which torch would set up for every mapping: copies do not need it, and it fails where the host has none.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    with refused_without_peers():
-        return symmetric.empty(*shape, dtype=torch.uint8, device=device)
-
-
-@contextmanager
-def refused_without_peers() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise ConfigError(
-            'gather = "copy_engine" cannot be used here',
-            f"the GPUs of this node cannot read each other's memory: {str(error).splitlines()[0]}",
-            'set gather = "nccl"',
-        ) from error
 
 
 class TransposeFetch:

@@ -24,7 +24,10 @@ VAGUE = (ELEMENTWISE, OTHER)  # of an event so named, what surrounds its launch 
 # First match wins; letters match in either case. Order matters: FlashAttention 3 is built of CUTLASS, our fused kernels quantise,
 # FP8 products have e4m3 in their name, and autograd nodes are left out (recomputation runs inside whichever node asks for it).
 NAMES = (
-    (COMMUNICATION, r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers"),
+    (
+        COMMUNICATION,
+        r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers|mean_of_ranks",
+    ),
     (COMMUNICATION, r"memcpy PtoP|^fsdp::|split_with_sizes_copy|chunk_cat"),  # copy engines; packing and unpacking around a collective
     (OPTIMIZER, r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm"),  # the gradient norm is the optimizer's too
     (ATTENTION, r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to|flash::|flash_?(fwd|bwd|attn|attention)"),

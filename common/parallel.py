@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common.config import RunConfig
 from common.llama import Llama
+from common.peer_memory import SymmetricPeers, pull_from_peers
 from common.shapes import ModelShape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,6 +58,10 @@ def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Itera
         return model  # nothing to shard: no gathers, no hooks
     for module in (*model.blocks, model.head, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward, ignored_params=whole)
+    if config.gather == "copy_engine" and not whole:
+        group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
+        modules = [module for module in (*model.blocks, model.head, model) if isinstance(module, FSDPModule)]
+        pull_from_peers(modules, SymmetricPeers(group), SymmetricPeers(group), config.kernels)
     return model
 
 

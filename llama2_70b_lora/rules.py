@@ -22,6 +22,9 @@ class Config(RunConfig):
     opt_learning_rate_warmup_ratio: float = 0.0  # of those steps; the reference warms nothing up
 
     def __post_init__(self) -> None:
+        if self.gather != "nccl" and self.fp8 != "torch":
+            why = "a base in bf16 is gathered by FSDP beside whole adapters, and that goes through NCCL/RCCL"
+            raise ConfigError(f"gather = {self.gather!r} cannot be used", why, 'leave it out, or set fp8 = "torch"')
         if self.fused_blocks and self.fp8 != "torch":
             raise ConfigError("fused_blocks = true cannot be used", "LoRA's fused blocks need the base in FP8", 'set fp8 = "torch"')
         steps, ratio = self.opt_learning_rate_training_steps, self.opt_learning_rate_warmup_ratio

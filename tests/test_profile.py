@@ -91,6 +91,7 @@ ROOMS = {
     "swiglu": "SwiGLU",
     "fp8": "casts",
     "transpose": "casts",
+    "mean": "communication",
     "lora_down": "elementwise",
     "lora": "GEMM",
 }
