@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiling import TARGETS, check_compiles
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# (backend, arch, wave width, shared memory of one block in bytes), as in test_kernels.py
-TARGETS = [("hip", "gfx942", 64, 64 << 10), ("hip", "gfx950", 64, 160 << 10), ("cuda", 90, 32, 227 << 10), ("cuda", 100, 32, 227 << 10)]
 
 COMMON = """
 import gc, math, weakref
@@ -234,49 +233,19 @@ def shipped_kernels(vocab):
 
 
 @pytest.mark.parametrize("vocab", [128256, 32000])
-@pytest.mark.parametrize("backend, arch, width, shared_limit", TARGETS, ids=[str(t[1]) for t in TARGETS])
-def test_cross_entropy_compiles_for(backend, arch, width, shared_limit, vocab):
+@pytest.mark.parametrize("target", TARGETS, ids=[str(t[1]) for t in TARGETS])
+def test_cross_entropy_compiles_for(target, vocab):
     """Within the chip's means, and with every access to the logits 16 bytes wide: bandwidth is all that counts here."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    backend, _, width, _ = target
     for name, kernel, signature, constants, vectors in shipped_kernels(vocab):
-        signature = {k: signature[k] for k in kernel.arg_names if k in signature}
-        source = ASTSource(
-            kernel,
-            signature | dict.fromkeys(constants, "constexpr"),
-            constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()},
-            attrs={(kernel.arg_names.index(k),): [["tt.divisibility", 16]] for k in signature if k.endswith("_ptr")},  # as torch allocates
-        )
         # 256 threads, as the module's NUM_WARPS is where that GPU is
-        compiled = triton.compile(source, target=GPUTarget(backend, arch, width), options={"num_warps": 256 // width})
-        assert compiled.metadata.shared <= shared_limit, f"{name}: {compiled.metadata.shared} bytes of shared memory"
-        assert spills(compiled.asm, backend) == 0, f"{name} spills registers"
+        signature = {k: signature[k] for k in kernel.arg_names if k in signature}
+        compiled = check_compiles(target, kernel, signature, constants, 256 // width, name)
         if backend == "hip":
             found = [len(re.findall(rf"(?:buffer|global)_{what}_dwordx4 ", compiled.asm["amdgcn"])) for what in ("load", "store")]
         else:
             found = [len(re.findall(rf"\b{what}\.global\S*\.v4\.b32", compiled.asm["ptx"])) for what in ("ld", "st")]
         assert tuple(found) == vectors, f"{name}: 16-byte loads and stores of a thread {found}, expected {vectors}"
-
-
-def spills(asm, backend) -> int:
-    """Registers spilled (AMD), bytes of stack and local memory of a thread (NVIDIA; from the machine code: PTX has no spills yet)."""
-    import tempfile
-
-    from triton import knobs
-
-    if backend == "hip":
-        counts = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", asm["amdgcn"])
-    else:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-            cubin.write(asm["cubin"])
-            cubin.flush()
-            tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-            usage = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-        counts = re.findall(r"(?:STACK|LOCAL):(\d+)", usage)
-    assert len(counts) == 2, "no counts in the compiler's output: this test no longer sees what it is for"
-    return sum(map(int, counts))
 
 
 def test_the_threads_of_a_block_are_256_on_this_machine():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernels import TARGETS, spills
+from compiling import TARGETS, check_compiles
 
 from common.kernels import lora
 from common.kernels.lora import Dropout, keep_mask
@@ -156,20 +156,7 @@ def shipped_kernels(arch, rank=16):
         yield f"up backward, mode {mode}", lora._up_backward_kernel, pointers | out | sizes, constants, tile.warps
 
 
-@pytest.mark.parametrize("backend, arch, width, shared_limit", TARGETS, ids=[str(t[1]) for t in TARGETS])
-def test_every_kernel_compiles_for(backend, arch, width, shared_limit):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    for name, kernel, types, constants, warps in shipped_kernels(arch):
-        signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
-        constexprs = {(kernel.arg_names.index(k),): v for k, v in constants.items()}
-        # Pointers and the sizes of the real model are multiples of 16, as at a launch: 16-byte loads hang on it.
-        aligned = [k for k, kind in types.items() if kind.startswith("*") or k in ("num_columns", "num_rows", "columns_each", "rows_each")]
-        attributes = {(kernel.arg_names.index(k),): [["tt.divisibility", 16]] for k in aligned}
-        source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
-        compiled = triton.compile(source, target=GPUTarget(backend, arch, width), options={"num_warps": warps})
-        assert compiled.metadata.shared <= shared_limit, f"{name}: {compiled.metadata.shared} bytes of shared memory"
-        assembly = compiled.asm["amdgcn" if backend == "hip" else "ptx"]
-        assert spills(assembly, backend) == 0, f"{name} spills registers"
+@pytest.mark.parametrize("target", TARGETS, ids=[str(t[1]) for t in TARGETS])
+def test_every_kernel_compiles_for(target):
+    for name, kernel, types, constants, warps in shipped_kernels(target[1]):
+        check_compiles(target, kernel, types, constants, warps, name)
