@@ -27,7 +27,7 @@ from common.errors import ConfigError
 from common.guard import run_guarded
 from common.hardware import KINDS
 from common.llama import Llama
-from common.loop import Batching, Outcome, evaluate, train, train_step
+from common.loop import Batching, Outcome, evaluate, pad_for_ranks, train, train_step
 from common.metrics import Events, Meter, Progress, Rate, memory_gib
 from common.mllog import RunLog
 from common.optim import ClippedAdamW, local
@@ -238,10 +238,44 @@ def measure(session: Session, benchmark: str, model: Llama, optimizer: ClippedAd
     meter.flush(next_eval_samples=0)
     if processes.rank == 0:
         print(_bench_line(session, benchmark, model, processes, meter), flush=True)
+    if processes.device.type == "cuda":
+        print_kept_bytes(session, benchmark, model, processes, next(source))
+    if args.eval_sequences:
+        measure_evaluation(session, benchmark, model, processes)
     profiled_ms = profiling.record(one_step, args.steps, args.profile, processes) if args.profile else 0.0
     torch.distributed.destroy_process_group()
     if args.profile and processes.rank == 0:
         print(_profile_table(session, benchmark, model, processes, meter, profiled_ms), flush=True)
+
+
+def print_kept_bytes(session: Session, benchmark: str, model: Llama, processes: Processes, batch: Tensor) -> None:
+    """One line: what a forward leaves in memory for its backward, per token and layer, without the logits. `plan` computes the same."""
+    with torch.no_grad():
+        model(*batch.unbind(1))  # gathers the weights and casts them, if they stay
+    before = torch.cuda.memory_allocated()
+    losses = model(*batch.unbind(1))
+    logits = batch.shape[0] * batch.shape[2] * model.shape.vocab_size * 2
+    kept = torch.cuda.memory_allocated() - before - logits
+    del losses
+    per_token = kept / (batch.shape[0] * batch.shape[2] * model.shape.num_layers)
+    if processes.rank == 0:
+        print(f"KEPT {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, {kept / 2**30:.1f} GiB in all", flush=True)
+
+
+def measure_evaluation(session: Session, benchmark: str, model: Llama, processes: Processes) -> None:
+    """Time of an evaluation of `args.eval_sequences` synthetic sequences, padded to the ranks, after one that is not timed. One line."""
+    config, count, length = session.config, session.args.eval_sequences, model.max_sequence_length
+    tokens = np.random.default_rng(0).integers(0, model.shape.vocab_size, (count, 2, length), np.int32)
+    batches = pad_for_ranks(tokens, processes, config.eval_micro_batch_size)
+    for _ in range(2):
+        processes.barrier()
+        began = time.monotonic()
+        evaluate(model, batches, processes, lambda phase: None)  # ends with a sum over the ranks, read by the host
+        seconds = time.monotonic() - began
+    rate = count * length / seconds / processes.world_size
+    if processes.rank == 0:
+        size = config.eval_micro_batch_size
+        print(f"EVALUATION {benchmark}: {count} sequences in {seconds:.2f} s, {rate:,.0f} tok/s/GPU, micro-batch {size}", flush=True)
 
 
 def _profile_table(session: Session, benchmark: str, model: Llama, processes: Processes, meter: Meter, profiled_ms: float) -> str:
@@ -249,7 +283,7 @@ def _profile_table(session: Session, benchmark: str, model: Llama, processes: Pr
     facts = profiling.Facts(
         benchmark=benchmark,
         config=Path(args.config).stem,
-        precision=f"{config.precision}, fp8 {config.fp8} {config.fp8_recipe}" if config.fp8 else config.precision,
+        precision=precision_of(config),
         layers=model.shape.num_layers,
         world_size=processes.world_size,
         device=torch.cuda.get_device_name(processes.device) if processes.device.type == "cuda" else "cpu",
@@ -269,10 +303,15 @@ def _bench_line(session: Session, benchmark: str, model: Llama, processes: Proce
     memory = memory_gib(processes.device)
     used = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB allocated, {memory:.1f} GiB reserved" if memory else ""
     return (
-        f"BENCH {benchmark} {Path(args.config).stem} {config.precision}, {model.shape.num_layers} layers, {processes.world_size} x "
+        f"BENCH {benchmark} {Path(args.config).stem} {precision_of(config)}, {model.shape.num_layers} layers, {processes.world_size} x "
         f"{config.micro_batch_size} x {config.gradient_accumulation_steps} sequences of {model.max_sequence_length}: {rate.text()}, "
         f"step {median_ms:.1f} ms (median of {args.steps}; {spread}){used}"
     )
+
+
+def precision_of(config: RunConfig) -> str:
+    """In words, for a line of output."""
+    return f"{config.precision}, fp8 {config.fp8} {config.fp8_recipe}" if config.fp8 else config.precision
 
 
 def parse(argv: list[str], program: str) -> argparse.Namespace:
@@ -289,6 +328,7 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--layers", type=int, default=0, help="bench a model of fewer layers")
+    parser.add_argument("--eval-sequences", type=int, default=0, help="bench: time an evaluation of so many sequences as well")
     args = parser.parse_args(argv)
     for name in ("config",) if args.bench else ("run_dir", "data_dir", "config_name"):
         if getattr(args, name) is None:

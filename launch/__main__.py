@@ -145,6 +145,7 @@ def _parse(verb: str, rest: list[str]) -> argparse.Namespace:
     if verb in ("bench", "profile"):
         for name in ("steps", "warmup", "layers"):
             parser.add_argument(f"--{name}", type=int, metavar="N", default=2 if (verb, name) == ("profile", "steps") else None)
+        parser.add_argument("--eval-sequences", type=int, metavar="N", help="time an evaluation of N sequences as well")
     if verb == "profile":
         parser.add_argument("--out", type=Path, metavar="DIR", help="default: a new directory in LOGDIR/profiles")
     options = parser.parse_args(rest)
@@ -343,9 +344,9 @@ def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
     arguments = ["--bench", "--config", str(folder / job.choice.log_name), "--device", job.choice.device]
-    for name in ("steps", "warmup", "layers"):
+    for name in ("steps", "warmup", "layers", "eval_sequences"):
         if getattr(options, name) is not None:
-            arguments += [f"--{name}", str(getattr(options, name))]
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if getattr(options, "out", None):
         arguments += ["--profile", str(options.out)]
     return _torchrun(folder, job, arguments)

@@ -386,3 +386,17 @@ def test_what_the_official_checker_lets_pass_is_refused_by_ours(processes, close
     assert {found.rule for found in lint(path)} == {finding}
     assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
     assert "passed" in capsys.readouterr().out
+
+
+# --- bench ----------------------------------------------------------------------------------------------------------------
+
+
+def test_bench_times_steps_and_on_request_an_evaluation(tmp_path):
+    (tmp_path / "CPU_1x1.toml").write_text(run_config().as_toml())
+    arguments = ["--bench", "--config", str(tmp_path / "CPU_1x1.toml"), "--device", "cpu", "--steps", "2", "--warmup", "1"]
+    (process,) = start_ranks(1, ["-m", "llama31_8b.train", *arguments, "--eval-sequences", "5"])
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr[-2000:]
+    bench, evaluation = stdout.splitlines()
+    assert bench.startswith("BENCH llama31_8b CPU_1x1 fp32, 4 layers, 1 x 4 x 2 sequences of 128: ") and "median of 2" in bench
+    assert evaluation.startswith("EVALUATION llama31_8b: 5 sequences in ") and "tok/s/GPU" in evaluation
