@@ -87,7 +87,7 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
         model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0, sum_over_ranks=lambda tensor: tensor
     )
     lr_at = warmup_cosine(BASE_LEARNING_RATE, BASE_LEARNING_RATE / 20, BASE_WARMUP_STEPS, BASE_STEPS)
-    batches = _base_batches(texts, tokenizer)
+    batches = base_batches(texts, tokenizer)
     bar = Bar("training the base", BASE_STEPS, "steps")
     for step in range(BASE_STEPS):
         train_step(model, optimizer, batches, Batching(BASE_BATCH, 1, False), lr_at(step), 1, lambda phase: None)
@@ -96,7 +96,7 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
     return model
 
 
-def _base_batches(texts: list[str], tokenizer: Any) -> Iterator[Tensor]:
+def base_batches(texts: list[str], tokenizer: Any) -> Iterator[Tensor]:
     """Endless int32 [batch, 2, sequence], in random order: all texts, each between bos and eos, one after the other."""
     bos, eos = tokenizer.bos_id(), tokenizer.eos_id()
     stream = np.fromiter((id_ for ids in tokenizer.encode(texts) for id_ in (bos, *ids, eos)), np.int32)
