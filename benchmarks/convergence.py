@@ -1,10 +1,11 @@
 """Does FP8 train as bf16 does? A model of the 8B's width and two layers, on the miniature's real text, once per precision.
 
     python -m benchmarks.convergence --data-dir DIR --out losses.json [--steps 400] [--only "NAME;..."]
+    python -m benchmarks.convergence --golden --out tests/golden/H200.json
 
 Same seed, same sequences, same schedule; what differs is how the blocks compute. Prints the mean training loss of the last 50 steps and
-what it is relative to bf16 of the plain blocks. Needs a GPU; some 30 s per variant on an H200. `synthetic_batches` serves the golden
-losses of the tests: text that depends on no file and no version of Python.
+what it is relative to bf16 of the plain blocks. Needs a GPU; some 30 s per variant on an H200. `--golden` writes what
+tests/test_golden.py compares later runs with: 100 steps of GOLDEN on synthetic text, which depends on no file and no version of Python.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ VARIANTS: dict[str, dict[str, object]] = {
     "fp8 te delayed": {"kernels": "triton", "fp8": "te", "fp8_recipe": "delayed"},
     "fp8 te current": {"kernels": "triton", "fp8": "te", "fp8_recipe": "current"},
 }
+
+
+GOLDEN = ("bf16 fused", "fp8 torch delayed")
+GOLDEN_STEPS = 100
 
 
 def config_of(options: dict[str, object]) -> RunConfig:
@@ -101,14 +106,26 @@ def train_losses(
     return torch.stack(losses).tolist()
 
 
+def golden_losses(processes: Processes) -> dict[str, list[float]]:
+    return {
+        name: train_losses(config_of(VARIANTS[name]), synthetic_batches(GOLDEN_STEPS, SHAPE.vocab_size), GOLDEN_STEPS, processes)
+        for name in GOLDEN
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--data-dir", type=Path, default=Path("data/miniature"))
+    parser.add_argument("--golden", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--only", default=";".join(VARIANTS))
     args = parser.parse_args()
     processes = start_processes("cuda", 600.0)
+    if args.golden:
+        facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "losses": golden_losses(processes)}
+        args.out.write_text(json.dumps(facts, indent=1) + "\n")
+        return
     curves: dict[str, list[float]] = {}
     for name in args.only.split(";"):
         curves[name] = train_losses(
