@@ -49,7 +49,7 @@ class RunConfig:
     compile: bool = False  # torch.compile of each block and of the head with its loss
     recompute_layers: int = 0  # first n layers recompute their activations in backward
     reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
-    frozen_base: str = "sharded"  # LoRA in FP8: over the node's GPUs, or whole on each as W or as W and W^T (common/frozen.py)
+    frozen_base: str = "sharded"  # LoRA, fused: over the node's GPUs, or whole on each as W or as W and W^T (common/frozen.py)
     gather: str = "nccl"  # what moves weights and gradients within a node: NCCL/RCCL, or the GPUs' copy engines (common/peer_memory.py)
     gemm_tuning_file: str = ""  # tuned GEMM solutions for this GPU and these libraries, relative to the project (docs/gemm_tuning.md)
     warmup_train_steps: int = 2  # synthetic optimizer steps before the clock
@@ -159,8 +159,6 @@ def _check_values(config: RunConfig, source: str) -> None:
     require(config.fp8_recipe in FP8_RECIPES, "fp8_recipe", f"known are {', '.join(FP8_RECIPES)}", "choose one of them")
     require(config.frozen_base in HOLDINGS, "frozen_base", f"known are {', '.join(HOLDINGS)}", "choose one of them")
     require(config.gather in GATHERS, "gather", f"known are {', '.join(GATHERS)}", "choose one of them")
-    holds_fp8 = config.fp8 == "torch" or config.frozen_base == _default("frozen_base")
-    require(holds_fp8, "frozen_base", "it is for a base in FP8", 'leave it out, or set fp8 = "torch"')
     gathers = config.frozen_base == "sharded" and config.gpus_per_node > 1
     require(gathers or config.gather == _default("gather"), "gather", "nothing is gathered: each GPU holds the whole base", "leave it out")
     require(not config.fp8 or config.precision == "bf16", "fp8", "what FP8 leaves is computed in bf16", 'set precision = "bf16"')
@@ -173,12 +171,6 @@ def _check_values(config: RunConfig, source: str) -> None:
         "recompute_layers",
         "a layer of Transformer Engine that runs again in backward would do so outside of its FP8 region",
         'set it to 0, or fp8 = "torch"',
-    )
-    require(
-        not (config.fused_blocks and config.fp8_swiglu_input and not config.fp8),
-        "fp8_swiglu_input",
-        "in bf16 the fused blocks keep SwiGLU's input as it is",
-        "set it to false, or fp8",
     )
     require(not (config.fused_blocks and config.compile), "compile", "fused blocks leave nothing to compile", "set compile = false")
     per_pass = config.micro_batch_size * config.world_size

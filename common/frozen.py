@@ -1,4 +1,4 @@
-"""The frozen base of a LoRA run: the matrices of the blocks in FP8 alone, and where a block gets them from.
+"""The frozen base of a LoRA run: the matrices of the blocks, in FP8 alone or in bf16, and where a block gets them from.
 
 Each matrix is quantised once, while it is loaded, with one scale for all of it, and never exists in bf16 again. Forward reads W [N, K]
 and backward W^T [K, N]; with a tensor scale the one is the other with its bytes in other places. How they are kept:
@@ -6,6 +6,8 @@ and backward W^T [K, N]; with a tensor scale the one is the other with its bytes
     sharded           both layouts, each rank 1 / n of either's bytes, gathered from the node's GPUs one pass at a time (n > 1)
     replicated        W whole on each rank; a layer's W^T is made from it as backward needs it
     replicated_both   W and W^T whole on each rank: nothing is moved
+
+In bf16 products read W in either direction: there is one layout, W, for both passes.
 
 One layer of one layout is one run of bytes, cut evenly without regard to where a matrix ends: a gather is one copy per rank. It goes to
 one of SLOTS buffers, on a stream of its own, up to SLOTS - 1 layers before the layer computes. The order in which a step asks for
@@ -52,20 +54,20 @@ class Place(NamedTuple):
     rows: int
     columns: int
 
-    def of(self, memory: Tensor, layout: int) -> Tensor:
-        """uint8 view of `memory`, the bytes of a layer: [rows, columns], or [columns, rows] in the backward layout."""
+    def of(self, memory: Tensor, layout: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """View of `memory`, the bytes of a layer, as [rows, columns], or [columns, rows] in the backward layout."""
         shape = (self.rows, self.columns) if layout == FORWARD else (self.columns, self.rows)
-        return memory[self.offset : self.offset + self.rows * self.columns].view(shape)
+        return memory[self.offset : self.offset + self.rows * self.columns * dtype.itemsize].view(dtype).view(shape)
 
 
-def places(shape: ModelShape, shards: int) -> tuple[dict[str, Place], int]:
-    """Where the matrices of a layer lie, and its bytes: a multiple of `shards` x ALIGNMENT."""
+def places(shape: ModelShape, shards: int, itemsize: int = 1) -> tuple[dict[str, Place], int]:
+    """Where the matrices of a layer lie, with `itemsize` bytes per value, and its bytes: a multiple of `shards` x ALIGNMENT."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     matrices = {"qkv": (shape.qkv_size, hidden), "o": (hidden, hidden), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
     found, end = {}, 0
     for name, (rows, columns) in matrices.items():
         found[name] = Place(end, rows, columns)
-        end = _up(end + rows * columns, ALIGNMENT)
+        end = _up(end + rows * columns * itemsize, ALIGNMENT)
     return found, _up(end, shards * ALIGNMENT)
 
 
@@ -235,7 +237,7 @@ class Ring:
         return slot
 
 
-def schedule(num_layers: int, recompute_layers: int, training: bool) -> list[Key]:
+def schedule(num_layers: int, recompute_layers: int, training: bool, backward_layout: int = BACKWARD) -> list[Key]:
     """What one pass over the model asks for, in order: an evaluation, or a micro-batch forward and backward."""
     forward = [Key(FORWARD, layer) for layer in range(num_layers)]
     if not training:
@@ -243,7 +245,7 @@ def schedule(num_layers: int, recompute_layers: int, training: bool) -> list[Key
     backward = []
     for layer in reversed(range(num_layers)):
         again = [Key(FORWARD, layer)] if layer < recompute_layers else []
-        backward += [*again, Key(BACKWARD, layer)]
+        backward += [*again, Key(backward_layout, layer)]
     return forward + backward
 
 
@@ -263,18 +265,23 @@ class FrozenBase:
         gather: str = "nccl",
         recompute_layers: int = 0,
         timeout_s: float = 600.0,
+        in_fp8: bool = True,
     ):
-        """`holding`: one of HOLDINGS, see above; sharded on one GPU is replicated. `gather`: one of GATHERS. `timeout_s`: of a gather."""
+        """`holding`: one of HOLDINGS, see above; sharded on one GPU is replicated. `gather`: one of GATHERS. `timeout_s`: of a gather.
+        `in_fp8`: else in bf16, of which "replicated" and "replicated_both" are the same.
+        """
         assert holding in HOLDINGS and gather in GATHERS
         device, num_layers = processes.device, shape.num_layers
         self.device, self.num_layers, self.recompute_layers = device, num_layers, recompute_layers
-        self.dtype = fp8.fp8_dtypes(device)[0]
+        self.dtype = fp8.fp8_dtypes(device)[0] if in_fp8 else torch.bfloat16
+        self.in_fp8, self.backward_layout = in_fp8, BACKWARD if in_fp8 else FORWARD
         self.quantise = {"reference": fp8.quantise_reference, "triton": fp8.quantise_triton}[kernels]
         self.node = node_group(processes, timeout_s)
         self.ranks, self.rank = self.node.size(), self.node.rank()
         self.shards = self.ranks if holding == "sharded" else 1
-        self.places, self.layer_bytes = places(shape, self.shards)
-        self.layouts = (FORWARD, BACKWARD) if self.shards > 1 or holding == "replicated_both" else (FORWARD,)
+        self.places, self.layer_bytes = places(shape, self.shards, self.dtype.itemsize)
+        both = in_fp8 and (self.shards > 1 or holding == "replicated_both")
+        self.layouts = (FORWARD, BACKWARD) if both else (FORWARD,)
         held_shape = (len(self.layouts), num_layers, self.layer_bytes // self.shards)
         pulls = self.shards > 1 and gather == "copy_engine"
         self.held = symmetric_empty(held_shape, device) if pulls else torch.empty(held_shape, dtype=torch.uint8, device=device)
@@ -282,7 +289,7 @@ class FrozenBase:
         # cuBLASLt reads scales at multiples of 16 bytes.
         self.scales = torch.empty(num_layers, len(self.places), 4, dtype=torch.float32, device=device)[..., :1]
         self.ring = None
-        if holding != "replicated_both":
+        if self.shards > 1 or (in_fp8 and not both):
             fetch: Fetch = TransposeFetch(self.held, self.places, kernels)
             if self.shards > 1:
                 fetch = CopyEngineFetch(self.held, self.node) if pulls else CollectiveFetch(self.held, self.node)
@@ -300,7 +307,7 @@ class FrozenBase:
 
     @torch.no_grad()
     def hold(self, layer: int, shares: dict[str, Tensor]) -> None:
-        """Quantise a layer and keep this rank's part of it. `shares`: name -> [rows, columns] as `share` says, float, on the device.
+        """Quantise a layer, if it is to be FP8, and keep this rank's part of it. `shares`: name -> [rows, columns] as `share` says, float, on the device.
 
         Every rank of the node calls this with its own rows, and has each whole matrix for a moment: 0.94 GB in bf16 at 70B.
         """
@@ -308,6 +315,9 @@ class FrozenBase:
             mine = shares[name]
             full = mine.new_empty(self.ranks * mine.shape[0], place.columns)
             dist.all_gather_into_tensor(full.view(torch.uint8), mine.contiguous().view(torch.uint8), group=self.node)
+            if not self.in_fp8:
+                self._keep(self.held[FORWARD, layer], full[: place.rows].to(self.dtype).view(-1).view(torch.uint8), place.offset)
+                continue
             role = Role(weight=True)
             role.dtype, role.state = self.dtype, torch.zeros(4, device=self.device)
             operand = self.quantise(full[: place.rows], role)
@@ -339,22 +349,25 @@ class FrozenBase:
 
     def begin(self, training: bool) -> None:
         """A pass over the model begins, at layer 0: a micro-batch forward and backward, or an evaluation's forward."""
-        self.expected, self.position = schedule(self.num_layers, self.recompute_layers, training), 0
+        self.expected = schedule(self.num_layers, self.recompute_layers, training, self.backward_layout)
+        self.position = 0
 
     def forward_operands(self, layer: int) -> dict[str, Operand]:
-        """name -> rows [N, K] with their scale, until `release`."""
+        """name -> rows [N, K], in FP8 with their scale, until `release`."""
         memory = self._bytes(Key(FORWARD, layer))
         return {
-            name: Operand(place.of(memory, FORWARD).view(self.dtype), None, scale)
+            name: Operand(place.of(memory, FORWARD, self.dtype), None, scale if self.in_fp8 else None)
             for (name, place), scale in zip(self.places.items(), self.scales[layer], strict=True)
         }
 
     def backward_operands(self, layer: int) -> dict[str, Operand]:
-        """name -> columns [K, N] with their scale, until `release`; rows are empty."""
+        """name -> columns [K, N] with their scale, rows being empty; in bf16 rows [N, K] again. Until `release`."""
+        if not self.in_fp8:
+            return self.forward_operands(layer)
         memory = self._bytes(Key(BACKWARD, layer))
         nothing = memory.new_empty(0, 0).view(self.dtype)
         return {
-            name: Operand(nothing, place.of(memory, BACKWARD).view(self.dtype), scale)
+            name: Operand(nothing, place.of(memory, BACKWARD, self.dtype), scale)
             for (name, place), scale in zip(self.places.items(), self.scales[layer], strict=True)
         }
 

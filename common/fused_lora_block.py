@@ -28,7 +28,7 @@ class FrozenBase(Protocol):
         """In rows, [N, K]."""
 
     def backward_operands(self, layer: int) -> dict[str, Operand]:
-        """In columns, [K, N]; rows may be empty."""
+        """In columns, [K, N], where it is FP8; rows may then be empty. In bf16 in rows."""
 
     def release(self, layer: int) -> None:
         """The pass is through with the layer."""
@@ -60,13 +60,14 @@ def saved_bytes_per_token(shape: ModelShape, rank: int, fp8_swiglu_input: bool, 
     return tensors * itemsize + gate_up + 4 * shape.num_heads + 2 * 4
 
 
-def frozen_roles(scaling: Scaling | None, fp8_swiglu_input: bool, e5m2_gradients: bool) -> Roles:
-    """As `Roles.of`, in rows alone: the transposed of an operand is for weight gradients."""
-    if scaling is None:
-        return Roles()
+def frozen_roles(scaling: Scaling | None, fp8_swiglu_input: bool, e5m2_gradients: bool, in_fp8: bool = True) -> Roles:
+    """As `Roles.of`, in rows alone: the transposed of an operand is for weight gradients. Without `in_fp8` only what is kept in 8 bits."""
+    stored = scaling.role(transposed=False) if scaling is not None and fp8_swiglu_input else None
+    if scaling is None or not in_fp8:
+        return Roles(stored_gate_up=stored)
     names = [field.name for field in fields(Roles) if field.name != "stored_gate_up"]
     roles = {name: scaling.role(gradient=name.startswith("d_") and e5m2_gradients, transposed=False) for name in names}
-    return Roles(**roles, stored_gate_up=scaling.role(transposed=False) if fp8_swiglu_input else None)
+    return Roles(**roles, stored_gate_up=stored)
 
 
 class Adapter(nn.Module):
@@ -93,17 +94,18 @@ class FusedLoraBlock(nn.Module):
         scaling: Scaling | None = None,
         fp8_swiglu_input: bool = False,
         e5m2_gradients: bool = True,
+        in_fp8: bool = True,
     ):
-        """`layer`: its number in `base`. `scaling`: where FP8 keeps its scales; None where the base is not FP8.
+        """`layer`: its number in `base`. `scaling`: where FP8 keeps its scales; None where nothing is FP8. `in_fp8`: the base is.
 
-        `fp8_swiglu_input`, with FP8 alone: keep gate_up for backward in 8 bits. `e5m2_gradients`: else they are e4m3 as all else,
+        `fp8_swiglu_input`, with `scaling`: keep gate_up for backward in 8 bits. `e5m2_gradients`: else they are e4m3 as all else,
         4 dB more exact with less range.
         """
         super().__init__()
         self.shape, self.layer, self.base = shape, layer, base
         self.ops, self.lora = ENGINES[kernels], lora.ENGINES[kernels]
         self.scale, self.dropout = alpha / rank, dropout
-        self.roles = frozen_roles(scaling, fp8_swiglu_input, e5m2_gradients)
+        self.roles = frozen_roles(scaling, fp8_swiglu_input, e5m2_gradients, in_fp8)
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.qkv = Adapter(shape.hidden_size, shape.qkv_size, rank)
@@ -194,7 +196,9 @@ class FusedLoraBlock(nn.Module):
 
 
 def through(g: Operand, weight: Operand) -> Tensor:
-    """g: [M, N], weight: the columns [K, N] of a frozen matrix -> g W, [M, K]."""
+    """g: [M, N], weight: the columns [K, N] of a frozen matrix, in bf16 its rows [N, K] -> g W, [M, K]."""
+    if weight.scale is None:
+        return g.rows @ weight.rows
     assert weight.columns is not None, "backward reads a frozen matrix in columns"
     return matmul(g, Operand(weight.columns, None, weight.scale), fast=False)
 

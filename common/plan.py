@@ -124,7 +124,7 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     base in the computing precision over all GPUs, or as `frozen_bytes` says, and 16 bytes per adapter parameter on each.
     """
     parameters, gpus = work.shape.num_parameters, config.world_size
-    if holds_frozen_fp8(config, work):
+    if holds_frozen(config, work):
         frozen = frozen_bytes(config, work.shape)
     else:
         frozen = BYTES[config.precision] * parameters / gpus if work.lora_rank else 0
@@ -146,16 +146,18 @@ def _casts_weights(config: RunConfig, work: Workload) -> bool:
     return config.fp8 == "torch" and not work.lora_rank
 
 
-def holds_frozen_fp8(config: RunConfig, work: Workload) -> bool:
-    return bool(work.lora_rank) and config.fp8 == "torch"
+def holds_frozen(config: RunConfig, work: Workload) -> bool:
+    """Is there a frozen base that common/frozen.py holds?"""
+    return bool(work.lora_rank) and config.fused_blocks
 
 
 def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """A frozen FP8 base on one GPU (common/frozen.py): the blocks' matrices, and all else whole in the computing precision."""
+    """A frozen base on one GPU (common/frozen.py): the blocks' matrices, and all else whole in the computing precision."""
     matrices = shape.num_layers * matrix_parameters(shape)
     gpus = config.gpus_per_node if config.frozen_base == "sharded" else 1
-    layouts = 2 if gpus > 1 or config.frozen_base == "replicated_both" else 1
-    return layouts * matrices / gpus + BYTES[config.precision] * (shape.num_parameters - matrices)
+    # In FP8 a byte per value and layout, and W^T beside W where it is not made as it is needed; in bf16 W serves both passes.
+    per_value = (2 if gpus > 1 or config.frozen_base == "replicated_both" else 1) if config.fp8 else BYTES[config.precision]
+    return per_value * matrices / gpus + BYTES[config.precision] * (shape.num_parameters - matrices)
 
 
 def _gathered(config: RunConfig, work: Workload, module: float, ahead: float) -> float:
@@ -166,8 +168,11 @@ def _gathered(config: RunConfig, work: Workload, module: float, ahead: float) ->
     instead, for gathered ones or transposed ones.
     """
     element = BYTES[config.precision]
-    if holds_frozen_fp8(config, work):
-        return RING_LAYERS * matrix_parameters(work.shape) if config.frozen_base != "replicated_both" else 0
+    if holds_frozen(config, work):
+        gathers = config.frozen_base == "sharded" and config.gpus_per_node > 1
+        transposes = bool(config.fp8) and not gathers and config.frozen_base != "replicated_both"
+        per_value = 1 if config.fp8 else element
+        return RING_LAYERS * matrix_parameters(work.shape) * per_value if gathers or transposes else 0
     if not config.reshard_after_forward:
         return element * work.shape.num_parameters
     embedding = work.shape.vocab_size * work.shape.hidden_size

@@ -22,11 +22,10 @@ class Config(RunConfig):
     opt_learning_rate_warmup_ratio: float = 0.0  # of those steps; the reference warms nothing up
 
     def __post_init__(self) -> None:
-        if self.gather != "nccl" and self.fp8 != "torch":
-            why = "a base in bf16 is gathered by FSDP beside whole adapters, and that goes through NCCL/RCCL"
-            raise ConfigError(f"gather = {self.gather!r} cannot be used", why, 'leave it out, or set fp8 = "torch"')
-        if self.fused_blocks and self.fp8 != "torch":
-            raise ConfigError("fused_blocks = true cannot be used", "LoRA's fused blocks need the base in FP8", 'set fp8 = "torch"')
+        for key, usual in (("gather", "nccl"), ("frozen_base", "sharded")):
+            if not self.fused_blocks and getattr(self, key) != usual:
+                why = "it is for fused blocks; without them FSDP holds the base and gathers it"
+                raise ConfigError(f"{key} = {getattr(self, key)!r} cannot be used", why, "leave it out, or set fused_blocks = true")
         steps, ratio = self.opt_learning_rate_training_steps, self.opt_learning_rate_warmup_ratio
         if steps < 1:
             raise ConfigError(f"opt_learning_rate_training_steps = {steps} cannot be used", "it must be at least 1", "give steps")

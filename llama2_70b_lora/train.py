@@ -23,6 +23,7 @@ from common.errors import ConfigError, RunError
 from common.frozen import FrozenBase
 from common.fused_lora_block import FusedLoraBlock
 from common.kernels.attention import attention_backends
+from common.kernels.fp8 import Scaling
 from common.llama import Llama
 from common.loop import pad_for_ranks
 from common.lora import adapter_parameters, add_adapters, init_adapters
@@ -40,11 +41,11 @@ from llama2_70b_lora.weights import load_base
 
 
 def frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> FrozenBase | None:
-    """Room for the blocks' matrices where they are held in FP8, outside the model; None: they are parameters of it."""
+    """Room for the blocks' matrices outside the model, for fused blocks, in FP8 or bf16; None: they are parameters of it."""
     if config.fp8 == "te":
         why = "adapters on Transformer Engine's layers were never tested"
         raise ConfigError('fp8 = "te" cannot be used for llama2_70b_lora', why, 'set fp8 = "torch"')
-    if not config.fp8:
+    if not config.fused_blocks:
         return None
     return FrozenBase(
         rules.shape,
@@ -54,6 +55,7 @@ def frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> Frozen
         gather=config.gather,
         recompute_layers=config.recompute_layers,
         timeout_s=config.hang_timeout_s,
+        in_fp8=config.fp8 == "torch",
     )
 
 
@@ -65,7 +67,8 @@ def build(config: RunConfig, rules: Rules, processes: Processes, frozen: FrozenB
     """
     with torch.device("meta"):
         # The blocks made here are those of torch's autograd: a frozen base brings its own.
-        model = build_model(replace(config, fused_blocks=False) if frozen else config, rules.shape, rules.sequence_length)
+        plain = replace(config, fused_blocks=False, frozen_base="sharded", gather="nccl")
+        model = build_model(plain if frozen else config, rules.shape, rules.sequence_length)
         model.to(DTYPES[config.precision])  # frozen: there is no update that fp32 would have to keep
         if frozen:
             take_from(frozen, model, config, rules)
@@ -81,9 +84,11 @@ def take_from(frozen: FrozenBase, model: Llama, config: RunConfig, rules: Rules)
     """Exchange the blocks of `model` for such as get their matrices from `frozen`, with adapters that train; all else does not."""
     model.requires_grad_(False)
     lora = (rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
+    if config.fp8_swiglu_input and model.scaling is None:
+        model.scaling = Scaling(config.fp8_recipe)  # a base in bf16: what is kept in 8 bits has a scale all the same
+    ways = {"fp8_swiglu_input": config.fp8_swiglu_input, "in_fp8": frozen.in_fp8}
     model.blocks = nn.ModuleList(
-        FusedLoraBlock(rules.shape, layer, frozen, config.kernels, *lora, model.scaling, config.fp8_swiglu_input)
-        for layer in range(rules.shape.num_layers)
+        FusedLoraBlock(rules.shape, layer, frozen, config.kernels, *lora, model.scaling, **ways) for layer in range(rules.shape.num_layers)
     )
     for norm in (norm for block in model.blocks for norm in (block.attention_norm, block.ffn_norm)):
         norm.to(DTYPES[config.precision])

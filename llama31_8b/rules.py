@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.config import RunConfig
+from common.errors import ConfigError
 from common.shapes import LLAMA31_8B, ModelShape
 
 BENCHMARK = "llama31_8b"
@@ -18,6 +19,13 @@ BENCHMARK = "llama31_8b"
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     opt_learning_rate_warmup_steps: int
+
+    def __post_init__(self) -> None:
+        if self.frozen_base != "sharded":
+            raise ConfigError(f"frozen_base = {self.frozen_base!r} cannot be used", "nothing is frozen in pre-training", "leave it out")
+        if self.fused_blocks and self.fp8_swiglu_input and not self.fp8:
+            why = "in bf16 the fused blocks of pre-training keep SwiGLU's input as it is"
+            raise ConfigError("fp8_swiglu_input = True cannot be used", why, "set it to false, or fp8")
 
 
 @dataclass(frozen=True)

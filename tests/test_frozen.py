@@ -273,6 +273,7 @@ def on_two_ranks(processes, folder):
         found[holding] = {"wrong": ask_all(base, SHAPE), "bytes": base.held.nbytes}
     odd = fill(FrozenBase(ODD, processes), ODD)
     found["odd"] = {"wrong": ask_all(odd, ODD), "bytes": odd.held.nbytes}
+    found["bf16"] = in_bf16(processes)
     found["fetches"] = {}
     for recompute_layers in (0, 2, 5):
         base = fill(FrozenBase(SHAPE, processes, recompute_layers=recompute_layers), SHAPE)
@@ -282,8 +283,32 @@ def on_two_ranks(processes, folder):
     return found
 
 
-RUNS = {"sharded": {}, "recompute": {"recompute_layers": 1}, "replicated": {"frozen_base": "replicated"}}
+RUNS = {
+    "sharded": {},
+    "recompute": {"recompute_layers": 1},
+    "replicated": {"frozen_base": "replicated"},
+    "bf16": {"fp8": ""},
+    "bf16, recompute": {"fp8": "", "recompute_layers": 1},
+    "bf16, replicated": {"fp8": "", "frozen_base": "replicated"},
+    "bf16, SwiGLU's input in 8 bits": {"fp8": "", "fp8_swiglu_input": True},
+}
 MODEL = RULES.shape
+
+
+def in_bf16(processes):
+    """Operands that are not the matrix itself, of several passes out of a base in bf16; and its bytes."""
+    base = fill(FrozenBase(SHAPE, processes, in_fp8=False), SHAPE)
+    wrong = []
+    for training in (True, False, True):
+        base.begin(training)
+        for ask in (base.forward_operands, base.backward_operands)[: 1 + training]:
+            layers = range(SHAPE.num_layers) if ask == base.forward_operands else reversed(range(SHAPE.num_layers))
+            for layer in layers:
+                for name, operand in ask(layer).items():
+                    whole = operand.scale is None and torch.equal(operand.rows, matrix(SHAPE, layer, name))
+                    wrong += [] if whole else [f"{layer} {name}"]
+                base.release(layer)
+    return {"wrong": wrong, "bytes": base.held.nbytes}
 
 
 def load(processes, folder, layout):
@@ -463,8 +488,22 @@ def test_training_on_two_ranks_follows_one(processes, pair, name):
 
 def test_holding_and_recompute_change_no_bit(pair):
     runs = pair[0]["steps"]
-    for name in ("recompute", "replicated"):
-        assert runs[name]["losses"] == runs["sharded"]["losses"] and runs[name]["evaluation"] == runs["sharded"]["evaluation"]
+    for name, same in (("recompute", "sharded"), ("replicated", "sharded"), ("bf16, recompute", "bf16"), ("bf16, replicated", "bf16")):
+        assert runs[name]["losses"] == runs[same]["losses"] and runs[name]["evaluation"] == runs[same]["evaluation"]
+
+
+def test_a_base_in_bf16_has_one_layout_and_the_matrices_themselves(processes, pair):
+    alone = in_bf16(processes)
+    assert alone["wrong"] == pair[0]["bf16"]["wrong"] == []
+    assert alone["bytes"] == SHAPE.num_layers * places(SHAPE, 1, 2)[1]
+    assert pair[0]["bf16"]["bytes"] == SHAPE.num_layers * places(SHAPE, 2, 2)[1] // 2
+
+
+def test_fp8_follows_bf16(pair):
+    runs = pair[0]["steps"]
+    assert runs["sharded"]["losses"] != runs["bf16"]["losses"]
+    assert runs["sharded"]["losses"] == pytest.approx(runs["bf16"]["losses"], rel=0.02)
+    assert runs["bf16, SwiGLU's input in 8 bits"]["losses"] == pytest.approx(runs["bf16"]["losses"], rel=0.01)
 
 
 # ---- refused

@@ -44,7 +44,7 @@ class MemoryBase:
     def backward_operands(self, layer):
         self.calls.append(f"backward {layer}")
         empty = torch.empty(0, 0)
-        return {name: Operand(empty, x.rows.t().contiguous(), x.scale) for name, x in self.operands.items()}
+        return {name: x if x.scale is None else Operand(empty, x.rows.t().contiguous(), x.scale) for name, x in self.operands.items()}
 
     def release(self, layer):
         self.calls.append(f"release {layer}")
