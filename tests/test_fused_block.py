@@ -179,3 +179,40 @@ def test_backward_lets_go_of_what_it_has_used():
     saved = context.saved
     out.sum().backward()
     assert context.saved is None and not vars(saved).keys() & {"n_1", "attention", "o", "residual", "n_2", "gate_up", "h"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("stored", [False, True], ids=["bf16 kept", "fp8 kept"])
+def test_on_a_gpu_both_engines_compute_the_same(recipe, stored):
+    """The whole block at the 8B's width, Triton against plain torch on the same GPU. Only rounding separates them: a value that falls on the
+    other side of an FP8 step here and there, far below the 18 dB that FP8 itself costs.
+    """
+    shape = replace(TINY.shape, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8)
+    blocks, scalings = [], []
+    for kernels in ("reference", "triton"):
+        torch.manual_seed(0)
+        scaling = Scaling(recipe)
+        block = FusedBlock(shape, kernels, stored, scaling).to("cuda", torch.bfloat16)
+        scaling.allocate(torch.device("cuda"))
+        for name, parameter in block.named_parameters():
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.02)
+        blocks.append(block)
+        scalings.append(scaling)
+    tables = rope_tables(shape, 1024, "cuda")
+    for step in range(3):
+        found = []
+        for block in blocks:
+            generator = torch.Generator("cuda").manual_seed(step)
+            x = torch.randn(2, 1024, 4096, generator=generator, device="cuda").bfloat16().requires_grad_()
+            d_out = (1e-4 * torch.randn(2, 1024, 4096, generator=generator, device="cuda")).bfloat16()
+            block.zero_grad()
+            out = block(x, *tables)
+            out.backward(d_out)
+            found.append({"output": out.detach(), "input": x.grad, **{name: p.grad for name, p in block.named_parameters()}})
+        for name, value in found[0].items():
+            assert sqnr_db(found[1][name].float(), value.float()) > 25, f"step {step}: {name}"
+        for block, scaling in zip(blocks, scalings, strict=True):
+            scaling.step_done()
+            block.weights_changed()

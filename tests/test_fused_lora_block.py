@@ -288,3 +288,25 @@ def test_both_engines_agree_with_the_same_seed():
     done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "agreed" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recipe", [None, "delayed"], ids=["bf16", "fp8"])
+def test_on_a_gpu_both_engines_compute_the_same(recipe):
+    """The whole block at width 1024 with the same masks, Triton against plain torch on the same GPU: only rounding separates them."""
+    plain = plain_block(WIDE, torch.bfloat16).to("cuda")
+    x, d_out, tables = data(WIDE, torch.bfloat16, sequence=256)
+    x, d_out, tables = x.cuda(), d_out.cuda(), [table.cuda() for table in tables]
+    dropouts = tuple(Dropout(torch.tensor([seed], device="cuda"), P) for seed in (31, 2**50 + 3))
+    blocks = [fused_block(plain, P, recipe, bool(recipe), kernels=kernels).to("cuda") for kernels in ("reference", "triton")]
+    for block in blocks:
+        block.draw_dropouts = lambda device: dropouts
+    for step in range(3):
+        reference, triton = (results(block, x, d_out, tables) for block in blocks)
+        for name, value in reference.items():
+            error = (triton[name].double() - value.double()).norm() / value.double().norm()
+            assert error < 10 ** (-25 / 20), f"step {step}: {name} {error:.1e}"
+        for block in blocks:
+            if block.base.scaling is not None:
+                block.base.scaling.step_done()
