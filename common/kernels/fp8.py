@@ -120,7 +120,8 @@ def make_operand(role: Role | None, shape: tuple[int, int], like: Tensor, launch
 def fill_columns(operand: Operand) -> None:
     """Write `columns`, where wanted, from `rows`: one byte read and one written per element, in a kernel of its own.
 
-    Kernels that wrote both layouts from one tile were up to 14 % faster on an H200, but their columns came out wrong there (docs/log.md).
+    Kernels that wrote both layouts from one tile were up to 14 % faster on an H200, but their columns came out wrong there, by what looks
+    like a defect of ptxas 12.9 (triton#11111; docs/log.md).
     """
     if operand.columns is None:
         return
