@@ -1,6 +1,12 @@
 """What several test files share: a process group of one, tiny token files, and one pair of ranks that does all that needs two."""
 
+import signal
+
 import pytest
+
+# A shell that starts the tests in the background lets them ignore the interrupt, and every process of theirs with them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
