@@ -5,21 +5,17 @@ Its input and the gradient of its output arrive in bf16, so each costs a cast; t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from common.kernels import fp8
-from common.kernels.fp8 import Operand, Role, Scaling, dgrad, matmul, wgrad
-
-QUANTISE: dict[str, Callable[[Tensor, Role | None], Operand]] = {"reference": fp8.quantise_reference, "triton": fp8.quantise_triton}
+from common.kernels.fp8 import Operand, Scaling, dgrad, matmul, wgrad
 
 
 class Fp8Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, kernels: str, scaling: Scaling):
         super().__init__(inputs, outputs, bias=False)
-        self.quantise = QUANTISE[kernels]
+        self.quantise = fp8.ENGINES[kernels]
         self.x_role, self.g_role, self.weight_role = scaling.role(), scaling.role(gradient=True), scaling.role(weight=True)
         self.operand: Operand | None = None  # of the weight, until it changes
 

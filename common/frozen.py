@@ -32,7 +32,7 @@ from common.config import GATHERS, HOLDINGS
 from common.distributed import Processes
 from common.kernels import fp8, transpose
 from common.kernels.fp8 import Operand, Role
-from common.peer_memory import refused_without_peers, symmetric_empty
+from common.peer_memory import others, refused_without_peers, symmetric_empty
 from common.shapes import ModelShape
 
 SLOTS = 3  # the layer that computes, and two on their way: 0.86 GB each at 70B
@@ -162,8 +162,7 @@ class CopyEngineFetch:
 
         with refused_without_peers():
             self.handle = symmetric.rendezvous(held, group)
-        ranks, me = group.size(), group.rank()
-        order = [(me + step) % ranks for step in range(1, ranks + 1)]
+        order = (*others(group.rank(), group.size()), group.rank())
         self.peers = {peer: self.handle.get_buffer(peer, held.shape, torch.uint8) for peer in order}
 
     def __call__(self, key: Key, out: Tensor) -> None:
@@ -275,7 +274,7 @@ class FrozenBase:
         self.device, self.num_layers, self.recompute_layers = device, num_layers, recompute_layers
         self.dtype = fp8.fp8_dtypes(device)[0] if in_fp8 else torch.bfloat16
         self.in_fp8, self.backward_layout = in_fp8, BACKWARD if in_fp8 else FORWARD
-        self.quantise = {"reference": fp8.quantise_reference, "triton": fp8.quantise_triton}[kernels]
+        self.quantise = fp8.ENGINES[kernels]
         self.node = node_group(processes, timeout_s)
         self.ranks, self.rank = self.node.size(), self.node.rank()
         self.shards = self.ranks if holding == "sharded" else 1

@@ -121,7 +121,7 @@ class FusedBlock(Block):
         """`recompute`: keep the input only, and run again in backward."""
         weights = [self.attention_norm.weight, self.ffn_norm.weight, *(getattr(self, name).weight for name in LINEARS)]
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *weights))
-        return _FusedBlock.apply(self, keep, recompute, x_BSD, cos, sin, *weights)
+        return StraightBlock.apply(self, self.run, keep, recompute, x_BSD, cos, sin, *weights)
 
     def weight_operands(self) -> dict[str, Operand]:
         """The weights as products read them; in FP8 cast once per optimizer step, and kept."""
@@ -209,23 +209,31 @@ def not_recording(roles: Roles) -> Iterator[None]:
         role.recording = recording
 
 
-class _FusedBlock(torch.autograd.Function):
+class StraightBlock(torch.autograd.Function):
+    """What autograd sees of a block that is a straight list of launches: of FusedBlock and of FusedLoraBlock."""
+
     @staticmethod
-    def forward(ctx, block: FusedBlock, keep: bool, recompute: bool, x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-        out, saved = block.run(x, cos, sin, keep and not recompute)
+    def forward(
+        ctx, block: Any, run: Callable, keep: bool, recompute: bool, x: Tensor, cos: Tensor, sin: Tensor, *trained: Tensor
+    ) -> Tensor:
+        """`run(x, cos, sin, keep)`: the block's forward, the same whenever it is called. `trained`: what gets a gradient, in the order of
+        the block's `run_backward`, after the one of x.
+        """
+        out, saved = run(x, cos, sin, keep and not recompute)
         if keep:
             # Attributes, not save_for_backward: backward lets go of each as soon as it is used.
-            ctx.block, ctx.saved, ctx.x, ctx.tables = block, saved, x if recompute else None, (cos, sin)
+            ctx.block, ctx.saved, ctx.again, ctx.tables = block, saved, (run, x) if recompute else None, (cos, sin)
         return out
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.block is None:
             raise RuntimeError("a block's backward ran twice: what it keeps is used up by the first one")
-        block, saved, x, (cos, sin) = ctx.block, ctx.saved, ctx.x, ctx.tables
-        ctx.block = ctx.saved = ctx.x = None
-        if saved is None:
+        block, saved, again, (cos, sin) = ctx.block, ctx.saved, ctx.again, ctx.tables
+        ctx.block = ctx.saved = ctx.again = None
+        if again is not None:
+            run, x = again
             with not_recording(block.roles):
-                _, saved = block.run(x, cos, sin, keep=True)
-        d_x, *d_weights = block.run_backward(saved, d_out, cos, sin)
-        return None, None, None, d_x, None, None, *d_weights
+                _, saved = run(x, cos, sin, True)
+        d_x, *d_trained = block.run_backward(saved, d_out.contiguous(), cos, sin)
+        return None, None, None, None, d_x, None, None, *d_trained

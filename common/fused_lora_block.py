@@ -8,15 +8,16 @@ their dropout from a seed (kernels/lora.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from common.block import RMSNorm
-from common.fused_block import ENGINES, Roles, attend, not_recording
+from common.fused_block import ENGINES, Roles, StraightBlock, attend
 from common.kernels import lora
-from common.kernels.fp8 import Operand, Scaling, matmul
+from common.kernels.fp8 import Operand, Scaling, dgrad, matmul
 from common.kernels.lora import Dropout, Norm, up_
 from common.shapes import ModelShape
 
@@ -115,7 +116,8 @@ class FusedLoraBlock(nn.Module):
         """`recompute`: keep the input only, and run again in backward. Without gradients there is no dropout, and nothing is kept."""
         adapters = [self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b]
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *adapters))
-        return _FusedLoraBlock.apply(self, keep, recompute, x_BSD, cos, sin, *adapters)
+        run = partial(self.run, dropouts=self.draw_dropouts(x_BSD.device) if keep else (None, None))
+        return StraightBlock.apply(self, run, keep, recompute, x_BSD, cos, sin, *adapters)
 
     def draw_dropouts(self, device: torch.device) -> tuple[Dropout | None, Dropout | None]:
         """Masks for one forward, of the device's generator."""
@@ -163,18 +165,18 @@ class FusedLoraBlock(nn.Module):
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the input and, in fp32, of A and B of qkv and A and B of o. Takes `saved` apart as it goes."""
         ops, roles, weights = self.ops, self.roles, self.base.backward_operands(self.layer)
-        d_out = d_out_BSD.flatten(0, 1).contiguous()
+        d_out = d_out_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
-        d_h = through(ops.quantise(d_out, roles.d_out), weights["down"])
+        d_h = dgrad(ops.quantise(d_out, roles.d_out), weights["down"], fast=False)
         d_gate_up = ops.swiglu_backward(d_h, saved.gate_up, roles.d_gate_up)
         del d_h, saved.gate_up
-        d_n = through(d_gate_up, weights["gate_up"])
+        d_n = dgrad(d_gate_up, weights["gate_up"], fast=False)
         del d_gate_up
         d_residual, g, _ = ops.rms_norm_backward(
             d_n, saved.residual, saved.rstd_2, self.ffn_norm.weight, d_out, roles.d_attention, weight_grad=False
         )
         del d_n, d_out, saved.residual
-        d_attention = through(g or Operand(d_residual), weights["o"])
+        d_attention = dgrad(g or Operand(d_residual), weights["o"], fast=False)
         del g
         p, d_b_o, _ = self.lora.up_backward(d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None)
         out, leaves = saved.attention
@@ -186,42 +188,10 @@ class FusedLoraBlock(nn.Module):
         del d_q, d_k, d_v
         p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], roles.d_qkv)
         del d_qkv
-        d_n = through(g, weights["qkv"])
+        d_n = dgrad(g, weights["qkv"], fast=False)
         del g
         norm = Norm(saved.rstd_1, self.attention_norm.weight)
         d_a_qkv = self.lora.down_backward_(d_n, saved.x, norm, p, a_qkv, saved.dropouts[0])
         d_x, _, _ = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None, weight_grad=False)
         self.base.release(self.layer)
         return d_x.view_as(d_out_BSD), d_a_qkv, d_b_qkv, d_a_o, d_b_o
-
-
-def through(g: Operand, weight: Operand) -> Tensor:
-    """g: [M, N], weight: the columns [K, N] of a frozen matrix, in bf16 its rows [N, K] -> g W, [M, K]."""
-    if weight.scale is None:
-        return g.rows @ weight.rows
-    assert weight.columns is not None, "backward reads a frozen matrix in columns"
-    return matmul(g, Operand(weight.columns, None, weight.scale), fast=False)
-
-
-class _FusedLoraBlock(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block: FusedLoraBlock, keep: bool, recompute: bool, x: Tensor, cos: Tensor, sin: Tensor, *adapters: Tensor) -> Tensor:
-        dropouts = block.draw_dropouts(x.device) if keep else (None, None)
-        out, saved = block.run(x, cos, sin, keep and not recompute, dropouts)
-        if keep:
-            # Attributes, not save_for_backward: backward lets go of each as soon as it is used.
-            ctx.block, ctx.saved, ctx.again, ctx.tables = block, saved, (x, dropouts) if recompute else None, (cos, sin)
-        return out
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.block is None:
-            raise RuntimeError("a block's backward ran twice: what it keeps is used up by the first one")
-        block, saved, again, (cos, sin) = ctx.block, ctx.saved, ctx.again, ctx.tables
-        ctx.block = ctx.saved = ctx.again = None
-        if again is not None:
-            x, dropouts = again
-            with not_recording(block.roles):
-                _, saved = block.run(x, cos, sin, True, dropouts)
-        d_x, *d_adapters = block.run_backward(saved, d_out, cos, sin)
-        return None, None, None, d_x, None, None, *d_adapters

@@ -52,6 +52,11 @@ def refused_without_peers() -> Iterator[None]:
         ) from error
 
 
+def others(rank: int, ranks: int) -> list[int]:
+    """The other ranks, from the neighbour on: each begins with another one, so that not all read from the same."""
+    return [(rank + step) % ranks for step in range(1, ranks)]
+
+
 class Peers(Protocol):
     """Two equal buffers of bytes on each rank of a node, which every other one can read."""
 
@@ -126,8 +131,7 @@ class Turns:
             self.passed = torch.cuda.current_stream(device).record_event()
 
     def others(self) -> list[int]:
-        """The other ranks, each beginning with another one, so that not all read from the same."""
-        return [(self.peers.rank + step) % self.peers.ranks for step in range(1, self.peers.ranks)]
+        return others(self.peers.rank, self.peers.ranks)
 
 
 class PulledAllGather:

@@ -13,8 +13,8 @@ import sys
 from html import escape
 from pathlib import Path
 
-from common.errors import DataError, RunError, StorageError
-from submission import plots
+from common.errors import DataError, RunError
+from submission import plots, report
 from submission.plots import section, table
 
 # Of the classes, in the order of profile.json, then again for products: neighbours differ in light and dark.
@@ -154,11 +154,7 @@ def write_page(folder: Path) -> Path:
         raise DataError(
             f"cannot read {source}", f"{type(error).__name__}: {error}", "make it with ./run_and_time.sh <benchmark> profile"
         ) from None
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}", str(error), "free space, or make the directory writable") from error
-    return path
+    return report.write_page(path, text)
 
 
 def main(arguments: list[str] | None = None) -> int:

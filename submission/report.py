@@ -153,16 +153,16 @@ def _provenance(run: Run) -> str:
 def write_report(folder: Path) -> Path:
     """Write report.html into the directory of a run and return its path. Raises ConfigError, StorageError."""
     run = read_run(folder)
-    return _write(folder, render(run, gpu_samples.read_samples(folder, run)))
+    return write_page(folder / "report.html", render(run, gpu_samples.read_samples(folder, run)))
 
 
 def write_series_report(folder: Path, series: str = "") -> Path:
     """Write report.html about the runs below `folder` and return its path. Raises ConfigError, StorageError."""
-    return _write(folder, series_report.render(series_report.read_series(folder, series)))
+    return write_page(folder / "report.html", series_report.render(series_report.read_series(folder, series)))
 
 
-def _write(folder: Path, text: str) -> Path:
-    path = folder / "report.html"
+def write_page(path: Path, text: str) -> Path:
+    """Raises StorageError."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,17 +1,19 @@
-"""Compile a Triton kernel for a GPU that is not here, as the launcher would for our shapes, and look at what it costs."""
+"""Triton without a GPU: compile a kernel for one that is not here, as the launcher would for our shapes, and run it in the interpreter."""
 
+import os
 import re
 import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+ROOT = Path(__file__).resolve().parents[1]
 # (backend, arch, wave width, shared memory of one block in bytes); sources: CUDA C programming guide, AMD CDNA3/CDNA4 ISA guides.
 TARGETS = [("hip", "gfx942", 64, 64 << 10), ("hip", "gfx950", 64, 160 << 10), ("cuda", 90, 32, 227 << 10), ("cuda", 100, 32, 227 << 10)]
-
-
 ODD = {"kv_heads", "rotated_heads"}  # sizes that are no multiple of 16 in our models
 
 
@@ -59,3 +61,12 @@ def spills(asm, backend: str) -> int:
         code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, cubin.name], capture_output=True, text=True, check=True).stdout
     assert re.search(r"\bEXIT\b", code), "no instructions: this test no longer sees what it is for"
     return len(re.findall(r"\bSTL\b", code))
+
+
+def run_in_interpreter(script, *options):
+    """Run a script whose kernels work on CPU tensors; it must end with printing "agreed". In a process of its own: triton looks once."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, *options, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "agreed" in done.stdout

@@ -1,14 +1,11 @@
 """The fused cross entropy: numbers, edges and autograd in the interpreter, code for the four GPU targets, and real shapes on a GPU."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from compiling import TARGETS, check_compiles
+from compiling import TARGETS, check_compiles, run_in_interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -212,11 +209,7 @@ refuses("contiguous", lambda: cross_entropy_triton(randn(2, 3, vocab), labels[:,
 
 @pytest.mark.parametrize("script", [NUMBERS, EDGES, AUTOGRAD], ids=["numbers", "edges", "autograd"])
 def test_cross_entropy_in_the_interpreter(script):
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-c", COMMON + script + "\nprint('agreed')"]  # numpy warns of inf - inf
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "agreed" in done.stdout
+    run_in_interpreter(COMMON + script + "\nprint('agreed')", "-W", "ignore::RuntimeWarning")  # numpy warns of inf - inf
 
 
 def shipped_kernels(vocab):

@@ -1,13 +1,10 @@
 """FP8 operands: scales, formats, saturation, both layouts, products; kernels in the interpreter and compiled for four GPU targets."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from compiling import TARGETS, check_compiles, fp8_pointer
+from compiling import TARGETS, check_compiles, fp8_pointer, run_in_interpreter
 
 from common.kernels import fp8, transpose
 from common.kernels.fp8 import (
@@ -214,10 +211,7 @@ print("agreed")
 
 
 def test_the_kernel_in_the_interpreter_does_what_the_reference_does():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "agreed" in done.stdout
+    run_in_interpreter(INTERPRETED)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=[str(t[1]) for t in TARGETS])

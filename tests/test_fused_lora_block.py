@@ -1,12 +1,10 @@
 """The hand-written LoRA block against autograd through the plain one: values, masks, FP8, what is kept, what is asked of the base."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from compiling import run_in_interpreter
 from torch import nn
 from torch.nn import functional as F
 
@@ -212,7 +210,7 @@ def test_evaluation_keeps_nothing(monkeypatch):
     block = fused_block(plain_block()).eval()
     kept = []
     run = block.run
-    monkeypatch.setattr(block, "run", lambda *arguments: kept.append(run(*arguments)) or kept[-1])
+    monkeypatch.setattr(block, "run", lambda *arguments, **named: kept.append(run(*arguments, **named)) or kept[-1])
     with torch.no_grad():
         assert block(x, *tables).grad_fn is None
     block(x, *tables, recompute=True)
@@ -284,10 +282,7 @@ print("agreed")
 
 
 def test_both_engines_agree_with_the_same_seed():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "agreed" in done.stdout
+    run_in_interpreter(INTERPRETED)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,10 @@
 """The adapter's kernels against an fp64 truth in the interpreter, their dropout mask, and compiled for the four GPU targets."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from compiling import TARGETS, check_compiles
+from compiling import TARGETS, check_compiles, run_in_interpreter
 
 from common.kernels import lora
 from common.kernels.lora import Dropout, keep_mask
@@ -86,10 +83,7 @@ print("agreed")
 
 
 def test_kernels_in_the_interpreter_are_as_exact_as_plain_torch():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "agreed" in done.stdout
+    run_in_interpreter(INTERPRETED)
 
 
 def test_the_mask_drops_the_share_it_should_everywhere():

@@ -1,13 +1,10 @@
 """RMSNorm with the residual add, forward and backward: in the interpreter, compiled for the four GPU targets, and on a GPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from compiling import TARGETS, check_compiles, fp8_pointer
+from compiling import TARGETS, check_compiles, fp8_pointer, run_in_interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -165,10 +162,7 @@ print("agreed")
 
 
 def test_in_the_interpreter_it_is_as_exact_as_plain_torch():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "agreed" in done.stdout
+    run_in_interpreter(INTERPRETED)
 
 
 def forms(arch):

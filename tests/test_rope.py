@@ -1,13 +1,10 @@
 """RoPE on the packed projection, forward in place and backward to an FP8 operand: interpreter, four GPU targets, GPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from compiling import TARGETS, check_compiles, fp8_pointer
+from compiling import TARGETS, check_compiles, fp8_pointer, run_in_interpreter
 
 from common.kernels import rope
 from common.kernels.fp8 import AMAX_ONLY, CLIPPED, PLAIN, STORE, STORE_AND_RECORD, Scaling
@@ -146,10 +143,7 @@ print("agreed")
 
 
 def test_the_kernels_in_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "agreed" in done.stdout
+    run_in_interpreter(INTERPRETED)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=[str(t[1]) for t in TARGETS])

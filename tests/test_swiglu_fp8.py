@@ -1,13 +1,10 @@
 """SwiGLU that leaves its outputs as FP8 operands: kernels in the interpreter, compiled for four GPU targets, and on a GPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from compiling import TARGETS, check_compiles, fp8_pointer
+from compiling import TARGETS, check_compiles, fp8_pointer, run_in_interpreter
 
 from common.kernels import swiglu
 from common.kernels.fp8 import AMAX_ONLY, CLIPPED, PLAIN, STORE, STORE_AND_RECORD, Operand, Scaling
@@ -183,10 +180,7 @@ print("agreed")
 
 
 def test_the_kernels_in_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "agreed" in done.stdout
+    run_in_interpreter(INTERPRETED)
 
 
 SIZES = {"num_rows": "i32"}  # ffn is a constant

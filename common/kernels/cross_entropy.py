@@ -164,5 +164,3 @@ def cross_entropy_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
 
 ENGINES = {"reference": cross_entropy_reference, "triton": cross_entropy_triton}
-
-cross_entropy = cross_entropy_reference

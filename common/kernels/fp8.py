@@ -221,6 +221,9 @@ def quantise_triton(x: Tensor, role: Role | None) -> Operand:
     return make_operand(role, (num_rows, num_columns), x, launch)
 
 
+ENGINES: dict[str, Callable[[Tensor, Role | None], Operand]] = {"reference": quantise_reference, "triton": quantise_triton}
+
+
 def matmul(a: Operand, b: Operand, fast: bool) -> Tensor:
     """a: [M, K], b: [N, K] -> a b^T, bf16 [M, N]. `fast`: accumulate in the tensor cores' own precision (Hopper), some 14 bits."""
     if a.scale is None or b.scale is None:

@@ -24,9 +24,6 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x_fp32 * rstd * weight.float()).to(x.dtype)
 
 
-rms_norm = rms_norm_reference
-
-
 def add_rms_norm_reference(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, role: Role | None
 ) -> tuple[Tensor, Operand, Tensor]:

@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.kernels.fp8 import (
+    AMAX_FLOOR,
     PLAIN,
     STORE,
     Operand,
     Role,
     emit,
     fill_columns,
+    fp8_dtypes,
     inside,
     make_operand,
     new_operand,
@@ -33,7 +35,6 @@ from common.kernels.fp8 import (
 BLOCK = 1024  # columns of one program: 2 KiB of bf16 from each half of a row
 NUM_WARPS = 4
 BLOCK_ROW, NUM_WARPS_ROW = 2048, 8  # of the kernel that takes a whole row
-AMAX_FLOOR = 1e-12  # a row of zeros has a scale too
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -119,15 +120,9 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
 # MLPerf v5.1 submissions.
 
 
-def fp8_dtype(device: torch.device) -> torch.dtype:
-    """e4m3 as the GPU has it: FNUZ on gfx94x, OCP elsewhere."""
-    fnuz = device.type == "cuda" and torch.version.hip and torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx94")
-    return torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
-
-
 def quantise_rows_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, 2 * ffn] -> (e4m3 of the same shape, fp32 [rows, 2]: amax / max of e4m3 for each half): value = stored * scale."""
-    dtype = fp8_dtype(gate_up.device)
+    dtype = fp8_dtypes(gate_up.device)[0]
     halves = gate_up.float().unflatten(-1, (2, -1))
     scale = halves.abs().amax(-1).clamp(min=AMAX_FLOOR) / torch.finfo(dtype).max
     largest = torch.finfo(dtype).max
@@ -203,7 +198,7 @@ def _swiglu_backward_fp8_kernel(d_out_ptr, stored_ptr, scale_ptr, d_gate_up_ptr,
 
 @torch.library.custom_op("mlperf_llama::swiglu_fp8", mutates_args=())
 def _swiglu_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    ffn, dtype = gate_up.shape[-1] // 2, fp8_dtype(gate_up.device)
+    ffn, dtype = gate_up.shape[-1] // 2, fp8_dtypes(gate_up.device)[0]
     gate_up = gate_up.contiguous()
     rows = gate_up.numel() // (2 * ffn)
     out = gate_up.new_empty(*gate_up.shape[:-1], ffn)
@@ -230,7 +225,7 @@ def _swiglu_fp8_backward(d_out: Tensor, stored: Tensor, scale: Tensor) -> Tensor
 def _(gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = gate_up.numel() // gate_up.shape[-1]
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    return out, torch.empty_like(gate_up, dtype=fp8_dtype(gate_up.device)), gate_up.new_empty(rows, 2, dtype=torch.float32)
+    return out, torch.empty_like(gate_up, dtype=fp8_dtypes(gate_up.device)[0]), gate_up.new_empty(rows, 2, dtype=torch.float32)
 
 
 @_swiglu_fp8_backward.register_fake
