@@ -1,10 +1,12 @@
 """Does FP8 train as bf16 does? A model of the 8B's width and two layers, on the miniature's real text, once per precision.
 
-    python -m benchmarks.convergence --data-dir DIR --out losses.json [--steps 400] [--only "NAME;..."]
+    python -m benchmarks.convergence --data-dir DIR --out losses.json [--steps 400] [--seeds 1,2,3] [--only "NAME;..."]
     python -m benchmarks.convergence --golden --out tests/golden/H200.json
 
 Same seed, same sequences, same schedule; what differs is how the blocks compute. Prints the mean training loss of the last 50 steps and
-what it is relative to bf16 of the plain blocks. Needs a GPU; some 30 s per variant on an H200. `--golden` writes what
+what it is relative to bf16 of the plain blocks with the same seed. One pair of runs says little: two bf16 runs of one seed differ by some
+tenths of a percent, for attention's backward adds up in another order each time; so the mean over several seeds is what to read. Needs a
+GPU; some 15 s per run on an H200. `--golden` writes what
 tests/test_golden.py compares later runs with: 100 steps of GOLDEN on synthetic text, which depends on no file and no version of Python.
 """
 
@@ -69,10 +71,10 @@ def config_of(options: dict[str, object]) -> RunConfig:
     )
 
 
-def text_batches(data_dir: Path, steps: int, vocab_size: int) -> Iterator[np.ndarray]:
+def text_batches(data_dir: Path, steps: int, vocab_size: int, seed: int) -> Iterator[np.ndarray]:
     """The miniature's training text in longer sequences: int [batch, 2, sequence]."""
     prepare.miniature(data_dir)
-    data = TrainData(data_dir / MINIATURE.train_prefix, SEQUENCE, steps * BATCH, SEED, vocab_size)
+    data = TrainData(data_dir / MINIATURE.train_prefix, SEQUENCE, steps * BATCH, seed, vocab_size)
     yield from map(next_token_pairs, train_batches(data, BATCH, BATCH, 0, 1))
 
 
@@ -91,14 +93,14 @@ def synthetic_batches(steps: int, vocab_size: int) -> Iterator[np.ndarray]:
 
 
 def train_losses(
-    config: RunConfig, batches: Iterator[np.ndarray], steps: int, processes: Processes, shape: ModelShape = SHAPE
+    config: RunConfig, batches: Iterator[np.ndarray], steps: int, processes: Processes, seed: int = SEED, shape: ModelShape = SHAPE
 ) -> list[float]:
     """Training loss of each step."""
     rules = replace(CLOSED, shape=shape, sequence_length=SEQUENCE)
     lr_at = warmup_cosine(LEARNING_RATE, LEARNING_RATE / 10, WARMUP_STEPS, steps)
     losses: list[Tensor] = []
     with attention_backends(processes.device.type):
-        model, optimizer = build(config, rules, processes, SEED)
+        model, optimizer = build(config, rules, processes, seed)
         on_device = (torch.from_numpy(batch).to(processes.device) for batch in batches)
         for step in range(steps):
             loss, _ = train_step(model, optimizer, on_device, Batching(BATCH, 1, False), lr_at(step), 1, lambda phase: None)
@@ -113,12 +115,23 @@ def golden_losses(processes: Processes) -> dict[str, list[float]]:
     }
 
 
+def summary(name: str, curves: dict[int, list[float]], bf16: dict[int, list[float]] | None) -> str:
+    """One line: loss at the end, the mean over the seeds, and what it is relative to bf16, the mean and seed by seed."""
+    finals = {seed: statistics.mean(losses[-50:]) for seed, losses in curves.items()}
+    line = f"{name:45} last 50: {statistics.mean(finals.values()):.4f}"
+    if bf16 is None:
+        return line
+    ratios = [final / statistics.mean(bf16[seed][-50:]) - 1 for seed, final in finals.items()]
+    return f"{line} ({statistics.mean(ratios):+.2%} of bf16; by seed {', '.join(f'{ratio:+.2%}' for ratio in ratios)})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, default=Path("data/miniature"))
     parser.add_argument("--golden", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", default=str(SEED))
     parser.add_argument("--only", default=";".join(VARIANTS))
     args = parser.parse_args()
     processes = start_processes("cuda", 600.0)
@@ -126,16 +139,14 @@ def main() -> None:
         facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "losses": golden_losses(processes)}
         args.out.write_text(json.dumps(facts, indent=1) + "\n")
         return
-    curves: dict[str, list[float]] = {}
+    curves: dict[str, dict[int, list[float]]] = {}
     for name in args.only.split(";"):
-        curves[name] = train_losses(
-            config_of(VARIANTS[name]), text_batches(args.data_dir, args.steps, SHAPE.vocab_size), args.steps, processes
-        )
-        torch.cuda.empty_cache()
-        final = statistics.mean(curves[name][-50:])
-        reference = statistics.mean(curves["bf16"][-50:]) if "bf16" in curves else final
-        marks = ", ".join(f"{step}: {curves[name][step - 1]:.4f}" for step in (1, 2, 10, 50, 100, 200, args.steps) if step <= args.steps)
-        print(f"{name:45} last 50: {final:.4f} ({final / reference - 1:+.2%} of bf16); {marks}", flush=True)
+        curves[name] = {}
+        for seed in map(int, args.seeds.split(",")):
+            batches = text_batches(args.data_dir, args.steps, SHAPE.vocab_size, seed)
+            curves[name][seed] = train_losses(config_of(VARIANTS[name]), batches, args.steps, processes, seed)
+            torch.cuda.empty_cache()
+        print(summary(name, curves[name], curves.get("bf16")), flush=True)
         args.out.write_text(json.dumps(curves))
 
 

@@ -133,8 +133,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     size = SIZES["small" if args.small else "70B width"]
+    prepare.miniature(args.data_dir)  # on the CPU: before there is a process group, which may know GPUs only
     processes = start_processes("cpu" if args.small else "cuda", 600.0)
-    prepare.miniature(args.data_dir)
     folder = args.data_dir / f"base of width {size.shape.hidden_size}"
     with attention_backends(processes.device.type):
         if not (folder / "config.json").exists():

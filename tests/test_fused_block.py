@@ -185,34 +185,47 @@ def test_backward_lets_go_of_what_it_has_used():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("stored", [False, True], ids=["bf16 kept", "fp8 kept"])
-def test_on_a_gpu_both_engines_compute_the_same(recipe, stored):
-    """The whole block at the 8B's width, Triton against plain torch on the same GPU. Only rounding separates them: a value that falls on the
-    other side of an FP8 step here and there, far below the 18 dB that FP8 itself costs.
+def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(recipe, stored):
+    """The whole block at the 8B's width. Both engines cast the same numbers to the same formats: Triton may not be 1 dB further from fp32
+    than plain torch is, nor may the two differ by more than two such errors that know nothing of each other, 3 dB.
     """
     shape = replace(TINY.shape, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8)
-    blocks, scalings = [], []
-    for kernels in ("reference", "triton"):
-        torch.manual_seed(0)
-        scaling = Scaling(recipe)
-        block = FusedBlock(shape, kernels, stored, scaling).to("cuda", torch.bfloat16)
+    torch.manual_seed(0)
+    scalings = Scaling(recipe), Scaling(recipe)
+    truth = Block(shape, "reference", False).to("cuda")
+    engines = [FusedBlock(shape, name, stored, scaling) for name, scaling in zip(("reference", "triton"), scalings, strict=True)]
+    for scaling in scalings:
         scaling.allocate(torch.device("cuda"))
-        for name, parameter in block.named_parameters():
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.02)
-        blocks.append(block)
-        scalings.append(scaling)
+    for name, parameter in truth.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.02)
+        parameter.data = parameter.data.bfloat16().float()  # so that all have exactly these
+    for block in engines:
+        block.load_state_dict(truth.state_dict())
+        block.to("cuda", torch.bfloat16)
     tables = rope_tables(shape, 1024, "cuda")
+
+    def results(block, seed):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        x, d_out = (torch.randn(2, 1024, 4096, generator=generator, device="cuda").bfloat16().to(block.down.weight.dtype) for _ in "xd")
+        x.requires_grad_()
+        block.zero_grad()
+        out = block(x, *tables)
+        out.backward(1e-4 * d_out)
+        return {"output": out.detach(), "input": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+
     for step in range(3):
-        found = []
-        for block in blocks:
-            generator = torch.Generator("cuda").manual_seed(step)
-            x = torch.randn(2, 1024, 4096, generator=generator, device="cuda").bfloat16().requires_grad_()
-            d_out = (1e-4 * torch.randn(2, 1024, 4096, generator=generator, device="cuda")).bfloat16()
-            block.zero_grad()
-            out = block(x, *tables)
-            out.backward(d_out)
-            found.append({"output": out.detach(), "input": x.grad, **{name: p.grad for name, p in block.named_parameters()}})
-        for name, value in found[0].items():
-            assert sqnr_db(found[1][name].float(), value.float()) > 25, f"step {step}: {name}"
-        for block, scaling in zip(blocks, scalings, strict=True):
+        plain, triton = (results(block, step) for block in engines)
+        for block, scaling in zip(engines, scalings, strict=True):
             scaling.step_done()
             block.weights_changed()
+    report, too_far = [], []
+    for name, value in results(truth, 2).items():
+        plain_db, triton_db, apart_db = (
+            sqnr_db(a.float(), b.float()) for a, b in ((plain[name], value), (triton[name], value), (triton[name], plain[name]))
+        )
+        report.append(f"{name:24} triton {triton_db:5.1f} dB, plain torch {plain_db:5.1f}, apart {apart_db:5.1f}")
+        margin = 1 if value.ndim > 1 else 2  # of so few numbers the ratio itself is uncertain by 0.3 dB
+        if triton_db < plain_db - margin or apart_db < plain_db - 3:
+            too_far.append(name)
+    print("\n".join(report))
+    assert not too_far, f"{too_far}\n" + "\n".join(report)
