@@ -62,7 +62,10 @@ SIZES = {
 
 def train_base(size: Size, data_dir: Path, folder: Path, steps: int, processes: Processes) -> None:
     """Pre-train on documentation and save the weights in bf16, as MLCommons ships the real ones."""
-    rules = replace(PRETRAINING, shape=size.shape, sequence_length=MINIATURE.sequence_length)
+    # 0.02 is for narrow models: at width 8192 attention would start with random scores of std 0.02^2 * 8192 = 3.3, whose softmax makes
+    # any rounding several times larger, and trains less well (docs/log.md).
+    init_std = min(PRETRAINING.init_std, size.shape.hidden_size**-0.5)
+    rules = replace(PRETRAINING, shape=size.shape, sequence_length=MINIATURE.sequence_length, init_std=init_std)
     batch = {"global_batch_size": 32, "micro_batch_size": 32, "eval_micro_batch_size": 32}
     rates = {"opt_base_learning_rate": size.base_learning_rate, "opt_learning_rate_warmup_steps": 20}
     config = PretrainingConfig(kernels=size.kernels, fused_blocks=True, **ONE_GPU, **batch, **rates)  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ class RunConfig:
     recompute_layers: int = 0  # first n layers recompute their activations in backward
     reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
     frozen_base: str = "sharded"  # LoRA, fused: over the node's GPUs, or whole on each as W or as W and W^T (common/frozen.py)
-    gather: str = "nccl"  # what moves weights and gradients within a node: NCCL/RCCL, or the GPUs' copy engines (common/peer_memory.py)
+    gather: str = "nccl"  # what brings a sharded frozen base's layers: NCCL/RCCL, or the GPUs' copy engines (common/peer_memory.py)
     gemm_tuning_file: str = ""  # tuned GEMM solutions for this GPU and these libraries, relative to the project (docs/gemm_tuning.md)
     warmup_train_steps: int = 2  # synthetic optimizer steps before the clock
     warmup_eval_steps: int = 1

@@ -26,9 +26,12 @@ VAGUE = (ELEMENTWISE, OTHER)  # of an event so named, what surrounds its launch 
 NAMES = (
     (
         COMMUNICATION,
-        r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers|mean_of_ranks",
+        r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers",
     ),
-    (COMMUNICATION, r"memcpy PtoP|^fsdp::|split_with_sizes_copy|chunk_cat"),  # copy engines; packing and unpacking around a collective
+    (
+        COMMUNICATION,
+        r"memcpy PtoP|^fsdp::|^weight_shards::|split_with_sizes_copy|chunk_cat",
+    ),  # copy engines; packing and unpacking around a collective
     (OPTIMIZER, r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm"),  # the gradient norm is the optimizer's too
     (ATTENTION, r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to|flash::|flash_?(fwd|bwd|attn|attention)"),
     (ATTENTION, r"fmha|mha_(fwd|bwd|v3)|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)|scaled_dot_product|mem_eff|fused_?attn"),

@@ -26,6 +26,7 @@ from common.kernels.fp8 import Scaling
 from common.kernels.rope import rope_tables
 from common.shapes import ModelShape
 from common.te_block import TEBlock, TransformerEngine
+from common.weight_shards import WeightShards
 
 
 class Head(nn.Module):
@@ -79,7 +80,12 @@ class Llama(nn.Module):
             make = partial(Block, shape, kernels, fp8_swiglu_input)
         self.blocks = nn.ModuleList(make() for _ in range(shape.num_layers))
         self.head = Head(shape, kernels, self.scaling if fp8_head else None)
+        self.weight_shards: WeightShards | None = None  # parallel.py sets it
         self.make_rope_tables("cpu")
+
+    def trained_tensors(self) -> list[nn.Parameter]:
+        """What the optimizer updates: the parameters, whole or sharded by FSDP, or the masters of WeightShards."""
+        return list(self.parameters()) if self.weight_shards is None else self.weight_shards.masters
 
     def scale_tensors(self) -> list[Tensor]:
         """The state of FP8, changed in place by training."""
@@ -95,8 +101,15 @@ class Llama(nn.Module):
             self.transformer_engine.reset()
         self._weights_changed()
 
+    def backward_done(self) -> None:
+        """After the last backward of a step: all gradients are there for the optimizer."""
+        if self.weight_shards is not None:
+            self.weight_shards.backward_done()
+
     def step_done(self) -> None:
         """After an optimizer step: the weights are others, and FP8 may choose new scales."""
+        if self.weight_shards is not None:
+            self.weight_shards.gather()
         if self.scaling is not None:
             self.scaling.step_done()
         self._weights_changed()
@@ -154,10 +167,16 @@ def init_weights(model: Llama, seed: int, std: float) -> None:
             scaled = name.endswith((".o.weight", ".down.weight"))
             full = torch.empty(parameter.shape).normal_(0.0, residual_std if scaled else std, generator=generator)
             full += 0.0  # a drawn -0.0 becomes 0.0: a step at learning rate 0 would flip its sign bit (warmup.py compares bits)
-        copy_into(parameter, full)
+        if shards is None:
+            copy_into(parameter, full)
+        else:
+            shards.fill(parameter, full)
 
+    shards = model.weight_shards
     with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
         list(pool.map(fill, parameters))
+    if shards is not None:
+        shards.gather()
 
 
 def parameter_seed(seed: int, name: str) -> int:

@@ -60,6 +60,7 @@ def train_step(
         (loss * world_size).backward()
         loss_part += loss.detach()
     beat("optimizer")
+    model.backward_done()
     grad_norm = optimizer.step(learning_rate)
     optimizer.zero_grad()
     model.step_done()

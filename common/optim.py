@@ -38,7 +38,7 @@ class ClippedAdamW:
         sum_over_ranks: SumOverRanks,
         replicas: int = 0,
     ):
-        """`replicas` = 0: the parameters are sharded, and gradients arrive averaged over the ranks (FSDP). Otherwise every one of
+        """`replicas` = 0: the parameters are sharded, and gradients arrive averaged over the ranks. Otherwise every one of
         so many ranks holds them whole, and `step` averages the gradients in one flat all-reduce.
         """
         self.parameters = [p for p in parameters if p.requires_grad]

@@ -1,5 +1,7 @@
 """How a model is made ready for the GPUs, in one visible order: recompute, compile, shard.
 
+Two ways to shard. Where weights stay whole between their gathers, common/weight_shards.py; where they are to be gathered again in every
+pass, because memory is short, torch's FSDP2, and also under torch.compile and Transformer Engine, which were tried with it alone.
 Compile comes before sharding, so that each compiled block is whole and FSDP's hooks stay outside of it.
 """
 
@@ -14,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common.config import RunConfig
 from common.llama import Llama
-from common.peer_memory import SymmetricPeers, pull_from_peers
 from common.shapes import ModelShape
+from common.weight_shards import WeightShards
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -41,8 +43,7 @@ def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Itera
     weights are kept and updated in fp32, one shard per rank, and gathered in `config.precision` for computing. Gradients are
     reduced in `config.reduce_precision` after every micro-batch and accumulated in fp32 shards: that costs more traffic than
     one reduction per step, hidden behind the backward, and saves a whole unsharded gradient. On a mesh of several nodes
-    ("replicate", "shard") the shards are those of a node, and each micro-batch's are all-reduced over the nodes as well: FSDP could wait
-    with that until the last one, but would add them up in `reduce_precision` instead of fp32.
+    ("replicate", "shard") the shards are those of a node, and each micro-batch's are averaged over the nodes as well.
     """
     model.recompute_layers = config.recompute_layers
     if config.compile:
@@ -54,15 +55,25 @@ def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Itera
         param_dtype=DTYPES[config.precision], reduce_dtype=DTYPES[config.reduce_precision], cast_forward_inputs=False
     )
     whole = set(replicated)
+    if not whole and keeps_weights_whole(config):
+        model.to(DTYPES[config.precision])  # the masters are fp32: `shard_weights`
+        return model
     if whole.issuperset(model.parameters()):
         return model  # nothing to shard: no gathers, no hooks
     for module in (*model.blocks, model.head, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward, ignored_params=whole)
-    if config.gather == "copy_engine" and not whole:
-        group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
-        modules = [module for module in (*model.blocks, model.head, model) if isinstance(module, FSDPModule)]
-        pull_from_peers(modules, SymmetricPeers(group), SymmetricPeers(group), config.kernels)
     return model
+
+
+def keeps_weights_whole(config: RunConfig) -> bool:
+    return not (config.reshard_after_forward or config.compile or config.fp8 == "te")
+
+
+def shard_weights(model: Llama, config: RunConfig, mesh: DeviceMesh) -> None:
+    """After `materialise`: give each rank its masters, where the weights stay whole. Their values are undefined."""
+    if keeps_weights_whole(config):
+        modules = [model.embedding, *model.blocks, model.head]
+        model.weight_shards = WeightShards(modules, mesh, DTYPES[config.reduce_precision])
 
 
 def materialise(model: Llama, device: torch.device) -> None:

@@ -153,7 +153,7 @@ def warm_up_on_synthetic_tokens(session: Session, model: Llama, optimizer: Clipp
         synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, size)
         for size in (config.micro_batch_size, config.eval_micro_batch_size)
     ]
-    state = [*(local(p.detach()) for p in model.parameters()), *model.scale_tensors()]
+    state = [*(local(p.detach()) for p in model.trained_tensors()), *model.scale_tensors()]
 
     def restore() -> None:
         optimizer.zero_grad()

@@ -31,9 +31,9 @@ from submission import published, rcp
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOSE = """\
-Measured by us: memory and throughput on 1, 2 and 4 H200s, in FP8 on 4 (8B) and on 1 with a few layers (both; docs/results.md). Published
-by others: every result on 8 or more GPUs, AMD's and H200's (MLPerf Training v5.1). Everything else here is calculated; nothing of this
-package was run on an AMD GPU or an H100."""
+Measured by us: memory and throughput on H200s, in bf16 on 1, 2 and 4 (8B) and on 4 (LoRA), in FP8 on 2 and 4 (8B) and on 1 and 2 (LoRA;
+docs/results.md). Published by others: every result on 8 or more GPUs, AMD's and H200's (MLPerf Training v5.1). Everything else here is
+calculated; nothing of this package was run on an AMD GPU or an H100."""
 REFERENCES = ("AMD", "Dell XE9680", "HPE")  # whose results the efficiencies are fitted to
 
 
@@ -151,11 +151,17 @@ def memory_table(memory: Memory) -> str:
 
 
 def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
-    usable, needed = gib(plan.usable_bytes(kind)), gib(memory.reserved)
-    of = f"{needed:.1f} GiB with the allocator's reserve of {plan.RESERVED_PER_ALLOCATED - 1:.0%}, {usable:.1f} usable on {kind.name}"
-    if plan.fits(memory, kind):
-        return f"fits: {of}"
-    return f"does NOT fit, short by {needed - usable:.1f} GiB: {plan.advice(config, work, kind)} ({of})"
+    """Does it fit, with how much left, and what is that made of?"""
+    usable, needed = plan.usable_bytes(kind), memory.needed
+    whose = "" if kind.name == "H200" else ", as on an H200,"
+    of = (
+        f"{gib(needed):.1f} GiB with {plan.LEAST_RESERVE - 1:.0%} in pieces and {gib(plan.CONTEXT_BYTES):.1f} of context and libraries{whose} "
+        f"of {gib(usable):.1f} usable on {kind.name}"
+    )
+    if not plan.fits(memory, kind):
+        return f"does NOT fit, short by {gib(needed - usable):.1f} GiB: {plan.advice(config, work, kind)} ({of})"
+    gives_back = f"; torch reserves {plan.USUAL_RESERVE - 1:.0%} where it can, and may have to give memory back here"
+    return f"fits, {gib(usable - needed):.1f} GiB left: {of}{gives_back if memory.comfortable > usable else ''}"
 
 
 def describe(benchmark: str, path: str, config: RunConfig) -> list[str]:
@@ -278,7 +284,7 @@ def _notes(benchmark: str, config: RunConfig) -> list[str]:
 
 def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
     """One row per config."""
-    head = ["config", "computes in", "micro-batch", "recomputed", "GiB allocated", "with reserve", "usable", "fits", "largest micro-batch"]
+    head = ["config", "computes in", "micro-batch", "recomputed", "GiB allocated", "needed", "usable", "fits", "largest micro-batch"]
     head += ["recompute needed", "tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
     return table(head, [_row(benchmark, name, config) for name, config in loaded.items()])
 
@@ -287,15 +293,16 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     work, kind = workload(benchmark, config), _kind(config)
     memory = plan.memory_peak(config, work)
     row = [name, computes_in(config), str(config.micro_batch_size), str(config.recompute_layers)]
-    row += [f"{gib(memory.allocated):.1f}", f"{gib(memory.reserved):.1f}"]
+    row.append(f"{gib(memory.allocated):.1f}")
     if kind is None:
-        return [*row, *"-" * 8]
+        return [*row, *"-" * 9]
     usable, layers = plan.usable_bytes(kind), plan.recompute_needed(config, work, kind)
     speed = estimate(benchmark, config, kind)
     return [
         *row,
+        f"{gib(memory.needed):.1f}",
         f"{gib(usable):.1f}",
-        "yes" if plan.fits(memory, kind) else f"NO, short by {gib(memory.reserved - usable):.1f}",
+        f"yes, {gib(usable - memory.needed):.1f} left" if plan.fits(memory, kind) else f"NO, short by {gib(memory.needed - usable):.1f}",
         str(plan.largest_micro_batch(config, work, kind)),
         "never fits" if layers is None else str(layers),
         f"{speed.tokens_per_s_per_gpu:,.0f}",

@@ -32,6 +32,7 @@ class Measured:
     gib: float
     changes: dict = field(default_factory=dict)
     layers: int = 0  # 0: all
+    reserved: float = 0.0  # GiB, torch.cuda.max_memory_reserved; 0: not noted
     tokens_per_s_per_gpu: int = 0  # 0: no number for the whole model
 
     def settings(self) -> RunConfig:
@@ -50,33 +51,48 @@ class Measured:
         return command.estimate(self.benchmark, config, KINDS[config.gpu])
 
 
+def _sequences(micro_batch: int) -> dict[str, int]:
+    """Of one GPU, in two accumulation steps."""
+    return {"micro_batch_size": micro_batch, "global_batch_size": 2 * micro_batch}
+
+
 _COMPILED = {"fused_blocks": False, "fp8": "", "compile": True}  # bf16, before the fused blocks
 _KEEP_ALL = {**_COMPILED, "recompute_layers": 0, "reshard_after_forward": False}
 _SHARDED_BF16 = {**_COMPILED, "reshard_after_forward": True}  # LoRA
-_OLD_LORA = {**_SHARDED_BF16, "gpus_per_node": 1, "fp8_swiglu_input": False, "recompute_layers": 0, "kernels": "reference"}  # its dropout
+_BF16_SWIGLU = {**_SHARDED_BF16, "fp8_swiglu_input": False}
+_OLD_LORA = {**_BF16_SWIGLU, "gpus_per_node": 1, "recompute_layers": 0, "kernels": "reference"}  # its dropout
 _ONE_GPU = {"gpus_per_node": 1, "global_batch_size": 4}
 _ONE_GPU_LORA = {"global_batch_size": 2, "recompute_layers": 0}
 MEASURED = (
-    Measured(PRETRAINING, "H200_1x4", 123.3, tokens_per_s_per_gpu=15_601),
+    Measured(PRETRAINING, "H200_1x4", 123.3, reserved=126.8, tokens_per_s_per_gpu=15_601),
+    Measured(PRETRAINING, "H200_1x2", 121.6, {"global_batch_size": 8}, reserved=125.9, tokens_per_s_per_gpu=14_811),
     Measured(PRETRAINING, "H200_1x4", 35.7, _ONE_GPU, layers=2),
     Measured(PRETRAINING, "H200_1x4", 47.6, _ONE_GPU, layers=4),
     Measured(PRETRAINING, "H200_1x4", 59.4, _ONE_GPU, layers=6),
+    Measured(LORA, "H200_1x1", 133.1, {"global_batch_size": 2}, reserved=137.7, tokens_per_s_per_gpu=2_844),
+    Measured(LORA, "H200_1x2", 133.2, {"global_batch_size": 4}, reserved=137.7, tokens_per_s_per_gpu=2_730),
     Measured(LORA, "H200_1x1", 11.6, _ONE_GPU_LORA, layers=4),
     Measured(LORA, "H200_1x1", 25.8, _ONE_GPU_LORA, layers=12),
-    Measured(PRETRAINING, "H200_1x4", 124.1, _COMPILED, tokens_per_s_per_gpu=10_883),
-    Measured(PRETRAINING, "H200_1x4", 85.5, {**_COMPILED, "micro_batch_size": 1}, tokens_per_s_per_gpu=10_677),
-    Measured(PRETRAINING, "H200_1x2", 115.4, _COMPILED, tokens_per_s_per_gpu=10_596),
-    Measured(PRETRAINING, "H200_1x1", 127.7, _COMPILED, tokens_per_s_per_gpu=7_993),
+    Measured(PRETRAINING, "H200_1x4", 124.1, _COMPILED, reserved=129.6, tokens_per_s_per_gpu=10_883),
+    Measured(PRETRAINING, "H200_1x4", 85.5, {**_COMPILED, "micro_batch_size": 1}, reserved=89.0, tokens_per_s_per_gpu=10_677),
+    Measured(PRETRAINING, "H200_1x2", 115.4, _COMPILED, reserved=120.0, tokens_per_s_per_gpu=10_596),
+    Measured(PRETRAINING, "H200_1x1", 127.7, _COMPILED, reserved=132.2, tokens_per_s_per_gpu=7_993),
+    Measured(PRETRAINING, "H200_1x1", 131.9, {**_COMPILED, **_sequences(2)}, reserved=136.8, tokens_per_s_per_gpu=8_368),
+    Measured(PRETRAINING, "H200_1x1", 136.1, {**_COMPILED, **_sequences(3)}, reserved=137.5, tokens_per_s_per_gpu=8_447),
     Measured(PRETRAINING, "H200_1x1", 40.9, _KEEP_ALL, layers=4),
     Measured(PRETRAINING, "H200_1x1", 47.6, {**_KEEP_ALL, "micro_batch_size": 2}, layers=4),
     Measured(PRETRAINING, "H200_1x1", 79.3, _KEEP_ALL, layers=12),
-    Measured(LORA, "H200_1x4", 132.6, {**_SHARDED_BF16, "recompute_layers": 4}, tokens_per_s_per_gpu=1_691),
-    Measured(LORA, "H200_1x4", 122.4, {**_SHARDED_BF16, "fp8_swiglu_input": False, "recompute_layers": 32}, tokens_per_s_per_gpu=1_492),
+    Measured(LORA, "H200_1x4", 132.6, {**_SHARDED_BF16, "recompute_layers": 4}, reserved=138.2, tokens_per_s_per_gpu=1_691),
+    Measured(LORA, "H200_1x4", 122.4, {**_BF16_SWIGLU, "recompute_layers": 32}, reserved=125.7, tokens_per_s_per_gpu=1_492),
     Measured(LORA, "H200_1x4", 18.5, _OLD_LORA, layers=4),
     Measured(LORA, "H200_1x4", 46.7, _OLD_LORA, layers=12),
     Measured(LORA, "H200_1x4", 27.1, {**_OLD_LORA, "recompute_layers": 12}, layers=12),
 )
-OUT_OF_MEMORY = Measured(LORA, "H200_1x4", 139.8, {**_SHARDED_BF16, "fp8_swiglu_input": False, "recompute_layers": 22})  # it did not run
+# What did not run, in its config's expandable segments too; `gib` is what was allocated and the request that failed, if noted.
+OUT_OF_MEMORY = (
+    Measured(PRETRAINING, "H200_1x1", 131.16 + 7.83, {**_COMPILED, **_sequences(4)}),
+    Measured(LORA, "H200_1x4", 0.0, {**_BF16_SWIGLU, "recompute_layers": 22}),
+)
 
 
 def predicted(result: Published) -> Estimate:
@@ -125,10 +141,11 @@ def measured_table() -> str:
                 f"{point.gib:.1f}",
                 f"{gib(memory.allocated):.1f}",
                 f"{gib(memory.allocated) / point.gib - 1:+.1%}",
+                f"{point.reserved:.1f}" if point.reserved else "-",
                 *([f"{speed:,}", f"{guess:,.0f}", f"{guess / speed - 1:+.1%}"] if speed else ["-"] * 3),
             ]
         )
-    return table(["measured by us", "peak GiB", "plan", "difference", "tok/s/GPU", "plan", "difference"], rows)
+    return table(["measured by us", "peak GiB", "plan", "difference", "reserved", "tok/s/GPU", "plan", "difference"], rows)
 
 
 def _words(point: Measured) -> str:
@@ -142,6 +159,24 @@ def _words(point: Measured) -> str:
     words += ["resharded"] * config.reshard_after_forward + ["SwiGLU input in 8 bits"] * config.fp8_swiglu_input
     words += ["plain dropout"] * (point.benchmark == LORA and config.kernels == "reference")
     return ", ".join(words)
+
+
+def _nearest() -> Measured:
+    """The run that came nearest to the limit."""
+    return max(MEASURED, key=lambda point: point.gib)
+
+
+def _evaluation_s(sequences: int) -> float:
+    """The plan's, of LoRA on 2 H200s."""
+    point = next(point for point in MEASURED if (point.benchmark, point.config) == (LORA, "H200_1x2"))
+    return point.estimate().eval_s * -(-sequences // 2) / -(-point.workload().eval_samples // 2)
+
+
+def _refused() -> str:
+    return "\n".join(
+        f"- {_words(point)}: {gib(point.memory().allocated):.1f} GiB allocated, {gib(point.memory().needed):.1f} needed."
+        for point in OUT_OF_MEMORY
+    )
 
 
 def document() -> str:
@@ -206,13 +241,24 @@ FP8) or the backward (in bf16) of the last block, or in an evaluation.
   the rotated q and k and the norm's output too. A recomputed block keeps its input.
 - Logits once, in bf16: their gradient is written over them.
 
-torch must also *reserve* more than it hands out: 2.7 to 4.5 % in our runs, planned with {plan.RESERVED_PER_ALLOCATED - 1:.0%}. Usable is what torch
-reports of an H200, 139.8 of 141 GiB; the same share is assumed for the others.
+Needed is more than is allocated, and must be within what the driver offers (usable: 139.8 of an H200's 141 GiB, the same share assumed for the
+others):
+
+- {gib(plan.CONTEXT_BYTES):.1f} GiB for the process's context and loaded libraries. An H200's number, read off the message with which a fourth sequence of the 8B on one
+  GPU was refused, and assumed for the others. NCCL's buffers are in it: a run on 4 GPUs that reserved 138.6 GiB left it 1.2 at most.
+- {plan.LEAST_RESERVE - 1:.0%} of what is allocated, in pieces too small to be of use. torch *reserves* {plan.USUAL_RESERVE - 1:.0%} more where it can (2.7 to 4.5 % in our runs), but gives
+  back what it can before it gives up, and the run that came nearest to the limit had 136.1 GiB allocated and 137.5 reserved. All this
+  with `expandable_segments`; the configs of AMD's GPUs do not set it, and have more room.
+
+Where {plan.USUAL_RESERVE - 1:.0%} do not fit, `plan` says that torch may have to give memory back and ask for it again. With those 136.1 GiB that cost nothing that showed:
+{_nearest().tokens_per_s_per_gpu:,} tok/s/GPU with three sequences at a time, 8,368 with two.
+
+These two ran out of memory, and the plan refuses them:
+
+{_refused()}
 
 The points in bf16 are those of compiled blocks. Those with 4 and 12 layers of the 8B are older than the Triton SwiGLU; it keeps the same bytes.
-Those of LoRA are older than `kernels/lora_down.py` and are planned with `kernels = "reference"`, whose dropout keeps what it lets through. In
-bf16, SwiGLU's input included, and with 22 recomputed layers 4 H200s ran out of memory; the plan says {gib(OUT_OF_MEMORY.memory().allocated):.1f} GiB allocated and {gib(OUT_OF_MEMORY.memory().reserved):.1f}
-reserved of 139.8.
+Those of LoRA are older than `kernels/lora_down.py` and are planned with `kernels = "reference"`, whose dropout keeps what it lets through.
 """
 
 TIME = f"""\
@@ -225,21 +271,21 @@ gradients (LoRA). An evaluation is a forward of each GPU's sequences. To the tar
 
 The efficiency of a kind is fitted so that the mean logarithm of plan / score is zero over the kind's results below, which are **published by
 others**; H100 takes the H200's. This package in FP8 is planned with the same, traffic hidden: an assumption on AMD GPUs, and slower than what
-we measured on 4 H200s (table above). A bf16 step is {plan.BF16_OVER_FP8} times the FP8 one: Megatron-core + TE's ratio on 4 H200s, 8B (15,227 / 10,893
+we measured on 1, 2 and 4 H200s (table above). A bf16 step is {plan.BF16_OVER_FP8} times the FP8 one: Megatron-core + TE's ratio on 4 H200s, 8B (15,227 / 10,893
 tok/s/GPU). It errs on the slow side for the 8B, because HPE's 64 GPUs with half a sequence each pull the H200's efficiency down (Dell's LoRA
-alone would give 0.47). HPE's runs needed some 12 % more sequences than the RCP. LoRA in FP8 took 34.6 ms a layer on one H200 without any
-communication (docs/results.md), 2,950 tok/s/GPU if 80 layers were like the 12 measured; the plan is below that too.
+alone would give 0.47). HPE's runs needed some 12 % more sequences than the RCP. LoRA in FP8 is planned a fifth too slow on 1 and 2 H200s
+(table above); so are its evaluations: 32 sequences took 18.5 s on 2 H200s, planned {_evaluation_s(32):.1f}.
 """
 
 LEFT_OUT = """\
 ## What is left out
 
 - Transformer Engine (`fp8 = "te"`): its memory is planned as that of compiled bf16 blocks.
-- Not tried on a GPU: the largest micro-batches of the tables, LoRA in FP8 with all 80 layers or on more than one GPU, the 8B in FP8 on 2 or 8
-  GPUs, and any memory number on {kinds}.
+- Not tried on a GPU: the largest micro-batches of the tables (but the 8B's on one H200: 3 ran, 4 did not), fewer recomputed layers than the
+  configs set, LoRA in FP8 on 4 GPUs, anything on 8, and any memory number on {kinds}.
 - With neither fused nor compiled blocks more is kept than counted.
 - `gather = "copy_engine"` holds the base in memory that torch does not count as allocated; the plan does.
-- Reserved memory near the limit: torch can give unused blocks back before it gives up, so a config a little above the limit may still run.
+- What memory in pieces costs without `expandable_segments`, and what context and libraries take on other GPUs than an H200.
 """
 
 

@@ -21,8 +21,9 @@ class Config(RunConfig):
     opt_learning_rate_warmup_steps: int
 
     def __post_init__(self) -> None:
-        if self.frozen_base != "sharded":
-            raise ConfigError(f"frozen_base = {self.frozen_base!r} cannot be used", "nothing is frozen in pre-training", "leave it out")
+        for key, usual in (("gather", "nccl"), ("frozen_base", "sharded")):
+            if getattr(self, key) != usual:
+                raise ConfigError(f"{key} = {getattr(self, key)!r} cannot be used", "nothing is frozen in pre-training", "leave it out")
         if self.fused_blocks and self.fp8_swiglu_input and not self.fp8:
             why = "in bf16 the fused blocks of pre-training keep SwiGLU's input as it is"
             raise ConfigError("fp8_swiglu_input = True cannot be used", why, "set it to false, or fp8")

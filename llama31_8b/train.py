@@ -20,7 +20,7 @@ from common.kernels.attention import attention_backends
 from common.llama import Llama, init_weights
 from common.loop import next_token_pairs, pad_for_ranks
 from common.optim import ClippedAdamW, warmup_cosine
-from common.parallel import build_model, materialise, prepare
+from common.parallel import build_model, materialise, prepare, shard_weights
 from common.prefetch import Prefetcher
 from common.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
@@ -34,9 +34,10 @@ def build(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> t
         model = build_model(config, rules.shape, rules.sequence_length)
     prepare(model, config, processes.mesh)
     materialise(model, processes.device)
+    shard_weights(model, config, processes.mesh)
     init_weights(model, seed, rules.init_std)
     optimizer = ClippedAdamW(
-        model.parameters(),
+        model.trained_tensors(),
         betas=(rules.adam_beta_1, rules.adam_beta_2),
         eps=rules.adam_epsilon,
         weight_decay=rules.weight_decay,

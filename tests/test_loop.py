@@ -310,6 +310,12 @@ class Scripted(torch.nn.Module):
 
     scaling = None  # no FP8
 
+    def trained_tensors(self):
+        return list(self.parameters())
+
+    def backward_done(self):
+        pass
+
     def step_done(self):
         pass
 

@@ -40,17 +40,38 @@ def test_memory_is_within_one_percent_of_what_was_measured(point):
     assert plan.gib(point.memory().allocated) == pytest.approx(point.gib, rel=0.01)
 
 
-def test_what_ran_out_of_memory_is_said_not_to_fit():
-    memory = OUT_OF_MEMORY.memory()
-    assert not plan.fits(memory, KINDS["H200"])
+@pytest.mark.parametrize("point", OUT_OF_MEMORY, ids=lambda point: f"{point.benchmark}-{point.config}")
+def test_what_ran_out_of_memory_is_said_not_to_fit(point):
+    assert not plan.fits(point.memory(), KINDS["H200"])
+    assert point.gib < plan.gib(point.memory().allocated), "what it had and asked for was not its peak yet"
+
+
+def test_what_ran_is_said_to_fit():
     assert all(plan.fits(point.memory(), KINDS["H200"]) for point in MEASURED)
 
 
-def test_the_reserve_covers_every_run_of_the_results():
-    runs = [(124.1, 129.6), (85.5, 89.0), (115.4, 120.0), (127.7, 132.2), (132.6, 138.2), (132.6, 138.6), (122.4, 125.7), (123.3, 126.8)]
-    worst = max(reserved / allocated for allocated, reserved in runs)
-    assert worst < plan.RESERVED_PER_ALLOCATED < worst + 0.01
+def test_needed_by_hand():
+    memory = plan.Memory("a moment", {"a": 60.0 * GIB, "b": 40.0 * GIB})
+    assert memory.needed == pytest.approx((101 + 1.3) * GIB) and memory.comfortable == pytest.approx((105 + 1.3) * GIB)
     assert plan.usable_bytes(KINDS["H200"]) == pytest.approx(139.8 * GIB)
+    limit = (139.8 - 1.3) / 1.01
+    allocates = [plan.fits(plan.Memory("a moment", {"a": limit * GIB * share}), KINDS["H200"]) for share in (0.9999, 1.0001)]
+    assert allocates == [True, False]
+
+
+def test_the_reserves_are_those_of_the_runs():
+    """The least is that of the run nearest to the limit, where it mattered; the usual one covers all."""
+    reserves = {point.gib: point.reserved / point.gib for point in MEASURED if point.reserved}
+    assert min(reserves.values()) == reserves[max(reserves)] == pytest.approx(plan.LEAST_RESERVE, abs=0.001)
+    worst = max(*reserves.values(), 138.6 / 132.6)  # the latter: LoRA in bf16 on 4 GPUs with NCCL_MAX_CTAS=8
+    assert worst < plan.USUAL_RESERVE < worst + 0.01
+
+
+def test_the_context_is_what_the_driver_counts_and_torch_does_not():
+    """From the message of the 8B's fourth sequence: capacity, free, allocated, and reserved beside it. The reserves of the runs agree."""
+    assert plan.gib(plan.CONTEXT_BYTES) == pytest.approx(139.80 - 7.25 - 131.16 - 94.71 / 1024, abs=0.02)
+    assert max(point.reserved for point in MEASURED) + plan.gib(plan.CONTEXT_BYTES) < 139.8
+    assert 138.6 + plan.gib(plan.CONTEXT_BYTES) == pytest.approx(139.8, abs=0.15), "LoRA in bf16 on 4 GPUs with NCCL_MAX_CTAS=8"
 
 
 def test_state_by_hand():
@@ -163,10 +184,14 @@ def test_largest_micro_batch_is_the_last_that_fits(benchmark):
         assert not plan.fits(plan.memory_peak(replace(config, micro_batch_size=size + 1), work), kind)
 
 
-def test_one_h200_holds_two_sequences_of_the_8b():
-    """A prediction, not tried on a GPU yet: 2 allocate 132 GiB, 3 some 136 (above 139.8 with the reserve), 4 more than there is."""
+def test_one_h200_holds_three_sequences_of_the_8b():
+    """As on the GPU: 3 ran with 136.1 GiB allocated; 4 had 131.16, asked for 7.83 and did not get them beside 1.3 of context."""
     config, work = shipped(PRETRAINING, "H200_1x1")
-    assert plan.largest_micro_batch(config, work, KINDS["H200"]) == 2
+    assert plan.largest_micro_batch(config, work, KINDS["H200"]) == 3
+    three, four = (plan.memory_peak(replace(config, micro_batch_size=size), work) for size in (3, 4))
+    assert plan.gib(three.allocated) == pytest.approx(136.1, abs=0.1) and three.comfortable > plan.usable_bytes(KINDS["H200"])
+    assert 131.16 + 7.83 < plan.gib(four.allocated) < 1.02 * (131.16 + 7.83)
+    assert plan.gib(four.allocated + plan.CONTEXT_BYTES) > 139.8, "without a byte in pieces"
     in_fp8 = replace(config, compile=False, fused_blocks=True, fp8="torch")
     assert plan.largest_micro_batch(in_fp8, work, KINDS["H200"]) == 0, "13 GiB of FP8 copies: why its config is in bf16"
 
@@ -184,9 +209,9 @@ def test_an_evaluation_can_be_the_peak():
 def test_advice_leads_to_what_fits():
     config, work = shipped(PRETRAINING, "H200_1x4")
     too_much = replace(config, micro_batch_size=4)
-    assert plan.advice(too_much, work, KINDS["H200"]) == "try micro_batch_size 1 or recompute_layers 16"
-    assert plan.fits(plan.memory_peak(replace(too_much, recompute_layers=16), work), KINDS["H200"])
-    assert not plan.fits(plan.memory_peak(replace(too_much, recompute_layers=15), work), KINDS["H200"])
+    assert plan.advice(too_much, work, KINDS["H200"]) == "try micro_batch_size 1 or recompute_layers 15"
+    assert plan.fits(plan.memory_peak(replace(too_much, recompute_layers=15), work), KINDS["H200"])
+    assert not plan.fits(plan.memory_peak(replace(too_much, recompute_layers=14), work), KINDS["H200"])
     whole = replace(shipped(PRETRAINING, "H200_1x1")[0], reshard_after_forward=False)
     assert "reshard_after_forward true" in plan.advice(whole, work, KINDS["H200"])
     assert "more GPUs" in plan.advice(whole, work, KINDS["H100"])
@@ -244,8 +269,9 @@ def test_steps_and_evaluations_are_near_the_published(result):
 
 @pytest.mark.parametrize("point", [p for p in MEASURED if p.tokens_per_s_per_gpu], ids=lambda p: f"{p.benchmark}-{p.config}-{p.gib}")
 def test_our_own_throughput_is_near_and_not_overestimated_by_much(point):
-    """Slower by up to 15 %: the H200's efficiency is that of published stacks (docs/plan.md), which ours, in FP8 by 14 %, outdoes."""
-    assert -0.15 < point.estimate().tokens_per_s_per_gpu / point.tokens_per_s_per_gpu - 1 < 0.05
+    """Slower by up to 15 %: the H200's efficiency is that of published stacks (docs/plan.md), which ours outdoes; LoRA's in FP8 by 26 %."""
+    slower = 0.22 if point.benchmark == LORA and point.settings().fp8 else 0.15
+    assert -slower < point.estimate().tokens_per_s_per_gpu / point.tokens_per_s_per_gpu - 1 < 0.05
 
 
 def test_fp8_is_planned_where_the_config_says_so():
@@ -272,13 +298,31 @@ def planned(capsys, benchmark, *arguments):
 
 def test_one_config_that_fits(capsys):
     code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")))
-    assert code == 0 and "fits: 129.4 GiB" in text and "largest micro-batch that fits, the rest unchanged: 2" in text
+    assert (
+        code == 0
+        and "fits, 14.1 GiB left: 125.7 GiB" in text
+        and "give memory back" not in text
+        and "largest micro-batch that fits, the rest unchanged: 2" in text
+    )
     assert all(kind in text for kind in KINDS) and "nothing of this package was run on an AMD GPU" in text.replace("\n", " ")
+
+
+def test_near_the_limit_memory_is_given_back(capsys):
+    arguments = ("--config", str(config_path(ROOT, PRETRAINING, "H200_1x1")), "--set", "micro_batch_size=3", "--set", "global_batch_size=6")
+    code, text = planned(capsys, PRETRAINING, *arguments)
+    assert code == 0 and "fits, 1.1 GiB left: 138.7 GiB" in text and "may have to give memory back here" in text
+    assert planned(capsys, PRETRAINING, *(word.replace("=3", "=4").replace("=6", "=8") for word in arguments))[0] == 12
+
+
+def test_context_of_another_gpu_is_said_to_be_assumed(capsys):
+    for name, assumed in (("H100_1x8", True), ("H200_1x8", False)):
+        text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, name)))[1]
+        assert ("as on an H200" in text) == assumed
 
 
 def test_one_config_that_does_not_fit(capsys):
     code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")), "--set", "micro_batch_size=4")
-    assert code == 12 and "short by 56.1 GiB: try micro_batch_size 1 or recompute_layers 16" in text
+    assert code == 12 and "short by 49.9 GiB: try micro_batch_size 1 or recompute_layers 15" in text
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)

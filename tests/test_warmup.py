@@ -22,7 +22,7 @@ class Setting:
         config = run_config()
         self.processes = processes
         self.model, self.optimizer = build(config, TINY, processes, seed=1)
-        self.weights = [local(parameter.detach()) for parameter in self.model.parameters()]
+        self.weights = [local(parameter.detach()) for parameter in self.model.trained_tensors()]
         self.source = synthetic_batches(TINY.shape.vocab_size, TINY.sequence_length, processes, config.micro_batch_size)
         self.batching, self.extra, self.learning_rates = batching_of(config), extra, []
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 from tiny import TINY, run, run_config
-from torch.distributed.tensor import DTensor
 
 from common.distributed import Processes
-from common.llama import copy_into, parameter_seed
+from common.llama import parameter_seed
 from common.loop import evaluate, next_token_pairs, pad_for_ranks
 from llama31_8b.data import validation_tokens
 from llama31_8b.train import build
@@ -36,10 +35,13 @@ def optimizer_step(processes: Processes) -> dict:
     """The initial weights put together, one step with known gradients, and the weights after it."""
     model, optimizer = build(run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7)
     initial = whole(model)
-    for name, parameter in model.named_parameters():
-        parameter.grad = torch.zeros_like(parameter)
-        copy_into(parameter.grad, known_gradient(name, parameter.shape))
+    for name, parameter in model.named_parameters():  # as a backward would leave it: every rank's mean over its own sequences
+        parameter.grad = known_gradient(name, parameter.shape)
+        for hook in parameter._post_accumulate_grad_hooks.values():
+            hook(parameter)
+    model.backward_done()
     norm = float(optimizer.step(1e-2))
+    model.step_done()
     return {"initial": initial, "norm": norm, "stepped": whole(model)}
 
 
@@ -48,9 +50,7 @@ def known_gradient(name: str, shape: torch.Size) -> torch.Tensor:
 
 
 def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the parameters, every rank's rows put together."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in parameters.items()}
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def evaluation(processes: Processes, data_dir: Path) -> float:
