@@ -26,7 +26,7 @@ VAGUE = (ELEMENTWISE, OTHER)  # of an event so named, what surrounds its launch 
 NAMES = (
     (
         COMMUNICATION,
-        r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers",
+        r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers|^_accumulate_kernel$",
     ),
     (
         COMMUNICATION,

@@ -73,7 +73,7 @@ def shard_weights(model: Llama, config: RunConfig, mesh: DeviceMesh) -> None:
     """After `materialise`: give each rank its masters, where the weights stay whole. Their values are undefined."""
     if keeps_weights_whole(config):
         modules = [model.embedding, *model.blocks, model.head]
-        model.weight_shards = WeightShards(modules, mesh, DTYPES[config.reduce_precision])
+        model.weight_shards = WeightShards(modules, mesh, DTYPES[config.reduce_precision], config.kernels)
 
 
 def materialise(model: Llama, device: torch.device) -> None:

@@ -91,7 +91,7 @@ ROOMS = {
     "swiglu": "SwiGLU",
     "fp8": "casts",
     "transpose": "casts",
-    "mean": "communication",
+    "accumulate": "communication",
     "lora_down": "elementwise",
     "lora": "GEMM",
 }

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from compiling import TARGETS, check_compiles, run_in_interpreter
 from tiny import TINY, call_on_ranks, run_config, start_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.distributed import start_processes
+from common.kernels import accumulate
 from common.kernels.attention import attention_backends
 from common.loop import Batching, train_step
 from common.session import synthetic_batches
@@ -46,7 +48,7 @@ def on_two_ranks(processes, folder):
     found = {}
     for name, mesh in meshes.items():
         modules = [Weights(["even", "ragged"]), Weights(["single"])]
-        shards = WeightShards(modules, mesh, torch.float32)
+        shards = WeightShards(modules, mesh, torch.float32, "reference")
         named = {name: parameter for module in modules for name, parameter in module.named_parameters()}
         for key, parameter in named.items():
             shards.fill(parameter, full(key, 1))
@@ -103,7 +105,7 @@ def test_reducing_in_bf16_rounds_the_mean_and_adds_up_in_fp32(tmp_path):
 
 def reduce_in_bf16(processes, folder):
     module = Weights(["even"])
-    shards = WeightShards([module], processes.mesh, torch.bfloat16)
+    shards = WeightShards([module], processes.mesh, torch.bfloat16, "reference")
     for value in (1.0, 2.0**-9):
         module.even.grad = torch.full_like(module.even, value)
         for hook in module.even._post_accumulate_grad_hooks.values():
@@ -112,12 +114,49 @@ def reduce_in_bf16(processes, folder):
     return {"dtype": str(gradient.dtype), "sum": float(gradient[0, 0])}
 
 
+@pytest.mark.parametrize("target", TARGETS, ids=[str(t[1]) for t in TARGETS])
+def test_accumulating_compiles_for(target):
+    types = {"total_ptr": "*fp32", "part_ptr": "*bf16", "size": "i32"}
+    for first in (True, False):
+        constants = {"FIRST": first, "BLOCK": accumulate.BLOCK}
+        check_compiles(target, accumulate._accumulate_kernel, types, constants, accumulate.NUM_WARPS)
+
+
+INTERPRETED = """
+import torch
+from common.kernels.accumulate import accumulate_reference, accumulate_triton
+for size, dtype in ((5000, torch.float16), (8192, torch.bfloat16), (7, torch.float32)):
+    ours = theirs = None
+    for _ in range(3):
+        part = torch.randn(size).to(dtype)
+        ours, theirs = accumulate_triton(ours, part), accumulate_reference(theirs, part.clone())
+        assert torch.equal(ours, theirs) and ours.dtype == torch.float32, (size, dtype)
+print("agreed")
+"""
+
+
+def test_accumulating_in_the_interpreter():
+    run_in_interpreter(INTERPRETED)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(14336, 4096), (4097,)])
+def test_accumulating_on_a_gpu(shape):
+    parts = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
+    ours = theirs = None
+    for part in parts:
+        ours, theirs = accumulate.accumulate_triton(ours, part), accumulate.accumulate_reference(theirs, part)
+    assert torch.equal(ours, theirs)
+
+
 def train_both_ways(processes):
     """Losses of a small model in bf16 by WeightShards and by FSDP2."""
     rules = replace(TINY, shape=replace(TINY.shape, hidden_size=256, ffn_hidden_size=512, vocab_size=509), sequence_length=128)
     losses = {}
     for reshard in (False, True):
-        config = run_config(gpus_per_node=2, micro_batch_size=2, precision="bf16", reshard_after_forward=reshard)
+        fused = {"precision": "bf16", "kernels": "triton", "fused_blocks": True}
+        config = run_config(gpus_per_node=2, micro_batch_size=2, reshard_after_forward=reshard, **fused)
         with attention_backends("cuda"):
             model, optimizer = build(config, rules, processes, seed=1)
             assert (model.weight_shards is None) == reshard
