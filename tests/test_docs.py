@@ -75,7 +75,7 @@ def sharding(benchmark: str, config: RunConfig) -> str:
     what = "frozen base" if benchmark == "llama2_70b_lora" else "weights, gradients, Adam"
     when = "gathered again in backward" if config.reshard_after_forward else "weights gathered once per step"
     alone = "one process" + (", a layer's bf16 weights live while it computes" if config.reshard_after_forward else "")
-    return f"{what} in shards (FSDP2), {when}" if config.world_size > 1 else alone
+    return f"{what} in shards, {when}" if config.world_size > 1 else alone
 
 
 def blocks(config: RunConfig) -> str:
