@@ -67,6 +67,13 @@ class RunConfig:
     def gradient_accumulation_steps(self) -> int:
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
+    @property
+    def weights_stay_whole(self) -> bool:
+        """Of the weights that train: gathered once per optimizer step (common/weight_shards.py), not module by module in every pass by FSDP2.
+        Under torch.compile and with Transformer Engine FSDP2 does it in either case: they were tried with it alone.
+        """
+        return not (self.reshard_after_forward or self.compile or self.fp8 == "te")
+
     def as_toml(self) -> str:
         return "".join(_toml_line(key, value) for key, value in asdict(self).items() if key != "env") + _toml_table("env", self.env)
 

@@ -1,7 +1,6 @@
 """How a model is made ready for the GPUs, in one visible order: recompute, compile, shard.
 
-Two ways to shard. Where weights stay whole between their gathers, common/weight_shards.py; where they are to be gathered again in every
-pass, because memory is short, torch's FSDP2, and also under torch.compile and Transformer Engine, which were tried with it alone.
+Two ways to shard, `RunConfig.weights_stay_whole` says which: common/weight_shards.py, or torch's FSDP2.
 Compile comes before sharding, so that each compiled block is whole and FSDP's hooks stay outside of it.
 """
 
@@ -55,7 +54,7 @@ def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Itera
         param_dtype=DTYPES[config.precision], reduce_dtype=DTYPES[config.reduce_precision], cast_forward_inputs=False
     )
     whole = set(replicated)
-    if not whole and keeps_weights_whole(config):
+    if not whole and config.weights_stay_whole:
         model.to(DTYPES[config.precision])  # the masters are fp32: `shard_weights`
         return model
     if whole.issuperset(model.parameters()):
@@ -65,13 +64,9 @@ def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Itera
     return model
 
 
-def keeps_weights_whole(config: RunConfig) -> bool:
-    return not (config.reshard_after_forward or config.compile or config.fp8 == "te")
-
-
 def shard_weights(model: Llama, config: RunConfig, mesh: DeviceMesh) -> None:
     """After `materialise`: give each rank its masters, where the weights stay whole. Their values are undefined."""
-    if keeps_weights_whole(config):
+    if config.weights_stay_whole:
         modules = [model.embedding, *model.blocks, model.head]
         model.weight_shards = WeightShards(modules, mesh, DTYPES[config.reduce_precision], config.kernels)
 

@@ -83,7 +83,8 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
     state, saved = state_bytes(config, work), _saved_bytes(config, work)
     tokens, element = config.micro_batch_size * work.sequence_length, BYTES[config.precision]
     layer, table = layer_parameters(work.shape), work.shape.vocab_size * work.shape.hidden_size
-    per_gradient = 0 if work.lora_rank else element + BYTES[config.reduce_precision]  # the whole gradient, and its copy that travels
+    # The whole gradient, and FSDP2's copy that travels; in weight_shards.py about as much of the modules before is still on its way.
+    per_gradient = 0 if work.lora_rank else element + BYTES[config.reduce_precision]
     recomputes = config.recompute_layers >= work.shape.num_layers  # the last block too
     again = _activations(config, work, layers=1) if recomputes else {}
     forward, backward = working_bytes(config, work)
@@ -146,14 +147,17 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
         "weights": frozen + 4 * trained,
         "gradients": 4 * trained,
         "Adam moments": 8 * trained,
-        "FP8 copies of weights": 2 * work.shape.num_layers * matrix_parameters(work.shape) if _casts_weights(config, work) else 0,
+        "FP8 copies of weights": 2 * _cast_parameters(config, work),
         "buffers": rope + resident,
     }
 
 
-def _casts_weights(config: RunConfig, work: Workload) -> bool:
-    """Training weights that are FP8 operands of products (FusedBlock.weight_operands)."""
-    return config.fp8 == "torch" and not work.lora_rank
+def _cast_parameters(config: RunConfig, work: Workload) -> int:
+    """Training weights that are FP8 operands of products (FusedBlock.weight_operands, Fp8Linear)."""
+    if config.fp8 != "torch" or work.lora_rank:
+        return 0
+    head = work.shape.vocab_size * work.shape.hidden_size if config.fp8_head else 0
+    return work.shape.num_layers * matrix_parameters(work.shape) + head
 
 
 def holds_frozen(config: RunConfig, work: Workload) -> bool:
@@ -171,7 +175,7 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _gathered(config: RunConfig, work: Workload, module: float, ahead: float) -> float:
-    """Bytes of whole weights that FSDP holds: all, or the embedding, the module at work and, with peers, the next one on its way.
+    """Bytes of whole weights: all, or the embedding, the module at work and, with peers, the next one on its way.
 
     The embedding belongs to the root, which is gathered from the beginning of the forward to the end of the backward. On one GPU
     there is no collective, and FSDP makes the next module's copy only when it is needed. A frozen FP8 base has a ring of layers
@@ -193,11 +197,13 @@ def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
     """Logits, and the residual stream, its norm and its gradient.
 
     By the Triton kernel and compiled, the gradient of the logits is written over them: one more sequence of 4 layers of the 8B costs
-    2.1 GiB at the head, and one copy in bf16 is 1.96. Plain torch has two copies in fp32 beside it.
+    2.1 GiB at the head, and one copy in bf16 is 1.96. Plain torch has two copies in fp32 beside it. A head in FP8 casts that gradient,
+    and keeps the cast input for its own, each in rows and columns.
     """
     element = BYTES[config.precision]
     once = config.kernels == "triton" or config.compile
-    return shape.vocab_size * (element if once else element + 8) + 3 * shape.hidden_size * element
+    cast = 2 * (shape.vocab_size + shape.hidden_size) if config.fp8_head else 0
+    return shape.vocab_size * (element if once else element + 8) + 3 * shape.hidden_size * element + cast
 
 
 def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:

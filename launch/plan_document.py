@@ -66,6 +66,9 @@ _ONE_GPU_LORA = {"global_batch_size": 2, "recompute_layers": 0}
 MEASURED = (
     Measured(PRETRAINING, "H200_1x4", 123.3, reserved=126.8, tokens_per_s_per_gpu=15_601),
     Measured(PRETRAINING, "H200_1x2", 121.6, {"global_batch_size": 8}, reserved=125.9, tokens_per_s_per_gpu=14_811),
+    Measured(PRETRAINING, "H200_1x2", 122.0, {"global_batch_size": 8}, reserved=123.6, tokens_per_s_per_gpu=15_245),  # weight_shards.py
+    Measured(PRETRAINING, "H200_1x2", 124.9, {"global_batch_size": 8, "fp8_head": True}, reserved=126.5, tokens_per_s_per_gpu=15_618),
+    Measured(PRETRAINING, "H200_1x2", 113.5, {"global_batch_size": 8, "fp8": ""}, reserved=114.5, tokens_per_s_per_gpu=10_722),
     Measured(PRETRAINING, "H200_1x4", 35.7, _ONE_GPU, layers=2),
     Measured(PRETRAINING, "H200_1x4", 47.6, _ONE_GPU, layers=4),
     Measured(PRETRAINING, "H200_1x4", 59.4, _ONE_GPU, layers=6),
