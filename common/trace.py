@@ -91,7 +91,13 @@ def timeline(trace: Mapping, weights: Sequence[Weight], tokens: int) -> Timeline
         return Timeline(tuple(events), _end(steps[0]), _end(steps[-1]), len(steps) - 1)
     launches = {span.correlation: span for calls in threads.values() for span in _walk(calls) if span.correlation is not None}
     kernels = [_kernel(span, launches.get(span["args"].get("correlation")), roles) for span in on_gpu]
-    ends = [_last_end(step, on_gpu, launches) for step in (steps[0], steps[-1])]
+    # The gathers that a step launches last run into the next one, or, after the last step, alone and thus sooner: the main stream counts.
+    busy: dict[int, int] = defaultdict(int)
+    for kernel in kernels:
+        busy[kernel.stream] += kernel.duration_ns
+    main = max(busy, key=lambda stream: busy[stream])
+    on_main = [span for span in on_gpu if int(span["args"].get("stream", 0)) == main]
+    ends = [_last_end(step, on_main, launches) for step in (steps[0], steps[-1])]
     return Timeline(tuple(kernels), ends[0], ends[1], len(steps) - 1)
 
 
@@ -104,7 +110,7 @@ def _kernel(span: Mapping, launch: _Span | None, roles: Roles) -> Event:
 
 
 def _last_end(step: Mapping, on_gpu: Sequence[Mapping], launches: Mapping[int, _Span]) -> int:
-    """When the last kernel launched in `step` ended."""
+    """When the last of the kernels `on_gpu` that were launched in `step` ended."""
     begin, end = _ns(step["ts"]), _end(step)
     ends = [_end(span) for span in on_gpu if (launch := launches.get(span["args"].get("correlation"))) and begin <= launch.start_ns <= end]
     if not ends:
