@@ -8,4 +8,4 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; 
     exit 18
 fi
 python=$(python3 launch/environment.py requirements-test.txt)
-exec "$python" -m pytest -q -n 2 "$@"
+exec "$python" -m pytest -q -n 2 --dist worksteal "$@"

@@ -1,5 +1,9 @@
 """What several test files share: a process group of one, tiny token files, and one pair of ranks that does all that needs two."""
 
+import fcntl
+import json
+import os
+import shutil
 import signal
 
 import pytest
@@ -23,6 +27,45 @@ def processes():
     torch.set_num_threads(threads)
 
 
+def made_once(tmp_path_factory, name, make):
+    """The folder that make(folder) filled for the first of pytest's processes that asked; the others wait for it. Only to be read."""
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent  # of this run's workers together
+    folder, done = place / name, place / f"{name}.done"
+    with (place / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what a failure left
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def miniature_data(tmp_path_factory):
+    """The data of the 8B's miniature, as its `prepare` builds them."""
+    from llama31_8b import prepare
+
+    def build(folder):
+        assert prepare.main(["miniature", "--data-dir", str(folder)]) == 0
+
+    return made_once(tmp_path_factory, "miniature_data", build)
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
+    """The texts of the standard library, perhaps as another process found them."""
+    from common import corpus
+
+    def write(folder):
+        (folder / "documents.json").write_text(json.dumps([[document.source, document.text] for document in corpus.documents()]))
+
+    folder = made_once(tmp_path_factory, "documents", write)
+    return [corpus.Document(*fields) for fields in json.loads((folder / "documents.json").read_text())]
+
+
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory):
     from tiny import write_data
@@ -33,8 +76,12 @@ def tiny_data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory, tiny_data):
     """What two gloo processes found, by rank: see two_ranks.py."""
+    import torch
     from tiny import call_on_ranks
 
-    folder = tmp_path_factory.mktemp("two_ranks")
-    (folder / "data").symlink_to(tiny_data)
-    return call_on_ranks(2, "two_ranks:everything", folder)
+    def find(folder):
+        (folder / "data").symlink_to(tiny_data)
+        call_on_ranks(2, "two_ranks:everything", folder)
+
+    folder = made_once(tmp_path_factory, "two_ranks", find)
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]

@@ -22,13 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("global_batch_size=4", "micro_batch_size=2", "max_samples=4096", "log_every_steps=1", "warmup_train_steps=1")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    subprocess.run(
-        [sys.executable, "-m", "llama31_8b.prepare", "miniature", "--data-dir", str(folder)], cwd=ROOT, check=True, capture_output=True
-    )
-    return folder
+@pytest.fixture
+def data(miniature_data):
+    return miniature_data
 
 
 class Started:

@@ -5,13 +5,11 @@ import math
 
 import pytest
 import torch
-from tiny import TINY, run_config
 from torch import nn
-from two_ranks import known_gradient, whole
+from two_ranks import known_gradient, optimizer_step
 
 from common.optim import ClippedAdamW, warmup_cosine
 from llama31_8b.rules import CLOSED
-from llama31_8b.train import build
 
 BETAS, EPS, DECAY, CLIP = (CLOSED.adam_beta_1, CLOSED.adam_beta_2), CLOSED.adam_epsilon, CLOSED.weight_decay, CLOSED.gradient_clip_norm
 LEARNING_RATES = [0.0, 1e-3, 3e-3, 2e-3, 1e-2, 1e-3, 5e-4, 1e-3, 2e-3, 4e-3]
@@ -149,17 +147,12 @@ def test_frozen_parameters_are_left_alone():
 
 
 def test_norm_and_step_of_two_ranks_are_those_of_the_whole(two_ranks, processes):
-    model, optimizer = build(run_config(), TINY, processes, seed=7)
-    total = 0.0
-    for name, parameter in model.named_parameters():
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.to_local().copy_(known_gradient(name, parameter.shape))
-        total += float(known_gradient(name, parameter.shape).double().square().sum())
-    norm, stepped = float(optimizer.step(1e-2)), whole(model)
-    assert norm == pytest.approx(math.sqrt(total), rel=1e-6)
+    one = optimizer_step(processes)
+    total = sum(float(known_gradient(name, tensor.shape).double().square().sum()) for name, tensor in one["stepped"].items())
+    assert one["norm"] == pytest.approx(math.sqrt(total), rel=1e-6)
     for rank in two_ranks:
         assert rank["norm"] == pytest.approx(math.sqrt(total), rel=1e-6)  # both sum 19,000 squares in fp32, in another order
-        for name, tensor in stepped.items():
+        for name, tensor in one["stepped"].items():
             torch.testing.assert_close(rank["stepped"][name], tensor, rtol=0, atol=1e-7, msg=name)  # weights of 0.02 moved by 0.01
     assert two_ranks[0]["norm"] == two_ranks[1]["norm"]
 

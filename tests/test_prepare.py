@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,15 +27,9 @@ TEXTS = [f"document {i}: " + "the quick brown fox jumps over the lazy dog, " * (
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("miniature")
-    assert prepare.main(["miniature", "--data-dir", str(folder)]) == 0
-    return folder
-
-
-@pytest.fixture(scope="session")
-def documents():
-    return corpus.documents()
+def built(miniature_data, tmp_path_factory):
+    """A copy: nothing else touches it."""
+    return shutil.copytree(miniature_data, tmp_path_factory.mktemp("miniature") / "data")
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """Preparing GovReport and the base: conversion that refuses what is wrong, pickles that execute nothing, the miniature in small."""
 
+import ast
 import hashlib
 import os
 import pickle
 import shutil
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from llama2_70b_lora.data import GovReport, tokens_path, validation_pairs
 from llama2_70b_lora.rules import CLOSED, MINIATURE
 from llama2_70b_lora.weights import load_base, save_base
 
+HELD_OUT = ("json.decoder", "textwrap")
 SMALL = replace(CLOSED, shape=ModelShape(1, 32, 48, 4, 2, 61, 10000.0), sequence_length=12, train_samples=9, eval_samples=3)
 
 
@@ -472,11 +475,12 @@ def test_fetch_where_all_is_there(whole, capsys):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built(documents, tmp_path_factory):
     """The whole miniature, its base trained for two steps only."""
     folder = tmp_path_factory.mktemp("miniature")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(miniature, "BASE_STEPS", 2)
+        patch.setattr(corpus, "documents", lambda: documents)
         assert prepare.main(["miniature", "--data-dir", str(folder)]) == 0
     return folder
 
@@ -552,9 +556,17 @@ def test_packing_is_that_of_the_reference():
     assert miniature.pack(pairs, Letters(), long, mask_prompts=False)[0, 1].tolist() == ids[:long]
 
 
-def test_code_of_held_out_modules_is_not_in_training():
-    train, validation = miniature.documented_code({"json.decoder", "textwrap"})
-    assert len(train) > 3000 and len(validation) > 5
-    assert any(source.startswith("def shorten(") for source, _ in validation)
+def test_code_of_held_out_modules_is_not_in_training(monkeypatch):
+    texts = miniature.library_texts()  # the whole library: parsed for `built` already
+    assert len(texts.train) > 3000 and len(texts.validation) > 5
+    assert not {source for source, _ in texts.train} & {source for source, _ in texts.validation}
+    library = Path(textwrap.__file__).parent
+    trees = [
+        (name, "", ast.parse((library / f"{name.replace('.', '/')}.py").read_text())) for name in (*HELD_OUT, "json.encoder", "shutil")
+    ]
+    monkeypatch.setattr(corpus, "modules", lambda: iter(trees))
+    train, validation = miniature.documented_code(set(HELD_OUT))
+    assert len(validation) > 5 and any(source.startswith("def shorten(") for source, _ in validation)
+    assert any(source.startswith("def copyfile(") for source, _ in train)
     assert not {source for source, _ in train} & {source for source, _ in validation}
     assert all('"""' not in source.split("\n")[1] for source, _ in validation)

@@ -201,6 +201,15 @@ def test_every_form_compiles_for(target):
         check_compiles(target, kernel, types, constants, warps, name)
 
 
+@pytest.mark.parametrize("target", TARGETS, ids=[str(t[1]) for t in TARGETS])
+def test_a_form_that_spills_is_found_for(target):
+    rows = 8 if target[1] == "gfx950" else 4  # of 4096 numbers each, for one warp
+    name, kernel, types, constants, _ = next(iter(forms(target[1])))
+    constants |= {argument: None for argument, kind in types.items() if kind is None} | {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": 4096}
+    with pytest.raises(AssertionError, match="spills"):
+        check_compiles(target, kernel, {argument: kind for argument, kind in types.items() if kind}, constants, 1, name)
+
+
 def error(value, truth):
     return ((value.double() - truth).norm() / truth.norm()).item()
 
