@@ -148,7 +148,7 @@ class FusedBlock(Block):
         residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, roles.n_2)
         del branch
         gate_up = matmul(n_2, weights["gate_up"], fast=True)
-        h, kept = ops.swiglu(gate_up, roles.h, roles.stored_gate_up)
+        h, kept = ops.swiglu(gate_up, roles.h, roles.stored_gate_up if self.training else None)  # an evaluation keeps nothing
         # Not a view of something: FSDP's hook on the result would be lost with an operation in place on it.
         out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
         saved = None

@@ -155,7 +155,7 @@ class FusedLoraBlock(nn.Module):
         del branch
         gate_up = matmul(n_2, weights["gate_up"], fast=True)
         del n_2
-        h, kept = ops.swiglu(gate_up, roles.h, roles.stored_gate_up)
+        h, kept = ops.swiglu(gate_up, roles.h, roles.stored_gate_up if self.training else None)  # an evaluation keeps nothing
         del gate_up
         out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
         self.base.release(self.layer)

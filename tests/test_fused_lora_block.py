@@ -1,5 +1,6 @@
 """The hand-written LoRA block against autograd through the plain one: values, masks, FP8, what is kept, what is asked of the base."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,21 @@ def test_recompute_gives_the_same_bits_and_counts_once(recipe):
         assert torch.equal(torch.stack(counts_kept), torch.stack(counts_again))
         assert counts_kept[0].count_nonzero() == 9, "every role of the block, none of the weights"
         assert counts_kept[1].count_nonzero() == (9 if recipe == "delayed" else 0)
+
+
+def test_an_evaluation_stores_no_copy_in_8_bits_and_computes_the_same():
+    block = fused_block(plain_block(SMALL, torch.bfloat16), recipe="current", fp8_swiglu_input=True)
+    x, _, tables = data(dtype=torch.bfloat16, sequence=24)
+    asked, swiglu = [], block.ops.swiglu
+
+    def watched(gate_up, role, stored):
+        asked.append(stored)
+        return swiglu(gate_up, role, stored)
+
+    block.ops = replace(block.ops, swiglu=watched)
+    with torch.no_grad():
+        outputs = [block.train(training)(x, *tables) for training in (True, False)]
+    assert torch.equal(*outputs) and asked == [block.roles.stored_gate_up, None] and asked[0] is not None
 
 
 def test_backward_runs_once():
