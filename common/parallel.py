@@ -74,6 +74,12 @@ def shard_weights(model: Llama, config: RunConfig, mesh: DeviceMesh) -> None:
 def materialise(model: Llama, device: torch.device) -> None:
     """Give a meta model memory on `device`; its weights are undefined until they are initialised or loaded."""
     model.to_empty(device=device)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # torch 2.9 moves shards that are shorter than others to new memory when it first gathers them. Whoever held on to the old,
+            # such as an optimizer, would train something that nobody reads.
+            module.unshard()
+            module.reshard()
     model.make_rope_tables(device)
     if model.scaling is not None:
         model.scaling.allocate(device)
