@@ -73,7 +73,6 @@ def config_of(options: dict[str, object]) -> RunConfig:
 
 def text_batches(data_dir: Path, steps: int, vocab_size: int, seed: int) -> Iterator[np.ndarray]:
     """The miniature's training text in longer sequences: int [batch, 2, sequence]."""
-    prepare.miniature(data_dir)
     data = TrainData(data_dir / MINIATURE.train_prefix, SEQUENCE, steps * BATCH, seed, vocab_size)
     yield from map(next_token_pairs, train_batches(data, BATCH, BATCH, 0, 1))
 
@@ -139,6 +138,7 @@ def main() -> None:
         facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "losses": golden_losses(processes)}
         args.out.write_text(json.dumps(facts, indent=1) + "\n")
         return
+    prepare.miniature(args.data_dir)
     curves: dict[str, dict[int, list[float]]] = {}
     for name in args.only.split(";"):
         curves[name] = {}

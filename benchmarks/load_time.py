@@ -26,10 +26,10 @@ from torch import Tensor
 from common.config import load
 from common.distributed import Processes, start_processes
 from common.kernels.attention import attention_backends
-from common.loop import evaluate, train_step
 from common.lora import init_adapters
-from common.session import batching_of, synthetic_batches
+from common.session import synthetic_warm_up
 from common.shapes import ModelShape
+from launch import page_cache
 from llama2_70b_lora.rules import CLOSED, MINIATURE, Config, Rules
 from llama2_70b_lora.train import adapter_optimizer, base_fingerprints, build, frozen_base
 from llama2_70b_lora.weights import INDEX, LoadReport, expected_shapes, load_base
@@ -60,17 +60,10 @@ def write_shards(folder: Path, shape: ModelShape, processes: Processes) -> None:
 
     for file in list(files)[processes.rank :: processes.world_size]:
         save_file({name: tensor(name) for name in files[file]}, folder / file, metadata={"format": "pt"})
-        drop_from_cache(folder / file)
     if processes.rank == 0:
         weight_map = {name: file for file, names in files.items() for name in names}
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     processes.barrier()
-
-
-def drop_from_cache(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def start_run(config: Config, rules: Rules, folder: Path, processes: Processes) -> tuple[LoadReport, dict[str, float]]:
@@ -87,15 +80,7 @@ def start_run(config: Config, rules: Rules, folder: Path, processes: Processes) 
     optimizer = adapter_optimizer(model, rules, processes)
     base_fingerprints(model, frozen)
     mark("adapters and hashes")
-    quiet = lambda phase: None  # noqa: E731
-    sources = [
-        synthetic_batches(rules.shape.vocab_size, rules.sequence_length, processes, size)
-        for size in (config.micro_batch_size, config.eval_micro_batch_size)
-    ]
-    for _ in range(config.warmup_train_steps):
-        train_step(model, optimizer, sources[0], batching_of(config), 0.0, processes.world_size, quiet)
-    for _ in range(config.warmup_eval_steps):
-        evaluate(model, [next(sources[1])], processes, quiet)
+    synthetic_warm_up(config, model, optimizer, processes, lambda phase: None)
     processes.barrier()
     mark("warm-up")
     return report, {name: after - before for (_, before), (name, after) in pairwise(marks)}
@@ -123,8 +108,7 @@ def main() -> None:
     processes = start_processes(args.device, config.hang_timeout_s)
     if not (args.folder / INDEX).exists():
         write_shards(args.folder, cut.shape, processes)
-    for path in sorted(args.folder.glob("*.safetensors"))[processes.rank :: processes.world_size]:
-        drop_from_cache(path)
+    page_cache.clear(sorted(args.folder.glob("*.safetensors"))[processes.rank :: processes.world_size])
     processes.barrier()
     with attention_backends(processes.device.type):
         report, seconds = start_run(config, cut, args.folder, processes)

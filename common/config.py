@@ -74,6 +74,12 @@ class RunConfig:
         """
         return not (self.reshard_after_forward or self.compile or self.fp8 == "te")
 
+    def refuse_unless_default(self, keys: tuple[str, ...], why: str, do: str = "leave it out") -> None:
+        """Raises ConfigError for the first of `keys` that is set to something else."""
+        for key in keys:
+            if (value := getattr(self, key)) != _default(key):
+                raise ConfigError(f"{key} = {value!r} cannot be used", why, do)
+
     def as_toml(self) -> str:
         return "".join(_toml_line(key, value) for key, value in asdict(self).items() if key != "env") + _toml_table("env", self.env)
 

@@ -32,7 +32,7 @@ from common.config import GATHERS, HOLDINGS
 from common.distributed import Processes
 from common.kernels import fp8, transpose
 from common.kernels.fp8 import Operand, Role
-from common.peer_memory import others, refused_without_peers, symmetric_empty
+from common.peer_memory import refused_without_peers, symmetric_empty
 from common.shapes import ModelShape
 
 SLOTS = 3  # the layer that computes, and two on their way: 0.86 GB each at 70B
@@ -162,7 +162,8 @@ class CopyEngineFetch:
 
         with refused_without_peers():
             self.handle = symmetric.rendezvous(held, group)
-        order = (*others(group.rank(), group.size()), group.rank())
+        ranks, me = group.size(), group.rank()
+        order = [(me + step) % ranks for step in range(1, ranks + 1)]
         self.peers = {peer: self.handle.get_buffer(peer, held.shape, torch.uint8) for peer in order}
 
     def __call__(self, key: Key, out: Tensor) -> None:

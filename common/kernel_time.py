@@ -24,14 +24,9 @@ VAGUE = (ELEMENTWISE, OTHER)  # of an event so named, what surrounds its launch 
 # First match wins; letters match in either case. Order matters: FlashAttention 3 is built of CUTLASS, our fused kernels quantise,
 # FP8 products have e4m3 in their name, and autograd nodes are left out (recomputation runs inside whichever node asks for it).
 NAMES = (
-    (
-        COMMUNICATION,
-        r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers|^_accumulate_kernel$",
-    ),
-    (
-        COMMUNICATION,
-        r"memcpy PtoP|^fsdp::|^weight_shards::|split_with_sizes_copy|chunk_cat",
-    ),  # copy engines; packing and unpacking around a collective
+    (COMMUNICATION, r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers"),
+    # Copy engines; packing and unpacking around a collective.
+    (COMMUNICATION, r"memcpy PtoP|^fsdp::|^weight_shards::|split_with_sizes_copy|chunk_cat|^_accumulate_kernel$"),
     (OPTIMIZER, r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm"),  # the gradient norm is the optimizer's too
     (ATTENTION, r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to|flash::|flash_?(fwd|bwd|attn|attention)"),
     (ATTENTION, r"fmha|mha_(fwd|bwd|v3)|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)|scaled_dot_product|mem_eff|fused_?attn"),
@@ -133,7 +128,7 @@ def breakdown(events: Sequence[Event], start_ns: int, end_ns: int) -> Breakdown:
 
 def exposed_ns(events: Sequence[Event], kinds: Sequence[str], start_ns: int, end_ns: int) -> tuple[list[int], int]:
     """For each event the instants of the window that belong to it, and the rest, which belongs to none; together the window."""
-    main = _main_stream(events, kinds)
+    main = main_stream(events, kinds)
     arriving = sorted((i for i, event in enumerate(events) if _clipped(event, start_ns, end_ns)), key=lambda i: events[i].start_ns)
     bounds = {start_ns, end_ns}
     for i in arriving:
@@ -156,7 +151,7 @@ def exposed_ns(events: Sequence[Event], kinds: Sequence[str], start_ns: int, end
     return own, idle_ns
 
 
-def _main_stream(events: Sequence[Event], kinds: Sequence[str]) -> int | None:
+def main_stream(events: Sequence[Event], kinds: Sequence[str]) -> int | None:
     """The stream that computes longest; None where nothing computes."""
     busy: dict[int, int] = {}
     for event, kind in zip(events, kinds, strict=True):

@@ -167,12 +167,10 @@ def init_weights(model: Llama, seed: int, std: float) -> None:
             scaled = name.endswith((".o.weight", ".down.weight"))
             full = torch.empty(parameter.shape).normal_(0.0, residual_std if scaled else std, generator=generator)
             full += 0.0  # a drawn -0.0 becomes 0.0: a step at learning rate 0 would flip its sign bit (warmup.py compares bits)
-        if shards is None:
-            copy_into(parameter, full)
-        else:
-            shards.fill(parameter, full)
+        write(parameter, full)
 
     shards = model.weight_shards
+    write = copy_into if shards is None else shards.fill
     with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
         list(pool.map(fill, parameters))
     if shards is not None:

@@ -40,8 +40,3 @@ def refused_without_peers() -> Iterator[None]:
             f"the GPUs of this node cannot read each other's memory: {str(error).splitlines()[0]}",
             'set gather = "nccl"',
         ) from error
-
-
-def others(rank: int, ranks: int) -> list[int]:
-    """The other ranks, from the neighbour on: each begins with another one, so that not all read from the same."""
-    return [(rank + step) % ranks for step in range(1, ranks)]

@@ -1,7 +1,7 @@
 """What a config needs and how long it takes, without a GPU: memory per GPU by kind, FLOPs, time to the target.
 
-Memory is counted, not fitted: every term below is a tensor that the code holds at the moment of the peak, and with them twenty-three
-measured peaks on H200s come out within 1 % (docs/plan.md, tests/test_plan.py). Time is one efficiency per GPU kind, fitted to the
+Memory is counted, not fitted: every term below is a tensor that the code holds at the moment of the peak, and with them all
+our measured peaks on H200s come out within 1 % (docs/plan.md, tests/test_plan.py). Time is one efficiency per GPU kind, fitted to the
 published MLPerf results of that kind. Standard library only; memory in bytes, time in seconds.
 """
 

@@ -147,8 +147,13 @@ def synthetic_batches(vocab_size: int, sequence_length: int, processes: Processe
 
 
 def warm_up_on_synthetic_tokens(session: Session, model: Llama, optimizer: ClippedAdamW, processes: Processes) -> None:
-    """Everything the timed part will do, on random tokens, and back; the digest of the unchanged state goes into the events."""
-    config, beat = session.config, partial(session.heartbeat.beat, 0)
+    """As `synthetic_warm_up`; the digest of the unchanged state goes into the events."""
+    digest = synthetic_warm_up(session.config, model, optimizer, processes, partial(session.heartbeat.beat, 0))
+    session.phase_done("warmup", state_digest=digest)
+
+
+def synthetic_warm_up(config: RunConfig, model: Llama, optimizer: ClippedAdamW, processes: Processes, beat: Callable[[str], None]) -> str:
+    """Everything the timed part will do, on random tokens, and back. Returns the digest of the unchanged state."""
     sources = [
         synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, size)
         for size in (config.micro_batch_size, config.eval_micro_batch_size)
@@ -160,7 +165,7 @@ def warm_up_on_synthetic_tokens(session: Session, model: Llama, optimizer: Clipp
         optimizer.reset_state()
         model.reset_scales()
 
-    digest = warm_up(
+    return warm_up(
         lambda lr: train_step(model, optimizer, sources[0], batching_of(config), lr, processes.world_size, beat),
         lambda: evaluate(model, [next(sources[1])], processes, beat),
         restore,
@@ -169,7 +174,6 @@ def warm_up_on_synthetic_tokens(session: Session, model: Llama, optimizer: Clipp
         eval_steps=config.warmup_eval_steps,
         device=processes.device,
     )
-    session.phase_done("warmup", state_digest=digest)
 
 
 class FixedByRules(Protocol):

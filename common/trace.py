@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed
-from common.kernel_time import AUTOGRAD, Event
+from common.kernel_time import AUTOGRAD, Event, class_of, main_stream
 
 STEP = "ProfilerStep#"
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # ROCm's are called cuda_runtime as well
@@ -92,11 +92,8 @@ def timeline(trace: Mapping, weights: Sequence[Weight], tokens: int) -> Timeline
     launches = {span.correlation: span for calls in threads.values() for span in _walk(calls) if span.correlation is not None}
     kernels = [_kernel(span, launches.get(span["args"].get("correlation")), roles) for span in on_gpu]
     # The gathers that a step launches last run into the next one, or, after the last step, alone and thus sooner: the main stream counts.
-    busy: dict[int, int] = defaultdict(int)
-    for kernel in kernels:
-        busy[kernel.stream] += kernel.duration_ns
-    main = max(busy, key=lambda stream: busy[stream])
-    on_main = [span for span in on_gpu if int(span["args"].get("stream", 0)) == main]
+    main = main_stream(kernels, [class_of(kernel) for kernel in kernels])
+    on_main = [span for span, kernel in zip(on_gpu, kernels, strict=True) if kernel.stream == main]
     ends = [_last_end(step, on_main, launches) for step in (steps[0], steps[-1])]
     return Timeline(tuple(kernels), ends[0], ends[1], len(steps) - 1)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -41,8 +41,8 @@ class Unit:
     """A module whose weights travel together."""
 
     weights: list[Weight]
-    missing: int = 0  # weights that have no gradient yet, in this backward
-    gathered: torch.cuda.Event | None = field(default=None)  # when its weights are whole; None: they are
+    missing: int  # weights that have no gradient yet, in this backward
+    gathered: torch.cuda.Event | None = None  # when its weights are whole; None: they are
 
 
 class WeightShards:
@@ -57,8 +57,8 @@ class WeightShards:
         self.by_parameter: dict[nn.Parameter, Weight] = {}
         self.units: list[Unit] = []
         for module in modules:
-            unit = Unit([self._cut(parameter) for parameter in module.parameters()])
-            unit.missing = len(unit.weights)
+            weights = [self._cut(parameter) for parameter in module.parameters()]
+            unit = Unit(weights, missing=len(weights))
             self.units.append(unit)
             module.register_forward_pre_hook(lambda module, args, unit=unit: self._await(unit))
             for weight in unit.weights:

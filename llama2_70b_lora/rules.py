@@ -22,10 +22,9 @@ class Config(RunConfig):
     opt_learning_rate_warmup_ratio: float = 0.0  # of those steps; the reference warms nothing up
 
     def __post_init__(self) -> None:
-        for key, usual in (("gather", "nccl"), ("frozen_base", "sharded")):
-            if not self.fused_blocks and getattr(self, key) != usual:
-                why = "it is for fused blocks; without them FSDP holds the base and gathers it"
-                raise ConfigError(f"{key} = {getattr(self, key)!r} cannot be used", why, "leave it out, or set fused_blocks = true")
+        if not self.fused_blocks:
+            why = "it is for fused blocks; without them FSDP holds the base and gathers it"
+            self.refuse_unless_default(("gather", "frozen_base"), why, "leave it out, or set fused_blocks = true")
         steps, ratio = self.opt_learning_rate_training_steps, self.opt_learning_rate_warmup_ratio
         if steps < 1:
             raise ConfigError(f"opt_learning_rate_training_steps = {steps} cannot be used", "it must be at least 1", "give steps")

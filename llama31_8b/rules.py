@@ -21,9 +21,7 @@ class Config(RunConfig):
     opt_learning_rate_warmup_steps: int
 
     def __post_init__(self) -> None:
-        for key, usual in (("gather", "nccl"), ("frozen_base", "sharded")):
-            if getattr(self, key) != usual:
-                raise ConfigError(f"{key} = {getattr(self, key)!r} cannot be used", "nothing is frozen in pre-training", "leave it out")
+        self.refuse_unless_default(("gather", "frozen_base"), "nothing is frozen in pre-training")
         if self.fused_blocks and self.fp8_swiglu_input and not self.fp8:
             why = "in bf16 the fused blocks of pre-training keep SwiGLU's input as it is"
             raise ConfigError("fp8_swiglu_input = True cannot be used", why, "set it to false, or fp8")

@@ -1,6 +1,5 @@
 """Transformer Engine's layers in our block: on a CPU with a stand-in for the package, on a GPU with itself."""
 
-import argparse
 import importlib.util
 import sys
 import types
@@ -25,7 +24,7 @@ from common.kernels.rope import rope_tables
 from common.llama import Llama
 from common.loop import Batching, evaluate, train_step
 from common.parallel import build_model
-from common.session import Session, synthetic_batches, warm_up_on_synthetic_tokens
+from common.session import synthetic_batches, synthetic_warm_up
 from common.shapes import ModelShape
 from common.te_block import VERSION, TEBlock, TransformerEngine
 from llama31_8b.train import build
@@ -232,12 +231,6 @@ def test_the_history_moves_once_per_forward_and_evaluation_leaves_no_trace(packa
     assert all(old is new for old, new in zip(tensors, model.scale_tensors(), strict=True)), "the warm-up's digest holds these"
 
 
-def warm_up_session(config, processes, model, optimizer):
-    session = Session(argparse.Namespace(run_dir=None), config, 0)
-    session.began = 0.0
-    warm_up_on_synthetic_tokens(session, model, optimizer, processes)
-
-
 def test_the_warm_up_leaves_the_scales_as_new(package, group, monkeypatch):
     config = run_config(**TE, warmup_train_steps=3)
     model, optimizer = build(config, TINY, group, seed=1)
@@ -245,7 +238,7 @@ def test_the_warm_up_leaves_the_scales_as_new(package, group, monkeypatch):
     seen = []
     reset = model.transformer_engine.reset
     monkeypatch.setattr(model.transformer_engine, "reset", lambda: (seen.extend(t.clone() for t in model.scale_tensors()), reset()))
-    warm_up_session(config, group, model, optimizer)
+    synthetic_warm_up(config, model, optimizer, group, lambda phase: None)
     assert all(torch.equal(old, new) for old, new in zip(fresh, model.scale_tensors(), strict=True))
     assert not any(torch.equal(old, new) for old, new in zip(fresh, seen, strict=True)), "the warm-up changes every one of them"
 
@@ -255,7 +248,7 @@ def test_scales_that_stay_after_the_warm_up_are_refused(package, group, monkeypa
     model, optimizer = build(config, TINY, group, seed=1)
     monkeypatch.setattr(model.transformer_engine, "reset", lambda: None)
     with pytest.raises(PreflightError, match="changed the training state"):
-        warm_up_session(config, group, model, optimizer)
+        synthetic_warm_up(config, model, optimizer, group, lambda phase: None)
 
 
 def test_current_scaling_has_no_state(package):
@@ -387,7 +380,7 @@ class TestOnAGPU:
                 model, optimizer = build(config, rules, group, seed=1)
                 tensors = model.scale_tensors()
                 fresh = [tensor.clone() for tensor in tensors]
-                warm_up_session(config, group, model, optimizer)  # raises where the digest is another
+                synthetic_warm_up(config, model, optimizer, group, lambda phase: None)  # raises where the digest is another
                 assert all(torch.equal(old, new) for old, new in zip(fresh, tensors, strict=True))
                 source = synthetic_batches(rules.shape.vocab_size, rules.sequence_length, group, 4)
                 steps = [train_step(model, optimizer, source, Batching(8, 2, False), 1e-3, 1, lambda phase: None) for _ in range(12)]

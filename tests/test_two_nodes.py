@@ -192,7 +192,7 @@ def test_lora_on_two_nodes_trains_as_on_one_process(tmp_path, processes):
     from tiny import free_port, rank_environment
 
     port = free_port()
-    command = [sys.executable, str(ROOT / "tests/tiny.py"), "call", "test_two_nodes:on_four_ranks", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests/tiny.py"), "call", "test_two_nodes:on_four_ranks", str(tmp_path), "cpu"]
     environments = [rank_environment(rank, 4, port) | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
     started = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in environments]
     one = few_steps(processes, micro_batch_size=8)

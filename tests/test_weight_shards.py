@@ -3,18 +3,14 @@
 That two ranks train as one process does, and as FSDP2 does to the bit, is in test_loop.py; several nodes are in test_two_nodes.py.
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from compiling import TARGETS, check_compiles, run_in_interpreter
-from tiny import TINY, call_on_ranks, run_config, start_ranks
+from tiny import TINY, call_on_ranks, run_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.distributed import start_processes
 from common.kernels import accumulate
 from common.kernels.attention import attention_backends
 from common.loop import Batching, train_step
@@ -107,9 +103,7 @@ def reduce_in_bf16(processes, folder):
     module = Weights(["even"])
     shards = WeightShards([module], processes.mesh, torch.bfloat16, "reference")
     for value in (1.0, 2.0**-9):
-        module.even.grad = torch.full_like(module.even, value)
-        for hook in module.even._post_accumulate_grad_hooks.values():
-            hook(module.even)
+        (module.even * value).sum().backward()
     gradient = shards.masters[0].grad
     return {"dtype": str(gradient.dtype), "sum": float(gradient[0, 0])}
 
@@ -150,7 +144,7 @@ def test_accumulating_on_a_gpu(shape):
     assert torch.equal(ours, theirs)
 
 
-def train_both_ways(processes):
+def train_both_ways(processes, folder):
     """Losses of a small model in bf16 by WeightShards and by FSDP2."""
     rules = replace(TINY, shape=replace(TINY.shape, hidden_size=256, ffn_hidden_size=512, vocab_size=509), sequence_length=128)
     losses = {}
@@ -170,17 +164,5 @@ def train_both_ways(processes):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_on_two_gpus_it_trains_as_fsdp_does(tmp_path):
     """A race between the streams would not show on a CPU. bf16 rounds by 2^-9; twenty steps of learning four batches amplify that."""
-    ranks = start_ranks(2, [str(Path(__file__)), str(tmp_path)])
-    outputs = [rank.communicate(timeout=300) for rank in ranks]
-    for rank, (_, stderr) in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, stderr[-4000:]
-    ours, fsdp = torch.load(tmp_path / "losses.pt", weights_only=True).values()
+    ours, fsdp = call_on_ranks(2, "test_weight_shards:train_both_ways", tmp_path, timeout_s=300, device="cuda")[0].values()
     assert ours == pytest.approx(fsdp, rel=2e-3) and ours[-1] < 0.95 * ours[0]
-
-
-if __name__ == "__main__":
-    processes = start_processes("cuda", 120.0)
-    found = train_both_ways(processes)
-    if processes.rank == 0:
-        torch.save(found, Path(sys.argv[1]) / "losses.pt")
-    dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """A run of a second: the real trainer of llama31_8b with rules small enough for a test, in this process or in ranks of its own.
 
 python tests/tiny.py train OPENS ARGUMENTS...     the trainer's main; notes in OPENS when token files were opened
-python tests/tiny.py call MODULE:FUNCTION FOLDER  FUNCTION(processes, FOLDER) on this rank; its result into FOLDER
+python tests/tiny.py call MODULE:FUNCTION FOLDER DEVICE  FUNCTION(processes, FOLDER) on this rank; its result into FOLDER
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def start_ranks(world_size: int, command: list[str]) -> list[subprocess.Popen]:
     ]
 
 
-def call_on_ranks(world_size: int, function: str, folder: Path, timeout_s: float = 120.0) -> list:
+def call_on_ranks(world_size: int, function: str, folder: Path, timeout_s: float = 120.0, device: str = "cpu") -> list:
     """What FUNCTION(processes, folder) returned on every rank."""
-    processes = start_ranks(world_size, [str(ROOT / "tests" / "tiny.py"), "call", function, str(folder)])
+    processes = start_ranks(world_size, [str(ROOT / "tests" / "tiny.py"), "call", function, str(folder), device])
     try:
         outputs = [process.communicate(timeout=timeout_s) for process in processes]
     finally:
@@ -165,9 +165,9 @@ def call_on_ranks(world_size: int, function: str, folder: Path, timeout_s: float
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(world_size)]
 
 
-def call(function: str, folder: Path) -> None:
+def call(function: str, folder: Path, device: str) -> None:
     module, _, name = function.partition(":")
-    processes = start_processes("cpu", 60.0)
+    processes = start_processes(device, 60.0)
     result = getattr(importlib.import_module(module), name)(processes, folder)
     torch.save(result, folder / f"rank_{processes.rank}.pt")
     torch.distributed.destroy_process_group()
@@ -192,4 +192,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "train":
         train_watched(Path(sys.argv[2]), sys.argv[3:])
     else:
-        call(sys.argv[2], Path(sys.argv[3]))
+        call(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
