@@ -103,7 +103,7 @@ def fine_tune(
     gradients = first_gradients(model, next(batches))
     init_adapters(model, SEED)
     model.reset_scales()
-    optimizer, lr_at = adapter_optimizer(model, rules, processes), cosine_to_zero(size.learning_rate, steps, 0.0)
+    optimizer, lr_at = adapter_optimizer(model, config, rules, processes), cosine_to_zero(size.learning_rate, steps, 0.0)
     losses = [
         train_step(model, optimizer, batches, Batching(BATCH, 1, False), lr_at(step), 1, lambda phase: None)[0] for step in range(steps)
     ]

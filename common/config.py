@@ -19,7 +19,7 @@ KERNELS = ("reference", "triton")
 FP8_ENGINES = ("", "torch", "te")
 FP8_RECIPES = ("delayed", "current")
 HOLDINGS = ("sharded", "replicated", "replicated_both")
-GATHERS = ("nccl", "copy_engine")
+TRANSPORTS = ("nccl", "copy_engine")
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word the MLPerf log wants
 
 
@@ -50,7 +50,7 @@ class RunConfig:
     recompute_layers: int = 0  # first n layers recompute their activations in backward
     reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
     frozen_base: str = "sharded"  # LoRA, fused: over the node's GPUs, or whole on each as W or as W and W^T (common/frozen.py)
-    gather: str = "nccl"  # what brings a sharded frozen base's layers: NCCL/RCCL, or the GPUs' copy engines (common/peer_memory.py)
+    transport: str = "nccl"  # of gradients (pre-training) or a frozen base's layers (LoRA) in a node: NCCL/RCCL, or the GPUs' copy engines
     gemm_tuning_file: str = ""  # tuned GEMM solutions for this GPU and these libraries, relative to the project (docs/gemm_tuning.md)
     warmup_train_steps: int = 2  # synthetic optimizer steps before the clock
     warmup_eval_steps: int = 1
@@ -171,9 +171,9 @@ def _check_values(config: RunConfig, source: str) -> None:
     require(config.fp8 in FP8_ENGINES, "fp8", 'known are "torch", "te" and, for none, ""', "choose one of them")
     require(config.fp8_recipe in FP8_RECIPES, "fp8_recipe", f"known are {', '.join(FP8_RECIPES)}", "choose one of them")
     require(config.frozen_base in HOLDINGS, "frozen_base", f"known are {', '.join(HOLDINGS)}", "choose one of them")
-    require(config.gather in GATHERS, "gather", f"known are {', '.join(GATHERS)}", "choose one of them")
-    gathers = config.frozen_base == "sharded" and config.gpus_per_node > 1
-    require(gathers or config.gather == _default("gather"), "gather", "nothing is gathered: each GPU holds the whole base", "leave it out")
+    require(config.transport in TRANSPORTS, "transport", f"known are {', '.join(TRANSPORTS)}", "choose one of them")
+    travels = config.frozen_base == "sharded" and config.gpus_per_node > 1
+    require(travels or config.transport == _default("transport"), "transport", "nothing travels: each GPU holds all", "leave it out")
     require(not config.fp8 or config.precision == "bf16", "fp8", "what FP8 leaves is computed in bf16", 'set precision = "bf16"')
     require(not config.fp8_head or config.fp8 == "torch", "fp8_head", "it is a product of that engine", 'set fp8 = "torch"')
     require(config.fp8 != "torch" or config.fused_blocks, "fp8", "this engine lives in the fused blocks", "set fused_blocks = true")

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.config import GATHERS, HOLDINGS
+from common.config import HOLDINGS, TRANSPORTS
 from common.distributed import Processes
 from common.kernels import fp8, transpose
 from common.kernels.fp8 import Operand, Role
@@ -262,15 +262,15 @@ class FrozenBase:
         *,
         kernels: str = "reference",
         holding: str = "sharded",
-        gather: str = "nccl",
+        transport: str = "nccl",
         recompute_layers: int = 0,
         timeout_s: float = 600.0,
         in_fp8: bool = True,
     ):
-        """`holding`: one of HOLDINGS, see above; sharded on one GPU is replicated. `gather`: one of GATHERS. `timeout_s`: of a gather.
+        """`holding`: one of HOLDINGS, see above; sharded on one GPU is replicated. `transport`: one of TRANSPORTS. `timeout_s`: of a gather.
         `in_fp8`: else in bf16, of which "replicated" and "replicated_both" are the same.
         """
-        assert holding in HOLDINGS and gather in GATHERS
+        assert holding in HOLDINGS and transport in TRANSPORTS
         device, num_layers = processes.device, shape.num_layers
         self.device, self.num_layers, self.recompute_layers = device, num_layers, recompute_layers
         self.dtype = fp8.fp8_dtypes(device)[0] if in_fp8 else torch.bfloat16
@@ -283,7 +283,7 @@ class FrozenBase:
         both = in_fp8 and (self.shards > 1 or holding == "replicated_both")
         self.layouts = (FORWARD, BACKWARD) if both else (FORWARD,)
         held_shape = (len(self.layouts), num_layers, self.layer_bytes // self.shards)
-        pulls = self.shards > 1 and gather == "copy_engine"
+        pulls = self.shards > 1 and transport == "copy_engine"
         self.held = symmetric_empty(held_shape, device) if pulls else torch.empty(held_shape, dtype=torch.uint8, device=device)
         self.held.zero_()  # what pads a layer is the same in every run
         # cuBLASLt reads scales at multiples of 16 bytes.

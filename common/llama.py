@@ -107,9 +107,9 @@ class Llama(nn.Module):
             self.weight_shards.backward_done()
 
     def step_done(self) -> None:
-        """After an optimizer step: the weights are others, and FP8 may choose new scales."""
+        """After a step of `ClippedAdamW`: the weights are others, and FP8 may choose new scales."""
         if self.weight_shards is not None:
-            self.weight_shards.gather()
+            self.weight_shards.gather(rounded=True)
         if self.scaling is not None:
             self.scaling.step_done()
         self._weights_changed()

@@ -1,20 +1,19 @@
-"""AdamW (Loshchilov and Hutter, arXiv:1711.05101) on the local shards, with global-norm clipping folded into its step.
+"""AdamW (kernels/adamw.py) on the local shards, with global-norm clipping folded into its step.
 
-    m = b1*m + (1-b1)*g;  v = b2*v + (1-b2)*g^2;  w -= lr*wd*w + lr * (m/(1-b1^t)) / (sqrt(v/(1-b2^t)) + eps)
-
-torch's fused kernel does the update; it divides the gradients by `grad_scale` and skips the step where `found_inf` is 1.
-We hand it max(1, norm/clip) and "the norm is not finite", both on the device: no pass over the gradients for clipping, no
-host synchronisation, and not one weight is poisoned by a NaN.
+The kernel divides the gradients by max(1, norm/clip) and writes nothing where the norm is not finite; both are on the device: no pass
+over the gradients for clipping, no host synchronisation, and not one weight is poisoned by a NaN.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from common.kernels import adamw
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -37,34 +36,29 @@ class ClippedAdamW:
         clip_norm: float,
         sum_over_ranks: SumOverRanks,
         replicas: int = 0,
+        kernels: str = "reference",
+        rounded: Sequence[Tensor] = (),
     ):
         """`replicas` = 0: the parameters are sharded, and gradients arrive averaged over the ranks. Otherwise every one of
-        so many ranks holds them whole, and `step` averages the gradients in one flat all-reduce.
+        so many ranks holds them whole, and `step` averages the gradients in one flat all-reduce. `kernels`: "reference" or "triton".
+        `rounded`: nothing, or for each parameter a tensor like its shard that `step` writes the new weights to, in its own dtype.
         """
         self.parameters = [p for p in parameters if p.requires_grad]
         self.shards = [local(p.detach()) for p in self.parameters]
+        self.rounded: Sequence[Tensor | None] = rounded or [None] * len(self.shards)
+        assert len(self.rounded) == len(self.shards)
+        self.betas, self.eps, self.weight_decay, self.adamw = betas, eps, weight_decay, adamw.ENGINES[kernels]
         self.clip_norm, self.sum_over_ranks, self.replicas = clip_norm, sum_over_ranks, replicas
-        # An empty shard (fewer rows than ranks) has nothing to update, and torch's kernel refuses it.
-        decayed = [s for p, s in zip(self.parameters, self.shards, strict=True) if p.ndim >= 2 and s.numel()]
-        plain = [s for p, s in zip(self.parameters, self.shards, strict=True) if p.ndim < 2 and s.numel()]
-        groups = [{"params": shards, "weight_decay": decay} for shards, decay in ((decayed, weight_decay), (plain, 0.0)) if shards]
-        self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        self.reset_state()
+        self.moments = [(torch.zeros_like(shard), torch.zeros_like(shard)) for shard in self.shards]
+        self.steps = torch.zeros((), dtype=torch.float32, device=self.shards[0].device)
 
     def reset_state(self) -> None:
-        """Both moments zero and no step taken, as before the first step; memory is allocated the first time and kept."""
-        for group in self.adamw.param_groups:
-            for shard in group["params"]:
-                state = self.adamw.state[shard]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
-                    state["exp_avg"] = torch.zeros_like(shard)
-                    state["exp_avg_sq"] = torch.zeros_like(shard)
-                for tensor in state.values():
-                    tensor.zero_()
+        """Both moments zero and no step taken, as before the first step."""
+        for tensor in self.state_tensors():
+            tensor.zero_()
 
     def state_tensors(self) -> list[Tensor]:
-        return [t for group in self.adamw.param_groups for s in group["params"] for t in self.adamw.state[s].values()]
+        return [self.steps, *(moment for pair in self.moments for moment in pair)]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
@@ -72,23 +66,35 @@ class ClippedAdamW:
 
         Where the norm is not finite nothing is updated: the caller sees it in the returned norm.
         """
-        gradients = []
-        for parameter, shard in zip(self.parameters, self.shards, strict=True):
-            shard.grad = local(parameter.grad) if parameter.grad is not None else None
-            if shard.grad is not None and shard.numel():
-                gradients.append(shard.grad)
+        # An empty shard (fewer rows than ranks) has nothing to update.
+        gradients = {
+            index: local(parameter.grad)
+            for index, (parameter, shard) in enumerate(zip(self.parameters, self.shards, strict=True))
+            if parameter.grad is not None and shard.numel()
+        }
         if self.replicas:
-            self._average(gradients)
-            norm = torch.nn.utils.get_total_norm(gradients)
+            self._average(list(gradients.values()))
+            norm = torch.nn.utils.get_total_norm(gradients.values())
         else:
-            norm = self.sum_over_ranks(torch.nn.utils.get_total_norm(gradients).square()).sqrt()
-        # Clipping multiplies by min(1, clip / norm), i.e. divides by max(1, norm / clip).
-        # These two attributes are how torch's GradScaler speaks to the fused kernel.
-        self.adamw.grad_scale = (norm / self.clip_norm).clamp(min=1.0)  # type: ignore[attr-defined]
-        self.adamw.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        self.adamw.step()
+            norm = self.sum_over_ranks(torch.nn.utils.get_total_norm(gradients.values()).square()).sqrt()
+        skip = (~torch.isfinite(norm)).float()
+        self.steps += 1 - skip
+        corrections = adamw.bias_corrections(self.steps, self.betas)
+        divisor = (norm / self.clip_norm).clamp(min=1.0)  # clipping multiplies by min(1, clip / norm)
+        for index, gradient in gradients.items():
+            self.adamw(
+                self.shards[index],
+                gradient,
+                *self.moments[index],
+                self.rounded[index],
+                learning_rate=learning_rate,
+                betas=self.betas,
+                eps=self.eps,
+                weight_decay=self.weight_decay if self.parameters[index].ndim >= 2 else 0.0,
+                corrections=corrections,
+                divisor=divisor,
+                skip=skip,
+            )
         return norm
 
     def _average(self, gradients: list[Tensor]) -> None:
@@ -98,9 +104,8 @@ class ClippedAdamW:
         )
 
     def zero_grad(self) -> None:
-        for parameter, shard in zip(self.parameters, self.shards, strict=True):
+        for parameter in self.parameters:
             parameter.grad = None
-            shard.grad = None
 
 
 def warmup_cosine(base: float, end: float, warmup_steps: int, max_steps: int) -> Callable[[int], float]:

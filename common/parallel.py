@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common.config import RunConfig
 from common.llama import Llama
+from common.peer_memory import Mailboxes
 from common.shapes import ModelShape
 from common.weight_shards import WeightShards
 
@@ -68,7 +69,8 @@ def shard_weights(model: Llama, config: RunConfig, mesh: DeviceMesh) -> None:
     """After `materialise`: give each rank its masters, where the weights stay whole. Their values are undefined."""
     if config.weights_stay_whole:
         modules = [model.embedding, *model.blocks, model.head]
-        model.weight_shards = WeightShards(modules, mesh, DTYPES[config.reduce_precision], config.kernels)
+        mailboxes = Mailboxes if config.transport == "copy_engine" else None
+        model.weight_shards = WeightShards(modules, mesh, DTYPES[config.reduce_precision], config.kernels, mailboxes)
 
 
 def materialise(model: Llama, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Memory of the node's GPUs that all of them can read: what a frozen base in shards is pulled through by the GPUs' copy engines.
+"""Memory of the node's GPUs that all of them can read and write: the copy engines' way from one to the other.
 
 An NCCL kernel takes multiprocessors from the products it runs beside; a copy engine takes none.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import ConfigError
@@ -36,7 +37,25 @@ def refused_without_peers() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise ConfigError(
-            'gather = "copy_engine" cannot be used here',
-            f"the GPUs of this node cannot read each other's memory: {str(error).splitlines()[0]}",
-            'set gather = "nccl"',
+            'transport = "copy_engine" cannot be used here',
+            f"the GPUs of this node cannot reach each other's memory: {str(error).splitlines()[0]}",
+            'set transport = "nccl"',
         ) from error
+
+
+class Mailboxes:
+    """Two slots of bytes on each rank of a node, which all its ranks can write to."""
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device):
+        """`num_bytes` of a slot, the same on all ranks. Raises ConfigError where there is no such memory."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.rank, self.ranks = group.rank(), group.size()
+        slots = symmetric_empty((2, num_bytes), device)
+        with refused_without_peers():
+            self.handle = symmetric.rendezvous(slots, group)
+        self.slots_of = [self.handle.get_buffer(rank, slots.shape, torch.uint8) for rank in range(self.ranks)]
+
+    def barrier(self) -> None:
+        """On the current stream: go on when all ranks have come so far."""
+        self.handle.barrier()

@@ -148,8 +148,16 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
         "gradients": 4 * trained,
         "Adam moments": 8 * trained,
         "FP8 copies of weights": 2 * _cast_parameters(config, work),
+        "mailboxes": _mailbox_bytes(config, work),
         "buffers": rope + resident,
     }
+
+
+def _mailbox_bytes(config: RunConfig, work: Workload) -> float:
+    """Two slots for what the node's other ranks send of the largest module's gradient, the head's or the embedding's (common/reduction.py)."""
+    if config.transport != "copy_engine" or work.lora_rank:
+        return 0
+    return 2 * (1 - 1 / config.gpus_per_node) * work.shape.vocab_size * work.shape.hidden_size * BYTES[config.reduce_precision]
 
 
 def _cast_parameters(config: RunConfig, work: Workload) -> int:

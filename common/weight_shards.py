@@ -12,8 +12,8 @@ computing, on a stream of their own: a module's gradients while the backward goe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,8 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.kernels import accumulate
+from common.peer_memory import Mailboxes
+from common.reduction import ByCollectives, ByMail, Reduction, as_one
 
 IN_FLIGHT = 2  # modules whose gradients are being reduced while a third computes: their memory waits for it
 
@@ -46,14 +48,21 @@ class Unit:
 
 
 class WeightShards:
-    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, reduce_dtype: torch.dtype, kernels: str):
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        reduce_dtype: torch.dtype,
+        kernels: str,
+        mailboxes: Callable[[dist.ProcessGroup, int, torch.device], Mailboxes] | None = None,
+    ):
         """`modules`, in the order of the forward, have memory already; together they have all parameters, each one once. On a mesh of several
         nodes ("replicate", "shard") the shards are those of a node, and the reduced gradients are averaged over the nodes.
+        Gradients are reduced by collectives or, on one node, through `mailboxes`.
         """
         self.group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
-        self.nodes = mesh.get_group("replicate") if mesh.ndim > 1 else None
+        nodes = mesh.get_group("replicate") if mesh.ndim > 1 else None
         self.rank, self.ranks = self.group.rank(), self.group.size()
-        self.reduce_dtype, self.accumulate = reduce_dtype, accumulate.ENGINES[kernels]
         self.by_parameter: dict[nn.Parameter, Weight] = {}
         self.units: list[Unit] = []
         for module in modules:
@@ -67,11 +76,23 @@ class WeightShards:
         self.device = self.units[0].weights[0].memory.device
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.in_flight: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+        self.reduction: Reduction
+        if mailboxes is None or self.ranks == 1:
+            self.reduction = ByCollectives(self.group, nodes, reduce_dtype, accumulate.ENGINES[kernels])
+        else:
+            assert nodes is None
+            num_bytes = max(ByMail.num_bytes([weight.master for weight in unit.weights], self.ranks, reduce_dtype) for unit in self.units)
+            self.reduction = ByMail(mailboxes(self.group, num_bytes, self.device), reduce_dtype, accumulate.ENGINES[kernels])
 
     @property
     def masters(self) -> list[nn.Parameter]:
         """What the optimizer updates."""
         return [weight.master for unit in self.units for weight in unit.weights]
+
+    @property
+    def mine(self) -> list[Tensor]:
+        """For each of `masters` its rows of the weight."""
+        return [weight.mine for unit in self.units for weight in unit.weights]
 
     def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Set the master to its rows of `full`, which has all of the weight's; `gather` then makes the weight."""
@@ -81,10 +102,14 @@ class WeightShards:
         master[: len(rows)].copy_(rows)
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Make the weights of the masters, on all ranks. Returns at once; a module's forward waits for its own."""
+    def gather(self, rounded: bool = False) -> None:
+        """Make the weights of the masters, on all ranks. Returns at once; a module's forward waits for its own.
+
+        `rounded`: this rank's rows have been written already, by an optimizer that was given `mine`.
+        """
         for unit in self.units:
-            torch._foreach_copy_([weight.mine for weight in unit.weights], [weight.master for weight in unit.weights])
+            if not rounded:
+                torch._foreach_copy_([weight.mine for weight in unit.weights], [weight.master for weight in unit.weights])
             if self.ranks == 1:
                 continue
             with self._beside("gather"), as_one(self.group):
@@ -95,6 +120,7 @@ class WeightShards:
 
     def backward_done(self) -> None:
         """After the last backward of a step: the masters' gradients are there for the current stream."""
+        self._finish()
         while self.in_flight:
             self._finish_oldest()
 
@@ -108,8 +134,10 @@ class WeightShards:
         return Weight(parameter, memory, mine, nn.Parameter(torch.zeros_like(mine, dtype=torch.float32)))
 
     def _await(self, unit: Unit) -> None:
-        if unit is self.units[-1]:
-            self.backward_done()  # of the last micro-batch, long reduced: 1.4 GiB at the 8B, wanted at the head, where memory peaks
+        if unit is self.units[len(self.units) // 4]:
+            self._finish()  # of the last micro-batch: under way for so long that nobody waits
+        if unit is self.units[len(self.units) // 2]:
+            self.backward_done()  # its gradients' memory, 1.4 GiB at the 8B, is wanted at the head, where memory peaks
         if unit.gathered is not None:
             torch.cuda.current_stream(self.device).wait_event(unit.gathered)
             unit.gathered = None
@@ -128,31 +156,19 @@ class WeightShards:
             gradients.append(weight.parameter.grad)
             weight.parameter.grad = None
         with self._beside("reduce"):
-            for weight, mean in zip(unit.weights, self._means_over_ranks(unit, gradients), strict=True):
-                weight.master.grad = self.accumulate(weight.master.grad, mean)
-        if self.stream:
-            self.in_flight.append((self.stream.record_event(), gradients))
+            self._in_flight(self.reduction.start([weight.master for weight in unit.weights], gradients))
         if len(self.in_flight) > IN_FLIGHT:
             self._finish_oldest()
 
-    def _means_over_ranks(self, unit: Unit, gradients: list[Tensor]) -> list[Tensor]:
-        """This rank's rows of the gradients' means, reduced in `reduce_dtype`."""
-        if self.ranks == 1 and self.nodes is None:
-            return gradients
-        op = dist.ReduceOp.AVG if self.stream else dist.ReduceOp.SUM  # gloo knows sums only
-        means = [weight.mine.new_empty(weight.mine.shape, dtype=self.reduce_dtype) for weight in unit.weights]
-        with as_one(self.group):
-            for weight, gradient, mean in zip(unit.weights, gradients, means, strict=True):
-                if added := len(weight.memory) - len(gradient):
-                    gradient = torch.cat([gradient, gradient.new_zeros(added, *gradient.shape[1:])])
-                dist.reduce_scatter_tensor(mean, gradient.to(self.reduce_dtype), op, group=self.group)
-        if self.nodes is not None:
-            with as_one(self.nodes):
-                for mean in means:
-                    dist.all_reduce(mean, op, group=self.nodes)
-        if op == dist.ReduceOp.SUM:
-            torch._foreach_div_(means, self.ranks * (self.nodes.size() if self.nodes is not None else 1))
-        return means
+    @torch.no_grad()
+    def _finish(self) -> None:
+        with self._beside("reduce"):
+            self._in_flight(self.reduction.finish())
+
+    def _in_flight(self, gradients: list[Tensor]) -> None:
+        """Their memory is free when the stream of the collectives is through with what it has been given so far."""
+        if self.stream and gradients:
+            self.in_flight.append((self.stream.record_event(), gradients))
 
     def _finish_oldest(self) -> None:
         done, _ = self.in_flight.popleft()
@@ -168,10 +184,3 @@ class WeightShards:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.stream):
                 yield
-
-
-def as_one(group: dist.ProcessGroup) -> AbstractContextManager:
-    """Collectives of one kind inside become one launch. Six launches per module, each waiting for room beside the products and then for the
-    other rank, held multiprocessors for 452 ms of a step instead of 225 (8B on two H200s).
-    """
-    return dist._coalescing_manager(group)

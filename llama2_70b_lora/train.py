@@ -52,7 +52,7 @@ def frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> Frozen
         processes,
         kernels=config.kernels,
         holding=config.frozen_base,
-        gather=config.gather,
+        transport=config.transport,
         recompute_layers=config.recompute_layers,
         timeout_s=config.hang_timeout_s,
         in_fp8=config.fp8 == "torch",
@@ -67,7 +67,7 @@ def build(config: RunConfig, rules: Rules, processes: Processes, frozen: FrozenB
     """
     with torch.device("meta"):
         # The blocks made here are those of torch's autograd: a frozen base brings its own.
-        plain = replace(config, fused_blocks=False, frozen_base="sharded", gather="nccl")
+        plain = replace(config, fused_blocks=False, frozen_base="sharded", transport="nccl")
         model = build_model(plain if frozen else config, rules.shape, rules.sequence_length)
         model.to(DTYPES[config.precision])  # frozen: there is no update that fp32 would have to keep
         if frozen:
@@ -102,7 +102,7 @@ def base_folder(config: RunConfig, data_dir: Path) -> tuple[Path, Path | None]:
     return folder, manifest if manifest.is_file() else None
 
 
-def adapter_optimizer(model: Llama, rules: Rules, processes: Processes) -> ClippedAdamW:
+def adapter_optimizer(model: Llama, config: RunConfig, rules: Rules, processes: Processes) -> ClippedAdamW:
     return ClippedAdamW(
         adapter_parameters(model).values(),
         betas=(rules.adam_beta_1, rules.adam_beta_2),
@@ -111,6 +111,7 @@ def adapter_optimizer(model: Llama, rules: Rules, processes: Processes) -> Clipp
         clip_norm=rules.gradient_clip_norm,
         sum_over_ranks=processes.sum,
         replicas=processes.world_size,
+        kernels=config.kernels,
     )
 
 
@@ -135,7 +136,7 @@ def run(session: Session) -> None:
         model = build(config, rules, processes, frozen)
         report = load_base(model, *base_folder(config, data_dir), frozen)
         init_adapters(model, seed)
-        optimizer = adapter_optimizer(model, rules, processes)
+        optimizer = adapter_optimizer(model, config, rules, processes)
         base = base_fingerprints(model, frozen)
         session.phase_done("init", base_bytes=report.bytes, base_seconds=report.seconds)
         warm_up_on_synthetic_tokens(session, model, optimizer, processes)
@@ -193,7 +194,7 @@ def bench(session: Session) -> None:
             local(parameter.detach()).normal_(0.0, 0.02)
         if frozen:
             hold_random_weights(frozen)
-        optimizer = adapter_optimizer(model, rules, processes)
+        optimizer = adapter_optimizer(model, config, rules, processes)
         flops = rules.shape.lora_flops_per_token(rules.sequence_length, rules.lora_rank)
         session.make_meter(rules.shape, rules.sequence_length, flops, processes)
         measure(session, BENCHMARK, model, optimizer, processes)

@@ -43,6 +43,8 @@ def build(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> t
         weight_decay=rules.weight_decay,
         clip_norm=rules.gradient_clip_norm,
         sum_over_ranks=processes.sum_over_shards,
+        kernels=config.kernels,
+        rounded=model.weight_shards.mine if model.weight_shards else (),
     )
     return model, optimizer
 

@@ -40,7 +40,7 @@ def few_steps(processes: Processes, folder: Path | None = None, micro_batch_size
         full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter_seed(5, name.replace(".base", ""))))
         copy_into(parameter, 0.1 * full if parameter.ndim == 2 else torch.ones(parameter.shape))
     init_adapters(model, seed=3)
-    optimizer = adapter_optimizer(model, rules, processes)
+    optimizer = adapter_optimizer(model, config, rules, processes)
     base = base_fingerprints(model, None)
     sequences = torch.randint(61, (48, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     sequences[:, 1, 11:] = -100

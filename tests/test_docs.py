@@ -70,7 +70,7 @@ def sharding(benchmark: str, config: RunConfig) -> str:
             return "FP8 base and its transpose whole on each GPU"
         if config.frozen_base == "replicated" or config.gpus_per_node == 1:
             return "FP8 base whole on each GPU, transposed layer by layer"
-        through = {"nccl": "collectives", "copy_engine": "copy engines"}[config.gather]
+        through = {"nccl": "collectives", "copy_engine": "copy engines"}[config.transport]
         return f"FP8 base and its transpose in shards, a layer gathered by {through} for each pass"
     what = "frozen base" if benchmark == "llama2_70b_lora" else "weights, gradients, Adam"
     when = "gathered again in backward" if config.reshard_after_forward else "weights gathered once per step"

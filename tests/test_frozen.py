@@ -360,7 +360,7 @@ def few_steps(processes, **changes):
     with mock.patch(f"{__name__}.matrix", lambda *which, matrix=matrix: 0.1 * matrix(*which)):
         fill(base, MODEL)
     init_adapters(model, seed=3)
-    optimizer = train.adapter_optimizer(model, RULES, processes)
+    optimizer = train.adapter_optimizer(model, config, RULES, processes)
     before = train.base_fingerprints(model, base)
     sequences = torch.randint(61, (8, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32).repeat(3, 1, 1)
     sequences[:, 1, 11:] = -100
@@ -526,18 +526,18 @@ def test_what_is_wrong_with_a_checkpoint_is_said_before_a_layer_is_held(processe
 
 
 REFUSED = [
-    {"gather": "multicast"},
+    {"transport": "multicast"},
     {"frozen_base": "none"},
-    {"gather": "copy_engine", "gpus_per_node": 1},
-    {"gather": "copy_engine", "frozen_base": "replicated"},
-    {"gather": "copy_engine", "fp8": "", "fused_blocks": False},
+    {"transport": "copy_engine", "gpus_per_node": 1},
+    {"transport": "copy_engine", "frozen_base": "replicated"},
+    {"transport": "copy_engine", "fp8": "", "fused_blocks": False},
     {"frozen_base": "replicated", "fp8": "", "fused_blocks": False},
 ]
 
 
 @pytest.mark.parametrize("changes", REFUSED, ids=str)
 def test_ways_that_are_none_are_refused(processes, changes):
-    assert lora_config(processes, gpus_per_node=2, gather="copy_engine").gather == "copy_engine"
+    assert lora_config(processes, gpus_per_node=2, transport="copy_engine").transport == "copy_engine"
     key = next(iter(changes))
     with pytest.raises(ConfigError, match=f"{key} = .* cannot be used"):
         lora_config(processes, **{"gpus_per_node": 2, **changes})
@@ -649,7 +649,7 @@ def test_the_transpose_kernel_compiles_for(target):
 def on_two_gpus(processes, folder):
     """Both gathers, every byte of every layer in both layouts, and all passes of `ask_all`: what differed."""
     shape = replace(SHAPE, hidden_size=1024, ffn_hidden_size=2816, num_heads=8)
-    bases = [fill(FrozenBase(shape, processes, kernels="triton", gather=gather), shape) for gather in frozen.GATHERS]
+    bases = [fill(FrozenBase(shape, processes, kernels="triton", transport=transport), shape) for transport in frozen.TRANSPORTS]
     differences = [difference for base in bases for difference in ask_all(base, shape)]
     torch.cuda.synchronize()  # what was fetched ahead is there
     out = [torch.zeros(bases[0].layer_bytes, dtype=torch.uint8, device=processes.device) for _ in bases]

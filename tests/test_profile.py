@@ -92,6 +92,7 @@ ROOMS = {
     "fp8": "casts",
     "transpose": "casts",
     "accumulate": "communication",
+    "adamw": "optimizer",
     "lora_down": "elementwise",
     "lora": "GEMM",
 }

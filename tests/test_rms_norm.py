@@ -187,8 +187,10 @@ def forms(arch):
             types = {argument: "*bf16" for argument in ("d_n_ptr", "residual_ptr", "weight_ptr", "d_residual_ptr", "d_x_ptr")}
             types |= {"rstd_ptr": "*fp32", "d_weight_ptr": "*fp32" if trained else None, "state_ptr": state, "num_rows": "i32"}
             types |= {"rows_ptr": None if mode is PLAIN else fp8_pointer(arch, gradient=True)}
-            blocks, warps = (module.WEIGHT_GRAD_BLOCKS, module.WEIGHT_GRAD_WARPS) if trained else (1, module.BACKWARD_WARPS)
-            constants = shared | {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "BLOCKS": blocks}
+            blocks, warps, stages = 1, module.BACKWARD_WARPS, 1
+            if trained:
+                blocks, warps, stages = module.WEIGHT_GRAD_BLOCKS, module.WEIGHT_GRAD_WARPS, module.WEIGHT_GRAD_STAGES
+            constants = shared | {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "BLOCKS": blocks, "STAGES": stages}
             yield f"backward {hidden} {name}", module._rms_norm_backward_kernel, types, constants, warps
 
 
