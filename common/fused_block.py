@@ -183,8 +183,6 @@ class FusedBlock(Block):
         d_n = dgrad(d_qkv, weights["qkv"], fast=False)
         d_qkv_weight = wgrad(d_qkv, saved.take("n_1"), fast=False)
         d_x, _, d_norm_1 = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None)
-        assert d_norm_1 is not None and d_norm_2 is not None
-        d_norm_1, d_norm_2 = d_norm_1.to(norm.dtype), d_norm_2.to(norm.dtype)
         return d_x.view(batch, sequence, -1), d_norm_1, d_norm_2, d_qkv_weight, d_o, d_gate_up_weight, d_down
 
 

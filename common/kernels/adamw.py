@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, NUM_WARPS = 2048, 4
+BLOCK, NUM_WARPS = 1024, 4  # 98 % of a copy on an H200; 2048 95 %, 4096 82 to 91 %
 
 
 def bias_corrections(step: Tensor, betas: tuple[float, float]) -> Tensor:

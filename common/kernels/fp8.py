@@ -168,10 +168,15 @@ def record(x, scale, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr):
     one of 950 (docs/log.md).
     """
     amax = tl.max(tl.abs(x))
-    if amax > tl.load(state_ptr + 2, cache_modifier=".cg"):
-        tl.atomic_max(state_ptr + 2, amax, sem="relaxed")
+    raise_amax(amax, state_ptr)
     if MODE == STORE_AND_RECORD and amax * scale > LARGEST:
         tl.atomic_add(state_ptr + 3, tl.sum((tl.abs(x) * scale > LARGEST).to(tl.float32)), sem="relaxed")
+
+
+@triton.jit
+def raise_amax(amax, state_ptr):
+    if amax > tl.load(state_ptr + 2, cache_modifier=".cg"):
+        tl.atomic_max(state_ptr + 2, amax, sem="relaxed")
 
 
 @triton.jit

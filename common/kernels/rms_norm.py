@@ -14,7 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.fp8 import AMAX_ONLY, PLAIN, Operand, Role, emit, inside, make_operand, quantise_reference
+from common.kernels.fp8 import (
+    AMAX_ONLY,
+    PLAIN,
+    STORE,
+    STORE_AND_RECORD,
+    Operand,
+    Role,
+    emit,
+    inside,
+    make_operand,
+    quantise_reference,
+    raise_amax,
+)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +58,7 @@ def rms_norm_backward_reference(
 ) -> tuple[Tensor, Operand | None, Tensor | None]:
     """d_n, residual: [M, D], rstd: fp32 [M], weight: [D]; d_residual [M, D]: what reaches the residual past the norm, None for 0.
 
-    -> d_x in d_n's dtype; d_x, so rounded, as an operand where there is a role for it; d_weight fp32 [D] unless the weight is frozen.
+    -> d_x in d_n's dtype; d_x, so rounded, as an operand where there is a role for it; d_weight [D] unless the weight is frozen.
     """
     d_n_fp32, x_hat = d_n.float(), residual.float() * rstd[:, None]
     g = d_n_fp32 * weight.float()
@@ -54,7 +66,11 @@ def rms_norm_backward_reference(
     if d_residual is not None:
         d_x = d_residual.float() + d_x
     d_x = d_x.to(d_n.dtype)
-    return d_x, quantise_reference(d_x, role) if role is not None else None, (d_n_fp32 * x_hat).sum(0) if weight_grad else None
+    return (
+        d_x,
+        quantise_reference(d_x, role) if role is not None else None,
+        (d_n_fp32 * x_hat).sum(0).to(weight.dtype) if weight_grad else None,
+    )
 
 
 # For rows of 4,096 columns; longer ones take as many fewer. Of those tried on an H200 the fastest (docs/log.md).
@@ -62,6 +78,7 @@ FORWARD_ROWS, FORWARD_WARPS = 2, 8
 BACKWARD_ROWS, BACKWARD_WARPS = 1, 8
 # A program that also sums up d_weight takes so many blocks of rows, loads so many ahead, and leaves one row of partial sums.
 WEIGHT_GRAD_BLOCKS, WEIGHT_GRAD_WARPS, WEIGHT_GRAD_STAGES = 32, 8, 3
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 64, 32, 4
 
 
 def _fit(rows: int, num_columns: int) -> tuple[int, int]:
@@ -139,16 +156,17 @@ def _store_d_x(
     d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, rows_ptr, state_ptr,
     NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Add d_residual to the fp32 tile `d_x` of the norm's own gradient, round, store, and emit what was rounded."""
+    """Add d_residual to the fp32 tile `d_x` of the norm's own gradient, round, store, as an operand too; and return what was rounded."""
     offset = row[:, None] * NUM_COLUMNS + column[None, :]
     if d_residual_ptr is not None:
         d_x += tl.load(d_residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     rounded = d_x.to(d_x_ptr.dtype.element_ty)
     if MODE != AMAX_ONLY:
         tl.store(d_x_ptr + offset, rounded, mask=mask)
-    if rows_ptr is not None:
-        d_x = rounded.to(tl.float32)
-        emit(d_x, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+    d_x = rounded.to(tl.float32)
+    if rows_ptr is not None and MODE != AMAX_ONLY:
+        emit(d_x, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, STORE, LARGEST)
+    return d_x
 
 
 @triton.jit
@@ -159,6 +177,9 @@ def _rms_norm_backward_kernel(
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_COLUMNS)
     d_weight = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    # The operand's amax and what saturates, by column: to enter each row by itself costs 20 us of 100.
+    amax, clipped = tl.zeros((BLOCK_COLUMNS,), tl.float32), tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    scale = tl.load(state_ptr + 1) if MODE == STORE_AND_RECORD else 1.0
     for block in tl.range(BLOCKS, num_stages=STAGES):
         row = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
@@ -166,12 +187,34 @@ def _rms_norm_backward_kernel(
         d_n, g, x_hat = _gradient_tile(d_n_ptr, residual_ptr, weight_ptr, rstd, row, column, mask, NUM_COLUMNS, "evict_first")
         mean = tl.sum(g * x_hat, 1) / NUM_COLUMNS
         d_x = rstd[:, None] * (g - x_hat * mean[:, None])
-        _store_d_x(
+        d_x = _store_d_x(
             d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, rows_ptr, state_ptr, NUM_COLUMNS, MODE, LARGEST,
         )  # fmt: skip
         d_weight += tl.sum(d_n * x_hat, 0)
+        if MODE != STORE and MODE != PLAIN:
+            amax = tl.maximum(amax, tl.max(tl.abs(d_x), 0))
+        if MODE == STORE_AND_RECORD:
+            clipped += tl.sum((tl.abs(d_x) * scale > LARGEST).to(tl.float32), 0)
+    if MODE != STORE and MODE != PLAIN:
+        largest = tl.max(amax)
+        raise_amax(largest, state_ptr)
+        if MODE == STORE_AND_RECORD and largest * scale > LARGEST:
+            tl.atomic_add(state_ptr + 3, tl.sum(clipped), sem="relaxed")
     if d_weight_ptr is not None and MODE != AMAX_ONLY:
         tl.store(d_weight_ptr + tl.program_id(0).to(tl.int64) * NUM_COLUMNS + column, d_weight, mask=column < NUM_COLUMNS)
+
+
+@triton.jit
+def _rms_norm_weight_grad_kernel(
+    partial_ptr, out_ptr, num_rows, num_columns: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, num_rows, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        total += tl.load(partial_ptr + row[:, None] * num_columns + column[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=column < num_columns)
 
 
 def rms_norm_backward_triton(
@@ -185,8 +228,8 @@ def rms_norm_backward_triton(
 ) -> tuple[Tensor, Operand | None, Tensor | None]:
     """As `rms_norm_backward_reference`; all contiguous. 4 or 6 bytes read per element, 2 written, and the operand.
 
-    d_weight is the same in every run: programs write partial sums, which a product with ones then adds up (torch's sum of 512 such rows
-    takes 22 us on an H200, the product 8).
+    d_weight is the same in every run: programs write partial sums, which a second kernel adds up (torch's sum of 512 such rows takes 22 us
+    on an H200).
     """
     num_rows, num_columns = d_n.shape
     largest, state = _format(role)
@@ -208,7 +251,12 @@ def rms_norm_backward_triton(
         launch(None, PLAIN)
     else:
         operand = make_operand(role, (num_rows, num_columns), d_n, launch)
-    return d_x, operand, partial.new_ones(programs) @ partial if partial is not None else None
+    d_weight = None
+    if partial is not None:
+        d_weight = torch.empty_like(weight)
+        grid = (triton.cdiv(num_columns, SUM_COLUMNS),)
+        _rms_norm_weight_grad_kernel[grid](partial, d_weight, programs, num_columns, SUM_ROWS, SUM_COLUMNS, num_warps=SUM_WARPS)
+    return d_x, operand, d_weight
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -223,7 +271,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, d_n: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
         d_x, _, d_weight = rms_norm_backward_triton(d_n.flatten(0, -2), x, rstd, weight, None, None, ctx.needs_input_grad[1])
-        return d_x.view_as(d_n), d_weight.to(weight.dtype) if d_weight is not None else None, None
+        return d_x.view_as(d_n), d_weight, None
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
