@@ -44,13 +44,18 @@ class Processes:
             torch.cuda.synchronize()
 
 
-def start_processes(device_type: str, timeout_s: float) -> Processes:
-    """Join the group that torchrun describes in the environment; alone, a group of one is made. `timeout_s` is for collectives."""
+def start_processes(device_type: str, timeout_s: float, compute_first: bool = False) -> Processes:
+    """Join the group that torchrun describes in the environment; alone, a group of one is made. `timeout_s` is for collectives.
+
+    `compute_first`: a GPU gives room to what this thread launches first; what is launched beside it on other streams takes the rest.
+    """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     if device_type == "cuda":
         torch.cuda.set_device(device)
+        if compute_first:
+            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
     backend = "nccl" if device_type == "cuda" else "gloo"
     alone = "RANK" not in os.environ
     if not dist.is_initialized():

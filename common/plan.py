@@ -306,7 +306,7 @@ def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
         options.append(f"recompute_layers {layers}")
     if options:
         return "try " + " or ".join(options)
-    smallest = replace(config, micro_batch_size=1, eval_micro_batch_size=1, reshard_after_forward=True)
+    smallest = replace(config, micro_batch_size=1, eval_micro_batch_size=1, reshard_after_forward=True, transport="nccl")
     layers = recompute_needed(smallest, work, kind)
     if layers is None:
         return "more GPUs are needed: with all layers recomputed and resharded it is still too much"

@@ -53,13 +53,16 @@ class Session:
 
     # The beginning.
 
-    def start(self) -> Processes:
-        """Log what comes before any model exists, and join the process group. Raises ConfigError if it has another size."""
+    def start(self, compute_first: bool = False) -> Processes:
+        """Log what comes before any model exists, and join the process group. Raises ConfigError if it has another size.
+
+        `compute_first`: see `start_processes`.
+        """
         self.heartbeat.beat(0, "init")
         self.began = time.monotonic()
         self.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
         self.log.init_start()
-        processes = start_processes(self.args.device, self.config.hang_timeout_s)
+        processes = start_processes(self.args.device, self.config.hang_timeout_s, compute_first)
         if processes.world_size != (wanted := self.config.world_size):
             raise ConfigError(
                 f"{processes.world_size} process{'es' if processes.world_size > 1 else ''} started, but the config is for {wanted}",
@@ -305,7 +308,11 @@ def _bench_line(session: Session, benchmark: str, model: Llama, processes: Proce
     rate = Rate.of(median_ms, meter.tokens_per_step, processes.world_size, meter.flops_per_token, meter.peak_tflops)
     spread = f"{min(meter.step_times_ms):.1f}..{max(meter.step_times_ms):.1f}"
     memory = memory_gib(processes.device)
-    used = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB allocated, {memory:.1f} GiB reserved" if memory else ""
+    used = ""
+    if memory:
+        free, total = torch.cuda.mem_get_info(processes.device)  # with NCCL's, contexts, and what copy engines reach
+        allocated = torch.cuda.max_memory_allocated() / 2**30
+        used = f", peak {allocated:.1f} GiB allocated, {memory:.1f} GiB reserved, {(total - free) / 2**30:.1f} GiB of the GPU in use"
     return (
         f"BENCH {benchmark} {Path(args.config).stem} {precision_of(config)}, {model.shape.num_layers} layers, {processes.world_size} x "
         f"{config.micro_batch_size} x {config.gradient_accumulation_steps} sequences of {model.max_sequence_length}: {rate.text()}, "

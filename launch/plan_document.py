@@ -56,19 +56,22 @@ def _sequences(micro_batch: int) -> dict[str, int]:
     return {"micro_batch_size": micro_batch, "global_batch_size": 2 * micro_batch}
 
 
-_COMPILED = {"fused_blocks": False, "fp8": "", "compile": True}  # bf16, before the fused blocks
+_COMPILED = {"fused_blocks": False, "fp8": "", "compile": True, "transport": "nccl"}  # bf16, before the fused blocks
 _KEEP_ALL = {**_COMPILED, "recompute_layers": 0, "reshard_after_forward": False}
 _SHARDED_BF16 = {**_COMPILED, "reshard_after_forward": True}  # LoRA
 _BF16_SWIGLU = {**_SHARDED_BF16, "fp8_swiglu_input": False}
 _OLD_LORA = {**_BF16_SWIGLU, "gpus_per_node": 1, "recompute_layers": 0, "kernels": "reference"}  # its dropout
-_ONE_GPU = {"gpus_per_node": 1, "global_batch_size": 4}
+_NCCL = {"transport": "nccl"}
+_ONE_GPU = {"gpus_per_node": 1, "global_batch_size": 4, **_NCCL}
 _ONE_GPU_LORA = {"global_batch_size": 2, "recompute_layers": 0}
 MEASURED = (
-    Measured(PRETRAINING, "H200_1x4", 123.3, reserved=126.8, tokens_per_s_per_gpu=15_601),
-    Measured(PRETRAINING, "H200_1x2", 121.6, {"global_batch_size": 8}, reserved=125.9, tokens_per_s_per_gpu=14_811),
-    Measured(PRETRAINING, "H200_1x2", 122.0, {"global_batch_size": 8}, reserved=123.6, tokens_per_s_per_gpu=15_245),  # weight_shards.py
-    Measured(PRETRAINING, "H200_1x2", 124.9, {"global_batch_size": 8, "fp8_head": True}, reserved=126.5, tokens_per_s_per_gpu=15_618),
-    Measured(PRETRAINING, "H200_1x2", 113.5, {"global_batch_size": 8, "fp8": ""}, reserved=114.5, tokens_per_s_per_gpu=10_722),
+    Measured(PRETRAINING, "H200_1x4", 123.3, _NCCL, reserved=126.8, tokens_per_s_per_gpu=15_601),
+    Measured(PRETRAINING, "H200_1x2", 121.6, {"global_batch_size": 8}, reserved=122.6, tokens_per_s_per_gpu=15_681),  # 1.0 of it mailboxes
+    Measured(PRETRAINING, "H200_1x2", 120.6, {"global_batch_size": 8, **_NCCL}, reserved=122.4, tokens_per_s_per_gpu=15_556),
+    Measured(
+        PRETRAINING, "H200_1x2", 124.9, {"global_batch_size": 8, "fp8_head": True, **_NCCL}, reserved=126.5, tokens_per_s_per_gpu=15_618
+    ),
+    Measured(PRETRAINING, "H200_1x2", 112.1, {"global_batch_size": 8, "fp8": "", **_NCCL}, reserved=114.7, tokens_per_s_per_gpu=10_806),
     Measured(PRETRAINING, "H200_1x4", 35.7, _ONE_GPU, layers=2),
     Measured(PRETRAINING, "H200_1x4", 47.6, _ONE_GPU, layers=4),
     Measured(PRETRAINING, "H200_1x4", 59.4, _ONE_GPU, layers=6),
@@ -79,12 +82,14 @@ MEASURED = (
     Measured(PRETRAINING, "H200_1x4", 124.1, _COMPILED, reserved=129.6, tokens_per_s_per_gpu=10_883),
     Measured(PRETRAINING, "H200_1x4", 85.5, {**_COMPILED, "micro_batch_size": 1}, reserved=89.0, tokens_per_s_per_gpu=10_677),
     Measured(PRETRAINING, "H200_1x2", 115.4, _COMPILED, reserved=120.0, tokens_per_s_per_gpu=10_596),
-    Measured(PRETRAINING, "H200_1x1", 127.7, _COMPILED, reserved=132.2, tokens_per_s_per_gpu=7_993),
+    Measured(PRETRAINING, "H200_1x1", 131.9, {"global_batch_size": 4}, reserved=136.8, tokens_per_s_per_gpu=8_514),
+    Measured(PRETRAINING, "H200_1x1", 127.8, _sequences(1) | {"global_batch_size": 4}, reserved=132.2, tokens_per_s_per_gpu=8_155),
+    Measured(PRETRAINING, "H200_1x1", 127.7, {**_COMPILED, "micro_batch_size": 1}, reserved=132.2, tokens_per_s_per_gpu=7_993),
     Measured(PRETRAINING, "H200_1x1", 131.9, {**_COMPILED, **_sequences(2)}, reserved=136.8, tokens_per_s_per_gpu=8_368),
     Measured(PRETRAINING, "H200_1x1", 136.1, {**_COMPILED, **_sequences(3)}, reserved=137.5, tokens_per_s_per_gpu=8_447),
-    Measured(PRETRAINING, "H200_1x1", 40.9, _KEEP_ALL, layers=4),
+    Measured(PRETRAINING, "H200_1x1", 40.9, {**_KEEP_ALL, "micro_batch_size": 1}, layers=4),
     Measured(PRETRAINING, "H200_1x1", 47.6, {**_KEEP_ALL, "micro_batch_size": 2}, layers=4),
-    Measured(PRETRAINING, "H200_1x1", 79.3, _KEEP_ALL, layers=12),
+    Measured(PRETRAINING, "H200_1x1", 79.3, {**_KEEP_ALL, "micro_batch_size": 1}, layers=12),
     Measured(LORA, "H200_1x4", 132.6, {**_SHARDED_BF16, "recompute_layers": 4}, reserved=138.2, tokens_per_s_per_gpu=1_691),
     Measured(LORA, "H200_1x4", 122.4, {**_BF16_SWIGLU, "recompute_layers": 32}, reserved=125.7, tokens_per_s_per_gpu=1_492),
     Measured(LORA, "H200_1x4", 18.5, _OLD_LORA, layers=4),
@@ -103,6 +108,7 @@ def predicted(result: Published) -> Estimate:
     config = replace(
         command.load_all(ROOT, result.benchmark)["H200_1x8"],
         nodes=max(1, result.gpus // 8),
+        transport="nccl",
         gpus_per_node=min(8, result.gpus),
         global_batch_size=result.batch,
         eval_micro_batch_size=1,

@@ -22,10 +22,12 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         self.refuse_unless_default(("frozen_base",), "nothing is frozen in pre-training")
+        do = 'set transport = "nccl"'
         if not self.weights_stay_whole:
-            self.refuse_unless_default(("transport",), "FSDP2 brings its own: reshard_after_forward, compile or Transformer Engine is on")
+            why = "with reshard_after_forward, compile or Transformer Engine FSDP2 moves the gradients, by NCCL"
+            self.refuse_unless_default(("transport",), why, do)
         if self.nodes > 1:
-            self.refuse_unless_default(("transport",), "copy engines reach the GPUs of one node only")
+            self.refuse_unless_default(("transport",), "copy engines reach the GPUs of one node only", do)
         if self.fused_blocks and self.fp8_swiglu_input and not self.fp8:
             why = "in bf16 the fused blocks of pre-training keep SwiGLU's input as it is"
             raise ConfigError("fp8_swiglu_input = True cannot be used", why, "set it to false, or fp8")

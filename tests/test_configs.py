@@ -36,6 +36,7 @@ HOW_IT_IS_COMPUTED = {
     "recompute_layers",
     "reshard_after_forward",
     "frozen_base",
+    "transport",
 }
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 each_benchmark = pytest.mark.parametrize("benchmark", RULES)
