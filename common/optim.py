@@ -79,22 +79,11 @@ class ClippedAdamW:
             norm = self.sum_over_ranks(torch.nn.utils.get_total_norm(gradients.values()).square()).sqrt()
         skip = (~torch.isfinite(norm)).float()
         self.steps += 1 - skip
-        corrections = adamw.bias_corrections(self.steps, self.betas)
         divisor = (norm / self.clip_norm).clamp(min=1.0)  # clipping multiplies by min(1, clip / norm)
+        step = adamw.Step(learning_rate, self.betas, self.eps, self.steps, divisor, skip)
         for index, gradient in gradients.items():
-            self.adamw(
-                self.shards[index],
-                gradient,
-                *self.moments[index],
-                self.rounded[index],
-                learning_rate=learning_rate,
-                betas=self.betas,
-                eps=self.eps,
-                weight_decay=self.weight_decay if self.parameters[index].ndim >= 2 else 0.0,
-                corrections=corrections,
-                divisor=divisor,
-                skip=skip,
-            )
+            decay = self.weight_decay if self.parameters[index].ndim >= 2 else 0.0
+            self.adamw(self.shards[index], gradient, *self.moments[index], self.rounded[index], decay, step)
         return norm
 
     def _average(self, gradients: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""AdamW in one pass: the reference and the kernel (interpreter, four GPU targets, GPU) against fp64 and torch's own fused one."""
+"""AdamW in one pass: the kernel (interpreter, four GPU targets, GPU) against fp64 and torch's fused one, which is the reference."""
 
 import math
 
@@ -50,9 +50,8 @@ def by_us(engine, weight, gradients, betas, weight_decay, divisor, dtype):
     divisor = torch.tensor(divisor, device=weight.device)
     rounded = torch.empty_like(weight, dtype=dtype) if dtype else None
     for gradient in given:
-        corrections = adamw.bias_corrections(step.add_(1), betas)
-        rules = {"learning_rate": LEARNING_RATE, "betas": betas, "eps": EPS, "weight_decay": weight_decay}
-        adamw.ENGINES[engine](weight, gradient, m, v, rounded, **rules, corrections=corrections, divisor=divisor, skip=skip)
+        common = adamw.Step(LEARNING_RATE, betas, EPS, step.add_(1), divisor, skip)
+        adamw.ENGINES[engine](weight, gradient, m, v, rounded, weight_decay, common)
         if rounded is not None:
             assert torch.equal(rounded, weight.to(dtype))
     assert all(map(torch.equal, given, gradients)), "a gradient was changed"
@@ -81,8 +80,7 @@ def check_skip(engine, device, dtype):
     held = [weight, gradients[0], gradients[1], gradients[2].square(), gradients[3].to(dtype)]
     before = [tensor.clone() for tensor in held]
     one, divisor = torch.ones((), device=device), torch.full((), torch.nan, device=device)
-    rules = {"learning_rate": 0.1, "betas": (0.9, 0.95), "eps": EPS, "weight_decay": 0.1}
-    adamw.ENGINES[engine](*held, **rules, corrections=adamw.bias_corrections(one, (0.9, 0.95)), divisor=divisor, skip=one)
+    adamw.ENGINES[engine](*held, 0.1, adamw.Step(0.1, (0.9, 0.95), EPS, one, divisor, one))
     assert all(torch.equal(new.view(torch.uint8), old.view(torch.uint8)) for new, old in zip(held, before, strict=True)), engine
 
 
@@ -90,7 +88,7 @@ def check_skip(engine, device, dtype):
 @pytest.mark.parametrize("t", [1, 2, 3, 4, 5, 1000, 100_000])
 def test_bias_corrections_are_exact_to_fp32(t, betas):
     first, second = (-math.expm1(t * math.log(beta)) for beta in betas)
-    found = adamw.bias_corrections(torch.tensor(float(t)), betas)
+    found = adamw.Step(0.1, betas, EPS, torch.tensor(float(t)), torch.ones(()), torch.zeros(())).corrections
     assert found.dtype == torch.float32 and found.tolist() == pytest.approx([1 / first, second**-0.5], rel=2**-24)
 
 
@@ -141,9 +139,8 @@ def test_a_learning_rate_is_not_compiled_in():
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(14336, 4096), (4097,)])
 def test_on_a_gpu(shape, case):
-    for engine in adamw.ENGINES:
-        check(engine, shape, "cuda", torch.bfloat16, case)
-        check_skip(engine, "cuda", torch.bfloat16)
+    check("triton", shape, "cuda", torch.bfloat16, case)
+    check_skip("triton", "cuda", torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -154,11 +151,10 @@ def test_more_elements_than_32_bits_count_and_no_host_sync():
         pytest.skip("needs 48 GB of free GPU memory")
     weight, m, v = (torch.zeros(size, device="cuda") for _ in range(3))
     gradient, rounded = torch.ones(size, device="cuda"), torch.empty(size, dtype=torch.bfloat16, device="cuda")
-    one, zero, betas = torch.ones((), device="cuda"), torch.zeros((), device="cuda"), (0.9, 0.95)
-    rules = {"learning_rate": 0.5, "betas": betas, "eps": EPS, "weight_decay": 0.1, "divisor": one, "skip": zero}
+    one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     try:
         torch.cuda.set_sync_debug_mode("error")
-        adamw.adamw_triton(weight, gradient, m, v, rounded, **rules, corrections=adamw.bias_corrections(one, betas))
+        adamw.adamw_triton(weight, gradient, m, v, rounded, 0.1, adamw.Step(0.5, (0.9, 0.95), EPS, one, one, zero))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for tensor, value in ((weight, -0.5 / (1 + EPS)), (m, 0.1), (v, 0.05), (rounded, -0.5)):
