@@ -293,7 +293,7 @@ LEFT_OUT = """\
 - Not tried on a GPU: the largest micro-batches of the tables (but the 8B's on one H200: 3 ran, 4 did not), fewer recomputed layers than the
   configs set, LoRA in FP8 on 4 GPUs, anything on 8, and any memory number on {kinds}.
 - With neither fused nor compiled blocks more is kept than counted.
-- `transport = "copy_engine"` holds the base in memory that torch does not count as allocated; the plan does.
+- `transport = "copy_engine"` holds LoRA's base, or the mailboxes of the 8B's gradients, in memory that torch does not count as allocated; the plan does.
 - What memory in pieces costs without `expandable_segments`, and what context and libraries take on other GPUs than an H200.
 """
 

@@ -75,7 +75,8 @@ def sharding(benchmark: str, config: RunConfig) -> str:
     what = "frozen base" if benchmark == "llama2_70b_lora" else "weights, gradients, Adam"
     when = "gathered again in backward" if config.reshard_after_forward else "weights gathered once per step"
     alone = "one process" + (", a layer's bf16 weights live while it computes" if config.reshard_after_forward else "")
-    return f"{what} in shards, {when}" if config.world_size > 1 else alone
+    how = ", gradients by copy engines" if config.transport == "copy_engine" and benchmark == "llama31_8b" else ""
+    return f"{what} in shards, {when}{how}" if config.world_size > 1 else alone
 
 
 def blocks(config: RunConfig) -> str:

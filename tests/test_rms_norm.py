@@ -191,8 +191,8 @@ def forms(arch):
                 blocks, warps, stages = module.WEIGHT_GRAD_BLOCKS, module.WEIGHT_GRAD_WARPS, module.WEIGHT_GRAD_STAGES
             constants = shared | {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "BLOCKS": blocks, "STAGES": stages}
             yield f"backward {hidden} {name}", module._rms_norm_backward_kernel, types, constants, warps
-    types = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "num_rows": "i32"}
-    constants = {"num_columns": 4096, "BLOCK_ROWS": module.SUM_ROWS, "BLOCK_COLUMNS": module.SUM_COLUMNS}
+    types = {"partial_ptr": "*fp32", "out_ptr": "*bf16"}
+    constants = {"num_rows": 256, "num_columns": 4096, "BLOCK_ROWS": module.SUM_ROWS, "BLOCK_COLUMNS": module.SUM_COLUMNS}
     yield "weight gradient", module._rms_norm_weight_grad_kernel, types, constants, module.SUM_WARPS
 
 

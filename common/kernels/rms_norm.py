@@ -206,7 +206,7 @@ def _rms_norm_backward_kernel(
 
 @triton.jit
 def _rms_norm_weight_grad_kernel(
-    partial_ptr, out_ptr, num_rows, num_columns: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+    partial_ptr, out_ptr, num_rows: tl.constexpr, num_columns: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
