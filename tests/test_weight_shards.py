@@ -188,7 +188,7 @@ def test_accumulating_compiles_for(target):
 INTERPRETED = """
 import torch
 from common.kernels.accumulate import accumulate_reference, accumulate_triton
-for size, dtype in ((5000, torch.float16), (8192, torch.bfloat16), (7, torch.float32)):
+for size, dtype in ((5000, torch.float16), (8192, torch.bfloat16), (7, torch.float32), (1, torch.float32)):
     ours = theirs = None
     for others in (0, 1, 3):
         part = torch.randn(size).to(dtype)

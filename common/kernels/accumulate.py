@@ -30,8 +30,9 @@ def _accumulate_kernel(total_ptr, part_ptr, others_ptr, size, OTHERS: tl.constex
     mask = place < size
     value = tl.load(part_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if OTHERS > 0:
-        for other in tl.static_range(OTHERS):
-            value += tl.load(others_ptr + other * size.to(tl.int64) + place, mask=mask, other=0.0).to(tl.float32)
+        for _ in tl.static_range(OTHERS):
+            value += tl.load(others_ptr + place, mask=mask, other=0.0).to(tl.float32)
+            others_ptr += size
         value /= OTHERS + 1
     if not FIRST:
         value += tl.load(total_ptr + place, mask=mask, other=0.0)
