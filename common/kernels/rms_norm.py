@@ -177,7 +177,7 @@ def _rms_norm_backward_kernel(
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_COLUMNS)
     d_weight = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-    # The operand's amax and what saturates, by column: to enter each row by itself costs 20 us of 100.
+    # The operand's amax and what saturates, by column: entered once per program, not with a sum and a load for each row.
     amax, clipped = tl.zeros((BLOCK_COLUMNS,), tl.float32), tl.zeros((BLOCK_COLUMNS,), tl.float32)
     scale = tl.load(state_ptr + 1) if MODE == STORE_AND_RECORD else 1.0
     for block in tl.range(BLOCKS, num_stages=STAGES):
