@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import torch
 
-from common.kernels import cross_entropy, rms_norm, rope, swiglu
+from common.kernels import accumulate, adamw, cross_entropy, rms_norm, rope, swiglu
 from common.kernels.fp8 import Operand, Role, Scaling, quantise_triton
 from common.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 
-BF16, FP8 = 2, 1  # bytes
+FP32, BF16, FP8 = 4, 2, 1  # bytes
 SEQUENCE = 8192
 
 
@@ -136,6 +136,22 @@ def loss(s: Setting) -> Iterator[Case]:
     yield Case("cross entropy backward", backward, logits.numel() * 2 * BF16)
 
 
+def update(s: Setting) -> Iterator[Case]:
+    """Of the gate_up of one layer, halved between two ranks."""
+    if not s.transposed:  # its matrices do not train
+        return
+    size = (s.shape.ffn_hidden_size, s.shape.hidden_size)
+    weight, gradient, first = (torch.randn(*size, device="cuda") for _ in range(3))
+    second, rounded, one = first.square(), s.random(*size), torch.ones((), device="cuda")
+    step = adamw.Step(1e-4, (0.9, 0.95), 1e-5, one, one, torch.zeros((), device="cuda"))
+    moved = weight.numel() * (7 * FP32 + BF16)
+    yield Case("AdamW, and the weight rounded", lambda: adamw.adamw_triton(weight, gradient, first, second, rounded, 0.1, step), moved)
+    part, others = s.random(*size), s.random(1, *size)
+    yield Case("accumulate", lambda: accumulate.accumulate_triton(gradient, part), part.numel() * (2 * FP32 + BF16))
+    both = part.numel() * (2 * FP32 + 2 * BF16)
+    yield Case("accumulate, two ranks' mean", lambda: accumulate.accumulate_triton(gradient, part, others), both)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
@@ -144,7 +160,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s")
     for shape, tokens, transposed in ((LLAMA31_8B, 16384, True), (LLAMA2_70B, 8192, False)):
         setting = Setting(shape, tokens, transposed)
-        for case in (case for part in (row_wise, rotation, feed_forward, loss) for case in part(setting)):
+        for case in (case for part in (row_wise, rotation, feed_forward, loss, update) for case in part(setting)):
             if only not in case.name:
                 continue
             us = median_us(case.launch)
