@@ -84,6 +84,16 @@ def check_skip(engine, device, dtype):
     assert all(torch.equal(new.view(torch.uint8), old.view(torch.uint8)) for new, old in zip(held, before, strict=True)), engine
 
 
+def check_rate_zero(engine, device):
+    """The warm-up steps at rate 0, and the weights' bits must be what they were (common/warmup.py)."""
+    weight, (gradient, *_) = start((5000,), device)
+    weight[:2] = 0.0
+    before, m, v = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
+    one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+    adamw.ENGINES[engine](weight, gradient, m, v, None, 0.1, adamw.Step(0.0, (0.9, 0.95), EPS, one, one, zero))
+    assert torch.equal(weight.view(torch.int32), before.view(torch.int32)) and m.any() and v.any(), engine
+
+
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
 @pytest.mark.parametrize("t", [1, 2, 3, 4, 5, 1000, 100_000])
 def test_bias_corrections_are_exact_to_fp32(t, betas):
@@ -104,12 +114,13 @@ def test_reference_skips():
 
 INTERPRETED = """
 import torch
-from test_adamw import CASES, by_us, check, check_skip, start
+from test_adamw import CASES, by_us, check, check_rate_zero, check_skip, start
 for shape, dtype in (((1,), None), ((5000,), torch.float16), ((8192,), torch.float32), ((37, 130), torch.float16)):
     for case in CASES:
         check("triton", shape, "cpu", dtype, case)
 by_us("triton", *start((0, 7), "cpu"), *CASES[0], torch.float16)  # an empty shard: nothing to do, no error
 check_skip("triton", "cpu", torch.float16)
+check_rate_zero("triton", "cpu")
 print("agreed")
 """
 
@@ -141,6 +152,7 @@ def test_a_learning_rate_is_not_compiled_in():
 def test_on_a_gpu(shape, case):
     check("triton", shape, "cuda", torch.bfloat16, case)
     check_skip("triton", "cuda", torch.bfloat16)
+    check_rate_zero("triton", "cuda")
 
 
 @pytest.mark.gpu
