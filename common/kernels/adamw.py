@@ -88,6 +88,7 @@ def adamw_triton(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rounded: Tensor | None, weight_decay: float, step: Step
 ) -> None:
     """As `adamw_reference`, in one pass; all contiguous."""
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (weight, gradient, first, second, rounded))
     size, decay = weight.numel(), step.learning_rate * weight_decay
     _adamw_kernel[(triton.cdiv(size, BLOCK),)](
         weight, gradient, first, second, rounded, step.corrections, step.divisor, step.skip, size, step.learning_rate, decay,
