@@ -72,10 +72,13 @@ for shape in SHAPES:
             plain = plainly(x, b, weight, d_n, d)
             doubles = [None if t is None else t.double() for t in (weight, d_n, d)]
             truth = plainly(residual.double(), None, *doubles)
+            fp32 = plainly(residual.float(), None, *(None if t is None else t.float() for t in (weight, d_n, d)))
             torch.testing.assert_close(rstd.double(), (residual.double().pow(2).mean(-1) + EPS).rsqrt(), rtol=1e-6, atol=0)
             check(f"output {shape} {dtype}", operand.rows, plain[0], truth[0])
             check(f"d_x {shape} {dtype}", d_x, plain[1], truth[1])
-            check(f"d_weight {shape} {dtype}", d_weight, plain[2], truth[2])
+            exact = rms_norm_backward_triton(d_n, residual, rstd, weight.float(), d, None)[2]
+            check(f"d_weight {shape} {dtype}", exact, fp32[2], truth[2])  # computed in fp32, whatever the inputs
+            assert torch.equal(d_weight, exact.to(dtype)), "and rounded once"
             frozen = rms_norm_backward_triton(d_n, residual, rstd, weight, d, None, weight_grad=False)
             assert frozen[2] is None and torch.equal(frozen[0], d_x)
             # The references are as exact.
@@ -85,7 +88,9 @@ for shape in SHAPES:
             assert none is None and r_d_x.dtype == r_d_weight.dtype == dtype
             check(f"reference output {shape} {dtype}", r_operand.rows, plain[0], truth[0])
             check(f"reference d_x {shape} {dtype}", r_d_x, plain[1], truth[1])
-            check(f"reference d_weight {shape} {dtype}", r_d_weight, plain[2], truth[2])
+            r_exact = module.rms_norm_backward_reference(d_n, residual, r_rstd, weight.float(), d, None)[2]
+            check(f"reference d_weight {shape} {dtype}", r_exact, fp32[2], truth[2])
+            assert torch.equal(r_d_weight, r_exact.to(dtype))
             assert module.rms_norm_backward_reference(d_n, residual, r_rstd, weight, d, None, weight_grad=False)[2] is None
 
 
@@ -255,6 +260,9 @@ def test_on_the_gpu_it_is_as_exact_as_plain_torch(shape, form):
         true_n.backward(d_n.double())
         true_d_x, true_d_weight = leaves[0].grad + d_residual.double(), leaves[1].grad
         assert error(d_x, true_d_x) <= 2 * error(r_d_x, true_d_x)
+        engines = (module.rms_norm_backward_triton, module.rms_norm_backward_reference)
+        in_fp32, r_in_fp32 = (engine(d_n, residual, rstd, weight.float(), d_residual, None)[2] for engine in engines)
+        assert error(in_fp32, true_d_weight) <= 2 * error(r_in_fp32, true_d_weight) + 1e-6
         assert error(d_weight, true_d_weight) <= 2 * error(r_d_weight, true_d_weight) + 1e-6
         if form == "plain":
             assert error(n.rows, true_n.detach()) <= 2 * error(r_n.rows, true_n.detach())
