@@ -32,7 +32,7 @@ from common.config import HOLDINGS, TRANSPORTS
 from common.distributed import Processes
 from common.kernels import fp8, transpose
 from common.kernels.fp8 import Operand, Role
-from common.peer_memory import refused_without_peers, symmetric_empty
+from common.peer_memory import reach, symmetric_empty
 from common.shapes import ModelShape
 
 SLOTS = 3  # the layer that computes, and two on their way: 0.86 GB each at 70B
@@ -158,13 +158,7 @@ class CopyEngineFetch:
 
     def __init__(self, held: Tensor, group: dist.ProcessGroup):
         """`held`: of `symmetric_empty`, of the same shape on all ranks of `group`. Raises ConfigError where peers cannot be read."""
-        import torch.distributed._symmetric_memory as symmetric
-
-        with refused_without_peers():
-            self.handle = symmetric.rendezvous(held, group)
-        ranks, me = group.size(), group.rank()
-        order = [(me + step) % ranks for step in range(1, ranks + 1)]
-        self.peers = {peer: self.handle.get_buffer(peer, held.shape, torch.uint8) for peer in order}
+        self.handle, self.peers = reach(held, group)
 
     def __call__(self, key: Key, out: Tensor) -> None:
         shares = out.view(len(self.peers), -1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,18 +44,30 @@ def refused_without_peers() -> Iterator[None]:
         ) from error
 
 
+def others(rank: int, ranks: int) -> list[int]:
+    """The other ranks, from the neighbour on: each begins with another one, so that not all turn to the same."""
+    return [(rank + step) % ranks for step in range(1, ranks)]
+
+
+def reach(mine: Tensor, group: dist.ProcessGroup) -> tuple[Any, dict[int, Tensor]]:
+    """mine: of `symmetric_empty`, of one shape on all ranks of `group`. torch's handle of it, which has to be kept; and by rank, `others`
+    first, what that rank has. Raises ConfigError where peers cannot be reached.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    with refused_without_peers():
+        handle = symmetric.rendezvous(mine, group)
+    order = (*others(group.rank(), group.size()), group.rank())
+    return handle, {peer: handle.get_buffer(peer, mine.shape, torch.uint8) for peer in order}
+
+
 class Mailboxes:
     """Two slots of bytes on each rank of a node, which all its ranks can write to."""
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device):
         """`num_bytes` of a slot, the same on all ranks. Raises ConfigError where there is no such memory."""
-        import torch.distributed._symmetric_memory as symmetric
-
         self.rank, self.ranks = group.rank(), group.size()
-        slots = symmetric_empty((2, num_bytes), device)
-        with refused_without_peers():
-            self.handle = symmetric.rendezvous(slots, group)
-        self.slots_of = [self.handle.get_buffer(rank, slots.shape, torch.uint8) for rank in range(self.ranks)]
+        self.handle, self.slots_of = reach(symmetric_empty((2, num_bytes), device), group)
 
     def barrier(self) -> None:
         """On the current stream: go on when all ranks have come so far."""

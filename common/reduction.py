@@ -8,7 +8,8 @@ copy engines, which take none, into memory of the receiver; a kernel there adds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.peer_memory import Mailboxes
+from common.peer_memory import Mailboxes, others
 
 Accumulate = Callable[..., Tensor]  # an engine of kernels/accumulate.py
 Gradients = list[Tensor]
@@ -86,14 +87,12 @@ class ByMail:
 
     def start(self, masters: Sequence[nn.Parameter], gradients: Gradients) -> Gradients:
         opened = self.finish()
-        ranks, me, offset = self.boxes.ranks, self.boxes.rank, 0
+        ranks, me = self.boxes.ranks, self.boxes.rank
         ready = [with_all_rows(g, len(m) * ranks).to(self.dtype) for m, g in zip(masters, gradients, strict=True)]
-        for master, gradient in zip(masters, ready, strict=True):
-            for step in range(1, ranks):  # each begins with another peer, so that not all write to one
-                peer = (me + step) % ranks
+        for peer in others(me, ranks):
+            for gradient, mail in zip(ready, self._mail(peer, masters), strict=True):
                 # The box has no place for its owner's own.
-                self._mail(peer, master, offset)[me - (me > peer)].copy_(gradient[peer * len(master) : (peer + 1) * len(master)])
-            offset += _mail_bytes(master, ranks, self.dtype)
+                mail[me - (me > peer)].copy_(gradient.chunk(ranks)[peer])
         self.sent = masters, ready, gradients
         return opened
 
@@ -102,19 +101,19 @@ class ByMail:
             return []
         (masters, ready, gradients), self.sent = self.sent, None
         self.boxes.barrier()
-        me, offset = self.boxes.rank, 0
-        for master, gradient in zip(masters, ready, strict=True):
-            mine = gradient[me * len(master) : (me + 1) * len(master)]
-            master.grad = self.accumulate(master.grad, mine, self._mail(me, master, offset))
-            offset += _mail_bytes(master, self.boxes.ranks, self.dtype)
+        me = self.boxes.rank
+        for master, gradient, mail in zip(masters, ready, self._mail(me, masters), strict=True):
+            master.grad = self.accumulate(master.grad, gradient.chunk(self.boxes.ranks)[me], mail)
         self.turn = 1 - self.turn
         return gradients
 
-    def _mail(self, owner: int, master: nn.Parameter, offset: int) -> Tensor:
-        """[ranks - 1, rows, ...]: what the others send to `owner` for this master."""
-        shape = (self.boxes.ranks - 1, *master.shape)
-        num_bytes = (self.boxes.ranks - 1) * master.numel() * self.dtype.itemsize
-        return self.boxes.slots_of[owner][self.turn, offset : offset + num_bytes].view(self.dtype).view(shape)
+    def _mail(self, owner: int, masters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
+        """What the others send to `owner`, for each master [ranks - 1, rows, ...]."""
+        slot, offset = self.boxes.slots_of[owner][self.turn], 0
+        for master in masters:
+            shape = (self.boxes.ranks - 1, *master.shape)
+            yield slot[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+            offset += _mail_bytes(master, self.boxes.ranks, self.dtype)
 
 
 def _mail_bytes(master: nn.Parameter, ranks: int, dtype: torch.dtype) -> int:

@@ -56,12 +56,12 @@ def _sequences(micro_batch: int) -> dict[str, int]:
     return {"micro_batch_size": micro_batch, "global_batch_size": 2 * micro_batch}
 
 
-_COMPILED = {"fused_blocks": False, "fp8": "", "compile": True, "transport": "nccl"}  # bf16, before the fused blocks
-_KEEP_ALL = {**_COMPILED, "recompute_layers": 0, "reshard_after_forward": False}
+_NCCL = {"transport": "nccl"}
+_COMPILED = {"fused_blocks": False, "fp8": "", "compile": True, **_NCCL}  # bf16, before the fused blocks
+_KEEP_ALL = {**_COMPILED, "micro_batch_size": 1, "recompute_layers": 0, "reshard_after_forward": False}
 _SHARDED_BF16 = {**_COMPILED, "reshard_after_forward": True}  # LoRA
 _BF16_SWIGLU = {**_SHARDED_BF16, "fp8_swiglu_input": False}
 _OLD_LORA = {**_BF16_SWIGLU, "gpus_per_node": 1, "recompute_layers": 0, "kernels": "reference"}  # its dropout
-_NCCL = {"transport": "nccl"}
 _ONE_GPU = {"gpus_per_node": 1, "global_batch_size": 4, **_NCCL}
 _ONE_GPU_LORA = {"global_batch_size": 2, "recompute_layers": 0}
 MEASURED = (
@@ -83,13 +83,13 @@ MEASURED = (
     Measured(PRETRAINING, "H200_1x4", 85.5, {**_COMPILED, "micro_batch_size": 1}, reserved=89.0, tokens_per_s_per_gpu=10_677),
     Measured(PRETRAINING, "H200_1x2", 115.4, _COMPILED, reserved=120.0, tokens_per_s_per_gpu=10_596),
     Measured(PRETRAINING, "H200_1x1", 131.9, {"global_batch_size": 4}, reserved=136.8, tokens_per_s_per_gpu=8_514),
-    Measured(PRETRAINING, "H200_1x1", 127.8, _sequences(1) | {"global_batch_size": 4}, reserved=132.2, tokens_per_s_per_gpu=8_155),
+    Measured(PRETRAINING, "H200_1x1", 127.8, {"micro_batch_size": 1, "global_batch_size": 4}, reserved=132.2, tokens_per_s_per_gpu=8_155),
     Measured(PRETRAINING, "H200_1x1", 127.7, {**_COMPILED, "micro_batch_size": 1}, reserved=132.2, tokens_per_s_per_gpu=7_993),
     Measured(PRETRAINING, "H200_1x1", 131.9, {**_COMPILED, **_sequences(2)}, reserved=136.8, tokens_per_s_per_gpu=8_368),
     Measured(PRETRAINING, "H200_1x1", 136.1, {**_COMPILED, **_sequences(3)}, reserved=137.5, tokens_per_s_per_gpu=8_447),
-    Measured(PRETRAINING, "H200_1x1", 40.9, {**_KEEP_ALL, "micro_batch_size": 1}, layers=4),
+    Measured(PRETRAINING, "H200_1x1", 40.9, _KEEP_ALL, layers=4),
     Measured(PRETRAINING, "H200_1x1", 47.6, {**_KEEP_ALL, "micro_batch_size": 2}, layers=4),
-    Measured(PRETRAINING, "H200_1x1", 79.3, {**_KEEP_ALL, "micro_batch_size": 1}, layers=12),
+    Measured(PRETRAINING, "H200_1x1", 79.3, _KEEP_ALL, layers=12),
     Measured(LORA, "H200_1x4", 132.6, {**_SHARDED_BF16, "recompute_layers": 4}, reserved=138.2, tokens_per_s_per_gpu=1_691),
     Measured(LORA, "H200_1x4", 122.4, {**_BF16_SWIGLU, "recompute_layers": 32}, reserved=125.7, tokens_per_s_per_gpu=1_492),
     Measured(LORA, "H200_1x4", 18.5, _OLD_LORA, layers=4),

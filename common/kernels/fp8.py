@@ -161,12 +161,7 @@ def inside(row, column, num_rows, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.c
 
 @triton.jit
 def record(x, scale, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr):
-    """Enter the fp32 tile `x` (0 where masked) into a role's amax, and count what saturates.
-
-    Most tiles are below the largest so far: a load (past the L1 cache, which would not see the others) is cheaper than an atomic. Relaxed,
-    because nothing hangs on the order: triton's default orders all of the program's memory around each atomic, which made a cast of 50 us
-    one of 950 (docs/log.md).
-    """
+    """Enter the fp32 tile `x` (0 where masked) into a role's amax, and count what saturates."""
     amax = tl.max(tl.abs(x))
     raise_amax(amax, state_ptr)
     if MODE == STORE_AND_RECORD and amax * scale > LARGEST:
@@ -175,6 +170,12 @@ def record(x, scale, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def raise_amax(amax, state_ptr):
+    """Enter a program's largest value into a role's amax.
+
+    Most tiles are below the largest so far: a load (past the L1 cache, which would not see the others) is cheaper than an atomic. Relaxed,
+    because nothing hangs on the order: triton's default orders all of the program's memory around each atomic, which made a cast of 50 us
+    one of 950 (docs/log.md).
+    """
     if amax > tl.load(state_ptr + 2, cache_modifier=".cg"):
         tl.atomic_max(state_ptr + 2, amax, sem="relaxed")
 
