@@ -48,6 +48,9 @@ class RunConfig:
     fp8_swiglu_input: bool = False  # keep SwiGLU's input for backward in 8 bits: half the memory of a layer's largest activation
     compile: bool = False  # torch.compile of each block and of the head with its loss
     recompute_layers: int = 0  # first n layers recompute their activations in backward
+    offload_layers: int = (
+        0  # LoRA, fused: so many others leave SwiGLU's input in 8 bits in the host's memory until then (common/offload.py)
+    )
     reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
     frozen_base: str = "sharded"  # LoRA, fused: over the node's GPUs, or whole on each as W or as W and W^T (common/frozen.py)
     transport: str = "nccl"  # of gradients (pre-training) or a frozen base's layers (LoRA) in a node: NCCL/RCCL, or the GPUs' copy engines
@@ -184,6 +187,12 @@ def _check_values(config: RunConfig, source: str) -> None:
         "recompute_layers",
         "a layer of Transformer Engine that runs again in backward would do so outside of its FP8 region",
         'set it to 0, or fp8 = "torch"',
+    )
+    require(
+        not config.offload_layers or config.fp8_swiglu_input,
+        "offload_layers",
+        "what waits in the host's memory is SwiGLU's input in 8 bits",
+        "set fp8_swiglu_input = true",
     )
     require(not (config.fused_blocks and config.compile), "compile", "fused blocks leave nothing to compile", "set compile = false")
     per_pass = config.micro_batch_size * config.world_size

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from common.kernels import fp8, transpose
 from common.kernels.fp8 import Operand, Role
 from common.peer_memory import reach, symmetric_empty
 from common.shapes import ModelShape
+from common.streams import Stream, beside
 
 SLOTS = 3  # the layer that computes, and two on their way: 0.86 GB each at 70B
 ALIGNMENT = 256  # bytes; FP8 products want 16, memory is happiest with whole lines
@@ -73,56 +74,6 @@ def places(shape: ModelShape, shards: int, itemsize: int = 1) -> tuple[dict[str,
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-# ---- streams
-
-
-class Stream(Protocol):
-    """Where layers are fetched. Events are None where everything happens in order."""
-
-    def run(self, work: Callable[[], None], after: Any) -> Any:
-        """Enqueue `work` behind event `after`; returns the event of its end."""
-
-    def mark(self) -> Any:
-        """An event at what the compute stream has been given so far."""
-
-    def wait(self, event: Any) -> None:
-        """What the compute stream is given from now on comes after `event`."""
-
-
-class InOrder:
-    """A CPU: work is done when it is given."""
-
-    def run(self, work: Callable[[], None], after: None) -> None:
-        work()
-
-    def mark(self) -> None:
-        return None
-
-    def wait(self, event: None) -> None:
-        return None
-
-
-class SideStream:
-    """A stream beside the one that is current when `mark` and `wait` are called."""
-
-    def __init__(self, device: torch.device):
-        # High priority: a gather's few blocks must not queue behind a product's thousands.
-        self.device, self.stream = device, torch.cuda.Stream(device, priority=-1)
-
-    def run(self, work: Callable[[], None], after: torch.cuda.Event | None) -> torch.cuda.Event:
-        with torch.cuda.stream(self.stream):
-            if after is not None:
-                self.stream.wait_event(after)
-            work()
-            return self.stream.record_event()
-
-    def mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self.device).record_event()
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
 
 
 # ---- how a layer's bytes come together
@@ -288,7 +239,7 @@ class FrozenBase:
             if self.shards > 1:
                 fetch = CopyEngineFetch(self.held, self.node) if pulls else CollectiveFetch(self.held, self.node)
             slots = [torch.empty(self.layer_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-            self.ring = Ring(slots, fetch, SideStream(device) if device.type == "cuda" else InOrder())
+            self.ring = Ring(slots, fetch, beside(device))
         self.begin(training=True)
 
     # Filling.

@@ -19,6 +19,7 @@ from common.fused_block import ENGINES, Roles, StraightBlock, attend
 from common.kernels import lora
 from common.kernels.fp8 import Operand, Scaling, dgrad, matmul
 from common.kernels.lora import Dropout, Norm, up_
+from common.offload import HostStack
 from common.shapes import ModelShape
 
 
@@ -46,7 +47,7 @@ class Saved:
     t_o: Tensor
     residual: Tensor  # [M, D], x plus attention
     rstd_2: Tensor
-    gate_up: Tensor | Operand
+    gate_up: Tensor | Operand  # its rows may be in the host's memory
     dropouts: tuple[Dropout | None, Dropout | None]  # of the two adapters
 
 
@@ -107,6 +108,8 @@ class FusedLoraBlock(nn.Module):
         self.ops, self.lora = ENGINES[kernels], lora.ENGINES[kernels]
         self.scale, self.dropout = alpha / rank, dropout
         self.roles = frozen_roles(scaling, fp8_swiglu_input, e5m2_gradients, in_fp8)
+        self.host: HostStack | None = None  # where blocks leave their gate_up, in 8 bits, until backward; `leaves`: this block does
+        self.leaves = False
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.qkv = Adapter(shape.hidden_size, shape.qkv_size, rank)
@@ -159,17 +162,32 @@ class FusedLoraBlock(nn.Module):
         del gate_up
         out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
         self.base.release(self.layer)
+        if keep and self.leaves:
+            kept = self.leave(kept)
         saved = Saved(x, rstd_1, t_qkv, attention, t_o, residual, rstd_2, kept, dropouts) if keep else None
         return out, saved
+
+    def leave(self, gate_up: Tensor | Operand) -> Operand:
+        """Send it to the host; what is left here is its scale."""
+        assert self.host is not None and isinstance(gate_up, Operand)
+        self.host.push(gate_up.rows)
+        return gate_up._replace(rows=gate_up.rows.new_empty(0))
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the input and, in fp32, of A and B of qkv and A and B of o. Takes `saved` apart as it goes."""
         ops, roles, weights = self.ops, self.roles, self.base.backward_operands(self.layer)
         d_out = d_out_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
+        if self.host is not None:
+            self.host.fetch()
         d_h = dgrad(ops.quantise(d_out, roles.d_out), weights["down"], fast=False)
-        d_gate_up = ops.swiglu_backward(d_h, saved.gate_up, roles.d_gate_up)
-        del d_h, saved.gate_up
+        gate_up = saved.gate_up
+        if self.leaves:
+            assert self.host is not None and isinstance(gate_up, Operand)
+            gate_up = gate_up._replace(rows=self.host.pop())
+        del saved.gate_up
+        d_gate_up = ops.swiglu_backward(d_h, gate_up, roles.d_gate_up)
+        del d_h, gate_up
         d_n = dgrad(d_gate_up, weights["gate_up"], fast=False)
         del d_gate_up
         d_residual, g, _ = ops.rms_norm_backward(

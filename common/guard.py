@@ -49,7 +49,11 @@ def classify(error: BaseException) -> RunError:
         return error
     if isinstance(error, torch.OutOfMemoryError):
         message = str(error).splitlines()[0]
-        return OutOfMemory("the GPU's memory is full", message, "use a smaller micro_batch_size, or recompute_layers, or more GPUs")
+        return OutOfMemory(
+            "the GPU's memory is full",
+            message,
+            "use a smaller micro_batch_size, or recompute_layers, or offload_layers (LoRA), or more GPUs",
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS):
         return StorageError(
             f"cannot write {error.filename or ''}: {error.strerror}", "the disk is full or read-only", "free space and start again"

@@ -276,11 +276,31 @@ def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, fl
 
 
 def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
-    """All that is kept for backward when the forward is over; a recomputed block keeps its input."""
+    """All that is kept on the GPU for backward when the forward is over; a recomputed block keeps its input.
+
+    Of what goes to the host (common/offload.py) one layer's is still here, or here again.
+    """
     recomputed = min(config.recompute_layers, work.shape.num_layers)
     tokens = config.micro_batch_size * work.sequence_length
     inputs = recomputed * tokens * work.shape.hidden_size * BYTES[config.precision]
-    return _activations(config, work, work.shape.num_layers - recomputed) | {"inputs of recomputed layers": inputs}
+    saved = _activations(config, work, work.shape.num_layers - recomputed)
+    saved["SwiGLU input"] -= max(0, offloaded_layers(config, work) - 1) * swiglu_input_bytes(config, work)
+    return saved | {"inputs of recomputed layers": inputs}
+
+
+def offloaded_layers(config: RunConfig, work: Workload) -> int:
+    """Layers whose SwiGLU input waits in the host's memory: neither recomputed ones nor the last one."""
+    return max(0, min(config.offload_layers, work.shape.num_layers - 1 - config.recompute_layers))
+
+
+def swiglu_input_bytes(config: RunConfig, work: Workload) -> int:
+    """Of one layer and micro-batch, as it is kept."""
+    return config.micro_batch_size * work.sequence_length * activation_bytes(config, work)["SwiGLU input"]
+
+
+def host_bytes(config: RunConfig, work: Workload) -> int:
+    """Pinned memory of the host that one GPU's process takes for what waits there; torch rounds each layer's up to a power of two."""
+    return offloaded_layers(config, work) * (1 << (swiglu_input_bytes(config, work) - 1).bit_length())
 
 
 def largest_micro_batch(config: RunConfig, work: Workload, kind: GpuKind) -> int:
@@ -297,11 +317,21 @@ def recompute_needed(config: RunConfig, work: Workload, kind: GpuKind) -> int | 
     return next((n for n in counts if fits(memory_peak(replace(config, recompute_layers=n), work), kind)), None)
 
 
+def offload_needed(config: RunConfig, work: Workload, kind: GpuKind) -> int | None:
+    """The fewest layers that must wait in the host's memory for the micro-batch to fit; None if it never does, or if they cannot."""
+    if not (holds_frozen(config, work) and config.fp8_swiglu_input):
+        return None
+    counts = range(config.offload_layers, work.shape.num_layers - config.recompute_layers)
+    return next((n for n in counts if fits(memory_peak(replace(config, offload_layers=n), work), kind)), None)
+
+
 def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
     """What would make a config fit: the cheapest change first."""
     options = []
     if config.micro_batch_size > 1 and fits(memory_peak(replace(config, micro_batch_size=1), work), kind):
         options.append("micro_batch_size 1")
+    if (layers := offload_needed(config, work, kind)) is not None:
+        options.append(f"offload_layers {layers}")
     if (layers := recompute_needed(config, work, kind)) is not None:
         options.append(f"recompute_layers {layers}")
     if options:

@@ -188,12 +188,23 @@ def describe(benchmark: str, path: str, config: RunConfig) -> list[str]:
         verdict(memory, config, work, kind),
         f"largest micro-batch that fits, the rest unchanged: {largest}; {needed} at micro-batch {config.micro_batch_size}, "
         f"{config.recompute_layers} is set",
+        *_host_lines(config, work),
         "",
         *flops_lines(work),
         "",
         kinds_table(benchmark, config),
         "",
         *_notes(benchmark, config),
+    ]
+
+
+def _host_lines(config: RunConfig, work: Workload) -> list[str]:
+    """What waits in the host's memory, where anything does."""
+    if (layers := plan.offloaded_layers(config, work)) == 0:
+        return []
+    size = gib(plan.host_bytes(config, work))
+    return [
+        f"{layers} layers' SwiGLU input waits in the host's memory: {size:.1f} GiB, pinned, for each of a node's {config.gpus_per_node} GPUs"
     ]
 
 
@@ -284,7 +295,18 @@ def _notes(benchmark: str, config: RunConfig) -> list[str]:
 
 def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
     """One row per config."""
-    head = ["config", "computes in", "micro-batch", "recomputed", "GiB allocated", "needed", "usable", "fits", "largest micro-batch"]
+    head = [
+        "config",
+        "computes in",
+        "micro-batch",
+        "recomputed",
+        "offloaded",
+        "GiB allocated",
+        "needed",
+        "usable",
+        "fits",
+        "largest micro-batch",
+    ]
     head += ["recompute needed", "tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
     return table(head, [_row(benchmark, name, config) for name, config in loaded.items()])
 
@@ -292,7 +314,7 @@ def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
 def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     work, kind = workload(benchmark, config), _kind(config)
     memory = plan.memory_peak(config, work)
-    row = [name, computes_in(config), str(config.micro_batch_size), str(config.recompute_layers)]
+    row = [name, computes_in(config), str(config.micro_batch_size), str(config.recompute_layers), str(config.offload_layers)]
     row.append(f"{gib(memory.allocated):.1f}")
     if kind is None:
         return [*row, *"-" * 9]

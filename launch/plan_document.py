@@ -58,12 +58,15 @@ def _sequences(micro_batch: int) -> dict[str, int]:
 
 _NCCL = {"transport": "nccl"}
 _COMPILED = {"fused_blocks": False, "fp8": "", "compile": True, **_NCCL}  # bf16, before the fused blocks
+_SHARDED = {"frozen_base": "sharded", "offload_layers": 0}  # LoRA, before anything waited in the host's memory
+_RECOMPUTED = {**_SHARDED, "recompute_layers": 16}
+_OFFLOADED = {"global_batch_size": 4, "frozen_base": "sharded"}
 _KEEP_ALL = {**_COMPILED, "micro_batch_size": 1, "recompute_layers": 0, "reshard_after_forward": False}
-_SHARDED_BF16 = {**_COMPILED, "reshard_after_forward": True}  # LoRA
+_SHARDED_BF16 = {**_COMPILED, **_SHARDED, "reshard_after_forward": True}
 _BF16_SWIGLU = {**_SHARDED_BF16, "fp8_swiglu_input": False}
 _OLD_LORA = {**_BF16_SWIGLU, "gpus_per_node": 1, "recompute_layers": 0, "kernels": "reference"}  # its dropout
 _ONE_GPU = {"gpus_per_node": 1, "global_batch_size": 4, **_NCCL}
-_ONE_GPU_LORA = {"global_batch_size": 2, "recompute_layers": 0}
+_ONE_GPU_LORA = {"global_batch_size": 2, **_SHARDED}
 MEASURED = (
     Measured(PRETRAINING, "H200_1x4", 123.3, _NCCL, reserved=126.8, tokens_per_s_per_gpu=15_601),
     Measured(PRETRAINING, "H200_1x2", 121.6, {"global_batch_size": 8}, reserved=122.6, tokens_per_s_per_gpu=15_681),  # 1.0 of it mailboxes
@@ -75,8 +78,10 @@ MEASURED = (
     Measured(PRETRAINING, "H200_1x4", 35.7, _ONE_GPU, layers=2),
     Measured(PRETRAINING, "H200_1x4", 47.6, _ONE_GPU, layers=4),
     Measured(PRETRAINING, "H200_1x4", 59.4, _ONE_GPU, layers=6),
-    Measured(LORA, "H200_1x1", 133.1, {"global_batch_size": 2}, reserved=137.7, tokens_per_s_per_gpu=2_844),
-    Measured(LORA, "H200_1x2", 133.2, {"global_batch_size": 4}, reserved=137.7, tokens_per_s_per_gpu=2_730),
+    Measured(LORA, "H200_1x2", 129.6, {"global_batch_size": 4}, reserved=133.9, tokens_per_s_per_gpu=3_012),
+    Measured(LORA, "H200_1x2", 129.6, _OFFLOADED, reserved=133.9, tokens_per_s_per_gpu=2_939),
+    Measured(LORA, "H200_1x1", 133.1, {"global_batch_size": 2, **_RECOMPUTED}, reserved=137.7, tokens_per_s_per_gpu=2_844),
+    Measured(LORA, "H200_1x2", 133.2, {"global_batch_size": 4, **_RECOMPUTED}, reserved=137.7, tokens_per_s_per_gpu=2_730),
     Measured(LORA, "H200_1x1", 11.6, _ONE_GPU_LORA, layers=4),
     Measured(LORA, "H200_1x1", 25.8, _ONE_GPU_LORA, layers=12),
     Measured(PRETRAINING, "H200_1x4", 124.1, _COMPILED, reserved=129.6, tokens_per_s_per_gpu=10_883),
@@ -165,6 +170,8 @@ def _words(point: Measured) -> str:
         f"micro-batch {config.micro_batch_size}",
         f"{config.recompute_layers} recomputed",
     ]
+    words += [f"{plan.offloaded_layers(config, work)} offloaded"] * bool(config.offload_layers)
+    words += [f"base {config.frozen_base}"] * (point.benchmark == LORA and config.fused_blocks and config.world_size > 1)
     words += ["resharded"] * config.reshard_after_forward + ["SwiGLU input in 8 bits"] * config.fp8_swiglu_input
     words += ["plain dropout"] * (point.benchmark == LORA and config.kernels == "reference")
     return ", ".join(words)
@@ -248,7 +255,8 @@ FP8) or the backward (in bf16) of the last block, or in an evaluation.
   in bf16; a ring of {plan.RING_LAYERS} layers that are gathered or transposed. In bf16: the base sharded.
 - Activations of a fused block, per token: residual streams, qkv, attention output, SwiGLU's input (bf16, or e4m3), and where matrices train
   the input of each product (in FP8 one layout). LoRA's are those of `saved_bytes_per_token` (common/fused_lora_block.py). Compiled blocks keep
-  the rotated q and k and the norm's output too. A recomputed block keeps its input.
+  the rotated q and k and the norm's output too. A recomputed block keeps its input; of the blocks that leave SwiGLU's input in the host's
+  memory (`offload_layers`), one's is on the GPU.
 - Logits once, in bf16: their gradient is written over them.
 
 Needed is more than is allocated, and must be within what the driver offers (usable: 139.8 of an H200's 141 GiB, the same share assumed for the

@@ -23,8 +23,8 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         if not self.fused_blocks:
-            why = "it is for fused blocks; without them FSDP holds the base and gathers it"
-            self.refuse_unless_default(("transport", "frozen_base"), why, "leave it out, or set fused_blocks = true")
+            why = "it is for fused blocks; without them FSDP holds the base, and autograd what backward needs"
+            self.refuse_unless_default(("transport", "frozen_base", "offload_layers"), why, "leave it out, or set fused_blocks = true")
         steps, ratio = self.opt_learning_rate_training_steps, self.opt_learning_rate_warmup_ratio
         if steps < 1:
             raise ConfigError(f"opt_learning_rate_training_steps = {steps} cannot be used", "it must be at least 1", "give steps")

@@ -23,10 +23,11 @@ from common.errors import ConfigError, RunError
 from common.frozen import FrozenBase
 from common.fused_lora_block import FusedLoraBlock
 from common.kernels.attention import attention_backends
-from common.kernels.fp8 import Scaling
+from common.kernels.fp8 import Scaling, fp8_dtypes
 from common.llama import Llama
 from common.loop import pad_for_ranks
 from common.lora import adapter_parameters, add_adapters, init_adapters
+from common.offload import HostStack, spread
 from common.optim import ClippedAdamW, local
 from common.parallel import DTYPES, build_model, materialise, prepare
 from common.prefetch import Prefetcher
@@ -67,7 +68,7 @@ def build(config: RunConfig, rules: Rules, processes: Processes, frozen: FrozenB
     """
     with torch.device("meta"):
         # The blocks made here are those of torch's autograd: a frozen base brings its own.
-        plain = replace(config, fused_blocks=False, frozen_base="sharded", transport="nccl")
+        plain = replace(config, fused_blocks=False, frozen_base="sharded", transport="nccl", offload_layers=0)
         model = build_model(plain if frozen else config, rules.shape, rules.sequence_length)
         model.to(DTYPES[config.precision])  # frozen: there is no update that fp32 would have to keep
         if frozen:
@@ -93,6 +94,19 @@ def take_from(frozen: FrozenBase, model: Llama, config: RunConfig, rules: Rules)
     for norm in (norm for block in model.blocks for norm in (block.attention_norm, block.ffn_norm)):
         norm.to(DTYPES[config.precision])
     model.register_forward_pre_hook(lambda model, _: frozen.begin(model.training))
+    if config.offload_layers:
+        offload_gate_up(model, config, rules, frozen)
+
+
+def offload_gate_up(model: Llama, config: RunConfig, rules: Rules, frozen: FrozenBase) -> None:
+    """Some blocks leave theirs in the host's memory. Not the last one, which backward asks first."""
+    leaving = spread(config.offload_layers, config.recompute_layers, rules.shape.num_layers - 1)
+    shape = (config.micro_batch_size * rules.sequence_length, 2 * rules.shape.ffn_hidden_size)
+    host = HostStack(len(leaving), shape, fp8_dtypes(frozen.device)[0], frozen.device)
+    for block in model.blocks:
+        assert isinstance(block, FusedLoraBlock)
+        block.host, block.leaves = host, block.layer in leaving
+    model.register_forward_pre_hook(lambda *_: host.begin())
 
 
 def base_folder(config: RunConfig, data_dir: Path) -> tuple[Path, Path | None]:

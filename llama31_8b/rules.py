@@ -22,6 +22,7 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         self.refuse_unless_default(("frozen_base",), "nothing is frozen in pre-training")
+        self.refuse_unless_default(("offload_layers",), "only LoRA's blocks leave anything in the host's memory")
         do = 'set transport = "nccl"'
         if not self.weights_stay_whole:
             why = "with reshard_after_forward, compile or Transformer Engine FSDP2 moves the gradients, by NCCL"

@@ -34,6 +34,7 @@ HOW_IT_IS_COMPUTED = {
     "fp8",
     "compile",
     "recompute_layers",
+    "offload_layers",
     "reshard_after_forward",
     "frozen_base",
     "transport",

@@ -60,7 +60,8 @@ def linears(config: RunConfig) -> str:
 
 
 def swiglu_input(config: RunConfig) -> str:
-    return "8 bits" if config.fp8_swiglu_input else config.precision
+    kept = "8 bits" if config.fp8_swiglu_input else config.precision
+    return kept + f", {config.offload_layers} layers' on the host" * bool(config.offload_layers)
 
 
 def sharding(benchmark: str, config: RunConfig) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from compiling import TARGETS, check_compiles, run_in_interpreter
 from lora_ranks import RULES, TABLE
+from playing import HURRIES, TwoStreams
 from tiny import ROOT, call_on_ranks, free_port, rank_environment
 
 from common import frozen, plan
@@ -24,8 +25,10 @@ from common.kernels.fp8 import Role, quantise_reference
 from common.llama import Llama, copy_into, init_weights, parameter_seed
 from common.loop import evaluate, pad_for_ranks, train_step
 from common.lora import adapter_parameters, init_adapters
+from common.offload import HostStack
 from common.session import batching_of
 from common.shapes import LLAMA2_70B, ModelShape
+from common.streams import InOrder
 from llama2_70b_lora import train, weights
 from llama2_70b_lora.rules import Config
 from llama2_70b_lora.weights import load_base, save_base
@@ -150,46 +153,6 @@ def test_the_digest_covers_every_byte_and_scale(processes):
 # ---- the ring
 
 
-class TwoStreams:
-    """Compute and side stream as lists of work, played later in any order that their events allow."""
-
-    def __init__(self):
-        self.work = {"compute": [], "side": []}
-
-    def run(self, work, after):
-        self.work["side"].append((after, work))
-        return "side", len(self.work["side"])
-
-    def mark(self):
-        return "compute", len(self.work["compute"])
-
-    def wait(self, event):
-        self.work["compute"].append((event, lambda: None))
-
-    def compute(self, work):
-        self.work["compute"].append((None, work))
-
-    def play(self, choose):
-        done = {"compute": 0, "side": 0}
-        while any(done[name] < len(work) for name, work in self.work.items()):
-            ready = []
-            for name, work in self.work.items():
-                if done[name] < len(work):
-                    after = work[done[name]][0]
-                    if after is None or done[after[0]] >= after[1]:
-                        ready.append(name)
-            name = choose(ready)
-            self.work[name][done[name]][1]()
-            done[name] += 1
-
-
-HURRIES = {
-    "side": lambda ready: ready[-1],  # gathers as early as their events let them
-    "compute": lambda ready: ready[0],  # gathers as late
-    **{f"random {seed}": random.Random(seed).choice for seed in range(3)},
-}
-
-
 def code(key):
     return 1 + 2 * key.layer + key.layout
 
@@ -220,7 +183,7 @@ def test_no_slot_is_read_before_its_gather_or_overwritten_before_its_release(hur
 
 
 def test_a_block_that_keeps_its_layer_is_not_robbed():
-    ring = ring_with(frozen.InOrder(), [])
+    ring = ring_with(InOrder(), [])
     kept = [ring.take(Key(FORWARD, layer), [Key(FORWARD, layer + 1)]) for layer in range(frozen.SLOTS)]
     assert [int(memory[0]) for memory in kept] == [code(Key(FORWARD, layer)) for layer in range(frozen.SLOTS)]
     with pytest.raises(RuntimeError, match="none was released"):
@@ -347,20 +310,20 @@ def lora_config(processes, **changes):
     )
 
 
-def few_steps(processes, **changes):
+def few_steps(processes, rules=RULES, **changes):
     """Losses and gradient norms of some steps, an evaluation with padding, and whether the base is what it was."""
     torch.manual_seed(0)
     config = lora_config(processes, **changes)
-    base = train.frozen_base(config, RULES, processes)
-    model = train.build(config, RULES, processes, base)
+    base = train.frozen_base(config, rules, processes)
+    model = train.build(config, rules, processes, base)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter_seed(5, name)))
             copy_into(parameter, 0.1 * full if parameter.ndim == 2 else torch.ones(parameter.shape))
     with mock.patch(f"{__name__}.matrix", lambda *which, matrix=matrix: 0.1 * matrix(*which)):
-        fill(base, MODEL)
+        fill(base, rules.shape)
     init_adapters(model, seed=3)
-    optimizer = train.adapter_optimizer(model, config, RULES, processes)
+    optimizer = train.adapter_optimizer(model, config, rules, processes)
     before = train.base_fingerprints(model, base)
     sequences = torch.randint(61, (8, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32).repeat(3, 1, 1)
     sequences[:, 1, 11:] = -100
@@ -372,7 +335,7 @@ def few_steps(processes, **changes):
         losses.append(float(processes.sum(loss)))
         norms.append(float(norm))
     evaluation = evaluate(model, pad_for_ranks(sequences[:5].numpy(), processes, 2), processes, lambda phase: None)
-    foresees = base.expected == schedule(MODEL.num_layers, 0, False)  # so the model has told it that nothing trains
+    foresees = base.expected == schedule(rules.shape.num_layers, 0, False)  # so the model has told it that nothing trains
     unchanged = train.base_fingerprints(model, base) == before
     adapters = {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
     names = [name for name, _ in model.named_parameters()]
@@ -492,6 +455,20 @@ def test_holding_and_recompute_change_no_bit(pair):
         assert runs[name]["losses"] == runs[same]["losses"] and runs[name]["evaluation"] == runs[same]["evaluation"]
 
 
+@pytest.mark.parametrize("changes", [{"fp8_recipe": "delayed"}, {"fp8": ""}], ids=str)
+@pytest.mark.parametrize("recompute_layers", [0, 2])
+def test_what_waits_in_the_host_changes_no_bit(processes, changes, recompute_layers):
+    five = replace(RULES, shape=replace(RULES.shape, num_layers=5), lora_dropout=0.1)
+    changes = changes | {"recompute_layers": recompute_layers, "fp8_swiglu_input": True}
+    here = few_steps(processes, five, **changes)
+    with mock.patch.object(HostStack, "push", autospec=True, side_effect=HostStack.push) as push:
+        there = few_steps(processes, five, **changes, offload_layers=3)
+    # 3 steps of 4 micro-batches; of five layers neither those that are recomputed nor the last one.
+    assert push.call_count == 12 * min(3, 4 - recompute_layers)
+    assert there["losses"] == here["losses"] and there["evaluation"] == here["evaluation"]
+    assert_same(there["adapters"], here["adapters"])
+
+
 def test_a_base_in_bf16_has_one_layout_and_the_matrices_themselves(processes, pair):
     alone = in_bf16(processes)
     assert alone["wrong"] == pair[0]["bf16"]["wrong"] == []
@@ -530,6 +507,8 @@ REFUSED = [
     {"frozen_base": "none"},
     {"transport": "copy_engine", "gpus_per_node": 1},
     {"transport": "copy_engine", "frozen_base": "replicated"},
+    {"offload_layers": 1},
+    {"offload_layers": 1, "fp8_swiglu_input": True, "fp8": "", "fused_blocks": False},
     {"transport": "copy_engine", "fp8": "", "fused_blocks": False},
     {"frozen_base": "replicated", "fp8": "", "fused_blocks": False},
 ]

@@ -125,6 +125,10 @@ def test_philox_is_the_published_one():
             assert bool(keep_mask(1, 8, dropout)[0, column]) is stays
 
 
+def tile_constants(tile):
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages}
+
+
 def shipped_kernels(arch, rank=16):
     fp8 = "*fp8e5b16" if arch == "gfx942" else "*fp8e5"  # Triton's words for e5m2 FNUZ and OCP
     rows = {"num_rows": "i32", "num_columns": "i32"}
@@ -134,11 +138,11 @@ def shipped_kernels(arch, rank=16):
         norm = norm if normed else {}
         tile = lora.DOWN
         pointers = {"x_ptr": "*bf16", "a_ptr": "*bf16", "seed_ptr": "*i64", "partial_ptr": "*fp32", "columns_each": "i32", "factor": "fp32"}
-        yield "down", lora._down_kernel, pointers | norm | rows, common | {"ROWS": tile.rows, "COLUMNS": tile.columns}, tile.warps
+        yield "down", lora._down_kernel, pointers | norm | rows, common | tile_constants(tile), tile.warps
         tile = lora.DOWN_BACKWARD
         pointers = {"d_n_ptr": "*bf16", "x_ptr": "*bf16", "p_ptr": "*bf16", "a_ptr": "*bf16", "seed_ptr": "*i64", "partial_ptr": "*fp32"}
         sizes = rows | {"rows_each": "i32"}
-        constants = common | {"ROWS": tile.rows, "COLUMNS": tile.columns}
+        constants = common | tile_constants(tile)
         yield "down backward", lora._down_backward_kernel, pointers | norm | sizes, constants, tile.warps
     tile = lora.UP_BACKWARD
     for mode in (2, 3):  # STORE_AND_RECORD, the one that does everything, and PLAIN
@@ -146,7 +150,7 @@ def shipped_kernels(arch, rank=16):
         sizes = rows | {"rows_each": "i32", "p_factor": "fp32", "b_factor": "fp32"}
         out = {} if mode == 3 else {"rows_ptr": fp8, "state_ptr": "*fp32"}
         none = {"rows_ptr": None, "state_ptr": None} if mode == 3 else {}
-        constants = none | {"MODE": mode, "LARGEST": 57344.0, "RANK": rank, "BLOCK_RANK": 16, "ROWS": tile.rows, "COLUMNS": tile.columns}
+        constants = none | {"MODE": mode, "LARGEST": 57344.0, "RANK": rank, "BLOCK_RANK": 16} | tile_constants(tile)
         yield f"up backward, mode {mode}", lora._up_backward_kernel, pointers | out | sizes, constants, tile.warps
 
 

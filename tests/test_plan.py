@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = (PRETRAINING, LORA)
 
 
-COMPILED = {"fused_blocks": False, "fp8": "", "compile": True, "transport": "nccl"}  # the path before the fused blocks
+# The path before the fused blocks, and before anything waited in the host's memory.
+COMPILED = {"fused_blocks": False, "fp8": "", "compile": True, "transport": "nccl", "frozen_base": "sharded", "offload_layers": 0}
 
 
 def shipped(benchmark, name, **changes):
@@ -215,6 +216,13 @@ def test_advice_leads_to_what_fits():
     assert plan.advice(too_much, work, KINDS["H200"]) == "try micro_batch_size 1 or recompute_layers 15"
     assert plan.fits(plan.memory_peak(replace(too_much, recompute_layers=15), work), KINDS["H200"])
     assert not plan.fits(plan.memory_peak(replace(too_much, recompute_layers=14), work), KINDS["H200"])
+    config, work_lora = shipped(LORA, "H200_1x1", offload_layers=10)
+    assert plan.advice(config, work_lora, KINDS["H200"]) == "try offload_layers 23 or recompute_layers 7"
+    for change in ({"offload_layers": 23}, {"recompute_layers": 7}):
+        (key, layers), *_ = change.items()
+        assert plan.fits(plan.memory_peak(replace(config, **change), work_lora), KINDS["H200"])
+        assert not plan.fits(plan.memory_peak(replace(config, **{key: layers - 1}), work_lora), KINDS["H200"])
+    assert "offload" not in plan.advice(replace(config, fp8_swiglu_input=False), work_lora, KINDS["H200"])
     whole = replace(shipped(PRETRAINING, "H200_1x1")[0], reshard_after_forward=False)
     assert "reshard_after_forward true" in plan.advice(whole, work, KINDS["H200"])
     assert "more GPUs" in plan.advice(whole, work, KINDS["H100"])

@@ -152,14 +152,14 @@ def input_tile(
 @triton.jit
 def _down_kernel(
     x_ptr, rstd_ptr, weight_ptr, a_ptr, seed_ptr, partial_ptr, num_rows, num_columns, columns_each, factor,
-    THRESHOLD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    THRESHOLD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows, and `columns_each` of the columns that T sums over."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, BLOCK_RANK)
     part = tl.program_id(1)
     t = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
-    for first in range(part * columns_each, tl.minimum((part + 1) * columns_each, num_columns), COLUMNS):
+    for first in tl.range(part * columns_each, tl.minimum((part + 1) * columns_each, num_columns), COLUMNS, num_stages=STAGES):
         n, _ = input_tile(x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first, num_rows, num_columns, THRESHOLD, COLUMNS)
         column = first + tl.arange(0, COLUMNS)
         a_mask = (rank < RANK)[:, None] & (column < num_columns)[None, :]
@@ -172,7 +172,7 @@ def _down_kernel(
 @triton.jit
 def _up_backward_kernel(
     g_ptr, t_ptr, b_ptr, p_partial_ptr, b_partial_ptr, rows_ptr, state_ptr, num_rows, num_columns, rows_each, p_factor, b_factor,
-    MODE: tl.constexpr, LARGEST: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MODE: tl.constexpr, LARGEST: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: COLUMNS columns of g by `rows_each` rows. Its share of P goes to part program_id(0), that of dB to program_id(1)."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -181,7 +181,7 @@ def _up_backward_kernel(
     b_mask = (column < num_columns)[:, None] & (rank < RANK)[None, :]
     b = tl.load(b_ptr + column[:, None] * RANK + rank[None, :], mask=b_mask, other=0.0)
     d_b = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)  # transposed: its rows are stored whole
-    for first in range(part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS):
+    for first in tl.range(part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS).to(tl.int64)
         mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
         thin = (row < num_rows)[:, None] & (rank < RANK)[None, :]
@@ -199,7 +199,7 @@ def _up_backward_kernel(
 @triton.jit
 def _down_backward_kernel(
     d_n_ptr, x_ptr, rstd_ptr, weight_ptr, p_ptr, a_ptr, seed_ptr, partial_ptr, num_rows, num_columns, rows_each,
-    THRESHOLD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    THRESHOLD: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: COLUMNS columns by `rows_each` rows; one mask for both results."""
     first_column = tl.program_id(0) * COLUMNS
@@ -209,7 +209,7 @@ def _down_backward_kernel(
     a_mask = (rank < RANK)[:, None] & (column < num_columns)[None, :]
     a = tl.load(a_ptr + rank[:, None] * num_columns + column[None, :], mask=a_mask, other=0.0)
     d_a = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)
-    for first in range(part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS):
+    for first in tl.range(part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS).to(tl.int64)
         p = tl.load(p_ptr + row[:, None] * RANK + rank[None, :], mask=(row < num_rows)[:, None] & (rank < RANK)[None, :], other=0.0)
         n, keep = input_tile(x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first_column, num_rows, num_columns, THRESHOLD, COLUMNS)
@@ -231,12 +231,13 @@ class Tile:
     columns: int
     parts: int  # into so many the summed dimension is cut: programs enough for every GPU where M is 8192
     warps: int
+    stages: int  # loads in flight
 
 
 # Chosen without a GPU: at M 8192 and K 8192 512 programs or more, and no spilled register on any target (fewer warps spill on gfx942).
-DOWN = Tile(64, 128, 4, 8)
-UP_BACKWARD = Tile(64, 256, 16, 8)
-DOWN_BACKWARD = Tile(64, 128, 16, 8)
+DOWN = Tile(64, 128, 4, 8, 3)
+UP_BACKWARD = Tile(64, 128, 32, 8, 3)
+DOWN_BACKWARD = Tile(64, 64, 16, 4, 3)
 
 
 def _each(size: int, tile: int, parts: int) -> int:
@@ -267,7 +268,7 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
     seed, threshold = _dropout_arguments(dropout)
     _down_kernel[(triton.cdiv(num_rows, DOWN.rows), parts)](
         x, rstd, weight, lora_a, seed, partial, num_rows, num_columns, each, 1.0 / kept_share(dropout),
-        threshold, rank, _block_rank(rank), DOWN.rows, DOWN.columns, num_warps=DOWN.warps,
+        threshold, rank, _block_rank(rank), DOWN.rows, DOWN.columns, DOWN.stages, num_warps=DOWN.warps,
     )  # fmt: skip
     return partial.sum(0).to(x.dtype)
 
@@ -288,7 +289,7 @@ def up_backward_triton(
         rows, state, largest = (operand.rows, role.state, role.largest) if role else (None, None, 0.0)
         _up_backward_kernel[(column_parts, parts)](
             g, t, lora_b, p_partial, b_partial, rows, state, num_rows, num_columns, each, scale / kept_share(dropout), scale,
-            mode, largest, rank, _block_rank(rank), UP_BACKWARD.rows, UP_BACKWARD.columns, num_warps=UP_BACKWARD.warps,
+            mode, largest, rank, _block_rank(rank), UP_BACKWARD.rows, UP_BACKWARD.columns, UP_BACKWARD.stages, num_warps=UP_BACKWARD.warps,
         )  # fmt: skip
 
     operand = Operand(g)
@@ -310,7 +311,7 @@ def down_backward_triton_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, 
     seed, threshold = _dropout_arguments(dropout)
     _down_backward_kernel[(triton.cdiv(num_columns, DOWN_BACKWARD.columns), parts)](
         d_n, x, rstd, weight, p, lora_a, seed, partial, num_rows, num_columns, each,
-        threshold, rank, _block_rank(rank), DOWN_BACKWARD.rows, DOWN_BACKWARD.columns, num_warps=DOWN_BACKWARD.warps,
+        threshold, rank, _block_rank(rank), DOWN_BACKWARD.rows, DOWN_BACKWARD.columns, DOWN_BACKWARD.stages, num_warps=DOWN_BACKWARD.warps,
     )  # fmt: skip
     return partial.sum(0)
 
