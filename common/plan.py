@@ -365,8 +365,8 @@ def mfu(flops_per_token: float, tokens: float, seconds: float, peak_tflops: floa
 # Share of the dense peak (FP8 for the linears, bf16 for attention and head) at which the products of a whole FP8 step run, everything
 # between them included. One number per kind: it makes the mean logarithm of predicted / published score zero over the MLPerf v5.1
 # results of AMD on its GPUs, Dell and HPE on H200s (tests/test_plan.py fits it again). H100: the H200's, as it is the same chip;
-# there is no v5.1 result of one node. This package's FP8 is planned with the same: where it was measured (H200) it was faster, the 8B by 8 to 14 %,
-# LoRA by 21 to 26 %.
+# there is no v5.1 result of one node. This package's FP8 is planned with the same: where it was measured (H200) it was faster, the 8B by 14 to 16 %,
+# LoRA by 19 to 26 %.
 EFFICIENCY = {"MI300X": 0.326, "MI325X": 0.393, "MI350X": 0.376, "MI355X": 0.420, "H100": 0.437, "H200": 0.437}
 # A bf16 step of the same work takes so many times longer: 15,227 against 10,893 tok/s/GPU, Megatron-core + TE in FP8 and bf16,
 # Llama 3.1 8B on the same 4 H200s on the same day. Assumed for every kind and both models.
@@ -387,8 +387,8 @@ class Estimate:
     minutes: float | None
 
 
-def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0) -> float:
-    """Time of a token's matrix products on one GPU at the dense peaks: linears in FP8, head, adapters and attention in bf16.
+def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0, fp8_head: bool = False) -> float:
+    """Time of a token's matrix products on one GPU at the dense peaks: linears in FP8, adapters, attention and, but for `fp8_head`, the head in bf16.
 
     Training: forward, data gradient and, unless frozen, weight gradient; `recomputed` is the share of layers that run forward twice.
     """
@@ -398,8 +398,12 @@ def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool,
     attention = shape.attention_flops_per_token(length) / 3
     adapters = 2 * shape.lora_parameters(work.lora_rank)
     passes = (2 if work.lora_rank else 3) if training else 1
-    in_fp8 = linears * (passes + recomputed)
-    in_bf16 = head * passes + adapters * (3 if training else 1) + attention * ((1 + ATTENTION_BACKWARD if training else 1) + recomputed)
+    in_fp8 = linears * (passes + recomputed) + (head * passes if fp8_head else 0)
+    in_bf16 = (
+        (0 if fp8_head else head * passes)
+        + adapters * (3 if training else 1)
+        + attention * ((1 + ATTENTION_BACKWARD if training else 1) + recomputed)
+    )
     return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
 
 
@@ -425,20 +429,23 @@ def estimate(
     eval_micro_batch_size: int = 1,
     recompute_layers: int = 0,
     fp8: bool,
+    fp8_head: bool = False,
     traffic_hidden: bool,
     samples: float | None,
 ) -> Estimate:
-    """Time of a run on `gpus` GPUs, the linears in `fp8` or all in bf16. `traffic_hidden`: as this package does, not the published stacks.
+    """Time of a run on `gpus` GPUs, the linears in `fp8`, with the head or without, or all in bf16. `traffic_hidden`: as this package does, not the published stacks.
 
     `samples`: train sequences to the target, e.g. the RCP's mean; evaluations are counted as the mean of whole intervals.
     """
     per_product_second = (1 if fp8 else BF16_OVER_FP8) / EFFICIENCY[kind.name]
     recomputed = min(recompute_layers, work.shape.num_layers) / work.shape.num_layers
     step_tokens = global_batch_size * work.sequence_length / gpus
-    step_s = step_tokens * per_product_second * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
+    step_s = (
+        step_tokens * per_product_second * products_seconds_per_token(work, kind, training=True, recomputed=recomputed, fp8_head=fp8_head)
+    )
     step_s += 0.0 if traffic_hidden else _traffic_seconds(work, gpus)
     eval_sequences = -(-work.eval_samples // (gpus * eval_micro_batch_size)) * eval_micro_batch_size  # of one GPU, padding included
-    forward_s = per_product_second * products_seconds_per_token(work, kind, training=False)
+    forward_s = per_product_second * products_seconds_per_token(work, kind, training=False, fp8_head=fp8_head)
     eval_s = eval_sequences * work.sequence_length * forward_s
     evaluations, minutes = 0.0, None
     if samples is not None:

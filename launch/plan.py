@@ -123,6 +123,7 @@ def estimate(benchmark: str, config: RunConfig, kind: GpuKind, published_stack: 
         eval_micro_batch_size=config.eval_micro_batch_size,
         recompute_layers=config.recompute_layers,
         fp8=published_stack or bool(config.fp8),
+        fp8_head=config.fp8_head and not published_stack,
         traffic_hidden=not published_stack,
         samples=rcp.mean_samples(benchmark, config.global_batch_size),
     )

@@ -75,6 +75,8 @@ def ms_of(events, start, end):
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<float, ...>>(...)", "optimizer"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>(...)", "elementwise"),
         ("Memcpy HtoD (Pageable -> Device)", "elementwise"),
+        ("Memcpy HtoD (Pinned -> Device)", "communication"),
+        ("Memcpy DtoH (Device -> Pinned)", "communication"),
         ("void at::native::(anonymous namespace)::compute_grad_weight<BFloat16, int>(...)", "other"),
         ("cudaDeviceProperties_kernel", "other"),  # "rope" stands in it
         ("some_new_kernel", "other"),
