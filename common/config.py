@@ -48,9 +48,7 @@ class RunConfig:
     fp8_swiglu_input: bool = False  # keep SwiGLU's input for backward in 8 bits: half the memory of a layer's largest activation
     compile: bool = False  # torch.compile of each block and of the head with its loss
     recompute_layers: int = 0  # first n layers recompute their activations in backward
-    offload_layers: int = (
-        0  # LoRA, fused: so many others leave SwiGLU's input in 8 bits in the host's memory until then (common/offload.py)
-    )
+    offload_layers: int = 0  # LoRA: of so many others SwiGLU's input waits for backward in the host's memory (common/offload.py)
     reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
     frozen_base: str = "sharded"  # LoRA, fused: over the node's GPUs, or whole on each as W or as W and W^T (common/frozen.py)
     transport: str = "nccl"  # of gradients (pre-training) or a frozen base's layers (LoRA) in a node: NCCL/RCCL, or the GPUs' copy engines

@@ -234,7 +234,8 @@ class Tile:
     stages: int  # loads in flight
 
 
-# Chosen without a GPU: at M 8192 and K 8192 512 programs or more, and no spilled register on any target (fewer warps spill on gfx942).
+# No spilled register on any target. The two of backward are the fastest of 80 tried on an H200; faster ones of DOWN either spill or were
+# not tested there for their numbers (docs/log.md).
 DOWN = Tile(64, 128, 4, 8, 3)
 UP_BACKWARD = Tile(64, 128, 32, 8, 3)
 DOWN_BACKWARD = Tile(64, 64, 16, 4, 3)
