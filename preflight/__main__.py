@@ -25,8 +25,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common import config as configs
+from common import plan
 from common.errors import ConfigError, PreflightError, RunError
 from common.hardware import GpuKind, Probe, config_name, config_names, config_path, identify, probe
+from launch.plan import workload
 from preflight import gpus, host, versions
 from preflight.measure import Measured, limit_s
 from preflight.rows import Row, overall, skipped, table
@@ -47,6 +49,7 @@ class Wanted:
     nodes: int = 1
     miniature: bool = False
     env: dict[str, str] = field(default_factory=dict)
+    pinned_bytes: int = 0  # of the host's memory, for each process
 
     @property
     def device(self) -> str:
@@ -140,12 +143,13 @@ def wanted_run(options: argparse.Namespace, environment: Mapping[str, str], kind
     path = Path(options.config) if options.config else config_path(ROOT, benchmark, name)
     config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config)
     row = Row("config", "ok", f"{path.name}: {config.gpus_per_node} x {config.gpu}")
-    return Wanted(config.gpu, config.gpus_per_node, row, config.nodes, config.miniature, config.env)
+    pinned = plan.host_bytes(config, workload(benchmark, config))
+    return Wanted(config.gpu, config.gpus_per_node, row, config.nodes, config.miniature, config.env, pinned)
 
 
 def host_rows(benchmark: str, wanted: Wanted, environment: Mapping[str, str]) -> list[Row]:
     data = environment.get("DATADIR") or ROOT / "data" / (f"{benchmark}-miniature" if wanted.miniature else benchmark)
-    rows = host.judge(host.read(), wanted.count, wanted.device, wanted.nodes)
+    rows = host.judge(host.read(), wanted.count, wanted.device, wanted.nodes, wanted.pinned_bytes)
     rows += host.judge_read_folder("DATADIR", Path(data).absolute(), wanted.miniature)
     if environment.get("MODEL"):
         rows += host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), wanted.miniature)

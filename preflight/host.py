@@ -74,16 +74,17 @@ def free_bytes(path: Path) -> int:
     return facts.f_bavail * facts.f_frsize
 
 
-def judge(host: Host, processes: int, device: str, nodes: int) -> list[Row]:
+def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0) -> list[Row]:
+    """`pinned_bytes`: what the run pins for each process beside what every run takes (offload_layers)."""
     gpu = device == "cuda"
-    warn, refuse = (limit * processes for limit in MEMORY_GIB[device])
+    warn, refuse = ((limit + pinned_bytes / GIB) * processes for limit in MEMORY_GIB[device])
     memory, shm = host.memory_bytes / GIB, host.shm_bytes / GIB
     rows = [
         graded(
             "host memory",
             f"{memory:.1f} GiB available",
             f">= {warn:g} GiB for {processes} process{'es' if processes > 1 else ''}",
-            "end other programs, or give the container or job more memory",
+            "end other programs, or give the container or job more memory" + ", or set offload_layers lower" * bool(pinned_bytes),
             refuse=memory < refuse,
             warn=memory < warn,
         )

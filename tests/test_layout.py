@@ -80,8 +80,9 @@ def test_of_the_launcher_only_torchrun_imports_torch():
     assert heavy == {"torchrun.py"}
 
 
-def test_preflight_reads_configs_and_the_hardware_table_and_nobody_imports_it():
-    assert strays(sources("preflight"), within("preflight", "common.errors", "common.hardware", "common.config")) == [
+def test_preflight_reads_configs_their_plan_and_the_hardware_table_and_nobody_imports_it():
+    mine = within("preflight", "common.errors", "common.hardware", "common.config", "common.plan", "launch.plan")
+    assert strays(sources("preflight"), mine) == [
         "preflight/__main__.py imports common"  # `from common import config` names the package as well
     ]
     others = [path for path in SOURCES if not path.is_relative_to("preflight")]

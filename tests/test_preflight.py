@@ -1,5 +1,6 @@
 """The preflight: each check judged on values that were never measured, and the whole verb once on this CPU."""
 
+import argparse
 import json
 import os
 import resource
@@ -280,6 +281,16 @@ GOOD = host.Host(1024 * GIB, 500 * GIB, resource.RLIM_INFINITY, 65536)
 def test_host(changed, check, verdict):
     row = by_check(host.judge(replace(GOOD, **changed), 8, "cuda", 1))[check]
     assert row.verdict == verdict and bool(row.do) == (verdict != "ok")
+
+
+def test_memory_that_a_config_pins_is_wanted_beside_the_rest():
+    for gib, verdict in ((288, "ok"), (287, "warn"), (192, "warn"), (191, "refuse")):
+        row = by_check(host.judge(replace(GOOD, memory_bytes=gib * GIB), 8, "cuda", 1, 20 * GIB))["host memory"]
+        assert row.verdict == verdict and ("offload_layers" in row.do) == (verdict != "ok")
+    options = argparse.Namespace(benchmark="llama2_70b_lora", config=str(ROOT / "configs/llama2_70b_lora/H200_1x2.toml"))
+    assert verb.wanted_run(options, {}, None, 0).pinned_bytes == 20 * GIB
+    options.benchmark, options.config = "llama31_8b", str(ROOT / "configs/llama31_8b/H200_1x2.toml")
+    assert verb.wanted_run(options, {}, None, 0).pinned_bytes == 0
 
 
 def test_what_depends_on_the_run():
