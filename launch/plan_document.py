@@ -276,7 +276,7 @@ These two ran out of memory, and the plan refuses them:
 
 {_refused()}
 
-The points in bf16 are those of compiled blocks, but for 8,514, 8,155 and 10,806 tok/s. Those with 4 and 12 layers of the 8B are older than the Triton SwiGLU; it keeps the same bytes.
+The points in bf16 are those of compiled blocks, but for 8,514, 8,155 and 11,223 tok/s. Those with 4 and 12 layers of the 8B are older than the Triton SwiGLU; it keeps the same bytes.
 Those of LoRA are older than `kernels/lora_down.py` and are planned with `kernels = "reference"`, whose dropout keeps what it lets through.
 """
 
