@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WHOSE = """\
 Measured by us: memory and throughput on H200s, in bf16 on 1, 2 and 4 (8B) and on 4 (LoRA), in FP8 on 2 and 4 (8B) and on 1 and 2 (LoRA;
 docs/results.md). Published by others: every result on 8 or more GPUs, AMD's and H200's (MLPerf Training v5.1). Everything else here is
-calculated; nothing of this package was run on an AMD GPU or an H100."""
+calculated: speeds of this package on H200 and H100 from our runs on H200s, on AMD's GPUs from the published runs, so that they do not
+compare kinds. Nothing of this package was run on an AMD GPU or an H100."""
 REFERENCES = ("AMD", "Dell XE9680", "HPE")  # whose results the efficiencies are fitted to
 
 
@@ -124,7 +125,7 @@ def estimate(benchmark: str, config: RunConfig, kind: GpuKind, published_stack: 
         recompute_layers=config.recompute_layers,
         fp8=published_stack or bool(config.fp8),
         fp8_head=config.fp8_head and not published_stack,
-        traffic_hidden=not published_stack,
+        published_stack=published_stack,
         samples=rcp.mean_samples(benchmark, config.global_batch_size),
     )
 

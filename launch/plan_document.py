@@ -289,11 +289,13 @@ Linears: forward, data gradient, weight gradient unless frozen, and a second for
 gradients (LoRA). An evaluation is a forward of each GPU's sequences. To the target: sequences of the RCP / (sequences per second), and the evaluations on the way.
 
 The efficiency of a kind is fitted so that the mean logarithm of plan / score is zero over the kind's results below, which are **published by
-others**; H100 takes the H200's. This package in FP8 is planned with the same, traffic hidden: an assumption on AMD GPUs, and slower than what
-we measured on 1, 2 and 4 H200s (table above). A bf16 step is {plan.BF16_OVER_FP8} times the FP8 one: Megatron-core + TE's ratio on 4 H200s, 8B (15,227 / 10,893
-tok/s/GPU). It errs on the slow side for the 8B, because HPE's 64 GPUs with half a sequence each pull the H200's efficiency down (Dell's LoRA
-alone would give 0.47). HPE's runs needed some 12 % more sequences than the RCP. LoRA in FP8 is planned a fifth too slow on 1 and 2 H200s
-(table above); so are its evaluations: 16 sequences took 8.7 s on 2 H200s, planned {_evaluation_s(16):.1f}.
+others**; H100 takes the H200's. HPE's 64 GPUs with half a sequence each pull the H200's down (Dell's LoRA alone would give 0.47), and HPE's runs needed some 12 % more
+sequences than the RCP.
+
+This package is planned with its traffic hidden and on H200s with an efficiency of its own, {plan.OWN_EFFICIENCY["H200"]}, fitted in the same way to all our FP8 runs of whole models in the table above; on
+H100s with the same, which nobody has measured; on AMD's GPUs with the published stacks', an assumption. One number for both benchmarks plans the 8B up to 6 % too fast and LoRA up to 6 %
+too slow. A bf16 step is {plan.BF16_OVER_FP8} times the FP8 one: Megatron-core + TE's ratio on 4 H200s, 8B (15,227 / 10,893 tok/s/GPU), and on 2 also ours (15,829 / 11,223); what was compiled, sharded by FSDP or
+recomputed in bf16 was slower than that. Evaluations of LoRA are planned too slow: 16 sequences took 8.7 s on 2 H200s, planned {_evaluation_s(16):.1f}.
 """
 
 LEFT_OUT = """\

@@ -278,20 +278,38 @@ def test_steps_and_evaluations_are_near_the_published(result):
     assert found.eval_s == pytest.approx(result.evaluation_s, rel=0.20)
 
 
-@pytest.mark.parametrize("point", [p for p in MEASURED if p.tokens_per_s_per_gpu], ids=lambda p: f"{p.benchmark}-{p.config}-{p.gib}")
-def test_our_own_throughput_is_near_and_not_overestimated_by_much(point):
-    """Slower by up to 15 %: the H200's efficiency is that of published stacks (docs/plan.md), which ours outdoes; LoRA's in FP8 by 26 %."""
-    slower = 0.22 if point.benchmark == LORA and point.settings().fp8 else 0.15
-    assert -slower < point.estimate().tokens_per_s_per_gpu / point.tokens_per_s_per_gpu - 1 < 0.05
+WITH_SPEED = [point for point in MEASURED if point.tokens_per_s_per_gpu]
+
+
+def ratio(point):
+    return point.estimate().tokens_per_s_per_gpu / point.tokens_per_s_per_gpu
+
+
+def test_our_own_efficiency_is_fitted_as_it_says():
+    logs = [math.log(ratio(point)) for point in WITH_SPEED if point.settings().fp8]
+    assert len(logs) >= 8 and abs(sum(logs) / len(logs)) < 0.001
+    own = {kind: value for kind, value in plan.OWN_EFFICIENCY.items() if value != plan.EFFICIENCY[kind]}
+    assert own == dict.fromkeys(("H100", "H200"), plan.OWN_EFFICIENCY["H200"]), "of the others we have no run"
+
+
+@pytest.mark.parametrize("point", WITH_SPEED, ids=lambda p: f"{p.benchmark}-{p.config}-{p.gib}")
+def test_our_own_throughput_is_near(point):
+    """In FP8 within 6 %. In bf16 what is fused within 11 % and the rest, older, within 22 %: all slower than the one factor says."""
+    config = point.settings()
+    slower, faster = (0.06, 0.06) if config.fp8 else (0.11, 0.0) if config.fused_blocks else (0.22, 0.0)
+    assert -faster < ratio(point) - 1 < slower
 
 
 def test_fp8_is_planned_where_the_config_says_so():
-    """Linears in FP8 as the published stacks run them, but without their traffic; in bf16 slower by the one factor."""
+    """Linears in FP8 as the published stacks run them, but without their traffic and, on an H200, more efficient; in bf16 slower by the one factor."""
     config, _ = shipped(PRETRAINING, "H200_1x4")
     ours, theirs = (command.estimate(PRETRAINING, config, KINDS["H200"], published_stack=stack) for stack in (False, True))
     bf16 = command.estimate(PRETRAINING, replace(config, fp8=""), KINDS["H200"])
     assert bf16.step_s / ours.step_s == pytest.approx(plan.BF16_OVER_FP8)
-    assert 1.01 < theirs.step_s / ours.step_s < 1.05 and theirs.eval_s == ours.eval_s
+    faster = plan.OWN_EFFICIENCY["H200"] / plan.EFFICIENCY["H200"]
+    assert 1.01 < theirs.step_s / ours.step_s / faster < 1.05 and theirs.eval_s / ours.eval_s == pytest.approx(faster)
+    ours, theirs = (command.estimate(PRETRAINING, config, KINDS["MI325X"], published_stack=stack) for stack in (False, True))
+    assert theirs.step_s > ours.step_s and theirs.eval_s == ours.eval_s, "where nobody has run ours"
 
 
 def test_no_reference_no_minutes():
@@ -315,7 +333,7 @@ def test_one_config_that_fits(capsys):
         and "give memory back" not in text
         and "largest micro-batch that fits, the rest unchanged: 2" in text
     )
-    assert all(kind in text for kind in KINDS) and "nothing of this package was run on an AMD GPU" in text.replace("\n", " ")
+    assert all(kind in text for kind in KINDS) and "Nothing of this package was run on an AMD GPU" in text.replace("\n", " ")
 
 
 def test_near_the_limit_memory_is_given_back(capsys):
