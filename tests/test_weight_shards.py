@@ -148,8 +148,8 @@ def reduce_at_leisure(processes, folder):
 
 
 def test_mail_that_is_opened_late_is_the_mail_that_was_sent(tmp_path):
-    """A slot written to again too early would change what is read from it."""
-    for by_collectives, by_mail in call_on_ranks(2, "test_weight_shards:reduce_at_leisure", tmp_path):
+    """A slot written to again too early would change what is read from it; so would mail in another rank's place, of which two have but one."""
+    for by_collectives, by_mail in call_on_ranks(4, "test_weight_shards:reduce_at_leisure", tmp_path):
         assert by_collectives == by_mail
 
 
