@@ -25,20 +25,24 @@ from common.errors import Hang, Interrupted, OutOfMemory, RankLost, RunError, St
 _TIMED_OUT = ("timed out", "Timed out", "timeout")
 _PEER_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "socket", "NCCL", "gloo", "remote process exited")
 
+_signals_raise = False  # do SIGTERM and SIGINT end the work of this process?
+
 
 def run_guarded(run_dir: Path | None, rank: int, body: Callable[[], None], on_failure: Callable[[], None], step: Callable[[], int]) -> None:
     """Run `body`; on failure call `on_failure` (which may write run_stop aborted), leave a record and end the process.
 
     `step` tells how far the run got. Never returns after a failure: `os._exit`, since tearing down a broken group can hang.
     """
+    global _signals_raise
     _listen_to_signals(run_dir, rank)
     try:
         body()
     except BaseException as error:
-        failure = classify(error)
-        ignore_signals()
-        _end_badly(run_dir, rank, error, failure, on_failure, step)
-    ignore_signals()  # the work is done: a late SIGTERM must not turn it into a failure
+        # Before any call, at which python would raise what a signal has asked for: torchrun ends all ranks when one died, at about the time
+        # when the others see that it did, and what they saw is to be told.
+        _signals_raise = False
+        _end_badly(run_dir, rank, error, classify(error), on_failure, step)
+    _signals_raise = False  # the work is done: a late SIGTERM must not turn it into a failure
     if run_dir is not None:
         write_rank_record(run_dir, rank, "done", step=step())
 
@@ -81,8 +85,12 @@ def _from_collective(error: RuntimeError) -> bool:
 
 
 def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
+    global _signals_raise
+    _signals_raise = True
+
     def interrupt(number: int, frame) -> None:
-        raise Interrupted(number)
+        if _signals_raise:
+            raise Interrupted(number)
 
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
@@ -90,11 +98,6 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
         # The launcher sends SIGUSR1 to ranks that hang: where they stand goes into this file. It stays open for the process.
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
         faulthandler.register(signal.SIGUSR1, open(run_dir / "ranks" / f"rank_{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
-
-
-def ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_badly(

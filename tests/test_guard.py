@@ -160,6 +160,19 @@ def test_an_undisturbed_rank_leaves_the_record_done(tmp_path):
     assert {key: record(tmp_path, 0)[key] for key in ("rank", "outcome", "step")} == {"rank": 0, "outcome": "done", "step": 3}
 
 
+def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
+    """torchrun ends a rank with SIGTERM at about the time when that rank sees that another one died."""
+    code = "import errno, os, signal, sys; from pathlib import Path; from common import guard\n"
+    code += "classify, send = guard.classify, lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
+    code += "guard.classify = lambda error: send() or classify(error)\n"
+    code += "def body(): raise OSError(errno.ENOSPC, 'full')\n"
+    code += "guard.run_guarded(Path(sys.argv[1]), 0, body, send, lambda: send() or 3)"
+    (process,) = start_ranks(1, ["-c", code, str(tmp_path)])
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == StorageError.exit_code, stderr
+    assert (record(tmp_path, 0)["outcome"], record(tmp_path, 0)["kind"]) == ("failed", StorageError.kind)
+
+
 def test_a_signal_after_the_work_is_done_spoils_nothing(tmp_path):
     """torchrun and batch systems send SIGTERM to what is still there; the result stands by then."""
     code = "import os, signal, sys; from pathlib import Path; from common.guard import run_guarded\n"
