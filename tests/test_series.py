@@ -214,6 +214,7 @@ def test_resume_says_everything_that_changed(tmp_path):
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_the_miniature_is_followed_by_a_good_one(tmp_path, miniature_data):
     """One good run wanted, one failure allowed: the first attempt loses its rank in training, the second reaches the target."""
     hidden = ("SEED", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")
