@@ -179,7 +179,7 @@ class FusedLoraBlock(nn.Module):
         d_out = d_out_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
         if self.host is not None:
-            self.host.fetch()
+            self.host.fetch()  # the topmost sets out while a block that left nothing goes backward, as the last one does
         d_h = dgrad(ops.quantise(d_out, roles.d_out), weights["down"], fast=False)
         gate_up = saved.gate_up
         if self.leaves:

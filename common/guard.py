@@ -41,7 +41,7 @@ def run_guarded(run_dir: Path | None, rank: int, body: Callable[[], None], on_fa
         # Before any call, at which python would raise what a signal has asked for: torchrun ends all ranks when one died, at about the time
         # when the others see that it did, and what they saw is to be told.
         _signals_raise = False
-        _end_badly(run_dir, rank, error, classify(error), on_failure, step)
+        _end_badly(run_dir, rank, error, on_failure, step)
     _signals_raise = False  # the work is done: a late SIGTERM must not turn it into a failure
     if run_dir is not None:
         write_rank_record(run_dir, rank, "done", step=step())
@@ -100,9 +100,8 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
         faulthandler.register(signal.SIGUSR1, open(run_dir / "ranks" / f"rank_{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
 
 
-def _end_badly(
-    run_dir: Path | None, rank: int, error: BaseException, failure: RunError, on_failure: Callable[[], None], step: Callable[[], int]
-) -> None:
+def _end_badly(run_dir: Path | None, rank: int, error: BaseException, on_failure: Callable[[], None], step: Callable[[], int]) -> None:
+    failure = classify(error)
     with contextlib.suppress(Exception):  # the first failure counts; a second one while reporting must not hide it
         on_failure()
     text = "".join(traceback.format_exception(error))

@@ -25,11 +25,9 @@ VAGUE = (ELEMENTWISE, OTHER)  # of an event so named, what surrounds its launch 
 # FP8 products have e4m3 in their name, and autograd nodes are left out (recomputation runs inside whichever node asks for it).
 NAMES = (
     (COMMUNICATION, r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers"),
-    # Copy engines, to peers or pinned memory of the host; packing and unpacking around a collective.
-    (
-        COMMUNICATION,
-        r"memcpy PtoP|memcpy (DtoH|HtoD).*pinned|^fsdp::|^weight_shards::|split_with_sizes_copy|chunk_cat|^_accumulate_kernel$",
-    ),
+    (COMMUNICATION, r"memcpy PtoP|memcpy (DtoH|HtoD).*pinned"),  # copy engines, to peers or pinned memory of the host
+    # Packing and unpacking around a collective.
+    (COMMUNICATION, r"^fsdp::|^weight_shards::|split_with_sizes_copy|chunk_cat|^_accumulate_kernel$"),
     (OPTIMIZER, r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm"),  # the gradient norm is the optimizer's too
     (ATTENTION, r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to|flash::|flash_?(fwd|bwd|attn|attention)"),
     (ATTENTION, r"fmha|mha_(fwd|bwd|v3)|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)|scaled_dot_product|mem_eff|fused_?attn"),

@@ -8,6 +8,7 @@ published MLPerf results of that kind. Standard library only; memory in bytes, t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from common.config import RunConfig
 from common.hardware import GIB, GpuKind
@@ -284,7 +285,7 @@ def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     tokens = config.micro_batch_size * work.sequence_length
     inputs = recomputed * tokens * work.shape.hidden_size * BYTES[config.precision]
     saved = _activations(config, work, work.shape.num_layers - recomputed)
-    saved["SwiGLU input"] -= max(0, offloaded_layers(config, work) - 1) * swiglu_input_bytes(config, work)
+    saved["SwiGLU input"] -= _activations(config, work, max(0, offloaded_layers(config, work) - 1))["SwiGLU input"]
     return saved | {"inputs of recomputed layers": inputs}
 
 
@@ -293,14 +294,10 @@ def offloaded_layers(config: RunConfig, work: Workload) -> int:
     return max(0, min(config.offload_layers, work.shape.num_layers - 1 - config.recompute_layers))
 
 
-def swiglu_input_bytes(config: RunConfig, work: Workload) -> int:
-    """Of one layer and micro-batch, as it is kept."""
-    return config.micro_batch_size * work.sequence_length * activation_bytes(config, work)["SwiGLU input"]
-
-
 def host_bytes(config: RunConfig, work: Workload) -> int:
     """Pinned memory of the host that one GPU's process takes for what waits there; torch rounds each layer's up to a power of two."""
-    return offloaded_layers(config, work) * (1 << (swiglu_input_bytes(config, work) - 1).bit_length())
+    layer = int(_activations(config, work, layers=1)["SwiGLU input"])
+    return offloaded_layers(config, work) * (1 << (layer - 1).bit_length())
 
 
 def largest_micro_batch(config: RunConfig, work: Workload, kind: GpuKind) -> int:
@@ -443,12 +440,11 @@ def estimate(
     per_product_second = (1 if fp8 else BF16_OVER_FP8) / (EFFICIENCY if published_stack else OWN_EFFICIENCY)[kind.name]
     recomputed = min(recompute_layers, work.shape.num_layers) / work.shape.num_layers
     step_tokens = global_batch_size * work.sequence_length / gpus
-    step_s = (
-        step_tokens * per_product_second * products_seconds_per_token(work, kind, training=True, recomputed=recomputed, fp8_head=fp8_head)
-    )
+    products = partial(products_seconds_per_token, work, kind, fp8_head=fp8_head)
+    step_s = step_tokens * per_product_second * products(training=True, recomputed=recomputed)
     step_s += _traffic_seconds(work, gpus) if published_stack else 0.0
     eval_sequences = -(-work.eval_samples // (gpus * eval_micro_batch_size)) * eval_micro_batch_size  # of one GPU, padding included
-    forward_s = per_product_second * products_seconds_per_token(work, kind, training=False, fp8_head=fp8_head)
+    forward_s = per_product_second * products(training=False)
     eval_s = eval_sequences * work.sequence_length * forward_s
     evaluations, minutes = 0.0, None
     if samples is not None:

@@ -297,19 +297,8 @@ def _notes(benchmark: str, config: RunConfig) -> list[str]:
 
 def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
     """One row per config."""
-    head = [
-        "config",
-        "computes in",
-        "micro-batch",
-        "recomputed",
-        "offloaded",
-        "GiB allocated",
-        "needed",
-        "usable",
-        "fits",
-        "largest micro-batch",
-    ]
-    head += ["recompute needed", "tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
+    head = ["config", "computes in", "micro-batch", "recomputed", "offloaded", "GiB allocated", "needed", "usable", "fits"]
+    head += ["largest micro-batch", "recompute needed", "tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
     return table(head, [_row(benchmark, name, config) for name, config in loaded.items()])
 
 

@@ -37,7 +37,7 @@ class TwoStreams:
 
 
 HURRIES = {
-    "side": lambda ready: ready[-1],  # gathers as early as their events let them
-    "compute": lambda ready: ready[0],  # gathers as late
+    "side": lambda ready: ready[-1],  # what moves data as early as its events let it
+    "compute": lambda ready: ready[0],  # as late
     **{f"random {seed}": random.Random(seed).choice for seed in range(3)},
 }

@@ -12,7 +12,8 @@ from common import offload, plan
 from common.config import load
 from common.errors import ConfigError
 from common.offload import HostStack, spread
-from llama2_70b_lora.rules import CLOSED, Config
+from launch.plan import workload
+from llama2_70b_lora.rules import Config
 
 CPU = torch.device("cpu")
 
@@ -101,7 +102,7 @@ def test_as_many_layers_as_asked_for_and_as_the_plan_counts(seed):
     numbers = random.Random(seed)
     count, first, layers = numbers.randrange(1, 90), numbers.randrange(90), 80
     config = load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", Config, {"offload_layers": str(count), "recompute_layers": str(first)})
-    work = plan.Workload(CLOSED.shape, 8192, 173, 384, 1, 16)
+    work = workload("llama2_70b_lora", config)
     found = spread(count, first, layers - 1)
     assert len(found) == plan.offloaded_layers(config, work) == max(0, min(count, 79 - first))
     assert all(first <= layer < 79 for layer in found)
@@ -109,7 +110,7 @@ def test_as_many_layers_as_asked_for_and_as_the_plan_counts(seed):
 
 def test_offloading_takes_from_the_gpu_what_it_puts_on_the_host():
     config = load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", Config, {"offload_layers": "0", "recompute_layers": "0"})
-    work = plan.Workload(CLOSED.shape, 8192, 173, 384, 1, 16)
+    work = workload("llama2_70b_lora", config)
     more = load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", Config, {"offload_layers": "40", "recompute_layers": "0"})
     layer = 8192 * 2 * 28672
     assert plan.memory_peak(config, work).allocated - plan.memory_peak(more, work).allocated == 39 * layer, "one is on its way"
