@@ -41,16 +41,20 @@ class RunConfig:
     precision: str = "bf16"  # of matrix products, attention and gathered weights; master weights are always fp32
     reduce_precision: str = "fp32"  # of the gradient reduce-scatter; accumulation is always fp32
     kernels: str = "reference"  # or "triton": which engine the ops of common/kernels use where they have both
-    fused_blocks: bool = False  # hand-written blocks (common/fused_block.py) instead of torch's autograd or compiler
+    fused_blocks: bool = False  # hand-written blocks (common/model/fused_block.py) instead of torch's autograd or compiler
     fp8: str = ""  # linear layers of the blocks in FP8: "torch" (torch._scaled_mm) or "te" (Transformer Engine); "" computes in `precision`
     fp8_head: bool = False  # the output projection in FP8 too, with fp8 = "torch"
     fp8_recipe: str = "delayed"  # scales from the last steps' largest values, or from this tensor's ("current")
     fp8_swiglu_input: bool = False  # keep SwiGLU's input for backward in 8 bits: half the memory of a layer's largest activation
     compile: bool = False  # torch.compile of each block and of the head with its loss
     recompute_layers: int = 0  # first n layers recompute their activations in backward
-    offload_layers: int = 0  # LoRA: of so many others SwiGLU's input waits for backward in the host's memory (common/offload.py)
+    offload_layers: int = (
+        0  # LoRA: of so many others SwiGLU's input waits for backward in the host's memory (common/sharding/activation_offload.py)
+    )
     reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
-    frozen_base: str = "sharded"  # LoRA, fused: over the node's GPUs, or whole on each as W or as W and W^T (common/frozen.py)
+    frozen_base: str = (
+        "sharded"  # LoRA, fused: over the node's GPUs, or whole on each as W or as W and W^T (common/sharding/frozen_base.py)
+    )
     transport: str = "nccl"  # of gradients (pre-training) or a frozen base's layers (LoRA) in a node: NCCL/RCCL, or the GPUs' copy engines
     gemm_tuning_file: str = ""  # tuned GEMM solutions for this GPU and these libraries, relative to the project (docs/gemm_tuning.md)
     warmup_train_steps: int = 2  # synthetic optimizer steps before the clock
@@ -70,7 +74,7 @@ class RunConfig:
 
     @property
     def weights_stay_whole(self) -> bool:
-        """Of the weights that train: gathered once per optimizer step (common/weight_shards.py), not module by module in every pass by FSDP2.
+        """Of the weights that train: gathered once per optimizer step (common/sharding/zero.py), not module by module in every pass by FSDP2.
         Under torch.compile and with Transformer Engine FSDP2 does it in either case: they were tried with it alone.
         """
         return not (self.reshard_after_forward or self.compile or self.fp8 == "te")

@@ -45,8 +45,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, DataError, Interrupted, RunError
+from common.gemm_tuning import cli as gemm_tuning
 from common.hardware import Probe, probe
-from launch import gemm_tuning, nodes, page_cache, rundir, sampler, series, supervise, verdict
+from launch import nodes, page_cache, rundir, sampler, series, supervise, verdict
 from launch.choose import Choice, benchmarks, choose, rules_of
 from launch.screen import closing, header, tell
 
@@ -79,11 +80,11 @@ def main(arguments: list[str]) -> int:
         if verb in SUBMISSION_VERBS:
             return _module(f"submission.{verb}", rest)
         if verb == "plan":
-            return _module("launch.plan", [benchmark, *rest])
+            return _module("plan.command", [benchmark, *rest])
         if verb == "preflight":
             return _module("preflight", [benchmark, *rest])
         if verb == "gemms":
-            return _module("launch.gemm_tuning", [benchmark, *rest])
+            return _module("common.gemm_tuning.cli", [benchmark, *rest])
         if verb == "merge":
             return _merge(benchmark, rest)
         options = _parse(verb, rest)

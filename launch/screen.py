@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch import ledger
 from launch.choose import Choice
 from launch.verdict import Result
-from submission import rcp
+from records import ledger, rcp
 
 MINIATURE_LINE = "THIS IS THE MINIATURE: a toy model on {device}, to see the whole path. NOT a benchmark result, cannot be submitted."
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError, Interrupted, RankLost, RunError, StorageError
-from launch import ledger, rundir, supervise, verdict
+from launch import rundir, supervise, verdict
 from launch.choose import Choice
 from launch.screen import series_closing, tell
+from records import ledger
 
 MAX_FAILURES = 2
 

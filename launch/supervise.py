@@ -1,6 +1,6 @@
 """The processes of a run: started in a group of their own, watched for hangs, stopped in order, and none left behind.
 
-The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/distributed.py). When no rank has done so for the
+The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/sharding/processes.py). When no rank has done so for the
 configured time, the one that stands still is named, every rank is asked for its stack, and all are killed.
 """
 

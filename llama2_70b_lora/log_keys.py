@@ -8,7 +8,7 @@ Standard library only.
 
 from __future__ import annotations
 
-from common.log_keys import disclosure
+from common.training.log_keys import disclosure
 from llama2_70b_lora.rules import Config, Rules
 
 

@@ -26,12 +26,12 @@ import torch
 from pyarrow import parquet
 from torch import Tensor
 
-from common import corpus
+from common.data import corpus
+from common.data.preparation import Bar
 from common.errors import DataError
-from common.llama import Llama, init_weights
-from common.loop import Batching, next_token_pairs, train_step
-from common.optim import ClippedAdamW, warmup_cosine
-from common.preparation import Bar
+from common.model.llama import Llama, init_weights
+from common.training.loop import Batching, next_token_pairs, train_step
+from common.training.optimizer import ClippedAdamW, warmup_cosine
 from llama2_70b_lora.data import IGNORE_INDEX, all_masked
 from llama2_70b_lora.rules import MINIATURE, Rules
 

@@ -26,9 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import corpus
-from common.errors import DataError, RunError, StorageError
-from common.preparation import (
+from common.data import corpus
+from common.data.preparation import (
     Bar,
     FileFacts,
     Manifest,
@@ -42,6 +41,7 @@ from common.preparation import (
     say,
     sha256_of,
 )
+from common.errors import DataError, RunError, StorageError
 from llama2_70b_lora.data import DTYPE, IGNORE_INDEX, SIDECAR, GovReport, Split, all_masked, check_tokens, tokens_path
 from llama2_70b_lora.rules import CLOSED, MINIATURE, Rules
 
@@ -281,7 +281,7 @@ def verify_data(data_dir: Path, rules: Rules) -> None:
 def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules: Rules) -> None:
     import torch
 
-    from llama2_70b_lora.weights import check_hashes, check_sizes, open_checkpoint
+    from common.model.weights import check_hashes, check_sizes, open_checkpoint
 
     checkpoint = open_checkpoint(weights, rules.shape)
     total = sum(stored.bytes for stored in checkpoint.tensors.values())
@@ -298,7 +298,7 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
 
 def write_manifest(weights: Path, output: Path, rules: Rules) -> None:
     """Record sizes and SHA-256 of a checkpoint's files, for later checks: after a download that you have reason to trust."""
-    from llama2_70b_lora.weights import open_checkpoint
+    from common.model.weights import open_checkpoint
 
     checkpoint = open_checkpoint(weights, rules.shape)
     bar = Bar("sha256", sum(path.stat().st_size for path in checkpoint.files))
@@ -342,8 +342,8 @@ def _base_recipe() -> Recipe:
 def _build_base(folder: Path) -> Manifest:
     import torch
 
+    from common.model.weights import save_base
     from llama2_70b_lora.miniature import library_texts, train_base, train_tokenizer
-    from llama2_70b_lora.weights import save_base
 
     texts = library_texts()
     tokenizer = train_tokenizer(texts, folder / TOKENIZER)
@@ -360,10 +360,10 @@ def _data_recipe(base: Path) -> Recipe:
 
 
 def _build_data(data_dir: Path) -> Manifest:
-    from common.llama import Llama
+    from common.model.llama import Llama
+    from common.model.weights import load_base
     from llama2_70b_lora.data import validation_pairs
     from llama2_70b_lora.miniature import evaluation_loss, library_texts, write_parquet
-    from llama2_70b_lora.weights import load_base
 
     base, parquet_dir = data_dir / BASE, data_dir / "parquet"
     write_parquet(parquet_dir, corpus.load_sentencepiece(base / TOKENIZER), library_texts())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from common.config import RunConfig
 from common.errors import ConfigError
-from common.shapes import LLAMA2_70B, ModelShape
+from common.model.shapes import LLAMA2_70B, ModelShape
 
 BENCHMARK = "llama2_70b_lora"
 

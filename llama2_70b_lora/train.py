@@ -18,27 +18,27 @@ import torch
 from torch import nn
 
 from common.config import RunConfig
-from common.distributed import Processes
+from common.data.prefetch import Prefetcher
 from common.errors import ConfigError, RunError
-from common.frozen import FrozenBase
-from common.fused_lora_block import FusedLoraBlock
 from common.kernels.attention import attention_backends
 from common.kernels.fp8 import Scaling, fp8_dtypes
-from common.llama import Llama
-from common.loop import pad_for_ranks
-from common.lora import adapter_parameters, add_adapters, init_adapters
-from common.offload import HostStack, spread
-from common.optim import ClippedAdamW, local
-from common.parallel import DTYPES, build_model, materialise, prepare
-from common.prefetch import Prefetcher
-from common.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
-from common.warmup import fingerprint
-from llama2_70b_lora.adapter import save_peft_adapter
+from common.model.fused_lora_block import FusedLoraBlock
+from common.model.llama import Llama
+from common.model.lora import adapter_parameters, add_adapters, init_adapters
+from common.model.peft_adapter import save_peft_adapter
+from common.model.weights import load_base
+from common.sharding.activation_offload import HostStack, spread
+from common.sharding.frozen_base import FrozenBase
+from common.sharding.processes import Processes
+from common.training.build import DTYPES, build_model, materialise, prepare
+from common.training.loop import pad_for_ranks
+from common.training.optimizer import ClippedAdamW, local
+from common.training.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
+from common.training.warmup import fingerprint
 from llama2_70b_lora.data import GovReport, train_batches, validation_pairs
 from llama2_70b_lora.log_keys import hyperparameters
 from llama2_70b_lora.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 from llama2_70b_lora.schedule import cosine_to_zero
-from llama2_70b_lora.weights import load_base
 
 
 def frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> FrozenBase | None:

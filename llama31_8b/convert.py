@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from common import corpus
-from common.errors import ConfigError, DataError, StorageError
-from common.indexed_dataset import Index, Writer, index_path, tokens_path
-from common.preparation import (
+from common.data import corpus
+from common.data.indexed_dataset import Index, Writer, index_path, tokens_path
+from common.data.preparation import (
     Bar,
     locked,
     say,
     sha256_of,
 )
+from common.errors import ConfigError, DataError, StorageError
 
 BATCH_DOCUMENTS = 512  # encoded in one call, on all cores
 CHECKPOINT_SECONDS = 10.0

@@ -32,8 +32,8 @@ from pathlib import Path
 import numpy as np
 
 from common.config import share_of_rank
+from common.data.indexed_dataset import Index, index_path, tokens_path
 from common.errors import DataError
-from common.indexed_dataset import Index, index_path, tokens_path
 
 FINAL_EPOCH_THRESHOLD = 0.80  # megatron-core, GPTDataset._build_document_sample_shuffle_indices
 CHUNK = 1 << 18  # documents per step of the running sum

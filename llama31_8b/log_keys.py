@@ -7,7 +7,7 @@ Standard library only.
 
 from __future__ import annotations
 
-from common.log_keys import disclosure
+from common.training.log_keys import disclosure
 from llama31_8b.rules import Config, Rules
 
 

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import corpus
-from common.indexed_dataset import Writer, index_path, tokens_path
-from common.preparation import (
+from common.data import corpus
+from common.data.indexed_dataset import Writer, index_path, tokens_path
+from common.data.preparation import (
     Manifest,
     PairFacts,
     Recipe,

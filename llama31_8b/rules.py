@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from common.config import RunConfig
 from common.errors import ConfigError
-from common.shapes import LLAMA31_8B, ModelShape
+from common.model.shapes import LLAMA31_8B, ModelShape
 
 BENCHMARK = "llama31_8b"
 

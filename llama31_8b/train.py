@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from common.config import RunConfig
-from common.distributed import Processes
+from common.data.prefetch import Prefetcher
 from common.kernels.attention import attention_backends
-from common.llama import Llama, init_weights
-from common.loop import next_token_pairs, pad_for_ranks
-from common.optim import ClippedAdamW, warmup_cosine
-from common.parallel import build_model, materialise, prepare, shard_weights
-from common.prefetch import Prefetcher
-from common.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
+from common.model.llama import Llama, init_weights
+from common.sharding.processes import Processes
+from common.training.build import build_model, materialise, prepare, shard_weights
+from common.training.loop import next_token_pairs, pad_for_ranks
+from common.training.optimizer import ClippedAdamW, warmup_cosine
+from common.training.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
 from llama31_8b.log_keys import hyperparameters
 from llama31_8b.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import DataError
-from common.indexed_dataset import Index, index_path
-from common.preparation import (
+from common.data.indexed_dataset import Index, index_path
+from common.data.preparation import (
     Bar,
     FileFacts,
     Manifest,
@@ -17,6 +16,7 @@ from common.preparation import (
     say,
     sha256_of,
 )
+from common.errors import DataError
 
 SMALL_FILE = 64 << 20  # bytes: hashed by verify even without --full
 SAMPLED_BLOCKS = 64  # of SAMPLED_TOKENS each, evenly over the file, head and tail included

@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common import config as configs
-from common import plan
 from common.errors import ConfigError, PreflightError, RunError
 from common.hardware import GpuKind, Probe, config_name, config_names, config_path, identify, probe
-from launch.plan import workload
+from plan import estimate as plan
+from plan.command import workload
 from preflight import gpus, host, versions
 from preflight.measure import Measured, limit_s
 from preflight.rows import Row, overall, skipped, table

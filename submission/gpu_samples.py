@@ -15,7 +15,7 @@ from submission.plots import Axes, finite, median, number, table
 from submission.run_dir import Run
 
 NAME = "gpu_samples.jsonl"
-LOW_CLOCK = 0.95  # of the median GPU's: the same 5 % that names a slow rank (common/slow_rank.py)
+LOW_CLOCK = 0.95  # of the median GPU's: the same 5 % that names a slow rank (common/training/rank_comparison.py)
 NORMAL = ("power cap",)  # a busy GPU meets its power limit; what else holds a clock down is a fault of cooling, power or settings
 CURVES = (("power_w", "power, W"), ("temperature_c", "temperature, °C"), ("clock_mhz", "clock, MHz"))
 

@@ -8,7 +8,7 @@ Where rules stand:
   CC   mlcommons/logging, compliance_checker/training_6.1.0/*.yaml
   RCP  mlcommons/logging, rcp_checker
   SEED mlcommons/logging, package_checker/seed_checker.py
-  LOG  common/mllog.py of this project
+  LOG  common/training/mllog.py of this project
 Standard library only.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from common.mllog import END, POINT, RESERVED_SUBSTRINGS, START, TOKEN
+from common.training.mllog import END, POINT, RESERVED_SUBSTRINGS, START, TOKEN
 from llama2_70b_lora import rules as llama2_70b_lora_rules
 from llama31_8b import rules as llama31_8b_rules
 

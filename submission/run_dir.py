@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
-from submission import rcp
+from records import rcp
 from submission.lint import Log, parse
 from submission.plots import PHASES, finite, points
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.mllog import TOKEN
+from common.training.mllog import TOKEN
 from llama2_70b_lora import rules as llama2_70b_lora_rules
 from llama31_8b import rules as llama31_8b_rules
 

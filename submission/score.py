@@ -2,7 +2,7 @@
 
 Any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a folder of result_*.txt, or logs by name. Each run's
 minutes, samples and throughput; the score of the series with the RCP verdict; how lucky its seeds were; and how much of the
-difference to the published v5.1 result of the same GPU is throughput, samples, evaluation (formulae: submission/published.py).
+difference to the published v5.1 result of the same GPU is throughput, samples, evaluation (formulae: records/published.py).
 
 Score: mean of ten runs' minutes without the fastest and the slowest, times the RCP factor. One run that did not converge counts as
 the slowest; two make the result invalid. Of more than ten runs, the median window of ten consecutive ones is taken (MLPerf Training
@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError
-from submission import rcp
-from submission.published import Pace, Published, published, split
+from records import rcp
+from records.published import Pace, Published, published, split
 from submission.runs import CLOSED, MINIATURE, Run, read_runs
 from submission.series import Series, median_window, pace, windows
 

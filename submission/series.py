@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from submission import rcp
-from submission.published import Pace
+from records import rcp
+from records.published import Pace
 from submission.runs import Run, steady_samples_per_s
 
 

@@ -13,8 +13,8 @@ from html import escape
 from pathlib import Path
 
 from common.errors import ConfigError, RunError
-from launch import ledger
-from submission import plots, rcp, window
+from records import ledger, rcp
+from submission import plots, window
 from submission.lint import Log
 from submission.plots import Axes, median, number, points, section, table
 from submission.run_dir import Run, read_run

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError
-from launch import ledger
-from submission import rcp
+from records import ledger, rcp
 from submission.lint import Log, parse
 
 RUNS = rcp.SUBMISSION_RUNS

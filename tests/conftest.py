@@ -7,6 +7,7 @@ import shutil
 import signal
 
 import pytest
+from megatron_datasets import megatron  # noqa: F401  (a fixture)
 
 # A shell that starts the tests in the background lets them ignore the interrupt, and every process of theirs with them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -18,7 +19,7 @@ def processes():
     """A group of one process in this one, ended with the test file."""
     import torch
 
-    from common.distributed import start_processes
+    from common.sharding.processes import start_processes
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tiny tensors two threads only wait for each other: 100x slower beside other work
@@ -57,7 +58,7 @@ def miniature_data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory):
     """The texts of the standard library, perhaps as another process found them."""
-    from common import corpus
+    from common.data import corpus
 
     def write(folder):
         (folder / "documents.json").write_text(json.dumps([[document.source, document.text] for document in corpus.documents()]))

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from common import config as configs
-from common import plan
 from common.config import load
 from common.errors import ConfigError
 from common.hardware import KINDS
-from launch.plan import workload
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 from llama31_8b.rules import Config
-from submission.rcp import mean_samples
+from plan import estimate as plan
+from plan.command import workload
+from records.rcp import mean_samples
 
 ROOT = Path(__file__).parents[1]
 RULES = {rules.BENCHMARK: rules for rules in (pretraining_rules, lora_rules)}
@@ -117,7 +117,7 @@ def test_difference_between_gpus_as_a_table(benchmark, capsys):
 
 @pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_memory_is_what_the_comment_says_and_fits(path):
-    """tests/test_plan.py holds the plan to measured peaks."""
+    """tests/plan/test_plan.py holds the plan to measured peaks."""
     config, kind = read(path), KINDS[read(path).gpu]
     work = workload(path.parent.name, config)
     memory = plan.memory_peak(config, work)

@@ -19,8 +19,8 @@ from common.errors import Interrupted, RunError
 from common.hardware import GIB, KINDS, config_path, fp8_family
 from launch.__main__ import VERBS
 from launch.choose import benchmarks, key_value
-from launch.plan import config_class, load_all
-from submission.published import RESULTS
+from plan.command import config_class, load_all
+from records.published import RESULTS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -146,7 +146,7 @@ def published_block(gpu: str) -> str:
         for r in RESULTS
         if r.gpu == gpu
     ]
-    return markdown(head, rows) if rows else "None that we compare with (`submission/published.py`).\n"
+    return markdown(head, rows) if rows else "None that we compare with (`records/published.py`).\n"
 
 
 def submitted_block(submitter: str) -> str:
@@ -170,7 +170,7 @@ def submitted_block(submitter: str) -> str:
 
 
 def plan_block(benchmark: str, *gpus: str) -> str:
-    """The rows of these kinds in docs/plan.md's table of all configs, which tests/test_plan.py holds to the code."""
+    """The rows of these kinds in docs/plan.md's table of all configs, which tests/plan/test_plan.py holds to the code."""
     section = (DOCS / "plan.md").read_text().partition(f"## {benchmark}: all configs")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = [line for line in lines[2:] if line[2:].startswith(tuple(f"{gpu}_" for gpu in gpus))]
@@ -339,13 +339,13 @@ def test_the_files_to_look_at_are_those_that_a_run_writes():
     """Each name stands in the code that writes it, and in some entry."""
     written = {
         "failure.json": "launch/verdict.py",
-        "events.jsonl": "common/session.py",
+        "events.jsonl": "common/training/session.py",
         "check.txt": "launch/__main__.py",
-        "heartbeat": "common/distributed.py",
-        ".stack": "common/guard.py",
-        ".traceback": "common/guard.py",
+        "heartbeat": "common/sharding/processes.py",
+        ".stack": "common/training/guard.py",
+        ".traceback": "common/training/guard.py",
         "torchrun.log": "launch/torchrun.py",
-        "attempts.jsonl": "launch/ledger.py",
+        "attempts.jsonl": "records/ledger.py",
     }
     for name, source in written.items():
         assert name in (ROOT / source).read_text(), f"{source} does not write {name}"

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common.kernels.fp8 import Operand, Role, emit, make_operand, quantise_reference
-from common.shapes import ModelShape
+from common.model.shapes import ModelShape
 
 
 def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> Tensor:

@@ -1,0 +1,237 @@
+"""A block whose forward and backward are each a straight list of kernel launches: the fast path of pre-training, in bf16 or FP8.
+
+It has the parameters of `Block` and computes the same. Every matrix product's operand leaves the kernel that made it already in the
+product's format (kernels/fp8.py), so that no cast pass is left but those after attention and at the block's border; what backward needs
+is chosen here by hand instead of by autograd.
+
+Legend: M tokens (batch x sequence), D hidden, F ffn; n, h, o are operands. A gradient's name starts with d_.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.kernels import fp8, rms_norm, rope, swiglu
+from common.kernels.attention import causal_attention
+from common.kernels.fp8 import Operand, Role, Scaling, dgrad, matmul, wgrad
+from common.model.block import Block
+from common.model.shapes import ModelShape
+
+LINEARS = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass
+class Saved:
+    """What a block keeps for its backward. In FP8, bytes per token of the 8B: x and the residual 16,384, q, k and v 12,288, attention's output
+    8,192, the products' inputs in columns 26,624, gate_up 57,344 (28,672 in 8 bits), rstd and attention's log-sum-exp 136: 120,968.
+    """
+
+    x: Tensor  # [M, D], the block's input
+    rstd_1: Tensor
+    n_1: Operand  # normalised x
+    attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # its output, with autograd's graph, and the leaves q, k, v
+    o: Operand
+    residual: Tensor  # [M, D], x plus attention
+    rstd_2: Tensor
+    n_2: Operand
+    gate_up: Tensor | Operand
+    h: Operand  # SwiGLU's result
+
+    def take(self, name: str) -> Any:
+        """Hand a member over and forget it: its memory is free when the caller is through with it."""
+        return self.__dict__.pop(name)
+
+
+@dataclass
+class Roles:
+    """The FP8 tensors of a block; all None in bf16."""
+
+    n_1: Role | None = None
+    o: Role | None = None
+    n_2: Role | None = None
+    h: Role | None = None
+    d_qkv: Role | None = None
+    d_attention: Role | None = None  # gradient of the output projection's result
+    d_gate_up: Role | None = None
+    d_out: Role | None = None
+    stored_gate_up: Role | None = None  # SwiGLU's input, kept in 8 bits
+
+    @staticmethod
+    def of(scaling: Scaling | None, fp8_swiglu_input: bool) -> Roles:
+        if scaling is None:
+            return Roles()
+        forward = {name: scaling.role() for name in ("n_1", "o", "n_2", "h")}
+        backward = {f.name: scaling.role(gradient=True) for f in fields(Roles) if f.name.startswith("d_")}
+        return Roles(**forward, **backward, stored_gate_up=scaling.role(transposed=False) if fp8_swiglu_input else None)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The ops of kernels/ in one of their two implementations."""
+
+    quantise: Callable[..., Operand]
+    add_rms_norm: Callable[..., tuple[Tensor, Operand, Tensor]]
+    rms_norm_backward: Callable[..., tuple[Tensor, Operand | None, Tensor | None]]
+    rope_: Callable[..., Tensor]
+    rope_backward: Callable[..., Operand]
+    swiglu: Callable[..., tuple[Operand, Tensor | Operand]]
+    swiglu_backward: Callable[..., Operand]
+
+
+ENGINES = {
+    "reference": Engine(
+        fp8.quantise_reference,
+        rms_norm.add_rms_norm_reference,
+        rms_norm.rms_norm_backward_reference,
+        rope.rope_packed_reference_,
+        rope.rope_packed_backward_reference,
+        swiglu.swiglu_operand_reference,
+        swiglu.swiglu_operand_backward_reference,
+    ),
+    "triton": Engine(
+        fp8.quantise_triton,
+        rms_norm.add_rms_norm_triton,
+        rms_norm.rms_norm_backward_triton,
+        rope.rope_packed_triton_,
+        rope.rope_packed_backward_triton,
+        swiglu.swiglu_operand_triton,
+        swiglu.swiglu_operand_backward_triton,
+    ),
+}
+
+
+class FusedBlock(Block):
+    recomputes_itself = True
+
+    def __init__(self, shape: ModelShape, kernels: str, fp8_swiglu_input: bool, scaling: Scaling | None):
+        """`scaling`: where FP8 keeps its scales; None computes in the dtype of the weights."""
+        super().__init__(shape, kernels, fp8_swiglu_input)
+        self.ops = ENGINES[kernels]
+        self.roles = Roles.of(scaling, fp8_swiglu_input)
+        self.weight_roles = {name: scaling.role(weight=True) if scaling else None for name in LINEARS}
+        self.operands: dict[str, Operand] | None = None  # of the weights, until they change
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, recompute: bool = False) -> Tensor:
+        """`recompute`: keep the input only, and run again in backward."""
+        weights = [self.attention_norm.weight, self.ffn_norm.weight, *(getattr(self, name).weight for name in LINEARS)]
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *weights))
+        return StraightBlock.apply(self, self.run, keep, recompute, x_BSD, cos, sin, *weights)
+
+    def weight_operands(self) -> dict[str, Operand]:
+        """The weights as products read them; in FP8 cast once per optimizer step, and kept."""
+        if self.operands is not None:
+            return self.operands
+        operands = {name: self.ops.quantise(getattr(self, name).weight, self.weight_roles[name]) for name in LINEARS}
+        if self.weight_roles["qkv"] is not None:
+            self.operands = operands
+        return operands
+
+    def weights_changed(self) -> None:
+        self.operands = None
+
+    def run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> tuple[Tensor, Saved | None]:
+        """The forward; with `keep`, also what backward needs."""
+        ops, roles, shape, weights = self.ops, self.roles, self.shape, self.weight_operands()
+        x = x_BSD.flatten(0, 1)
+        _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, roles.n_1)
+        qkv = matmul(n_1, weights["qkv"], fast=True)
+        ops.rope_(qkv, cos, sin, shape.num_heads, shape.num_kv_heads)
+        attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
+        o = ops.quantise(attention[0].detach().flatten(2).flatten(0, 1), roles.o)
+        branch = matmul(o, weights["o"], fast=True)
+        residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, roles.n_2)
+        del branch
+        gate_up = matmul(n_2, weights["gate_up"], fast=True)
+        h, kept = ops.swiglu(gate_up, roles.h, roles.stored_gate_up if self.training else None)  # an evaluation keeps nothing
+        # Not a view of something: FSDP's hook on the result would be lost with an operation in place on it.
+        out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
+        saved = None
+        if keep:
+            n_1, o, n_2, h = (operand.for_wgrad() for operand in (n_1, o, n_2, h))
+            saved = Saved(x, rstd_1, n_1, attention, o, residual, rstd_2, n_2, kept, h)
+        return out, saved
+
+    def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the input and of the weights, in the order of `forward`. Takes `saved` apart as it goes."""
+        ops, roles, weights = self.ops, self.roles, self.weight_operands()
+        batch, sequence = d_out_BSD.shape[:2]
+        d_out = d_out_BSD.flatten(0, 1)
+        g = ops.quantise(d_out, roles.d_out)
+        d_h = dgrad(g, weights["down"], fast=False)
+        d_down = wgrad(g, saved.take("h"), fast=False)
+        d_gate_up = ops.swiglu_backward(d_h, saved.take("gate_up"), roles.d_gate_up)
+        del g, d_h
+        d_n = dgrad(d_gate_up, weights["gate_up"], fast=False)
+        d_gate_up_weight = wgrad(d_gate_up, saved.take("n_2"), fast=False)
+        del d_gate_up
+        residual, rstd, norm = saved.take("residual"), saved.rstd_2, self.ffn_norm.weight
+        d_residual, operand, d_norm_2 = ops.rms_norm_backward(d_n, residual, rstd, norm, d_out, roles.d_attention)
+        g = operand or Operand(d_residual)
+        d_attention = dgrad(g, weights["o"], fast=False)
+        d_o = wgrad(g, saved.take("o"), fast=False)
+        out, leaves = saved.take("attention")
+        d_q, d_k, d_v = torch.autograd.grad(out, leaves, d_attention.view_as(out))
+        del residual, out, leaves, operand, g, d_attention
+        d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, roles.d_qkv)
+        del d_q, d_k, d_v
+        d_n = dgrad(d_qkv, weights["qkv"], fast=False)
+        d_qkv_weight = wgrad(d_qkv, saved.take("n_1"), fast=False)
+        d_x, _, d_norm_1 = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None)
+        return d_x.view(batch, sequence, -1), d_norm_1, d_norm_2, d_qkv_weight, d_o, d_gate_up_weight, d_down
+
+
+def attend(shape: ModelShape, qkv_BSE: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Attention of the rotated projection, with a graph of its own for backward: torch's kernels know best what they save."""
+    packed = qkv_BSE.unflatten(-1, (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim))
+    parts = packed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
+    q, k, v = (part.detach().requires_grad_(keep) for part in parts)
+    with torch.set_grad_enabled(keep):
+        return causal_attention(q, k, v), (q, k, v)
+
+
+@contextmanager
+def not_recording(roles: Roles) -> Iterator[None]:
+    """What is computed a second time must not be counted twice."""
+    present = [role for role in vars(roles).values() if role is not None]
+    before = [role.recording for role in present]
+    for role in present:
+        role.recording = False
+    yield
+    for role, recording in zip(present, before, strict=True):
+        role.recording = recording
+
+
+class StraightBlock(torch.autograd.Function):
+    """What autograd sees of a block that is a straight list of launches: of FusedBlock and of FusedLoraBlock."""
+
+    @staticmethod
+    def forward(
+        ctx, block: Any, run: Callable, keep: bool, recompute: bool, x: Tensor, cos: Tensor, sin: Tensor, *trained: Tensor
+    ) -> Tensor:
+        """`run(x, cos, sin, keep)`: the block's forward, the same whenever it is called. `trained`: what gets a gradient, in the order of
+        the block's `run_backward`, after the one of x.
+        """
+        out, saved = run(x, cos, sin, keep and not recompute)
+        if keep:
+            # Attributes, not save_for_backward: backward lets go of each as soon as it is used.
+            ctx.block, ctx.saved, ctx.again, ctx.tables = block, saved, (run, x) if recompute else None, (cos, sin)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.block is None:
+            raise RuntimeError("a block's backward ran twice: what it keeps is used up by the first one")
+        block, saved, again, (cos, sin) = ctx.block, ctx.saved, ctx.again, ctx.tables
+        ctx.block = ctx.saved = ctx.again = None
+        if again is not None:
+            run, x = again
+            with not_recording(block.roles):
+                _, saved = run(x, cos, sin, True)
+        d_x, *d_trained = block.run_backward(saved, d_out.contiguous(), cos, sin)
+        return None, None, None, None, d_x, None, None, *d_trained

@@ -1,0 +1,215 @@
+"""A frozen block with trainable adapters whose forward and backward are each a straight list of kernel launches: the fast path of LoRA.
+
+The sibling of `FusedBlock`, which see for the legend. Frozen matrices come from a `FrozenBase` as operands, in FP8 or bf16, and have no
+gradient: backward needs of their inputs nothing at all. What adapters need of theirs they make again: n_1 from x, and the mask of
+their dropout from a seed (kernels/lora.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from common.kernels import lora
+from common.kernels.fp8 import Operand, Scaling, dgrad, matmul
+from common.kernels.lora import Dropout, Norm, up_
+from common.model.block import RMSNorm
+from common.model.fused_block import ENGINES, Roles, StraightBlock, attend
+from common.model.shapes import ModelShape
+from common.sharding.activation_offload import HostStack
+
+
+class FrozenBase(Protocol):
+    """Where the frozen matrices qkv, o, gate_up and down of every layer are, [N, K] each."""
+
+    def forward_operands(self, layer: int) -> dict[str, Operand]:
+        """In rows, [N, K]."""
+
+    def backward_operands(self, layer: int) -> dict[str, Operand]:
+        """In columns, [K, N], where it is FP8; rows may then be empty. In bf16 in rows."""
+
+    def release(self, layer: int) -> None:
+        """The pass is through with the layer."""
+
+
+@dataclass
+class Saved:
+    """What a block keeps for its backward: see `saved_bytes_per_token`."""
+
+    x: Tensor  # [M, D], the block's input
+    rstd_1: Tensor
+    t_qkv: Tensor  # [M, rank], D(n_1) A^T
+    attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # its output, with autograd's graph, and the leaves q, k, v
+    t_o: Tensor
+    residual: Tensor  # [M, D], x plus attention
+    rstd_2: Tensor
+    gate_up: Tensor | Operand  # its rows may be in the host's memory
+    dropouts: tuple[Dropout | None, Dropout | None]  # of the two adapters
+
+
+def saved_bytes_per_token(shape: ModelShape, rank: int, fp8_swiglu_input: bool, itemsize: int = 2) -> int:
+    """Bytes that one layer keeps of one token; `itemsize` of the activations, 2 for bf16.
+
+    Llama 2 70B, rank 16, bf16: x, attention's output and the residual 49,152, q, k and v 20,480, gate_up 57,344 in 8 bits (114,688
+    without), both T 64, fp32 log-sum-exp of attention 256 and rstd of the norms 8: 127,304, 83.4 GB for 80 layers of a sequence of 8192.
+    """
+    tensors = 3 * shape.hidden_size + shape.qkv_size + 2 * rank
+    gate_up = 2 * shape.ffn_hidden_size * (1 if fp8_swiglu_input else itemsize)
+    return tensors * itemsize + gate_up + 4 * shape.num_heads + 2 * 4
+
+
+def frozen_roles(scaling: Scaling | None, fp8_swiglu_input: bool, e5m2_gradients: bool, in_fp8: bool = True) -> Roles:
+    """As `Roles.of`, in rows alone: the transposed of an operand is for weight gradients. Without `in_fp8` only what is kept in 8 bits."""
+    stored = scaling.role(transposed=False) if scaling is not None and fp8_swiglu_input else None
+    if scaling is None or not in_fp8:
+        return Roles(stored_gate_up=stored)
+    names = [field.name for field in fields(Roles) if field.name != "stored_gate_up"]
+    roles = {name: scaling.role(gradient=name.startswith("d_") and e5m2_gradients, transposed=False) for name in names}
+    return Roles(**roles, stored_gate_up=stored)
+
+
+class Adapter(nn.Module):
+    """The trainable half of a LoRALinear, under the same names. fp32, whole on every rank."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int):
+        super().__init__()
+        self.lora_a = nn.Parameter(torch.empty(rank, inputs))
+        self.lora_b = nn.Parameter(torch.empty(outputs, rank))
+
+
+class FusedLoraBlock(nn.Module):
+    recomputes_itself = True
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layer: int,
+        base: FrozenBase,
+        kernels: str,
+        rank: int,
+        alpha: float,
+        dropout: float,
+        scaling: Scaling | None = None,
+        fp8_swiglu_input: bool = False,
+        e5m2_gradients: bool = True,
+        in_fp8: bool = True,
+    ):
+        """`layer`: its number in `base`. `scaling`: where FP8 keeps its scales; None where nothing is FP8. `in_fp8`: the base is.
+
+        `fp8_swiglu_input`, with `scaling`: keep gate_up for backward in 8 bits. `e5m2_gradients`: else they are e4m3 as all else,
+        4 dB more exact with less range.
+        """
+        super().__init__()
+        self.shape, self.layer, self.base = shape, layer, base
+        self.ops, self.lora = ENGINES[kernels], lora.ENGINES[kernels]
+        self.scale, self.dropout = alpha / rank, dropout
+        self.roles = frozen_roles(scaling, fp8_swiglu_input, e5m2_gradients, in_fp8)
+        self.host: HostStack | None = None  # where blocks leave their gate_up, in 8 bits, until backward; `leaves`: this block does
+        self.leaves = False
+        self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
+        self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
+        self.qkv = Adapter(shape.hidden_size, shape.qkv_size, rank)
+        self.o = Adapter(shape.hidden_size, shape.hidden_size, rank)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, recompute: bool = False) -> Tensor:
+        """`recompute`: keep the input only, and run again in backward. Without gradients there is no dropout, and nothing is kept."""
+        adapters = [self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b]
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *adapters))
+        run = partial(self.run, dropouts=self.draw_dropouts(x_BSD.device) if keep else (None, None))
+        return StraightBlock.apply(self, run, keep, recompute, x_BSD, cos, sin, *adapters)
+
+    def draw_dropouts(self, device: torch.device) -> tuple[Dropout | None, Dropout | None]:
+        """Masks for one forward, of the device's generator."""
+        if not (self.training and self.dropout):
+            return None, None
+        seeds = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+        return Dropout(seeds[:1], self.dropout), Dropout(seeds[1:], self.dropout)
+
+    def cast_adapters(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A and B of qkv, A and B of o, as the kernels compute with them."""
+        a_qkv, b_qkv, a_o, b_o = (t.detach().to(dtype) for t in (self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b))
+        return a_qkv, b_qkv, a_o, b_o
+
+    def run(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool, dropouts: tuple[Dropout | None, Dropout | None]
+    ) -> tuple[Tensor, Saved | None]:
+        """The forward; with `keep`, also what backward needs."""
+        ops, roles, shape, weights = self.ops, self.roles, self.shape, self.base.forward_operands(self.layer)
+        x = x_BSD.flatten(0, 1)
+        a_qkv, b_qkv, a_o, b_o = self.cast_adapters(x.dtype)
+        _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, roles.n_1)
+        qkv = matmul(n_1, weights["qkv"], fast=True)
+        del n_1
+        t_qkv = self.lora.down(x, Norm(rstd_1, self.attention_norm.weight), a_qkv, dropouts[0])
+        up_(qkv, t_qkv, b_qkv, self.scale)
+        ops.rope_(qkv, cos, sin, shape.num_heads, shape.num_kv_heads)
+        attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
+        del qkv
+        o = attention[0].detach().flatten(2).flatten(0, 1)
+        branch = matmul(ops.quantise(o, roles.o), weights["o"], fast=True)
+        t_o = self.lora.down(o, None, a_o, dropouts[1])
+        up_(branch, t_o, b_o, self.scale)
+        del o
+        residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, roles.n_2)
+        del branch
+        gate_up = matmul(n_2, weights["gate_up"], fast=True)
+        del n_2
+        h, kept = ops.swiglu(gate_up, roles.h, roles.stored_gate_up if self.training else None)  # an evaluation keeps nothing
+        del gate_up
+        out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
+        self.base.release(self.layer)
+        if keep and self.leaves:
+            kept = self.leave(kept)
+        saved = Saved(x, rstd_1, t_qkv, attention, t_o, residual, rstd_2, kept, dropouts) if keep else None
+        return out, saved
+
+    def leave(self, gate_up: Tensor | Operand) -> Operand:
+        """Send it to the host; what is left here is its scale."""
+        assert self.host is not None and isinstance(gate_up, Operand)
+        self.host.push(gate_up.rows)
+        return gate_up._replace(rows=gate_up.rows.new_empty(0))
+
+    def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of the input and, in fp32, of A and B of qkv and A and B of o. Takes `saved` apart as it goes."""
+        ops, roles, weights = self.ops, self.roles, self.base.backward_operands(self.layer)
+        d_out = d_out_BSD.flatten(0, 1)
+        a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
+        if self.host is not None:
+            self.host.fetch()  # the topmost sets out while a block that left nothing goes backward, as the last one does
+        d_h = dgrad(ops.quantise(d_out, roles.d_out), weights["down"], fast=False)
+        gate_up = saved.gate_up
+        if self.leaves:
+            assert self.host is not None and isinstance(gate_up, Operand)
+            gate_up = gate_up._replace(rows=self.host.pop())
+        del saved.gate_up
+        d_gate_up = ops.swiglu_backward(d_h, gate_up, roles.d_gate_up)
+        del d_h, gate_up
+        d_n = dgrad(d_gate_up, weights["gate_up"], fast=False)
+        del d_gate_up
+        d_residual, g, _ = ops.rms_norm_backward(
+            d_n, saved.residual, saved.rstd_2, self.ffn_norm.weight, d_out, roles.d_attention, weight_grad=False
+        )
+        del d_n, d_out, saved.residual
+        d_attention = dgrad(g or Operand(d_residual), weights["o"], fast=False)
+        del g
+        p, d_b_o, _ = self.lora.up_backward(d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None)
+        out, leaves = saved.attention
+        o = out.detach().flatten(2).flatten(0, 1)
+        d_a_o = self.lora.down_backward_(d_attention, o, None, p, a_o, saved.dropouts[1])
+        d_q, d_k, d_v = torch.autograd.grad(out, leaves, d_attention.view_as(out))
+        del out, leaves, o, d_attention, saved.attention
+        d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, None).rows
+        del d_q, d_k, d_v
+        p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], roles.d_qkv)
+        del d_qkv
+        d_n = dgrad(g, weights["qkv"], fast=False)
+        del g
+        norm = Norm(saved.rstd_1, self.attention_norm.weight)
+        d_a_qkv = self.lora.down_backward_(d_n, saved.x, norm, p, a_qkv, saved.dropouts[0])
+        d_x, _, _ = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None, weight_grad=False)
+        self.base.release(self.layer)
+        return d_x.view_as(d_out_BSD), d_a_qkv, d_b_qkv, d_a_o, d_b_o

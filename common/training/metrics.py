@@ -1,0 +1,216 @@
+"""Step time, tokens/s, TFLOP/s and MFU; events.jsonl; the progress line.
+
+MFU = tokens/s per GPU x training FLOPs per token / dense bf16 peak of one GPU, with FLOPs per token = 6N + 6LSH: all matrix
+weights forward and backward, causal attention at half of the square, recomputation not counted (common/model/shapes.py).
+Values stay on the device until a step logs; only then does the host wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from common.errors import NonFinite, StorageError
+from common.sharding.processes import Processes
+
+
+class Events:
+    """events.jsonl of a run: one JSON object per line, written by rank 0, each line whole when it is there at all."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644) if path is not None else None
+
+    def write(self, event: str, **values) -> None:
+        if self.fd is None:
+            return
+        # JSON has no NaN and no infinity: null stands for them.
+        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+        line = (json.dumps({"event": event, **values}, allow_nan=False) + "\n").encode()
+        end = os.lseek(self.fd, 0, os.SEEK_CUR)
+        try:
+            while line:
+                line = line[os.write(self.fd, line) :]  # a short write: the next one tells why
+        except OSError as error:
+            os.ftruncate(self.fd, end)  # no cut line
+            os.lseek(self.fd, end, os.SEEK_SET)
+            raise StorageError(
+                f"{self.path}: cannot write: {error.strerror}", "the disk is full or gone", "free space and start again"
+            ) from None
+
+
+class Progress:
+    """One line on a terminal that rewrites itself at most twice a second; plain lines when stderr goes elsewhere."""
+
+    def __init__(self, enabled: bool, stream: TextIO | None = None):
+        self.stream = stream or sys.stderr
+        self.enabled, self.is_terminal, self.last, self.open_line = enabled, self.stream.isatty(), 0.0, False
+
+    def show(self, text: str, final: bool = False) -> None:
+        if not self.enabled:
+            return
+        now = time.monotonic()
+        if not self.is_terminal:
+            print(text, file=self.stream, flush=True)
+        elif final or now - self.last > 0.5:
+            # What is to be rewritten must fit: of a wrapped line only the last row would be.
+            self.stream.write("\r\x1b[K" + (text + "\n" if final else text[: self._columns() - 1]))
+            self.stream.flush()
+            self.last, self.open_line = now, not final
+
+    def _columns(self) -> int:
+        return os.get_terminal_size(self.stream.fileno()).columns or 80  # 0: the terminal does not know
+
+    def close(self) -> None:
+        if self.open_line:
+            self.stream.write("\n")
+            self.open_line = False
+
+
+class StepClock:
+    """Times steps without making the host wait: CUDA events on a GPU, the monotonic clock on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.marks: list = []
+
+    def mark(self) -> None:
+        """Call at the start of training, after each step, and after each pause (evaluation) with `restart`."""
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def restart(self) -> None:
+        self.marks.clear()
+        self.mark()
+
+    def drain_ms(self) -> list[float]:
+        """Milliseconds of the steps since the last call; waits for the device."""
+        if self.on_gpu:
+            self.marks[-1].synchronize()
+            times = [a.elapsed_time(b) for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        else:
+            times = [1e3 * (b - a) for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        self.marks = self.marks[-1:]
+        return times
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one GPU does, over the steps since the last log."""
+
+    step_time_ms: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float | None  # None where no peak is known (CPU)
+
+    @staticmethod
+    def of(step_time_ms: float, tokens_per_step: int, gpus: int, flops_per_token: int, peak_tflops: float | None) -> Rate:
+        tokens = tokens_per_step / gpus / (step_time_ms / 1e3)
+        tflops = tokens * flops_per_token / 1e12
+        return Rate(step_time_ms, tokens, tflops, tflops / peak_tflops if peak_tflops else None)
+
+    def text(self) -> str:
+        mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
+        return f"{self.tokens_per_s_per_gpu:,.0f} tok/s/GPU, {self.tflops_per_gpu:.3g} TFLOP/s/GPU{mfu}"
+
+
+class Meter:
+    """Collects per-step values on the device and turns them into events and a progress line when a step logs."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        events: Events,
+        progress: Progress,
+        *,
+        tokens_per_step: int,
+        samples_per_step: int,
+        flops_per_token: int,
+        peak_tflops: float | None,
+        max_samples: int,
+    ):
+        self.processes, self.events, self.progress = processes, events, progress
+        self.tokens_per_step, self.samples_per_step = tokens_per_step, samples_per_step
+        self.flops_per_token, self.peak_tflops, self.max_samples = flops_per_token, peak_tflops, max_samples
+        self.clock = StepClock(processes.device)
+        self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # step, learning rate, loss of this rank's part, gradient norm
+        self.step_times_ms: list[float] = []
+        self.rate: Rate | None = None
+        self.samples = 0  # train sequences consumed: steps done x global batch
+        self.started = time.monotonic()
+
+    def start(self) -> None:
+        self.started = time.monotonic()
+        self.clock.restart()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def record(self, step: int, learning_rate: float, loss: Tensor, grad_norm: Tensor) -> None:
+        """Keep one finished step. `loss`: this rank's part of the mean over the global batch, fp32 [] on the device."""
+        self.samples = step * self.samples_per_step
+        self.pending.append((step, learning_rate, loss, grad_norm))
+        self.clock.mark()
+
+    def flush(self, next_eval_samples: int) -> None:
+        """Fetch what is pending, write it, show progress. Raises NonFinite at the first step whose loss or norm is not finite."""
+        if not self.pending:
+            return
+        times_ms = self.clock.drain_ms()
+        losses = self.processes.sum(torch.stack([loss for _, _, loss, _ in self.pending])).tolist()
+        norms = torch.stack([norm for _, _, _, norm in self.pending]).tolist()
+        mean_ms = sum(times_ms) / len(times_ms)
+        self.rate = Rate.of(mean_ms, self.tokens_per_step, self.processes.world_size, self.flops_per_token, self.peak_tflops)
+        self.step_times_ms += times_ms
+        now = self.seconds()
+        for index, (step, learning_rate, _, _) in enumerate(self.pending):
+            last = index == len(self.pending) - 1
+            values = {"step": step, "samples": step * self.samples_per_step, "loss": losses[index], "grad_norm": norms[index]}
+            values |= {"learning_rate": learning_rate, "step_time_ms": times_ms[index], "time_s": now - sum(times_ms[index + 1 :]) / 1e3}
+            if last:
+                values |= {"tokens_per_s_per_gpu": self.rate.tokens_per_s_per_gpu, "tflops_per_gpu": self.rate.tflops_per_gpu}
+                values |= {"mfu": self.rate.mfu, "memory_gib": memory_gib(self.processes.device)}
+            self.events.write("step", **values)
+            if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
+                raise NonFinite(
+                    f"step {step}: loss {losses[index]}, gradient norm {norms[index]}",
+                    "a value is not finite; the weights were not updated with it",
+                    f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure",
+                )
+        self._show(self.pending[-1][0], losses[-1], next_eval_samples)
+        self.pending.clear()
+
+    def _show(self, step: int, loss: float, next_eval_samples: int) -> None:
+        assert self.rate is not None
+        samples = step * self.samples_per_step
+        left_s = (self.max_samples - samples) / self.samples_per_step * self.rate.step_time_ms / 1e3
+        memory = memory_gib(self.processes.device)
+        used = f" · {memory:.1f} GiB" if memory is not None else ""
+        self.progress.show(
+            f"step {step} · {samples:,} samples · loss {loss:.4f} · {self.rate.text()}{used} · eval in "
+            f"{max(0, next_eval_samples - samples):,} samples · at most {_duration(left_s)} left"
+        )
+
+
+def memory_gib(device: torch.device) -> float | None:
+    """Peak memory the allocator has reserved on this GPU, GiB; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}" if hours else f"{minutes}m{seconds:02d}"

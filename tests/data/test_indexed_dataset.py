@@ -1,0 +1,180 @@
+"""Our `.bin/.idx` against Megatron's reader and writer, and against damage."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from common.errors import DataError
+from common.data.indexed_dataset import HEADER, Index, Writer, token_dtype
+
+DOCUMENTS = [[1, 2, 3], [7], [499, 0, 12, 13, 14]]
+
+
+def write(prefix, documents=DOCUMENTS, vocab_size=500):
+    writer = Writer(prefix, vocab_size)
+    for document in documents:
+        writer.add(document)
+    return writer.finish()
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "name", "code"), [(500, "uint16", 8), (65499, "uint16", 8), (65500, "int32", 4), (128256, "int32", 4)]
+)
+def test_round_trip_and_dtype(tmp_path, vocab_size, name, code):
+    documents = [*DOCUMENTS, [vocab_size - 1]]
+    index = write(tmp_path / "a.b_text_document", documents, vocab_size)
+    assert index.dtype.name == token_dtype(vocab_size).name == name
+    assert (tmp_path / "a.b_text_document.idx").read_bytes()[17] == code
+    assert (index.num_documents, index.num_sequences, index.num_tokens) == (4, 4, 10)
+    assert index.sequence_lengths.tolist() == [3, 1, 5, 1] and index.document_boundaries.tolist() == [0, 1, 2, 3, 4]
+    with index.open_tokens() as tokens:
+        assert tokens.read(0, 10).tolist() == [id for document in documents for id in document]
+        assert tokens.read_sequence(2, 1, 3).tolist() == [0, 12, 13]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.b_text_document.bin", "a.b_text_document.idx"]
+
+
+def test_index_of_many_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.data.indexed_dataset.CHUNK", 7)
+    lengths = np.random.RandomState(0).randint(1, 9, 50)
+    index = write(tmp_path / "c", [np.arange(n) for n in lengths])
+    np.testing.assert_array_equal(index.sequence_lengths, lengths)
+    np.testing.assert_array_equal(index.sequence_offsets, np.concatenate(([0], np.cumsum(lengths)[:-1])) * 2)
+
+
+@pytest.mark.parametrize("vocab_size", [500, 128256])
+def test_megatron_reads_our_files(megatron, tmp_path, vocab_size):  # noqa: F811
+    write(tmp_path / "ours", vocab_size=vocab_size)
+    theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
+    assert [theirs[i].tolist() for i in range(len(theirs))] == DOCUMENTS
+    assert theirs.document_indices.tolist() == [0, 1, 2, 3] and theirs.sequence_lengths.tolist() == [3, 1, 5]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_we_read_megatrons_files(megatron, tmp_path, dtype):  # noqa: F811
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    for document in DOCUMENTS:
+        builder.add_item(torch.tensor(document))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    write(tmp_path / "ours", vocab_size=500 if dtype is np.uint16 else 128256)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"theirs{suffix}").read_bytes() == (tmp_path / f"ours{suffix}").read_bytes()
+    with Index.read(tmp_path / "theirs").open_tokens() as tokens:
+        assert tokens.read(0, 9).tolist() == [1, 2, 3, 7, 499, 0, 12, 13, 14]
+
+
+def test_metadata_does_not_need_the_tokens(tmp_path):
+    write(tmp_path / "p")
+    (tmp_path / "p.bin").unlink()
+    index = Index.read(tmp_path / "p")
+    assert index.num_tokens == 9
+    with pytest.raises(DataError, match=r"p\.bin: cannot be opened"):
+        index.open_tokens()
+
+
+def damaged(tmp_path, change):
+    write(tmp_path / "p")
+    raw = bytearray((tmp_path / "p.idx").read_bytes())
+    (tmp_path / "p.idx").write_bytes(change(raw) or raw)
+    return tmp_path / "p"
+
+
+DAMAGE = {
+    "magic": (lambda raw: raw.__setitem__(slice(0, 4), b"MMAP"), "no Megatron index"),
+    "version": (lambda raw: raw.__setitem__(9, 2), "expected version 1, got version 2"),
+    "dtype": (lambda raw: raw.__setitem__(17, 9), "got code 9"),
+    "float": (lambda raw: raw.__setitem__(17, 7), r"got code 7 \(float32\)"),
+    "truncated": (lambda raw: raw[:-1], "expected 102 bytes for 3 sequences and 4 boundaries, got 101"),
+    "header": (lambda raw: raw[:20], "a header of 34 bytes, got 20"),
+    "multimodal": (lambda raw: raw + b"\0\0\0", "multimodal"),
+    "count": (lambda raw: raw.__setitem__(slice(18, 26), struct.pack("<Q", 2**40)), "expected 13194139533378 bytes"),
+    "length": (lambda raw: raw.__setitem__(slice(38, 42), struct.pack("<i", -1)), "-1 for sequence 1"),
+    "first offset": (lambda raw: raw.__setitem__(slice(46, 54), struct.pack("<q", 2)), "sequence 0 at byte 0 .*got byte 2"),
+    "offset": (lambda raw: raw.__setitem__(slice(62, 70), struct.pack("<q", 6)), "sequence 2 at byte 8 .*got byte 6"),
+    "first boundary": (lambda raw: raw.__setitem__(slice(70, 78), struct.pack("<q", 1)), "boundaries from 0 to 3, got 1 to 3"),
+    "last boundary": (lambda raw: raw.__setitem__(slice(94, 102), struct.pack("<q", 4)), "boundaries from 0 to 3, got 0 to 4"),
+    "boundary order": (lambda raw: raw.__setitem__(slice(78, 86), struct.pack("<q", 3)), "3 then 2 at document 1"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_index_is_named(tmp_path, kind):
+    change, message = DAMAGE[kind]
+    with pytest.raises(DataError, match=message) as caught:
+        Index.read(damaged(tmp_path, change))
+    assert str(tmp_path / "p.idx") in caught.value.what and caught.value.exit_code == 15
+
+
+@pytest.mark.parametrize("size", [0, 17, 19, 36])
+def test_wrong_size_of_tokens(tmp_path, size):
+    index = write(tmp_path / "p")
+    (tmp_path / "p.bin").write_bytes(b"\1" * size)
+    with pytest.raises(DataError, match=f"expected 18 bytes .*got {size} bytes"):
+        index.open_tokens()
+
+
+def test_tokens_cut_while_open(tmp_path):
+    tokens = write(tmp_path / "p").open_tokens()
+    (tmp_path / "p.bin").write_bytes(b"\1\0" * 4)
+    with pytest.raises(DataError, match="expected 9 tokens at token 0, got 4"):
+        tokens.read(0, 9)
+
+
+def test_missing_index(tmp_path):
+    with pytest.raises(DataError, match=r"gone\.idx: cannot be opened: No such file"):
+        Index.read(tmp_path / "gone")
+
+
+def test_writer_refuses_ids_that_do_not_fit(tmp_path):
+    writer = Writer(tmp_path / "p", 2048)
+    for bad in ([5, 128000], [-1], [2048]):
+        with pytest.raises(DataError, match="ids from 0 to 2047, stored as uint16"):
+            writer.add(bad)
+    with pytest.raises(DataError, match="non-empty"):
+        writer.add([])
+    with pytest.raises(DataError, match="at least one document"):
+        writer.finish()
+    writer.close()
+    assert not (tmp_path / "p.idx").exists() and not (tmp_path / "p.bin").exists()
+
+
+def test_writer_goes_on_from_a_flush(tmp_path):
+    write(tmp_path / "whole", DOCUMENTS * 3)
+    first = Writer(tmp_path / "p", 500)
+    for document in DOCUMENTS:
+        first.add(document)
+    point = first.flush()
+    first.add([99, 98])  # after the last flush: must vanish
+    first.close()
+    second = Writer(tmp_path / "p", 500, *point)
+    for document in DOCUMENTS * 2:
+        second.add(document)
+    second.finish()
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"p{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+def test_writer_killed_between_its_two_renames(tmp_path):
+    writer = Writer(tmp_path / "p", 500)
+    for document in DOCUMENTS:
+        writer.add(document)
+    point = writer.flush()
+    writer.close()
+    (tmp_path / "p.bin.partial").rename(tmp_path / "p.bin")
+    assert Writer(tmp_path / "p", 500, *point).finish().num_tokens == 9
+
+
+def test_writer_refuses_a_point_it_never_reached(tmp_path):
+    write(tmp_path / "p")
+    (tmp_path / "q.bin.partial").write_bytes(b"12")
+    (tmp_path / "q.lengths.partial").write_bytes(b"1234")
+    with pytest.raises(DataError, match="at least the 18 bytes of the checkpoint, got 2"):
+        Writer(tmp_path / "q", 500, 3, 9)
+
+
+def test_header_is_34_bytes():
+    assert HEADER.size == 34

@@ -1,0 +1,154 @@
+"""Does FP8 train as bf16 does? A model of the 8B's width and two layers, on the miniature's real text, once per precision.
+
+    PYTHONPATH=. python tests/gpu/convergence --data-dir DIR --out losses.json [--steps 400] [--seeds 1,2,3] [--only "NAME;..."]
+    PYTHONPATH=. python tests/gpu/convergence --golden --out tests/gpu/golden_H200.json
+
+Same seed, same sequences, same schedule; what differs is how the blocks compute. Prints the mean training loss of the last 50 steps and
+what it is relative to bf16 of the plain blocks with the same seed. One pair of runs says little: two bf16 runs of one seed differ by some
+tenths of a percent, for attention's backward adds up in another order each time; so the mean over several seeds is what to read. Needs a
+GPU; some 15 s per run on an H200. `--golden` writes what
+tests/gpu/test_golden.py compares later runs with: 100 steps of GOLDEN on synthetic text, which depends on no file and no version of Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.config import RunConfig
+from common.kernels.attention import attention_backends
+from common.model.shapes import LLAMA31_8B, ModelShape
+from common.sharding.processes import Processes, start_processes
+from common.training.loop import Batching, next_token_pairs, train_step
+from common.training.optimizer import warmup_cosine
+from llama31_8b import prepare
+from llama31_8b.data import TrainData, train_batches
+from llama31_8b.rules import CLOSED, MINIATURE, Config
+from llama31_8b.train import build
+
+SHAPE = replace(LLAMA31_8B, num_layers=2, vocab_size=MINIATURE.shape.vocab_size)
+SEQUENCE, BATCH = 1024, 8  # 8,192 tokens per step
+SEED, LEARNING_RATE, WARMUP_STEPS = 1, 4e-4, 20
+
+PLAIN: dict[str, object] = {"kernels": "triton", "compile": True}
+FUSED: dict[str, object] = {"kernels": "triton", "fused_blocks": True}
+VARIANTS: dict[str, dict[str, object]] = {
+    "bf16": PLAIN,
+    "bf16 fused": FUSED,
+    "fp8 torch delayed": FUSED | {"fp8": "torch", "fp8_recipe": "delayed"},
+    "fp8 torch current": FUSED | {"fp8": "torch", "fp8_recipe": "current"},
+    "fp8 torch delayed, SwiGLU input in 8 bits": FUSED | {"fp8": "torch", "fp8_recipe": "delayed", "fp8_swiglu_input": True},
+    "fp8 torch delayed, head in FP8": FUSED | {"fp8": "torch", "fp8_recipe": "delayed", "fp8_head": True},
+    "fp8 te delayed": {"kernels": "triton", "fp8": "te", "fp8_recipe": "delayed"},
+    "fp8 te current": {"kernels": "triton", "fp8": "te", "fp8_recipe": "current"},
+}
+
+
+GOLDEN = ("bf16 fused", "fp8 torch delayed")
+GOLDEN_STEPS = 100
+
+
+def config_of(options: dict[str, object]) -> RunConfig:
+    return Config(
+        gpu="H200",
+        nodes=1,
+        gpus_per_node=1,
+        global_batch_size=BATCH,
+        opt_base_learning_rate=LEARNING_RATE,
+        opt_learning_rate_warmup_steps=WARMUP_STEPS,
+        max_samples=BATCH,
+        micro_batch_size=BATCH,
+        eval_micro_batch_size=BATCH,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def text_batches(data_dir: Path, steps: int, vocab_size: int, seed: int) -> Iterator[np.ndarray]:
+    """The miniature's training text in longer sequences: int [batch, 2, sequence]."""
+    data = TrainData(data_dir / MINIATURE.train_prefix, SEQUENCE, steps * BATCH, seed, vocab_size)
+    yield from map(next_token_pairs, train_batches(data, BATCH, BATCH, 0, 1))
+
+
+def synthetic_batches(steps: int, vocab_size: int) -> Iterator[np.ndarray]:
+    """A chain in which every token has eight likely followers: there is something to learn, and it is the same everywhere."""
+    generator = np.random.Generator(np.random.Philox(SEED))
+    followers = generator.integers(0, vocab_size, (vocab_size, 8), np.int64)
+    for _ in range(steps):
+        choice, noise = generator.integers(0, 8, (SEQUENCE + 1, BATCH)), generator.integers(0, vocab_size, (SEQUENCE + 1, BATCH))
+        is_noise = generator.random((SEQUENCE + 1, BATCH)) < 0.1
+        tokens = np.empty((SEQUENCE + 1, BATCH), np.int64)
+        tokens[0] = noise[0]
+        for place in range(1, SEQUENCE + 1):
+            tokens[place] = np.where(is_noise[place], noise[place], followers[tokens[place - 1], choice[place]])
+        yield next_token_pairs(tokens.T.astype(np.int32))
+
+
+def train_losses(
+    config: RunConfig, batches: Iterator[np.ndarray], steps: int, processes: Processes, seed: int = SEED, shape: ModelShape = SHAPE
+) -> list[float]:
+    """Training loss of each step."""
+    rules = replace(CLOSED, shape=shape, sequence_length=SEQUENCE)
+    lr_at = warmup_cosine(LEARNING_RATE, LEARNING_RATE / 10, WARMUP_STEPS, steps)
+    losses: list[Tensor] = []
+    with attention_backends(processes.device.type):
+        model, optimizer = build(config, rules, processes, seed)
+        on_device = (torch.from_numpy(batch).to(processes.device) for batch in batches)
+        for step in range(steps):
+            loss, _ = train_step(model, optimizer, on_device, Batching(BATCH, 1, False), lr_at(step), 1, lambda phase: None)
+            losses.append(loss)
+    return torch.stack(losses).tolist()
+
+
+def golden_losses(processes: Processes) -> dict[str, list[float]]:
+    return {
+        name: train_losses(config_of(VARIANTS[name]), synthetic_batches(GOLDEN_STEPS, SHAPE.vocab_size), GOLDEN_STEPS, processes)
+        for name in GOLDEN
+    }
+
+
+def summary(name: str, curves: dict[int, list[float]], bf16: dict[int, list[float]] | None) -> str:
+    """One line: loss at the end, the mean over the seeds, and what it is relative to bf16, the mean and seed by seed."""
+    finals = {seed: statistics.mean(losses[-50:]) for seed, losses in curves.items()}
+    line = f"{name:45} last 50: {statistics.mean(finals.values()):.4f}"
+    if bf16 is None:
+        return line
+    ratios = [final / statistics.mean(bf16[seed][-50:]) - 1 for seed, final in finals.items()]
+    return f"{line} ({statistics.mean(ratios):+.2%} of bf16; by seed {', '.join(f'{ratio:+.2%}' for ratio in ratios)})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", type=Path, default=Path("data/miniature"))
+    parser.add_argument("--golden", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", default=str(SEED))
+    parser.add_argument("--only", default=";".join(VARIANTS))
+    args = parser.parse_args()
+    processes = start_processes("cuda", 600.0)
+    if args.golden:
+        facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "losses": golden_losses(processes)}
+        args.out.write_text(json.dumps(facts, indent=1) + "\n")
+        return
+    prepare.miniature(args.data_dir)
+    curves: dict[str, dict[int, list[float]]] = {}
+    for name in args.only.split(";"):
+        curves[name] = {}
+        for seed in map(int, args.seeds.split(",")):
+            batches = text_batches(args.data_dir, args.steps, SHAPE.vocab_size, seed)
+            curves[name][seed] = train_losses(config_of(VARIANTS[name]), batches, args.steps, processes, seed)
+            torch.cuda.empty_cache()
+        print(summary(name, curves[name], curves.get("bf16")), flush=True)
+        args.out.write_text(json.dumps(curves))
+
+
+if __name__ == "__main__":
+    main()

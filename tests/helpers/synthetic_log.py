@@ -1,0 +1,114 @@
+"""Logs for the tests, written through the real RunLog with invented losses; and ways to spoil them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from common import config
+from common.training.mllog import TOKEN, RunLog
+from llama2_70b_lora import log_keys as lora_log_keys
+from llama2_70b_lora import rules as lora_rules
+from llama31_8b import log_keys, rules
+from llama31_8b.rules import Config
+
+CONFIG_FILENAME = "A_TEST_1x8.toml"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What the log of one benchmark is made of."""
+
+    rules: ModuleType
+    log_keys: ModuleType
+    config: dict  # the keys of its config that decide convergence
+    train_samples: int
+
+    def run_config(self, global_batch_size: int | None = None, **changes) -> config.RunConfig:
+        sizes = {"nodes": 1, "gpus_per_node": 8, "micro_batch_size": 1, "eval_micro_batch_size": 1, "max_samples": 1_000_000}
+        table = {"gpu": "MI355X", **sizes, **self.config, **changes}
+        return config.from_table(table | ({"global_batch_size": global_batch_size} if global_batch_size else {}), self.rules.Config, "test")
+
+
+PRETRAINING = Benchmark(
+    rules, log_keys, {"global_batch_size": 32, "opt_base_learning_rate": 8e-4, "opt_learning_rate_warmup_steps": 128}, 1_574_207
+)
+LORA = Benchmark(
+    lora_rules, lora_log_keys, {"global_batch_size": 8, "opt_base_learning_rate": 4e-4, "opt_learning_rate_training_steps": 1024}, 3901
+)
+BENCHMARKS = (PRETRAINING, LORA)
+
+
+def benchmark_of(rules_) -> Benchmark:
+    return next(benchmark for benchmark in BENCHMARKS if isinstance(rules_, benchmark.rules.Rules))
+
+
+def project_root(folder: Path) -> Path:
+    """A project that has the config the log names."""
+    for benchmark in BENCHMARKS:
+        path = folder / "configs" / benchmark.rules.BENCHMARK / CONFIG_FILENAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return folder
+
+
+def run_config(global_batch_size: int = 32, **changes) -> Config:
+    found = PRETRAINING.run_config(global_batch_size, **changes)
+    assert isinstance(found, Config)
+    return found
+
+
+def start(path: Path | None, rules_=rules.CLOSED, global_batch_size: int | None = None) -> RunLog:
+    """A log up to run_start."""
+    benchmark, log = benchmark_of(rules_), RunLog(path)
+    train_samples = getattr(rules_, "train_samples", benchmark.train_samples)
+    pairs = benchmark.log_keys.hyperparameters(benchmark.run_config(global_batch_size), rules_, train_samples, CONFIG_FILENAME)
+    log.cache_clear(True)
+    log.init_start()
+    name, division = benchmark.rules.BENCHMARK, rules_.division
+    log.submission(benchmark=name, org="An Organisation", platform="8 GPUs", division=division, status="onprem")
+    log.seed(3_123_456_789)
+    log.hyperparameters(pairs)
+    log.init_stop()
+    log.run_start()
+    return log
+
+
+def evaluate(log: RunLog, samples: int, loss: float) -> None:
+    log.eval_start(samples)
+    log.eval_accuracy(samples, loss)
+    log.eval_stop(samples)
+
+
+def write_good(path: Path, rules_=rules.CLOSED, global_batch_size: int | None = None, evaluations: int = 4) -> Path:
+    """A run that reaches the target at its last evaluation."""
+    batch = benchmark_of(rules_).run_config(global_batch_size).global_batch_size
+    first, interval = rules_.first_evaluation(batch), rules_.eval_interval(batch)
+    return write_evaluations(path, rules_, [first + interval * index for index in range(evaluations)], batch)
+
+
+def write_evaluations(path: Path, rules_, counts: list[int], global_batch_size: int | None = None) -> Path:
+    """The same, with evaluations at `counts` training sequences, be that by the rules or not."""
+    log = start(path, rules_, global_batch_size)
+    for number, (before, samples) in enumerate(zip([0, *counts], counts, strict=False), start=1):
+        log.block_start(before)
+        log.block_stop(samples, throughput=25.5)
+        evaluate(log, samples, rules_.target_loss + 0.05 * (len(counts) - number))
+    log.run_stop(counts[-1], "success")
+    return path
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line[len(TOKEN) :]) for line in path.read_text().splitlines()]
+
+
+def write_records(path: Path, changed: list[dict]) -> Path:
+    path.write_text("".join(f"{TOKEN}{json.dumps(record)}\n" for record in changed))
+    return path
+
+
+def find(log: list[dict], key: str, occurrence: int = 0) -> int:
+    """Index in `log` of the given occurrence of `key`; its line number is one more."""
+    return [index for index, record in enumerate(log) if record["key"] == key][occurrence]

@@ -1,0 +1,148 @@
+"""A project of its own for tests of the launcher: the launcher as it is, and a toy benchmark whose trainer misbehaves as told.
+
+TOY says how: good, kill, wait, or held. A held run waits while there is a file hold_<attempt> where the launcher was started.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+TRAINER = """
+import argparse, json, os, signal, sys, time
+from pathlib import Path
+from common.errors import StorageError, write_rank_record
+
+parser = argparse.ArgumentParser()
+for name in ("run-dir", "data-dir", "config-name", "seed", "device"):
+    parser.add_argument(f"--{name}", required=True)
+args = parser.parse_args()
+run_dir, rank, mode = Path(args.run_dir), int(os.environ["RANK"]), os.environ["TOY"]
+attempt = sum(json.loads(line)["event"] == "start" for line in (run_dir.parent / "attempts.jsonl").read_text().splitlines())
+
+def log(key, **metadata):
+    if rank == 0:
+        line = ":::MLLOG " + json.dumps({"key": key, "time_ms": int(time.time() * 1000), "value": None, "metadata": metadata})
+        if key != "tracked_stats":
+            print(line, flush=True)
+        with (run_dir / "result.txt").open("a") as file:
+            file.write(line + "\\n")
+
+def end(outcome, error=None, **facts):
+    write_rank_record(run_dir, rank, outcome, error, **facts)
+    os._exit(error.exit_code if error else 0)
+
+def stop(number, frame):
+    log("run_stop", status="aborted", samples_count=1)
+    write_rank_record(run_dir, rank, "interrupted")
+    os._exit(143)
+
+signal.signal(signal.SIGTERM, stop)
+assert (run_dir / "config.toml").is_file() and os.environ["CACHE_CLEARED"] == "fadvise" and os.environ["FROM_CONFIG"] == "yes"
+log("run_start", config=args.config_name)
+print("progress line", file=sys.stderr, flush=True)
+if mode == "kill":
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+if mode == "wait":
+    (run_dir / "waiting").write_text("")
+    time.sleep(30)
+(run_dir / f"pid_{rank}").write_text(str(os.getpid()))
+deadline = time.monotonic() + 30
+while mode == "held" and (run_dir.parents[2] / f"hold_{attempt}").exists() and time.monotonic() < deadline:
+    time.sleep(0.02)
+try:
+    for step in range(400):
+        log("tracked_stats", text="a line to fill the disk" * 4)
+except OSError as error:
+    end("failed", StorageError(f"cannot write: {error.strerror}", "the disk is full", "free space"), step=1)
+log("run_stop", status="success", samples_count=32)
+end("done", step=2)
+"""
+RULES = """
+from types import SimpleNamespace
+from common.config import RunConfig as Config
+MINIATURE = SimpleNamespace(
+    division="miniature", sequence_length=8, target_loss=1.0, data_files=("t.bin", "t.idx", "v.bin", "v.idx"), eval_interval=lambda batch: 16
+)
+CLOSED = MINIATURE
+"""
+PREPARE = """
+import sys
+from pathlib import Path
+folder = Path(sys.argv[sys.argv.index("--data-dir") + 1])
+folder.mkdir(parents=True, exist_ok=True)
+for name in ("t.bin", "t.idx", "v.bin", "v.idx"):
+    (folder / name).write_text("x")
+print("prepared")
+"""
+CHECK = "import os, sys; print('one finding'); sys.exit(int(os.environ.get('FINDINGS', 0)))"
+REPORT = "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
+
+
+def make_project(root: Path) -> Path:
+    """The launcher and the toy in `root`."""
+    shutil.copytree(ROOT / "launch", root / "launch")
+    (root / "common").mkdir()
+    for path in (ROOT / "common").glob("*.py"):  # all that the launcher might ask for; none of it runs unless it is imported
+        shutil.copy(path, root / "common")
+    shutil.copy(ROOT / "run_and_time.sh", root)
+    config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
+    config = re.sub("opt_learning_rate_warmup_steps = .*\n", "", config.replace("= 16\n", "= 8\n"))
+    files = {
+        "toy/__init__.py": "",
+        "toy/rules.py": RULES,
+        "toy/train.py": TRAINER,
+        "toy/prepare.py": PREPARE,
+        "submission/__init__.py": "",
+        "submission/check.py": CHECK,
+        "submission/report.py": REPORT,
+        "records/rcp.py": "SUBMISSION_RUNS = 10\ndef mean_samples(benchmark, batch): return None",
+        "requirements.txt": "pytest\n",
+        "configs/toy/CPU_1x1.toml": config.replace("global_batch_size = 8", "global_batch_size = 16")
+        + 'FROM_CONFIG = "yes"\n',  # the file ends with its [env]
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def door(project, cwd, *arguments, **variables):
+    """Start run_and_time.sh from `cwd` on a machine without GPUs."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    keep = {key: value for key, value in os.environ.items() if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")}
+    environment = (
+        keep | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOGDIR": "out", "DATADIR": "data"} | variables
+    )
+    command = [str(project / "run_and_time.sh"), "toy", *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def alive(tmp_path):
+    return [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes(p)]
+
+
+def _bytes(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()

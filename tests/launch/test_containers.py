@@ -1,0 +1,291 @@
+"""Dockerfile, run_with_docker.sh and run.sub: linted, and what they print for each GPU and engine. No engine and no Slurm is needed.
+
+What a container engine would do is played by a stand-in on PATH, for what must hold of it: signals, exit codes, and its own container only.
+"""
+
+import fnmatch
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from toy import wait_until
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ["run_and_time.sh", "run_tests.sh", "run_with_docker.sh", "run.sub", ".ci/run"]
+HABITS = (
+    "SEED",
+    "NEXP",
+    "DATADIR",
+    "MODEL",
+    "LOGDIR",
+    "DGXSYSTEM",
+    "DGXNGPU",
+    "GPU_KIND",
+    "CONT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+)
+
+
+def tool(name: str) -> str:
+    """A linter of requirements-test.txt, beside the Python that runs this."""
+    path = shutil.which(name, path=os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"])))
+    assert path, f"{name} is missing: see requirements-test.txt"
+    return path
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shell_scripts_are_clean(script):
+    for command in (["bash", "-n"], [tool("shellcheck")]):
+        done = subprocess.run([*command, script], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_shell_script_is_looked_at():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    starts = {name: (ROOT / name).open("rb").readline() for name in tracked if (ROOT / name).is_file()}
+    assert {name for name, line in starts.items() if line.startswith(b"#!") and b"bash" in line} <= set(SCRIPTS)
+
+
+# --- the image --------------------------------------------------------------------------------------------------------
+
+
+def instructions() -> list[str]:
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    return [line for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def test_the_dockerfile_is_clean():
+    done = subprocess.run([tool("hadolint"), "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def install_steps(text: str) -> list[str]:
+    """Calls of launch/environment.py, and of anything else that could install."""
+    steps = re.findall(r'python3 "?(?:\$root/)?(launch/environment\.py)"? (\S+?)\)', text)
+    return [" ".join(step) for step in steps] + re.findall(r"\b(?:pip3?|apt|apt-get|conda|curl|wget|uv|dpkg|make) (?:-\S+ )*\S+", text)
+
+
+def test_the_image_is_built_by_the_steps_that_ci_runs():
+    ci = (ROOT / ".ci/run").read_text()
+    assert "./run_and_time.sh" in ci
+    of_a_run = install_steps((ROOT / "run_and_time.sh").read_text())
+    assert install_steps("\n".join(instructions())) == of_a_run == ["launch/environment.py requirements.txt"]
+
+
+def test_the_image_has_a_pinned_base_an_ordinary_user_and_nothing_foreign():
+    text, lines = "\n".join(instructions()), instructions()
+    assert lines[0].startswith("ARG BASE=rocm/pytorch:rocm") and lines[1] == "FROM ${BASE}"
+    for line in (lines[0], *re.findall(r"--build-arg (BASE=\S+)", (ROOT / "Dockerfile").read_text())):
+        assert re.search(r":\S*\d+\.\d+\.\d+", line) and "latest" not in line
+    assert not re.search(r"clone|patch|chmod|sudo|token|secret|password|https?://", text, re.IGNORECASE)
+    user = next(line.split()[1] for line in lines if line.startswith("USER"))
+    assert int(user.partition(":")[0]) > 0 and lines.index(f"USER {user}") < next(i for i, line in enumerate(lines) if "ENTRYPOINT" in line)
+
+
+def test_the_build_sees_what_git_tracks_and_nothing_it_ignores():
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    ignored = {line for line in (ROOT / ".gitignore").read_text().splitlines() if line}
+    assert ignored <= {pattern.removeprefix("**/") for pattern in patterns}
+    assert {".git/config", ".git/hooks"} <= set(patterns), "may hold secrets, and programs"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    hidden = [
+        name
+        for name in tracked
+        for pattern in patterns
+        if fnmatch.fnmatch(name, pattern.rstrip("/")) or any(fnmatch.fnmatch(f"{p}", pattern.rstrip("/")) for p in Path(name).parents)
+    ]
+    assert not hidden, "the image's commit would be called dirty"
+
+
+# --- run_with_docker.sh -----------------------------------------------------------------------------------------------
+
+
+def environment(**variables) -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in HABITS} | {key: str(value) for key, value in variables.items()}
+
+
+def printed(*arguments, script="run_with_docker.sh", **variables) -> list[str]:
+    command = ["bash", str(ROOT / script), *arguments, "--print"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(**variables), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+def container(vendor, engine, *arguments, **variables) -> list[str]:
+    return printed("llama31_8b", *arguments, GPU_VENDOR=vendor, CONTAINER_ENGINE=engine, **variables)
+
+
+def devices(words):
+    return [word for word in words if word.startswith(("--device", "--gpus", "--group-add", "--user"))]
+
+
+def test_amd_with_docker():
+    words = devices(container("amd", "docker"))
+    assert words[:3] == [f"--user={os.getuid()}:{os.getgid()}", "--device=/dev/kfd", "--device=/dev/dri"]
+    assert len(words) > 3 and all(word.startswith("--group-add=") for word in words[3:])
+    if not Path("/dev/kfd").exists() and not list(Path("/dev").glob("dri/renderD*")):
+        assert words[3:] == ["--group-add=video", "--group-add=render"]
+
+
+def test_amd_with_rootless_podman():
+    words = devices(container("amd", "podman"))
+    assert words == ["--userns=keep-id", "--device=/dev/kfd", "--device=/dev/dri", "--group-add=keep-groups"]
+
+
+def test_nvidia():
+    assert devices(container("nvidia", "docker")) == [f"--user={os.getuid()}:{os.getgid()}", "--gpus=all"]
+    assert devices(container("nvidia", "podman")) == ["--userns=keep-id", "--device=nvidia.com/gpu=all"]
+
+
+def test_without_a_gpu_no_device():
+    assert devices(container("none", "podman")) == ["--userns=keep-id"]
+
+
+@pytest.mark.parametrize("vendor", ["amd", "nvidia", "none"])
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+def test_no_more_rights_than_needed(vendor, engine):
+    words = container(vendor, engine, MLPERF_SUBMISSION_ORG="Us", MASTER_ADDR="host7")
+    assert {"--cap-drop=ALL", "--security-opt=no-new-privileges", "--shm-size=16g", "--ulimit=memlock=-1", "--rm", "--init"} <= set(words)
+    assert not [word for word in words if re.search(r"privileged|unconfined|cap-add|SYS_|docker\.sock|--pid|--ipc|--uts", word)]
+    mounts = [words[i + 1] for i, word in enumerate(words) if word == "--volume"]
+    assert mounts == [f"{ROOT}/results:{ROOT}/results:rw", f"{ROOT}/data:/workspace/data:rw"]
+    assert "Us" not in words, "values are not for everybody's eyes"
+
+
+def test_network_of_the_host_for_several_nodes_only():
+    assert "--network=host" not in container("amd", "docker")
+    assert "--network=host" in container("amd", "docker", MASTER_ADDR="host7", NODE_RANK="1")
+
+
+def test_mounts_and_variables(tmp_path):
+    places = {"DATADIR": tmp_path / "a b", "MODEL": tmp_path / "m", "LOGDIR": tmp_path / "out"}
+    words = container("amd", "docker", **places, NEXP=3, SEED=7, CONT="image:1", DGXSYSTEM="MI300X_1x8", HF_TOKEN="hf_secret")
+    mounts = [words[i + 1] for i, word in enumerate(words) if word == "--volume"]
+    a, m, out = places.values()
+    assert mounts == [f"{out}:{out}:rw", f"{a}:{a}:ro", f"{m}:{m}:ro"]
+    names = [words[i + 1] for i, word in enumerate(words) if word == "--env"]
+    assert {"SEED", "NEXP", "DATADIR", "MODEL", "LOGDIR", "DGXSYSTEM", "CONT"} <= set(names) and "HF_TOKEN" not in names
+    assert not [name for name in names if "=" in name]
+    assert words[-2:] == ["image:1", "llama31_8b"]
+    prepare = container("amd", "docker", "prepare", "verify", **places)
+    assert f"{a}:{a}:rw" in prepare and f"{m}:{m}:ro" in prepare and prepare[-3:] == ["llama31_8b", "prepare", "verify"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ([], {}, "which benchmark"),
+        (["llama31_8b"], {"GPU_VENDOR": "intel"}, "known are amd, nvidia"),
+        (["llama31_8b"], {"CONTAINER_ENGINE": "lxc"}, "only docker and podman"),
+        (["llama31_8b"], {"DATADIR": "/"}, "cannot mount /"),
+        (["llama31_8b"], {"DATADIR": "/no/such/directory"}, "there is no directory"),
+    ],
+)
+def test_what_cannot_be_run(tmp_path, arguments, variables, words):
+    known = {"GPU_VENDOR": "none", "CONTAINER_ENGINE": "docker", "LOGDIR": tmp_path} | variables
+    done = subprocess.run([str(ROOT / "run_with_docker.sh"), *arguments], env=environment(**known), capture_output=True, text=True)
+    assert done.returncode == 2 and words in done.stderr and not done.stdout
+
+
+ENGINE = """#!/usr/bin/env bash
+echo "$*" >> "$PLAY/calls"
+case $1 in
+    run)
+        if [[ -n ${CODE:-} ]]; then echo out; echo err >&2; exit "$CODE"; fi
+        setsid bash -c 'trap "exit 42" TERM; trap "exit 43" INT; echo $$ > "$PLAY/pid"; while :; do sleep 0.05; done'
+        exit $?
+        ;;
+    kill) kill -s "$3" "$(cat "$PLAY/pid")" ;;
+esac
+"""
+
+
+def engine(tmp_path, **variables) -> subprocess.Popen:
+    """run_with_docker.sh with a stand-in for docker: its container waits for a signal, or ends at once with CODE."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/docker").write_text(ENGINE)
+    (tmp_path / "bin/docker").chmod(0o755)
+    (tmp_path / "data").mkdir()
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    places = {"DATADIR": tmp_path / "data", "LOGDIR": tmp_path / "out", "PLAY": tmp_path, "GPU_VENDOR": "none", "PATH": path}
+    command = [str(ROOT / "run_with_docker.sh"), "llama31_8b"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment(**places, **variables), start_new_session=True, **pipes)
+
+
+def calls(tmp_path) -> list[list[str]]:
+    return [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+def test_exit_code_and_streams_are_those_of_the_container(tmp_path):
+    process = engine(tmp_path, CODE=20)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (20, "out\n") and "err" in err
+    run, remove = calls(tmp_path)
+    assert remove == ["rm", "--force", run[run.index("--name") + 1]], "its own container, and only this one"
+
+
+@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGTERM, "TERM", 42), (signal.SIGINT, "INT", 43)])
+def test_signals_reach_the_container_once(tmp_path, number, name, code):
+    process = engine(tmp_path)
+    wait_until((tmp_path / "pid").exists)
+    os.killpg(process.pid, number)  # as Ctrl-C does: all that stand in the foreground
+    process.communicate(timeout=20)
+    assert process.returncode == code
+    own = calls(tmp_path)[0][calls(tmp_path)[0].index("--name") + 1]
+    assert calls(tmp_path)[1:] == [["kill", "--signal", name, own], ["rm", "--force", own]]
+
+
+# --- run.sub ----------------------------------------------------------------------------------------------------------
+
+
+def test_slurm_without_a_container():
+    words = printed("llama31_8b", "--max-failures", "1", script="run.sub")
+    assert words[:2] == ["MASTER_ADDR=FIRST_HOST", "MASTER_PORT=29500"]
+    assert words[3:] == [
+        "srun",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=1",
+        f"--chdir={ROOT}",
+        "./run_and_time.sh",
+        "llama31_8b",
+        "--max-failures",
+        "1",
+    ]
+
+
+def test_slurm_with_an_image(tmp_path):
+    words = printed("llama31_8b", script="run.sub", CONT="/images/x.sqsh", DATADIR="/d", MODEL="/m", LOGDIR=tmp_path)
+    assert "--container-image=/images/x.sqsh" in words and "--container-workdir=/workspace" in words
+    assert f"--container-mounts={tmp_path}:{tmp_path},/d:/d:ro,/m:/m:ro" in words and "--no-container-mount-home" in words
+
+
+def slurm(tmp_path, *arguments):
+    """run.sub within a job of two nodes, with stand-ins for Slurm's commands."""
+    for name, text in {"scontrol": "printf 'n07\\nn11\\n'", "srun": 'echo "$MASTER_ADDR $MASTER_PORT $*"; exit 14'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": 12345, "SLURM_JOB_NODELIST": "n[07,11]", "SLURM_SUBMIT_DIR": ROOT, "LOGDIR": tmp_path}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(["bash", str(ROOT / "run.sub"), *arguments], env=environment(**job, PATH=path), capture_output=True, text=True)
+
+
+def test_the_first_host_is_node_0_and_the_exit_code_is_sruns(tmp_path):
+    done = slurm(tmp_path, "llama31_8b")
+    assert done.returncode == 14 and done.stdout.startswith("n07 30190 --ntasks-per-node=1"), done.stderr
+
+
+def test_slurm_needs_a_job(tmp_path):
+    command = ["bash", str(ROOT / "run.sub"), "llama31_8b"]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "no Slurm job" in done.stderr
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "run_and_time.sh" in done.stderr

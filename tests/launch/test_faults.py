@@ -1,0 +1,212 @@
+"""Faults, made from outside on real runs of the miniature: exit code, message, log and failure.json must tell the truth.
+
+Nothing in the program knows of these tests: files are damaged, processes killed or stopped, limits set, values overridden.
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llama31_8b.rules import MINIATURE
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("global_batch_size=4", "micro_batch_size=2", "max_samples=4096", "log_every_steps=1", "warmup_train_steps=1")
+
+
+@pytest.fixture
+def data(miniature_data):
+    return miniature_data
+
+
+class Started:
+    """A run through the door, in the background, with its files at hand."""
+
+    def __init__(self, tmp_path, data, *settings, environment=None, arguments=(), preexec=None, ranks=1):
+        self.log_dir = tmp_path / "results"
+        options = [part for setting in (*SMALL, f"gpus_per_node={ranks}", *settings) for part in ("--set", setting)]
+        hidden = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")
+        variables = {key: value for key, value in os.environ.items() if key not in hidden}
+        variables |= {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "DATADIR": str(data),
+            "LOGDIR": str(self.log_dir),
+        }
+        variables |= {"SEED": "1", "OMP_NUM_THREADS": "1"} | (environment or {})
+        self.process = subprocess.Popen(
+            [str(ROOT / "run_and_time.sh"), "llama31_8b", *options, *arguments],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=preexec,
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        (folder,) = (path for path in (self.log_dir / "llama31_8b").iterdir() if path.is_dir())
+        return folder
+
+    def heartbeat(self, rank: int) -> dict:
+        try:
+            return json.loads((self.run_dir / "ranks" / f"rank_{rank}.heartbeat").read_text())
+        except (OSError, ValueError):
+            return {"step": -1}
+
+    def wait_for_step(self, step: int, ranks: int = 1) -> None:
+        deadline = time.monotonic() + 120
+        while any(self.heartbeat(rank)["step"] < step for rank in range(ranks)):
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, "the run never got going"
+            time.sleep(0.05)
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=150)
+        return self.process.returncode, out, err
+
+    def failure(self) -> dict:
+        return json.loads((self.run_dir / "failure.json").read_text())
+
+    def logged_keys(self) -> list[str]:
+        """Keys of the log, every line of which must be whole."""
+        lines = (self.run_dir / "result.txt").read_text().splitlines()
+        return [json.loads(line.removeprefix(":::MLLOG "))["key"] for line in lines]
+
+    def status(self) -> str | None:
+        lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in (self.run_dir / "result.txt").read_text().splitlines()]
+        stops = [line for line in lines if line["key"] == "run_stop"]
+        assert len(stops) <= 1
+        return stops[0]["metadata"]["status"] if stops else None
+
+
+def expect(run: Started, code: int, kind: str, *words: str, status: str | None) -> dict:
+    returned, _, err = run.end()
+    assert returned == code, err
+    failure = run.failure()
+    assert failure["kind"] == kind and failure["exit_code"] == code
+    assert failure["what"] and failure["why"] and failure["do"], "a failure says what, why and what to do"
+    for word in words:
+        assert word in json.dumps(failure), f"{word!r} is not in {failure}"
+        assert failure["what"] in err, "what happened stands on the terminal"
+    assert run.status() == status
+    assert ("run_start" in run.logged_keys()) == (status is not None)
+    assert (run.run_dir / "report.html").is_file()
+    return failure
+
+
+def damaged(data: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "damaged"
+    shutil.copytree(data, copy)
+    return copy
+
+
+def test_real_data_missing_is_said_before_anything_starts(tmp_path):
+    run = Started(tmp_path, tmp_path / "nothing", "miniature=false")
+    code, out, err = run.end()
+    assert code == 15 and "there is no" in err and "prepare" in err and out == "" and not run.log_dir.exists()
+
+
+def test_truncated_token_file(tmp_path, data):
+    copy = damaged(data, tmp_path)
+    path = copy / f"{MINIATURE.train_prefix}.bin"
+    os.truncate(path, path.stat().st_size - 1000)
+    expect(Started(tmp_path, copy), 15, "data", path.name, status="aborted")
+
+
+def test_id_beyond_the_vocabulary(tmp_path, data):
+    copy = damaged(data, tmp_path)
+    tokens = np.memmap(copy / f"{MINIATURE.validation_prefix}.bin", np.uint16, "r+")
+    tokens[100] = MINIATURE.shape.vocab_size
+    tokens.flush()
+    expect(Started(tmp_path, copy), 15, "data", MINIATURE.validation_prefix, str(MINIATURE.shape.vocab_size), status="aborted")
+
+
+@pytest.mark.parametrize(
+    "setting, word", [("learning_rate=1", "unknown key"), ("global_batch_size=5", "multiple"), ("precision=fp4", "precision")]
+)
+def test_config_error_names_the_key_and_starts_nothing(tmp_path, data, setting, word):
+    run = Started(tmp_path, data, setting)
+    code, out, err = run.end()
+    assert code == 2 and word in err and setting.partition("=")[0] in err and out == "" and not run.log_dir.exists()
+
+
+def test_unknown_gpu_is_never_guessed(tmp_path, data):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU-1, NVIDIA B200, 183359, 10.0, Disabled, 580.0'\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    path = f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run = Started(tmp_path, data, environment={"PATH": path})
+    code, out, err = run.end()
+    assert code == 18 and "B200" in err and "H200" in err and out == "" and not run.log_dir.exists()
+
+
+def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
+    run = Started(tmp_path, data, "opt_base_learning_rate=1e30", "opt_learning_rate_warmup_steps=0")
+    expect(run, 11, "non_finite", "step", status="aborted")
+    steps = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    last = [event for event in steps if event["event"] == "step"][-1]
+    assert last["loss"] is None or last["grad_norm"] is None, "the bad step is the last one in the events; null stands for NaN"
+
+
+def test_target_not_reached(tmp_path, data):
+    expect(Started(tmp_path, data, "max_samples=32"), 10, "target_missed", "32", status="aborted")
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_while_training(tmp_path, data, number, code):
+    run = Started(tmp_path, data)
+    run.wait_for_step(3)
+    began = time.monotonic()
+    run.process.send_signal(number)
+    expect(run, code, "interrupted", status="aborted")
+    assert time.monotonic() - began < 30
+
+
+def test_rank_that_dies_is_named(tmp_path, data):
+    run = Started(tmp_path, data, ranks=2)
+    run.wait_for_step(3, ranks=2)
+    os.kill(run.heartbeat(1)["pid"], signal.SIGKILL)
+    failure = expect(run, 14, "rank_lost", "rank 1", status="aborted")
+    assert failure["rank"] == 1
+
+
+def test_rank_that_hangs_is_named_and_every_stack_is_kept(tmp_path, data):
+    run = Started(tmp_path, data, "hang_timeout_s=8", ranks=2)
+    run.wait_for_step(3, ranks=2)
+    os.kill(run.heartbeat(1)["pid"], signal.SIGSTOP)
+    # Rank 0 waits in a collective and is killed with the rest: nobody is left to write run_stop, and nobody forges it.
+    code, _, err = run.end()
+    assert code == 13, err
+    failure = run.failure()
+    assert failure["kind"] == "hang" and failure["rank"] == 1 and "rank 1" in err and "run_start" in run.logged_keys()
+    assert "train_step" in (run.run_dir / "ranks" / "rank_0.stack").read_text()
+
+
+def test_disk_full_in_the_log(tmp_path, data):
+    def limit_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+
+    # 6,000 bytes are enough for the lines before the clock starts, and for the events of few steps.
+    run = Started(tmp_path, data, "log_every_steps=1000", preexec=limit_files)
+    code, _, err = run.end()
+    assert code == 17, err
+    failure = run.failure()
+    assert failure["kind"] == "storage" and "write" in failure["what"] and failure["what"] in err
+    assert run.logged_keys()[0] == "cache_clear", "every line that was written before is whole"
+
+
+def test_results_directory_that_cannot_be_written(tmp_path, data):
+    (tmp_path / "results").write_text("a file stands where the directory should be")
+    run = Started(tmp_path, data)
+    code, out, err = run.end()
+    assert code == 17 and "results" in err and out == ""

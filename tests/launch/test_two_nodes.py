@@ -1,0 +1,355 @@
+"""Two "nodes" on this machine: two launches of run_and_time.sh that find each other as two hosts would.
+
+Once with everything real (torchrun, gloo, the trainer), to the losses of one process. The launchers' own part, who decides and what
+happens when a node fails, runs with a stand-in for torchrun and for the trainer, which needs no torch and a second.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from toy import ROOT, alive, finish, make_project, wait_until
+
+from common.errors import ConfigError
+from launch import nodes
+from launch.supervise import Ending
+
+TORCHRUN = """
+import ctypes, json, os, signal, subprocess, sys, time
+folder, arguments = sys.argv[1], sys.argv[2:]
+value = lambda name: arguments[arguments.index(name) + 1]
+count, node = int(value("--nproc-per-node")), int(value("--node-rank"))
+command = [sys.executable, *arguments[arguments.index("-m"):]]
+ranks = range(node * count, (node + 1) * count)
+children = {rank: subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}, start_new_session=True) for rank in ranks}
+def stop(number, frame):
+    for child in children.values():
+        child.terminate()
+signal.signal(signal.SIGTERM, stop)
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as launch/torchrun.py: its launcher's death is its own
+while all(child.poll() in (None, 0) for child in children.values()) and None in [child.poll() for child in children.values()]:
+    time.sleep(0.02)
+codes = {rank: child.poll() for rank, child in children.items()}
+stop(None, None)
+failed = [{"rank": r, "pid": children[r].pid, "exit_code": code, "time": time.time()} for r, code in codes.items() if code]
+if failed:
+    open(os.path.join(folder, "torchrun.json"), "w").write(json.dumps(failed))
+sys.exit(1 if failed else 0)
+"""
+TRAINER = """
+import argparse, json, os, signal, sys, time
+from pathlib import Path
+from common.errors import RunError, write_rank_record
+parser = argparse.ArgumentParser()
+for name in ("run-dir", "data-dir", "config-name", "seed", "device"):
+    parser.add_argument(f"--{name}", required=True)
+args = parser.parse_args()
+run_dir, rank, mode, world = Path(args.run_dir), int(os.environ["RANK"]), os.environ.get("TOY", "good"), 4
+def beat(step):
+    record = {"rank": rank, "pid": os.getpid(), "step": step, "phase": "train", "time": time.time()}
+    (run_dir / "ranks" / f"rank_{rank}.heartbeat").write_text(json.dumps(record))
+def log(key, **metadata):
+    if rank == 0:
+        line = ":::MLLOG " + json.dumps({"key": key, "time_ms": int(time.time() * 1000), "value": None, "metadata": metadata})
+        print(line, flush=True)
+        with (run_dir / "result.txt").open("a") as file:
+            file.write(line + "\\n")
+assert (run_dir / "config.toml").is_file()
+(run_dir / f"seed_{rank}").write_text(args.seed)
+beat(1)
+log("run_start", cache=os.environ["CACHE_CLEARED"])
+if rank == 3 and mode == "fail":
+    write_rank_record(run_dir, rank, "failed", RunError("boom", "as told", "nothing"), step=1)
+    sys.exit(1)
+if rank == 3 and mode == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "hang":
+    for step in range(2, 6 if rank == 3 else 12):
+        beat(step)
+if mode != "good":
+    (run_dir / f"waiting_{rank}").write_text("")
+    time.sleep(60)
+log("run_stop", status="success", samples_count=32)
+write_rank_record(run_dir, rank, "done", step=2)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    root = make_project(tmp_path_factory.mktemp("cluster"))
+    (root / "launch/torchrun.py").write_text(TORCHRUN)
+    (root / "toy/train.py").write_text(TRAINER)
+    config = (root / "configs/toy/CPU_1x1.toml").read_text()
+    config = config.replace("nodes = 1", "nodes = 2").replace("micro_batch_size = 8\neval", "micro_batch_size = 4\neval")
+    (root / "configs/toy/CPU_2x2.toml").write_text(config.replace("hang_timeout_s = 60.0", "hang_timeout_s = 2.0"))
+    return root
+
+
+def free_ports() -> int:
+    """The first of two ports next to each other that nobody uses."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+                return port
+            except (OSError, OverflowError):
+                continue
+
+
+def launch(project, cwd, node, port, *arguments, benchmark="toy", **variables):
+    """The door of one node, from a directory of its own: no disk is shared unless LOGDIR says so."""
+    names = ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXNGPU", "SLURM_NODEID")
+    keep = {key: value for key, value in os.environ.items() if key not in names}
+    ours = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node), "DGXSYSTEM": "CPU_2x2"}
+    ours |= {"LOGDIR": f"out{node}", "DATADIR": "data"}
+    command = [str(project / "run_and_time.sh"), benchmark, *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=keep | ours | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def both(project, cwd, *arguments, **variables):
+    port = free_ports()
+    return [launch(project, cwd, node, port, *arguments, **variables) for node in (0, 1)]
+
+
+def runs(cwd, node):
+    return sorted(path for path in (cwd / f"out{node}" / "toy").iterdir() if path.is_dir())
+
+
+def ledger(cwd, node=0):
+    return [json.loads(line) for line in (cwd / f"out{node}/toy/attempts.jsonl").read_text().splitlines()]
+
+
+# --- everything real --------------------------------------------------------------------------------------------------
+
+SMALL = """
+from common.model.shapes import ModelShape as _Shape
+from dataclasses import replace as _replace
+MINIATURE = _replace(MINIATURE, shape=_Shape(2, 32, 48, 4, 2, 61, 10000.0), sequence_length=16, eval_samples=10, eval_interval_samples=32,
+                     target_loss=0.01, max_steps=400)
+"""  # as tiny.TINY
+
+
+def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
+    import tiny
+    import torch
+
+    project = make_project(tmp_path / "project")
+    shutil.copytree(ROOT / "llama31_8b", project / "llama31_8b")
+    shutil.copytree(ROOT / "common/kernels", project / "common/kernels")
+    with (project / "llama31_8b/rules.py").open("a") as file:
+        file.write(SMALL)
+    config = project / "configs/llama31_8b/CPU_2x2.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text(tiny.run_config(nodes=2, gpus_per_node=2, micro_batch_size=1, hang_timeout_s=120.0).as_toml())
+    arguments = {"benchmark": "llama31_8b", "SEED": "5", "DATADIR": str(tiny_data), "OMP_NUM_THREADS": "1"}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    launched = both(project, tmp_path, **arguments)
+    try:
+        one = tiny.run(tmp_path / "one", tiny_data, seed=5)
+    finally:
+        torch.distributed.destroy_process_group()
+        torch.set_num_threads(threads)
+        ends = [process.communicate(timeout=150) for process in launched]
+    assert [process.returncode for process in launched] == [10, 10], ends  # the target is out of reach
+    (run_dir,) = [path for path in (tmp_path / "out0/llama31_8b").iterdir() if path.is_dir()]
+    two = tiny.facts(run_dir)
+    assert len(one.losses) == 12 and len(one.evaluations) == 3
+    assert two.losses == pytest.approx(one.losses, abs=1e-6) and two.norms == pytest.approx(one.norms, rel=1e-5)
+    assert dict(two.evaluations) == pytest.approx(dict(one.evaluations), abs=1e-6)
+    assert {path.name for path in (run_dir / "ranks").glob("*.json")} == {f"rank_{rank}.json" for rank in range(4)}
+
+
+# Four ranks on two nodes, without launchers: what test_lora.py and test_loop.py say of two ranks on one node.
+
+
+def on_four_ranks(processes, folder):
+    from lora_ranks import few_steps
+
+    assert processes.mesh.mesh_dim_names == ("replicate", "shard") and tuple(processes.mesh.shape) == (2, 2)
+    import torch
+
+    ones = [float(total(torch.ones(()))) for total in (processes.sum, processes.sum_over_shards)]
+    lora = few_steps(processes, micro_batch_size=2)
+    return {"ones": ones, "losses": lora["losses"], "norms": lora["norms"], "adapters": lora["adapters"], "evaluation": lora["evaluation"]}
+
+
+def test_lora_on_two_nodes_trains_as_on_one_process(tmp_path, processes):
+    import torch
+    from lora_ranks import few_steps
+    from tiny import TINY_PROGRAM, free_port, rank_environment
+
+    port = free_port()
+    command = [sys.executable, str(TINY_PROGRAM), "call", "test_two_nodes:on_four_ranks", str(tmp_path), "cpu"]
+    environments = [rank_environment(rank, 4, port) | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
+    started = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in environments]
+    one = few_steps(processes, micro_batch_size=8)
+    for process in started:
+        assert process.wait(120) == 0, process.stderr.read()[-3000:]
+    for rank in range(4):
+        two = torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True)
+        assert two["ones"] == [4.0, 2.0], "all ranks; the shards of one node"
+        assert two["losses"] == pytest.approx(one["losses"], abs=1e-6) and two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        for name, adapter in one["adapters"].items():
+            torch.testing.assert_close(two["adapters"][name], adapter, atol=1e-6, rtol=1e-5)
+
+
+# --- who decides ------------------------------------------------------------------------------------------------------
+
+
+def test_node_0_decides_and_has_the_results(project, tmp_path):
+    ends = [finish(process) for process in both(project, tmp_path, NEXP="2")]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert "STARTING TIMING RUN" in ends[0][1] and not ends[1][1], "one log, one stdout"
+    assert [line["event"] for line in ledger(tmp_path)] == ["series", "start", "end", "start", "end", "closed"]
+    assert not (tmp_path / "out1/toy/attempts.jsonl").exists()
+    assert [path.name for path in runs(tmp_path, 0)] == [path.name for path in runs(tmp_path, 1)]
+    seeds = []
+    for here, there in zip(runs(tmp_path, 0), runs(tmp_path, 1), strict=True):
+        seeds.append({path.read_text() for path in [*here.glob("seed_*"), *there.glob("node_1/seed_*")]})
+        assert {"result.txt", "check.txt", "report.html"} <= {path.name for path in here.iterdir()}
+        assert [path.name for path in there.iterdir()] == ["node_1"], "nothing but its own ranks' files"
+        assert {f"rank_{rank}.json" for rank in range(4)} <= {path.name for path in (here / "ranks").iterdir()}
+    assert [len(each) for each in seeds] == [1, 1] and seeds[0] != seeds[1]
+    assert seeds[0] | seeds[1] == {str(line["seed"]) for line in ledger(tmp_path) if line["event"] == "start"}
+
+
+def test_on_a_shared_disk_all_is_in_one_directory(project, tmp_path):
+    ends = [finish(process) for process in both(project, tmp_path, LOGDIR="out0")]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    (run_dir,) = runs(tmp_path, 0)
+    assert (run_dir / "node_1/ranks/rank_2.json").is_file() and (run_dir / "ranks/rank_2.json").is_file()
+
+
+def test_other_code_on_a_node_is_refused(project, tmp_path):
+    other = shutil.copytree(project, tmp_path / "other")
+    with (other / "common/training/loop.py").open("a") as file:
+        file.write("# changed\n")
+    port = free_ports()
+    ends = [finish(process) for process in [launch(project, tmp_path, 0, port), launch(other, tmp_path, 1, port)]]
+    assert [code for code, _, _ in ends] == [2, 2]
+    assert "node 1 is not like node 0: code_sha256" in ends[0][2] and "is not like node 0" in ends[1][2]
+    assert not list(tmp_path.glob("out*/toy/2*")), "no run was begun"
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "words"),
+    [
+        ({"MASTER_ADDR": "a"}, 2, "NODE_RANK is not set"),
+        ({"NODE_RANK": "0"}, 2, "MASTER_ADDR is not set"),
+        ({"NODE_RANK": "2", "MASTER_ADDR": "a"}, 2, "no node of 2"),
+        ({"NODE_RANK": "-1", "MASTER_ADDR": "a"}, 2, "no node of 2"),
+        ({"NODE_RANK": "1"}, 1, "no node of 1"),
+        ({"SLURM_NODEID": "1"}, 1, "no node of 1"),
+        ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "65535"}, 2, "no port"),
+        ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "http"}, 2, "no port"),
+    ],
+)
+def test_places_that_cannot_be(environment, count, words):
+    with pytest.raises(ConfigError, match=words):
+        nodes.place_of(environment, count)
+
+
+def test_places():
+    assert nodes.place_of({"MASTER_ADDR": "elsewhere", "MASTER_PORT": "7"}, 1) == nodes.Place(), (
+        "a batch system may set what one node ignores"
+    )
+    assert nodes.place_of({"NODE_RANK": "1", "MASTER_ADDR": "a"}, 2) == nodes.Place(1, 2, "a", 29500)
+    assert nodes.place_of({"SLURM_NODEID": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7000"}, 4) == nodes.Place(3, 4, "a", 7000)
+
+
+def test_the_command_of_a_node(project, tmp_path):
+    code, out, _ = finish(launch(project, tmp_path, 1, 7000, "--print"))
+    where = "--rdzv-backend static --master-addr 127.0.0.1 --master-port 7000 --node-rank 1"
+    assert code == 0 and f"--nnodes 2 {where} --nproc-per-node 2 -m toy.train" in out
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "kind", "words"),
+    [
+        ("fail", 1, "internal", "rank 3: boom"),
+        ("die", 14, "rank_lost", "rank 3 (process"),
+        ("hang", 13, "hang", "rank 3 holds up the others"),
+    ],
+)
+def test_a_rank_of_node_1_fails_and_is_named_on_node_0(project, tmp_path, mode, code, kind, words):
+    ends = [finish(process) for process in both(project, tmp_path, TOY=mode)]
+    assert [end[0] for end in ends] == [code, code], ends
+    (run_dir,) = runs(tmp_path, 0)
+    failure = json.loads((run_dir / "failure.json").read_text())
+    assert (failure["kind"], failure["rank"]) == (kind, 3) and words in failure["what"]
+    assert words in ends[0][2] and f"exit code {code}" in ends[1][2]
+    assert not alive(tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_node_ends_the_other(project, tmp_path, victim):
+    launched = both(project, tmp_path, TOY="wait", NEXP="3")
+    wait_until(lambda: len(list(tmp_path.glob("out*/toy/*/waiting_*")) + list(tmp_path.glob("out*/toy/*/node_1/waiting_*"))) == 4)
+    launched[victim].kill()
+    launched[victim].communicate()
+    code, _, err = finish(launched[1 - victim])
+    assert code == 14 and f"error: node {victim}" in err and "is gone" in err
+    wait_until(lambda: not alive(tmp_path))
+    if victim:
+        assert [line["event"] for line in ledger(tmp_path)] == ["series", "start", "end"], "no further attempt without the node"
+        assert (ledger(tmp_path)[-1]["kind"], ledger(tmp_path)[-1]["exit_code"]) == ("rank_lost", 14)
+
+
+def test_sigterm_to_node_0_ends_both(project, tmp_path):
+    launched = both(project, tmp_path, TOY="wait")
+    wait_until(lambda: len(list(tmp_path.glob("out*/toy/*/waiting_*")) + list(tmp_path.glob("out*/toy/*/node_1/waiting_*"))) == 4)
+    launched[0].send_signal(signal.SIGTERM)
+    assert [finish(process)[0] for process in launched] == [143, 143]
+    assert not alive(tmp_path)
+
+
+def test_strangers_at_the_port_do_no_harm(tmp_path):
+    """Noise, and a node that says what no launcher would; nothing outside of ranks/ can be written by another node."""
+    port = free_ports()
+    leader = nodes.Leader(nodes.Place(0, 2, "127.0.0.1", port), {"config": "a"})
+    gathering = threading.Thread(target=leader.gather)
+    gathering.start()
+
+    def call(*lines):
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                connection = socket.create_connection(("127.0.0.1", port + 1))
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        for line in lines:
+            connection.sendall(line.encode() + b"\n")
+        return connection
+
+    call("GET / HTTP/1.1").close()
+    call("[]").close()
+    node = call('{"node": 1}', '{"facts": {"config": "a"}}')
+    gathering.join(20)
+    assert list(leader.wires) == [1]
+    node.sendall(b'{"cache": "no"}\n')
+    assert leader.prepare("run", 1, "fadvise") == "no", "the log must say so if the data stayed in the page cache of any node"
+    (tmp_path / "ranks").mkdir()
+    files = {"../result.txt": "forged", "rank_1.json": "{}", "rank_1.json/../../x": "", "config.toml": ""}
+    node.sendall(json.dumps({"ended": 0, "files": files, "exits": []}).encode() + b"\n")
+    assert leader.finish(tmp_path, 1, Ending(0)) == Ending(0)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == ["ranks/rank_1.json"]
+    leader.__exit__(None, None, None)
+    assert re.search('"do": "end"', node.makefile().read())

@@ -1,0 +1,127 @@
+"""Checkpoint in either layout -> the trainer's run -> peft adapter -> PeftModel and merged checkpoint, with the same logits; and a
+closed-division log of the real loop and rules.
+"""
+
+import argparse
+import gc
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from lora_ranks import RULES, TABLE
+from safetensors.torch import load_file
+from test_govreport import LENGTH, VOCAB, write
+from tiny import ROOT
+
+from common.config import from_table
+from common.errors import RunError
+from common.model import peft_adapter as adapter
+from common.model.llama import Llama, init_weights
+from common.model.weights import load_base, save_base
+from common.training.session import Session
+from llama2_70b_lora import train
+from llama2_70b_lora.rules import CLOSED, Config
+from submission.checker import CLOSED_RULESETS, closed_verdict
+from submission.lint import lint
+
+SHAPE = replace(RULES.shape, vocab_size=VOCAB)
+TINY = replace(
+    RULES,
+    shape=SHAPE,
+    sequence_length=LENGTH,
+    train_samples=16,
+    eval_samples=3,
+    eval_interval_samples=16,
+    target_loss=100.0,
+    lora_dropout=0.1,
+)
+
+
+def start(folder, rules, processes, layout="fused", **changes):
+    """A whole run of the LoRA trainer in this process; the run directory, and the RunError that ended it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    splits = {"train": rules.train_samples, "validation": rules.eval_samples}
+    write(folder / "data", **{split: np.repeat(random.integers(VOCAB, size=(rows, 1, LENGTH)), 2, 1) for split, rows in splits.items()})
+    base = Llama(SHAPE, LENGTH)
+    init_weights(base, 1, 0.2)
+    save_base(base, folder / "data" / "base", layout=layout)
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    config = from_table(TABLE | {"gpus_per_node": 1, "micro_batch_size": 8} | changes, Config, "test")
+    args = argparse.Namespace(run_dir=run_dir, data_dir=folder / "data", config_name="H200_1x8.toml", seed=3123456789, device="cpu")
+    error = None
+    with mock.patch.object(train, "MINIATURE" if config.miniature else "CLOSED", rules):
+        session = Session(args, config, 0)
+        try:
+            train.run(session)
+        except RunError as failure:
+            error = failure
+            session.abort()
+        finally:
+            gc.unfreeze()
+            gc.enable()
+    return run_dir, error
+
+
+@pytest.mark.parametrize("layout", ["fused", "ordinary"])
+def test_peft_and_the_merged_checkpoint_give_the_logits_of_the_run(tmp_path, processes, layout):
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    run_dir, error = start(tmp_path, TINY, processes, layout)
+    assert error is None
+    saved = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+    assert any(tensor.any() for name, tensor in saved.items() if "lora_B" in name), "the adapters have learned something"
+    base, ordinary = tmp_path / "data" / "base", tmp_path / "ordinary"
+    model = Llama(SHAPE, LENGTH)
+    load_base(model, base)
+    save_base(model, ordinary, layout="ordinary")  # what transformers can read
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
+    peft = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(ordinary, dtype=torch.float32), run_dir / "adapter").eval()
+    merged = tmp_path / "merged"
+    assert adapter.main(["merge", "--base", str(base), "--adapter", str(run_dir / "adapter"), "--out", str(merged)]) == 0
+    ours = Llama(SHAPE, LENGTH)
+    load_base(ours, merged)
+    with torch.no_grad():
+        expected, got, alone = peft(tokens).logits, ours(tokens), model(tokens)
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(got, alone, rtol=1e-2, atol=1e-3), "it is not the base alone"
+
+
+def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, monkeypatch):
+    """Real rules and loop; a scripted step and evaluation stand in for the compute of 1,920 sequences of 8192 tokens."""
+    losses = iter([0.93, 0.925])
+    closed = replace(CLOSED, shape=SHAPE, sequence_length=LENGTH)
+    monkeypatch.setattr("common.training.loop.train_step", lambda *args: (torch.tensor(1.2), torch.tensor(0.1)))
+    monkeypatch.setattr("common.training.loop.evaluate", lambda *args: next(losses))
+    monkeypatch.setattr(train, "warm_up_on_synthetic_tokens", lambda *args: None)
+    monkeypatch.setattr(train, "hyperparameters", lambda config, rules, *rest: REAL_KEYS(config, CLOSED, *rest))
+    monkeypatch.setenv("CACHE_CLEARED", "fadvise")
+    run_dir, error = start(
+        tmp_path, closed, processes, miniature=False, opt_base_learning_rate=4e-4, opt_learning_rate_training_steps=1024, max_samples=6144
+    )
+    assert error is None
+    log = run_dir / "result.txt"
+    text = log.read_text()
+    assert '"samples_count": 1536' in text and '"samples_count": 1920' in text and '"samples_count": 1152' not in text
+    assert [closed_verdict(log, ruleset).passed for ruleset in CLOSED_RULESETS] == [True] * 3
+    assert lint(log, project_root=ROOT) == []
+
+
+def test_a_missing_base_ends_the_run_before_the_clock(tmp_path, processes):
+    with mock.patch.object(train, "base_folder", lambda config, data: (tmp_path / "nowhere", None)):
+        run_dir, error = start(tmp_path, TINY, processes)
+    assert error is not None and error.exit_code == 16 and "run_start" not in (run_dir / "result.txt").read_text()
+
+
+def test_a_base_that_changed_fails_the_run(tmp_path, processes):
+    digests = iter([[1], [2]])
+    with mock.patch.object(train, "base_fingerprints", lambda *_: next(digests)):
+        run_dir, error = start(tmp_path, TINY, processes)
+    assert error is not None and "base changed" in error.what and not (run_dir / "adapter").exists()
+
+
+REAL_KEYS = train.hyperparameters

@@ -1,0 +1,179 @@
+"""The order of the training samples against an independent witness: GPTDataset of megatron-core itself.
+
+megatron-core is a pinned test dependency: where it is missing these tests fail, because a skipped check would look like a passed
+one. MEGATRON_WITNESS=0 says aloud that the witness is not wanted.
+"""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from common.data.indexed_dataset import Index, Writer
+from common.errors import ConfigError, DataError
+from llama31_8b.data import TrainData, _whole_sequences, build_order, sequences_in, train_batches, validation_tokens
+
+VOCAB = 500
+
+
+def write_corpus(prefix, lengths, seed=0, vocab_size=VOCAB):
+    random = np.random.RandomState(seed)
+    writer = Writer(prefix, vocab_size)
+    for length in lengths:
+        writer.add(random.randint(0, vocab_size, length))
+    writer.finish()
+    return prefix
+
+
+def witness(megatron, prefix, sequence_length, num_samples, seed, cache):
+    tokenizer = SimpleNamespace(vocab_size=VOCAB, unique_identifiers={"tokenizer": "none"}, pad=-1, eod=-2)
+    config = megatron.Config(
+        random_seed=seed,
+        sequence_length=sequence_length,
+        blend_per_split=[([str(prefix)], None), None, None],
+        path_to_cache=str(cache),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    low = megatron.IndexedDataset(str(prefix))
+    documents = np.arange(len(low), dtype=np.int32)
+    return megatron.GPTDataset(low, str(prefix), documents, num_samples, megatron.Split.train, config)
+
+
+CORPORA = {
+    "mixed": lambda r: r.randint(1, 90, 60),
+    "short": lambda r: r.randint(1, 4, 400),  # many documents in each sample
+    "long": lambda r: r.randint(300, 700, 5),  # many samples in each document
+    "exact": lambda r: np.full(32, 16),  # documents end where samples do
+    "one": lambda r: np.array([333]),
+}
+
+
+def requests(one_pass):
+    """Numbers of samples around the turns of the rule: within a pass, over its end, below and above 80 % of the last pass."""
+    wanted = [1, one_pass // 2, one_pass, one_pass + 1, int(1.5 * one_pass), int(1.79 * one_pass), int(1.81 * one_pass)]
+    return sorted({n for n in [*wanted, 2 * one_pass, 2 * one_pass + 1, 3 * one_pass, int(3.3 * one_pass), 5 * one_pass + 2] if n > 0})
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+@pytest.mark.parametrize("seed", [0, 1, 1234, 2**32 - 1])
+def test_order_and_tokens_equal_megatron(megatron, tmp_path, corpus, seed):
+    lengths = CORPORA[corpus](np.random.RandomState(seed % 1000))
+    prefix = write_corpus(tmp_path / "corpus.v1_text_document", lengths, seed % 1000)
+    separate_seen = set()
+    for sequence_length in (16, 33):
+        for num_samples in requests(_whole_sequences(int(lengths.sum()), sequence_length)):
+            theirs = witness(megatron, prefix, sequence_length, num_samples, seed, tmp_path / "cache")
+            ours = TrainData(prefix, sequence_length, num_samples, seed, VOCAB)
+            assert len(ours) == len(theirs) >= num_samples
+            np.testing.assert_array_equal(ours.document_order, theirs.document_index)
+            np.testing.assert_array_equal(ours.sample_starts, theirs.sample_index)
+            np.testing.assert_array_equal(ours.sample_order, theirs.shuffle_index)
+            assert ours.document_order.dtype == theirs.document_index.dtype and ours.sample_order.dtype == theirs.shuffle_index.dtype
+            for i in {0, 1, len(ours) // 2, len(ours) - 2, len(ours) - 1} & set(range(len(ours))):
+                text = theirs[i]
+                np.testing.assert_array_equal(ours[i], np.append(text["tokens"].numpy(), text["labels"].numpy()[-1]))
+            separate_seen.add(_has_separate_final_epoch(lengths, sequence_length, num_samples))
+    assert separate_seen == {False, True}, "the requests must reach both branches"
+
+
+def _has_separate_final_epoch(lengths, sequence_length, num_samples):
+    """Steps 1 and 2 once more, with Megatron's own loop, to know which branch a request takes."""
+    tokens, epochs = int(lengths.sum()), 1
+    while epochs * tokens < num_samples * sequence_length + 1:
+        epochs += 1
+    before = ((epochs - 1) * tokens - 1) // sequence_length
+    return epochs > 1 and num_samples - before < int(0.8 * ((tokens - 1) // sequence_length))
+
+
+def test_order_of_empty_documents_equals_megatrons_tokens(megatron, tmp_path):
+    """Our writer refuses empty documents, but a file may hold them: the tokens of every sample must still be Megatron's."""
+    lengths = np.random.RandomState(3).randint(0, 3, 300)
+    prefix = write_corpus(tmp_path / "full", lengths[lengths > 0])
+    write_empty_documents_into(prefix, lengths)
+    theirs, ours = witness(megatron, prefix, 16, 40, 7, tmp_path / "cache"), TrainData(prefix, 16, 40, 7, VOCAB)
+    for i in range(len(ours)):
+        np.testing.assert_array_equal(ours[i][:-1], theirs[i]["tokens"].numpy())
+
+
+def write_empty_documents_into(prefix, lengths):
+    from common.data.indexed_dataset import HEADER, MAGIC, index_path
+
+    ends = np.cumsum(lengths, dtype=np.int64) * 2
+    parts = [lengths.astype("<i4"), np.concatenate(([0], ends[:-1])).astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")]
+    index_path(prefix).write_bytes(HEADER.pack(MAGIC, 1, 8, len(lengths), len(lengths) + 1) + b"".join(p.tobytes() for p in parts))
+
+
+def test_one_epoch_reads_each_token_once(tmp_path):
+    prefix = write_corpus(tmp_path / "c", np.full(64, 21))
+    data = TrainData(prefix, 16, sequences_in(prefix, 16), 5, VOCAB)
+    starts = data.sample_starts[:, 0] * 21 + data.sample_starts[:, 1]
+    np.testing.assert_array_equal(starts, 16 * np.arange(len(starts)))
+    assert sorted(data.sample_order) == list(range(len(data))) and sorted(data.document_order) == list(range(64))
+
+
+def test_global_batches_do_not_depend_on_ranks_or_micro_batches(tmp_path):
+    prefix = write_corpus(tmp_path / "c", np.random.RandomState(0).randint(1, 60, 200))
+    data = TrainData(prefix, 16, 64, 9, VOCAB)
+    one = list(train_batches(data, 8, 8, 0, 1))
+    assert len(one) == len(data) // 8 and one[0].shape == (8, 17) and one[0].dtype == np.int32
+    for micro, world in [(4, 1), (1, 1), (4, 2), (2, 2), (1, 4), (1, 8)]:
+        ranks = [list(train_batches(data, 8, micro, rank, world)) for rank in range(world)]
+        accumulation = 8 // (micro * world)
+        for step, batch in enumerate(one):
+            here = [b for rank in ranks for b in rank[step * accumulation : (step + 1) * accumulation]]
+            np.testing.assert_array_equal(np.concatenate(here), batch)
+    np.testing.assert_array_equal(next(train_batches(data, 8, 8, 0, 1, start_sample=16)), one[2])
+    with pytest.raises(ConfigError, match="shared out"):
+        next(train_batches(data, 8, 3, 0, 2))
+
+
+def test_validation_is_the_start_of_the_file(tmp_path):
+    lengths = np.random.RandomState(0).randint(1, 60, 50)
+    prefix = write_corpus(tmp_path / "v", lengths)
+    with Index.read(prefix).open_tokens() as tokens:
+        flat = tokens.read(0, int(lengths.sum()))
+    rows = validation_tokens(prefix, 16, 10, VOCAB)
+    assert rows.shape == (10, 17) and rows.dtype == np.int32
+    for j in range(10):
+        np.testing.assert_array_equal(rows[j], flat[j * 16 : j * 16 + 17])
+    with pytest.raises(DataError, match="at least 10000 sequences"):
+        validation_tokens(prefix, 16, 10000, VOCAB)
+
+
+def test_sequence_count_needs_no_token_file(tmp_path):
+    prefix = write_corpus(tmp_path / "v", [33, 32])
+    (tmp_path / "v.bin").unlink()
+    assert sequences_in(prefix, 16) == 4  # 64 // 16: the 65th token is the last label
+    with pytest.raises(DataError, match=r"v\.bin"):
+        TrainData(prefix, 16, 4, 0, VOCAB)
+
+
+def test_id_beyond_the_vocabulary_is_named(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [40, 40])
+    data = TrainData(prefix, 16, 4, 0, 100)
+    with pytest.raises(DataError, match=r"c\.bin: sample \d.*0 to 99, got \d"):
+        for i in range(len(data)):
+            data[i]
+    with pytest.raises(DataError, match="first 4 sequences"):
+        validation_tokens(prefix, 16, 4, 100)
+
+
+def test_too_little_data_is_refused(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [16])
+    with pytest.raises(DataError, match="cannot be drawn"):
+        TrainData(prefix, 16, 1, 0, VOCAB)
+
+
+def test_order_of_two_million_documents_is_vectorised(tmp_path):
+    """45 million take about 3 s; a Python loop over documents would need seconds for these 2 million already."""
+    lengths = np.random.RandomState(0).randint(50, 800, 2_000_000).astype("<i4")
+    index = Index(tmp_path / "none", np.dtype("<i4"), lengths, np.cumsum(lengths, dtype=np.int64) * 4 - 4 * lengths, np.arange(2))
+    began = time.process_time()
+    _, starts, order = build_order(index, 8192, 1000, 0)
+    assert time.process_time() - began < 2.0
+    assert len(order) == len(starts) - 1 == (int(lengths.sum(dtype=np.int64)) - 1) // 8192

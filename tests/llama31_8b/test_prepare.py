@@ -1,0 +1,438 @@
+"""Preparing data: the miniature, conversion that survives a kill, verification that names the damage."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from common.data import corpus, preparation
+from common.data.indexed_dataset import Index, Writer
+from common.data.preparation import Bar, Manifest
+from common.errors import DataError, PreflightError, StorageError
+from llama31_8b import convert, prepare
+from llama31_8b import verify as verification
+from llama31_8b.data import TrainData, sequences_in, validation_tokens
+from llama31_8b.rules import CLOSED, MINIATURE
+
+TEXTS = [f"document {i}: " + "the quick brown fox jumps over the lazy dog, " * (i % 7) + "é" * (i % 3) for i in range(1500)]
+
+
+@pytest.fixture(scope="session")
+def built(miniature_data, tmp_path_factory):
+    """A copy: nothing else touches it."""
+    return shutil.copytree(miniature_data, tmp_path_factory.mktemp("miniature") / "data")
+
+
+@pytest.fixture
+def copy(built, tmp_path):
+    """The miniature's files again, to be damaged."""
+    for path in built.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def tree(folder):
+    return {path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in folder.iterdir()}
+
+
+# ---- miniature
+
+
+def test_miniature_serves_the_training(built):
+    vocab_size, length = MINIATURE.shape.vocab_size, MINIATURE.sequence_length
+    assert sequences_in(built / MINIATURE.train_prefix, length) > 5000
+    data = TrainData(built / MINIATURE.train_prefix, length, 5000, 1, vocab_size)
+    tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
+    assert "the" in tokenizer.decode(np.concatenate([data[i] for i in range(8)]).tolist())
+    rows = validation_tokens(built / MINIATURE.validation_prefix, length, MINIATURE.eval_samples, vocab_size)
+    assert rows.shape == (64, 129) and len(np.unique(rows)) > 500
+
+
+def test_miniature_is_built_once(built, capsys):
+    before = tree(built)
+    assert prepare.main(["miniature", "--data-dir", str(built)]) == 0
+    assert tree(built) == before
+    out, err = capsys.readouterr()
+    assert out == "" and "complete and verified" in err
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", f"{MINIATURE.train_prefix}.bin", f"{MINIATURE.validation_prefix}.idx", "miniature.json"]
+)
+def test_damaged_miniature_is_built_again_and_the_same(built, documents, copy, name, monkeypatch, capsys):
+    monkeypatch.setattr(corpus, "documents", lambda: documents)
+    (copy / "mine.txt").write_text("keep me")
+    flip(copy / name, 0)
+    assert prepare.main(["miniature", "--data-dir", str(copy)]) == 0
+    assert f"{name} is missing or damaged" in capsys.readouterr().err or name == "miniature.json"
+    assert (copy / "mine.txt").read_text() == "keep me"
+    for path in built.iterdir():
+        assert (copy / path.name).read_bytes() == path.read_bytes()
+
+
+def test_miniature_after_a_kill(built, documents, tmp_path, monkeypatch):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llama31_8b.prepare", "miniature", "--data-dir", str(tmp_path)], stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "tokenizer.model").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "miniature.json").exists(), "the kill came too late to show anything"
+    monkeypatch.setattr(corpus, "documents", lambda: documents)
+    assert prepare.main(["miniature", "--data-dir", str(tmp_path)]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in built.iterdir()}
+    for path in built.iterdir():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+def test_miniature_does_not_overwrite_a_foreign_tokenizer(tmp_path, capsys):
+    (tmp_path / "tokenizer.model").write_text("somebody's")
+    assert prepare.main(["miniature", "--data-dir", str(tmp_path)]) == StorageError.exit_code
+    assert "tokenizer.model: exists already" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.model"]
+
+
+# ---- convert
+
+
+def write_inputs(folder):
+    """The same documents as two JSON-lines files, one of them compressed."""
+    lines = [json.dumps({"text": text, "url": "x"}) + "\n" for text in TEXTS]
+    (folder / "a.jsonl").write_text("".join(lines[:900]) + "\n")
+    with gzip.open(folder / "b.json.gz", "wt") as file:
+        file.writelines(lines[900:])
+    return [folder / "a.jsonl", folder / "b.json.gz"]
+
+
+def stored_documents(prefix):
+    index = Index.read(prefix)
+    with index.open_tokens() as tokens:
+        return [tokens.read_sequence(i, 0, int(n)).tolist() for i, n in enumerate(index.sequence_lengths)]
+
+
+def same_bytes(a, b):
+    return all((a.parent / f"{a.name}{s}").read_bytes() == (b.parent / f"{b.name}{s}").read_bytes() for s in (".bin", ".idx"))
+
+
+def test_convert_stores_each_document_without_bos_or_eos(built, tmp_path):
+    inputs = write_inputs(tmp_path)
+    arguments = [
+        "convert",
+        "--input",
+        *map(str, inputs),
+        "--tokenizer",
+        str(built / "tokenizer.model"),
+        "--output-prefix",
+        str(tmp_path / "out" / "p"),
+    ]
+    assert prepare.main(arguments) == 0
+    assert stored_documents(tmp_path / "out" / "p") == corpus.load_sentencepiece(built / "tokenizer.model").encode(TEXTS)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".p.lock", "p.bin", "p.idx"]
+    assert prepare.main(arguments) == StorageError.exit_code  # nothing is overwritten
+
+
+def test_convert_of_plain_text_takes_blocks(built, tmp_path):
+    (tmp_path / "t.txt").write_bytes(b"\n\none\ntwo\n\n \nthree\r\n\r\nfour")
+    convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "t", "text")
+    tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
+    assert [tokenizer.decode(ids) for ids in stored_documents(tmp_path / "t")] == ["one\ntwo", "three", "four"]
+
+
+class Killed(BaseException):
+    """Stands for the power switch."""
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4, 5])
+@pytest.mark.parametrize("after", ["checkpoint", "encode"])
+def test_convert_goes_on_after_a_kill(built, tmp_path, monkeypatch, batches, after):
+    inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
+    monkeypatch.setattr(convert, "BATCH_DOCUMENTS", 256)
+    convert.convert(inputs, tokenizer, tmp_path / "whole", "text")
+    original, count = (convert.Checkpoint.save, 0) if after == "checkpoint" else (Writer.add, 0)
+
+    def die_after(*args):
+        nonlocal count
+        original(*args)
+        count += 1
+        if count == (batches if after == "checkpoint" else 256 * batches - 100):
+            raise Killed
+
+    owner, name = (convert.Checkpoint, "save") if after == "checkpoint" else (Writer, "add")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, die_after)
+        with pytest.raises(Killed):
+            convert.convert(inputs, tokenizer, tmp_path / "killed", "text", checkpoint_seconds=0)
+    assert not (tmp_path / "killed.idx").exists()
+    with (tmp_path / "killed.bin.partial").open("ab") as file:
+        file.write(b"half a docum")  # what a kill may leave behind the last checkpoint
+    convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
+    assert same_bytes(tmp_path / "killed", tmp_path / "whole")
+    assert not list(tmp_path.glob("killed.*partial")) and not (tmp_path / "killed.checkpoint.json").exists()
+
+
+def test_convert_of_text_goes_on_after_a_kill(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "BATCH_DOCUMENTS", 10)
+    (tmp_path / "t.txt").write_text("\n\n\n".join(TEXTS[:95]))
+    original, calls = convert.Checkpoint.save, []
+    convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "whole", "text")
+
+    def die(*args):
+        original(*args)
+        calls.append(1)
+        if len(calls) == 4:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.Checkpoint, "save", die)
+        with pytest.raises(Killed):
+            convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "killed", "text", checkpoint_seconds=0)
+    convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "killed", "text")
+    assert same_bytes(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("moment", ["bin renamed", "idx renamed"])
+def test_convert_killed_while_it_finishes(built, tmp_path, monkeypatch, moment):
+    inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
+    convert.convert(inputs, tokenizer, tmp_path / "whole", "text")
+    original = type(tmp_path).replace
+
+    def die(self, target):
+        result = original(self, target)
+        if str(target).endswith(".bin" if moment == "bin renamed" else ".idx"):
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "replace", die)
+        with pytest.raises(Killed):
+            convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
+    convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
+    assert same_bytes(tmp_path / "killed", tmp_path / "whole")
+    assert not list(tmp_path.glob("killed.*partial")) and not (tmp_path / "killed.checkpoint.json").exists()
+
+
+def test_a_checkpoint_of_another_conversion_is_refused(built, tmp_path, monkeypatch):
+    inputs = write_inputs(tmp_path)
+    monkeypatch.setattr(Writer, "finish", lambda self: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        convert.convert(inputs, built / "tokenizer.model", tmp_path / "p", "text")
+    with pytest.raises(DataError, match="another conversion"):
+        convert.convert(inputs[:1], built / "tokenizer.model", tmp_path / "p", "text")
+
+
+BROKEN = {
+    "x.jsonl": (b'{"text": "good"}\n{"text": \n', "byte 17: no document"),
+    "y.jsonl": (b'{"body": "good"}\n', "KeyError"),
+    "z.jsonl": (b'{"text": 5}\n', "text is no text but int"),
+    "l.jsonl": (b"[1]\n", "no document"),
+    "t.txt": (b"fine\n\nnot fine \xff\n", "byte 15: not UTF-8"),
+    "e.jsonl": (b"", "at least one document"),
+    "g.jsonl.gz": (gzip.compress(b'{"text": "good"}\n' * 1000)[:-20], "broken gzip"),
+    "h.jsonl.gz": (b"no gzip at all", "broken gzip"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_input_is_named(built, tmp_path, name, capsys):
+    content, message = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    arguments = [
+        "convert",
+        "--input",
+        str(tmp_path / name),
+        "--tokenizer",
+        str(built / "tokenizer.model"),
+        "--output-prefix",
+        str(tmp_path / "p"),
+    ]
+    assert prepare.main(arguments) == DataError.exit_code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "p.idx").exists()
+
+
+def test_unknown_and_missing_input(built, tmp_path, capsys):
+    rest = ["--tokenizer", str(built / "tokenizer.model"), "--output-prefix", str(tmp_path / "p")]
+    assert prepare.main(["convert", "--input", str(tmp_path / "a.parquet"), *rest]) == 2
+    assert prepare.main(["convert", "--input", str(tmp_path / "a.txt"), *rest]) == DataError.exit_code
+    assert "unknown kind of input" in capsys.readouterr().err
+
+
+# ---- verify
+
+
+def verify(folder, *options):
+    return prepare.main(["verify", "--data-dir", str(folder), "--manifest", str(folder / "miniature.json"), *options])
+
+
+def test_verify_of_good_data(copy, capsys):
+    assert verify(copy) == 0 and verify(copy, "--full") == 0
+    assert "nothing wrong found" in capsys.readouterr().err
+
+
+def flip(path, position):
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1
+    path.write_bytes(raw)
+
+
+TRAIN = MINIATURE.train_prefix
+VERIFY_DAMAGE = {
+    "missing": (lambda d: (d / f"{TRAIN}.bin").unlink(), f"{TRAIN}.bin: expected a file, got No such file"),
+    "truncated bin": (lambda d: os.truncate(d / f"{TRAIN}.bin", 1000), f"{TRAIN}.bin: size: expected"),
+    "truncated idx": (lambda d: os.truncate(d / f"{TRAIN}.idx", 1000), f"{TRAIN}.idx: expected"),
+    "flipped": (lambda d: flip(d / f"{TRAIN}.bin", 4000), f"{TRAIN}.bin: SHA-256: expected"),
+    "id": (lambda d: flip(d / f"{TRAIN}.bin", 4001), "SHA-256"),
+    "dtype": (lambda d: flip(d / f"{TRAIN}.idx", 17), f"{TRAIN}.idx: expected a dtype code"),
+}
+
+
+@pytest.mark.parametrize("kind", VERIFY_DAMAGE)
+def test_verify_names_the_damage_and_changes_nothing(copy, kind, capsys):
+    damage, message = VERIFY_DAMAGE[kind]
+    (copy / "sibling").write_text("not mine")
+    damage(copy)
+    before = tree(copy)
+    assert verify(copy) == DataError.exit_code
+    assert message in capsys.readouterr().err
+    assert tree(copy) == before
+
+
+def closed_like(folder, documents, tokens_each):
+    """Small files under MLCommons' names, as int32."""
+    for prefix in (CLOSED.train_prefix, CLOSED.validation_prefix):
+        writer = Writer(folder / prefix, CLOSED.shape.vocab_size)
+        for _ in range(documents):
+            writer.add(np.full(tokens_each, 128255))
+        writer.finish()
+
+
+def test_verify_with_the_shipped_manifest_says_what_is_wrong_and_what_is_unknown(tmp_path, capsys):
+    closed_like(tmp_path, 5, 7)
+    assert prepare.main(["verify", "--data-dir", str(tmp_path)]) == DataError.exit_code
+    err = capsys.readouterr().err
+    assert "documents: expected 91205, got 5" in err and "tokens: expected 47186855, got 35" in err
+    assert err.count("not checked: SHA-256") == 4 and "not checked: documents of c4-train.en_6_text_document: 5 found" in err
+
+
+def test_shipped_manifest_states_what_the_reference_states():
+    manifest = Manifest.read(prepare.SHIPPED_MANIFEST)
+    assert manifest.vocab_size == CLOSED.shape.vocab_size and set(manifest.pairs) == {CLOSED.train_prefix, CLOSED.validation_prefix}
+    validation = manifest.pairs[CLOSED.validation_prefix]
+    assert (validation.dtype, validation.documents, validation.tokens) == ("int32", 91205, 47186855)
+    assert (47186855 - 1) // CLOSED.sequence_length == 5760  # the README's count of sequences
+
+
+def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
+    closed_like(tmp_path, 5, 7)
+    shipped = Manifest.read(prepare.SHIPPED_MANIFEST)
+    no_counts = Manifest("test", shipped.vocab_size, shipped.files, {name: preparation.PairFacts("int32") for name in shipped.pairs})
+    no_counts.write(tmp_path / "known.json")
+    rest = ["verify", "--data-dir", str(tmp_path), "--manifest"]
+    assert prepare.main([*rest, str(tmp_path / "known.json"), "--write-manifest", str(tmp_path / "found.json")]) == 0
+    assert Manifest.read(tmp_path / "found.json").pairs[CLOSED.train_prefix] == preparation.PairFacts("int32", 5, 35)
+    assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0
+    flip(tmp_path / f"{CLOSED.train_prefix}.bin", 8)  # 128255 -> 128254: still a token id
+    assert prepare.main([*rest, str(tmp_path / "known.json")]) == 0
+    assert prepare.main([*rest, str(tmp_path / "found.json")]) == DataError.exit_code
+    assert "SHA-256: expected" in capsys.readouterr().err
+
+
+def test_verify_looks_at_ids(tmp_path, monkeypatch, capsys):
+    """Sampled blocks see the head and the tail; every token only with --full."""
+    for name in ("SAMPLED_BLOCKS", "SAMPLED_TOKENS", "FULL_CHUNK"):
+        monkeypatch.setattr(verification, name, 4)
+    writer = Writer(tmp_path / "p", 70000)
+    writer.add(np.where(np.arange(1000) == 500, 69999, 5))
+    writer.finish()
+    manifest = Manifest("test", 69999, {}, {"p": preparation.PairFacts("int32", 1, 1000)})
+    manifest.write(tmp_path / "m.json")
+    arguments = ["verify", "--data-dir", str(tmp_path), "--manifest", str(tmp_path / "m.json")]
+    assert prepare.main(arguments) == 0
+    assert "not checked: ids of p: 984 of 1,000" in capsys.readouterr().err
+    assert prepare.main([*arguments, "--full"]) == DataError.exit_code
+    assert "token 500: expected an id from 0 to 69998, got 69999" in capsys.readouterr().err
+    blocks = verification._blocks(1000, full=False)
+    assert blocks[0] == (0, 4) and blocks[-1] == (996, 4) and len(blocks) == 4
+    assert sum(count for _, count in verification._blocks(1001, full=True)) == 1001
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"source": "x"}', '{"source": "x", "vocab_size": 1, "files": {"a": {"md5": "0"}}, "pairs": {}}']
+)
+def test_broken_manifest(tmp_path, content):
+    (tmp_path / "m.json").write_text(content)
+    with pytest.raises(DataError, match="not a manifest"):
+        Manifest.read(tmp_path / "m.json")
+
+
+# ---- fetch, and what all share
+
+
+def test_fetch_downloads_nothing_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "DOWNLOAD_BYTES", 1)
+    assert prepare.main(["fetch", "--data-dir", str(tmp_path / "new")]) == 0
+    err = capsys.readouterr().err
+    assert "Nothing has been downloaded" in err and prepare.DATA_URI in err and "| bash" not in err and "<(" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fetch_checks_the_room_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "DOWNLOAD_BYTES", 10**18)
+    assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == PreflightError.exit_code
+    assert "needs 1000000000 GB" in capsys.readouterr().err
+
+
+def test_fetch_where_all_is_there(tmp_path, capsys):
+    closed_like(tmp_path, 1, 1)
+    assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == 0
+    assert "all four files are there" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_bar_on_a_terminal_and_in_a_pipe():
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        bar = Bar("reading", 200, stream=stream, every_s=0)
+        bar.at(50)
+        bar.finish()
+    assert terminal.getvalue().count("\r") == 2 and terminal.getvalue().endswith("\n") and "100 %" in terminal.getvalue()
+    assert pipe.getvalue().startswith("reading  25 % (50 of 200 bytes") and pipe.getvalue().count("\n") == 1 and "\r" not in pipe.getvalue()
+
+
+def test_interrupt_and_full_disk_have_their_exit_codes(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def full():
+        raise OSError(28, "No space left on device", "/data/x")
+
+    assert preparation.run_to_exit_code(interrupted) == 130
+    assert preparation.run_to_exit_code(full) == StorageError.exit_code
+    assert "/data/x: No space left on device" in capsys.readouterr().err
+
+
+def test_lock_makes_a_second_process_wait(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from common.data.preparation import locked\nwith locked(Path(sys.argv[1])): print('in')"
+    )
+    with preparation.locked(tmp_path / "lock"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "lock")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert "waiting" in process.stderr.readline() and process.poll() is None
+    assert process.communicate(timeout=20)[0] == "in\n"

@@ -1,0 +1,70 @@
+"""Adapters: only they train, the base keeps its bits, ranks and micro-batches change nothing, dropout only in training."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lora_ranks import RULES, few_steps
+from tiny import call_on_ranks
+from torch import nn
+
+from common.model.llama import Llama
+from common.model.lora import LoRALinear, add_adapters, init_adapters
+from common.model.shapes import LLAMA2_70B
+
+
+@pytest.fixture(scope="module")
+def one_rank(processes):
+    return few_steps(processes)
+
+
+def test_only_the_adapters_train_and_have_optimizer_state(one_rank):
+    expected = RULES.shape.lora_parameters(RULES.lora_rank)
+    assert one_rank["trained"] == expected and 2 * expected < one_rank["states"] < 2 * expected + 20, "two moments, and step counts"
+    assert one_rank["base unchanged"]
+    assert one_rank["losses"][-1] < one_rank["losses"][0], "they do learn"
+
+
+def test_two_ranks_follow_the_curve_of_one(one_rank, tmp_path):
+    first, second = call_on_ranks(2, "lora_ranks:few_steps", tmp_path)
+    # 1e-6 relative: the same sums in another order, fp32.
+    assert first["losses"] == pytest.approx(one_rank["losses"], rel=1e-5)
+    assert first["norms"] == pytest.approx(one_rank["norms"], rel=1e-4)
+    assert first["base unchanged"] and second["base unchanged"]
+    for name, adapter in first["adapters"].items():
+        assert torch.equal(adapter, second["adapters"][name]), "replicas stay equal to the bit"
+
+
+def test_micro_batches_change_nothing(one_rank, processes):
+    whole = few_steps(processes, micro_batch_size=8)
+    assert whole["losses"] == pytest.approx(one_rank["losses"], rel=1e-5)
+
+
+def test_dropout_is_on_in_training_and_off_in_evaluation(processes):
+    torch.manual_seed(0)
+    with_dropout = few_steps(processes, rules=replace(RULES, lora_dropout=0.1))
+    without = few_steps(processes)
+    assert with_dropout["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), "B is zero at first: the adapter adds nothing"
+    assert with_dropout["losses"][2:] != without["losses"][2:]
+    layer = LoRALinear(nn.Linear(8, 8, bias=False), 2, 4, 0.5)
+    nn.init.normal_(layer.lora_a)
+    nn.init.normal_(layer.lora_b)
+    x = torch.randn(4, 8)
+    assert torch.equal(layer.eval()(x), layer(x)) and not torch.equal(layer.train()(x), layer(x))
+
+
+def test_adapters_start_as_kaiming_and_zero():
+    model = Llama(replace(RULES.shape, hidden_size=256, num_heads=4), 16)
+    parameters = add_adapters(model, 16, 32, 0.1)
+    init_adapters(model, 1)
+    assert len(parameters) == 8 and not any(p.requires_grad for name, p in model.named_parameters() if ".lora_" not in name)
+    for block in model.blocks:
+        for layer in (block.qkv, block.o):
+            bound = layer.base.in_features**-0.5
+            assert layer.lora_a.abs().max() <= bound and float(layer.lora_a.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+            assert not layer.lora_b.any() and layer.scale == 2.0
+
+
+def test_counts_of_the_70b():
+    assert LLAMA2_70B.lora_parameters(16) == 44_564_480
+    assert LLAMA2_70B.lora_flops_per_token(8192, 16) == pytest.approx(307.33e9, rel=1e-5)

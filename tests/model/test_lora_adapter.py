@@ -1,0 +1,228 @@
+"""Adapters for peft, and merged into a checkpoint: both give the logits of our model with LoRA."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_model import pair
+
+from common.errors import ConfigError, DataError
+from common.model import peft_adapter as adapter
+from common.model.llama import Llama
+from common.model.lora import adapter_parameters, add_adapters
+from common.model.shapes import ModelShape
+
+SHAPE = ModelShape(3, 32, 48, 4, 2, 61, 10000.0)
+RANK, ALPHA, LENGTH = 4, 10, 17
+TOLERANCE = 1e-5  # of logits, in fp32: L2 norm of the difference to that of the logits
+
+
+def random_adapters(shape: ModelShape = SHAPE, rank: int = RANK) -> dict[str, torch.Tensor]:
+    """As large as the weights they add to, so that a wrong row or factor shows."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"qkv": (shape.hidden_size, shape.qkv_size), "o": (shape.hidden_size, shape.hidden_size)}
+    tensors = {}
+    for layer in range(shape.num_layers):
+        for part, (inputs, outputs) in sizes.items():
+            tensors[f"blocks.{layer}.{part}.lora_a"] = 0.2 * torch.randn(rank, inputs, generator=generator)
+            tensors[f"blocks.{layer}.{part}.lora_b"] = 0.2 * torch.randn(outputs, rank, generator=generator)
+    return tensors
+
+
+def with_adapters(model: Llama, tensors: dict[str, torch.Tensor]) -> Llama:
+    """As it is evaluated: without dropout."""
+    add_adapters(model, RANK, ALPHA, dropout=0.1)
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(model).items():
+            parameter.copy_(tensors[name])
+    return model.eval()
+
+
+def save(folder, tensors, **changes):
+    options = {"rank": RANK, "alpha": ALPHA, "dropout": 0.1, "base_name": "a/base"} | changes
+    adapter.save_peft_adapter(folder, tensors, SHAPE, **options)
+    return folder
+
+
+def save_fused(folder, state: dict[str, torch.Tensor]) -> None:
+    """The layout of MLCommons: query, key and value rows stacked in one matrix; two shards and an index."""
+    folder.mkdir()
+    fused = {}
+    for name, tensor in state.items():
+        if ".q_proj." in name:
+            fused[name.replace("q_proj", "qkv_proj")] = torch.cat([state[name.replace("q_proj", part)] for part in adapter.SPLIT])
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            fused[name] = tensor.clone()
+    shards = {f"model-0000{number + 1}-of-00002.safetensors": list(fused)[number::2] for number in range(2)}
+    for shard, names in shards.items():
+        save_file({name: fused[name] for name in names}, folder / shard, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: shard for shard, names in shards.items() for name in names}}
+    (folder / adapter.INDEX).write_text(json.dumps(index))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Both layouts of a small base, adapters saved for peft, tokens, and the logits of our model with the adapters."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("adapter")
+    ours, theirs = pair(SHAPE, LENGTH)
+    theirs.save_pretrained(folder / "ordinary", max_shard_size="20KB")
+    (folder / "ordinary" / "tokenizer.model").write_bytes(b"words")
+    (folder / "ordinary" / "pytorch_model.bin").write_bytes(b"the same weights as a pickle")
+    save_fused(folder / "fused", theirs.state_dict())
+    tensors = random_adapters()
+    save(folder / "adapter", tensors)
+    tokens = torch.randint(SHAPE.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        logits = with_adapters(ours, tensors)(tokens)
+    return folder, theirs, tensors, tokens, logits
+
+
+@pytest.fixture(scope="module")
+def merged(made):
+    for layout in ("ordinary", "fused"):
+        command = ["merge", "--base", made[0] / layout, "--adapter", made[0] / "adapter", "--out", made[0] / f"merged_{layout}"]
+        assert adapter.main([str(word) for word in command]) == 0
+    return made[0]
+
+
+def assert_near(logits, expected) -> None:
+    assert (logits - expected).norm() <= TOLERANCE * expected.norm()
+
+
+def all_tensors(folder) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_peft_loads_the_adapter_onto_the_base_with_our_logits(made):
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaForCausalLM
+
+    folder, _, _, tokens, logits = made
+    base = LlamaForCausalLM.from_pretrained(folder / "ordinary", attn_implementation="eager")
+    with torch.no_grad():
+        plain = base(tokens).logits
+        loaded = peft.PeftModel.from_pretrained(base, folder / "adapter")
+        assert_near(loaded.eval()(tokens).logits, logits)
+    assert (plain - logits).norm() > 0.1 * logits.norm(), "the adapters change nothing: the test shows nothing"
+    config = loaded.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (RANK, ALPHA, 0.1, "none")
+    assert config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"} and config.base_model_name_or_path == "a/base"
+
+
+def test_the_merged_checkpoint_has_our_logits(made, merged):
+    from transformers import LlamaForCausalLM
+
+    _, _, _, tokens, logits = made
+    with torch.no_grad():
+        assert_near(LlamaForCausalLM.from_pretrained(merged / "merged_ordinary", attn_implementation="eager")(tokens).logits, logits)
+
+
+def test_both_layouts_are_merged_to_the_same_bits(merged):
+    ordinary, fused = all_tensors(merged / "merged_ordinary"), all_tensors(merged / "merged_fused")
+    for name, tensor in fused.items():
+        parts = [ordinary[name.replace("qkv_proj", part)] for part in adapter.SPLIT] if "qkv_proj" in name else [ordinary[name]]
+        assert torch.equal(tensor, torch.cat(parts))
+    before = all_tensors(merged / "fused")
+    changed = {name.split(".")[-2] for name, tensor in fused.items() if not torch.equal(tensor, before[name])}
+    assert changed == {"qkv_proj", "o_proj"} and fused.keys() == before.keys()
+
+
+def test_a_merge_keeps_shards_index_and_small_files_and_copies_no_other_weights(merged):
+    before, after = ({path.name for path in (merged / name).iterdir()} for name in ("ordinary", "merged_ordinary"))
+    assert before - after == {"pytorch_model.bin"} and after <= before and len(list(merged.glob("ordinary/*.safetensors"))) > 2
+    assert (merged / "merged_ordinary" / "tokenizer.model").read_bytes() == b"words"
+    for path in (merged / "ordinary").glob("*.safetensors"):
+        assert load_file(path).keys() == load_file(merged / "merged_ordinary" / path.name).keys()
+
+
+def test_bf16_is_rounded_once(made, tmp_path):
+    _, theirs, tensors, _, _ = made
+    save_fused(tmp_path / "base", {name: tensor.bfloat16() for name, tensor in theirs.state_dict().items()})
+    adapter.merge(tmp_path / "base", made[0] / "adapter", tmp_path / "out")
+    before, after = all_tensors(tmp_path / "base"), all_tensors(tmp_path / "out")
+    for layer in range(SHAPE.num_layers):
+        name = f"model.layers.{layer}.self_attn.qkv_proj.weight"
+        a, b = (tensors[f"blocks.{layer}.qkv.lora_{letter}"].double() for letter in "ab")
+        exact = before[name].double() + ALPHA / RANK * b @ a
+        assert after[name].dtype == torch.bfloat16
+        # Half a unit in the last place of 8 bits, and a little for the fp32 sum.
+        assert ((after[name].double() - exact).abs() <= 1.001 * 2**-8 * exact.abs() + 1e-6).all()
+
+
+def test_nothing_is_overwritten(made, merged, tmp_path):
+    with pytest.raises(ConfigError, match="exists"):
+        save(made[0] / "adapter", made[2])
+    with pytest.raises(ConfigError, match="exists"):
+        adapter.merge(merged / "fused", merged / "adapter", merged / "merged_fused")
+    (tmp_path / "out.partial").mkdir()
+    with pytest.raises(ConfigError, match=r"out\.partial exists"):
+        adapter.merge(merged / "fused", merged / "adapter", tmp_path / "out")
+
+
+def _edit_config(**changes):
+    def spoil(base, saved):
+        config = json.loads((saved / adapter.CONFIG).read_text())
+        (saved / adapter.CONFIG).write_text(json.dumps(config | changes))
+
+    return spoil
+
+
+def _edit_tensors(change):
+    def spoil(base, saved):
+        tensors = load_file(saved / adapter.WEIGHTS)
+        change(tensors)
+        save_file(tensors, saved / adapter.WEIGHTS)
+
+    return spoil
+
+
+KEY = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"
+FAULTS = [
+    ("DoRA", _edit_config(use_dora=True), ConfigError, "use_dora"),
+    ("scale by the root of the rank", _edit_config(use_rslora=True), ConfigError, "use_rslora"),
+    ("trained biases", _edit_config(bias="all"), ConfigError, "bias all"),
+    ("another rank", _edit_config(r=8), DataError, "rank is 8|is \\(4"),
+    ("no rank", _edit_config(r=None), DataError, "r is None"),
+    ("broken configuration", lambda base, saved: (saved / adapter.CONFIG).write_text("{"), DataError, adapter.CONFIG),
+    ("no adapter", lambda base, saved: (saved / adapter.WEIGHTS).unlink(), DataError, adapter.WEIGHTS),
+    ("half an adapter", _edit_tensors(lambda tensors: tensors.pop(KEY)), DataError, "k_proj.lora_B"),
+    ("a layer too many", _edit_tensors(lambda t: t.update({KEY.replace("1", "7"): t[KEY].clone()})), DataError, "layers.7"),
+    ("other rows", _edit_tensors(lambda t: t.update({KEY: t[KEY][:-1].clone()})), DataError, "qkv_proj"),
+    ("another module", _edit_tensors(lambda t: t.update({KEY.replace("k_proj", "up_proj"): t[KEY].clone()})), DataError, "up_proj"),
+    ("missing shard", lambda base, saved: min(base.glob("*.safetensors")).unlink(), DataError, "model-00001-of-00002"),
+    ("truncated shard", lambda base, saved: _truncate(min(base.glob("*.safetensors"))), DataError, "model-00001-of-00002"),
+    ("no checkpoint", lambda base, saved: (base / adapter.INDEX).unlink(), DataError, adapter.SINGLE),
+    ("tensor not in its shard", lambda base, saved: _swap_shards(base / adapter.INDEX), DataError, "has no"),
+    ("integer weights", lambda base, saved: _integers(base), DataError, "BF16, F16"),
+]
+
+
+def _truncate(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _swap_shards(index):
+    index.write_text(index.read_text().replace("-00001-", "-x-").replace("-00002-", "-00001-").replace("-x-", "-00002-"))
+
+
+def _integers(base):
+    for path in base.glob("*.safetensors"):
+        save_file({name: tensor.to(torch.int8) for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize(("spoil", "error", "message"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+def test_what_does_not_fit_is_refused_before_anything_is_written(made, tmp_path, spoil, error, message):
+    save_fused(tmp_path / "base", made[1].state_dict())
+    save(tmp_path / "adapter", made[2])
+    spoil(tmp_path / "base", tmp_path / "adapter")
+    with pytest.raises(error, match=message):
+        adapter.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    command = ["merge", "--base", str(tmp_path), "--adapter", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]
+    assert adapter.main(command) == DataError.exit_code
+    assert "adapter_config.json" in capsys.readouterr().err

@@ -1,0 +1,373 @@
+"""The base's loader: both layouts, any sharding, nothing read twice; and what it refuses before a byte is copied."""
+
+import hashlib
+import itertools
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import call_on_ranks
+from torch.distributed.fsdp import fully_shard
+
+from common.data.preparation import Manifest, facts_of
+from common.errors import StorageError, WeightsError
+from common.model import weights
+from common.model.llama import Llama, init_weights
+from common.model.lora import add_adapters
+from common.model.shapes import ModelShape
+from common.model.weights import load_base, open_checkpoint, save_base
+
+SHAPE = ModelShape(2, 32, 48, 4, 2, 61, 10000.0)  # 61 rows of vocabulary do not divide by 2 ranks
+
+
+def model_of(dtype=torch.float32, seed=None):
+    model = Llama(SHAPE, 16).to(dtype)
+    if seed is None:
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, float("nan"))  # whatever is not loaded will show
+    else:
+        init_weights(model, seed, 0.5)
+    return model
+
+
+def values(model):
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """The same model in both layouts, fp32."""
+    folder, model = tmp_path_factory.mktemp("weights"), model_of(seed=5)
+    for layout in ("fused", "ordinary"):
+        save_base(model, folder / layout, shards=3, layout=layout)
+    return folder, values(model)
+
+
+@pytest.fixture
+def copy(stored, tmp_path):
+    """The fused checkpoint again, to be damaged."""
+    return Path(shutil.copytree(stored[0] / "fused", tmp_path / "fused"))
+
+
+# ---- loading
+
+
+@pytest.mark.parametrize("layout", ["fused", "ordinary"])
+def test_both_layouts_give_the_same_model(stored, layout):
+    model = model_of()
+    report = load_base(model, stored[0] / layout)
+    assert_same(values(model), stored[1])
+    assert report.layout == layout and report.bytes == 4 * SHAPE.num_parameters
+    assert 0 <= report.check_s <= report.seconds and report.peak_host_bytes > 1 << 20
+
+
+@pytest.mark.parametrize("stored_as", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_dtypes_are_converted_once(stored, tmp_path, stored_as, wanted):
+    source = model_of(seed=5)
+    save_base(source, tmp_path, dtype=stored_as)
+    model = model_of(wanted)
+    load_base(model, tmp_path)
+    assert_same(values(model), {name: tensor.to(stored_as).to(wanted) for name, tensor in stored[1].items()})
+
+
+def test_adapters_are_left_alone(stored):
+    model = model_of()
+    adapters = add_adapters(model, 4, 8, 0.0)
+    for parameter in adapters:
+        torch.nn.init.constant_(parameter, 7.0)
+    load_base(model, stored[0] / "fused")
+    assert all((parameter == 7.0).all() for parameter in adapters)
+    frozen = {name.replace(".base.", "."): tensor for name, tensor in values(model).items() if ".lora_" not in name}
+    assert_same(frozen, stored[1])
+
+
+def test_small_pieces_and_a_single_file(stored, tmp_path, monkeypatch):
+    """Pieces smaller than a tensor, than a row, and one file without an index."""
+    tensors = {}
+    for file in (stored[0] / "ordinary").glob("*.safetensors"):
+        tensors.update(load_file(file))
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # old checkpoints carry it
+    save_file(tensors, tmp_path / "model.safetensors")
+    for chunk in (300, 1):
+        monkeypatch.setattr(weights, "CHUNK", chunk)
+        model = model_of()
+        load_base(model, tmp_path)
+        assert_same(values(model), stored[1])
+
+
+def test_transformers_computes_the_same_from_the_same_files(stored):
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.randint(SHAPE.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    theirs = transformers.LlamaForCausalLM.from_pretrained(stored[0] / "ordinary", dtype=torch.float32)
+    model = model_of()
+    load_base(model, stored[0] / "fused")
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+# ---- sharded
+
+
+def load_sharded(processes, folder):
+    """On every rank: the model sharded as a run shards it, loaded; its whole tensors, and what this rank read of which file."""
+    with torch.device("meta"):
+        model = Llama(SHAPE, 16)
+        adapters = set(add_adapters(model, 4, 8, 0.0))
+    for module in (*model.blocks, model.head, model):
+        fully_shard(module, mesh=processes.mesh, ignored_params=adapters)
+    model.to_empty(device="cpu")
+    ranges, preadv = [], weights.os.preadv
+
+    def counted(file, buffers, offset):
+        got = preadv(file, buffers, offset)
+        ranges.append((Path(f"/proc/self/fd/{file}").resolve().name, offset, got))
+        return got
+
+    weights.os.preadv = counted
+    report = load_base(model, folder / "checkpoint", folder / "manifest.json")
+    found = {n.replace(".base.", "."): p.detach().full_tensor() for n, p in model.named_parameters() if ".lora_" not in n}
+    owned = sum(p.to_local().numel() for n, p in model.named_parameters() if ".lora_" not in n)
+    flip(folder / "damaged" / "model-00002-of-00003.safetensors", -1) if processes.rank == 0 else None
+    processes.barrier()
+    try:
+        load_base(model, folder / "damaged", folder / "manifest.json")
+        message = ""
+    except WeightsError as error:
+        message = error.what
+    return {"found": found, "bytes": report.bytes, "owned": owned, "ranges": ranges, "message": message}
+
+
+def test_two_ranks_read_their_rows_only_and_both_learn_of_damage(stored, tmp_path):
+    shutil.copytree(stored[0] / "ordinary", tmp_path / "checkpoint")
+    shutil.copytree(stored[0] / "ordinary", tmp_path / "damaged")
+    manifest_for(tmp_path / "checkpoint", tmp_path / "manifest.json")
+    ranks = call_on_ranks(2, "test_weights:load_sharded", tmp_path)
+    for rank in ranks:
+        assert_same(rank["found"], stored[1])
+        assert rank["bytes"] == 4 * rank["owned"] == sum(size for _, _, size in rank["ranges"])
+        assert "SHA-256 of model-00002-of-00003.safetensors differs" in rank["message"]
+    every = sorted(tuple(r) for rank in ranks for r in rank["ranges"])
+    for (file, offset, size), (next_file, next_offset, _) in itertools.pairwise(every):
+        assert file != next_file or offset + size <= next_offset, "a byte was read twice"
+    assert sum(rank["bytes"] for rank in ranks) == 4 * SHAPE.num_parameters
+
+
+def test_a_sharding_that_is_not_by_rows_is_refused(processes):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with pytest.raises(ValueError, match="not contiguous"):
+        weights.local_rows(distribute_tensor(torch.ones(4, 4), processes.mesh, [Shard(1)]))
+
+
+# ---- refused
+
+
+def flip(path, position):
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1
+    path.write_bytes(raw)
+
+
+def manifest_for(folder, path):
+    files = {file.name: facts_of(file) for file in folder.glob("*.safetensors")}
+    Manifest("test", SHAPE.vocab_size, files).write(path)
+
+
+def change_tensors(folder, change):
+    """Rewrite the first shard with other tensors, and the index to fit."""
+    file = folder / "model-00001-of-00003.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    index = json.loads((folder / weights.INDEX).read_text())
+    index["weight_map"] = {name: shard for name, shard in index["weight_map"].items() if shard != file.name}
+    index["weight_map"] |= dict.fromkeys(tensors, file.name)
+    (folder / weights.INDEX).write_text(json.dumps(index))
+
+
+def change_json(path, key, value):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+
+def change_header(folder, change):
+    """Rewrite the first shard's header, data as they are."""
+    file = folder / "model-00001-of-00003.safetensors"
+    raw = file.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+EMBEDDING = "model.embed_tokens.weight"
+FIRST, LAST = "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"
+
+
+def only_pickles(folder):
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"cos\nsystem\n(S'touch marker'\ntR.")
+
+
+DAMAGE = {
+    "missing shard": (lambda d: (d / LAST).unlink(), "1 of 3 shards are missing: model-00003-of-00003"),
+    "no index": (lambda d: (d / weights.INDEX).unlink(), "neither model.safetensors.index.json nor model.safetensors"),
+    "two checkpoints": (lambda d: (d / weights.SINGLE).write_bytes(b""), "has both"),
+    "missing tensor": (lambda d: change_tensors(d, lambda t: t.pop(EMBEDDING)), f"1 of 17 tensors are missing: {EMBEDDING}"),
+    "unknown tensor": (
+        lambda d: change_tensors(d, lambda t: t.update({"model.layers.0.self_attn.qkv_proj.bias": torch.ones(4)})),
+        "unknown tensor model.layers.0.self_attn.qkv_proj.bias",
+    ),
+    "one layer too many": (
+        lambda d: change_tensors(d, lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(32)})),
+        "unknown tensor model.layers.2.input_layernorm.weight",
+    ),
+    "wrong shape": (
+        lambda d: change_tensors(d, lambda t: t.update({EMBEDDING: torch.ones(62, 32)})),
+        f"{EMBEDDING}: expected shape [61, 32], got [62, 32]",
+    ),
+    "wrong dtype": (
+        lambda d: change_tensors(d, lambda t: t.update({EMBEDDING: torch.ones(61, 32, dtype=torch.int8)})),
+        f"{EMBEDDING}: expected a dtype of BF16, F16, F32, got I8",
+    ),
+    "fp8": (
+        lambda d: change_tensors(d, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.float8_e4m3fn)})),
+        "got F8_E4M3",
+    ),
+    "mixed layouts": (
+        lambda d: change_tensors(d, lambda t: t.update({"model.layers.1.self_attn.q_proj.weight": torch.ones(32, 32)})),
+        "mixes two layouts (qkv_proj and q_proj)",
+    ),
+    "no Llama": (
+        lambda d: save_json_index(d, {"transformer.h.0.weight": torch.ones(2)}),
+        "no attention projections found; it has transformer.h.0.weight",
+    ),
+    "index and headers differ": (
+        lambda d: change_index(d, lambda m: m.update({EMBEDDING: LAST})),
+        f"{LAST}: {EMBEDDING} is not in it",
+    ),
+    "a tensor twice": (
+        lambda d: shutil.copy(d / FIRST, d / LAST),
+        f"{LAST}: {EMBEDDING} is in {FIRST} as well",
+    ),
+    "truncated": (lambda d: truncate(d / FIRST, -1), "bytes by its header, got"),
+    "truncated in the header": (lambda d: truncate(d / FIRST, 40), "40 bytes, with a header of"),
+    "empty": (lambda d: truncate(d / FIRST, 0), "0 bytes, with a header of 0"),
+    "header no JSON": (lambda d: flip(d / FIRST, 8), "its header is no JSON"),
+    "holes": (lambda d: change_header(d, shift_offsets), "expected"),
+    "negative shape": (lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[-61, -32])), "its header is not safetensors'"),
+    "bytes and shape": (lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[10**9, 32])), "its header is not safetensors'"),
+    "heads": (lambda d: change_json(d / "config.json", "num_attention_heads", 2), "num_attention_heads is 2, this model has 4"),
+    "rotation": (
+        lambda d: change_json(d / "config.json", "rope_parameters", {"rope_theta": 500000.0}),
+        "rope_theta is 500000.0, this model has 10000.0",
+    ),
+    "pickles only": (only_pickles, "holds pickled weights only (pytorch_model-00001-of-00002.bin): refused"),
+    "a pickle in the index": (
+        lambda d: change_index(d, lambda m: m.update({EMBEDDING: "pytorch_model.bin"})),
+        "names 'pytorch_model.bin' as a shard: refused",
+    ),
+    "a path in the index": (
+        lambda d: change_index(d, lambda m: m.update({EMBEDDING: "../fused/" + FIRST})),
+        f"names '../fused/{FIRST}' as a shard: refused",
+    ),
+    "index no JSON": (lambda d: (d / weights.INDEX).write_text("{"), "no JSON"),
+    "index without a map": (lambda d: (d / weights.INDEX).write_text("{}"), "has no weight_map"),
+}
+
+
+def truncate(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def change_index(folder, change):
+    index = json.loads((folder / weights.INDEX).read_text())
+    change(index["weight_map"])
+    (folder / weights.INDEX).write_text(json.dumps(index))
+
+
+def save_json_index(folder, tensors):
+    save_file(tensors, folder / FIRST)
+    (folder / weights.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, FIRST)}))
+
+
+def shift_offsets(header):
+    first = min((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][0])
+    begin, end = header[first]["data_offsets"]
+    header[first] = header[first] | {"shape": [end - begin - 1], "dtype": "I8", "data_offsets": [begin + 1, end]}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_before_anything_is_copied(copy, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    damage, message = DAMAGE[kind]
+    damage(copy)
+    model = model_of()
+    with pytest.raises(WeightsError) as caught:
+        load_base(model, copy)
+    assert message in caught.value.what and caught.value.why and caught.value.do
+    assert caught.value.exit_code == 16 and caught.value.kind == "weights"
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+    assert not (tmp_path / "marker").exists()
+
+
+def test_a_flipped_byte_is_found_with_a_manifest(stored, copy, tmp_path):
+    manifest_for(copy, tmp_path / "m.json")
+    load_base(model_of(), copy, tmp_path / "m.json")
+    flip(copy / LAST, -1)
+    load_base(model_of(), copy)  # the last byte of a weight: without a manifest nobody can know
+    model = model_of()
+    with pytest.raises(WeightsError, match=f"SHA-256 of {LAST} differs"):
+        load_base(model, copy, tmp_path / "m.json")
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+def test_a_manifest_of_another_checkpoint(stored, copy, tmp_path):
+    manifest_for(stored[0] / "ordinary", tmp_path / "m.json")
+    with pytest.raises(WeightsError, match=r"expected \d+ bytes by"):
+        load_base(model_of(), copy, tmp_path / "m.json")
+    Manifest("test", 61).write(tmp_path / "n.json")
+    with pytest.raises(WeightsError, match=f"has no SHA-256 of {FIRST}"):
+        load_base(model_of(), copy, tmp_path / "n.json")
+
+
+def test_no_folder_and_a_failing_disk(stored, tmp_path, monkeypatch):
+    with pytest.raises(WeightsError, match="cannot be read: No such file"):
+        load_base(model_of(), tmp_path / "nowhere")
+
+    def broken(*args):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(weights.os, "preadv", broken)
+    with pytest.raises(StorageError, match="Input/output error"):
+        load_base(model_of(), stored[0] / "fused")
+    monkeypatch.setattr(weights.os, "preadv", lambda *args: 0)
+    with pytest.raises(WeightsError, match="ends at byte"):
+        load_base(model_of(), stored[0] / "fused")
+
+
+# ---- written
+
+
+def test_what_is_written(stored):
+    checkpoint = open_checkpoint(stored[0] / "fused", SHAPE)
+    assert checkpoint.layout == "fused" and len(checkpoint.files) == 3
+    sizes = [file.stat().st_size for file in checkpoint.files]
+    assert max(sizes) < 2 * min(sizes) and all(file.stat().st_mode & 0o777 == 0o644 for file in checkpoint.files)
+    index = json.loads((stored[0] / "fused" / weights.INDEX).read_text())
+    assert index["metadata"]["total_size"] == 4 * SHAPE.num_parameters
+    fused = load_file(checkpoint.tensors["model.layers.0.self_attn.qkv_proj.weight"].file)["model.layers.0.self_attn.qkv_proj.weight"]
+    assert hashlib.sha256(fused.numpy().tobytes()).digest() == hashlib.sha256(stored[1]["blocks.0.qkv.weight"].numpy().tobytes()).digest()
+    assert len(weights.expected_shapes(SHAPE, "ordinary")) == 3 + 9 * SHAPE.num_layers

@@ -1,0 +1,613 @@
+"""The preflight: each check judged on values that were never measured, and the whole verb once on this CPU."""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.hardware import GIB, KINDS, Device, Probe
+from preflight import __main__ as verb
+from preflight import gpus, host, versions
+from preflight.gpus import Sample
+from preflight.measure import UNITS, WORKS, Measured
+from preflight.rows import Row, graded, overall, skipped, table
+from preflight.versions import Stack
+
+ROOT = Path(__file__).parents[2]
+H200 = Device("NVIDIA H200", "sm_90", 143771 * 2**20)
+MI300X = Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304)
+
+
+def rank(number: int = 0, **facts) -> Measured:
+    """One H200 that is as it should be."""
+    speeds = {"bf16 GEMM": 680.0, "FP8 GEMM": 1290.0, "copy": 4.3, "all-reduce": 350.0, "all-gather": 340.0}
+    good = {
+        "phase": "done",
+        "name": H200.name,
+        "arch": H200.arch,
+        "memory_bytes": 150 * 10**9,
+        "compute_units": 132,
+        "uuid": f"aaaa-{number}",
+        "pci": f"0000:{number:02x}:00.0",
+        "used_bytes": GIB // 2,
+        "fp8_db": [55.6, 28.6],
+        "speeds": speeds | facts.pop("speeds", {}),
+    }
+    return Measured(number, **(good | facts))
+
+
+def ranks(count: int, **changed) -> list[Measured]:
+    """`count` good ones; `changed` is for the last."""
+    return [*(rank(k) for k in range(count - 1)), rank(count - 1, **changed)]
+
+
+def samples(count: int, last: Sample | None = None, **facts) -> gpus.Samples:
+    good = Sample(**({"busy_percent": 0, "uncorrected": 0, "corrected": 0, "throttle_bits": 0x4} | facts))
+    return {rank(k).pci: last if last and k == count - 1 else good for k in range(count)}
+
+
+def by_check(rows: list[Row]) -> dict[str, Row]:
+    assert len({row.check for row in rows}) == len(rows), "one row per check"
+    return {row.check: row for row in rows}
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_skipped_is_no_pass():
+    assert overall([skipped("a", "why")]) == "skipped"
+    ok, warn, refuse = (
+        graded("a", "1", "2", "x", warn=verdict == "warn", refuse=verdict == "refuse") for verdict in ("ok", "warn", "refuse")
+    )
+    assert [row.verdict for row in (ok, warn, refuse)] == ["ok", "warn", "refuse"] and (ok.do, warn.do) == ("", "x")
+    assert overall([ok, skipped("b", "why")]) == "ok" and overall([ok, warn]) == "warn" and overall([warn, refuse, ok]) == "refuse"
+    text = table([ok, warn, refuse, skipped("b", "no GPU")])
+    assert "refuse: 1 ok, 1 warn, 1 refuse, 1 skipped" in text and text.count("do: x") == 2 and "no GPU" in text
+
+
+# --- GPUs: which, how many --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind", "count", "refused"),
+    [
+        ((H200,) * 4, "H200", 4, set()),
+        ((H200,) * 4, "H200", 2, set()),
+        ((H200,) * 3, "H200", 4, {"GPU count"}),
+        ((H200,) * 4, "MI300X", 4, {"GPU kind"}),
+        ((), "H200", 1, {"GPU kind", "GPU count"}),
+        ((H200, replace(H200, name="NVIDIA H100 80GB HBM3", memory_bytes=80 * GIB)), "H200", 2, {"GPU kind"}),
+        ((replace(H200, partition="MIG"),), "H200", 1, {"GPU kind"}),
+        ((replace(H200, memory_bytes=18 * GIB),), "H200", 1, {"GPU kind"}),
+    ],
+)
+def test_presence(devices, kind, count, refused):
+    _, rows = gpus.judge_presence(Probe("nvidia", tuple(devices)), "", kind, count)
+    assert {row.check for row in rows if row.verdict == "refuse"} == refused
+    assert all(row.do for row in rows if row.verdict == "refuse")
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        replace(MI300X, partition="CPX"),
+        replace(MI300X, compute_units=38, memory_bytes=192 * GIB // 8),
+        replace(MI300X, compute_units=152),
+        replace(MI300X, memory_bytes=96 * GIB),
+    ],
+)
+def test_partitions_of_an_mi300x_are_refused(cut):
+    kind, rows = gpus.judge_presence(Probe("amd", (cut,) * 8), "", "MI300X", 8)
+    assert kind is None and "cut into parts" in rows[0].value and "SPX" in rows[0].do
+    assert gpus.judge_presence(Probe("amd", (MI300X,) * 8), "", "MI300X", 8)[0] is KINDS["MI300X"]
+
+
+def test_torch_is_asked_as_well():
+    assert gpus.judge_torch(ranks(2), "nvidia", KINDS["H200"], "").verdict == "ok"
+    for changed in ({"compute_units": 66}, {"memory_bytes": 70 * GIB}, {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 * GIB}):
+        assert gpus.judge_torch(ranks(2, **changed), "nvidia", KINDS["H200"], "").verdict == "refuse"
+
+
+# --- GPUs: idle and healthy -------------------------------------------------------------------------------------------
+
+
+def test_memory_in_use_names_the_gpu():
+    assert gpus.judge_memory_in_use(ranks(8)).verdict == "ok"
+    row = gpus.judge_memory_in_use(ranks(8, used_bytes=5 * GIB))
+    assert row.verdict == "refuse" and row.value == "GPU 7 (aaaa-7, 0000:07:00.0): 5.0 GiB"
+
+
+@pytest.mark.parametrize(("percent", "verdict"), [(0, "ok"), (3, "warn"), (60, "refuse"), (None, "skipped")])
+def test_busy(percent, verdict):
+    row = gpus.judge_busy(ranks(2), samples(2, Sample(busy_percent=percent)))
+    assert row.verdict == verdict and (verdict in ("ok", "skipped") or row.value == f"GPU 1 (aaaa-1, 0000:01:00.0): {percent} %")
+
+
+def test_memory_errors():
+    def judge(before, after):
+        return gpus.judge_errors(ranks(2), samples(2, before), samples(2, after))
+
+    errors = {"uncorrected": 0, "corrected": 7}
+    assert judge(Sample(**errors), Sample(**errors)).verdict == "ok", "old corrected ones are everyday"
+    assert judge(Sample(**errors), Sample(uncorrected=0, corrected=9)).verdict == "warn"
+    row = judge(Sample(uncorrected=1, corrected=0), Sample(uncorrected=1, corrected=0))
+    assert row.verdict == "refuse" and "GPU 1" in row.value and "1 uncorrected" in row.value
+    assert judge(Sample(), Sample()).verdict == "skipped"
+
+
+def test_throttling_at_any_moment_counts_and_the_power_limit_does_not():
+    during = [samples(2, throttle_bits=0x1), samples(2), samples(2, Sample(throttle_bits=0x40)), samples(2)]
+    row = gpus.judge_throttling(ranks(2), during)
+    assert row.verdict == "warn" and row.value == "GPU 1 (aaaa-1, 0000:01:00.0): hardware thermal slowdown"
+    assert gpus.judge_throttling(ranks(2), during[:2]).verdict == "ok"
+    assert gpus.judge_throttling(ranks(2), []).verdict == "skipped"
+
+
+def test_memory_partition():
+    assert gpus.judge_memory_mode(ranks(2), samples(2, memory_mode="NPS1")).verdict == "ok"
+    assert gpus.judge_memory_mode(ranks(2), samples(2, Sample(memory_mode="NPS4"), memory_mode="NPS1")).verdict == "refuse"
+    assert gpus.judge_memory_mode(ranks(2), samples(2)).verdict == "skipped"
+
+
+def test_what_nvidia_smi_says():
+    text = "00000000:1B:00.0, 0, 0, 3, 0x0000000000000004\n00000001:CB:00.0, 98, [N/A], [N/A], [N/A]\n"
+    assert gpus.parse_nvidia(text) == {"0000:1b:00.0": Sample(0, 0, 3, 4), "0001:cb:00.0": Sample(98, None, None, None)}
+    assert gpus.parse_nvidia("") == {}
+
+
+def test_a_driver_that_does_not_answer_says_nothing(tmp_path):
+    assert gpus.read("nvidia", {"PATH": str(tmp_path)}) == {}
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'Field \"x\" is not a valid field to query.'\nexit 2\n")
+    smi.chmod(0o755)
+    assert gpus.read("nvidia", {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == {}
+    assert gpus.read("amd", {}, tmp_path) == {}
+
+
+def test_what_amdgpu_says(tmp_path):
+    def card(address, files):
+        for name, text in ({"vendor": "0x1002\n", "mem_info_vram_total": "1\n"} | files).items():
+            path = tmp_path / "bus/pci/devices" / address / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    card("0000:c1:00.0", {"gpu_busy_percent": "7\n", "ras/umc_err_count": "ue: 1\nce: 20\n", "ras/gfx_err_count": "ue: 0\nce: 3\n"})
+    card("0000:c2:00.0", {"current_memory_partition": "NPS4\n"})
+    card("0000:c3:00.0", {"vendor": "0x1234\n"})
+    assert gpus.read("amd", {}, tmp_path) == {"0000:c1:00.0": Sample(7, 1, 23), "0000:c2:00.0": Sample(memory_mode="NPS4")}
+
+
+# --- GPUs: right and fast ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict"),
+    [
+        ({}, "ok"),
+        ({"fp8_db": [6.0, 6.0]}, "refuse"),  # half of each value: fnuz bits read as OCP
+        ({"fp8_db": [55.0, 20.0]}, "refuse"),
+        ({"fp8_db": [float("nan"), 28.0]}, "refuse"),
+        ({"fp8_db": [], "fp8_error": "no kernel"}, "refuse"),
+        ({"fp8_db": []}, "refuse"),
+    ],
+)
+def test_fp8_verdict(facts, verdict):
+    row = gpus.judge_fp8(ranks(2, **facts), "cuda")
+    assert row.verdict == verdict and (verdict == "ok" or "GPU 1" in row.value)
+
+
+def test_a_cpu_without_fp8_product_is_skipped():
+    row = gpus.judge_fp8([rank(fp8_db=[], fp8_error="not implemented")], "cpu")
+    assert row.verdict == "skipped" and "not implemented" in row.value
+
+
+def speed_rows(found, kind="H200"):
+    return by_check(gpus.judge_speeds(found, "cuda", kind))
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(1.0, "ok"), (0.985, "ok"), (0.98, "warn"), (0.951, "warn"), (0.95, "refuse"), (0.5, "refuse")]
+)
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_slow_gpu_is_held_against_the_others(count, share, verdict):
+    """Against the others' median, not one that the slow one drags along: of two GPUs, 5 % slower is 5 % slower."""
+    row = speed_rows(ranks(count, speeds={"copy": 4.3 * share}))["copy, siblings"]
+    assert row.verdict == verdict
+    if verdict != "ok":
+        assert row.value == f"GPU {count - 1} (aaaa-{count - 1}, 0000:{count - 1:02x}:00.0): {4.3 * share:.4g} TB/s, {1 - share:.1%} slower"
+
+
+def test_one_gpu_has_no_sibling_but_a_table():
+    rows = speed_rows([rank(speeds={"bf16 GEMM": 500.0})])
+    assert rows["bf16 GEMM, siblings"].verdict == "skipped" and rows["copy, table"].verdict == "ok"
+    assert rows["bf16 GEMM, table"].verdict == "refuse" and "679" in rows["bf16 GEMM, table"].wanted
+    assert speed_rows([rank(speeds={"bf16 GEMM": 640.0})])["bf16 GEMM, table"].verdict == "warn"
+
+
+def test_the_only_gpu_knows_no_collectives():
+    alone = rank()
+    del alone.speeds["all-reduce"], alone.speeds["all-gather"]
+    rows = speed_rows([alone])
+    assert rows["all-reduce"].verdict == rows["all-gather"].verdict == "skipped"
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in KINDS.values() if kind.vendor == "amd"])
+def test_of_amd_we_have_no_number_and_say_so(kind):
+    rows = speed_rows(ranks(8), kind)
+    assert all(f"no number of our own for {kind}" in rows[f"{name}, table"].value for name in UNITS)
+    assert {rows[f"{name}, table"].verdict for name in UNITS} == {"skipped"}
+    assert {rows[f"{name}, siblings"].verdict for name in UNITS} == {"ok"}
+
+
+def test_every_expectation_is_for_something_measured():
+    assert set(UNITS) == set(WORKS)
+    assert all(kind in KINDS and set(table) <= set(UNITS) for kind, table in gpus.EXPECTED.items())
+
+
+def test_speeds_of_a_cpu_are_no_verdict():
+    rows = gpus.judge_speeds(ranks(2, speeds={"copy": 0.1}), "cpu", "CPU")
+    assert {row.verdict for row in rows} == {"skipped"} and any("0.1 to 4.3 TB/s" in row.value for row in rows)
+
+
+# --- host -------------------------------------------------------------------------------------------------------------
+
+GOOD = host.Host(1024 * GIB, 500 * GIB, resource.RLIM_INFINITY, 65536)
+
+
+@pytest.mark.parametrize(
+    ("changed", "check", "verdict"),
+    [
+        ({}, "host memory", "ok"),
+        ({"memory_bytes": 100 * GIB}, "host memory", "warn"),
+        ({"memory_bytes": 20 * GIB}, "host memory", "refuse"),
+        ({}, "/dev/shm", "ok"),
+        ({"shm_bytes": 4 * GIB}, "/dev/shm", "warn"),
+        ({"shm_bytes": 64 * 2**20}, "/dev/shm", "refuse"),
+        ({"shm_bytes": 0}, "/dev/shm", "refuse"),
+        ({}, "memlock limit", "ok"),
+        ({"memlock_bytes": 8 * 2**20}, "memlock limit", "warn"),
+        ({}, "open files", "ok"),
+        ({"open_files": resource.RLIM_INFINITY}, "open files", "ok"),
+        ({"open_files": 512}, "open files", "warn"),
+        ({"open_files": 64}, "open files", "refuse"),
+    ],
+)
+def test_host(changed, check, verdict):
+    row = by_check(host.judge(replace(GOOD, **changed), 8, "cuda", 1))[check]
+    assert row.verdict == verdict and bool(row.do) == (verdict != "ok")
+
+
+def test_memory_that_a_config_pins_is_wanted_beside_the_rest():
+    for gib, verdict in ((288, "ok"), (287, "warn"), (192, "warn"), (191, "refuse")):
+        row = by_check(host.judge(replace(GOOD, memory_bytes=gib * GIB), 8, "cuda", 1, 20 * GIB))["host memory"]
+        assert row.verdict == verdict and ("offload_layers" in row.do) == (verdict != "ok")
+    options = argparse.Namespace(benchmark="llama2_70b_lora", config=str(ROOT / "configs/llama2_70b_lora/H200_1x2.toml"))
+    assert verb.wanted_run(options, {}, None, 0).pinned_bytes == 20 * GIB
+    options.benchmark, options.config = "llama31_8b", str(ROOT / "configs/llama31_8b/H200_1x2.toml")
+    assert verb.wanted_run(options, {}, None, 0).pinned_bytes == 0
+
+
+def test_what_depends_on_the_run():
+    little = host.Host(2 * GIB, 0, 64 * 1024, 4096)
+    cpu = by_check(host.judge(little, 1, "cpu", 1))
+    assert [cpu[check].verdict for check in ("host memory", "/dev/shm", "memlock limit")] == ["ok", "skipped", "skipped"]
+    assert by_check(host.judge(little, 1, "cuda", 1))["/dev/shm"].verdict == "warn", "one process talks to nobody"
+    assert by_check(host.judge(little, 8, "cuda", 2))["memlock limit"].verdict == "refuse", "between nodes it is needed"
+
+
+def test_memory_is_that_of_the_container_if_less(tmp_path):
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/meminfo", "MemTotal:  2000000 kB\nMemAvailable:  1000000 kB\n")
+    assert host.available_memory(tmp_path) == 1_000_000 * 1024
+    write("sys/fs/cgroup/memory.max", "max\n")
+    write("sys/fs/cgroup/memory.current", "400000000\n")
+    assert host.available_memory(tmp_path) == 1_000_000 * 1024
+    write("sys/fs/cgroup/memory.max", "500000000\n")
+    assert host.available_memory(tmp_path) == 100_000_000
+    write("sys/fs/cgroup/memory.stat", "anon 5\ninactive_file 300000000\n")
+    assert host.available_memory(tmp_path) == 400_000_000, "page cache can be given up"
+
+
+def test_this_host_can_be_read():
+    found = host.read()
+    assert found.memory_bytes > 2**27 and found.open_files != 0
+    assert host.read(Path("/nowhere")).shm_bytes == 0
+
+
+def test_folders(tmp_path):
+    absent = by_check(host.judge_read_folder("DATADIR", tmp_path / "no/such", miniature=False))
+    assert absent["DATADIR"].verdict == "warn" and absent["DATADIR, read speed"].verdict == "skipped"
+    absent = by_check(host.judge_read_folder("DATADIR", tmp_path / "no/such", miniature=True))
+    assert {row.verdict for row in absent.values()} == {"skipped"}
+    (tmp_path / "tokens.bin").write_bytes(b"x" * 1000)
+    small = by_check(host.judge_read_folder("DATADIR", tmp_path, miniature=False))
+    assert small["DATADIR"].verdict == "ok" and "not measured" in small["DATADIR, read speed"].value
+
+
+def test_read_speed_is_measured_past_the_page_cache_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(os.urandom(65 * 10**6))
+    row = host.judge_speed("speed", path)
+    assert (row.verdict == "skipped" and "past the page cache" in row.value) or "MB/s" in row.value
+    for bytes_per_s, verdict in ((2e9, "ok"), (100e6, "warn"), (5e6, "refuse")):
+        monkeypatch.setattr(host, "read_speed", lambda path, answer=bytes_per_s: answer)
+        assert host.judge_speed("speed", path).verdict == verdict
+
+    def refuse(path):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(host, "read_speed", refuse)
+    row = host.judge_speed("speed", path)
+    assert row.verdict == "skipped" and "not measured" in row.value and "Invalid argument" in row.value
+
+
+def test_where_results_go(tmp_path, monkeypatch):
+    assert host.judge_log_folder(tmp_path / "new/results").verdict in ("ok", "warn")
+    assert not (tmp_path / "new").exists(), "read-only"
+    for free, verdict in ((20 * GIB, "ok"), (5 * GIB, "warn"), (GIB // 2, "refuse")):
+        monkeypatch.setattr(host, "free_bytes", lambda path, answer=free: answer)
+        assert host.judge_log_folder(tmp_path).verdict == verdict
+    (tmp_path / "file").write_text("")
+    assert host.judge_log_folder(tmp_path / "file/results").verdict == "refuse"
+    monkeypatch.setattr(host.os, "access", lambda path, mode: False)
+    assert host.judge_log_folder(tmp_path).verdict == "refuse"
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stack", "verdict"),
+    [
+        (Stack("3.12", "2.11.0", "CUDA 13.0", "3.6.0"), "ok"),
+        (Stack("3.11", "2.13.0", "CPU", "3.7.1"), "ok"),
+        (Stack("3.12", "2.11.0", "CUDA 13.0", "3.7.0"), "warn"),
+        (Stack("3.12", "2.11.0", "CUDA 12.8", "3.6.0"), "warn"),
+        (Stack("3.12", "2.9.0a0", "ROCm 7.0", "3.5.0"), "warn"),
+        (Stack("3.12", "2.10.0", "ROCm 7.1", ""), "warn"),
+        (Stack("3.12", "2.8.1", "CUDA 12.8", "3.4.0"), "refuse"),
+        (Stack("3.12", "", "CPU", ""), "refuse"),
+        (Stack("3.12", "2.8.1", versions.UNKNOWN, ""), "refuse"),
+        (Stack("3.12", "2.11.0", versions.UNKNOWN, "3.6.0"), "skipped"),
+    ],
+)
+def test_software(stack, verdict):
+    assert versions.judge_software(stack).verdict == verdict
+
+
+def test_backends():
+    assert [versions.installed(*facts).backend for facts in (("13.0", ""), ("", "7.2.41134-65"), ("", ""), (None, None))] == [
+        "CUDA 13.0",
+        "ROCm 7.2",
+        "CPU",
+        versions.UNKNOWN,
+    ]
+
+
+def test_drivers():
+    assert [
+        versions.judge_driver(*facts).verdict for facts in (("nvidia", "580.95.05"), ("nvidia", "570.1"), ("amd", "6.12"), ("none", ""))
+    ] == [
+        "ok",
+        "warn",
+        "warn",
+        "skipped",
+    ]
+
+
+# --- the verb ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_told_before_those_who_waited():
+    found = [rank(0, phase="copy"), rank(1, phase="FP8 GEMM", error="OutOfMemoryError: 2 GiB")]
+    row = verb.judge_ranks(found, 3)
+    assert row.verdict == "refuse" and row.value == "GPU 1 (aaaa-1, 0000:01:00.0) in 'FP8 GEMM': OutOfMemoryError: 2 GiB"
+    assert verb.judge_ranks(found[:1], 1).value == "GPU 0 (aaaa-0, 0000:00:00.0) stopped in 'copy'"
+    assert verb.judge_ranks(ranks(2), 3).value == "GPU 2 never reported"
+    assert verb.judge_ranks(ranks(3), 3).verdict == "ok"
+
+
+def options(**changed):
+    arguments = [item for key, value in changed.items() for item in ([f"--{key}"] if value is True else [f"--{key}", value])]
+    return verb._parse(["llama31_8b", *arguments])
+
+
+def on_gpus(monkeypatch, devices, found, environment=None, answers=None, **changed):
+    """The verb on a machine of fakes; its rows by check."""
+    monkeypatch.setattr(verb, "probe", lambda env: Probe("nvidia", devices, "580.95.05"))
+    monkeypatch.setattr(gpus, "read", lambda vendor, env: answers or samples(len(devices)))
+    monkeypatch.setattr(verb, "run_ranks", lambda wanted, seconds, env, meanwhile: [meanwhile(), found][1])
+    return by_check(verb.check(options(**changed), environment or {})[0])
+
+
+def test_a_healthy_host_of_four(monkeypatch):
+    rows = on_gpus(monkeypatch, (H200,) * 4, ranks(4, cuda="13.0"))
+    assert rows["config"].value == "H200_1x4.toml: 4 x H200"
+    gpu_rows = [
+        row for check, row in rows.items() if "GPU" in check or ", siblings" in check or check in ("memory errors (ECC)", "copy, table")
+    ]
+    assert len(gpu_rows) >= 12 and {row.verdict for row in gpu_rows} == {"ok"}
+
+
+def test_a_sick_one_among_four(monkeypatch):
+    sick = Sample(busy_percent=99, uncorrected=2, corrected=0, throttle_bits=0x8)
+    found = ranks(4, speeds={"bf16 GEMM": 330.0}, used_bytes=9 * GIB, fp8_db=[6.0, 6.0])
+    rows = on_gpus(monkeypatch, (H200,) * 4, found, answers=samples(4, sick))
+    refused = {check for check, row in rows.items() if row.verdict == "refuse" and "GPU 3 (aaaa-3, 0000:03:00.0)" in row.value}
+    assert refused == {
+        "GPU memory in use",
+        "GPU use before the test",
+        "memory errors (ECC)",
+        "FP8 self-test",
+        "bf16 GEMM, siblings",
+        "bf16 GEMM, table",
+    }
+    assert rows["throttling under load"].verdict == "warn"
+
+
+def test_gpus_that_are_not_those_of_the_config_are_not_measured(monkeypatch):
+    rows = on_gpus(monkeypatch, (H200,) * 2, None, {"DGXSYSTEM": "H200_1x4"})
+    assert rows["GPU count"].verdict == "refuse" and rows["health and speed of the GPUs"].verdict == "skipped"
+    rows = on_gpus(monkeypatch, (replace(H200, partition="MIG"),) * 2, None)
+    assert [row.verdict for row in rows.values()] == ["refuse"]
+
+
+def test_ranks_that_failed_are_not_compared(monkeypatch):
+    rows = on_gpus(monkeypatch, (H200,) * 2, ranks(2, phase="copy", error="RuntimeError: device lost"))
+    assert rows["measuring processes"].verdict == "refuse" and rows["speeds"].verdict == "skipped" and "copy, siblings" not in rows
+    assert rows["GPU memory in use"].verdict == "ok", "what they said before still counts"
+
+
+def test_a_machine_without_a_config_of_its_own_is_looked_at(monkeypatch):
+    rows = on_gpus(monkeypatch, (H200,) * 3, ranks(3))
+    assert rows["config"].verdict == "warn" and rows["GPU count"].wanted == "3"
+    rows = on_gpus(monkeypatch, (H200,) * 4, ranks(2), {"DGXNGPU": "2"})
+    assert rows["config"].value.startswith("H200_1x2") and rows["measuring processes"].value == "all came to their end"
+
+
+@pytest.mark.parametrize(
+    ("changed", "environment", "words"),
+    [
+        ({"config": "/nowhere.toml"}, {}, "no such config"),
+        ({}, {"DGXSYSTEM": "H200"}, "no config H200"),
+        ({}, {"DGXNGPU": "two"}, "DGXNGPU=two"),
+    ],
+)
+def test_what_is_wished_for_must_exist(changed, environment, words, capsys, monkeypatch):
+    for name in ("DGXSYSTEM", "DGXNGPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    arguments = ["llama31_8b", "--device", "cpu", *(item for key, value in changed.items() for item in (f"--{key}", value))]
+    assert verb.main(arguments) == 2 and words in capsys.readouterr().err
+
+
+def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
+    row = Row("GPU count", "refuse", "1 visible", "2", "show more")
+    monkeypatch.setattr(verb, "check", lambda options, environment: ([row, skipped("x", "why")], [rank()]))
+    assert verb.main(["llama31_8b"]) == 18
+    said = capsys.readouterr()
+    assert "do: show more" in said.out and "not fit for the run: GPU count" in said.err
+    assert verb.main(["llama31_8b", "--json"]) == 18
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["verdict"] == "refuse" and answer["rows"][0]["wanted"] == "2" and answer["ranks"][0]["pci"] == "0000:00:00.0"
+    monkeypatch.setattr(verb, "check", lambda options, environment: ([replace(row, verdict="warn")], []))
+    assert verb.main(["llama31_8b"]) == 0
+
+
+def test_a_rank_that_hangs_ends_by_itself(tmp_path):
+    code = "import time; from pathlib import Path; from preflight import measure as m; m.START_S = 0.5; "
+    code += "m.measure = lambda *arguments: time.sleep(60); m.main(Path('.'), 'cpu', 0.0)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "Timeout" in done.stderr
+    assert verb.judge_ranks(verb.read_ranks(tmp_path), 2).value == "GPU 0 never reported"
+
+
+def test_the_last_word_of_a_rank_names_where_it_stands(tmp_path):
+    (tmp_path / "rank_1.json").write_text(json.dumps({"rank": 1, "phase": "all-reduce"}))
+    (tmp_path / "rank_0.json").write_text(json.dumps({"rank": 0, "phase": "done"}))
+    (tmp_path / ".rank_2.tmp").write_text("{")
+    found = verb.read_ranks(tmp_path)
+    assert [one.rank for one in found] == [0, 1] and "stopped in 'all-reduce'" in verb.judge_ranks(found, 2).value
+
+
+def run_verb(tmp_path, *arguments):
+    """Through the launcher, with what it needs and nothing of this shell's settings."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("DATADIR", "MODEL", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")}
+    environment |= {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results"), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "launch", "llama31_8b", "preflight", "--quick", "--json", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path)
+
+
+def test_the_verb_on_this_cpu_with_two_gloo_ranks(tmp_path):
+    text = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text()
+    config = tmp_path / "two.toml"
+    config.write_text(text.replace("gpus_per_node = 1", "gpus_per_node = 2").replace("\nmicro_batch_size = 16", "\nmicro_batch_size = 8"))
+    done = run_verb(tmp_path, "--device", "cpu", "--config", str(config))
+    answer = json.loads(done.stdout)
+    rows = {row["check"]: row for row in answer["rows"]}
+    assert done.returncode == (18 if answer["verdict"] == "refuse" else 0), done.stderr
+    assert rows["measuring processes"]["verdict"] == "ok", done.stderr
+    assert rows["FP8 self-test"]["verdict"] in ("ok", "skipped") and rows["copy"]["verdict"] == "skipped"
+    assert [one["phase"] for one in answer["ranks"]] == ["done", "done"]
+    assert all(one["speeds"][name] > 0 for one in answer["ranks"] for name in ("bf16 GEMM", "copy", "all-reduce", "all-gather"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["two.toml"], "nothing is left behind, and no results folder made"
+
+
+def test_a_broken_rank_is_a_refusal(tmp_path):
+    """A real torchrun with a device that is not there."""
+    from common.errors import PreflightError
+
+    wanted = verb.Wanted("H200", 1, skipped("config", ""))
+    found = verb.run_ranks(wanted, 0.1, os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}, lambda: None)
+    row = verb.judge_ranks(found, 1)
+    assert row.verdict == "refuse" and "GPU 0" in row.value and ": " in row.value and PreflightError.exit_code == 18
+
+
+# --- what a rank measures ---------------------------------------------------------------------------------------------
+
+
+def test_fp8_self_test_sees_the_wrong_e4m3():
+    torch = pytest.importorskip("torch")
+    from preflight.measure import fp8_self_test
+
+    def through(change):
+        def multiply(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
+            return change((a.double() * scale_a) @ (b.double() * scale_b)).to(out_dtype)
+
+        torch.manual_seed(0)
+        return fp8_self_test(torch.device("cpu"), torch.float8_e4m3fn, multiply)
+
+    def verdict(numbers):
+        return gpus.judge_fp8([rank(fp8_db=numbers)], "cuda").verdict
+
+    assert verdict(through(lambda product: product)) == "ok"
+    assert verdict(through(lambda product: product / 2)) == "refuse"
+    assert verdict(through(lambda product: product * 1.01)) == "refuse"
+    assert verdict(through(lambda product: product * float("nan"))) == "refuse"
+    # One column of 512 wrong: an index that runs over the edge.
+    assert verdict(through(lambda product: product.index_fill(1, torch.tensor([511]), 0.0))) == "refuse"
+
+
+def test_the_median_is_of_one_work():
+    torch = pytest.importorskip("torch")
+    import time
+
+    from preflight.measure import median_s
+
+    calls = []
+
+    def work():
+        calls.append(0)
+        time.sleep(0.02 if len(calls) % 5 == 0 else 0.004)
+
+    assert 0.004 <= median_s(work, torch.device("cpu"), 0.1) < 0.012
+    assert 8 + 5 <= len(calls) <= 8 + 25
+
+
+@pytest.mark.gpu
+def test_the_verb_on_this_machines_gpus(tmp_path):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    done = run_verb(tmp_path)
+    answer = json.loads(done.stdout)
+    rows = {row["check"]: row for row in answer["rows"]}
+    print(json.dumps(answer, indent=1))
+    assert rows["measuring processes"]["verdict"] == "ok", done.stderr
+    for check in ("GPU kind", "GPU count", "GPUs as torch sees them", "FP8 self-test"):
+        assert rows[check]["verdict"] == "ok", rows[check]
+    for one in answer["ranks"]:
+        assert one["pci"].count(":") == 2 and one["uuid"] and one["memory_bytes"] > 2**34
+        assert one["speeds"]["bf16 GEMM"] > 100 and one["speeds"]["FP8 GEMM"] > one["speeds"]["bf16 GEMM"] and one["speeds"]["copy"] > 1
+        assert set(one["speeds"]) >= ({"all-reduce", "all-gather"} if len(answer["ranks"]) > 1 else set())

@@ -1,0 +1,185 @@
+"""Reference convergence points: our numbers against the published tables, and against the official checker's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from records import rcp
+
+_8B, LORA = "llama31_8b", "llama2_70b_lora"
+RULESETS = ("5.1.0", "6.0.0", "6.1.0")
+
+# Mean, sigma, lowest mean that passes, max speed-up, in the pruned set; as mlperf-logging 4.1.68 computes them.
+MEASURED = [
+    (_8B, 16, 161_109.33, 4_387.69, 157_919.55, 1.02020, True),
+    (_8B, 32, 178_858.67, 7_165.07, 173_649.76, 1.03000, True),
+    (_8B, 64, 226_645.33, 10_623.97, 218_921.87, 1.03528, True),
+    (_8B, 96, 278_640.00, 11_417.48, 270_339.66, 1.03070, True),
+    (_8B, 128, 344_746.67, 24_352.26, 327_042.94, 1.05413, True),
+    (LORA, 8, 3_178.67, 299.91, 2_960.63, 1.07364, True),
+    (LORA, 16, 4_032.00, 411.35, 3_732.96, 1.08011, True),
+    (LORA, 32, 6_037.33, 323.56, 5_802.11, 1.04054, False),
+    (LORA, 128, 11_264.00, 844.80, 10_649.84, 1.05767, True),
+]
+# Mean and lowest mean that passes, between the points of the pruned set.
+INTERPOLATED = [
+    (_8B, 20, 165_546.67, 161_920.58),
+    (_8B, 24, 169_984.00, 165_862.49),
+    (_8B, 40, 190_805.33, 185_075.98),
+    (_8B, 48, 202_752.00, 196_405.66),
+    (_8B, 56, 214_698.67, 207_735.34),
+    (_8B, 72, 239_644.00, 231_922.13),
+    (_8B, 80, 252_642.67, 244_779.26),
+    (_8B, 112, 311_693.33, 298_932.28),
+    (LORA, 12, 3_605.33, 3_351.59),
+    (LORA, 24, 4_548.57, 4_232.98),
+    (LORA, 32, 5_065.14, 4_727.46),
+    (LORA, 40, 5_581.71, 5_221.94),
+    (LORA, 48, 6_098.29, 5_716.42),
+    (LORA, 64, 7_131.43, 6_705.38),
+    (LORA, 72, 7_648.00, 7_199.86),
+    (LORA, 96, 9_197.71, 8_683.30),
+]
+FOUND, BETWEEN, BELOW = "RCP found", "RCP Interpolation", "RCP not found but slower convergence on smaller batch size"
+NO_RUN = rcp.NOT_CONVERGED
+
+# Benchmark, global batch, runs as (samples, count), passed, message, factor.
+CASES = [
+    (_8B, 32, [(172_032, 10)], False, FOUND, 1.039682),
+    (_8B, 32, [(172_032, 7), (184_320, 3)], True, FOUND, 1.021442),
+    (_8B, 32, [(172_032, 8), (184_320, 2)], False, FOUND, None),
+    (_8B, 32, [(172_000, 5), (184_288, 4), (196_576, 1)], True, FOUND, 1.004012),
+    (_8B, 32, [(172_032, 5), (184_320, 4), (196_608, 1)], True, FOUND, 1.003831),
+    (_8B, 32, [(184_320, 10)], True, FOUND, 1.0),
+    (_8B, 16, [(147_456, 2), (159_744, 8)], True, FOUND, None),
+    (_8B, 16, [(147_456, 3), (159_744, 7)], False, FOUND, None),
+    (LORA, 8, [(2688, 3), (3072, 7)], True, FOUND, 1.0681),
+    (LORA, 8, [(2688, 5), (3072, 5)], False, FOUND, None),
+    (_8B, 8, [(159_744, 10)], True, BELOW, 1.00855),
+    (_8B, 8, [(147_456, 10)], False, "Missing RCP, please submit RCP with BS = 8", None),
+    (_8B, 256, [(500_000, 10)], False, "Missing RCP, please submit RCP with BS = 256", 1.0),
+    (_8B, 24, [(159_744, 2), (172_032, 8)], True, BETWEEN, 1.0),
+    (_8B, 24, [(159_744, 10)], False, BETWEEN, None),
+    (LORA, 64, [(6912, 6), (7296, 4)], True, BETWEEN, None),
+    (LORA, 32, [(5376, 10)], True, BETWEEN, 1.0),  # the pruned set has no point at 32, and is the milder one here
+    (_8B, 32, [(184_320, 9), (NO_RUN, 1)], True, FOUND, 1.0),
+    (_8B, 32, [(184_320, 8), (NO_RUN, 2)], False, "Insufficient convergence", 1.0),
+]
+
+
+def runs_of(counts) -> list[float]:
+    return [value for value, count in counts for _ in range(count)]
+
+
+@pytest.mark.parametrize("benchmark, batch, mean, sigma, minimum, speedup, pruned", MEASURED)
+def test_measured_points(benchmark, batch, mean, sigma, minimum, speedup, pruned):
+    point = rcp.point_at(benchmark, batch, "full")
+    assert (point.batch, point.counted, len(point.samples)) == (batch, 18, 20)
+    assert [round(value, 2) for value in (point.mean, point.sigma, point.minimum)] == [mean, sigma, minimum]
+    assert point.max_speedup == pytest.approx(speedup, abs=6e-6)
+    assert (rcp.point_at(benchmark, batch, "pruned").counted == 18) is pruned
+    assert rcp.mean_samples(benchmark, batch) == point.mean
+
+
+@pytest.mark.parametrize("benchmark, batch, mean, minimum", INTERPOLATED)
+def test_interpolated_points(benchmark, batch, mean, minimum):
+    point = rcp.point_at(benchmark, batch)
+    assert (round(point.mean, 2), round(point.minimum, 2)) == (mean, minimum)
+    assert point.samples == () and point.share_not_slower(mean) is None
+
+
+def test_a_batch_that_was_never_run_has_no_mean():
+    assert rcp.mean_samples(_8B, 24) is None and rcp.point_at(_8B, 129) is None
+
+
+@pytest.mark.parametrize("benchmark, batch, counts, passed, message, factor", CASES)
+def test_verdicts(benchmark, batch, counts, passed, message, factor):
+    verdict = rcp.judge(benchmark, batch, runs_of(counts))
+    assert (verdict.passed, verdict.message) == (passed, message)
+    if factor is not None:
+        assert verdict.factor == pytest.approx(factor, abs=6e-5 if factor in (1.0681, 1.00855) else 6e-7)
+
+
+def test_the_band_of_lora_at_batch_32_is_the_wider_one_in_the_pruned_set():
+    samples = runs_of([(5376, 10)])
+    assert rcp.judge(LORA, 32, samples, "pruned").passed and not rcp.judge(LORA, 32, samples, "full").passed
+
+
+def test_where_a_run_lies():
+    point = rcp.point_at(_8B, 32)
+    assert point.share_not_slower(172_032) == 9 / 20 and point.share_not_slower(172_031) == 0
+    assert point.z_score(point.mean + point.sigma) == pytest.approx(1)
+
+
+def test_pruning_drops_what_would_make_the_test_too_easy():
+    def point(batch: int, mean: float) -> rcp.Point:
+        return rcp.Point(batch, mean, 1.0, mean - 1, 18)
+
+    points = [point(8, 130.0), point(16, 100.0), point(32, 150.0), point(64, 160.0), point(128, 400.0)]
+    assert [kept.batch for kept in rcp._pruned(points)] == [16, 64, 128]  # 8: below the fastest; 32: above the line from 16 to 64
+
+
+# Against the official tool, which brings scipy.
+
+
+def test_t_quantile_is_scipys():
+    stats = pytest.importorskip("scipy.stats")
+    for freedom in (1, 2, 5, 24, 26, 100):
+        for probability in (0.6, 0.9, 0.95, 0.99, 0.9999):
+            assert rcp.t_quantile(probability, freedom) == pytest.approx(stats.t.ppf(probability, freedom), rel=1e-12)
+        for t in (0.0, 1e-3, 0.3, 1.7, 8.0):
+            assert rcp.t_tail(t, freedom) == pytest.approx(stats.t.sf(t, freedom), rel=1e-12)
+
+
+def official():
+    return pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker", reason="mlperf-logging is not installed")
+
+
+@pytest.mark.parametrize("benchmark", rcp.REFERENCE_RUNS)
+def test_reference_runs_are_those_of_every_ruleset(benchmark):
+    folder = Path(official().__file__).parent
+    for ruleset in RULESETS:
+        records = json.loads((folder / f"training_{ruleset}" / f"rcps_{benchmark}.json").read_text()).values()
+        lists = {record["BS"]: sorted(record.get("samples to converge") or record["Epochs to converge"]) for record in records}
+        assert lists == {batch: sorted(runs_of(runs)) for batch, runs in rcp.REFERENCE_RUNS[benchmark].items()}
+
+
+@pytest.mark.parametrize("benchmark", rcp.REFERENCE_RUNS)
+def test_every_batch_has_the_official_numbers(benchmark):
+    """Mean and minimum to the last bit. Sigma to the last but one: ours is rounded once, numpy's at every step."""
+    checker = official().RCP_Checker("training", "6.1.0", benchmark, False)
+    smallest, largest = min(rcp.REFERENCE_RUNS[benchmark]), max(rcp.REFERENCE_RUNS[benchmark])
+    for points in rcp.POINT_SETS:
+        name = f"{points}_rcps"
+        for batch in range(smallest, largest + 1):
+            record = checker._find_rcp(batch, name)
+            if record is None:
+                low, high = checker._find_top_min_rcp(batch, name), checker._find_bottom_max_rcp(batch, name)
+                record = checker._create_interp_rcp(batch, low, high)[1]
+            point = rcp.point_at(benchmark, batch, points)
+            assert (point.mean, point.minimum, point.max_speedup) == (record["RCP Mean"], record["Min Epochs"], record["Max Speedup"])
+            assert point.sigma == pytest.approx(record["RCP Stdev"], rel=1e-15)
+
+
+def write_bare_log(path: Path, benchmark: str, batch: int, samples: float) -> None:
+    """The four lines that the RCP checker reads."""
+    status = "aborted" if samples == NO_RUN else "success"
+    lines = [("submission_benchmark", benchmark, {}), ("global_batch_size", batch, {})]
+    lines += [("eval_accuracy", 1.0, {"samples_count": samples}), ("run_stop", None, {"status": status})]
+    path.write_text("".join(f":::MLLOG {json.dumps({'key': key, 'value': value, 'metadata': about})}\n" for key, value, about in lines))
+
+
+@pytest.mark.parametrize("benchmark, batch, counts", [case[:3] for case in CASES])
+def test_the_official_checker_says_the_same(benchmark, batch, counts, tmp_path):
+    samples = runs_of(counts)
+    for index, value in enumerate(samples):
+        write_bare_log(tmp_path / f"result_{index}.txt", benchmark, batch, value)
+    for points in rcp.POINT_SETS:
+        found = official().check_directory(str(tmp_path), "training", "6.1.0", False, False, rcp_pass=f"{points}_rcps", set_scaling=True)
+        verdict = rcp.judge(benchmark, batch, samples, points)
+        assert (verdict.passed, verdict.message, verdict.factor) == found
+        scaling = tmp_path / "scaling.json"
+        factor = json.loads(scaling.read_text())["scaling_factor"] if scaling.exists() else 1.0
+        assert factor == (verdict.factor if verdict.passed else 1.0)
+        scaling.unlink(missing_ok=True)

@@ -1,0 +1,119 @@
+"""Ten closed logs of each benchmark by the real loop, RunLog and rules, through all official tools of three rounds.
+
+Only the step and the evaluation are scripted; what they return decides when the loop stops. The minutes are those of the script.
+"""
+
+import gc
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from synthetic_series import DESCRIPTION, ORG, SYSTEM
+
+from common.config import load
+from common.sharding.processes import Heartbeat
+from common.training import loop
+from common.training.loop import Batching
+from common.training.metrics import Events, Meter, Progress
+from common.training.mllog import RunLog
+from llama2_70b_lora import log_keys as lora_keys
+from llama2_70b_lora import rules as lora_rules
+from llama31_8b import log_keys, rules
+from submission import official
+from submission.checker import CLOSED_RULESETS
+from submission.lint import PROJECT_ROOT, lint
+from submission.runs import read_runs
+from submission.series import score_runs
+
+# Sequences to the target of ten runs, by benchmark: near the reference, so that the RCP test passes, with and without a factor.
+CONVERGED = {"llama31_8b": [147_456] + [159_744] * 8 + [172_032], "llama2_70b_lora": [2688] * 2 + [3072] * 6 + [3456] * 2}
+MODULES = {"llama31_8b": (rules, log_keys), "llama2_70b_lora": (lora_rules, lora_keys)}
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """The loop's two calls that compute, as scripts; the rest of it is real."""
+    patch = pytest.MonkeyPatch()
+    step = (torch.tensor(3.0), torch.tensor(0.5))
+    patch.setattr(loop, "train_step", lambda *args: step)
+    patch.setattr(loop, "evaluate", lambda model, batches, *rest: next(batches))
+    yield
+    patch.undo()
+    gc.unfreeze()
+    gc.enable()
+
+
+def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) -> None:
+    fixed, keys = MODULES[benchmark]
+    closed, config = fixed.CLOSED, load(PROJECT_ROOT / "configs" / benchmark / "MI355X_1x8.toml", fixed.Config)
+    batch = config.global_batch_size
+    first, interval = closed.first_evaluation(batch), closed.eval_interval(batch)
+    above = (samples - first) // interval
+    log = RunLog(path)
+    log.cache_clear(True)
+    log.init_start()
+    log.submission(benchmark=benchmark, org=ORG, platform=SYSTEM, division="closed", status="onprem")
+    log.seed(3_000_000_019 + 7919 * number)
+    log.hyperparameters(keys.hyperparameters(config, closed, getattr(closed, "train_samples", 1_574_207_408), "MI355X_1x8.toml"))
+    log.init_stop()
+    log.run_start()
+    sizes = {
+        "tokens_per_step": batch,
+        "samples_per_step": batch,
+        "flops_per_token": 1,
+        "peak_tflops": None,
+        "max_samples": config.max_samples,
+    }
+    outcome = loop.train(
+        model=SimpleNamespace(scaling=None),
+        optimizer=None,
+        lr_at=lambda step: 0.0,
+        batches=iter(()),
+        eval_batches=iter([closed.target_loss + 0.1] * above + [closed.target_loss]),
+        batching=Batching(batch, config.gradient_accumulation_steps, False),
+        eval_interval=interval,
+        first_evaluation=first,
+        target_loss=closed.target_loss,
+        max_samples=config.max_samples,
+        log_every_steps=2000,
+        processes=processes,
+        log=log,
+        meter=Meter(processes, Events(None), Progress(False), **sizes),
+        heartbeat=Heartbeat(None, 0),
+    )
+    log.run_stop(outcome.samples, "success")
+
+
+@pytest.fixture(scope="module")
+def org_dir(tmp_path_factory, processes, scripted):
+    org = tmp_path_factory.mktemp("loop") / ORG
+    (org / "systems").mkdir(parents=True)
+    (org / "systems" / f"{SYSTEM}.json").write_text(json.dumps(DESCRIPTION))
+    for benchmark, converged in CONVERGED.items():
+        folder = org / "results" / SYSTEM / benchmark
+        folder.mkdir(parents=True)
+        for number, samples in enumerate(converged):
+            log_of_the_loop(folder / f"result_{number}.txt", benchmark, number, samples, processes)
+    return org
+
+
+def test_our_lint_finds_nothing(org_dir):
+    for path in sorted(org_dir.glob("results/*/*/result_*.txt")):
+        assert lint(path) == [], path
+
+
+@pytest.mark.parametrize("ruleset", CLOSED_RULESETS)
+def test_the_official_tools_say_success_and_our_numbers_are_theirs(org_dir, ruleset):
+    assert official.package(org_dir, ruleset, benchmarks=2).passed
+    summary = official.summary(org_dir, ruleset, list(CONVERGED))
+    assert summary.passed and official.repository(org_dir, ruleset).passed
+    for benchmark, converged in CONVERGED.items():
+        folder = org_dir / "results" / SYSTEM / benchmark
+        runs, notes = read_runs([folder])
+        series = score_runs(runs)
+        assert [run.samples for run in runs] == converged and series.passed, notes
+        assert series.score == pytest.approx(summary.scores[benchmark], abs=1e-9), "equal to the last digit of the summary"
+        scaling = folder / "scaling.json"
+        factor = json.loads(scaling.read_text())["scaling_factor"] if scaling.is_file() else 1.0
+        assert series.factor == factor, benchmark

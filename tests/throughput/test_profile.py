@@ -1,0 +1,479 @@
+"""The profile verb: names to classes, instants to kernels, traces to events, and the verb itself on the miniature.
+
+The GPU traces here are made by hand after those of torch's profiler; the real one is a CPU's.
+"""
+
+import ast
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import CheckFailed, DataError
+from common.model.llama import Llama
+from common.model.lora import add_adapters
+from common.model.shapes import ModelShape
+from submission import profile_page
+from throughput.kernel_time import CLASSES, Event, breakdown, class_of, class_of_name, exposed_ns
+from throughput.profiling import TRACE, Facts, document, text, weights_of
+from throughput.trace import Roles, Weight, timeline
+
+ROOT = Path(__file__).resolve().parents[2]
+GEMM, NCCL, COPY, ADD = "nvjet_tst_128x256", "ncclDevKernel_AllGather_RING_LL(args)", "Memcpy DtoD (Device -> Device)", "elementwise_kernel"
+
+
+def kernel(name, start, duration, stream=7, kind="kernel", **more):
+    return Event(name, start, duration, stream, kind, **more)
+
+
+def ms_of(events, start, end):
+    return {row.name: row for row in breakdown(events, start, end).classes}
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nvjet_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT", "GEMM"),
+        ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize1x1x1", "GEMM"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int>>>(...)", "GEMM"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(...)", "GEMM"),
+        ("Cijk_Ailk_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT256x256x64_MI16x16x1", "GEMM"),
+        ("void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm>(...)", "GEMM"),
+        ("triton_tem_fused_mm_3", "GEMM"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_23_128x64", "attention"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>(...)", "attention"),
+        ("void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128>>(...)", "attention"),
+        ("_ZN5aiter29fmha_fwd_hd128_bf16_causal_E", "attention"),
+        ("attn_fwd", "attention"),
+        ("bwd_kernel_dk_dv", "attention"),
+        ("void cunn_SoftMaxForward<8, BFloat16, float, float, LogSoftMaxForwardEpilogue>(...)", "cross-entropy"),
+        ("triton_red_fused__log_softmax__to_copy_sub_2", "cross-entropy"),
+        ("triton_poi_fused_cat_mul_silu_silu_backward_4", "SwiGLU"),
+        ("void transformer_engine::detail::dgated_act_kernel<...>(...)", "SwiGLU"),
+        ("triton_poi_fused__to_copy_add_cat_mul_split_sub_1", "RoPE"),
+        ("void fused_rope_forward_kernel<__nv_bfloat16>(...)", "RoPE"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "norm"),
+        ("void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<...>(...)", "norm"),
+        ("void transformer_engine::detail::cast_transpose_fused_kernel<...>(...)", "casts"),
+        ("void transformer_engine::delayed_scaling_recipe::kernel_bulk<...>(...)", "casts"),
+        ("triton_poi_fused__to_copy_clamp_mul_reciprocal_9", "casts"),
+        (NCCL, "communication"),
+        ("Memcpy PtoP (Device -> Device)", "communication"),
+        ("void at::native::(anonymous namespace)::split_with_sizes_copy_out_contiguous_no_cast_kernel(...)", "communication"),
+        ("void at::native::chunk_cat_cuda_kernel<float, BFloat16>(...)", "communication"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., FusedAdamMathFunctor<float, 4>>(...)", "optimizer"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<float, ...>>(...)", "optimizer"),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>(...)", "elementwise"),
+        ("Memcpy HtoD (Pageable -> Device)", "elementwise"),
+        ("Memcpy HtoD (Pinned -> Device)", "communication"),
+        ("Memcpy DtoH (Device -> Pinned)", "communication"),
+        ("void at::native::(anonymous namespace)::compute_grad_weight<BFloat16, int>(...)", "other"),
+        ("cudaDeviceProperties_kernel", "other"),  # "rope" stands in it
+        ("some_new_kernel", "other"),
+    ],
+)
+def test_a_name_has_a_class(name, expected):
+    assert class_of_name(name) == expected
+
+
+ROOMS = {
+    "cross_entropy": "cross-entropy",
+    "rms_norm": "norm",
+    "rope": "RoPE",
+    "swiglu": "SwiGLU",
+    "fp8": "casts",
+    "transpose": "casts",
+    "accumulate": "communication",
+    "adamw": "optimizer",
+    "lora_down": "elementwise",
+    "lora": "GEMM",
+}
+
+
+def test_our_kernels_are_known_by_name():
+    found = 0
+    for path in sorted((ROOT / "common/kernels").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.FunctionDef)
+                and node.name.endswith("_kernel")
+                and "triton.jit" in map(ast.unparse, node.decorator_list)
+            ):
+                assert path.stem in ROOMS, "a new kernel file: give its kernels a class in kernel_time.NAMES, and say here which"
+                assert class_of_name(node.name) == ROOMS[path.stem], node.name
+                found += 1
+    assert found >= 5
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "expected"),
+    [
+        (ADD, ("Optimizer.step#AdamW.step", "aten::mul_"), "optimizer"),
+        (COPY, ("FSDP::post_backward_reduce (blocks.1)", "aten::copy_"), "communication"),
+        (GEMM, ("FSDP::pre_forward", "aten::mm"), "GEMM"),  # its own name says enough
+        ("new_name", ("aten::linear", "aten::mm"), "GEMM"),
+        ("new_name", ("aten::add",), "elementwise"),
+        ("new_name", ("new_op",), "other"),
+        (ADD, ("autograd::engine::evaluate_function: LogSoftmaxBackward0", "LogSoftmaxBackward0", "aten::mul"), "elementwise"),
+        (ADD, ("aten::cross_entropy_loss", "mlperf_llama::swiglu"), "SwiGLU"),  # the nearest
+    ],
+)
+def test_a_name_that_says_little_takes_the_class_around_its_launch(name, within, expected):
+    assert class_of(kernel(name, 0, 1, within=within)) == expected
+
+
+# --- instants ---------------------------------------------------------------------------------------------------------
+
+
+def test_gaps_are_idle_and_communication_behind_compute_is_hidden():
+    rows = ms_of([kernel(GEMM, 10, 50), kernel(NCCL, 40, 50, stream=20), kernel(ADD, 100, 10)], 0, 120)
+    assert (rows["GEMM"].exposed_ns, rows["GEMM"].hidden_ns, rows["GEMM"].launches) == (50, 0, 1)
+    assert (rows["communication"].exposed_ns, rows["communication"].kernel_ns, rows["communication"].hidden_ns) == (30, 50, 20)
+    assert (rows["elementwise"].exposed_ns, rows["idle"].exposed_ns) == (10, 30)
+    assert list(rows) == list(CLASSES)
+
+
+def test_compute_on_a_side_stream_comes_before_communication_and_after_the_main_stream():
+    events = [kernel(GEMM, 0, 60), kernel(ADD, 40, 40, stream=9), kernel(NCCL, 0, 100, stream=20)]
+    rows = ms_of(events, 0, 100)
+    assert [rows[name].exposed_ns for name in ("GEMM", "elementwise", "communication", "idle")] == [60, 20, 20, 0]
+    assert rows["elementwise"].hidden_ns == 20
+
+
+def test_copies_of_a_side_stream_count_where_nothing_computes():
+    rows = ms_of([kernel(GEMM, 0, 60), kernel(COPY, 30, 50, stream=9, kind="copy"), kernel(NCCL, 0, 100, stream=20)], 0, 100)
+    assert [rows[name].exposed_ns for name in ("GEMM", "elementwise", "communication")] == [60, 20, 20]
+
+
+def test_of_two_on_one_stream_the_first_keeps_its_time():
+    rows = ms_of([kernel(GEMM, 0, 50), kernel(ADD, 10, 20), kernel("rms_norm", 45, 20)], 0, 65)
+    assert [rows[name].exposed_ns for name in ("GEMM", "elementwise", "norm")] == [50, 0, 15]
+    assert rows["elementwise"].launches == 1
+
+
+def test_what_reaches_beyond_the_window_counts_inside_only():
+    rows = ms_of([kernel(GEMM, 0, 30), kernel(ADD, 90, 30), kernel("rms_norm", 200, 5)], 20, 100)
+    assert [(rows[n].exposed_ns, rows[n].kernel_ns) for n in ("GEMM", "elementwise", "norm")] == [(10, 10), (10, 10), (0, 0)]
+    assert rows["norm"].launches == 0 and rows["idle"].exposed_ns == 60
+
+
+def test_nothing_at_all_is_idle():
+    assert ms_of([], 5, 25)["idle"].exposed_ns == 20
+
+
+def instant_by_instant(events, kinds, start, end):
+    """The rule again, without any cleverness."""
+    busy = {}
+    for event, kind in zip(events, kinds, strict=True):
+        if kind != "communication" and event.kind != "copy":
+            busy[event.stream] = busy.get(event.stream, 0) + event.duration_ns
+    main = max(busy, key=lambda stream: busy[stream], default=None)
+    own, idle = [0] * len(events), 0
+    for now in range(start, end):
+        running = [i for i, event in enumerate(events) if event.start_ns <= now < event.end_ns]
+        if not running:
+            idle += 1
+            continue
+        order = lambda i: (kinds[i] == "communication", events[i].stream != main, events[i].kind == "copy", events[i].start_ns, i)  # noqa: E731
+        own[min(running, key=order)] += 1
+    return own, idle
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_instant_belongs_to_one(seed):
+    draw = random.Random(seed)
+    names = [(GEMM, "kernel"), (ADD, "kernel"), (NCCL, "kernel"), (COPY, "copy"), ("what", "kernel")]
+    events = []
+    for _ in range(draw.randrange(12)):
+        name, kind = draw.choice(names)
+        events.append(kernel(name, draw.randrange(100), draw.randrange(40), draw.randrange(3), kind))
+    start, end = 15, 15 + draw.randrange(1, 90)
+    kinds = [class_of(event) for event in events]
+    own, idle = exposed_ns(events, kinds, start, end)
+    assert (own, idle) == instant_by_instant(events, kinds, start, end)
+    found = breakdown(events, start, end)
+    assert sum(row.exposed_ns for row in found.classes) == found.window_ns == end - start
+    rows = {row.name: row for row in found.classes}
+    assert all(row.hidden_ns >= 0 for row in found.classes)
+    assert sum(row.exposed_ns for row in found.products) == rows["GEMM"].exposed_ns
+    assert sum(row.exposed_ns for row in found.others) == rows["other"].exposed_ns
+
+
+# --- roles of products ------------------------------------------------------------------------------------------------
+
+WEIGHTS = [Weight("qkv", 60, 40, True), Weight("o", 40, 40, True), Weight("head", 90, 40, False)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "backward", "expected"),
+    [
+        ((16, 60, 40), False, "qkv: 16 x 60 x 40"),
+        ((16, 60, 40), True, "qkv again: 16 x 60 x 40"),
+        ((16, 40, 60), True, "qkv dgrad: 16 x 40 x 60"),
+        ((60, 40, 16), True, "qkv wgrad: 60 x 40 x 16"),
+        ((40, 60, 16), True, "qkv wgrad: 40 x 60 x 16"),
+        ((16, 40, 40), False, "o: 16 x 40 x 40"),
+        ((16, 40, 40), True, "o dgrad: 16 x 40 x 40"),
+        ((40, 40, 16), True, "o wgrad: 40 x 40 x 16"),
+        ((90, 40, 16), True, "90 x 40 x 16"),  # frozen: it has no wgrad
+        ((7, 8, 9), False, "7 x 8 x 9"),
+    ],
+)
+def test_a_shape_has_a_role(shape, backward, expected):
+    assert Roles(WEIGHTS * 2, 16).name(shape, backward) == expected
+
+
+def test_weights_of_equal_shape_are_all_named():
+    assert Roles([Weight("gate", 60, 40, True), Weight("up", 60, 40, True)], 16).name((16, 60, 40), False) == "gate or up: 16 x 60 x 40"
+
+
+def test_roles_of_a_model():
+    with torch.device("meta"):
+        model = Llama(ModelShape(2, 32, 48, 4, 2, 61, 10000.0), 16)
+        add_adapters(model, 3, 6.0, 0.1)
+    found = {(weight.role, weight.rows, weight.columns, weight.trains) for weight in weights_of(model)}
+    assert ("qkv", 64, 32, False) in found and ("qkv lora_a", 3, 32, True) in found and ("head output", 61, 32, False) in found
+    assert ("down", 32, 48, False) in found and not any("embedding" in role for role, *_ in found)
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+MAIN, BACKWARD = 100, 101  # threads
+
+
+def span(cat, name, ts, dur, tid=MAIN, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+
+
+def launch(correlation, ts, tid=MAIN, cat="cuda_runtime"):
+    return span(cat, "cudaLaunchKernel", ts, 1, tid, correlation=correlation)
+
+
+def ran(name, ts, dur, correlation, stream=7, cat="kernel"):
+    return span(cat, name, ts, dur, 7, correlation=correlation, stream=stream)
+
+
+def step(number, ts, dur):
+    return span("user_annotation", f"ProfilerStep#{number}", ts, dur)
+
+
+def gpu_trace():
+    """A lead-in and two steps; the host is far ahead of the GPU. Microseconds."""
+    records = [step(0, 0, 10), step(1, 10, 10), step(2, 20, 10), {"ph": "M", "name": "process_name"}]
+    for number, begin in enumerate((0, 10, 20)):
+        dims = {"Input Dims": [[16, 40], [40, 60]]}
+        records += [
+            span("cpu_op", "aten::mm", begin + 1, 2, **dims),
+            launch(10 * number + 1, begin + 1.5),
+            launch(10 * number + 2, begin + 2.5, cat="cuda_driver"),
+            span("cpu_op", "autograd::engine::evaluate_function: MmBackward0", begin + 4, 2, BACKWARD),
+            span("cpu_op", "aten::mm", begin + 4.2, 1, BACKWARD, **{"Input Dims": [[16, 60], [60, 40]]}),
+            launch(10 * number + 3, begin + 4.5, BACKWARD),
+            span("user_annotation", "FSDP::post_backward_reduce (blocks.0)", begin + 7, 1, BACKWARD),
+            launch(10 * number + 4, begin + 7.5, BACKWARD),
+        ]
+        at = 100 + 50 * number
+        records += [
+            ran(GEMM, at, 20, 10 * number + 1),
+            ran("void cublasLt::splitKreduce_kernel<32>()", at + 20, 1, 10 * number + 2),
+            ran("brand_new_gpu_kernel", at + 21, 9, 10 * number + 3),
+            ran(COPY, at + 30, 10, 10 * number + 4, stream=9, cat="gpu_memcpy"),
+        ]
+    return {"traceEvents": records}
+
+
+def test_a_gpu_trace_becomes_whole_periods():
+    line = timeline(gpu_trace(), WEIGHTS, 16)
+    assert (line.steps, line.start_ns, line.end_ns) == (2, 130_000, 230_000)
+    found = breakdown(line.events, line.start_ns, line.end_ns)
+    rows = {row.name: row for row in found.classes}
+    assert [rows[name].exposed_ns for name in ("GEMM", "communication", "idle", "other")] == [60_000, 20_000, 20_000, 0]
+    assert rows["GEMM"].launches == 6
+    forward, backward = found.products
+    assert (forward.name, forward.exposed_ns, forward.launches) == ("qkv: 16 x 60 x 40", 42_000, 4)
+    assert (backward.name, backward.exposed_ns) == ("qkv dgrad: 16 x 40 x 60", 18_000)
+    assert forward.flops == backward.flops == 2 * 2 * 16 * 60 * 40, "once for each product, however many kernels"
+
+
+def test_what_a_step_leaves_to_a_side_stream_moves_no_border():
+    """The weights' gather: beside the next step's forward it is slow, after the last step there is nothing to wait for."""
+    records = [*gpu_trace()["traceEvents"], launch(91, 9.8), launch(92, 29.8)]
+    records += [ran("ncclDevKernel_AllGather", 140, 45, 91, stream=20), ran("ncclDevKernel_AllGather", 240, 5, 92, stream=20)]
+    line = timeline({"traceEvents": records}, WEIGHTS, 16)
+    assert (line.steps, line.start_ns, line.end_ns) == (2, 130_000, 230_000)
+
+
+def test_kernels_of_a_graph_stand_under_their_own_name():
+    records = [record for record in gpu_trace()["traceEvents"] if record.get("cat") not in ("cpu_op",)]
+    found = breakdown(*window(timeline({"traceEvents": records}, WEIGHTS, 16)))
+    assert {row.name for row in found.products} == {GEMM, "void cublasLt::splitKreduce_kernel<32>()"}
+    assert [row.name for row in found.others] == ["brand_new_gpu_kernel"]
+
+
+def window(line):
+    return line.events, line.start_ns, line.end_ns
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        (lambda record: record.get("cat") != "user_annotation", "0 steps"),
+        (lambda record: not record["name"].startswith(("ProfilerStep#1", "ProfilerStep#2")), "1 steps"),
+        (lambda record: record.get("cat") not in ("cuda_runtime", "cuda_driver"), "no kernel belongs to ProfilerStep#0"),
+    ],
+)
+def test_a_trace_without_the_facts_is_refused(keep, words):
+    records = [record for record in gpu_trace()["traceEvents"] if keep(record)]
+    with pytest.raises(CheckFailed, match=words):
+        timeline({"traceEvents": records}, WEIGHTS, 16)
+
+
+def test_on_a_cpu_each_op_has_the_time_it_calls_no_other():
+    records = [
+        step(0, 0, 10),
+        step(1, 12, 88),
+        span("cpu_op", "aten::linear", 20, 30),
+        span("cpu_op", "aten::mm", 25, 20, **{"Input Dims": [[16, 40], [40, 60]]}),
+        span("user_annotation", "FSDP::pre_forward", 60, 20),
+        span("cpu_op", "aten::copy_", 65, 10),
+        span("user_annotation", "gloo:all_reduce", 70, 20, BACKWARD),
+        span("cpu_op", "aten::add", 70, 25, BACKWARD),  # of a thread that does not step
+    ]
+    line = timeline({"traceEvents": records}, WEIGHTS, 16)
+    assert (line.steps, line.start_ns, line.end_ns) == (1, 10_000, 100_000)
+    rows = {row.name: row for row in breakdown(*window(line)).classes}
+    assert rows["GEMM"].exposed_ns == 20_000 and rows["elementwise"].exposed_ns == 10_000
+    assert rows["communication"].exposed_ns == 25_000 and rows["communication"].hidden_ns == 5_000
+    assert rows["elementwise"].launches == 1, "linear goes on after mm, but was called once"
+    assert rows["idle"].exposed_ns == 35_000 and rows["GEMM"].flops == 2 * 16 * 60 * 40
+
+
+# --- the document and its page ----------------------------------------------------------------------------------------
+
+FACTS = Facts("llama31_8b", "H200_1x4", "bf16", 2, 4, "NVIDIA H200", "2.11", 2, 1000)
+
+
+def table(clock_ms=0.05):
+    events = [kernel(GEMM, 0, 60_000, label="qkv: 1 x 2 x 3", flops=12), kernel("<new>", 60_000, 20_000), kernel(NCCL, 50_000, 40_000, 20)]
+    return document(breakdown(events, 0, 100_000), 2, FACTS, clock_ms, 0.04)
+
+
+def test_the_document_is_per_step():
+    found = table()
+    rows = {row["name"]: row for row in found["classes"]}
+    assert found["window_ms"] == 0.05 and found["classes_sum_ms"] == pytest.approx(0.05) and found["window_over_clock"] == 1.0
+    assert found["profiler_overhead"] == pytest.approx(0.25)
+    assert (rows["GEMM"]["ms"], rows["GEMM"]["share"], rows["GEMM"]["us_per_token"]) == (0.03, 0.6, 0.03)
+    assert (rows["communication"]["ms"], rows["communication"]["kernel_ms"], rows["communication"]["hidden_ms"]) == (0.005, 0.02, 0.015)
+    assert found["products"][0]["tflops"] == pytest.approx(12 / 60e-6 / 1e12)
+
+
+def test_the_table_names_what_it_does_not_know_and_says_where_the_clock_disagrees():
+    shown = text(table())
+    assert "<new>" in shown and "NOTE" not in shown and "qkv: 1 x 2 x 3" in shown
+    assert "NOTE: trace and clock differ" in text(table(clock_ms=0.0506))
+
+
+def self_contained(page):
+    return not any(word in page for word in ("<script", "http", "src=", "href=", "url(", "@import"))
+
+
+def test_the_page(tmp_path):
+    found = table()
+    found["products"].append({**found["products"][0], "name": "gemm<int>"})
+    (tmp_path / "profile.json").write_text(json.dumps(found))
+    page = profile_page.write_page(tmp_path).read_text()
+    assert page.count("<path") == 4 + 2, "GEMM, communication, other and idle; two products"
+    assert "&lt;new&gt;" in page and "<new>" not in page and "<int>" not in page and self_contained(page) and "qkv: 1 x 2 x 3" in page
+
+
+def test_many_products_share_the_last_slice():
+    rows = [{"name": f"p{number}", "ms": 1.0} for number in range(20)]
+    slices = profile_page._slices(rows)
+    assert len(slices) == 12 and slices[-1][:2] == ("9 more", 9.0)
+    assert profile_page._slices(rows[:12])[-1][0] == "p11" and len(profile_page._slices(rows[:3])) == 3
+    assert profile_page._slices([]) == [] and profile_page._pie([], "") == ""
+
+
+def test_no_profile_no_page(tmp_path, capsys):
+    with pytest.raises(DataError):
+        profile_page.write_page(tmp_path)
+    (tmp_path / "profile.json").write_text("{}")
+    assert profile_page.main([str(tmp_path)]) == DataError.exit_code and "cannot read" in capsys.readouterr().err
+
+
+# --- the verb ---------------------------------------------------------------------------------------------------------
+
+
+def profile_verb(tmp_path, *arguments, device="cpu"):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "launch", "llama31_8b", "profile", "--device", device, *arguments]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def read_profile(tmp_path):
+    """The one profile in LOGDIR, after what must hold of each."""
+    (folder,) = (tmp_path / "results/profiles").iterdir()
+    found = json.loads((folder / "profile.json").read_text())
+    rows = {row["name"]: row for row in found["classes"]}
+    assert list(rows) == list(CLASSES)
+    assert sum(row["ms"] for row in rows.values()) == pytest.approx(found["window_ms"], rel=1e-9)
+    assert found["window_ms"] == pytest.approx(found["clock_ms"], rel=0.01)
+    return folder, found, rows
+
+
+def test_profile_of_the_miniature(tmp_path):
+    small = ["--layers", "2", "--steps", "1", "--warmup", "1", "--set", "micro_batch_size=4"]
+    done = profile_verb(tmp_path, *small)
+    assert done.returncode == 0, done.stderr
+    folder, found, rows = read_profile(tmp_path)
+    with gzip.open(folder / TRACE, "rt") as file:
+        assert len(json.load(file)["traceEvents"]) > 1000
+    assert all(rows[name]["ms"] > 0 for name in ("GEMM", "attention", "SwiGLU", "cross-entropy", "optimizer", "elementwise", "idle"))
+    assert rows["other"]["share"] < 0.02
+    roles = {row["name"].split(":")[0] for row in found["products"]}
+    assert {f"{role}{way}" for role in ("qkv", "o", "gate_up", "down", "head output") for way in ("", " dgrad", " wgrad")} <= roles
+    assert (found["layers"], found["steps"], found["tokens_per_step_per_rank"]) == (2, 1, 16 * 128)
+    assert self_contained((folder / "profile.html").read_text())
+    assert "BENCH llama31_8b" in done.stdout and "PROFILE llama31_8b" in done.stdout and str(folder) in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_profile_of_the_miniature_on_a_gpu(tmp_path):
+    config = ["--config", str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), "--set", "precision=bf16", "--set", "kernels=triton"]
+    done = profile_verb(tmp_path, *config, device="cuda")
+    assert done.returncode == 0, done.stderr
+    _, found, rows = read_profile(tmp_path)
+    assert found["device"] != "cpu"
+    assert all(rows[name]["ms"] > 0 for name in ("GEMM", "attention", "norm", "SwiGLU", "cross-entropy", "optimizer", "elementwise"))
+    assert rows["other"]["share"] < 0.02, found["others"]
+    assert any(row["name"].startswith("head output dgrad") and row["tflops"] for row in found["products"])
+
+
+def test_a_profile_is_never_overwritten(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/profile.json").write_text("mine")
+    done = profile_verb(tmp_path, "--out", str(tmp_path / "old"))
+    assert done.returncode == 2 and "is there already" in done.stderr
+    assert (tmp_path / "old/profile.json").read_text() == "mine"
+
+
+def test_no_steps_are_refused(tmp_path):
+    done = profile_verb(tmp_path, "--steps", "0", "--out", str(tmp_path / "new"))
+    assert done.returncode == 2 and "--steps 0" in done.stderr and not (tmp_path / "new").exists()
+
+
+def test_print_says_where_it_would_go(tmp_path):
+    done = profile_verb(tmp_path, "--print", "--out", str(tmp_path / "new"))
+    assert done.returncode == 0 and done.stdout.endswith(f"--steps 2 --profile {tmp_path / 'new'}\n") and not (tmp_path / "new").exists()

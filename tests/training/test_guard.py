@@ -1,0 +1,182 @@
+"""What a rank says about its end: the kind of a failure, who is to blame, and a log that is closed."""
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import start_ranks
+
+from common.errors import Hang, Interrupted, NonFinite, OutOfMemory, RankLost, RunError, StorageError
+from common.training.guard import classify, is_secondary
+
+# Two ranks add up until rank 1 goes away, as argv[2] says. on_failure fails itself: that must not hide the first failure.
+TWO_RANKS = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from common.sharding.processes import start_processes
+from common.training.guard import run_guarded
+
+folder, way = Path(sys.argv[1]), sys.argv[2]
+rank = int(os.environ["RANK"])
+
+def body():
+    (folder / f"imported_{rank}").touch()
+    while len(list(folder.glob("imported_*"))) < 2:  # the limit below holds for meeting each other too
+        time.sleep(0.01)
+    processes = start_processes("cpu", 3.0)
+    processes.barrier()
+    if rank == 1 and way == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        (folder / "asleep").touch()
+        time.sleep(60)
+    processes.sum(torch.ones(1000))
+
+def on_failure():
+    (folder / f"on_failure_{rank}").touch()
+    raise OSError("a second failure")
+
+run_guarded(folder, rank, body, on_failure, lambda: 7)
+"""
+
+
+@pytest.fixture(scope="module")
+def collectives(tmp_path_factory):
+    """Real failures of gloo: {way: (exit codes, folder of the run)}; rank 1 was killed, or slept beyond the 3 s of a collective."""
+    folders = {way: tmp_path_factory.mktemp(way) for way in ("killed", "asleep")}
+    groups = {way: start_ranks(2, ["-c", TWO_RANKS, str(folder), way]) for way, folder in folders.items()}
+    found = {}
+    try:
+        for way, (first, second) in groups.items():
+            first.communicate(timeout=60)
+            if way == "asleep":
+                second.send_signal(signal.SIGTERM)
+            second.communicate(timeout=60)
+            found[way] = ([first.returncode, second.returncode], folders[way])
+    finally:
+        for process in (process for group in groups.values() for process in group):
+            process.kill()
+    return found
+
+
+def record(folder: Path, rank: int) -> dict:
+    return json.loads((folder / "ranks" / f"rank_{rank}.json").read_text())
+
+
+def test_a_peer_that_dies_is_a_lost_rank_and_the_survivor_says_it_only_watched(collectives):
+    codes, folder = collectives["killed"]
+    survivor = record(folder, 0)
+    assert codes == [RankLost.exit_code, -signal.SIGKILL]
+    assert survivor["kind"] == "rank_lost" and survivor["outcome"] == "failed" and survivor["secondary"] is True
+    assert survivor["step"] == 7 and survivor["why"], survivor
+    assert not (folder / "ranks" / "rank_1.json").exists()
+
+
+def test_a_peer_that_is_silent_is_a_hang(collectives):
+    codes, folder = collectives["asleep"]
+    waiting = record(folder, 0)
+    assert codes[0] == Hang.exit_code and waiting["kind"] == "hang" and waiting["secondary"] is True
+    assert "imed out" in waiting["why"] or "imeout" in waiting["why"]
+
+
+def test_sigterm_ends_a_rank_as_interrupted_with_the_shells_exit_code(collectives):
+    codes, folder = collectives["asleep"]
+    assert codes[1] == 128 + signal.SIGTERM
+    stopped = record(folder, 1)
+    assert (stopped["kind"], stopped["outcome"], stopped["secondary"]) == ("interrupted", "interrupted", False)
+
+
+def test_a_failure_while_reporting_hides_nothing(collectives):
+    for way, rank in (("killed", 0), ("asleep", 0), ("asleep", 1)):
+        folder = collectives[way][1]
+        assert (folder / f"on_failure_{rank}").exists()
+        assert "Traceback" in (folder / "ranks" / f"rank_{rank}.traceback").read_text()
+
+
+def test_a_known_failure_stays_what_it_is():
+    for failure in (NonFinite("loss"), Interrupted(signal.SIGINT), RankLost("rank 3")):
+        assert classify(failure) is failure and not is_secondary(failure)
+
+
+def test_a_full_gpu_is_out_of_memory():
+    failure = classify(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines"))
+    assert isinstance(failure, OutOfMemory) and failure.why == "CUDA out of memory. Tried to allocate 20.00 GiB."
+    assert not is_secondary(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_takes_nothing_is_a_storage_error_naming_the_file(number):
+    failure = classify(OSError(number, os.strerror(number), "/results/events.jsonl"))
+    assert isinstance(failure, StorageError) and "/results/events.jsonl" in failure.what
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("x"),
+        ZeroDivisionError("division by zero"),
+        FileNotFoundError(errno.ENOENT, "No such file", "a"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("timeout of the oven"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_unknown_is_a_defect_with_its_name_and_our_own_failure(error):
+    failure = classify(error)
+    assert type(failure) is RunError and failure.exit_code == 1 and type(error).__name__ in failure.what
+    assert not is_secondary(error)
+
+
+# The texts that torch 2.13 and 2.9 give, with NCCL too, which no test here can provoke.
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:17049: Connection reset by peer.", RankLost),
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
+            Hang,
+        ),
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:22334", RankLost),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE) ran for 600000 ms", Hang),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3699, remote process exited or there was a network error", RankLost),
+    ],
+)
+def test_the_texts_of_gloo_and_nccl_are_known(text, kind):
+    assert type(classify(RuntimeError(text))) is kind and is_secondary(RuntimeError(text))
+    assert type(classify(torch.distributed.DistBackendError(text))) is kind
+
+
+def test_an_undisturbed_rank_leaves_the_record_done(tmp_path):
+    code = "import sys; from pathlib import Path; from common.training.guard import run_guarded\n"
+    code += "run_guarded(Path(sys.argv[1]), 0, lambda: None, lambda: 1 / 0, lambda: 3)"
+    (process,) = start_ranks(1, ["-c", code, str(tmp_path)])
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert {key: record(tmp_path, 0)[key] for key in ("rank", "outcome", "step")} == {"rank": 0, "outcome": "done", "step": 3}
+
+
+def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
+    """torchrun ends a rank with SIGTERM at about the time when that rank sees that another one died."""
+    code = "import errno, os, signal, sys; from pathlib import Path; from common import guard\n"
+    code += "classify, send = guard.classify, lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
+    code += "guard.classify = lambda error: send() or classify(error)\n"
+    code += "def body(): raise OSError(errno.ENOSPC, 'full')\n"
+    code += "guard.run_guarded(Path(sys.argv[1]), 0, body, send, lambda: send() or 3)"
+    (process,) = start_ranks(1, ["-c", code, str(tmp_path)])
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == StorageError.exit_code, stderr
+    assert (record(tmp_path, 0)["outcome"], record(tmp_path, 0)["kind"]) == ("failed", StorageError.kind)
+
+
+def test_a_signal_after_the_work_is_done_spoils_nothing(tmp_path):
+    """torchrun and batch systems send SIGTERM to what is still there; the result stands by then."""
+    code = "import os, signal, sys; from pathlib import Path; from common.training.guard import run_guarded\n"
+    code += "run_guarded(Path(sys.argv[1]), 0, lambda: None, lambda: None, lambda: os.kill(os.getpid(), signal.SIGTERM) or 3)"
+    (process,) = start_ranks(1, ["-c", code, str(tmp_path)])
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0 and record(tmp_path, 0)["outcome"] == "done", stderr

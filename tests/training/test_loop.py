@@ -1,0 +1,408 @@
+"""The loop in real runs of the real trainer with a tiny model: curves, evaluations, the end, the clock, and a full closed log."""
+
+import json
+import math
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from synthetic_log import find
+from tiny import TINY, TINY_PROGRAM, facts, records, run, run_config, start_ranks, write_data
+from torch.nn import functional as F
+from two_ranks import evaluation, evaluation_sequences
+
+from common.data.indexed_dataset import Index, Writer
+from common.errors import NonFinite, TargetMissed
+from common.model.llama import Llama, init_weights
+from common.sharding.processes import Processes
+from common.training import loop
+from common.training.loop import next_token_pairs, pad_for_ranks
+from common.training.metrics import Meter
+from common.training.optimizer import ClippedAdamW
+from llama31_8b import train as trainer
+from llama31_8b.data import TrainData
+from llama31_8b.rules import CLOSED
+from submission import check, checker
+from submission.lint import lint
+
+
+@pytest.fixture(scope="module")
+def plain(processes, tiny_data, tmp_path_factory):
+    """A run of 12 steps in 3 blocks that does not reach its target: micro-batches of 4, 2 of them to a step."""
+    return run(tmp_path_factory.mktemp("plain") / "run", tiny_data)
+
+
+def assert_same_curve(curve, other, tolerance: float) -> None:
+    """Losses, gradient norms and evaluations agree to a relative `tolerance`; 0 asks for the same bits."""
+    pairs = [(curve.losses, other.losses), (curve.norms, other.norms), *zip(curve.evaluations, other.evaluations, strict=True)]
+    for ours, theirs in pairs:
+        assert len(ours) == len(theirs) > 0
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
+
+
+# --- the curve ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_tiny_model_learns(plain):
+    assert plain.losses[-1] < 0.7 * plain.losses[0] and plain.losses[0] == pytest.approx(math.log(61), abs=0.1)
+
+
+def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
+    """No sharding, no micro-batches, no fused clipping: logits, F.cross_entropy, clip_grad_norm_, AdamW, the samples in their order."""
+    model = Llama(TINY.shape, TINY.sequence_length)
+    init_weights(model, seed=1, std=TINY.init_std)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": TINY.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(TINY.adam_beta_1, TINY.adam_beta_2), eps=TINY.adam_epsilon, foreach=False)
+    config = run_config()
+    data = TrainData(tiny_data / TINY.train_prefix, TINY.sequence_length, config.max_samples, 1, TINY.shape.vocab_size)
+    base, end, warmup = config.opt_base_learning_rate, 0.1 * config.opt_base_learning_rate, config.opt_learning_rate_warmup_steps
+    losses, norms, rates = [], [], []
+    for step in range(len(plain.losses)):
+        windows = torch.tensor(np.stack([data[i] for i in range(8 * step, 8 * step + 8)]), dtype=torch.int64)
+        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), TINY.gradient_clip_norm)))
+        cosine = end + (base - end) * (1 + math.cos(math.pi * (step - warmup) / (TINY.max_steps - warmup))) / 2
+        rates.append(base * (step + 1) / (warmup + 1) if step < warmup else cosine)
+        for group in optimizer.param_groups:
+            group["lr"] = rates[-1]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert plain.losses == pytest.approx(losses, rel=1e-5)  # the same sums in another order, as below
+    assert plain.norms == pytest.approx(norms, rel=1e-5)
+    assert plain.rates == pytest.approx(rates, rel=1e-12)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_another_curve(plain, processes, tiny_data, tmp_path):
+    assert_same_curve(run(tmp_path / "again", tiny_data), plain, tolerance=0)
+    other = run(tmp_path / "other", tiny_data, seed=2, max_samples=32)
+    assert all(abs(a - b) > 1e-4 for a, b in zip(other.losses, plain.losses, strict=False))
+
+
+# Another cut of the batch sums the same gradients in another order, and fp32 addition is not associative; the matrix products
+# of another size are blocked otherwise. Each is a rounding of 6e-8; 12 steps of training amplify them somewhat.
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
+def test_how_a_batch_is_cut_does_not_matter(plain, processes, tiny_data, tmp_path, micro_batch_size):
+    assert_same_curve(run(tmp_path / "run", tiny_data, micro_batch_size=micro_batch_size), plain, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"recompute_layers": 1}, {"recompute_layers": 2}, {"reshard_after_forward": True}], ids=str)
+def test_what_saves_memory_changes_no_bit(plain, processes, tiny_data, tmp_path, changes):
+    assert_same_curve(run(tmp_path / "run", tiny_data, **changes), plain, tolerance=0)
+
+
+@pytest.mark.parametrize("name", ["plain", "recompute", "reshard", "whole micro-batch"])
+def test_two_ranks_train_as_one_process_does(plain, two_ranks, name):
+    curve = two_ranks[0]["runs"][name]
+    assert_same_curve(replace(plain, **{key: curve[key] for key in ("losses", "norms", "evaluations")}), plain, tolerance=1e-4)
+    for rank in two_ranks:
+        assert rank["runs"][name]["error"] == plain.error == "target_missed"
+
+
+def test_what_saves_memory_changes_no_bit_on_two_ranks(two_ranks):
+    runs = two_ranks[0]["runs"]
+    assert runs["recompute"]["losses"] == runs["plain"]["losses"] == runs["reshard"]["losses"]
+    assert runs["recompute"]["norms"] == runs["plain"]["norms"] == runs["reshard"]["norms"]
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(data_dir) -> float:
+    """fp64 from logits: the mean over sequences of the mean of -log softmax over a sequence's labels."""
+    model = Llama(TINY.shape, TINY.sequence_length)
+    init_weights(model, seed=7, std=TINY.init_std)
+    means = []
+    for tokens, labels in torch.from_numpy(evaluation_sequences(data_dir)):
+        with torch.no_grad():
+            logits = model(tokens[None])[0].double()
+        losses = [
+            math.log(sum(math.exp(z) for z in row)) - row[label]
+            for row, label in zip(logits.tolist(), labels.tolist(), strict=True)
+            if label >= 0
+        ]
+        if losses:
+            means.append(sum(losses) / len(losses))
+    assert len(means) == TINY.eval_samples - 1
+    return sum(means) / len(means)
+
+
+def test_an_evaluation_is_the_mean_over_sequences_computed_by_hand(processes, two_ranks, tiny_data):
+    """10 sequences in micro-batches of 4, alone and on 2 ranks: 2 and 6 sequences of padding, and one without labels of its own."""
+    expected = by_hand(tiny_data)
+    found = [evaluation(processes, tiny_data), *(rank["evaluation"] for rank in two_ranks)]
+    assert found == pytest.approx([expected] * 3, rel=1e-6)  # fp32 losses, and another blocking of the products
+    assert found[1] == found[2]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 10, 64])
+def test_padding_has_no_weight_and_ranks_have_equal_work(processes, tiny_data, micro_batch_size):
+    sequences = evaluation_sequences(tiny_data)
+    for world_size in (1, 2, 3, 8):
+        shares = [
+            pad_for_ranks(sequences, Processes(rank, world_size, torch.device("cpu"), processes.mesh), micro_batch_size)
+            for rank in range(world_size)
+        ]
+        assert len({len(share) for share in shares}) == 1, "a rank with fewer forwards would hang the others"
+        rows = torch.cat([batch for share in shares for batch in share])
+        assert torch.equal(rows[: len(sequences)], torch.from_numpy(sequences))
+        assert (rows[len(sequences) :, 1] == -100).all()
+
+
+def test_labels_are_the_tokens_that_follow():
+    windows = torch.arange(10, dtype=torch.int32).view(2, 5).numpy()
+    assert next_token_pairs(windows).tolist() == [[[0, 1, 2, 3], [1, 2, 3, 4]], [[5, 6, 7, 8], [6, 7, 8, 9]]]
+
+
+def test_evaluations_come_after_every_interval_from_the_first_on(plain):
+    assert [samples for samples, _ in plain.evaluations] == [32, 64, 96]
+
+
+def test_evaluation_intervals_are_whole_global_batches(processes, tiny_data, tmp_path):
+    curve = run(tmp_path / "run", tiny_data, global_batch_size=12, micro_batch_size=4, max_samples=80)  # 32 -> 36
+    assert [samples for samples, _ in curve.evaluations] == [36, 72]
+    assert curve.error == "target_missed" and len(curve.losses) >= 6
+
+
+# --- the end --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_equal_to_the_target_ends_the_run_as_a_success(plain, processes, tiny_data, tmp_path):
+    samples, loss = plain.evaluations[1]
+    curve = run(tmp_path / "run", tiny_data, rules=replace(TINY, target_loss=loss))
+    assert (curve.status, curve.error) == ("success", "")
+    assert curve.evaluations == plain.evaluations[:2] and len(curve.losses) == samples // 8
+    log = records(tmp_path / "run" / "result.txt")
+    assert log[-1]["key"] == "run_stop" and log[-1]["metadata"]["samples_count"] == samples
+
+
+def test_a_loss_just_above_the_target_does_not(plain, processes, tiny_data, tmp_path):
+    below = math.nextafter(plain.evaluations[1][1], 0.0)
+    curve = run(tmp_path / "run", tiny_data, rules=replace(TINY, target_loss=below))
+    assert curve.evaluations == plain.evaluations and curve.status == "success"
+
+
+def test_a_target_out_of_reach_is_missed_at_max_samples(plain):
+    assert (plain.status, plain.error) == ("aborted", TargetMissed.kind)
+    assert "96 samples" in plain.message and len(plain.losses) == 96 // 8
+
+
+def test_max_samples_that_are_no_whole_steps_end_with_a_whole_step_even_where_the_data_end(processes, tmp_path):
+    data_dir = write_data(tmp_path / "data", train_documents=6)
+    held = (int(Index.read(data_dir / TINY.train_prefix).num_tokens) - 1) // TINY.sequence_length
+    assert held % 8, "the last step must need more than one pass holds"
+    curve = run(tmp_path / "run", data_dir, max_samples=held)
+    assert curve.error == "target_missed" and len(curve.losses) * 8 <= held + 8
+    assert records(tmp_path / "run" / "result.txt")[-1]["metadata"]["samples_count"] == -(-held // 8) * 8
+
+
+def test_another_number_of_processes_than_the_config_says_is_refused(processes, tiny_data, tmp_path):
+    """Else the global batch would silently be another one than the log says."""
+    curve = run(tmp_path / "run", tiny_data, gpus_per_node=2)
+    assert curve.error == "config" and "1 process" in curve.message and not curve.losses
+
+
+def test_a_run_that_explodes_is_stopped_at_the_step_that_did(processes, tiny_data, tmp_path):
+    curve = run(tmp_path / "run", tiny_data, opt_base_learning_rate=1e30)
+    assert (curve.status, curve.error) == ("aborted", NonFinite.kind)
+    # JSON has no NaN: null stands for it.
+    first_bad = next(index for index, pair in enumerate(zip(curve.losses, curve.norms, strict=True)) if None in pair)
+    assert curve.message.startswith(f"step {first_bad + 1}:") and len(curve.losses) == first_bad + 1
+    assert records(tmp_path / "run" / "result.txt")[-1]["metadata"]["status"] == "aborted"
+
+
+# --- the clock and the files ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_data, tmp_path_factory):
+    """`python -m llama31_8b.train` as a process of its own: (exit code, stdout, stderr, folder of the run, token files opened)."""
+    folder = tmp_path_factory.mktemp("process")
+    (folder / "run").mkdir()
+    (folder / "run" / "config.toml").write_text(run_config().as_toml())
+    arguments = ["--run-dir", str(folder / "run"), "--data-dir", str(tiny_data), "--config-name", "CPU_1x1.toml", "--device", "cpu"]
+    (process,) = start_ranks(1, [str(TINY_PROGRAM), "train", str(folder / "opens"), *arguments])
+    stdout, stderr = process.communicate(timeout=120)
+    assert (folder / "opens").exists(), stderr
+    return process.returncode, stdout, stderr, folder / "run", [json.loads(line) for line in (folder / "opens").read_text().splitlines()]
+
+
+def test_no_token_file_is_opened_before_the_clock_runs(trained):
+    opens = trained[-1]
+    tokens = [(path, started) for path, started in opens if path.endswith(".bin")]
+    assert {path.rpartition("/")[2] for path, _ in tokens} == {f"{TINY.train_prefix}.bin", f"{TINY.validation_prefix}.bin"}
+    assert all(started for _, started in tokens)
+    assert [path for path, started in opens if not started], "the hook saw no file before run_start: does it still see anything?"
+
+
+def test_stdout_holds_the_log_and_nothing_else(trained):
+    _, stdout, stderr, run_dir, _ = trained
+    assert stdout == (run_dir / "result.txt").read_text() and stdout.startswith(":::MLLOG ")
+    assert "evaluation at 96 samples" in stderr and ":::MLLOG" not in stderr
+
+
+def test_a_failure_after_run_start_is_logged_recorded_and_is_the_exit_code(trained):
+    code, _, _, run_dir, _ = trained
+    log = records(run_dir / "result.txt")
+    record = json.loads((run_dir / "ranks" / "rank_0.json").read_text())
+    assert code == TargetMissed.exit_code == record["exit_code"]
+    assert (record["kind"], record["secondary"], record["step"]) == ("target_missed", False, 12)
+    assert log[-1]["key"] == "run_stop" and log[-1]["metadata"]["status"] == "aborted" and log[-1]["metadata"]["samples_count"] == 96
+    verdict = json.loads((run_dir / "events.jsonl").read_text().splitlines()[-1])
+    assert (verdict["event"], verdict["status"], verdict["samples"]) == ("verdict", "aborted", 96)
+
+
+def test_a_process_trains_as_this_one_does(trained, plain):
+    assert_same_curve(facts(trained[3]), plain, tolerance=1e-6)
+
+
+def test_steps_that_do_not_log_never_wait_for_the_device(processes, tiny_data, tmp_path, monkeypatch):
+    """Every way from a tensor to a Python number is watched; on a GPU each one would make the host wait."""
+    reads, inside = {"step": 0, "flush": 0}, []
+
+    def watch(name):
+        original = getattr(torch.Tensor, name)
+
+        def watched(tensor, *args, **options):
+            if inside:
+                reads[inside[-1]] += 1
+            return original(tensor, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, watched)
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"):
+        watch(name)
+
+    def marked(original, name):
+        def call(*args, **options):
+            inside.append(name)
+            try:
+                return original(*args, **options)
+            finally:
+                inside.pop()
+
+        return call
+
+    monkeypatch.setattr(loop, "train_step", marked(loop.train_step, "step"))
+    monkeypatch.setattr(Meter, "record", marked(Meter.record, "step"))
+    monkeypatch.setattr(Meter, "flush", marked(Meter.flush, "flush"))
+    curve = run(tmp_path / "run", tiny_data, max_samples=32, micro_batch_size=2)
+    assert len(curve.losses) == 4
+    assert reads["step"] == 0 and reads["flush"] > 0, reads
+
+
+# --- a full log of the closed division ------------------------------------------------------------------------------------
+
+
+class Scripted(torch.nn.Module):
+    """Stands in for the 8B model: one weight, and a loss that falls with every training step, whatever the tokens are."""
+
+    def __init__(self, losses: list[float]):
+        super().__init__()
+        self.shape, self.max_sequence_length, self.losses = CLOSED.shape, CLOSED.sequence_length, iter([9.9, *losses])  # 9.9: warm-up
+        self.weight = torch.nn.Parameter(torch.ones(1, 1))
+
+    scaling = None  # no FP8
+
+    def trained_tensors(self):
+        return list(self.parameters())
+
+    def backward_done(self):
+        pass
+
+    def step_done(self):
+        pass
+
+    def scale_tensors(self):
+        return []
+
+    def reset_scales(self):
+        pass
+
+    def forward(self, tokens, labels):
+        count = torch.full((len(tokens),), float(tokens.shape[1]))
+        loss = self.weight.square().sum() if torch.is_grad_enabled() else next(self.losses)
+        return count * loss, count
+
+
+@pytest.fixture(scope="module")
+def closed_data(tmp_path_factory):
+    """Validation of 1,024 sequences of 8,192 tokens, and 40 sequences to train on, again and again; all tokens are 0."""
+    folder = tmp_path_factory.mktemp("closed_data")
+    for prefix, sequences in ((CLOSED.train_prefix, 40), (CLOSED.validation_prefix, CLOSED.eval_samples)):
+        writer = Writer(folder / prefix, 60_000)  # ids of 2 bytes
+        writer.add(torch.zeros(sequences * CLOSED.sequence_length + 1, dtype=torch.int32).numpy())
+        writer.finish()
+    return folder
+
+
+def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
+    """The log of the real trainer, loop and RunLog; of the run only the model is not real."""
+
+    def build(config, rules, processes, seed):
+        model = Scripted(losses)
+        fixed = {"betas": (rules.adam_beta_1, rules.adam_beta_2), "eps": rules.adam_epsilon, "weight_decay": rules.weight_decay}
+        return model, ClippedAdamW(model.parameters(), clip_norm=rules.gradient_clip_norm, sum_over_ranks=processes.sum, **fixed)
+
+    changes = {"gpu": "H200", "miniature": False, "precision": "bf16", "opt_base_learning_rate": 4e-4, "max_samples": 100_000}
+    changes |= {"global_batch_size": global_batch_size, "micro_batch_size": global_batch_size, "eval_micro_batch_size": 1024}
+    changes |= {"opt_learning_rate_warmup_steps": 16, "log_every_steps": 100}
+    with mock.patch.object(trainer, "build", build), mock.patch.dict("os.environ", {"CACHE_CLEARED": "yes"}):
+        run(run_dir, data_dir, rules=replace(CLOSED, **rules), config_name="H200_1x1.toml", seed=3123456789, **changes)
+    return run_dir / "result.txt"
+
+
+@pytest.mark.parametrize(("global_batch_size", "losses"), [(32, [3.9, 3.31, 3.3]), (16, [3.4, 3.2999])])
+def test_a_closed_log_passes_every_round_and_our_lint(processes, closed_data, tmp_path, capsys, global_batch_size, losses):
+    path = closed_log(tmp_path / "run", closed_data, losses, global_batch_size)
+    verdicts = [checker.closed_verdict(path, ruleset) for ruleset in checker.CLOSED_RULESETS]
+    assert verdicts == [checker.Verdict(ruleset, True, ()) for ruleset in checker.CLOSED_RULESETS]
+    assert lint(path) == []
+    assert check.main([str(path)]) == 0
+    log = records(path)
+    samples = [record["metadata"]["samples_count"] for record in log if record["key"] == "eval_accuracy"]
+    assert samples == [12288 * number for number in range(1, len(losses) + 1)]
+    assert [record["value"] for record in log if record["key"] == "eval_accuracy"] == pytest.approx(losses, rel=1e-7)
+    values = {
+        key: log[find(log, key)]["value"] for key in ("eval_samples", "max_steps", "target_accuracy", "global_batch_size", "cache_clear")
+    }
+    assert values == {
+        "eval_samples": 1024,
+        "max_steps": 1_200_000,
+        "target_accuracy": 3.3,
+        "global_batch_size": global_batch_size,
+        "cache_clear": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rules", "finding"),
+    [({"eval_interval_samples": 6144}, "eval_interval"), ({"end_learning_rate_ratio": 0.01}, "learning_rate")],
+    ids=["interval of 6144", "end learning rate of 1 %"],
+)
+def test_what_the_official_checker_lets_pass_is_refused_by_ours(processes, closed_data, tmp_path, capsys, rules, finding):
+    path = closed_log(tmp_path / "run", closed_data, [3.2], 32, **rules)
+    assert checker.closed_verdict(path, "6.1.0").passed
+    assert {found.rule for found in lint(path)} == {finding}
+    assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
+    assert "passed" in capsys.readouterr().out
+
+
+# --- bench ----------------------------------------------------------------------------------------------------------------
+
+
+def test_bench_times_steps_and_on_request_an_evaluation(tmp_path):
+    (tmp_path / "CPU_1x1.toml").write_text(run_config().as_toml())
+    arguments = ["--bench", "--config", str(tmp_path / "CPU_1x1.toml"), "--device", "cpu", "--steps", "2", "--warmup", "1"]
+    (process,) = start_ranks(1, ["-m", "llama31_8b.train", *arguments, "--eval-sequences", "5"])
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr[-2000:]
+    bench, evaluation = stdout.splitlines()
+    assert bench.startswith("BENCH llama31_8b CPU_1x1 fp32, 4 layers, 1 x 4 x 2 sequences of 128: ") and "median of 2" in bench
+    assert evaluation.startswith("EVALUATION llama31_8b: 5 sequences in ") and "tok/s/GPU" in evaluation

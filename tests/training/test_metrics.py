@@ -1,0 +1,223 @@
+"""Rates, the progress line, events.jsonl on a full disk, and the step at which a number stopped being finite."""
+
+import fcntl
+import io
+import json
+import math
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import NonFinite
+from common.hardware import KINDS
+from common.model.shapes import LLAMA31_8B
+from common.training.metrics import Events, Meter, Progress, Rate
+
+ROOT = Path(__file__).resolve().parents[2]
+REWRITE = "\r\x1b[K"
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr("common.training.metrics.time.monotonic", lambda: self.now)
+
+
+class Terminal:
+    """A pseudo-terminal of `columns`; `stream` writes to it, `read` tells what arrived."""
+
+    def __init__(self, columns: int = 80):
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.stream = os.fdopen(slave, "w")
+
+    def read(self) -> str:
+        self.stream.flush()
+        parts = []
+        while select.select([self.master], [], [], 0.1)[0]:  # the kernel hands it over in pieces
+            parts.append(os.read(self.master, 100_000))
+        return b"".join(parts).decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_gets_one_line_rewritten_at_most_twice_a_second(monkeypatch):
+    clock, terminal = Clock(monkeypatch), Terminal()
+    progress = Progress(True, terminal.stream)
+    for tenth in range(50):  # five seconds
+        clock.now = 1000.0 + tenth / 10
+        progress.show(f"step {tenth}")
+    progress.show("evaluation", final=True)  # at once, and it stays
+    text = terminal.read()
+    lines = text.split(REWRITE)[1:]
+    assert 8 <= len(lines) - 1 <= 10
+    assert [line.endswith("\n") for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert lines[0] == "step 0" and lines[-1] == "evaluation\n"
+
+
+def test_a_rewritten_line_is_never_wider_than_the_terminal(monkeypatch):
+    """Else it wraps, and the rewriting leaves its upper half standing, twice a second."""
+    clock, terminal = Clock(monkeypatch), Terminal(columns=40)
+    progress = Progress(True, terminal.stream)
+    for second in range(3):
+        clock.now += second
+        progress.show(f"step {second} · " + "x" * 100)
+    lines = terminal.read().split(REWRITE)[1:]
+    assert len(lines) == 3 and all(len(line) < 40 and line.startswith("step ") for line in lines)
+    progress.show("y" * 100, final=True)  # a line that stays may wrap, and is whole
+    assert terminal.read() == REWRITE + "y" * 100 + "\n"
+
+
+def test_an_open_line_is_closed_once():
+    terminal = Terminal()
+    progress = Progress(True, terminal.stream)
+    progress.show("step 1")
+    progress.close()
+    progress.close()
+    assert terminal.read() == f"{REWRITE}step 1\n"
+
+
+def test_elsewhere_every_line_is_plain_and_whole():
+    stream = io.StringIO()
+    progress = Progress(True, stream)
+    for step in range(5):
+        progress.show(f"step {step} " + "x" * 200)
+    progress.close()
+    assert stream.getvalue() == "".join(f"step {step} {'x' * 200}\n" for step in range(5))
+
+
+def test_other_ranks_show_nothing():
+    stream = io.StringIO()
+    Progress(False, stream).show("step 1", final=True)
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_the_8b_model_at_10000_tokens_per_second_makes_514_7_tflops_and_52_percent_of_hopper(gpu):
+    flops, peak = LLAMA31_8B.training_flops_per_token(8192), KINDS[gpu].peak_bf16_tflops
+    assert peak == 989.4  # NVIDIA H100 and H200 SXM data sheets, dense
+    rate = Rate.of(step_time_ms=3276.8, tokens_per_step=4 * 8192, gpus=1, flops_per_token=flops, peak_tflops=peak)
+    assert rate.tokens_per_s_per_gpu == pytest.approx(10_000, rel=1e-12)
+    assert round(rate.tflops_per_gpu, 1) == 514.7 and round(rate.mfu, 3) == 0.520
+    assert rate.text() == "10,000 tok/s/GPU, 515 TFLOP/s/GPU, MFU 52.0%"
+
+
+def test_a_rate_is_that_of_one_gpu():
+    one, eight = (Rate.of(500.0, 8_000, gpus, 10**9, None) for gpus in (1, 8))
+    assert one.tokens_per_s_per_gpu == 16_000 == 8 * eight.tokens_per_s_per_gpu
+    assert one.tflops_per_gpu == pytest.approx(16.0) and one.mfu is None and "MFU" not in one.text()
+
+
+# --- meter ----------------------------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """Processes of one rank, without a group."""
+
+    rank, world_size, device = 0, 1, torch.device("cpu")
+
+    def sum(self, tensor):
+        return tensor
+
+
+def meter_into(path: Path) -> Meter:
+    progress = Progress(False, io.StringIO())
+    options = {"tokens_per_step": 800, "samples_per_step": 8, "flops_per_token": 10**6, "peak_tflops": None, "max_samples": 800}
+    meter = Meter(Alone(), Events(path), progress, **options)
+    meter.start()
+    return meter
+
+
+def steps(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["loss", "norm"])
+def test_flush_names_the_first_step_that_is_not_finite(tmp_path, bad, where):
+    meter = meter_into(tmp_path / "events.jsonl")
+    for step in range(1, 7):
+        values = {"loss": 2.0, "norm": 1.0} | ({where: bad} if step >= 4 else {})
+        meter.record(step, 1e-3, torch.tensor(values["loss"]), torch.tensor(values["norm"]))
+    with pytest.raises(NonFinite, match="step 4:"):
+        meter.flush(next_eval_samples=80)
+    events = steps(tmp_path / "events.jsonl")
+    assert [event["step"] for event in events] == [1, 2, 3, 4]
+    assert [None in (event["loss"], event["grad_norm"]) for event in events] == [False, False, False, True]
+
+
+def test_flush_writes_every_step_once_with_its_own_values(tmp_path):
+    meter = meter_into(tmp_path / "events.jsonl")
+    for step in (1, 2, 3):
+        meter.record(step, step / 10, torch.tensor(float(step)), torch.tensor(step + 0.5))
+        assert not (tmp_path / "events.jsonl").read_text(), "a step that does not log wrote something"
+    meter.flush(80)
+    meter.flush(80)  # nothing pending: nothing written
+    meter.record(4, 0.4, torch.tensor(4.0), torch.tensor(4.5))
+    meter.flush(80)
+    events = steps(tmp_path / "events.jsonl")
+    values = [[event[key] for key in ("step", "samples", "learning_rate", "loss", "grad_norm")] for event in events]
+    assert values == [[step, 8 * step, step / 10, float(step), step + 0.5] for step in (1, 2, 3, 4)]
+    assert ["tokens_per_s_per_gpu" in event for event in events] == [False, False, True, True]
+    times = [event["time_s"] for event in events]
+    assert times == sorted(times) and all(event["step_time_ms"] > 0 for event in events)
+    assert meter.samples == 32
+
+
+# --- events on a full disk ------------------------------------------------------------------------------------------------
+
+FULL_DISK = """
+import json, resource, signal, sys
+from pathlib import Path
+from common.errors import StorageError
+from common.training.metrics import Events
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+events = Events(path)
+events.write("step", step=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    for step in range(2, 100):
+        events.write("step", step=step, filler="x" * 40)
+    print("no error")
+except StorageError as error:
+    print(error.what)
+    print(step)
+try:
+    events.write("verdict", status="aborted")
+except StorageError:
+    pass
+"""
+
+
+def test_a_full_disk_is_a_storage_error_and_leaves_whole_lines(tmp_path):
+    path = tmp_path / "events.jsonl"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    what, failed_at = done.stdout.splitlines()
+    assert "events.jsonl" in what and "cannot write" in what
+    text = path.read_text()
+    assert text.endswith("\n")
+    written = [json.loads(line) for line in text.splitlines()]
+    assert [event["step"] for event in written if event["event"] == "step"] == list(range(1, int(failed_at)))
+    assert len(written) > 5
+
+
+def test_events_of_another_run_are_not_touched(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text("old\n")
+    with pytest.raises(Exception, match="exists"):
+        Events(path)
+    assert path.read_text() == "old\n"
+
+
+def test_a_rank_without_a_file_writes_no_events():
+    Events(None).write("step", step=1)

@@ -1,0 +1,200 @@
+"""ClippedAdamW against AdamW written out in fp64; and the learning rate of every step."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from two_ranks import known_gradient, optimizer_step
+
+from common.training.optimizer import ClippedAdamW, warmup_cosine
+from llama31_8b.rules import CLOSED
+
+BETAS, EPS, DECAY, CLIP = (CLOSED.adam_beta_1, CLOSED.adam_beta_2), CLOSED.adam_epsilon, CLOSED.weight_decay, CLOSED.gradient_clip_norm
+LEARNING_RATES = [0.0, 1e-3, 3e-3, 2e-3, 1e-2, 1e-3, 5e-4, 1e-3, 2e-3, 4e-3]
+
+
+def parameters() -> list[nn.Parameter]:
+    """Two matrices, a norm, and a parameter of four dimensions; weights of ordinary size."""
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((7, 5), (3, 11), (13,), (2, 2, 2, 3))]
+
+
+def optimizer_of(weights: list[nn.Parameter]) -> ClippedAdamW:
+    return ClippedAdamW(weights, betas=BETAS, eps=EPS, weight_decay=DECAY, clip_norm=CLIP, sum_over_ranks=lambda norm: norm)
+
+
+def gradients(step: int, norm: float) -> list[torch.Tensor]:
+    """Random fp32 gradients of all parameters with about the global L2 norm `norm`."""
+    generator = torch.Generator().manual_seed(100 + step)
+    raw = [torch.randn(parameter.shape, generator=generator) for parameter in parameters()]
+    return [g * (norm / math.sqrt(sum(float(g.square().sum()) for g in raw))) for g in raw]
+
+
+def set_gradients(weights: list[nn.Parameter], values: list[torch.Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.grad = value.clone()
+
+
+class Adamw64:
+    """The formula of common/training/optimizer.py, in fp64, one statement per line of it."""
+
+    def __init__(self, weights: list[torch.Tensor]):
+        self.weights = [w.detach().double() for w in weights]
+        self.m = [torch.zeros_like(w) for w in self.weights]
+        self.v = [torch.zeros_like(w) for w in self.weights]
+        self.t = 0
+
+    def step(self, grads: list[torch.Tensor], lr: float) -> float:
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+        self.t += 1
+        for index, weight in enumerate(self.weights):
+            g = grads[index].double() * min(1.0, CLIP / norm)
+            self.m[index] = BETAS[0] * self.m[index] + (1 - BETAS[0]) * g
+            self.v[index] = BETAS[1] * self.v[index] + (1 - BETAS[1]) * g * g
+            m, v = self.m[index] / (1 - BETAS[0] ** self.t), self.v[index] / (1 - BETAS[1] ** self.t)
+            decay = DECAY if weight.ndim >= 2 else 0.0
+            weight -= lr * decay * weight + lr * m / (v.sqrt() + EPS)
+        return norm
+
+
+@pytest.mark.parametrize("norm", [0.3, 1.0, 25.0], ids=["below the clip", "at the clip", "clipped"])
+def test_ten_steps_agree_with_adamw_in_fp64(norm):
+    weights = parameters()
+    optimizer, truth = optimizer_of(weights), Adamw64(weights)
+    for step, lr in enumerate(LEARNING_RATES):
+        grads = gradients(step, norm)
+        set_gradients(weights, grads)
+        assert float(optimizer.step(lr)) == pytest.approx(truth.step(grads, lr), rel=1e-6)  # an fp32 sum of 105 squares
+        optimizer.zero_grad()
+    for weight, expected in zip(weights, truth.weights, strict=True):
+        error = (weight.detach().double() - expected).norm() / expected.norm()
+        assert error <= 1e-6  # ten fp32 roundings of 6e-8 each on the weight, and the update's own, times lr
+
+
+def test_clipping_makes_the_step_that_of_the_shortened_gradient():
+    """Adam alone hardly notices a factor, so compare the moments: m after one step is (1 - beta 1) x the clipped gradient."""
+    weights = parameters()
+    optimizer = optimizer_of(weights)
+    grads = gradients(0, 20.0)
+    set_gradients(weights, grads)
+    assert float(optimizer.step(0.1)) == pytest.approx(20.0, rel=1e-6)
+    for (first, _), gradient in zip(optimizer.moments, grads, strict=True):
+        torch.testing.assert_close(first, gradient / 20.0 * (1 - BETAS[0]), rtol=1e-5, atol=0)
+
+
+def test_norms_do_not_decay_and_matrices_do():
+    weights = parameters()
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = optimizer_of(weights)
+    set_gradients(weights, [torch.zeros_like(weight) for weight in weights])
+    optimizer.step(0.5)
+    for weight, old in zip(weights, before, strict=True):
+        torch.testing.assert_close(weight.detach(), old if weight.ndim == 1 else old * (1 - 0.5 * DECAY), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_shows_in_the_norm(bad):
+    weights = parameters()
+    optimizer = optimizer_of(weights)
+    set_gradients(weights, gradients(0, 2.0))
+    optimizer.step(1e-2)
+    before = [tensor.clone() for tensor in (*(weight.detach() for weight in weights), *optimizer.state_tensors())]
+    grads = gradients(1, 2.0)
+    grads[2][4] = bad
+    set_gradients(weights, grads)
+    assert not math.isfinite(float(optimizer.step(1e-2)))
+    after = [*(weight.detach() for weight in weights), *optimizer.state_tensors()]
+    assert all(torch.equal(old.view(torch.int32), new.view(torch.int32)) for old, new in zip(before, after, strict=True))
+
+
+def test_a_step_at_learning_rate_zero_changes_no_bit_of_a_weight():
+    weights = parameters()
+    with torch.no_grad():
+        weights[0][0, 0], weights[1][1, 1] = 0.0, 1e-42  # zero, and a denormal
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = optimizer_of(weights)
+    for step in range(2):
+        set_gradients(weights, gradients(step, 30.0))
+        optimizer.step(0.0)
+    assert all(torch.equal(old.view(torch.int32), new.detach().view(torch.int32)) for old, new in zip(before, weights, strict=True))
+
+
+def test_reset_state_makes_the_next_step_the_first_one_again():
+    fresh, used = parameters(), parameters()
+    optimizer = optimizer_of(used)
+    set_gradients(used, gradients(5, 3.0))
+    optimizer.step(0.0)
+    assert any(tensor.any() for tensor in optimizer.state_tensors())
+    optimizer.reset_state()
+    assert not any(tensor.any() for tensor in optimizer.state_tensors())
+    for weights, one in ((used, optimizer), (fresh, optimizer_of(fresh))):
+        set_gradients(weights, gradients(0, 3.0))
+        one.step(1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(used, fresh, strict=True))
+
+
+def test_the_new_weights_are_also_written_rounded():
+    weights = parameters()
+    rounded = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
+    fixed = {"betas": BETAS, "eps": EPS, "weight_decay": DECAY, "clip_norm": CLIP, "sum_over_ranks": lambda norm: norm}
+    optimizer = ClippedAdamW(weights, **fixed, rounded=rounded)
+    set_gradients(weights, gradients(0, 2.0))
+    optimizer.step(1e-2)
+    assert all(torch.equal(weight.bfloat16(), one) for weight, one in zip(weights, rounded, strict=True))
+
+
+def test_frozen_parameters_are_left_alone():
+    weights = parameters()
+    weights[1].requires_grad_(False)
+    before, optimizer = weights[1].detach().clone(), optimizer_of(weights)
+    set_gradients(weights, gradients(0, 5.0))
+    weights[1].grad = None
+    expected = math.sqrt(sum(float(weight.grad.square().sum()) for weight in weights if weight.grad is not None))
+    assert float(optimizer.step(1e-2)) == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(weights[1], before) and len(optimizer.state_tensors()) == 1 + 2 * (len(weights) - 1)
+
+
+def test_norm_and_step_of_two_ranks_are_those_of_the_whole(two_ranks, processes):
+    one = optimizer_step(processes)
+    total = sum(float(known_gradient(name, tensor.shape).double().square().sum()) for name, tensor in one["stepped"].items())
+    assert one["norm"] == pytest.approx(math.sqrt(total), rel=1e-6)
+    for rank in two_ranks:
+        assert rank["norm"] == pytest.approx(math.sqrt(total), rel=1e-6)  # both sum 19,000 squares in fp32, in another order
+        for name, tensor in one["stepped"].items():
+            torch.testing.assert_close(rank["stepped"][name], tensor, rtol=0, atol=1e-7, msg=name)  # weights of 0.02 moved by 0.01
+    assert two_ranks[0]["norm"] == two_ranks[1]["norm"]
+
+
+# --- learning rate --------------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_at_marked_steps():
+    base, warmup, last = 8e-4, 128, 1_200_000
+    end = CLOSED.end_learning_rate(base)
+    lr_at = warmup_cosine(base, end, warmup, last)
+    assert lr_at(0) == pytest.approx(base / 129, rel=1e-15)
+    assert lr_at(warmup - 1) == pytest.approx(base * 128 / 129, rel=1e-15)
+    assert lr_at(warmup) == pytest.approx(base, rel=1e-15)
+    assert lr_at(warmup + 1) == pytest.approx(end + (base - end) * (1 + math.cos(math.pi / 1_199_872)) / 2, rel=1e-15)
+    middle = warmup + 1_199_872 // 2
+    assert lr_at(middle) == pytest.approx((base + end) / 2, rel=1e-9)
+    assert lr_at(warmup + 1_199_872 // 4) == pytest.approx(end + (base - end) * (2 + math.sqrt(2)) / 4, rel=1e-9)
+    assert lr_at(last - 1) == pytest.approx(end, rel=1e-9)
+    assert lr_at(last) == lr_at(last + 1) == lr_at(10 * last) == end == pytest.approx(8e-5)
+
+
+def test_the_learning_rate_never_jumps_and_never_rises_after_warm_up():
+    lr_at = warmup_cosine(1.0, 0.1, 10, 100)
+    rates = [lr_at(step) for step in range(120)]
+    assert all(b > a for a, b in itertools.pairwise(rates[:11]))
+    assert all(b <= a for a, b in itertools.pairwise(rates[10:]))
+    assert max(abs(b - a) for a, b in itertools.pairwise(rates)) <= 1 / 11 + 1e-12
+
+
+def test_without_warm_up_the_first_step_has_the_base_rate():
+    lr_at = warmup_cosine(3e-4, 3e-5, 0, 1000)
+    assert lr_at(0) == pytest.approx(3e-4, rel=1e-15)
+    assert lr_at(1) == pytest.approx(3e-5 + 2.7e-4 * (1 + math.cos(math.pi / 1000)) / 2, rel=1e-15)
+    assert lr_at(1000) == 3e-5

@@ -1,0 +1,138 @@
+"""How long does a run of `llama2_70b_lora` need before its clock starts? Weights of the real shapes are written to disk and loaded as a run loads them.
+
+    torchrun --nproc_per_node N -m throughput.load_time --config configs/llama2_70b_lora/H200_1x4.toml --folder DIR [--layers 80] [--keep]
+
+Writes random weights in bf16 as safetensors shards, one per layer (1.71 GB each at 70B) and one for the rest, fused QKV as MLCommons ships them, and drops
+them from the page cache. Then does what `llama2_70b_lora.train` does before `run_start`: the base, adapters, hashes of the frozen tensors, the
+synthetic warm-up. Prints rank 0's times, the imports before them included, and with fewer layers than the model has what all
+would take at that rate. `--keep` leaves the shards there; a folder that has them is used again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.config import load
+from common.kernels.attention import attention_backends
+from common.model.lora import init_adapters
+from common.model.shapes import ModelShape
+from common.model.weights import INDEX, LoadReport, expected_shapes, load_base
+from common.sharding.processes import Processes, start_processes
+from common.training.session import synthetic_warm_up
+from launch import page_cache
+from llama2_70b_lora.rules import CLOSED, MINIATURE, Config, Rules
+from llama2_70b_lora.train import adapter_optimizer, base_fingerprints, build, frozen_base
+
+LIMIT_S = 30 * 60  # of the closed division for init_start to init_stop (mlcommons/training_policies, training_rules.adoc)
+
+
+def shard_of(name: str, num_layers: int) -> str:
+    """File of a tensor: layers in order, the rest in the last one."""
+    number = int(name.split(".")[2]) if name.startswith("model.layers.") else num_layers
+    return f"model-{number + 1:05d}-of-{num_layers + 1:05d}.safetensors"
+
+
+def write_shards(folder: Path, shape: ModelShape, processes: Processes) -> None:
+    """Each rank every so-many-th shard. The layers have equal bytes: numbers do not matter to a disk, and making them takes longer than writing."""
+    shapes = expected_shapes(shape, "fused")
+    files: dict[str, list[str]] = {}
+    for name in shapes:
+        files.setdefault(shard_of(name, shape.num_layers), []).append(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    made: dict[tuple[int, ...], Tensor] = {}
+
+    def tensor(name: str) -> Tensor:
+        size = shapes[name]
+        if size not in made:
+            made[size] = torch.empty(size, dtype=torch.bfloat16, device=processes.device).normal_(0.0, 0.02).cpu()
+        return made[size].clone()  # the format takes no two names for one memory
+
+    for file in list(files)[processes.rank :: processes.world_size]:
+        save_file({name: tensor(name) for name in files[file]}, folder / file, metadata={"format": "pt"})
+    if processes.rank == 0:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    processes.barrier()
+
+
+def start_run(config: Config, rules: Rules, folder: Path, processes: Processes) -> tuple[LoadReport, dict[str, float]]:
+    """What a run does between init_start and run_start. Seconds by phase."""
+    marks = [("", time.monotonic())]
+    mark = lambda name: marks.append((name, time.monotonic()))  # noqa: E731
+    torch.manual_seed(1 + processes.rank)
+    frozen = frozen_base(config, rules, processes)
+    model = build(config, rules, processes, frozen)
+    mark("build")
+    report = load_base(model, folder, None, frozen)
+    mark("load")
+    init_adapters(model, 1)
+    optimizer = adapter_optimizer(model, config, rules, processes)
+    base_fingerprints(model, frozen)
+    mark("adapters and hashes")
+    synthetic_warm_up(config, model, optimizer, processes, lambda phase: None)
+    processes.barrier()
+    mark("warm-up")
+    return report, {name: after - before for (_, before), (name, after) in pairwise(marks)}
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started."""
+    started_ticks = float(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return float(Path("/proc/uptime").read_text().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    imports_s = process_age_s()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=0, help="default: all")
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    args = parser.parse_args()
+    config = load(args.config, Config)
+    rules = MINIATURE if config.miniature else CLOSED
+    layers = args.layers or rules.shape.num_layers
+    cut = replace(rules, shape=replace(rules.shape, num_layers=layers))
+    processes = start_processes(args.device, config.hang_timeout_s)
+    if not (args.folder / INDEX).exists():
+        write_shards(args.folder, cut.shape, processes)
+    page_cache.clear(sorted(args.folder.glob("*.safetensors"))[processes.rank :: processes.world_size])
+    processes.barrier()
+    with attention_backends(processes.device.type):
+        report, seconds = start_run(config, cut, args.folder, processes)
+    if processes.rank == 0:
+        print_report(report, seconds, imports_s, layers, rules.shape.num_layers, args.folder)
+    processes.barrier()
+    if processes.rank == 0 and not args.keep:
+        shutil.rmtree(args.folder)
+    torch.distributed.destroy_process_group()
+
+
+def print_report(report: LoadReport, seconds: dict[str, float], imports_s: float, layers: int, all_layers: int, folder: Path) -> None:
+    total = imports_s + sum(seconds.values())
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e9
+    phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+    print(
+        f"LOAD {layers} layers, {stored:.1f} GB on disk: {total:.1f} s to run_start = imports {imports_s:.1f}, {phases}; "
+        f"{stored / seconds['load']:.2f} GB/s, {report.bytes / 1e9:.1f} GB read by rank 0, at most {report.peak_host_bytes / 2**30:.1f} GiB of host memory",
+        flush=True,
+    )
+    if layers < all_layers:
+        whole = total + (all_layers / layers - 1) * (seconds["load"] + seconds["adapters and hashes"] + seconds["warm-up"])
+        print(f"LOAD projected to {all_layers} layers: {whole:.0f} s of the {LIMIT_S} s that the rules allow", flush=True)
+
+
+if __name__ == "__main__":
+    main()
