@@ -185,7 +185,7 @@ def check_tokens(stored: np.ndarray, vocab_size: int, where: str) -> None:
         wrong = (values < 0) | (values >= vocab_size)
         if wrong.any():
             text = f"{where}: expected a {what} from 0 to {vocab_size - 1}{also}, got {int(values[wrong][0])}"
-            raise DataError(text, "it was tokenised with another vocabulary, or is damaged", REBUILD)
+            raise DataError(text, "it was tokenized with another vocabulary, or is damaged", REBUILD)
 
 
 def all_masked(stored: np.ndarray) -> bool:

@@ -193,7 +193,7 @@ def parquet_rows(paths: list[Path]) -> Iterator[tuple[str, np.ndarray]]:
         with _parquet_errors(path), parquet.ParquetFile(path) as file:
             if missing := {"input_ids", "labels"} - set(file.schema_arrow.names):
                 what = f"{path}: there is no column {' and no '.join(sorted(missing))}"
-                raise DataError(what, "it is not the tokenised GovReport", "check the name")
+                raise DataError(what, "it is not the tokenized GovReport", "check the name")
             first = 0
             for batch in file.iter_batches(BATCH_ROWS, columns=["input_ids", "labels"]):
                 ids, labels = (_lists(batch.column(name), path, name) for name in ("input_ids", "labels"))
@@ -213,7 +213,7 @@ def _lists(column, path: Path, name: str) -> list[np.ndarray]:
     kind = column.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not types.is_integer(kind.value_type):
-        raise DataError(f"{path}: column {name} is {kind}", "it must hold lists of integers", "check that it is the tokenised GovReport")
+        raise DataError(f"{path}: column {name} is {kind}", "it must hold lists of integers", "check that it is the tokenized GovReport")
     values = column.flatten()
     if column.null_count or values.null_count:
         raise DataError(f"{path}: column {name} has holes", "every row must be a list of integers", "fetch it again")
@@ -391,7 +391,7 @@ def fetch(data_dir: Path, weights: Path) -> None:
         say(f"data and weights are there. Check them:\n  {check}")
         return
     if "data" in missing:
-        require_free_space(data_dir, DATA_BYTES, "the tokenised GovReport")
+        require_free_space(data_dir, DATA_BYTES, "the tokenized GovReport")
     if "weights" in missing:
         require_free_space(weights, WEIGHTS_BYTES, "the weights of Llama 2 70B")
     say(

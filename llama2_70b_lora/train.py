@@ -21,7 +21,7 @@ from common.config import RunConfig
 from common.data.prefetch import Prefetcher
 from common.errors import ConfigError, RunError
 from common.kernels.attention import attention_backends
-from common.kernels.fp8 import Scaling, fp8_dtypes
+from common.kernels.fp8 import DelayedScaling, fp8_dtypes
 from common.model.fused_lora_block import FusedLoraBlock
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters, add_adapters, init_adapters
@@ -30,7 +30,7 @@ from common.model.weights import load_base
 from common.sharding.activation_offload import HostStack, spread
 from common.sharding.frozen_base import FrozenBase
 from common.sharding.processes import Processes
-from common.training.build import DTYPES, build_model, materialise, prepare
+from common.training.build import DTYPES, build_model, materialize, prepare
 from common.training.loop import pad_for_ranks
 from common.training.optimizer import ClippedAdamW, local
 from common.training.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
@@ -77,7 +77,7 @@ def build(config: RunConfig, rules: Rules, processes: Processes, frozen: FrozenB
         else:
             replicated = add_adapters(model, rules.lora_rank, rules.lora_alpha, rules.lora_dropout, config.kernels)
     prepare(model, config, processes.mesh, replicated=replicated)
-    materialise(model, processes.device)
+    materialize(model, processes.device)
     return model
 
 
@@ -86,7 +86,7 @@ def take_from(frozen: FrozenBase, model: Llama, config: RunConfig, rules: Rules)
     model.requires_grad_(False)
     lora = (rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
     if config.fp8_swiglu_input and model.scaling is None:
-        model.scaling = Scaling(config.fp8_recipe)  # a base in bf16: what is kept in 8 bits has a scale all the same
+        model.scaling = DelayedScaling(config.fp8_recipe)  # a base in bf16: what is kept in 8 bits has a scale all the same
     ways = {"fp8_swiglu_input": config.fp8_swiglu_input, "in_fp8": frozen.in_fp8}
     model.blocks = nn.ModuleList(
         FusedLoraBlock(rules.shape, layer, frozen, config.kernels, *lora, model.scaling, **ways) for layer in range(rules.shape.num_layers)
@@ -186,7 +186,7 @@ def keep_adapter(session: Session, model: Llama, rules: Rules, frozen: FrozenBas
 
 
 def hold_random_weights(frozen: FrozenBase) -> None:
-    """N(0, 0.02), made where they are quantised, a layer at a time."""
+    """N(0, 0.02), made where they are quantized, a layer at a time."""
     for layer in range(frozen.num_layers):
         shapes = {name: frozen.share(name)[1:] for name in frozen.places}
         shares = {name: torch.empty(shape, dtype=torch.bfloat16, device=frozen.device).normal_(0.0, 0.02) for name, shape in shapes.items()}

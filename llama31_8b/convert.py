@@ -62,7 +62,7 @@ class Checkpoint:
 
 
 def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str, checkpoint_seconds: float = CHECKPOINT_SECONDS) -> Index:
-    """Tokenise `inputs` into `<prefix>.bin/.idx`, one sequence per document, without bos or eos, as the reference's preprocessing.
+    """Tokenize `inputs` into `<prefix>.bin/.idx`, one sequence per document, without bos or eos, as the reference's preprocessing.
 
     `.jsonl`, `.json` (one object per line, as C4 has it) hold a document in `key`; `.txt` one per block between blank lines, so
     that a file of any size streams. Both may be `.gz`. A killed conversion goes on from `<prefix>.checkpoint.json` when started

@@ -195,7 +195,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
     if low < 0 or high >= vocab_size:
         raise DataError(
             f"{path}: {where}: expected token ids from 0 to {vocab_size - 1}, got {low if low < 0 else high}",
-            "the file was tokenised with another vocabulary, or is damaged",
+            "the file was tokenized with another vocabulary, or is damaged",
             "check the file against the tokenizer (prepare verify --full)",
         )
 

@@ -90,7 +90,7 @@ def fetch(data_dir: Path) -> None:
     if not missing:
         say(f"{data_dir}: all four files are there. Check them:\n  {check} --full")
         return
-    require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenised C4 of llama31_8b")
+    require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenized C4 of llama31_8b")
     say(
         f"""Nothing has been downloaded: MLCommons' bucket wants you to log in, in a browser, and this program will not do that for you.
 Missing in {data_dir}: {", ".join(missing)}

@@ -19,7 +19,7 @@ from common.data.prefetch import Prefetcher
 from common.kernels.attention import attention_backends
 from common.model.llama import Llama, init_weights
 from common.sharding.processes import Processes
-from common.training.build import build_model, materialise, prepare, shard_weights
+from common.training.build import build_model, materialize, prepare, shard_weights
 from common.training.loop import next_token_pairs, pad_for_ranks
 from common.training.optimizer import ClippedAdamW, warmup_cosine
 from common.training.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
@@ -29,11 +29,11 @@ from llama31_8b.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 
 
 def build(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> tuple[Llama, ClippedAdamW]:
-    """The initialised model, sharded over the ranks, and its optimizer with empty moments."""
+    """The initialized model, sharded over the ranks, and its optimizer with empty moments."""
     with torch.device("meta"):
         model = build_model(config, rules.shape, rules.sequence_length)
     prepare(model, config, processes.mesh)
-    materialise(model, processes.device)
+    materialize(model, processes.device)
     shard_weights(model, config, processes.mesh)
     init_weights(model, seed, rules.init_std)
     optimizer = ClippedAdamW(

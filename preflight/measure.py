@@ -53,7 +53,7 @@ class Measured:
     cuda: str = ""
     hip: str = ""
     fp8_error: str = ""
-    fp8_db: list[float] = field(default_factory=list)  # against the product of the dequantised operands; against bf16
+    fp8_db: list[float] = field(default_factory=list)  # against the product of the dequantized operands; against bf16
     speeds: dict[str, float] = field(default_factory=dict)
 
 
@@ -141,7 +141,7 @@ def look(found: Measured, device: str) -> torch.device:
 
 def fp8_self_test(place: torch.device, fp8: torch.dtype, multiply: Callable | None = None) -> list[float]:
     """dB of an FP8 product [256, 512] over K = 1024, one scale per tensor, bf16 result: against the fp32 product of the
-    dequantised operands (is the arithmetic right?), and against the bf16 product (is the format right?).
+    dequantized operands (is the arithmetic right?), and against the bf16 product (is the format right?).
 
     Raises RuntimeError or NotImplementedError where torch has no FP8 product. `multiply` is torch._scaled_mm but in tests.
     """

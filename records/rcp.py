@@ -211,7 +211,7 @@ def t_tail(t: float, freedom: int) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float, y: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), y = 1 - x, by the continued fraction DLMF 8.17.22."""
+    """The regularized incomplete beta function I_x(a, b), y = 1 - x, by the continued fraction DLMF 8.17.22."""
     if x <= 0 or y <= 0:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side only

@@ -222,7 +222,7 @@ def check_submission(log: Log) -> Findings:
 
 
 def check_order(log: Log) -> Findings:
-    """Initialisation, clock, blocks and evaluations follow each other and close; run_stop is last."""
+    """Initialization, clock, blocks and evaluations follow each other and close; run_stop is last."""
     state = "nothing"
     for event in log.events:
         if state == "stopped":
@@ -362,10 +362,10 @@ def check_init_time(log: Log, rules: Rules) -> Findings:
         return
     seconds = (stop.time_ms - start.time_ms) / 1000
     if seconds >= rules.init_limit_s:
-        message = f"initialisation took {seconds / 60:.1f} min, the limit is {rules.init_limit_s / 60:.0f} min"
+        message = f"initialization took {seconds / 60:.1f} min, the limit is {rules.init_limit_s / 60:.0f} min"
         yield Finding(stop.line, "init_time", message, "TR Run Results; CC common.yaml")
     elif seconds >= INIT_WARNING_S:
-        message = f"initialisation took {seconds / 60:.1f} of {rules.init_limit_s / 60:.0f} min"
+        message = f"initialization took {seconds / 60:.1f} of {rules.init_limit_s / 60:.0f} min"
         yield Finding(stop.line, "init_time", message, "TR Run Results", warning=True)
 
 

@@ -21,7 +21,7 @@ CASTS, COMMUNICATION, OPTIMIZER, ELEMENTWISE, OTHER, IDLE = "casts", "communicat
 CLASSES = (GEMM, ATTENTION, NORM, ROPE, SWIGLU, CROSS_ENTROPY, CASTS, COMMUNICATION, OPTIMIZER, ELEMENTWISE, OTHER, IDLE)
 VAGUE = (ELEMENTWISE, OTHER)  # of an event so named, what surrounds its launch may know more
 
-# First match wins; letters match in either case. Order matters: FlashAttention 3 is built of CUTLASS, our fused kernels quantise,
+# First match wins; letters match in either case. Order matters: FlashAttention 3 is built of CUTLASS, our fused kernels quantize,
 # FP8 products have e4m3 in their name, and autograd nodes are left out (recomputation runs inside whichever node asks for it).
 NAMES = (
     (COMMUNICATION, r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem|userbuffers"),

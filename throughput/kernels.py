@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from common.kernels import accumulate, adamw, cross_entropy, rms_norm, rope, swiglu
-from common.kernels.fp8 import Operand, Role, Scaling, quantise_triton
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, quantize_triton
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 
 FP32, BF16, FP8 = 4, 2, 1  # bytes
@@ -50,14 +50,17 @@ def copy_bandwidth() -> float:
 
 
 class Setting:
-    """Random operands of one model's size, and roles for what the kernels emit."""
+    """Random operands of one model's size, and quantizers for what the kernels emit."""
 
     def __init__(self, shape: ModelShape, tokens: int, transposed: bool):
         self.shape, self.tokens, self.transposed = shape, tokens, transposed
         self.out = FP8 * (2 if transposed else 1)  # bytes per element of an operand
-        self.scaling = Scaling("delayed")
-        self.forward, self.backward = self.scaling.role(transposed=transposed), self.scaling.role(gradient=True, transposed=transposed)
-        self.stored = self.scaling.role(transposed=False)
+        self.scaling = DelayedScaling("delayed")
+        self.forward, self.backward = (
+            self.scaling.quantizer(transposed=transposed),
+            self.scaling.quantizer(gradient=True, transposed=transposed),
+        )
+        self.stored = self.scaling.quantizer(transposed=False)
         self.scaling.allocate(torch.device("cuda"))
 
     def random(self, *size: int) -> torch.Tensor:
@@ -75,15 +78,15 @@ def row_wise(s: Setting) -> Iterator[Case]:
     x, y, g = (s.random(s.tokens, hidden) for _ in range(3))
     weight = torch.rand(hidden, device="cuda", dtype=torch.bfloat16) + 0.5
 
-    def norm(branch: torch.Tensor | None, role: Role | None) -> tuple[torch.Tensor, Operand, torch.Tensor]:
-        return rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, role)
+    def norm(branch: torch.Tensor | None, quantizer: Quantizer | None) -> tuple[torch.Tensor, QuantizedTensor, torch.Tensor]:
+        return rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, quantizer)
 
     residual, _, rstd = norm(y, None)
 
-    def backward(role: Role | None) -> object:  # the weights of the norms train where the matrices do
-        return rms_norm.rms_norm_backward_triton(y, residual, rstd, weight, g, role, s.transposed)
+    def backward(quantizer: Quantizer | None) -> object:  # the weights of the norms train where the matrices do
+        return rms_norm.rms_norm_backward_triton(y, residual, rstd, weight, g, quantizer, s.transposed)
 
-    yield Case("quantise", s.warmed(lambda: quantise_triton(x, s.forward)), n * (BF16 + s.out))
+    yield Case("quantize", s.warmed(lambda: quantize_triton(x, s.forward)), n * (BF16 + s.out))
     yield Case("norm, FP8", s.warmed(lambda: norm(None, s.forward)), n * (BF16 + s.out))
     yield Case("add + norm, FP8", s.warmed(lambda: norm(y, s.forward)), n * (3 * BF16 + s.out))
     yield Case("add + norm, bf16", lambda: norm(y, None), n * 4 * BF16)
@@ -99,8 +102,8 @@ def rotation(s: Setting) -> Iterator[Case]:
     yield Case("rope", lambda: rope.rope_packed_triton_(qkv, cos, sin, heads, kv_heads), turned)
     d_q, d_k, d_v = (s.random(s.tokens // SEQUENCE, SEQUENCE, count, head_dim) for count in (heads, kv_heads, kv_heads))
 
-    def backward(role: Role | None) -> object:
-        return rope.rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, role)
+    def backward(quantizer: Quantizer | None) -> object:
+        return rope.rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, quantizer)
 
     yield Case("rope backward, FP8", s.warmed(lambda: backward(s.backward)), qkv.numel() * (BF16 + s.out))
     yield Case("rope backward, bf16", lambda: backward(None), qkv.numel() * 2 * BF16)
@@ -110,10 +113,10 @@ def feed_forward(s: Setting) -> Iterator[Case]:
     ffn, m = s.shape.ffn_hidden_size, s.tokens * s.shape.ffn_hidden_size
     gate_up, d_h = s.random(s.tokens, 2 * ffn), s.random(s.tokens, ffn)
 
-    def forward(stored: Role | None) -> tuple[Operand, torch.Tensor | Operand]:
+    def forward(stored: Quantizer | None) -> tuple[QuantizedTensor, torch.Tensor | QuantizedTensor]:
         return swiglu.swiglu_operand_triton(gate_up, s.forward, stored)
 
-    def backward(kept: torch.Tensor | Operand) -> object:
+    def backward(kept: torch.Tensor | QuantizedTensor) -> object:
         return swiglu.swiglu_operand_backward_triton(d_h, kept, s.backward)
 
     yield Case("swiglu, FP8", s.warmed(lambda: forward(None)), m * (2 * BF16 + s.out))

@@ -70,7 +70,7 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
     return statistics.mean(times_ms)
 
 
-def summarise(folder: Path, model: Llama, micro_batch_tokens: int, facts: Facts, clock_ms: float, bench_ms: float) -> str:
+def summarize(folder: Path, model: Llama, micro_batch_tokens: int, facts: Facts, clock_ms: float, bench_ms: float) -> str:
     """Read the trace in `folder`, write profile.json beside it and return the table for people.
 
     `clock_ms`: a step while profiled, from `record`; `bench_ms`: the same without the profiler, before it in the same process.

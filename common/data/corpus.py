@@ -151,7 +151,7 @@ def load_sentencepiece(path: Path) -> Any:
         raise DataError(
             f"{path}: expected a SentencePiece model, got something else",
             "Llama 3's tokenizer.model is a tiktoken list of base64 lines, which this package does not read",
-            "take a SentencePiece model, or use MLCommons' tokenised files",
+            "take a SentencePiece model, or use MLCommons' tokenized files",
         )
     return processor
 

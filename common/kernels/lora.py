@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.fp8 import PLAIN, Operand, Role, emit, make_operand, quantise_reference
+from common.kernels.fp8 import PLAIN, QuantizedTensor, Quantizer, quantize_reference, quantize_with, store_quantized
 
 ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush
 STEPS = 1 << 16  # of a probability
@@ -98,11 +98,11 @@ def up_(y: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> Tensor:
 
 
 def up_backward_reference(
-    g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, role: Role | None
-) -> tuple[Tensor, Tensor, Operand]:
-    """g: [M, N], t: [M, R], lora_b: [N, R] -> (P [M, R] in g's dtype, dB fp32 [N, R], g as `role` says)."""
+    g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, quantizer: Quantizer | None
+) -> tuple[Tensor, Tensor, QuantizedTensor]:
+    """g: [M, N], t: [M, R], lora_b: [N, R] -> (P [M, R] in g's dtype, dB fp32 [N, R], g as `quantizer` says)."""
     p = (g @ lora_b) * (scale / kept_share(dropout))
-    return p, (g.float().t() @ t.float()) * scale, quantise_reference(g, role) if role else Operand(g)
+    return p, (g.float().t() @ t.float()) * scale, quantize_reference(g, quantizer) if quantizer else QuantizedTensor(g)
 
 
 def down_backward_reference_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
@@ -191,7 +191,7 @@ def _up_backward_kernel(
         p = tl.dot(g, b, input_precision="ieee") * p_factor
         tl.store(p_partial_ptr + (tl.program_id(0) * num_rows + row)[:, None] * RANK + rank[None, :], p, mask=thin)
         if rows_ptr is not None:
-            emit(g.to(tl.float32), row, column, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
+            store_quantized(g.to(tl.float32), row, column, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
     place = (part * RANK + rank)[:, None].to(tl.int64) * num_columns + column[None, :]
     tl.store(b_partial_ptr + place, d_b * b_factor, mask=tl.trans(b_mask))
 
@@ -275,27 +275,27 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
 
 
 def up_backward_triton(
-    g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, role: Role | None
-) -> tuple[Tensor, Tensor, Operand]:
-    """As `up_backward_reference`; all contiguous, `role` not transposed. One read of g, a second one where the role wants its amax first."""
+    g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, quantizer: Quantizer | None
+) -> tuple[Tensor, Tensor, QuantizedTensor]:
+    """As `up_backward_reference`; all contiguous, `quantizer` not transposed. One read of g, a second one where the quantizer wants its amax first."""
     _assert_contiguous(g, t, lora_b)
-    assert role is None or not role.transposed, "only rows are written"
+    assert quantizer is None or not quantizer.transposed, "only rows are written"
     (num_rows, num_columns), rank = g.shape, lora_b.shape[1]
     each = _each(num_rows, UP_BACKWARD.rows, UP_BACKWARD.parts)
     parts, column_parts = triton.cdiv(num_rows, each), triton.cdiv(num_columns, UP_BACKWARD.columns)
     p_partial = g.new_empty(column_parts, num_rows, rank, dtype=torch.float32)
     b_partial = g.new_empty(parts, rank, num_columns, dtype=torch.float32)
 
-    def launch(operand: Operand, mode: tl.constexpr) -> None:
-        rows, state, largest = (operand.rows, role.state, role.largest) if role else (None, None, 0.0)
+    def launch(operand: QuantizedTensor, mode: tl.constexpr) -> None:
+        rows, state, largest = (operand.rowwise, quantizer.state, quantizer.largest) if quantizer else (None, None, 0.0)
         _up_backward_kernel[(column_parts, parts)](
             g, t, lora_b, p_partial, b_partial, rows, state, num_rows, num_columns, each, scale / kept_share(dropout), scale,
             mode, largest, rank, _block_rank(rank), UP_BACKWARD.rows, UP_BACKWARD.columns, UP_BACKWARD.stages, num_warps=UP_BACKWARD.warps,
         )  # fmt: skip
 
-    operand = Operand(g)
-    if role:
-        operand = make_operand(role, (num_rows, num_columns), g, launch)
+    operand = QuantizedTensor(g)
+    if quantizer:
+        operand = quantize_with(quantizer, (num_rows, num_columns), g, launch)
     else:
         launch(operand, PLAIN)
     return p_partial.sum(0).to(g.dtype), b_partial.sum(0).t().contiguous(), operand
@@ -320,7 +320,7 @@ def down_backward_triton_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, 
 @dataclass(frozen=True)
 class Engine:
     down: Callable[[Tensor, Norm | None, Tensor, Dropout | None], Tensor]
-    up_backward: Callable[[Tensor, Tensor, Tensor, float, Dropout | None, Role | None], tuple[Tensor, Tensor, Operand]]
+    up_backward: Callable[[Tensor, Tensor, Tensor, float, Dropout | None, Quantizer | None], tuple[Tensor, Tensor, QuantizedTensor]]
     down_backward_: Callable[[Tensor, Tensor, Norm | None, Tensor, Tensor, Dropout | None], Tensor]
 
 

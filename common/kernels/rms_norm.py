@@ -19,13 +19,13 @@ from common.kernels.fp8 import (
     PLAIN,
     STORE,
     STORE_AND_RECORD,
-    Operand,
-    Role,
-    emit,
-    inside,
-    make_operand,
-    quantise_reference,
+    QuantizedTensor,
+    Quantizer,
+    quantize_reference,
+    quantize_with,
     raise_amax,
+    store_quantized,
+    tile_mask,
 )
 
 
@@ -37,14 +37,14 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_reference(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, role: Role | None
-) -> tuple[Tensor, Operand, Tensor]:
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, quantizer: Quantizer | None
+) -> tuple[Tensor, QuantizedTensor, Tensor]:
     """x, branch: [M, D], weight: [D] -> the residual x + branch (without a branch, x itself), its norm, rstd fp32 [M]."""
     residual = x if branch is None else x + branch
     r = residual.float()
     rstd = torch.rsqrt(r.pow(2).mean(-1) + eps)
     n = r * rstd[:, None] * weight.float()
-    return residual, quantise_reference(n, role) if role is not None else Operand(n.to(x.dtype)), rstd
+    return residual, quantize_reference(n, quantizer) if quantizer is not None else QuantizedTensor(n.to(x.dtype)), rstd
 
 
 def rms_norm_backward_reference(
@@ -53,12 +53,12 @@ def rms_norm_backward_reference(
     rstd: Tensor,
     weight: Tensor,
     d_residual: Tensor | None,
-    role: Role | None,
+    quantizer: Quantizer | None,
     weight_grad: bool = True,
-) -> tuple[Tensor, Operand | None, Tensor | None]:
+) -> tuple[Tensor, QuantizedTensor | None, Tensor | None]:
     """d_n, residual: [M, D], rstd: fp32 [M], weight: [D]; d_residual [M, D]: what reaches the residual past the norm, None for 0.
 
-    -> d_x in d_n's dtype; d_x, so rounded, as an operand where there is a role for it; d_weight [D] unless the weight is frozen.
+    -> d_x in d_n's dtype; d_x, so rounded, as an operand where there is a quantizer for it; d_weight [D] unless the weight is frozen.
     """
     d_n_fp32, x_hat = d_n.float(), residual.float() * rstd[:, None]
     g = d_n_fp32 * weight.float()
@@ -68,7 +68,7 @@ def rms_norm_backward_reference(
     d_x = d_x.to(d_n.dtype)
     return (
         d_x,
-        quantise_reference(d_x, role) if role is not None else None,
+        quantize_reference(d_x, quantizer) if quantizer is not None else None,
         (d_n_fp32 * x_hat).sum(0).to(weight.dtype) if weight_grad else None,
     )
 
@@ -106,7 +106,7 @@ def _add_rms_norm_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
-    mask = inside(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
+    mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
     offset = row[:, None] * NUM_COLUMNS + column[None, :]
     weight = tl.load(weight_ptr + column, mask=column < NUM_COLUMNS, other=0.0).to(tl.float32)
     r = _residual(x_ptr, branch_ptr, offset, mask)
@@ -116,29 +116,31 @@ def _add_rms_norm_kernel(
     rstd = tl.rsqrt(tl.sum(r * r, 1) / NUM_COLUMNS + EPS)
     tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
     n = r * rstd[:, None] * weight[None, :]
-    emit(n, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+    store_quantized(n, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
 
 
-def add_rms_norm_triton(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, role: Role | None) -> tuple[Tensor, Operand, Tensor]:
+def add_rms_norm_triton(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, quantizer: Quantizer | None
+) -> tuple[Tensor, QuantizedTensor, Tensor]:
     """As `add_rms_norm_reference`; x, branch contiguous. 2 or 4 bytes read per element, 0 or 2 written, and the operand."""
     num_rows, num_columns = x.shape
     residual = x if branch is None else torch.empty_like(x)
     rstd = x.new_empty(num_rows, dtype=torch.float32)
-    largest, state = _format(role)
+    largest, state = _format(quantizer)
     block_rows, block_columns = _fit(FORWARD_ROWS, num_columns)
 
-    def launch(operand: Operand, mode: tl.constexpr) -> None:
+    def launch(operand: QuantizedTensor, mode: tl.constexpr) -> None:
         _add_rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
-            x, branch, weight, residual, rstd, operand.rows, state, num_rows, num_columns, eps, mode, largest,
+            x, branch, weight, residual, rstd, operand.rowwise, state, num_rows, num_columns, eps, mode, largest,
             BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=FORWARD_WARPS,
         )  # fmt: skip
 
-    return residual, make_operand(role, (num_rows, num_columns), x, launch), rstd
+    return residual, quantize_with(quantizer, (num_rows, num_columns), x, launch), rstd
 
 
-def _format(role: Role | None) -> tuple[float, Tensor | None]:
-    """What kernels must know of a role: the largest number, the state."""
-    return (0.0, None) if role is None else (role.largest, role.state)
+def _format(quantizer: Quantizer | None) -> tuple[float, Tensor | None]:
+    """What kernels must know of a quantizer: the largest number, the state."""
+    return (0.0, None) if quantizer is None else (quantizer.largest, quantizer.state)
 
 
 @triton.jit
@@ -165,7 +167,7 @@ def _store_d_x(
         tl.store(d_x_ptr + offset, rounded, mask=mask)
     d_x = rounded.to(tl.float32)
     if rows_ptr is not None and MODE != AMAX_ONLY:
-        emit(d_x, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, STORE, LARGEST)
+        store_quantized(d_x, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, STORE, LARGEST)
     return d_x
 
 
@@ -183,7 +185,7 @@ def _rms_norm_backward_kernel(
     for block in tl.range(BLOCKS, num_stages=STAGES):
         row = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
-        mask = inside(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
+        mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
         d_n, g, x_hat = _gradient_tile(d_n_ptr, residual_ptr, weight_ptr, rstd, row, column, mask, NUM_COLUMNS, "evict_first")
         mean = tl.sum(g * x_hat, 1) / NUM_COLUMNS
         d_x = rstd[:, None] * (g - x_hat * mean[:, None])
@@ -223,34 +225,34 @@ def rms_norm_backward_triton(
     rstd: Tensor,
     weight: Tensor,
     d_residual: Tensor | None,
-    role: Role | None,
+    quantizer: Quantizer | None,
     weight_grad: bool = True,
-) -> tuple[Tensor, Operand | None, Tensor | None]:
+) -> tuple[Tensor, QuantizedTensor | None, Tensor | None]:
     """As `rms_norm_backward_reference`; all contiguous. 4 or 6 bytes read per element, 2 written, and the operand.
 
     d_weight is the same in every run: programs write partial sums, which a second kernel adds up (torch's sum of 512 such rows takes 22 us
     on an H200).
     """
     num_rows, num_columns = d_n.shape
-    largest, state = _format(role)
+    largest, state = _format(quantizer)
     block_rows, block_columns = _fit(BACKWARD_ROWS, num_columns)
     blocks, warps, stages = (WEIGHT_GRAD_BLOCKS, WEIGHT_GRAD_WARPS, WEIGHT_GRAD_STAGES) if weight_grad else (1, BACKWARD_WARPS, 1)
     programs = triton.cdiv(num_rows, block_rows * blocks)
     d_x = torch.empty_like(d_n)
     partial = d_n.new_empty(programs, num_columns, dtype=torch.float32) if weight_grad else None
 
-    def launch(operand: Operand | None, mode: tl.constexpr) -> None:
-        rows = operand.rows if operand is not None else None
+    def launch(operand: QuantizedTensor | None, mode: tl.constexpr) -> None:
+        rows = operand.rowwise if operand is not None else None
         _rms_norm_backward_kernel[(programs,)](
             d_n, residual, rstd, weight, d_residual, d_x, partial, rows, state, num_rows, num_columns, mode, largest,
             BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, BLOCKS=blocks, STAGES=stages, num_warps=warps,
         )  # fmt: skip
 
     operand = None
-    if role is None:
+    if quantizer is None:
         launch(None, PLAIN)
     else:
-        operand = make_operand(role, (num_rows, num_columns), d_n, launch)
+        operand = quantize_with(quantizer, (num_rows, num_columns), d_n, launch)
     d_weight = None
     if partial is not None:
         d_weight = torch.empty_like(weight)
@@ -265,7 +267,7 @@ class _RMSNorm(torch.autograd.Function):
         flat = x.flatten(0, -2)
         _, normed, rstd = add_rms_norm_triton(flat, None, weight, eps, None)
         ctx.save_for_backward(flat, weight, rstd)
-        return normed.rows.view_as(x)
+        return normed.rowwise.view_as(x)
 
     @staticmethod
     def backward(ctx, d_n: Tensor) -> tuple[Tensor, Tensor | None, None]:

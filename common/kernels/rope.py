@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.fp8 import Operand, Role, emit, make_operand, quantise_reference
+from common.kernels.fp8 import QuantizedTensor, Quantizer, quantize_reference, quantize_with, store_quantized
 from common.model.shapes import ModelShape
 
 
@@ -65,14 +65,16 @@ def rope_packed_reference_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv
     return qkv
 
 
-def rope_packed_backward_reference(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, role: Role | None) -> Operand:
+def rope_packed_backward_reference(
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
+) -> QuantizedTensor:
     """d_q: [batch, sequence, heads, head_dim], d_k and d_v with kv_heads -> the gradient of the packed projection.
 
-    The rotation's inverse is its transpose: the same with -sin. d_v is only copied. Without `role` in d_q's dtype.
+    The rotation's inverse is its transpose: the same with -sin. d_v is only copied. Without `quantizer` in d_q's dtype.
     """
     rotated = [rope_reference(x.float(), cos, -sin) for x in (d_q, d_k)]
     d_qkv = torch.cat((*rotated, d_v.float()), dim=2).flatten(2).flatten(0, 1)
-    return quantise_reference(d_qkv if role else d_qkv.to(d_q.dtype), role)
+    return quantize_reference(d_qkv if quantizer else d_qkv.to(d_q.dtype), quantizer)
 
 
 @triton.jit
@@ -126,8 +128,8 @@ def _rope_packed_backward_kernel(
         first = turned
     num_columns = (heads + 2 * kv_heads) * (2 * HALF)
     column += head * (2 * HALF)
-    emit(first, row, column, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
-    emit(second, row, column + HALF, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
+    store_quantized(first, row, column, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
+    store_quantized(second, row, column + HALF, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
 
 
 BLOCK_PAIRS, NUM_WARPS = 32, 4  # forward: (row, head) pairs of one program
@@ -144,19 +146,21 @@ def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
     return qkv
 
 
-def rope_packed_backward_triton(d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, role: Role | None) -> Operand:
+def rope_packed_backward_triton(
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
+) -> QuantizedTensor:
     """As `rope_packed_backward_reference`; the inputs of any strides but the last, which is 1; head_dim a power of two."""
     assert d_q.stride(3) == d_k.stride(3) == d_v.stride(3) == 1, "attention's gradients must be contiguous along head_dim"
     batch, sequence, heads, head_dim = d_q.shape
     kv_heads, num_rows = d_k.shape[2], batch * sequence
     grid = (heads + 2 * kv_heads, triton.cdiv(num_rows, BLOCK_ROWS_BACKWARD))
 
-    def launch(operand: Operand, mode: tl.constexpr) -> None:
-        state, largest = (role.state, role.largest) if role else (None, 0.0)
+    def launch(operand: QuantizedTensor, mode: tl.constexpr) -> None:
+        state, largest = (quantizer.state, quantizer.largest) if quantizer else (None, 0.0)
         _rope_packed_backward_kernel[grid](
-            d_q, d_k, d_v, cos, sin, operand.rows, state, num_rows, sequence, heads, kv_heads,
+            d_q, d_k, d_v, cos, sin, operand.rowwise, state, num_rows, sequence, heads, kv_heads,
             *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3],
             mode, largest, head_dim // 2, BLOCK_ROWS_BACKWARD, num_warps=NUM_WARPS_BACKWARD,
         )  # fmt: skip
 
-    return make_operand(role, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch)
+    return quantize_with(quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch)

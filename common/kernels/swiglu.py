@@ -20,16 +20,16 @@ from common.kernels.fp8 import (
     AMAX_FLOOR,
     PLAIN,
     STORE,
-    Operand,
-    Role,
-    emit,
-    fill_columns,
+    QuantizedTensor,
+    Quantizer,
+    fill_columnwise,
     fp8_dtypes,
-    inside,
-    make_operand,
-    new_operand,
-    passes,
-    quantise_reference,
+    launch_modes,
+    new_quantized,
+    quantize_reference,
+    quantize_with,
+    store_quantized,
+    tile_mask,
 )
 
 BLOCK = 1024  # columns of one program: 2 KiB of bf16 from each half of a row
@@ -120,7 +120,7 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
 # MLPerf v5.1 submissions.
 
 
-def quantise_rows_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, 2 * ffn] -> (e4m3 of the same shape, fp32 [rows, 2]: amax / max of e4m3 for each half): value = stored * scale."""
     dtype = fp8_dtypes(gate_up.device)[0]
     halves = gate_up.float().unflatten(-1, (2, -1))
@@ -132,7 +132,7 @@ def quantise_rows_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 class _StoredInFp8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(*quantise_rows_reference(gate_up.flatten(0, -2)))
+        ctx.save_for_backward(*quantize_rows_reference(gate_up.flatten(0, -2)))
         return swiglu_reference(gate_up)
 
     @staticmethod
@@ -259,30 +259,32 @@ ENGINES = {
 
 
 # The operands of FP8 products: h and the gradient of gate_up leave their kernels in FP8, in both layouts, with one scale per tensor.
-# What the backward reads is gate_up itself or, half as large, gate_up in the FP8 of a role of its own.
+# What the backward reads is gate_up itself or, half as large, gate_up in the FP8 of a quantizer of its own.
 
 TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 64, 64, 4
 TILE_ROWS_BACKWARD, TILE_COLUMNS_BACKWARD, TILE_WARPS_BACKWARD = 32, 64, 4  # of 19 tried on an H200 the fastest (docs/log.md)
 
 
-def swiglu_operand_reference(gate_up: Tensor, role: Role | None, stored: Role | None = None) -> tuple[Operand, Tensor | Operand]:
-    """gate_up: [rows, 2 * ffn], gate first -> (h [rows, ffn] as `role` says, what backward needs of gate_up, as `stored` says).
+def swiglu_operand_reference(
+    gate_up: Tensor, quantizer: Quantizer | None, stored: Quantizer | None = None
+) -> tuple[QuantizedTensor, Tensor | QuantizedTensor]:
+    """gate_up: [rows, 2 * ffn], gate first -> (h [rows, ffn] as `quantizer` says, what backward needs of gate_up, as `stored` says).
 
-    Without `role` h is in gate_up's dtype; without `stored` gate_up itself is kept.
+    Without `quantizer` h is in gate_up's dtype; without `stored` gate_up itself is kept.
     """
-    h = quantise_reference(swiglu_reference(gate_up.float() if role else gate_up), role)
-    return h, quantise_reference(gate_up, stored) if stored else gate_up
+    h = quantize_reference(swiglu_reference(gate_up.float() if quantizer else gate_up), quantizer)
+    return h, quantize_reference(gate_up, stored) if stored else gate_up
 
 
-def swiglu_operand_backward_reference(d_h: Tensor, kept: Tensor | Operand, role: Role | None) -> Operand:
-    """d_h: [rows, ffn], `kept` of the forward -> the gradient of gate_up, [rows, 2 * ffn]. Without `role` in d_h's dtype."""
-    if isinstance(kept, Operand):
+def swiglu_operand_backward_reference(d_h: Tensor, kept: Tensor | QuantizedTensor, quantizer: Quantizer | None) -> QuantizedTensor:
+    """d_h: [rows, ffn], `kept` of the forward -> the gradient of gate_up, [rows, 2 * ffn]. Without `quantizer` in d_h's dtype."""
+    if isinstance(kept, QuantizedTensor):
         assert kept.scale is not None
-        kept = kept.rows.float() * kept.scale
+        kept = kept.rowwise.float() * kept.scale
     gate, up = kept.float().chunk(2, dim=1)
     s = torch.sigmoid(gate)
     d_gate_up = torch.cat((d_h.float() * up * s * (1 + gate * (1 - s)), d_h.float() * gate * s), dim=1)
-    return quantise_reference(d_gate_up if role else d_gate_up.to(d_h.dtype), role)
+    return quantize_reference(d_gate_up if quantizer else d_gate_up.to(d_h.dtype), quantizer)
 
 
 @triton.jit
@@ -304,15 +306,15 @@ def _swiglu_operand_kernel(
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    mask = inside(row, column, num_rows, ffn, BLOCK_COLUMNS)
+    mask = tile_mask(row, column, num_rows, ffn, BLOCK_COLUMNS)
     gate_ptr = gate_up_ptr + row[:, None] * (2 * ffn) + column[None, :]
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + ffn, mask=mask, other=0.0).to(tl.float32)
     if kept_ptr is not None:
-        emit(gate, row, column, mask, kept_ptr, 2 * ffn, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
-        emit(up, row, column + ffn, mask, kept_ptr, 2 * ffn, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
+        store_quantized(gate, row, column, mask, kept_ptr, 2 * ffn, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
+        store_quantized(up, row, column + ffn, mask, kept_ptr, 2 * ffn, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
     h = gate * _sigmoid(gate) * up
-    emit(h, row, column, mask, rows_ptr, ffn, state_ptr, MODE, LARGEST)
+    store_quantized(h, row, column, mask, rows_ptr, ffn, state_ptr, MODE, LARGEST)
 
 
 @triton.jit
@@ -322,7 +324,7 @@ def _swiglu_operand_backward_kernel(
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    mask = inside(row, column, num_rows, ffn, BLOCK_COLUMNS)
+    mask = tile_mask(row, column, num_rows, ffn, BLOCK_COLUMNS)
     d_h = tl.load(d_h_ptr + row[:, None] * ffn + column[None, :], mask=mask, other=0.0).to(tl.float32)
     gate_ptr = kept_ptr + row[:, None] * (2 * ffn) + column[None, :]
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -335,49 +337,51 @@ def _swiglu_operand_backward_kernel(
     d_h_s = d_h * s
     d_gate = d_h_s * up * (1.0 + gate * (1.0 - s))
     d_up = d_h_s * gate
-    emit(d_gate, row, column, mask, rows_ptr, 2 * ffn, state_ptr, MODE, LARGEST)
-    emit(d_up, row, column + ffn, mask, rows_ptr, 2 * ffn, state_ptr, MODE, LARGEST)
+    store_quantized(d_gate, row, column, mask, rows_ptr, 2 * ffn, state_ptr, MODE, LARGEST)
+    store_quantized(d_up, row, column + ffn, mask, rows_ptr, 2 * ffn, state_ptr, MODE, LARGEST)
 
 
-def _arguments(role: Role | None) -> tuple[Tensor | None, float]:
-    """What a kernel needs to know of a role: its state, LARGEST."""
-    return (role.state, role.largest) if role else (None, 0.0)
+def _arguments(quantizer: Quantizer | None) -> tuple[Tensor | None, float]:
+    """What a kernel needs to know of a quantizer: its state, LARGEST."""
+    return (quantizer.state, quantizer.largest) if quantizer else (None, 0.0)
 
 
-def swiglu_operand_triton(gate_up: Tensor, role: Role | None, stored: Role | None = None) -> tuple[Operand, Tensor | Operand]:
+def swiglu_operand_triton(
+    gate_up: Tensor, quantizer: Quantizer | None, stored: Quantizer | None = None
+) -> tuple[QuantizedTensor, Tensor | QuantizedTensor]:
     """As `swiglu_operand_reference`; gate_up contiguous, `stored` not transposed.
 
-    h and the kept copy come from the same launches: one, or two where a role wants its amax first.
+    h and the kept copy come from the same launches: one, or two where a quantizer wants its amax first.
     """
     assert not (stored and stored.transposed), "no product reads the kept copy: a transposed one is not written"
     num_rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     grid = (triton.cdiv(ffn, TILE_COLUMNS), triton.cdiv(num_rows, TILE_ROWS))
-    h = new_operand(role, (num_rows, ffn), gate_up)
-    kept = new_operand(stored, (num_rows, 2 * ffn), gate_up) if stored else None
-    state, largest = _arguments(role)
-    kept_rows = kept.rows if kept else None
+    h = new_quantized(quantizer, (num_rows, ffn), gate_up)
+    kept = new_quantized(stored, (num_rows, 2 * ffn), gate_up) if stored else None
+    state, largest = _arguments(quantizer)
+    kept_rows = kept.rowwise if kept else None
     kept_state, kept_largest = _arguments(stored)
     # Where one of the two needs two passes and the other one, the second pass stores the other's same bytes again.
-    again = STORE if role else PLAIN
-    for mode, kept_mode in zip_longest(passes(role), passes(stored), fillvalue=again):
+    again = STORE if quantizer else PLAIN
+    for mode, kept_mode in zip_longest(launch_modes(quantizer), launch_modes(stored), fillvalue=again):
         _swiglu_operand_kernel[grid](
-            gate_up, h.rows, state, kept_rows, kept_state, num_rows, ffn,
+            gate_up, h.rowwise, state, kept_rows, kept_state, num_rows, ffn,
             mode, largest, kept_mode, kept_largest, TILE_ROWS, TILE_COLUMNS, num_warps=TILE_WARPS,
         )  # fmt: skip
-    fill_columns(h)
+    fill_columnwise(h)
     return h, gate_up if kept is None else kept
 
 
-def swiglu_operand_backward_triton(d_h: Tensor, kept: Tensor | Operand, role: Role | None) -> Operand:
+def swiglu_operand_backward_triton(d_h: Tensor, kept: Tensor | QuantizedTensor, quantizer: Quantizer | None) -> QuantizedTensor:
     """As `swiglu_operand_backward_reference`; all contiguous."""
     num_rows, ffn = d_h.shape
-    kept_rows, kept_scale = (kept.rows, kept.scale) if isinstance(kept, Operand) else (kept, None)
+    kept_rows, kept_scale = (kept.rowwise, kept.scale) if isinstance(kept, QuantizedTensor) else (kept, None)
     grid = (triton.cdiv(ffn, TILE_COLUMNS_BACKWARD), triton.cdiv(num_rows, TILE_ROWS_BACKWARD))
 
-    def launch(operand: Operand, mode: tl.constexpr) -> None:
+    def launch(operand: QuantizedTensor, mode: tl.constexpr) -> None:
         _swiglu_operand_backward_kernel[grid](
-            d_h, kept_rows, kept_scale, operand.rows, _arguments(role)[0], num_rows, ffn,
-            mode, _arguments(role)[1], TILE_ROWS_BACKWARD, TILE_COLUMNS_BACKWARD, num_warps=TILE_WARPS_BACKWARD,
+            d_h, kept_rows, kept_scale, operand.rowwise, _arguments(quantizer)[0], num_rows, ffn,
+            mode, _arguments(quantizer)[1], TILE_ROWS_BACKWARD, TILE_COLUMNS_BACKWARD, num_warps=TILE_WARPS_BACKWARD,
         )  # fmt: skip
 
-    return make_operand(role, (num_rows, 2 * ffn), d_h, launch)
+    return quantize_with(quantizer, (num_rows, 2 * ffn), d_h, launch)

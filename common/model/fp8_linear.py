@@ -9,20 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from common.kernels import fp8
-from common.kernels.fp8 import Operand, Scaling, dgrad, matmul, wgrad
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul, wgrad
 
 
 class Fp8Linear(nn.Linear):
-    def __init__(self, inputs: int, outputs: int, kernels: str, scaling: Scaling):
+    def __init__(self, inputs: int, outputs: int, kernels: str, scaling: DelayedScaling):
         super().__init__(inputs, outputs, bias=False)
-        self.quantise = fp8.ENGINES[kernels]
-        self.x_role, self.g_role, self.weight_role = scaling.role(), scaling.role(gradient=True), scaling.role(weight=True)
-        self.operand: Operand | None = None  # of the weight, until it changes
+        self.quantize = fp8.ENGINES[kernels]
+        self.x_quantizer, self.gradient_quantizer, self.weight_quantizer = (
+            scaling.quantizer(),
+            scaling.quantizer(gradient=True),
+            scaling.quantizer(weight=True),
+        )
+        self.operand: QuantizedTensor | None = None  # of the weight, until it changes
 
-    def weight_operand(self) -> Operand:
+    def weight_operand(self) -> QuantizedTensor:
         """Cast once per optimizer step, and kept."""
         if self.operand is None:
-            self.operand = self.quantise(self.weight, self.weight_role)
+            self.operand = self.quantize(self.weight, self.weight_quantizer)
         return self.operand
 
     def weights_changed(self) -> None:
@@ -36,7 +40,7 @@ class Fp8Linear(nn.Linear):
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
-        operand = layer.quantise(x.flatten(0, -2), layer.x_role)
+        operand = layer.quantize(x.flatten(0, -2), layer.x_quantizer)
         ctx.layer, ctx.shape = layer, x.shape
         if any(ctx.needs_input_grad):
             ctx.x = operand.for_wgrad()
@@ -45,7 +49,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
         layer: Fp8Linear = ctx.layer
-        g = layer.quantise(d_out.flatten(0, -2), layer.g_role)
+        g = layer.quantize(d_out.flatten(0, -2), layer.gradient_quantizer)
         del d_out
         d_weight = wgrad(g, ctx.x, fast=False) if ctx.needs_input_grad[1] else None
         return dgrad(g, layer.weight_operand(), fast=False).view(ctx.shape), d_weight, None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.kernels import fp8, rms_norm, rope, swiglu
 from common.kernels.attention import causal_attention
-from common.kernels.fp8 import Operand, Role, Scaling, dgrad, matmul, wgrad
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
 from common.model.block import Block
 from common.model.shapes import ModelShape
 
@@ -34,14 +34,14 @@ class Saved:
 
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor
-    n_1: Operand  # normalised x
+    n_1: QuantizedTensor  # normalized x
     attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # its output, with autograd's graph, and the leaves q, k, v
-    o: Operand
+    o: QuantizedTensor
     residual: Tensor  # [M, D], x plus attention
     rstd_2: Tensor
-    n_2: Operand
-    gate_up: Tensor | Operand
-    h: Operand  # SwiGLU's result
+    n_2: QuantizedTensor
+    gate_up: Tensor | QuantizedTensor
+    h: QuantizedTensor  # SwiGLU's result
 
     def take(self, name: str) -> Any:
         """Hand a member over and forget it: its memory is free when the caller is through with it."""
@@ -49,44 +49,44 @@ class Saved:
 
 
 @dataclass
-class Roles:
+class BlockQuantizers:
     """The FP8 tensors of a block; all None in bf16."""
 
-    n_1: Role | None = None
-    o: Role | None = None
-    n_2: Role | None = None
-    h: Role | None = None
-    d_qkv: Role | None = None
-    d_attention: Role | None = None  # gradient of the output projection's result
-    d_gate_up: Role | None = None
-    d_out: Role | None = None
-    stored_gate_up: Role | None = None  # SwiGLU's input, kept in 8 bits
+    n_1: Quantizer | None = None
+    o: Quantizer | None = None
+    n_2: Quantizer | None = None
+    h: Quantizer | None = None
+    d_qkv: Quantizer | None = None
+    d_attention: Quantizer | None = None  # gradient of the output projection's result
+    d_gate_up: Quantizer | None = None
+    d_out: Quantizer | None = None
+    stored_gate_up: Quantizer | None = None  # SwiGLU's input, kept in 8 bits
 
     @staticmethod
-    def of(scaling: Scaling | None, fp8_swiglu_input: bool) -> Roles:
+    def of(scaling: DelayedScaling | None, fp8_swiglu_input: bool) -> BlockQuantizers:
         if scaling is None:
-            return Roles()
-        forward = {name: scaling.role() for name in ("n_1", "o", "n_2", "h")}
-        backward = {f.name: scaling.role(gradient=True) for f in fields(Roles) if f.name.startswith("d_")}
-        return Roles(**forward, **backward, stored_gate_up=scaling.role(transposed=False) if fp8_swiglu_input else None)
+            return BlockQuantizers()
+        forward = {name: scaling.quantizer() for name in ("n_1", "o", "n_2", "h")}
+        backward = {f.name: scaling.quantizer(gradient=True) for f in fields(BlockQuantizers) if f.name.startswith("d_")}
+        return BlockQuantizers(**forward, **backward, stored_gate_up=scaling.quantizer(transposed=False) if fp8_swiglu_input else None)
 
 
 @dataclass(frozen=True)
 class Engine:
     """The ops of kernels/ in one of their two implementations."""
 
-    quantise: Callable[..., Operand]
-    add_rms_norm: Callable[..., tuple[Tensor, Operand, Tensor]]
-    rms_norm_backward: Callable[..., tuple[Tensor, Operand | None, Tensor | None]]
+    quantize: Callable[..., QuantizedTensor]
+    add_rms_norm: Callable[..., tuple[Tensor, QuantizedTensor, Tensor]]
+    rms_norm_backward: Callable[..., tuple[Tensor, QuantizedTensor | None, Tensor | None]]
     rope_: Callable[..., Tensor]
-    rope_backward: Callable[..., Operand]
-    swiglu: Callable[..., tuple[Operand, Tensor | Operand]]
-    swiglu_backward: Callable[..., Operand]
+    rope_backward: Callable[..., QuantizedTensor]
+    swiglu: Callable[..., tuple[QuantizedTensor, Tensor | QuantizedTensor]]
+    swiglu_backward: Callable[..., QuantizedTensor]
 
 
 ENGINES = {
     "reference": Engine(
-        fp8.quantise_reference,
+        fp8.quantize_reference,
         rms_norm.add_rms_norm_reference,
         rms_norm.rms_norm_backward_reference,
         rope.rope_packed_reference_,
@@ -95,7 +95,7 @@ ENGINES = {
         swiglu.swiglu_operand_backward_reference,
     ),
     "triton": Engine(
-        fp8.quantise_triton,
+        fp8.quantize_triton,
         rms_norm.add_rms_norm_triton,
         rms_norm.rms_norm_backward_triton,
         rope.rope_packed_triton_,
@@ -109,13 +109,13 @@ ENGINES = {
 class FusedBlock(Block):
     recomputes_itself = True
 
-    def __init__(self, shape: ModelShape, kernels: str, fp8_swiglu_input: bool, scaling: Scaling | None):
+    def __init__(self, shape: ModelShape, kernels: str, fp8_swiglu_input: bool, scaling: DelayedScaling | None):
         """`scaling`: where FP8 keeps its scales; None computes in the dtype of the weights."""
         super().__init__(shape, kernels, fp8_swiglu_input)
         self.ops = ENGINES[kernels]
-        self.roles = Roles.of(scaling, fp8_swiglu_input)
-        self.weight_roles = {name: scaling.role(weight=True) if scaling else None for name in LINEARS}
-        self.operands: dict[str, Operand] | None = None  # of the weights, until they change
+        self.quantizers = BlockQuantizers.of(scaling, fp8_swiglu_input)
+        self.weight_quantizers = {name: scaling.quantizer(weight=True) if scaling else None for name in LINEARS}
+        self.operands: dict[str, QuantizedTensor] | None = None  # of the weights, until they change
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, recompute: bool = False) -> Tensor:
         """`recompute`: keep the input only, and run again in backward."""
@@ -123,12 +123,12 @@ class FusedBlock(Block):
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *weights))
         return StraightBlock.apply(self, self.run, keep, recompute, x_BSD, cos, sin, *weights)
 
-    def weight_operands(self) -> dict[str, Operand]:
+    def weight_operands(self) -> dict[str, QuantizedTensor]:
         """The weights as products read them; in FP8 cast once per optimizer step, and kept."""
         if self.operands is not None:
             return self.operands
-        operands = {name: self.ops.quantise(getattr(self, name).weight, self.weight_roles[name]) for name in LINEARS}
-        if self.weight_roles["qkv"] is not None:
+        operands = {name: self.ops.quantize(getattr(self, name).weight, self.weight_quantizers[name]) for name in LINEARS}
+        if self.weight_quantizers["qkv"] is not None:
             self.operands = operands
         return operands
 
@@ -137,18 +137,18 @@ class FusedBlock(Block):
 
     def run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> tuple[Tensor, Saved | None]:
         """The forward; with `keep`, also what backward needs."""
-        ops, roles, shape, weights = self.ops, self.roles, self.shape, self.weight_operands()
+        ops, quantizers, shape, weights = self.ops, self.quantizers, self.shape, self.weight_operands()
         x = x_BSD.flatten(0, 1)
-        _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, roles.n_1)
+        _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
         qkv = matmul(n_1, weights["qkv"], fast=True)
         ops.rope_(qkv, cos, sin, shape.num_heads, shape.num_kv_heads)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
-        o = ops.quantise(attention[0].detach().flatten(2).flatten(0, 1), roles.o)
+        o = ops.quantize(attention[0].detach().flatten(2).flatten(0, 1), quantizers.o)
         branch = matmul(o, weights["o"], fast=True)
-        residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, roles.n_2)
+        residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2)
         del branch
         gate_up = matmul(n_2, weights["gate_up"], fast=True)
-        h, kept = ops.swiglu(gate_up, roles.h, roles.stored_gate_up if self.training else None)  # an evaluation keeps nothing
+        h, kept = ops.swiglu(gate_up, quantizers.h, quantizers.stored_gate_up if self.training else None)  # an evaluation keeps nothing
         # Not a view of something: FSDP's hook on the result would be lost with an operation in place on it.
         out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
         saved = None
@@ -159,26 +159,26 @@ class FusedBlock(Block):
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the weights, in the order of `forward`. Takes `saved` apart as it goes."""
-        ops, roles, weights = self.ops, self.roles, self.weight_operands()
+        ops, quantizers, weights = self.ops, self.quantizers, self.weight_operands()
         batch, sequence = d_out_BSD.shape[:2]
         d_out = d_out_BSD.flatten(0, 1)
-        g = ops.quantise(d_out, roles.d_out)
+        g = ops.quantize(d_out, quantizers.d_out)
         d_h = dgrad(g, weights["down"], fast=False)
         d_down = wgrad(g, saved.take("h"), fast=False)
-        d_gate_up = ops.swiglu_backward(d_h, saved.take("gate_up"), roles.d_gate_up)
+        d_gate_up = ops.swiglu_backward(d_h, saved.take("gate_up"), quantizers.d_gate_up)
         del g, d_h
         d_n = dgrad(d_gate_up, weights["gate_up"], fast=False)
         d_gate_up_weight = wgrad(d_gate_up, saved.take("n_2"), fast=False)
         del d_gate_up
         residual, rstd, norm = saved.take("residual"), saved.rstd_2, self.ffn_norm.weight
-        d_residual, operand, d_norm_2 = ops.rms_norm_backward(d_n, residual, rstd, norm, d_out, roles.d_attention)
-        g = operand or Operand(d_residual)
+        d_residual, operand, d_norm_2 = ops.rms_norm_backward(d_n, residual, rstd, norm, d_out, quantizers.d_attention)
+        g = operand or QuantizedTensor(d_residual)
         d_attention = dgrad(g, weights["o"], fast=False)
         d_o = wgrad(g, saved.take("o"), fast=False)
         out, leaves = saved.take("attention")
         d_q, d_k, d_v = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del residual, out, leaves, operand, g, d_attention
-        d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, roles.d_qkv)
+        d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, quantizers.d_qkv)
         del d_q, d_k, d_v
         d_n = dgrad(d_qkv, weights["qkv"], fast=False)
         d_qkv_weight = wgrad(d_qkv, saved.take("n_1"), fast=False)
@@ -196,15 +196,15 @@ def attend(shape: ModelShape, qkv_BSE: Tensor, keep: bool) -> tuple[Tensor, tupl
 
 
 @contextmanager
-def not_recording(roles: Roles) -> Iterator[None]:
+def not_recording(quantizers: BlockQuantizers) -> Iterator[None]:
     """What is computed a second time must not be counted twice."""
-    present = [role for role in vars(roles).values() if role is not None]
-    before = [role.recording for role in present]
-    for role in present:
-        role.recording = False
+    present = [quantizer for quantizer in vars(quantizers).values() if quantizer is not None]
+    before = [quantizer.recording for quantizer in present]
+    for quantizer in present:
+        quantizer.recording = False
     yield
-    for role, recording in zip(present, before, strict=True):
-        role.recording = recording
+    for quantizer, recording in zip(present, before, strict=True):
+        quantizer.recording = recording
 
 
 class StraightBlock(torch.autograd.Function):
@@ -231,7 +231,7 @@ class StraightBlock(torch.autograd.Function):
         ctx.block = ctx.saved = ctx.again = None
         if again is not None:
             run, x = again
-            with not_recording(block.roles):
+            with not_recording(block.quantizers):
                 _, saved = run(x, cos, sin, True)
         d_x, *d_trained = block.run_backward(saved, d_out.contiguous(), cos, sin)
         return None, None, None, None, d_x, None, None, *d_trained

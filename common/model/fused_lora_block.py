@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from common.kernels import lora
-from common.kernels.fp8 import Operand, Scaling, dgrad, matmul
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul
 from common.kernels.lora import Dropout, Norm, up_
 from common.model.block import RMSNorm
-from common.model.fused_block import ENGINES, Roles, StraightBlock, attend
+from common.model.fused_block import ENGINES, BlockQuantizers, StraightBlock, attend
 from common.model.shapes import ModelShape
 from common.sharding.activation_offload import HostStack
 
@@ -26,10 +26,10 @@ from common.sharding.activation_offload import HostStack
 class FrozenBase(Protocol):
     """Where the frozen matrices qkv, o, gate_up and down of every layer are, [N, K] each."""
 
-    def forward_operands(self, layer: int) -> dict[str, Operand]:
+    def forward_operands(self, layer: int) -> dict[str, QuantizedTensor]:
         """In rows, [N, K]."""
 
-    def backward_operands(self, layer: int) -> dict[str, Operand]:
+    def backward_operands(self, layer: int) -> dict[str, QuantizedTensor]:
         """In columns, [K, N], where it is FP8; rows may then be empty. In bf16 in rows."""
 
     def release(self, layer: int) -> None:
@@ -47,7 +47,7 @@ class Saved:
     t_o: Tensor
     residual: Tensor  # [M, D], x plus attention
     rstd_2: Tensor
-    gate_up: Tensor | Operand  # its rows may be in the host's memory
+    gate_up: Tensor | QuantizedTensor  # its rows may be in the host's memory
     dropouts: tuple[Dropout | None, Dropout | None]  # of the two adapters
 
 
@@ -62,14 +62,14 @@ def saved_bytes_per_token(shape: ModelShape, rank: int, fp8_swiglu_input: bool, 
     return tensors * itemsize + gate_up + 4 * shape.num_heads + 2 * 4
 
 
-def frozen_roles(scaling: Scaling | None, fp8_swiglu_input: bool, e5m2_gradients: bool, in_fp8: bool = True) -> Roles:
-    """As `Roles.of`, in rows alone: the transposed of an operand is for weight gradients. Without `in_fp8` only what is kept in 8 bits."""
-    stored = scaling.role(transposed=False) if scaling is not None and fp8_swiglu_input else None
+def frozen_quantizers(scaling: DelayedScaling | None, fp8_swiglu_input: bool, e5m2_gradients: bool, in_fp8: bool = True) -> BlockQuantizers:
+    """As `BlockQuantizers.of`, in rows alone: the transposed of an operand is for weight gradients. Without `in_fp8` only what is kept in 8 bits."""
+    stored = scaling.quantizer(transposed=False) if scaling is not None and fp8_swiglu_input else None
     if scaling is None or not in_fp8:
-        return Roles(stored_gate_up=stored)
-    names = [field.name for field in fields(Roles) if field.name != "stored_gate_up"]
-    roles = {name: scaling.role(gradient=name.startswith("d_") and e5m2_gradients, transposed=False) for name in names}
-    return Roles(**roles, stored_gate_up=stored)
+        return BlockQuantizers(stored_gate_up=stored)
+    names = [field.name for field in fields(BlockQuantizers) if field.name != "stored_gate_up"]
+    quantizers = {name: scaling.quantizer(gradient=name.startswith("d_") and e5m2_gradients, transposed=False) for name in names}
+    return BlockQuantizers(**quantizers, stored_gate_up=stored)
 
 
 class Adapter(nn.Module):
@@ -93,7 +93,7 @@ class FusedLoraBlock(nn.Module):
         rank: int,
         alpha: float,
         dropout: float,
-        scaling: Scaling | None = None,
+        scaling: DelayedScaling | None = None,
         fp8_swiglu_input: bool = False,
         e5m2_gradients: bool = True,
         in_fp8: bool = True,
@@ -107,7 +107,7 @@ class FusedLoraBlock(nn.Module):
         self.shape, self.layer, self.base = shape, layer, base
         self.ops, self.lora = ENGINES[kernels], lora.ENGINES[kernels]
         self.scale, self.dropout = alpha / rank, dropout
-        self.roles = frozen_roles(scaling, fp8_swiglu_input, e5m2_gradients, in_fp8)
+        self.quantizers = frozen_quantizers(scaling, fp8_swiglu_input, e5m2_gradients, in_fp8)
         self.host: HostStack | None = None  # where blocks leave their gate_up, in 8 bits, until backward; `leaves`: this block does
         self.leaves = False
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
@@ -138,10 +138,10 @@ class FusedLoraBlock(nn.Module):
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool, dropouts: tuple[Dropout | None, Dropout | None]
     ) -> tuple[Tensor, Saved | None]:
         """The forward; with `keep`, also what backward needs."""
-        ops, roles, shape, weights = self.ops, self.roles, self.shape, self.base.forward_operands(self.layer)
+        ops, quantizers, shape, weights = self.ops, self.quantizers, self.shape, self.base.forward_operands(self.layer)
         x = x_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(x.dtype)
-        _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, roles.n_1)
+        _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
         qkv = matmul(n_1, weights["qkv"], fast=True)
         del n_1
         t_qkv = self.lora.down(x, Norm(rstd_1, self.attention_norm.weight), a_qkv, dropouts[0])
@@ -150,15 +150,15 @@ class FusedLoraBlock(nn.Module):
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         del qkv
         o = attention[0].detach().flatten(2).flatten(0, 1)
-        branch = matmul(ops.quantise(o, roles.o), weights["o"], fast=True)
+        branch = matmul(ops.quantize(o, quantizers.o), weights["o"], fast=True)
         t_o = self.lora.down(o, None, a_o, dropouts[1])
         up_(branch, t_o, b_o, self.scale)
         del o
-        residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, roles.n_2)
+        residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2)
         del branch
         gate_up = matmul(n_2, weights["gate_up"], fast=True)
         del n_2
-        h, kept = ops.swiglu(gate_up, roles.h, roles.stored_gate_up if self.training else None)  # an evaluation keeps nothing
+        h, kept = ops.swiglu(gate_up, quantizers.h, quantizers.stored_gate_up if self.training else None)  # an evaluation keeps nothing
         del gate_up
         out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
         self.base.release(self.layer)
@@ -167,34 +167,34 @@ class FusedLoraBlock(nn.Module):
         saved = Saved(x, rstd_1, t_qkv, attention, t_o, residual, rstd_2, kept, dropouts) if keep else None
         return out, saved
 
-    def leave(self, gate_up: Tensor | Operand) -> Operand:
+    def leave(self, gate_up: Tensor | QuantizedTensor) -> QuantizedTensor:
         """Send it to the host; what is left here is its scale."""
-        assert self.host is not None and isinstance(gate_up, Operand)
-        self.host.push(gate_up.rows)
-        return gate_up._replace(rows=gate_up.rows.new_empty(0))
+        assert self.host is not None and isinstance(gate_up, QuantizedTensor)
+        self.host.push(gate_up.rowwise)
+        return gate_up._replace(rowwise=gate_up.rowwise.new_empty(0))
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the input and, in fp32, of A and B of qkv and A and B of o. Takes `saved` apart as it goes."""
-        ops, roles, weights = self.ops, self.roles, self.base.backward_operands(self.layer)
+        ops, quantizers, weights = self.ops, self.quantizers, self.base.backward_operands(self.layer)
         d_out = d_out_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
         if self.host is not None:
             self.host.fetch()  # the topmost sets out while a block that left nothing goes backward, as the last one does
-        d_h = dgrad(ops.quantise(d_out, roles.d_out), weights["down"], fast=False)
+        d_h = dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"], fast=False)
         gate_up = saved.gate_up
         if self.leaves:
-            assert self.host is not None and isinstance(gate_up, Operand)
-            gate_up = gate_up._replace(rows=self.host.pop())
+            assert self.host is not None and isinstance(gate_up, QuantizedTensor)
+            gate_up = gate_up._replace(rowwise=self.host.pop())
         del saved.gate_up
-        d_gate_up = ops.swiglu_backward(d_h, gate_up, roles.d_gate_up)
+        d_gate_up = ops.swiglu_backward(d_h, gate_up, quantizers.d_gate_up)
         del d_h, gate_up
         d_n = dgrad(d_gate_up, weights["gate_up"], fast=False)
         del d_gate_up
         d_residual, g, _ = ops.rms_norm_backward(
-            d_n, saved.residual, saved.rstd_2, self.ffn_norm.weight, d_out, roles.d_attention, weight_grad=False
+            d_n, saved.residual, saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention, weight_grad=False
         )
         del d_n, d_out, saved.residual
-        d_attention = dgrad(g or Operand(d_residual), weights["o"], fast=False)
+        d_attention = dgrad(g or QuantizedTensor(d_residual), weights["o"], fast=False)
         del g
         p, d_b_o, _ = self.lora.up_backward(d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None)
         out, leaves = saved.attention
@@ -202,9 +202,9 @@ class FusedLoraBlock(nn.Module):
         d_a_o = self.lora.down_backward_(d_attention, o, None, p, a_o, saved.dropouts[1])
         d_q, d_k, d_v = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del out, leaves, o, d_attention, saved.attention
-        d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, None).rows
+        d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, None).rowwise
         del d_q, d_k, d_v
-        p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], roles.d_qkv)
+        p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv)
         del d_qkv
         d_n = dgrad(g, weights["qkv"], fast=False)
         del g

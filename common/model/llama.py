@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from common.kernels import cross_entropy
-from common.kernels.fp8 import Scaling
+from common.kernels.fp8 import DelayedScaling
 from common.kernels.rope import rope_tables
 from common.model.block import Block, RMSNorm
 from common.model.fp8_linear import Fp8Linear
@@ -32,7 +32,7 @@ from common.sharding.zero import WeightShards
 class Head(nn.Module):
     """Final norm, output projection (not tied to the embedding) and loss."""
 
-    def __init__(self, shape: ModelShape, kernels: str, scaling: Scaling | None = None):
+    def __init__(self, shape: ModelShape, kernels: str, scaling: DelayedScaling | None = None):
         """`scaling`: where FP8 keeps its scales; None computes the projection in the dtype of its weight."""
         super().__init__()
         self.cross_entropy = cross_entropy.ENGINES[kernels]
@@ -68,7 +68,7 @@ class Llama(nn.Module):
         self.shape = shape
         self.max_sequence_length = max_sequence_length
         self.recompute_layers = 0  # the first so many blocks recompute their activations in backward; parallel.py sets it
-        self.scaling = Scaling(fp8_recipe) if fp8_recipe and fp8_engine == "torch" else None
+        self.scaling = DelayedScaling(fp8_recipe) if fp8_recipe and fp8_engine == "torch" else None
         self.transformer_engine = TransformerEngine(fp8_recipe) if fp8_recipe and fp8_engine == "te" else None
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         make: Callable[[], Block]
@@ -147,9 +147,9 @@ class Llama(nn.Module):
 
 
 def init_weights(model: Llama, seed: int, std: float) -> None:
-    """Fill a materialised (possibly sharded) model: N(0, std), output projections of each block N(0, std/sqrt(2L)), norms 1.
+    """Fill a materialized (possibly sharded) model: N(0, std), output projections of each block N(0, std/sqrt(2L)), norms 1.
 
-    Source: NeMo's `init_method_std` 0.02 and Megatron's scaled initialisation of the residual outputs (GPT-2, section 2.3).
+    Source: NeMo's `init_method_std` 0.02 and Megatron's scaled initialization of the residual outputs (GPT-2, section 2.3).
     Each tensor has its own generator, seeded from (seed, name), and is drawn whole on the CPU before a rank takes its shard:
     the weights are equal for any number of ranks and any device. 8.0e9 numbers take some 60 core-seconds, hence the threads.
     """

@@ -57,7 +57,7 @@ class TransformerEngine:
         weight = like.weight
         made = self.te.Linear(
             like.in_features, like.out_features, bias=False, params_dtype=weight.dtype, device=weight.device.type
-        )  # the device as text: only "meta" itself defers its initialisation
+        )  # the device as text: only "meta" itself defers its initialization
         self.linears.append(made)
         return made
 

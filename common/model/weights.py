@@ -315,7 +315,7 @@ def _check_tensors(folder: Path, tensors: dict[str, Stored], expected: dict[str,
             _refuse(what, "this is a model of another size, or the file is damaged", "check that it is the right model")
         elif stored.dtype not in DTYPES:
             what = f"{stored.file}: {name}: expected a dtype of {', '.join(DTYPES)}, got {stored.dtype}"
-            _refuse(what, "quantised weights lack their scales here, and would be a different model", "take the checkpoint in bf16")
+            _refuse(what, "quantized weights lack their scales here, and would be a different model", "take the checkpoint in bf16")
 
 
 def _check_config(path: Path, shape: ModelShape) -> None:

@@ -1,6 +1,6 @@
 """The frozen base of a LoRA run: the matrices of the blocks, in FP8 alone or in bf16, and where a block gets them from.
 
-Each matrix is quantised once, while it is loaded, with one scale for all of it, and never exists in bf16 again. Forward reads W [N, K]
+Each matrix is quantized once, while it is loaded, with one scale for all of it, and never exists in bf16 again. Forward reads W [N, K]
 and backward W^T [K, N]; with a tensor scale the one is the other with its bytes in other places. How they are kept:
 
     sharded           both layouts, each rank 1 / n of either's bytes, gathered from the node's GPUs one pass at a time (n > 1)
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from common.config import HOLDINGS, TRANSPORTS
 from common.kernels import fp8, transpose
-from common.kernels.fp8 import Operand, Role
+from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.model.shapes import ModelShape
 from common.sharding.processes import Processes
 from common.sharding.side_stream import Stream, beside
@@ -220,7 +220,7 @@ class FrozenBase:
         self.device, self.num_layers, self.recompute_layers = device, num_layers, recompute_layers
         self.dtype = fp8.fp8_dtypes(device)[0] if in_fp8 else torch.bfloat16
         self.in_fp8, self.backward_layout = in_fp8, BACKWARD if in_fp8 else FORWARD
-        self.quantise = fp8.ENGINES[kernels]
+        self.quantize = fp8.ENGINES[kernels]
         self.node = node_group(processes, timeout_s)
         self.ranks, self.rank = self.node.size(), self.node.rank()
         self.shards = self.ranks if holding == "sharded" else 1
@@ -252,7 +252,7 @@ class FrozenBase:
 
     @torch.no_grad()
     def hold(self, layer: int, shares: dict[str, Tensor]) -> None:
-        """Quantise a layer, if it is to be FP8, and keep this rank's part of it. `shares`: name -> [rows, columns] as `share` says, float, on the device.
+        """Quantize a layer, if it is to be FP8, and keep this rank's part of it. `shares`: name -> [rows, columns] as `share` says, float, on the device.
 
         Every rank of the node calls this with its own rows, and has each whole matrix for a moment: 0.94 GB in bf16 at 70B.
         """
@@ -263,12 +263,12 @@ class FrozenBase:
             if not self.in_fp8:
                 self._keep(self.held[FORWARD, layer], full[: place.rows].to(self.dtype).view(-1).view(torch.uint8), place.offset)
                 continue
-            role = Role(weight=True)
-            role.dtype, role.state = self.dtype, torch.zeros(4, device=self.device)
-            operand = self.quantise(full[: place.rows], role)
-            assert operand.columns is not None and operand.scale is not None
+            quantizer = Quantizer(weight=True)
+            quantizer.dtype, quantizer.state = self.dtype, torch.zeros(4, device=self.device)
+            operand = self.quantize(full[: place.rows], quantizer)
+            assert operand.columnwise is not None and operand.scale is not None
             self.scales[layer, number] = operand.scale
-            for layout, matrix in zip(self.layouts, (operand.rows, operand.columns), strict=False):
+            for layout, matrix in zip(self.layouts, (operand.rowwise, operand.columnwise), strict=False):
                 self._keep(self.held[layout, layer], matrix.view(torch.uint8).view(-1), place.offset)
 
     def _keep(self, held: Tensor, matrix: Tensor, offset: int) -> None:
@@ -297,22 +297,22 @@ class FrozenBase:
         self.expected = schedule(self.num_layers, self.recompute_layers, training, self.backward_layout)
         self.position = 0
 
-    def forward_operands(self, layer: int) -> dict[str, Operand]:
+    def forward_operands(self, layer: int) -> dict[str, QuantizedTensor]:
         """name -> rows [N, K], in FP8 with their scale, until `release`."""
         memory = self._bytes(Key(FORWARD, layer))
         return {
-            name: Operand(place.of(memory, FORWARD, self.dtype), None, scale if self.in_fp8 else None)
+            name: QuantizedTensor(place.of(memory, FORWARD, self.dtype), None, scale if self.in_fp8 else None)
             for (name, place), scale in zip(self.places.items(), self.scales[layer], strict=True)
         }
 
-    def backward_operands(self, layer: int) -> dict[str, Operand]:
+    def backward_operands(self, layer: int) -> dict[str, QuantizedTensor]:
         """name -> columns [K, N] with their scale, rows being empty; in bf16 rows [N, K] again. Until `release`."""
         if not self.in_fp8:
             return self.forward_operands(layer)
         memory = self._bytes(Key(BACKWARD, layer))
         nothing = memory.new_empty(0, 0).view(self.dtype)
         return {
-            name: Operand(nothing, place.of(memory, BACKWARD, self.dtype), scale)
+            name: QuantizedTensor(nothing, place.of(memory, BACKWARD, self.dtype), scale)
             for (name, place), scale in zip(self.places.items(), self.scales[layer], strict=True)
         }
 

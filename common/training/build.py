@@ -37,7 +37,7 @@ def build_model(config: RunConfig, shape: ModelShape, sequence_length: int) -> L
 
 
 def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Iterable[nn.Parameter] = ()) -> Llama:
-    """Change `model` (on the meta device) in place; afterwards `materialise` gives it memory.
+    """Change `model` (on the meta device) in place; afterwards `materialize` gives it memory.
 
     `replicated` parameters stay whole on every rank and are not gathered; their gradients are the optimizer's affair. All others:
     weights are kept and updated in fp32, one shard per rank, and gathered in `config.precision` for computing. Gradients are
@@ -66,15 +66,15 @@ def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Itera
 
 
 def shard_weights(model: Llama, config: RunConfig, mesh: DeviceMesh) -> None:
-    """After `materialise`: give each rank its masters, where the weights stay whole. Their values are undefined."""
+    """After `materialize`: give each rank its masters, where the weights stay whole. Their values are undefined."""
     if config.weights_stay_whole:
         modules = [model.embedding, *model.blocks, model.head]
         mailboxes = Mailboxes if config.transport == "copy_engine" else None
         model.weight_shards = WeightShards(modules, mesh, DTYPES[config.reduce_precision], config.kernels, mailboxes)
 
 
-def materialise(model: Llama, device: torch.device) -> None:
-    """Give a meta model memory on `device`; its weights are undefined until they are initialised or loaded."""
+def materialize(model: Llama, device: torch.device) -> None:
+    """Give a meta model memory on `device`; its weights are undefined until they are initialized or loaded."""
     model.to_empty(device=device)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -300,7 +300,7 @@ def _profile_table(session: Session, benchmark: str, model: Llama, processes: Pr
         tokens_per_step_per_rank=meter.tokens_per_step // processes.world_size,
     )
     micro_batch_tokens = config.micro_batch_size * model.max_sequence_length
-    return profiling.summarise(args.profile, model, micro_batch_tokens, facts, profiled_ms, statistics.mean(meter.step_times_ms))
+    return profiling.summarize(args.profile, model, micro_batch_tokens, facts, profiled_ms, statistics.mean(meter.step_times_ms))
 
 
 def _bench_line(session: Session, benchmark: str, model: Llama, processes: Processes, meter: Meter) -> str:

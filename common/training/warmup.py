@@ -1,6 +1,6 @@
 """Synthetic steps before the clock (kernels, compilation, communicators, allocator), then an exact restore, proven.
 
-Allowed before run_start because no data is touched and the state afterwards equals the freshly initialised one. Weights are
+Allowed before run_start because no data is touched and the state afterwards equals the freshly initialized one. Weights are
 never copied: the warm-up steps run at learning rate 0, where AdamW leaves every weight bit as it is (w -= 0*wd*w + 0*update);
 moments, step counts, FP8 scales and random generators are set back. `state_digest` before and after must agree.
 """

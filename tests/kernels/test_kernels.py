@@ -33,11 +33,11 @@ for shape in ((2, 3, 2 * 1024), (5, 2 * 40), (1, 1, 2 * 1500)):
             assert ours <= 2 * plain + 1e-6, f"{what} {shape} {dtype}: error {ours:.2e}, plain torch {plain:.2e}"
 
 from common.kernels import swiglu
-from common.kernels.swiglu import _swiglu_fp8_backward, quantise_rows_reference, swiglu_fp8_reference
+from common.kernels.swiglu import _swiglu_fp8_backward, quantize_rows_reference, swiglu_fp8_reference
 
 x = torch.randn(6, 2 * 700, generator=torch.Generator().manual_seed(2)) * torch.tensor([1e-6, 1e-3, 1.0, 30.0, 0.0, 1.0])[:, None]
 d_out = torch.randn(6, 700, generator=torch.Generator().manual_seed(3))
-stored, scale = quantise_rows_reference(x)
+stored, scale = quantize_rows_reference(x)
 # The interpreter of triton 3.6 loses a carry when it rounds to e4m3 (127 becomes 64): here the copy is kept in fp32, unrounded.
 # What the hardware makes of it is tested on a GPU, below.
 out, kernel_stored, kernel_scale = x.new_empty(6, 700), torch.empty_like(x), torch.empty_like(scale)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 INTERPRETED = """
 import torch
-from common.kernels.fp8 import Scaling, quantise_triton
+from common.kernels.fp8 import DelayedScaling, quantize_triton
 from common.kernels.lora import ENGINES, Dropout, Norm, keep_mask
 
 def error(value, truth):
@@ -41,7 +41,7 @@ for M, K, N, R, dtype in ((70, 1100, 300, 16, torch.float32), (33, 48, 40, 4, to
             p_true, d_b_true = g.double() @ b.double() * factor, 2 * g.double().t() @ t_plain.double()
             p_plain, d_b_plain, _ = reference.up_backward(g, t_plain, b, 2.0, dropout, None)
             p_ours, d_b_ours, operand = kernels.up_backward(g, t_plain, b, 2.0, dropout, None)
-            assert operand.rows is g and operand.scale is None
+            assert operand.rowwise is g and operand.scale is None
             check("P " + case, p_ours, p_plain, p_true)
             check("dB " + case, d_b_ours, d_b_plain, d_b_true)
             mask = (keep != 0).double()
@@ -65,14 +65,14 @@ assert torch.equal(shown, keep_mask(45, 1003, dropout).float())
 x = torch.randn(70, 300, generator=random)
 t, b = torch.randn(70, 16, generator=random), torch.randn(300, 16, generator=random)
 for recipe in ("current", "delayed"):
-    scaling = Scaling(recipe)
-    fused, alone = (scaling.role(gradient=True, transposed=False) for _ in range(2))
+    scaling = DelayedScaling(recipe)
+    fused, alone = (scaling.quantizer(gradient=True, transposed=False) for _ in range(2))
     scaling.allocate(torch.device("cpu"))
     for step in range(3):
         g = x * (1 + step)  # the second step of `delayed` saturates
         p, d_b, operand = kernels.up_backward(g, t, b, 2.0, None, fused)
-        expected = quantise_triton(g, alone)
-        assert torch.equal(operand.rows.view(torch.uint8), expected.rows.view(torch.uint8)) and operand.columns is None
+        expected = quantize_triton(g, alone)
+        assert torch.equal(operand.rowwise.view(torch.uint8), expected.rowwise.view(torch.uint8)) and operand.columnwise is None
         assert torch.equal(fused.state, alone.state) and operand.scale.data_ptr() == fused.scale.data_ptr()
         plain = reference.up_backward(g, t, b, 2.0, None, None)
         assert torch.allclose(p, plain[0], atol=1e-3) and torch.allclose(d_b, plain[1], atol=1e-3), "two passes add nothing twice"
@@ -166,7 +166,7 @@ def test_every_kernel_compiles_for(target):
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_on_a_gpu_the_kernels_are_as_exact_as_plain_torch(normed, p):
     """At the 70B's sizes: error against fp64 within twice that of plain torch in bf16, with the same mask; FP8 rows bit for bit."""
-    from common.kernels.fp8 import Scaling
+    from common.kernels.fp8 import DelayedScaling
 
     generator = torch.Generator("cuda").manual_seed(0)
     rows, inputs, outputs, rank = 8192, 8192, 10240 if normed else 8192, 16
@@ -186,16 +186,16 @@ def test_on_a_gpu_the_kernels_are_as_exact_as_plain_torch(normed, p):
     found = {}
     for name, cast in (("reference", torch.bfloat16), ("triton", torch.bfloat16), ("truth", torch.float64)):
         engine = lora.ENGINES["triton" if name == "triton" else "reference"]
-        scaling = Scaling("delayed")
-        role = scaling.role(gradient=True, transposed=False)
+        scaling = DelayedScaling("delayed")
+        quantizer = scaling.quantizer(gradient=True, transposed=False)
         scaling.allocate(torch.device("cuda"))
         normal_form = lora.Norm(norm.rstd, norm.weight.to(cast)) if norm else None
         t = engine.down(x.to(cast), normal_form, a.to(cast), dropout)
-        p_out, d_b, operand = engine.up_backward(g.to(cast), t, b.to(cast), 2.0, dropout, None if name == "truth" else role)
+        p_out, d_b, operand = engine.up_backward(g.to(cast), t, b.to(cast), 2.0, dropout, None if name == "truth" else quantizer)
         d_input = d_n.to(cast, copy=True)
         d_a = engine.down_backward_(d_input, x.to(cast), normal_form, p_out, a.to(cast), dropout)
         found[name] = {"t": t, "p": p_out, "d_b": d_b, "d_n": d_input, "d_a": d_a}
-        found[name + " rows"] = operand.rows
+        found[name + " rows"] = operand.rowwise
     assert torch.equal(found["reference rows"].view(torch.uint8), found["triton rows"].view(torch.uint8))
     for name, truth in found["truth"].items():
         errors = [float((found[way][name].double() - truth).norm() / truth.norm()) for way in ("triton", "reference")]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = """
 import torch
 from common.kernels import rms_norm as module
-from common.kernels.fp8 import AMAX, AMAX_ONLY, CLIPPED, INVERSE, SCALE, Operand, Role
+from common.kernels.fp8 import AMAX, AMAX_ONLY, CLIPPED, INVERSE, SCALE, QuantizedTensor, Quantizer
 from common.kernels.rms_norm import add_rms_norm_triton, rms_norm_backward_triton, rms_norm_reference
 
 EPS = 1e-5
@@ -19,7 +19,7 @@ module.FORWARD_ROWS, module.WEIGHT_GRAD_BLOCKS = 32, 3  # ragged blocks for the 
 SHAPES = ((37, 100), (5, 300), (16, 64), (1, 8))
 
 
-class Exact(Role):  # the interpreter rounds wrongly to FP8: here values are scaled and clamped, and stay in fp32
+class Exact(Quantizer):  # the interpreter rounds wrongly to FP8: here values are scaled and clamped, and stay in fp32
     largest = 4.0
 
     def __init__(self, transposed=True, two_pass=False, recording=True, scale=3.0):
@@ -67,14 +67,14 @@ for shape in SHAPES:
             residual, operand, rstd = add_rms_norm_triton(x, b, weight, EPS, None)
             assert residual is x if b is None else torch.equal(residual, x + b), "the residual is torch's sum"
             d_x, none, d_weight = rms_norm_backward_triton(d_n, residual, rstd, weight, d, None)
-            assert none is None and operand.columns is None and operand.scale is None
-            assert operand.rows.dtype == d_x.dtype == d_weight.dtype == dtype and rstd.dtype == torch.float32
+            assert none is None and operand.columnwise is None and operand.scale is None
+            assert operand.rowwise.dtype == d_x.dtype == d_weight.dtype == dtype and rstd.dtype == torch.float32
             plain = plainly(x, b, weight, d_n, d)
             doubles = [None if t is None else t.double() for t in (weight, d_n, d)]
             truth = plainly(residual.double(), None, *doubles)
             fp32 = plainly(residual.float(), None, *(None if t is None else t.float() for t in (weight, d_n, d)))
             torch.testing.assert_close(rstd.double(), (residual.double().pow(2).mean(-1) + EPS).rsqrt(), rtol=1e-6, atol=0)
-            check(f"output {shape} {dtype}", operand.rows, plain[0], truth[0])
+            check(f"output {shape} {dtype}", operand.rowwise, plain[0], truth[0])
             check(f"d_x {shape} {dtype}", d_x, plain[1], truth[1])
             exact = rms_norm_backward_triton(d_n, residual, rstd, weight.float(), d, None)[2]
             check(f"d_weight {shape} {dtype}", exact, fp32[2], truth[2])  # computed in fp32, whatever the inputs
@@ -83,10 +83,10 @@ for shape in SHAPES:
             assert frozen[2] is None and torch.equal(frozen[0], d_x)
             # The references are as exact.
             r_residual, r_operand, r_rstd = module.add_rms_norm_reference(x, b, weight, EPS, None)
-            assert torch.equal(r_residual, residual) and r_operand.rows.dtype == dtype
+            assert torch.equal(r_residual, residual) and r_operand.rowwise.dtype == dtype
             r_d_x, none, r_d_weight = module.rms_norm_backward_reference(d_n, residual, r_rstd, weight, d, None)
             assert none is None and r_d_x.dtype == r_d_weight.dtype == dtype
-            check(f"reference output {shape} {dtype}", r_operand.rows, plain[0], truth[0])
+            check(f"reference output {shape} {dtype}", r_operand.rowwise, plain[0], truth[0])
             check(f"reference d_x {shape} {dtype}", r_d_x, plain[1], truth[1])
             r_exact = module.rms_norm_backward_reference(d_n, residual, r_rstd, weight.float(), d, None)[2]
             check(f"reference d_weight {shape} {dtype}", r_exact, fp32[2], truth[2])
@@ -94,19 +94,19 @@ for shape in SHAPES:
             assert module.rms_norm_backward_reference(d_n, residual, r_rstd, weight, d, None, weight_grad=False)[2] is None
 
 
-def verify(what, operand, value, role, before):
-    # `value`: fp32, exactly what the kernel quantised.
+def verify(what, operand, value, quantizer, before):
+    # `value`: fp32, exactly what the kernel quantized.
     amax = value.abs().max()
-    scale = role.largest / amax if role.two_pass else before[SCALE]
-    assert torch.equal(role.state[SCALE], scale), what
-    assert torch.equal(operand.rows, (value * scale).clamp(-role.largest, role.largest)), what
-    assert (operand.columns is not None) == role.transposed, what
-    if role.transposed:
-        assert torch.equal(operand.columns, operand.rows.t()) and operand.columns.is_contiguous(), what
-    assert operand.scale.data_ptr() == role.state[INVERSE:].data_ptr(), what
-    assert role.state[AMAX] == (torch.maximum(before[AMAX], amax) if role.recording else before[AMAX]), what
-    clipped = ((value * scale).abs() > role.largest).sum() if role.recording and not role.two_pass else 0
-    assert role.state[CLIPPED] == before[CLIPPED] + clipped, what
+    scale = quantizer.largest / amax if quantizer.two_pass else before[SCALE]
+    assert torch.equal(quantizer.state[SCALE], scale), what
+    assert torch.equal(operand.rowwise, (value * scale).clamp(-quantizer.largest, quantizer.largest)), what
+    assert (operand.columnwise is not None) == quantizer.transposed, what
+    if quantizer.transposed:
+        assert torch.equal(operand.columnwise, operand.rowwise.t()) and operand.columnwise.is_contiguous(), what
+    assert operand.scale.data_ptr() == quantizer.state[INVERSE:].data_ptr(), what
+    assert quantizer.state[AMAX] == (torch.maximum(before[AMAX], amax) if quantizer.recording else before[AMAX]), what
+    clipped = ((value * scale).abs() > quantizer.largest).sum() if quantizer.recording and not quantizer.two_pass else 0
+    assert quantizer.state[CLIPPED] == before[CLIPPED] + clipped, what
     return clipped
 
 
@@ -114,53 +114,53 @@ some_clipped = 0
 for shape in SHAPES:
     x, branch, weight, d_n, d_residual = inputs(shape, torch.float32)
     residual, plain, rstd = add_rms_norm_triton(x, branch, weight, EPS, None)
-    x_half, _, *half = inputs(shape, torch.float16)  # for backward: what is rounded, and what only then is quantised
+    x_half, _, *half = inputs(shape, torch.float16)  # for backward: what is rounded, and what only then is quantized
     saved = [half[1], x_half, add_rms_norm_triton(x_half, None, half[0], EPS, None)[2], half[0], half[2]]
     d_x, _, d_weight = rms_norm_backward_triton(*saved, None)
     for options in ({}, {"transposed": False}, {"two_pass": True}, {"recording": False}, {"two_pass": True, "recording": False}):
         what = f"{shape} {options}"
-        role = Exact(**options)
-        before = role.state.clone()
-        quantised = add_rms_norm_triton(x, branch, weight, EPS, role)
-        assert torch.equal(quantised[0], residual) and torch.equal(quantised[2], rstd), what
-        some_clipped += verify("forward " + what, quantised[1], plain.rows, role, before)
-        role = Exact(**options)
-        quantised = rms_norm_backward_triton(*saved, role)
-        assert torch.equal(quantised[0], d_x) and torch.equal(quantised[2], d_weight), what
-        some_clipped += verify("backward " + what, quantised[1], d_x.float(), role, before)
+        quantizer = Exact(**options)
+        before = quantizer.state.clone()
+        quantized = add_rms_norm_triton(x, branch, weight, EPS, quantizer)
+        assert torch.equal(quantized[0], residual) and torch.equal(quantized[2], rstd), what
+        some_clipped += verify("forward " + what, quantized[1], plain.rowwise, quantizer, before)
+        quantizer = Exact(**options)
+        quantized = rms_norm_backward_triton(*saved, quantizer)
+        assert torch.equal(quantized[0], d_x) and torch.equal(quantized[2], d_weight), what
+        some_clipped += verify("backward " + what, quantized[1], d_x.float(), quantizer, before)
         for function, arguments in (
             ("add_rms_norm", (x, branch, weight, EPS)),
             ("rms_norm_backward", (d_n, residual, rstd, weight, d_residual)),
         ):
-            roles = [Exact(**options), Exact(**options)]
-            a, b = (getattr(module, f"{function}_{name}")(*arguments, r)[1] for name, r in zip(("reference", "triton"), roles))
-            torch.testing.assert_close(a.rows, b.rows, rtol=1e-5, atol=1e-6)
+            quantizers = [Exact(**options), Exact(**options)]
+            a, b = (getattr(module, f"{function}_{name}")(*arguments, r)[1] for name, r in zip(("reference", "triton"), quantizers))
+            torch.testing.assert_close(a.rowwise, b.rowwise, rtol=1e-5, atol=1e-6)
             for entry in (SCALE, INVERSE, AMAX):
-                torch.testing.assert_close(roles[0].state[entry], roles[1].state[entry], rtol=1e-6, atol=0)
-            assert (a.columns is None) == (b.columns is None)
+                torch.testing.assert_close(quantizers[0].state[entry], quantizers[1].state[entry], rtol=1e-6, atol=0)
+            assert (a.columnwise is None) == (b.columnwise is None)
 assert some_clipped > 0
 
 # For the amax alone, nothing of the operand is written.
 sentinel = {}
-def amax_only(role, shape, like, launch):
-    sentinel["operand"] = Operand(torch.full(shape, 99.0), torch.full(shape[::-1], 99.0), role.scale)
+def amax_only(quantizer, shape, like, launch):
+    sentinel["operand"] = QuantizedTensor(torch.full(shape, 99.0), torch.full(shape[::-1], 99.0), quantizer.scale)
     launch(sentinel["operand"], AMAX_ONLY)
     return sentinel["operand"]
-make_operand, module.make_operand = module.make_operand, amax_only
+quantize_with, module.quantize_with = module.quantize_with, amax_only
 for run, value in (
-    (lambda role: add_rms_norm_triton(x, branch, weight, EPS, role), plain.rows),
-    (lambda role: rms_norm_backward_triton(*saved, role), d_x.float()),
+    (lambda quantizer: add_rms_norm_triton(x, branch, weight, EPS, quantizer), plain.rowwise),
+    (lambda quantizer: rms_norm_backward_triton(*saved, quantizer), d_x.float()),
 ):
-    role = Exact()
-    run(role)
-    assert (sentinel["operand"].rows == 99).all() and (sentinel["operand"].columns == 99).all()
-    assert role.state[AMAX] == max(0.25, value.abs().max()) and role.state[CLIPPED] == 7 and role.state[SCALE] == 3
+    quantizer = Exact()
+    run(quantizer)
+    assert (sentinel["operand"].rowwise == 99).all() and (sentinel["operand"].columnwise == 99).all()
+    assert quantizer.state[AMAX] == max(0.25, value.abs().max()) and quantizer.state[CLIPPED] == 7 and quantizer.state[SCALE] == 3
 
 # A NaN reaches every output of its row, and no other row.
-module.make_operand = make_operand
+module.quantize_with = quantize_with
 x, branch, weight, d_n, d_residual = inputs((37, 100), torch.float32)
 x[2, 5] = float("nan")
-assert torch.equal(add_rms_norm_triton(x, branch, weight, EPS, None)[1].rows.isnan().any(1), torch.arange(37) == 2)
+assert torch.equal(add_rms_norm_triton(x, branch, weight, EPS, None)[1].rowwise.isnan().any(1), torch.arange(37) == 2)
 print("agreed")
 """
 
@@ -224,7 +224,7 @@ def error(value, truth):
 
 
 def decibels(operand, truth):
-    return -20 * torch.log10(torch.tensor(error(operand.rows.float() * operand.scale, truth)))
+    return -20 * torch.log10(torch.tensor(error(operand.rowwise.float() * operand.scale, truth)))
 
 
 @pytest.mark.gpu
@@ -233,26 +233,26 @@ def decibels(operand, truth):
 @pytest.mark.parametrize("form", ["plain", "rows", "both layouts"])
 def test_on_the_gpu_it_is_as_exact_as_plain_torch(shape, form):
     from common.kernels import rms_norm as module
-    from common.kernels.fp8 import AMAX, CLIPPED, SCALE, Scaling
+    from common.kernels.fp8 import AMAX, CLIPPED, SCALE, DelayedScaling
 
     torch.manual_seed(0)
     x, branch, d_n, d_residual = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16)
     weight = (1 + 0.3 * torch.randn(shape[1], device="cuda")).bfloat16()
-    scaling = Scaling("delayed")
-    roles = [None] * 4
+    scaling = DelayedScaling("delayed")
+    quantizers = [None] * 4
     if form != "plain":
-        roles = [scaling.role(gradient=gradient, transposed=form != "rows") for gradient in (False, True, False, True)]
+        quantizers = [scaling.quantizer(gradient=gradient, transposed=form != "rows") for gradient in (False, True, False, True)]
         scaling.allocate(x.device)
     for growth in (1, 2):  # in two passes; then in one, with values that saturate under the scale of the first
         weight = weight * growth
-        r_x, r_n, r_rstd = module.add_rms_norm_reference(x, branch, weight, 1e-5, roles[0])
-        residual, n, rstd = module.add_rms_norm_triton(x, branch, weight, 1e-5, roles[2])
+        r_x, r_n, r_rstd = module.add_rms_norm_reference(x, branch, weight, 1e-5, quantizers[0])
+        residual, n, rstd = module.add_rms_norm_triton(x, branch, weight, 1e-5, quantizers[2])
         assert torch.equal(residual, r_x)
         torch.testing.assert_close(rstd, r_rstd, rtol=1e-6, atol=0)
         gradients = (d_n, residual, rstd, weight, d_residual)
-        r_d_x, r_g, r_d_weight = module.rms_norm_backward_reference(*gradients, roles[1])
-        d_x, g, d_weight = module.rms_norm_backward_triton(*gradients, roles[3])
-        again = module.rms_norm_backward_triton(*gradients, roles[3])
+        r_d_x, r_g, r_d_weight = module.rms_norm_backward_reference(*gradients, quantizers[1])
+        d_x, g, d_weight = module.rms_norm_backward_triton(*gradients, quantizers[3])
+        again = module.rms_norm_backward_triton(*gradients, quantizers[3])
         assert torch.equal(again[0], d_x) and torch.equal(again[2], d_weight), "the same in every run"
 
         leaves = [t.double().requires_grad_() for t in (residual, weight)]
@@ -265,20 +265,20 @@ def test_on_the_gpu_it_is_as_exact_as_plain_torch(shape, form):
         assert error(in_fp32, true_d_weight) <= 2 * error(r_in_fp32, true_d_weight) + 1e-6
         assert error(d_weight, true_d_weight) <= 2 * error(r_d_weight, true_d_weight) + 1e-6
         if form == "plain":
-            assert error(n.rows, true_n.detach()) <= 2 * error(r_n.rows, true_n.detach())
+            assert error(n.rowwise, true_n.detach()) <= 2 * error(r_n.rowwise, true_n.detach())
             assert g is None
             continue
         for ours, theirs, truth in ((n, r_n, true_n.detach()), (g, r_g, true_d_x)):
-            other = ours.rows.view(torch.uint8) != theirs.rows.view(torch.uint8)
+            other = ours.rowwise.view(torch.uint8) != theirs.rowwise.view(torch.uint8)
             assert other.sum() <= max(1, 1e-4 * other.numel())  # ties
             assert abs(decibels(ours, truth) - decibels(theirs, truth)) < 1
-            assert (ours.columns is None) == (form == "rows")
-            if ours.columns is not None:
-                assert torch.equal(ours.columns.view(torch.uint8), ours.rows.view(torch.uint8).t())
+            assert (ours.columnwise is None) == (form == "rows")
+            if ours.columnwise is not None:
+                assert torch.equal(ours.columnwise.view(torch.uint8), ours.rowwise.view(torch.uint8).t())
         # Backward ran twice: it counted twice.
-        for reference, ours, runs in ((roles[0], roles[2], 1), (roles[1], roles[3], 2)):
+        for reference, ours, runs in ((quantizers[0], quantizers[2], 1), (quantizers[1], quantizers[3], 2)):
             for entry in (SCALE, AMAX):
                 torch.testing.assert_close(ours.state[entry], reference.state[entry], rtol=2**-8, atol=0)
             torch.testing.assert_close(ours.state[CLIPPED], runs * reference.state[CLIPPED], rtol=1e-3, atol=2)
-        assert growth == 1 or roles[2].state[CLIPPED] > 0
+        assert growth == 1 or quantizers[2].state[CLIPPED] > 0
         scaling.step_done()

@@ -7,7 +7,7 @@ import torch
 from compiling import TARGETS, check_compiles, fp8_pointer, run_in_interpreter
 
 from common.kernels import rope
-from common.kernels.fp8 import AMAX_ONLY, CLIPPED, PLAIN, STORE, STORE_AND_RECORD, Scaling
+from common.kernels.fp8 import AMAX_ONLY, CLIPPED, PLAIN, STORE, STORE_AND_RECORD, DelayedScaling
 from common.kernels.rope import (
     rope_packed_backward_reference,
     rope_packed_backward_triton,
@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = """
 import torch
 from common.kernels import rope
-from common.kernels.fp8 import AMAX, AMAX_ONLY, CLIPPED, SCALE, Operand, Role, Scaling
+from common.kernels.fp8 import AMAX, AMAX_ONLY, CLIPPED, SCALE, QuantizedTensor, Quantizer, DelayedScaling
 from common.kernels.rope import (
     rope_packed_backward_reference, rope_packed_backward_triton, rope_packed_reference_, rope_packed_triton_, rope_reference
 )
 
-class Exact(Role):  # the interpreter of triton mis-rounds e4m3: what is stored here is the scaled and clamped value itself
+class Exact(Quantizer):  # the interpreter of triton mis-rounds e4m3: what is stored here is the scaled and clamped value itself
     largest = 2.0
 
 def normal(*shape, seed, dtype=torch.float32):
@@ -88,50 +88,50 @@ for batch, sequence, heads, kv_heads, head_dim in ((2, 24, 3, 1, 16), (3, 25, 4,
             d_v = strided(kind, batch, sequence, kv_heads, head_dim, seed=3, dtype=dtype).copy_(upstream[:, :, turned:])
             plain = rope_packed_backward_reference(d_q, d_k, d_v, cos, sin, None)
             ours = rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, None)
-            assert ours.rows.shape == qkv.shape and ours.rows.dtype == dtype and ours.columns is None and ours.scale is None
-            assert error(plain.rows, truth) < (1e-6 if dtype == torch.float32 else 1e-3)
-            assert error(ours.rows, truth) <= 2 * error(plain.rows, truth), kind
-            values = ours.rows.view(batch, sequence, all_heads, head_dim)[:, :, turned:]
+            assert ours.rowwise.shape == qkv.shape and ours.rowwise.dtype == dtype and ours.columnwise is None and ours.scale is None
+            assert error(plain.rowwise, truth) < (1e-6 if dtype == torch.float32 else 1e-3)
+            assert error(ours.rowwise, truth) <= 2 * error(plain.rowwise, truth), kind
+            values = ours.rowwise.view(batch, sequence, all_heads, head_dim)[:, :, turned:]
             assert torch.equal(values, d_v), "copied, not rotated"
 
     # As an operand: first step (two passes), later ones (one pass, some values beyond the headroom), evaluation (nothing recorded).
     d_q, d_k, d_v = upstream.float().split((heads, kv_heads, kv_heads), dim=2)
     for transposed in (True, False):
-        scaling = Scaling("delayed")
-        role = Exact(gradient=True, transposed=transposed)
-        scaling.roles = [role]
+        scaling = DelayedScaling("delayed")
+        quantizer = Exact(gradient=True, transposed=transposed)
+        scaling.quantizers = [quantizer]
         scaling.allocate(torch.device("cpu"))
-        role.dtype = torch.float32
+        quantizer.dtype = torch.float32
         for step, size in enumerate((1.0, 1.0, 2.0, 3.0)):
             scaling.record(step < 3)
             parts = d_q * size, d_k * size, d_v * size
-            exact = rope_packed_backward_triton(*parts, cos, sin, None).rows
-            operand = rope_packed_backward_triton(*parts, cos, sin, role)
-            scaled = exact * role.state[SCALE]
-            assert torch.equal(operand.rows, scaled.clamp(-2.0, 2.0))
-            assert (operand.columns is not None) == transposed
-            assert not transposed or torch.equal(operand.columns, operand.rows.t()) and operand.columns.is_contiguous()
-            assert torch.equal(operand.scale, 1 / role.state[SCALE : SCALE + 1])
-            assert role.state[AMAX] == (exact.abs().max() if step < 3 else 0.0)
-            assert role.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
-            assert step != 2 or role.state[CLIPPED] > 0, "the test must see saturation"
+            exact = rope_packed_backward_triton(*parts, cos, sin, None).rowwise
+            operand = rope_packed_backward_triton(*parts, cos, sin, quantizer)
+            scaled = exact * quantizer.state[SCALE]
+            assert torch.equal(operand.rowwise, scaled.clamp(-2.0, 2.0))
+            assert (operand.columnwise is not None) == transposed
+            assert not transposed or torch.equal(operand.columnwise, operand.rowwise.t()) and operand.columnwise.is_contiguous()
+            assert torch.equal(operand.scale, 1 / quantizer.state[SCALE : SCALE + 1])
+            assert quantizer.state[AMAX] == (exact.abs().max() if step < 3 else 0.0)
+            assert quantizer.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
+            assert step != 2 or quantizer.state[CLIPPED] > 0, "the test must see saturation"
             before = scaling.state.clone()
-            reference = rope_packed_backward_reference(*parts, cos, sin, role)
-            assert torch.allclose(reference.rows, operand.rows, rtol=1e-5, atol=1e-6) and (reference.columns is None) != transposed
+            reference = rope_packed_backward_reference(*parts, cos, sin, quantizer)
+            assert torch.allclose(reference.rowwise, operand.rowwise, rtol=1e-5, atol=1e-6) and (reference.columnwise is None) != transposed
             scaling.state.copy_(before)
             scaling.state[:, CLIPPED] = 0.0
             if step < 3:
                 scaling.step_done()
 
 # The pass for the amax writes nothing else.
-role.state.zero_()
+quantizer.state.zero_()
 rows = torch.full(exact.shape, 7.0)
-whole = rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, None).rows
+whole = rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, None).rowwise
 rope._rope_packed_backward_kernel[(heads + 2 * kv_heads, 1)](
-    d_q, d_k, d_v, cos, sin, rows, role.state, batch * sequence, sequence, heads, kv_heads,
+    d_q, d_k, d_v, cos, sin, rows, quantizer.state, batch * sequence, sequence, heads, kv_heads,
     *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3], AMAX_ONLY, 2.0, head_dim // 2, 64,
 )
-assert (rows == 7.0).all() and role.state.tolist() == [0.0, 0.0, whole.abs().max(), 0.0]
+assert (rows == 7.0).all() and quantizer.state.tolist() == [0.0, 0.0, whole.abs().max(), 0.0]
 
 try:
     rope_packed_backward_triton(d_q.transpose(2, 3).contiguous().transpose(2, 3), d_k, d_v, cos, sin, None)
@@ -191,17 +191,17 @@ def test_on_a_gpu_the_kernels_do_what_torch_does(batch, sequence, heads, kv_head
     parts = upstream.split((heads, kv_heads, kv_heads), dim=2)
     results = []
     for function in (rope_packed_backward_reference, rope_packed_backward_triton):
-        scaling = Scaling("delayed")
-        role = scaling.role(gradient=True)
+        scaling = DelayedScaling("delayed")
+        quantizer = scaling.quantizer(gradient=True)
         scaling.allocate(device)
-        function(*parts, cos, sin, role)  # two passes
+        function(*parts, cos, sin, quantizer)  # two passes
         scaling.step_done()
-        results.append((function(*parts, cos, sin, role), scaling.state.clone()))
+        results.append((function(*parts, cos, sin, quantizer), scaling.state.clone()))
         assert not scaling.state[:, CLIPPED].any()
     (expected, state), (got, kernel_state) = results
     assert torch.allclose(state, kernel_state, rtol=1e-5, atol=0)
-    assert (expected.rows.view(torch.uint8) != got.rows.view(torch.uint8)).sum() <= 1e-4 * got.rows.numel()
-    assert torch.equal(got.columns.view(torch.uint8), got.rows.view(torch.uint8).t())
+    assert (expected.rowwise.view(torch.uint8) != got.rowwise.view(torch.uint8)).sum() <= 1e-4 * got.rowwise.numel()
+    assert torch.equal(got.columnwise.view(torch.uint8), got.rowwise.view(torch.uint8).t())
     truth = torch.cat((rope_reference(upstream[:1, :, :turned].double(), cos, -sin), upstream[:1, :, turned:].double()), dim=2).flatten()
-    errors = [(x.rows[:sequence].double() * x.scale).flatten().sub_(truth).norm() for x in (expected, got)]
+    errors = [(x.rowwise[:sequence].double() * x.scale).flatten().sub_(truth).norm() for x in (expected, got)]
     assert errors[1] <= 1.12 * errors[0]  # 1 dB

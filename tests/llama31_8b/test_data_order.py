@@ -169,7 +169,7 @@ def test_too_little_data_is_refused(tmp_path):
         TrainData(prefix, 16, 1, 0, VOCAB)
 
 
-def test_order_of_two_million_documents_is_vectorised(tmp_path):
+def test_order_of_two_million_documents_is_vectorized(tmp_path):
     """45 million take about 3 s; a Python loop over documents would need seconds for these 2 million already."""
     lengths = np.random.RandomState(0).randint(50, 800, 2_000_000).astype("<i4")
     index = Index(tmp_path / "none", np.dtype("<i4"), lengths, np.cumsum(lengths, dtype=np.int64) * 4 - 4 * lengths, np.arange(2))

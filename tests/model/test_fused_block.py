@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import TINY
 
-from common.kernels.fp8 import Scaling
+from common.kernels.fp8 import DelayedScaling
 from common.kernels.rope import rope_tables
 from common.model.block import Block
 from common.model.fp8_linear import Fp8Linear
@@ -24,7 +24,7 @@ def sqnr_db(value, truth):
 def pair(dtype=torch.float32, recipe="", fp8_swiglu_input=False):
     """A plain block and a fused one with the same weights; the scales of the latter."""
     torch.manual_seed(0)
-    scaling = Scaling(recipe) if recipe else None
+    scaling = DelayedScaling(recipe) if recipe else None
     plain, fused = Block(SHAPE, "reference", False), FusedBlock(SHAPE, "reference", fp8_swiglu_input, scaling)
     if scaling is not None:
         scaling.allocate(torch.device("cpu"))
@@ -124,7 +124,7 @@ def test_without_gradient_nothing_is_kept_and_no_scale_moves():
 def test_a_linear_in_fp8_is_as_near_as_its_casts(recipe):
     """28.5 dB forward and 24.6 dB for the gradients, less what a small sample scatters."""
     torch.manual_seed(0)
-    scaling = Scaling(recipe)
+    scaling = DelayedScaling(recipe)
     layer, plain = Fp8Linear(64, 96, "reference", scaling), torch.nn.Linear(64, 96, bias=False)
     layer.load_state_dict(plain.state_dict())
     layer.bfloat16()
@@ -191,7 +191,7 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(recipe, st
     """
     shape = replace(TINY.shape, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8)
     torch.manual_seed(0)
-    scalings = Scaling(recipe), Scaling(recipe)
+    scalings = DelayedScaling(recipe), DelayedScaling(recipe)
     truth = Block(shape, "reference", False).to("cuda")
     engines = [FusedBlock(shape, name, stored, scaling) for name, scaling in zip(("reference", "triton"), scalings, strict=True)]
     for scaling in scalings:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.kernels import fp8
-from common.kernels.fp8 import Operand, Scaling, quantise_reference
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, quantize_reference
 from common.kernels.lora import Dropout, keep_mask
 from common.kernels.rope import rope_tables
 from common.model.block import Block
@@ -29,21 +29,23 @@ BATCH, SEQUENCE = 2, 19
 class MemoryBase:
     """Both layouts in memory; notes what it is asked for."""
 
-    def __init__(self, matrices: dict[str, torch.Tensor], scaling: Scaling | None):
+    def __init__(self, matrices: dict[str, torch.Tensor], scaling: DelayedScaling | None):
         self.calls = []
-        roles = {name: scaling.role(weight=True) if scaling else None for name in matrices}
+        quantizers = {name: scaling.quantizer(weight=True) if scaling else None for name in matrices}
         if scaling:
             scaling.allocate(next(iter(matrices.values())).device)
-        self.operands = {name: quantise_reference(matrix, roles[name]) for name, matrix in matrices.items()}
+        self.operands = {name: quantize_reference(matrix, quantizers[name]) for name, matrix in matrices.items()}
 
     def forward_operands(self, layer):
         self.calls.append(f"forward {layer}")
-        return {name: operand._replace(columns=None) for name, operand in self.operands.items()}
+        return {name: operand._replace(columnwise=None) for name, operand in self.operands.items()}
 
     def backward_operands(self, layer):
         self.calls.append(f"backward {layer}")
         empty = torch.empty(0, 0)
-        return {name: x if x.scale is None else Operand(empty, x.rows.t().contiguous(), x.scale) for name, x in self.operands.items()}
+        return {
+            name: x if x.scale is None else QuantizedTensor(empty, x.rowwise.t().contiguous(), x.scale) for name, x in self.operands.items()
+        }
 
     def release(self, layer):
         self.calls.append(f"release {layer}")
@@ -69,7 +71,7 @@ def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
 
 
 def fused_block(plain, dropout=0.0, recipe=None, fp8_swiglu_input=False, e5m2_gradients=True, layer=0, kernels="reference"):
-    scaling = Scaling(recipe) if recipe else None
+    scaling = DelayedScaling(recipe) if recipe else None
     matrices = {name: getattr(plain, name).base.weight if name in ("qkv", "o") else getattr(plain, name).weight for name in NAMES}
     block = FusedLoraBlock(plain.shape, layer, None, kernels, RANK, ALPHA, dropout, scaling, fp8_swiglu_input, e5m2_gradients)
     block.base = MemoryBase(matrices, scaling)
@@ -147,10 +149,12 @@ def test_fp8_stays_near_bf16(fnuz, e5m2_gradients, recipe, monkeypatch):
     found["output"] -= x
     for name in exact:
         assert decibels(exact[name], found[name]) >= 20, name
-    assert not any(role.transposed for role in vars(block.roles).values()), "no product reads a transposed activation or gradient"
+    assert not any(quantizer.transposed for quantizer in vars(block.quantizers).values()), (
+        "no product reads a transposed activation or gradient"
+    )
     e4m3, e5m2 = formats if fnuz else (torch.float8_e4m3fn, torch.float8_e5m2)
-    assert block.roles.h.dtype == block.roles.stored_gate_up.dtype == block.base.operands["down"].rows.dtype == e4m3
-    assert block.roles.d_out.dtype == (e5m2 if e5m2_gradients else e4m3)
+    assert block.quantizers.h.dtype == block.quantizers.stored_gate_up.dtype == block.base.operands["down"].rowwise.dtype == e4m3
+    assert block.quantizers.d_out.dtype == (e5m2 if e5m2_gradients else e4m3)
     assert block.base.scaling.take_clipped() == 0, "the same numbers again: nothing saturates"
 
 
@@ -169,14 +173,14 @@ def test_recompute_gives_the_same_bits_and_counts_once(recipe):
                 block.base.scaling.step_done()
                 block.base.scaling.state[:, fp8.SCALE] *= 2  # so that `delayed` saturates in the second step, and counts
         outcomes.append((found, (amaxes, clipped) if recipe else None, torch.rand(1)))
-        assert not recipe or all(role.recording for role in block.base.scaling.roles)
+        assert not recipe or all(quantizer.recording for quantizer in block.base.scaling.quantizers)
     (kept, counts_kept, next_kept), (again, counts_again, next_again) = outcomes
     for name, value in kept.items():
         assert torch.equal(value, again[name]), name
     assert torch.equal(next_kept, next_again), "the generator has moved as far"
     if recipe:
         assert torch.equal(torch.stack(counts_kept), torch.stack(counts_again))
-        assert counts_kept[0].count_nonzero() == 9, "every role of the block, none of the weights"
+        assert counts_kept[0].count_nonzero() == 9, "every quantizer of the block, none of the weights"
         assert counts_kept[1].count_nonzero() == (9 if recipe == "delayed" else 0)
 
 
@@ -185,14 +189,14 @@ def test_an_evaluation_stores_no_copy_in_8_bits_and_computes_the_same():
     x, _, tables = data(dtype=torch.bfloat16, sequence=24)
     asked, swiglu = [], block.ops.swiglu
 
-    def watched(gate_up, role, stored):
+    def watched(gate_up, quantizer, stored):
         asked.append(stored)
-        return swiglu(gate_up, role, stored)
+        return swiglu(gate_up, quantizer, stored)
 
     block.ops = replace(block.ops, swiglu=watched)
     with torch.no_grad():
         outputs = [block.train(training)(x, *tables) for training in (True, False)]
-    assert torch.equal(*outputs) and asked == [block.roles.stored_gate_up, None] and asked[0] is not None
+    assert torch.equal(*outputs) and asked == [block.quantizers.stored_gate_up, None] and asked[0] is not None
 
 
 def test_backward_runs_once():

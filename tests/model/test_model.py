@@ -158,14 +158,14 @@ def test_a_token_does_not_see_what_follows_it():
 # --- initial weights ------------------------------------------------------------------------------------------------------
 
 
-def initialised(shape: ModelShape = MINIATURE.shape, seed: int = 1, sequence_length: int = 128) -> Llama:
+def initialized(shape: ModelShape = MINIATURE.shape, seed: int = 1, sequence_length: int = 128) -> Llama:
     model = Llama(shape, sequence_length)
     init_weights(model, seed, CLOSED.init_std)
     return model
 
 
 def test_every_weight_has_the_standard_deviation_of_its_kind():
-    model = initialised()
+    model = initialized()
     scaled_std = 0.02 / math.sqrt(2 * MINIATURE.shape.num_layers)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -178,7 +178,7 @@ def test_every_weight_has_the_standard_deviation_of_its_kind():
 
 
 def test_no_two_weights_are_drawn_alike_and_seeds_differ():
-    first, second = whole(initialised(seed=1)), whole(initialised(seed=2))
+    first, second = whole(initialized(seed=1)), whole(initialized(seed=2))
     matrices = [tensor.flatten()[:64] for weights in (first, second) for tensor in weights.values() if tensor.ndim == 2]
     drawn = {tuple((tensor / tensor.norm()).tolist()) for tensor in matrices}
     assert len(drawn) == len(matrices) == 2 * (4 * MINIATURE.shape.num_layers + 2)
@@ -186,7 +186,7 @@ def test_no_two_weights_are_drawn_alike_and_seeds_differ():
 
 def test_no_weight_is_minus_zero_even_where_the_generator_draws_it(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "normal_", lambda tensor, *args, **options: tensor.fill_(-0.0))
-    for name, parameter in initialised(TINY.shape).named_parameters():
+    for name, parameter in initialized(TINY.shape).named_parameters():
         assert not torch.signbit(parameter).any(), name
 
 
@@ -195,7 +195,7 @@ def test_weights_do_not_depend_on_the_number_of_threads(monkeypatch):
     for cpus in (1, 8):
         monkeypatch.setattr(os, "cpu_count", lambda cpus=cpus: cpus)
         torch.set_num_threads(min(cpus, 2))
-        weights.append(whole(initialised()))
+        weights.append(whole(initialized()))
     torch.set_num_threads(threads)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -203,7 +203,7 @@ def test_weights_do_not_depend_on_the_number_of_threads(monkeypatch):
 def test_weights_do_not_depend_on_the_number_of_ranks(two_ranks, processes):
     alone, _ = build(run_config(), TINY, processes, seed=7)
     expected = whole(alone)
-    plain = whole(initialised(TINY.shape, seed=7, sequence_length=TINY.sequence_length))
+    plain = whole(initialized(TINY.shape, seed=7, sequence_length=TINY.sequence_length))
     for rank in two_ranks:
         assert rank["initial"].keys() == expected.keys()
         for name, tensor in expected.items():
@@ -216,7 +216,7 @@ def test_the_first_loss_is_that_of_a_guess():
     torch.manual_seed(0)
     tokens = torch.randint(shape.vocab_size, (4, 2, 128))
     with torch.no_grad():
-        loss_sum, count = initialised()(*tokens.unbind(1))
+        loss_sum, count = initialized()(*tokens.unbind(1))
     expected = math.log(shape.vocab_size) + shape.hidden_size * 0.02**2 / 2
     assert abs(float(loss_sum.sum() / count.sum()) - expected) < 0.05  # 512 tokens with logits of deviation 0.23: 5 sigma
 

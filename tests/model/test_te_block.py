@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from common.errors import ConfigError, PreflightError
 from common.kernels.attention import attention_backends
-from common.kernels.fp8 import Scaling
+from common.kernels.fp8 import DelayedScaling
 from common.kernels.rope import rope_tables
 from common.model.block import Block
 from common.model.fused_block import FusedBlock
@@ -304,7 +304,7 @@ NARROW, WIDE = ModelShape(1, 512, 1408, 8, 2, 61, 10000.0), ModelShape(1, 1024, 
 def blocks_on_the_gpu(shape, recipe):
     """plain in fp32, plain in bf16, FusedBlock in FP8, TEBlock; same weights. And what FP8's two need."""
     torch.manual_seed(0)
-    engine, scaling = TransformerEngine(recipe), Scaling(recipe)
+    engine, scaling = TransformerEngine(recipe), DelayedScaling(recipe)
     with torch.device("cuda"):
         truth, plain, fused, ours = (
             Block(shape, "reference", False),

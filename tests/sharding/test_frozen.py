@@ -19,7 +19,7 @@ from tiny import TINY_PROGRAM, call_on_ranks, free_port, rank_environment
 from common.config import from_table
 from common.errors import ConfigError, WeightsError
 from common.kernels import fp8, transpose
-from common.kernels.fp8 import Role, quantise_reference
+from common.kernels.fp8 import Quantizer, quantize_reference
 from common.model import weights
 from common.model.llama import Llama, copy_into, init_weights, parameter_seed
 from common.model.lora import adapter_parameters, init_adapters
@@ -59,9 +59,9 @@ def fill(base, shape):
 
 
 def expected_operand(shape, layer, name, dtype):
-    role = Role(weight=True)
-    role.dtype, role.state = dtype, torch.zeros(4)
-    return quantise_reference(matrix(shape, layer, name), role)
+    quantizer = Quantizer(weight=True)
+    quantizer.dtype, quantizer.state = dtype, torch.zeros(4)
+    return quantize_reference(matrix(shape, layer, name), quantizer)
 
 
 def wrong(base, shape, key, operands=None):
@@ -73,11 +73,11 @@ def wrong(base, shape, key, operands=None):
         expected, got = expected_operand(shape, key.layer, name, base.dtype), operands[name]
         same = got.scale.shape == (1,) and torch.equal(got.scale.cpu(), expected.scale)
         if key.layout == FORWARD:
-            same &= got.columns is None and got.rows.is_contiguous() and got.rows.dtype == base.dtype
-            same &= torch.equal(got.rows.cpu().view(torch.uint8), expected.rows.view(torch.uint8))
+            same &= got.columnwise is None and got.rowwise.is_contiguous() and got.rowwise.dtype == base.dtype
+            same &= torch.equal(got.rowwise.cpu().view(torch.uint8), expected.rowwise.view(torch.uint8))
         else:
-            same &= got.rows.numel() == 0 and got.columns.is_contiguous() and got.columns.dtype == base.dtype
-            same &= torch.equal(got.columns.cpu().view(torch.uint8), expected.columns.view(torch.uint8))
+            same &= got.rowwise.numel() == 0 and got.columnwise.is_contiguous() and got.columnwise.dtype == base.dtype
+            same &= torch.equal(got.columnwise.cpu().view(torch.uint8), expected.columnwise.view(torch.uint8))
         if not same:
             differences.append(f"{key} {name}")
     return differences
@@ -121,7 +121,7 @@ def test_formats_of_other_gpus(processes):
     with mock.patch.object(fp8, "fp8_dtypes", lambda device: (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)):
         base = fill(FrozenBase(SHAPE, processes), SHAPE)
     assert base.dtype == torch.float8_e4m3fnuz and ask_all(base, SHAPE) == []
-    largest = base.forward_operands(1)["down"].rows.float().abs().max()
+    largest = base.forward_operands(1)["down"].rowwise.float().abs().max()
     assert largest == torch.finfo(torch.float8_e4m3fnuz).max, "scaled by the matrix's own amax"
 
 
@@ -270,7 +270,7 @@ def in_bf16(processes):
             layers = range(SHAPE.num_layers) if ask == base.forward_operands else reversed(range(SHAPE.num_layers))
             for layer in layers:
                 for name, operand in ask(layer).items():
-                    whole = operand.scale is None and torch.equal(operand.rows, matrix(SHAPE, layer, name))
+                    whole = operand.scale is None and torch.equal(operand.rowwise, matrix(SHAPE, layer, name))
                     wrong += [] if whole else [f"{layer} {name}"]
                 base.release(layer)
     return {"wrong": wrong, "bytes": base.held.nbytes}
@@ -293,11 +293,11 @@ def load(processes, folder, layout):
     operands = {}
     for layer in range(MODEL.num_layers):
         for name, operand in base.forward_operands(layer).items():
-            operands[f"{layer} {name} rows"] = operand.rows.view(torch.uint8).clone()
+            operands[f"{layer} {name} rows"] = operand.rowwise.view(torch.uint8).clone()
             operands[f"{layer} {name} scale"] = operand.scale.clone()
         base.release(layer)
         for name, operand in base.backward_operands(layer).items():
-            operands[f"{layer} {name} columns"] = operand.columns.view(torch.uint8).clone()
+            operands[f"{layer} {name} columns"] = operand.columnwise.view(torch.uint8).clone()
         base.release(layer)
     rest = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if ".lora_" not in name}
     return {"operands": operands, "rest": rest, "ranges": ranges, "bytes": report.bytes}
@@ -407,11 +407,11 @@ def whole_expected(folder, layout):
     expected = {}
     for layer, block in enumerate(model.blocks):
         for name in ("qkv", "o", "gate_up", "down"):
-            role = Role(weight=True)
-            role.dtype, role.state = torch.float8_e4m3fn, torch.zeros(4)
-            operand = quantise_reference(getattr(block, name).weight.detach(), role)
-            expected[f"{layer} {name} rows"] = operand.rows.view(torch.uint8)
-            expected[f"{layer} {name} columns"] = operand.columns.view(torch.uint8)
+            quantizer = Quantizer(weight=True)
+            quantizer.dtype, quantizer.state = torch.float8_e4m3fn, torch.zeros(4)
+            operand = quantize_reference(getattr(block, name).weight.detach(), quantizer)
+            expected[f"{layer} {name} rows"] = operand.rowwise.view(torch.uint8)
+            expected[f"{layer} {name} columns"] = operand.columnwise.view(torch.uint8)
             expected[f"{layer} {name} scale"] = operand.scale
     matrices = [f".{name}.weight" for name in ("qkv", "o", "gate_up", "down")]
     rest = {n: p.detach() for n, p in model.named_parameters() if not (n.startswith("blocks") and n.endswith(tuple(matrices)))}
@@ -600,7 +600,7 @@ def test_random_weights_are_as_wide_as_asked(processes):
     base = FrozenBase(SHAPE, processes)
     train.hold_random_weights(base)
     operand = base.forward_operands(2)["gate_up"]
-    assert float((operand.rows.float() * operand.scale).std()) == pytest.approx(0.02, rel=0.1)
+    assert float((operand.rowwise.float() * operand.scale).std()) == pytest.approx(0.02, rel=0.1)
 
 
 # ---- the transpose
@@ -662,7 +662,7 @@ def under_load(base, shape):
                 (
                     key,
                     {
-                        name: fp8.Operand(o.rows.clone(), None if o.columns is None else o.columns.clone(), o.scale)
+                        name: fp8.QuantizedTensor(o.rowwise.clone(), None if o.columnwise is None else o.columnwise.clone(), o.scale)
                         for name, o in operands.items()
                     },
                 )

@@ -255,7 +255,7 @@ def test_time_going_backwards_is_found(tmp_path, good):
 
 
 @pytest.mark.parametrize(("minutes", "warning"), [(24.9, None), (26, True), (30, False), (31, False)])
-def test_initialisation_time(tmp_path, good, minutes, warning):
+def test_initialization_time(tmp_path, good, minutes, warning):
     stop = find(good, "init_stop")
     for record in good[stop:]:
         record["time_ms"] += int(minutes * 60_000)
