@@ -54,8 +54,7 @@ from launch.screen import closing, header, tell
 ROOT = Path(__file__).resolve().parents[1]
 SUBMISSION_VERBS = ("check", "report", "score", "describe", "package")  # modules of submission/; they take the rest
 VERBS = ("run", "prepare", "bench", *SUBMISSION_VERBS, "merge", "gemms", "plan", "preflight", "profile")
-STARTUP_S = 1500.0  # a compiled run may think for so long before its first step: below the 30 minutes that the rules allow
-STARTUP_EAGER_S = 300.0
+STARTUP_S = 300.0  # kernels compile before the first step
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,7 @@ def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
 # --- the trainer's processes ------------------------------------------------------------------------------------------
 
 
-def _torchrun(folder: Path, job: Job, arguments: list[str]) -> list[str]:
+def _torchrun(folder: Path, job: Job, arguments: list[str], module: str = "") -> list[str]:
     """`python -m torch.distributed.run ...`, by way of launch.torchrun.
 
     For several nodes the static rendezvous (a TCPStore on node 0): c10d's numbers the nodes by host name, and rank 0 must be on node 0.
@@ -335,7 +334,7 @@ def _torchrun(folder: Path, job: Job, arguments: list[str]) -> list[str]:
     where = ["--rdzv-backend", "static", "--master-addr", place.address, "--master-port", str(place.port), "--node-rank", str(place.rank)]
     size = ["--nnodes", str(config.nodes), *(where if config.nodes > 1 else []), "--nproc-per-node", str(config.gpus_per_node)]
     size = size if config.nodes > 1 else ["--standalone", *size]
-    return [sys.executable, "-m", "launch.torchrun", str(folder), *size, "-m", f"{job.benchmark}.train", *arguments]
+    return [sys.executable, "-m", "launch.torchrun", str(folder), *size, "-m", module or f"{job.benchmark}.train", *arguments]
 
 
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
@@ -344,13 +343,13 @@ def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
 
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
-    arguments = ["--bench", "--config", str(folder / job.choice.log_name), "--device", job.choice.device]
+    arguments = ["--benchmark", job.benchmark, "--config", str(folder / job.choice.log_name), "--device", job.choice.device]
     for name in ("steps", "warmup", "layers", "eval_sequences"):
         if getattr(options, name) is not None:
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if getattr(options, "out", None):
         arguments += ["--profile", str(options.out)]
-    return _torchrun(folder, job, arguments)
+    return _torchrun(folder, job, arguments, "throughput.bench")
 
 
 def trainer_environment(job: Job, cleared: str, folder: Path) -> dict[str, str]:
@@ -368,7 +367,7 @@ def trainer_environment(job: Job, cleared: str, folder: Path) -> dict[str, str]:
 def _hang_limits(job: Job) -> supervise.HangLimits:
     config = job.choice.config
     step_s = config.hang_timeout_s * supervise.BEFORE_COLLECTIVES
-    return supervise.HangLimits(max(step_s, STARTUP_S if config.compile else STARTUP_EAGER_S), step_s)
+    return supervise.HangLimits(max(step_s, STARTUP_S), step_s)
 
 
 def bench(job: Job, options: argparse.Namespace) -> int:

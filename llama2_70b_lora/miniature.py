@@ -29,9 +29,15 @@ from torch import Tensor
 from common.data import corpus
 from common.data.preparation import Bar
 from common.errors import DataError
-from common.model.llama import Llama, init_weights
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
+from common.model.llama import Llama
+from common.sharding.adamw import AdamWSettings
+from common.sharding.processes import start_processes
+from common.sharding.replicated import ReplicatedOptimizer
+from common.training.build import Assembly
 from common.training.loop import Batching, next_token_pairs, train_step
-from common.training.optimizer import ClippedAdamW, warmup_cosine
+from common.training.schedules import warmup_cosine
 from llama2_70b_lora.data import IGNORE_INDEX, all_masked
 from llama2_70b_lora.rules import MINIATURE, Rules
 
@@ -81,18 +87,21 @@ def train_tokenizer(texts: LibraryTexts, path: Path, rules: Rules = MINIATURE) -
 
 def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Llama:
     """A Llama of the rules' shape, fp32 on the CPU, trained on `texts`. The same weights for the same machine and thread count."""
-    model = Llama(rules.shape, rules.sequence_length)
-    init_weights(model, BASE_SEED, INIT_STD)
-    optimizer = ClippedAdamW(
-        model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0, sum_over_ranks=lambda tensor: tensor
-    )
+    model = fused_llama(rules.shape, rules.sequence_length)
+    init_weights(model, rules.shape.num_layers, BASE_SEED, INIT_STD, copy_weight)
+    alone = not torch.distributed.is_initialized()
+    processes = start_processes("cpu", 60.0)
+    settings = AdamWSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+    assembly = Assembly(model, ReplicatedOptimizer(model.parameters(), processes, settings, "reference"), fp8=None)
     lr_at = warmup_cosine(BASE_LEARNING_RATE, BASE_LEARNING_RATE / 20, BASE_WARMUP_STEPS, BASE_STEPS)
     batches = base_batches(texts, tokenizer)
     bar = Bar("training the base", BASE_STEPS, "steps")
     for step in range(BASE_STEPS):
-        train_step(model, optimizer, batches, Batching(BASE_BATCH, 1, False), lr_at(step), 1, lambda phase: None)
+        train_step(assembly, batches, Batching(BASE_BATCH, 1), lr_at(step), processes)
         bar.at(step + 1)
     bar.finish()
+    if alone:
+        torch.distributed.destroy_process_group()
     return model
 
 

@@ -360,7 +360,7 @@ def _data_recipe(base: Path) -> Recipe:
 
 
 def _build_data(data_dir: Path) -> Manifest:
-    from common.model.llama import Llama
+    from common.model.fused_block import fused_llama
     from common.model.weights import load_base
     from llama2_70b_lora.data import validation_pairs
     from llama2_70b_lora.miniature import evaluation_loss, library_texts, write_parquet
@@ -371,7 +371,7 @@ def _build_data(data_dir: Path) -> Manifest:
     write_rows(
         data_dir, recipe.source, {split: parquet_rows([parquet_dir / f"{split}-00000-of-00001.parquet"]) for split in SPLITS}, MINIATURE
     )
-    model = Llama(MINIATURE.shape, MINIATURE.sequence_length)
+    model = fused_llama(MINIATURE.shape, MINIATURE.sequence_length)
     load_base(model, base, base / BASE_MANIFEST)
     loss = evaluation_loss(model, validation_pairs(GovReport.read(data_dir)))
     say(f"evaluation loss of the base alone: {loss:.4f}; the adapters must bring it to {MINIATURE.target_loss}")

@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor
 
 from common.data.preparation import Manifest, sha256_of
 from common.errors import StorageError, WeightsError
+from common.model.fused_block import fused_llama
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
 from common.sharding.frozen_base import FrozenBase
@@ -173,7 +174,7 @@ def sources(name: str, shape: ModelShape, layout: str) -> list[Source]:
 def expected_shapes(shape: ModelShape, layout: str) -> dict[str, tuple[int, ...]]:
     """Name -> shape of all tensors that a checkpoint of this layout must have."""
     with torch.device("meta"):
-        model = Llama(shape, 1)
+        model = fused_llama(shape, 1)
     return {
         source.name: (source.rows, *parameter.shape[1:])
         for name, parameter in model.named_parameters()
@@ -403,8 +404,8 @@ def _fill(frozen: FrozenBase, checkpoint: Checkpoint, shape: ModelShape) -> int:
     def read(layer: int) -> tuple[dict[str, Tensor], int]:
         shares: dict[str, Tensor] = {}
         reads: list[Read] = []
-        for name in frozen.places:
-            first, rows, columns = frozen.share(name)
+        for name in frozen.matrices:
+            first, rows, columns = frozen.shard_rows(name)
             shares[name] = torch.empty(rows, columns, dtype=torch.bfloat16, device=frozen.device)
             reads += _reads_of_rows(f"blocks.{layer}.{name}.weight", first, shares[name], checkpoint, shape)
         return shares, _stream(reads) if reads else 0  # with more ranks than rows some have none
@@ -416,9 +417,9 @@ def _fill(frozen: FrozenBase, checkpoint: Checkpoint, shape: ModelShape) -> int:
             shares, size = coming.result()
             if layer + 1 < shape.num_layers:
                 coming = ahead.submit(read, layer + 1)
-            frozen.hold(layer, shares)
+            frozen.add_layer(layer, shares)
             read_bytes += size
-    frozen.loaded()
+    frozen.finalize()
     return read_bytes
 
 
