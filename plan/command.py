@@ -22,7 +22,8 @@ from pathlib import Path
 from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
-from common.hardware import KINDS, GpuKind, config_names, config_path, probe
+from common.gpu_kinds import KINDS, GpuKind
+from common.hardware import config_names, config_path, probe
 from launch.choose import choose, key_value, rules_of
 from launch.screen import tell
 from plan import estimate as plan

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from common import config as configs
 from common.config import RunConfig
-from common.hardware import KINDS, config_path
+from common.gpu_kinds import KINDS
+from common.hardware import config_path
 from plan import command
 from plan import estimate as plan
 from plan.command import table

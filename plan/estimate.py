@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from common.config import RunConfig
-from common.hardware import GIB, GpuKind
+from common.gpu_kinds import GIB, GpuKind
 from common.model.shapes import ModelShape
 
 BYTES = {"fp32": 4, "bf16": 2}

@@ -26,7 +26,8 @@ from pathlib import Path
 
 from common import config as configs
 from common.errors import ConfigError, PreflightError, RunError
-from common.hardware import GpuKind, Probe, config_name, config_names, config_path, identify, probe
+from common.gpu_kinds import GpuKind
+from common.hardware import Probe, config_name, config_names, config_path, identify, probe
 from plan import estimate as plan
 from plan.command import workload
 from preflight import gpus, host, versions
@@ -43,7 +44,7 @@ PATIENCE_S = 45.0  # torchrun gives its ranks 30 s to end
 class Wanted:
     """What the run would be: from a config file, or, where there is none for this machine, all that is visible."""
 
-    kind: str  # a name of common.hardware.KINDS, or CPU
+    kind: str  # a name of common.gpu_kinds.KINDS, or CPU
     count: int  # processes on this node
     row: Row
     nodes: int = 1

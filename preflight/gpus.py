@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import PreflightError
-from common.hardware import GIB, Device, GpuKind, Probe, identify
+from common.gpu_kinds import GIB, GpuKind
+from common.hardware import Device, Probe, identify
 from preflight.measure import UNITS, Measured
 from preflight.rows import Row, graded, skipped
 

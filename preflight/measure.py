@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.hardware import fp8_family
+from common.gpu_kinds import fp8_family
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ import pytest
 from common import config as configs
 from common.config import load
 from common.errors import ConfigError
-from common.hardware import KINDS
+from common.gpu_kinds import KINDS
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 from llama31_8b.rules import Config

@@ -16,7 +16,8 @@ from common import config as configs
 from common import errors
 from common.config import RunConfig
 from common.errors import Interrupted, RunError
-from common.hardware import GIB, KINDS, config_path, fp8_family
+from common.gpu_kinds import GIB, KINDS, fp8_family
+from common.hardware import config_path
 from launch.__main__ import VERBS
 from launch.choose import benchmarks, key_value
 from plan.command import config_class, load_all

@@ -7,7 +7,8 @@ import pytest
 
 from common import hardware
 from common.errors import ConfigError, PreflightError
-from common.hardware import GIB, KINDS, Device, Probe, identify
+from common.gpu_kinds import GIB, KINDS, fp8_family
+from common.hardware import Device, Probe, identify
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,9 +107,9 @@ def test_no_gpu_is_the_miniature():
 
 
 def test_fp8_family():
-    assert hardware.fp8_family("gfx942:sramecc+:xnack-") == "fnuz"
-    assert {hardware.fp8_family(arch) for arch in ("gfx950", "sm_90", "sm_100")} == {"ocp"}
-    assert {kind.name for kind in KINDS.values() if hardware.fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI325X"}
+    assert fp8_family("gfx942:sramecc+:xnack-") == "fnuz"
+    assert {fp8_family(arch) for arch in ("gfx950", "sm_90", "sm_100")} == {"ocp"}
+    assert {kind.name for kind in KINDS.values() if fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI325X"}
 
 
 def test_peaks_follow_from_units_and_clock():

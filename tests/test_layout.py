@@ -74,6 +74,7 @@ def test_submission_imports_rules_and_the_words_of_the_log_but_no_training_code(
         "common.errors",
         "common.training.mllog",
         "common.training",
+        "common.gpu_kinds",
         "common.hardware",
         "records",
     )  # of the log, the ledger and the machine
@@ -88,7 +89,7 @@ def test_of_the_launcher_only_torchrun_imports_torch():
 
 
 def test_preflight_reads_configs_their_plan_and_the_hardware_table_and_nobody_imports_it():
-    mine = within("preflight", "common.errors", "common.hardware", "common.config", "plan")
+    mine = within("preflight", "common.errors", "common.gpu_kinds", "common.hardware", "common.config", "plan")
     assert strays(sources("preflight"), mine) == [
         "preflight/__main__.py imports common"  # `from common import config` names the package as well
     ]
@@ -98,7 +99,7 @@ def test_preflight_reads_configs_their_plan_and_the_hardware_table_and_nobody_im
     assert heavy == {"measure.py"}
 
 
-LIGHT = ["common.model.shapes", "common.errors", "common.config", "common.hardware", "common.training.mllog"]
+LIGHT = ["common.model.shapes", "common.errors", "common.config", "common.gpu_kinds", "common.hardware", "common.training.mllog"]
 LIGHT += [f"{benchmark}.{name}" for benchmark in BENCHMARKS for name in ("rules", "log_keys") if is_module(f"{benchmark}.{name}")]
 LIGHT += [
     ".".join(path.with_suffix("").parts) for room in ("launch", "plan", "preflight", "records", "submission") for path in sources(room)

@@ -24,7 +24,7 @@ from common.config import RunConfig
 from common.data.prefetch import Prefetcher
 from common.errors import ConfigError
 from common.gemm_tuning import tune as gemm_tuning
-from common.hardware import KINDS
+from common.gpu_kinds import KINDS
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
 from common.sharding.processes import Heartbeat, Processes, start_processes

@@ -11,7 +11,8 @@ import pytest
 
 from common import config as configs
 from common.config import HOLDINGS, PRECISIONS
-from common.hardware import GIB, KINDS, Probe, config_path
+from common.gpu_kinds import GIB, KINDS
+from common.hardware import Probe, config_path
 from common.model.fused_lora_block import saved_bytes_per_token
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B
 from common.sharding.frozen_base import SLOTS

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.hardware import GIB, KINDS, Device, Probe
+from common.gpu_kinds import GIB, KINDS
+from common.hardware import Device, Probe
 from preflight import __main__ as verb
 from preflight import gpus, host, versions
 from preflight.gpus import Sample
