@@ -23,7 +23,6 @@ from common import config as configs
 from common.config import RunConfig
 from common.data.prefetch import Prefetcher
 from common.errors import ConfigError
-from common.gemm_tuning import tune as gemm_tuning
 from common.gpu_kinds import KINDS
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
@@ -70,7 +69,6 @@ class Session:
                 "gradients would be accumulated for another number, and the global batch would not be the one in the log",
                 "start it through ./run_and_time.sh, or change nodes and gpus_per_node",
             )
-        gemm_tuning.require_loaded(self.config, processes.device)
         return processes
 
     def log_submission(self, benchmark: str, division: str, hyperparameters: list) -> None:
