@@ -45,7 +45,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, DataError, Interrupted, RunError
-from common.gemm_tuning import cli as gemm_tuning
 from common.hardware import Probe, probe
 from launch import nodes, page_cache, rundir, sampler, series, supervise, verdict
 from launch.choose import Choice, benchmarks, choose, rules_of
@@ -83,7 +82,7 @@ def main(arguments: list[str]) -> int:
         if verb == "preflight":
             return _module("preflight", [benchmark, *rest])
         if verb == "gemms":
-            return _module("common.gemm_tuning.cli", [benchmark, *rest])
+            return _module("gemm_tuning.cli", [benchmark, *rest])
         if verb == "merge":
             return _merge(benchmark, rest)
         options = _parse(verb, rest)
@@ -158,7 +157,6 @@ def _job(benchmark: str, options: argparse.Namespace) -> Job:
     environment = os.environ
     found = Probe("none") if options.device == "cpu" else probe()
     choice = choose(ROOT, benchmark, options, environment, found)
-    gemm_tuning.tuning_file(choice.config, ROOT)  # an error now rather than in the middle of a series
     data_name = f"{benchmark}-miniature" if choice.config.miniature else benchmark
     data_dir = Path(environment.get("DATADIR") or ROOT / "data" / data_name).absolute()
     log_dir = Path(environment.get("LOGDIR") or ROOT / "results").absolute()
@@ -228,7 +226,7 @@ def _follow_once(job: Job, versions: dict, follower: nodes.Follower, order: dict
         return
     watch = follower.watch(run_dir / "ranks", job.choice.config.gpus_per_node)
     with sampler.beside(run_dir, wanted=job.choice.device == "cuda"):
-        ending = supervise.supervise(trainer_command(job, run_dir, order["seed"]), trainer_environment(job, cleared, run_dir), watch)
+        ending = supervise.supervise(trainer_command(job, run_dir, order["seed"]), trainer_environment(job, cleared), watch)
     follower.ended(run_dir, ending)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
@@ -269,7 +267,7 @@ def run_once(job: Job, versions: dict, leader: nodes.Leader, run_dir: Path, seed
     leader.start()
     watch = leader.watch(run_dir / "ranks", ranks_per_node, _hang_limits(job))
     with sampler.beside(run_dir, wanted=job.choice.device == "cuda"):
-        ending = supervise.supervise(trainer_command(job, run_dir, seed), trainer_environment(job, cleared, run_dir), watch)
+        ending = supervise.supervise(trainer_command(job, run_dir, seed), trainer_environment(job, cleared), watch)
     ending = leader.finish(run_dir, ranks_per_node, ending)
     print(f"ENDING TIMING RUN AT {_date()}", flush=True)
     result = verdict.read_result(run_dir / "result.txt")
@@ -352,7 +350,7 @@ def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[s
     return _torchrun(folder, job, arguments, "throughput.bench")
 
 
-def trainer_environment(job: Job, cleared: str, folder: Path) -> dict[str, str]:
+def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
     """Ours, the config's [env] (which wins: it is part of what is measured), and what was done about the page cache."""
     config = job.choice.config
     for name, value in config.env.items():
@@ -361,7 +359,7 @@ def trainer_environment(job: Job, cleared: str, folder: Path) -> dict[str, str]:
     threads = 1 if job.choice.device == "cuda" else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
     paths = [str(ROOT), *filter(None, [job.environment.get("PYTHONPATH")])]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "CACHE_CLEARED": cleared}
-    return {"OMP_NUM_THREADS": str(threads), **job.environment, **config.env, **gemm_tuning.environment(config, ROOT, folder), **ours}
+    return {"OMP_NUM_THREADS": str(threads), **job.environment, **config.env, **ours}
 
 
 def _hang_limits(job: Job) -> supervise.HangLimits:
@@ -374,7 +372,7 @@ def bench(job: Job, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         (folder / job.choice.log_name).write_text(job.choice.config.as_toml())
-        ending = supervise.supervise(bench_command(job, folder, options), trainer_environment(job, "no", folder))
+        ending = supervise.supervise(bench_command(job, folder, options), trainer_environment(job, "no"))
         if ending.signal_number:
             return 128 + ending.signal_number
         if ending.returncode == 0:
