@@ -180,9 +180,7 @@ def combinations(benchmark: str) -> list[Combination]:
         if any(_legal(configs, ConfigError, kind, base | dict(zip(keys, values, strict=True))) for base in bases) or values in shipped:
             differing = [[pair for pair, at in zip(zip(keys, values, strict=True), near, strict=True) if pair[1] != at] for near in shipped]
             nearest = min(differing, key=len)
-            found.append(
-                Combination(benchmark, tuple(zip(keys, values, strict=True)), tuple(shipped.get(values, ())), tuple(nearest))
-            )
+            found.append(Combination(benchmark, tuple(zip(keys, values, strict=True)), tuple(shipped.get(values, ())), tuple(nearest)))
     return found
 
 

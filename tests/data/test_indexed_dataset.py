@@ -5,8 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from common.errors import DataError
 from common.data.indexed_dataset import HEADER, Index, Writer, token_dtype
+from common.errors import DataError
 
 DOCUMENTS = [[1, 2, 3], [7], [499, 0, 12, 13, 14]]
 
@@ -43,7 +43,7 @@ def test_index_of_many_chunks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("vocab_size", [500, 128256])
-def test_megatron_reads_our_files(megatron, tmp_path, vocab_size):  # noqa: F811
+def test_megatron_reads_our_files(megatron, tmp_path, vocab_size):
     write(tmp_path / "ours", vocab_size=vocab_size)
     theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
     assert [theirs[i].tolist() for i in range(len(theirs))] == DOCUMENTS
@@ -51,7 +51,7 @@ def test_megatron_reads_our_files(megatron, tmp_path, vocab_size):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_we_read_megatrons_files(megatron, tmp_path, dtype):  # noqa: F811
+def test_we_read_megatrons_files(megatron, tmp_path, dtype):
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
