@@ -82,8 +82,8 @@ def module_files(name: str) -> list[Path]:
     parts, found = name.split("."), []
     for end in range(1, len(parts) + 1):
         place = ROOT.joinpath(*parts[:end])
-        if place.is_dir() and (place / "__init__.py").is_file():
-            found.append(place / "__init__.py")
+        if place.is_dir():
+            found += [place / "__init__.py"] * (place / "__init__.py").is_file()
         elif place.with_suffix(".py").is_file():
             found.append(place.with_suffix(".py"))
         else:
