@@ -27,20 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from common.data import corpus
-from common.data.preparation import (
-    Bar,
-    FileFacts,
-    Manifest,
-    Recipe,
-    build_once,
-    facts_of,
-    locked,
-    manifest_of,
-    require_free_space,
-    run_to_exit_code,
-    say,
-    sha256_of,
-)
+from common.data.manifest import FileFacts, Manifest, facts_of, sha256_of
+from common.data.preparation import Bar, Recipe, build_once, locked, manifest_of, require_free_space, run_to_exit_code, say
 from common.errors import DataError, RunError, StorageError
 from llama2_70b_lora.data import DTYPE, IGNORE_INDEX, SIDECAR, GovReport, Split, all_masked, check_tokens, tokens_path
 from llama2_70b_lora.rules import CLOSED, MINIATURE, Rules

@@ -47,7 +47,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from common.data.preparation import Manifest, sha256_of
+from common.data.manifest import Manifest, sha256_of
 from common.errors import StorageError, WeightsError
 from common.model.fused_block import fused_llama
 from common.model.llama import Llama

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from common import config
-from common.data.indexed_dataset import Writer
+from common.data.indexed_dataset_writer import Writer
 from common.errors import RunError
 from common.model.shapes import ModelShape
 from common.sharding.processes import start_processes

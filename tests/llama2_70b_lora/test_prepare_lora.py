@@ -16,7 +16,7 @@ import torch
 from pyarrow import parquet
 
 from common.data import corpus
-from common.data.preparation import Manifest, sha256_of
+from common.data.manifest import Manifest, sha256_of
 from common.errors import DataError, PreflightError, StorageError, WeightsError
 from common.model.llama import Llama, init_weights
 from common.model.shapes import ModelShape

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny import call_on_ranks
 from torch.distributed.fsdp import fully_shard
 
-from common.data.preparation import Manifest, facts_of
+from common.data.manifest import Manifest, facts_of
 from common.errors import StorageError, WeightsError
 from common.model import weights
 from common.model.llama import Llama, init_weights

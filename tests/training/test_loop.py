@@ -13,7 +13,8 @@ from tiny import TINY, TINY_PROGRAM, facts, records, run, run_config, start_rank
 from torch.nn import functional as F
 from two_ranks import evaluation, evaluation_sequences
 
-from common.data.indexed_dataset import Index, Writer
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_writer import Writer
 from common.errors import NonFinite, TargetMissed
 from common.model.llama import Llama, init_weights
 from common.sharding.processes import Processes
