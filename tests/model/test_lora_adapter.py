@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from lora_model import lora_llama
 from safetensors.torch import load_file, save_file
 from test_model import pair
 
 from common.errors import ConfigError, DataError
 from common.model import peft_adapter as adapter
 from common.model.llama import Llama
-from common.model.lora import adapter_parameters, add_adapters
+from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape
 
 SHAPE = ModelShape(3, 32, 48, 4, 2, 61, 10000.0)
@@ -32,7 +33,7 @@ def random_adapters(shape: ModelShape = SHAPE, rank: int = RANK) -> dict[str, to
 
 def with_adapters(model: Llama, tensors: dict[str, torch.Tensor]) -> Llama:
     """As it is evaluated: without dropout."""
-    add_adapters(model, RANK, ALPHA, dropout=0.1)
+    model = lora_llama(model, RANK, ALPHA, dropout=0.1)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             parameter.copy_(tensors[name])
