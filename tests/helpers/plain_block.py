@@ -49,11 +49,11 @@ class LoRALinear(nn.Module):
         self.base = base
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, device=base.weight.device))
-        self.scale, self.dropout = alpha / rank, dropout
+        self.scale, self.dropout, self.drop = alpha / rank, dropout, F.dropout
 
     def forward(self, x: Tensor) -> Tensor:
         lora_a, lora_b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
-        return self.base(x) + F.linear(F.linear(F.dropout(x, self.dropout, self.training), lora_a), lora_b) * self.scale
+        return self.base(x) + F.linear(F.linear(self.drop(x, self.dropout, self.training), lora_a), lora_b) * self.scale
 
 
 def plain_llama(shape: ModelShape, max_sequence_length: int) -> Llama:
