@@ -30,6 +30,7 @@ class Config(RunConfig):
         if self.reduce_scatter == "copy_engine":
             do = 'set reduce_scatter = "nccl"'
             self.require(self.gpu != "CPU", "reduce_scatter", "a CPU has no copy engines", do)
+            self.require(self.gpus_per_node > 1, "reduce_scatter", "one GPU sends nothing", do)
             self.require(self.nodes == 1, "reduce_scatter", "copy engines reach the GPUs of one node only", do)
         self.require(not self.fp8_head or self.fp8 == "torch", "fp8_head", "the head is computed by that engine", 'set fp8 = "torch"')
         if self.fp8 == "te":
