@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common.model.block import Block
 from compiling import run_in_interpreter
 from torch import nn
 from torch.nn import functional as F
@@ -13,7 +14,6 @@ from common.kernels import fp8
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, quantize_reference
 from common.kernels.lora import Dropout, keep_mask
 from common.kernels.rope import rope_tables
-from common.model.block import Block
 from common.model.fused_lora_block import FusedLoraBlock, Saved, saved_bytes_per_token
 from common.model.lora import LoRALinear
 from common.model.shapes import LLAMA2_70B, ModelShape
