@@ -25,9 +25,10 @@ from torch import Tensor
 
 from common.config import load
 from common.kernels.attention import attention_backends
+from common.model.checkpoint_loader import LoadReport, load_base
+from common.model.checkpoint_names import FUSED, INDEX, tensor_shapes
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
-from common.model.weights import INDEX, LoadReport, expected_shapes, load_base
 from common.sharding.frozen_base import FrozenBase
 from common.sharding.processes import Processes, start_processes
 from common.training.loop import Batching
@@ -47,7 +48,7 @@ def shard_of(name: str, num_layers: int) -> str:
 
 def write_shards(folder: Path, shape: ModelShape, processes: Processes) -> None:
     """Each rank every so-many-th shard. The layers have equal bytes: numbers do not matter to a disk, and making them takes longer than writing."""
-    shapes = expected_shapes(shape, "fused")
+    shapes = tensor_shapes(shape, FUSED)
     files: dict[str, list[str]] = {}
     for name in shapes:
         files.setdefault(shard_of(name, shape.num_layers), []).append(name)

@@ -18,9 +18,10 @@ from tiny import ROOT
 from common.config import from_table
 from common.errors import RunError
 from common.model import peft_adapter as adapter
+from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_writer import save_base
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
-from common.model.weights import load_base, save_base
 from common.training.session import Session
 from llama2_70b_lora import train
 from llama2_70b_lora.rules import CLOSED, Config

@@ -12,50 +12,30 @@ from unittest import mock
 import pytest
 import torch
 from compiling import TARGETS, check_compiles, run_in_interpreter
-from lora_ranks import RULES, TABLE
+from lora_ranks import RULES, TABLE, few_steps, fill, lora_config, matrix
 from simulated_streams import ORDERS, SimulatedStreams
 from tiny import TINY_PROGRAM, call_on_ranks, free_port, rank_environment
 
-from common.config import HOLDINGS, from_table
+from common.config import FROZEN_BASE_STORAGE, from_table
 from common.errors import ConfigError, WeightsError
 from common.kernels import fp8, transpose
 from common.kernels.fp8 import Quantizer, quantize_reference
-from common.model import weights
-from common.model.llama import Llama, copy_into, init_weights, parameter_seed
-from common.model.lora import adapter_parameters, init_adapters
+from common.model import checkpoint_loader, checkpoint_names
+from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_writer import save_base
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
 from common.model.shapes import LLAMA2_70B, ModelShape
-from common.model.weights import load_base, save_base
 from common.sharding import frozen_base as frozen
 from common.sharding.activation_offload import ActivationOffloader
 from common.sharding.frozen_base import COLUMNWISE, ROWWISE, FrozenBase, LayerKey, PrefetchBuffers, layer_layout, pass_order
 from common.sharding.side_stream import InOrder
-from common.training.loop import evaluate, pad_for_ranks, train_step
-from common.training.session import batching_of
 from llama2_70b_lora import train
 from llama2_70b_lora.rules import Config
 from plan import estimate as plan
 
 SHAPE = ModelShape(5, 32, 48, 4, 2, 61, 10000.0)
 ODD = ModelShape(2, 18, 7, 3, 1, 5, 10000.0)  # nothing is a multiple of anything: 30 rows of qkv, 14 of gate and up
-
-
-def matrix(shape, layer, name):
-    """A whole matrix in bf16, the same everywhere; each with an amax of its own."""
-    sizes = layer_layout(shape, 1, 1)[0][name]
-    generator = torch.Generator().manual_seed(parameter_seed(layer, name))
-    return (torch.randn(sizes.rows, sizes.columns, generator=generator) * (layer + 1)).bfloat16()
-
-
-def fill(base, shape):
-    for layer in range(shape.num_layers):
-        shards = {}
-        for name in base.matrices:
-            first, rows, columns = base.shard_rows(name)
-            mine = matrix(shape, layer, name)[first : first + rows]
-            shards[name] = torch.cat((mine, torch.full((rows - len(mine), columns), 1e4, dtype=torch.bfloat16))).to(base.device)
-        base.add_layer(layer, shards)
-    base.finalize()
-    return base
 
 
 def expected_operand(shape, layer, name, dtype):
@@ -108,7 +88,7 @@ def ask_all(base, shape):
 # ---- one rank
 
 
-@pytest.mark.parametrize("storage", HOLDINGS)
+@pytest.mark.parametrize("storage", FROZEN_BASE_STORAGE)
 @pytest.mark.parametrize("shape", [SHAPE, ODD], ids=["even", "odd"])
 def test_operands_are_those_of_the_whole_matrices(processes, storage, shape):
     base = fill(FrozenBase(shape, processes, storage=storage), shape)
@@ -134,15 +114,15 @@ def test_the_bytes_of_the_70b():
 def test_matrices_do_not_overlap_and_begin_aligned():
     found, size = layer_layout(ODD, 3, 1)
     end = 0
-    for matrix in found.values():
-        assert matrix.offset >= end and matrix.offset % frozen.ALIGNMENT == 0
-        end = matrix.offset + matrix.rows * matrix.columns
+    for place in found.values():
+        assert place.offset >= end and place.offset % frozen.ALIGNMENT == 0
+        end = place.offset + place.rows * place.columns
     assert size >= end and size % (3 * frozen.ALIGNMENT) == 0
 
 
 def test_the_digest_covers_every_byte_and_scale(processes):
     base = fill(FrozenBase(SHAPE, processes, storage="replicated_both"), SHAPE)
-    model = Llama(SHAPE, 16).requires_grad_(False)
+    model = fused_llama(SHAPE, 16).requires_grad_(False)
     before = train.base_fingerprints(model, base)
     assert sum(t.nbytes for t in base.tensors()) == base.stored.nbytes + base.scales.nbytes
     for tensor in (base.stored.view(-1)[-1:], base.stored.view(-1)[:1], base.scales[-1, -1:].view(torch.uint8).view(-1)[:1]):
@@ -225,7 +205,7 @@ def test_transposes_are_made_ahead_and_once(processes):
 
 def on_two_ranks(processes, folder):
     found = {}
-    for storage in HOLDINGS:
+    for storage in FROZEN_BASE_STORAGE:
         base = fill(FrozenBase(SHAPE, processes, storage=storage), SHAPE)
         found[storage] = {"wrong": ask_all(base, SHAPE), "bytes": base.stored.nbytes}
     odd = fill(FrozenBase(ODD, processes), ODD)
@@ -233,17 +213,18 @@ def on_two_ranks(processes, folder):
     found["unquantized"] = {dtype: unquantized(processes, dtype) for dtype in DTYPES}
     found["fetches"] = count_fetches(fill(FrozenBase(SHAPE, processes), SHAPE), 5)
     found["loaded"] = {layout: load(processes, folder, layout) for layout in ("fused", "ordinary")}
-    found["steps"] = {name: few_steps(processes, **changes) for name, changes in RUNS.items()}
+    found["steps"] = {name: few_steps(processes, one_batch=True, **changes) for name, changes in RUNS.items()}
     return found
 
 
+FP8 = {"fp8": "torch"}
 RUNS = {
-    "sharded": {},
-    "replicated": {"frozen_base": "replicated"},
-    "bf16": {"fp8": ""},
-    "bf16, replicated": {"fp8": "", "frozen_base": "replicated"},
-    "bf16, SwiGLU's input in 8 bits": {"fp8": "", "fp8_swiglu_input": True},
-    "fp32": {"fp8": "", "precision": "fp32"},
+    "sharded": FP8,
+    "replicated": FP8 | {"frozen_base": "replicated"},
+    "replicated_both": FP8 | {"frozen_base": "replicated_both"},
+    "bf16": {"precision": "bf16"},
+    "bf16, replicated": {"precision": "bf16", "frozen_base": "replicated"},
+    "fp32": {},
 }
 DTYPES = (torch.bfloat16, torch.float32)
 MODEL = RULES.shape
@@ -268,18 +249,21 @@ def unquantized(processes, dtype):
 
 def load(processes, folder, layout):
     """The operands of a checkpoint, as bytes, and what this rank read of the blocks' matrices: (file, offset, size)."""
-    config = lora_config(processes)
-    base = train.frozen_base(config, RULES, processes)
-    model = train.build(config, RULES, processes, base)
-    ranges, preadv = [], os.preadv
+    ranges, reports, preadv = [], [], os.preadv
 
     def counted(file, buffers, offset):
         got = preadv(file, buffers, offset)
         ranges.append((Path(f"/proc/self/fd/{file}").resolve().name, offset, got))
         return got
 
-    with mock.patch.object(weights.os, "preadv", counted):
-        report = load_base(model, folder / layout, folder / f"{layout}.json" if (folder / f"{layout}.json").exists() else None, base)
+    with mock.patch.object(checkpoint_loader.os, "preadv", counted):
+        assembly, base = train.assemble(
+            lora_config(processes, **FP8),
+            RULES,
+            processes,
+            1,
+            lambda *into: reports.append(load_base(into[0], folder / layout, None, into[1])),
+        )
     operands = {}
     for layer in range(MODEL.num_layers):
         for name, operand in base.forward_weights(layer).items():
@@ -289,56 +273,14 @@ def load(processes, folder, layout):
         for name, operand in base.backward_weights(layer).items():
             operands[f"{layer} {name} columns"] = operand.columnwise.view(torch.uint8).clone()
         base.release(layer)
-    rest = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if ".lora_" not in name}
-    return {"operands": operands, "rest": rest, "ranges": ranges, "bytes": report.bytes}
-
-
-def lora_config(processes, **changes):
-    fp8_keys = {"precision": "bf16", "fp8": "torch", "fused_blocks": True, "fp8_recipe": "current", "reshard_after_forward": False}
-    return from_table(
-        {**TABLE, **fp8_keys, "gpus_per_node": processes.world_size, "micro_batch_size": 2, "eval_micro_batch_size": 2, **changes},
-        Config,
-        "test",
-    )
-
-
-def few_steps(processes, rules=RULES, **changes):
-    """Losses and gradient norms of some steps, an evaluation with padding, and whether the base is what it was."""
-    torch.manual_seed(0)
-    config = lora_config(processes, **changes)
-    base = train.frozen_base(config, rules, processes)
-    model = train.build(config, rules, processes, base)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter_seed(5, name)))
-            copy_into(parameter, 0.1 * full if parameter.ndim == 2 else torch.ones(parameter.shape))
-    with mock.patch(f"{__name__}.matrix", lambda *which, matrix=matrix: 0.1 * matrix(*which)):
-        fill(base, rules.shape)
-    init_adapters(model, seed=3)
-    optimizer = train.adapter_optimizer(model, config, rules, processes)
-    before = train.base_fingerprints(model, base)
-    sequences = torch.randint(61, (8, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32).repeat(3, 1, 1)
-    sequences[:, 1, 11:] = -100
-    share = 8 // processes.world_size
-    mine = [part for batch in sequences.split(8) for part in batch.split(share)[processes.rank].split(2)]
-    batches, losses, norms = iter(mine), [], []
-    for _ in range(3):
-        loss, norm = train_step(model, optimizer, batches, batching_of(config), 1e-2, processes.world_size, lambda phase: None)
-        losses.append(float(processes.sum(loss)))
-        norms.append(float(norm))
-    evaluation = evaluate(model, pad_for_ranks(sequences[:5].numpy(), processes, 2), processes, lambda phase: None)
-    foresees = base.order == pass_order(rules.shape.num_layers, False, ROWWISE)  # the model has announced a pass without backward
-    unchanged = train.base_fingerprints(model, base) == before
-    adapters = {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()}
-    names = [name for name, _ in model.named_parameters()]
-    found = {"losses": losses, "norms": norms, "evaluation": evaluation, "foresees": foresees, "unchanged": unchanged}
-    return found | {"adapters": adapters, "names": names}
+    rest = {name: parameter.detach().clone() for name, parameter in assembly.model.named_parameters() if ".lora_" not in name}
+    return {"operands": operands, "rest": rest, "ranges": ranges, "bytes": reports[0].bytes}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    folder, model = tmp_path_factory.mktemp("frozen"), Llama(MODEL, 16)
-    init_weights(model, 5, 0.5)
+    folder, model = tmp_path_factory.mktemp("frozen"), fused_llama(MODEL, 16)
+    init_weights(model, MODEL.num_layers, 5, 0.5, copy_weight)
     for layout in ("fused", "ordinary"):
         save_base(model, folder / layout, shards=3, layout=layout)
     return folder
@@ -349,7 +291,7 @@ def pair(checkpoints):
     return call_on_ranks(2, "test_frozen:on_two_ranks", checkpoints)
 
 
-@pytest.mark.parametrize("case", [*HOLDINGS, "odd"])
+@pytest.mark.parametrize("case", [*FROZEN_BASE_STORAGE, "odd"])
 def test_two_ranks_get_the_same_operands_and_keep_their_half(pair, case):
     shape = ODD if case == "odd" else SHAPE
     copies = {"replicated": 1, "replicated_both": 2}.get(case, 1)  # two layouts of one half each
@@ -386,7 +328,7 @@ def test_gathers_are_ahead_and_none_is_made_twice(pair):
 
 
 def whole_expected(folder, layout):
-    model = Llama(MODEL, 16).bfloat16()
+    model = fused_llama(MODEL, 16).bfloat16()
     load_base(model, folder / layout)
     expected = {}
     for layer, block in enumerate(model.blocks):
@@ -427,11 +369,11 @@ def test_two_ranks_read_each_matrix_once(processes, checkpoints, pair):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_training_on_two_ranks_follows_one(processes, pair, name):
-    alone = few_steps(processes, **RUNS[name])
+    alone = few_steps(processes, one_batch=True, **RUNS[name])
     first, second = (rank["steps"][name] for rank in pair)
     for found in (alone, first, second):
-        assert found["unchanged"] and found["foresees"] and found["losses"][-1] < found["losses"][0]
-        assert not any(".weight" in name and "blocks" in name and "norm" not in name for name in found["names"])
+        assert found["base unchanged"] and found["evaluates forward only"] and found["losses"][-1] < found["losses"][0]
+        assert not any(".weight" in name and "blocks" in name and "norm" not in name for name in found["parameters"])
         # The micro-batches are the same, so are their scales: what differs is the order of the sums of the gradients.
         assert found["losses"] == pytest.approx(alone["losses"], rel=2e-3) and found["norms"] == pytest.approx(alone["norms"], rel=2e-2)
         assert found["evaluation"] == pytest.approx(alone["evaluation"], rel=2e-3)
@@ -440,17 +382,16 @@ def test_training_on_two_ranks_follows_one(processes, pair, name):
 
 def test_storage_changes_no_bit(pair):
     runs = pair[0]["steps"]
-    for name, same in (("replicated", "sharded"), ("bf16, replicated", "bf16")):
+    for name, same in (("replicated", "sharded"), ("replicated_both", "sharded"), ("bf16, replicated", "bf16")):
         assert runs[name]["losses"] == runs[same]["losses"] and runs[name]["evaluation"] == runs[same]["evaluation"]
 
 
-@pytest.mark.parametrize("changes", [{"fp8_recipe": "delayed"}, {"fp8": ""}], ids=str)
-def test_offloading_changes_no_bit(processes, changes):
+def test_offloading_changes_no_bit(processes):
     five = replace(RULES, shape=replace(RULES.shape, num_layers=5), lora_dropout=0.1)
-    here = few_steps(processes, five, fp8_swiglu_input=True, **changes)
+    here = few_steps(processes, rules=five, **FP8)
     with mock.patch.object(ActivationOffloader, "offload", autospec=True, side_effect=ActivationOffloader.offload) as offload:
-        there = few_steps(processes, five, fp8_swiglu_input=True, **changes, offload_layers=3)
-    assert offload.call_count == 12 * 3, "3 steps of 4 micro-batches"
+        there = few_steps(processes, rules=five, **FP8, offload_layers=3)
+    assert offload.call_count == 6 * 4 * 3, "6 steps of 4 micro-batches, 3 layers each"
     assert there["losses"] == here["losses"] and there["evaluation"] == here["evaluation"]
     assert_same(there["adapters"], here["adapters"])
 
@@ -468,35 +409,29 @@ def test_fp8_follows_bf16(pair):
     assert runs["sharded"]["losses"] != runs["bf16"]["losses"] != runs["fp32"]["losses"]
     assert runs["sharded"]["losses"] == pytest.approx(runs["bf16"]["losses"], rel=0.02)
     assert runs["bf16"]["losses"] == pytest.approx(runs["fp32"]["losses"], rel=0.02)
-    assert runs["bf16, SwiGLU's input in 8 bits"]["losses"] == pytest.approx(runs["bf16"]["losses"], rel=0.01)
 
 
 # ---- refused
 
 
 def test_what_is_wrong_with_a_checkpoint_is_said_before_a_layer_is_held(processes, checkpoints, tmp_path):
-    config = lora_config(processes)
-    base = train.frozen_base(config, RULES, processes)
-    model = train.build(config, RULES, processes, base)
-    index = json.loads((checkpoints / "fused" / weights.INDEX).read_text())
-    (tmp_path / weights.INDEX).write_text(json.dumps(index))
+    base, model = FrozenBase(MODEL, processes), fused_llama(MODEL, 16)
+    index = json.loads((checkpoints / "fused" / checkpoint_names.INDEX).read_text())
+    (tmp_path / checkpoint_names.INDEX).write_text(json.dumps(index))
     with mock.patch.object(base, "add_layer", side_effect=AssertionError), pytest.raises(WeightsError, match="3 of 3 shards are missing"):
         load_base(model, tmp_path, None, base)
-    half = torch.float64
-    source = Llama(MODEL, 16)
-    init_weights(source, 5, 0.5)
-    save_base(source, tmp_path / "double", dtype=half)
+    source = fused_llama(MODEL, 16)
+    init_weights(source, MODEL.num_layers, 5, 0.5, copy_weight)
+    save_base(source, tmp_path / "double", dtype=torch.float64)
     with mock.patch.object(base, "add_layer", side_effect=AssertionError), pytest.raises(WeightsError, match="expected a dtype of BF16"):
         load_base(model, tmp_path / "double", None, base)
 
 
 REFUSED = [
-    {"transport": "multicast"},
-    {"transport": "copy_engine"},
     {"frozen_base": "none"},
+    {"frozen_base": "replicated_both"},
     {"offload_layers": 1},
-    {"offload_layers": 1, "fp8_swiglu_input": True, "fp8": "", "fused_blocks": False},
-    {"frozen_base": "replicated", "fp8": "", "fused_blocks": False},
+    {"fp8": "te"},
 ]
 
 
@@ -504,22 +439,17 @@ REFUSED = [
 def test_impossible_configs_are_refused(processes, changes):
     key = next(iter(changes))
     with pytest.raises(ConfigError, match=f"{key} = .* cannot be used"):
-        lora_config(processes, **{"gpus_per_node": 2, **changes})
-
-
-def test_recompute_is_refused(processes):
-    with pytest.raises(ConfigError, match="recompute_layers = 1 cannot be used"):
-        train.frozen_base(lora_config(processes, recompute_layers=1), RULES, processes)
+        lora_config(processes, **changes)
 
 
 # ---- bench, plan
 
 
-@pytest.mark.parametrize("storage", HOLDINGS)
+@pytest.mark.parametrize("storage", FROZEN_BASE_STORAGE)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bytes_are_as_planned(processes, pair, storage, ranks):
     work = plan.Workload(SHAPE, 16, 4, 8, 8, lora_rank=4)
-    table = {**TABLE, "precision": "bf16", "fp8": "torch", "fused_blocks": True, "micro_batch_size": 2}
+    table = {**TABLE, "fp8": "torch", "micro_batch_size": 2}
     config = from_table(table | {"gpus_per_node": ranks, "frozen_base": storage}, Config, "test")
     held = pair[0][storage]["bytes"] if ranks == 2 else FrozenBase(SHAPE, processes, storage=storage).stored.nbytes
     rest = 2 * ((2 * SHAPE.num_layers + 1) * 32 + 2 * 61 * 32)
@@ -531,7 +461,7 @@ def test_bytes_are_as_planned(processes, pair, storage, ranks):
 
 def test_the_plan_of_the_70b():
     """Gigabytes on each of 4 GPUs: 2 x 68.45 / 4 in FP8, 1.05 in bf16, 0.18 of adapters; and 2.57 of prefetch buffers."""
-    table = {**TABLE, "precision": "bf16", "fp8": "torch", "fused_blocks": True, "micro_batch_size": 1, "gpus_per_node": 4}
+    table = {**TABLE, "fp8": "torch", "micro_batch_size": 1, "gpus_per_node": 4}
     config, work = from_table(table, Config, "test"), plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16)
     assert plan.state_bytes(config, work)["weights"] / 1e9 == pytest.approx(34.23 + 1.05 + 0.18, abs=0.01)
     assert plan.memory_peak(config, work).parts["gathered weights"] / 1e9 == pytest.approx(2.57, abs=0.01)
@@ -539,7 +469,7 @@ def test_the_plan_of_the_70b():
 
 def test_random_weights_are_as_wide_as_asked(processes):
     base = FrozenBase(SHAPE, processes)
-    train.hold_random_weights(base)
+    train.load_random(fused_llama(SHAPE, 16), base)
     operand = base.forward_weights(2)["gate_up"]
     assert float((operand.rowwise.float() * operand.scale).std()) == pytest.approx(0.02, rel=0.1)
 
