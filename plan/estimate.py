@@ -13,7 +13,7 @@ from common.gpu_kinds import GIB, GpuKind
 from common.model.shapes import ModelShape
 
 BYTES = {"fp32": 4, "bf16": 2}
-RING_LAYERS = 3  # layers of a frozen base that are gathered or transposed at a time: SLOTS of common/sharding/frozen_base.py
+FROZEN_BUFFERS = 3  # layers of a frozen base that are gathered or transposed at a time: NUM_BUFFERS of common/sharding/frozen_base.py
 
 # The driver of an H200 offers 139.8 of its 141 GiB to a process. The same share is assumed for the other kinds.
 USABLE_SHARE = 139.8 / 141
@@ -137,7 +137,7 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
 def _gathered_bytes(config: RunConfig, work: Workload) -> float:
     """Weights in the format of products beside those of `state_bytes`.
 
-    Pre-training: all of them in bf16. LoRA: a ring of layers that are gathered or, in FP8 with W alone, transposed.
+    Pre-training: all of them in bf16. LoRA: buffers for layers that are gathered or, in FP8 with W alone, transposed.
     """
     if not work.lora_rank:
         return BYTES[config.precision] * work.shape.num_parameters
@@ -145,7 +145,7 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
     gathers = storage == "sharded" and config.gpus_per_node > 1
     transposes = bool(config.fp8) and not gathers and storage != "replicated_both"
     per_value = 1 if config.fp8 else BYTES[config.precision]
-    return RING_LAYERS * matrix_parameters(work.shape) * per_value if gathers or transposes else 0
+    return FROZEN_BUFFERS * matrix_parameters(work.shape) * per_value if gathers or transposes else 0
 
 
 def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:

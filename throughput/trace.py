@@ -86,8 +86,8 @@ def _last_end(step: Mapping, kernels: Sequence[tuple[int, int]]) -> int:
 
 
 def _ops(thread: Sequence[Mapping], roles: Roles) -> list[Event]:
-    """The ops of a CPU thread. Ranges and autograd nodes are left out: their own time is Python and bookkeeping."""
-    ops = [(s, calls) for s, calls in _nested(thread) if s["cat"] == "cpu_op" and not AUTOGRAD.search(s["name"])]
+    """The ops of a CPU thread. Ranges, autograd nodes and functions (no namespace) are left out: their own time is Python and bookkeeping."""
+    ops = [(s, calls) for s, calls in _nested(thread) if s["cat"] == "cpu_op" and "::" in s["name"] and not AUTOGRAD.search(s["name"])]
     return [_event(span, 0, "op", calls, roles) for span, calls in ops]
 
 

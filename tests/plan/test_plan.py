@@ -14,7 +14,7 @@ from common.gpu_kinds import GIB, KINDS
 from common.hardware import Probe, config_path
 from common.model.fused_lora_block import saved_bytes_per_token
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B
-from common.sharding.frozen_base import SLOTS
+from common.sharding.frozen_base import NUM_BUFFERS
 from plan import command
 from plan import estimate as plan
 from records import published, rcp
@@ -177,24 +177,24 @@ def test_symmetric_buffers_by_hand():
     assert plan.state_bytes(replace(config, reduce_scatter="nccl"), work)["symmetric buffers"] == 0
 
 
-@pytest.mark.parametrize(("storage", "layouts", "ring"), [("sharded", 2 / 4, 3), ("replicated", 1, 3), ("replicated_both", 2, 0)])
-def test_a_frozen_base_by_hand(storage, layouts, ring):
+@pytest.mark.parametrize(("storage", "layouts", "buffers"), [("sharded", 2 / 4, 3), ("replicated", 1, 3), ("replicated_both", 2, 0)])
+def test_a_frozen_base_by_hand(storage, layouts, buffers):
     config, work = shipped(LORA, "H200_1x4", frozen_base=storage)
     layer, rest, adapters = 855_638_016, 2 * 32000 * 8192 + 161 * 8192, 44_564_480  # a layer's matrices; embedding, head and norms
     memory = plan.memory_peak(config, work)
     assert LLAMA2_70B.lora_parameters(16) == adapters
     assert memory.parts["weights"] == layouts * 80 * layer + 2 * rest + 4 * adapters
     assert memory.parts["gradients"] == 4 * adapters and memory.parts["AdamW moments"] == 8 * adapters
-    assert memory.parts.get("gathered weights", 0) == ring * layer and "FP8 copies of weights" not in memory.parts
-    assert plan.RING_LAYERS == SLOTS
+    assert memory.parts.get("gathered weights", 0) == buffers * layer and "FP8 copies of weights" not in memory.parts
+    assert plan.FROZEN_BUFFERS == NUM_BUFFERS
 
 
 def test_a_frozen_base_in_bf16_by_hand():
     """W serves both passes: nothing is transposed, and only a sharded base is gathered."""
-    for storage, gpus, ring in (("sharded", 4, 3), ("replicated", 1, 0)):
+    for storage, gpus, buffers in (("sharded", 4, 3), ("replicated", 1, 0)):
         memory = plan.memory_peak(*shipped(LORA, "H200_1x4", frozen_base=storage, fp8="", offload_layers=0))
         assert memory.parts["weights"] == 2 * 80 * 855_638_016 / gpus + 2 * (2 * 32000 * 8192 + 161 * 8192) + 4 * 44_564_480
-        assert memory.parts.get("gathered weights", 0) == ring * 2 * 855_638_016
+        assert memory.parts.get("gathered weights", 0) == buffers * 2 * 855_638_016
 
 
 def test_activations_of_pre_training_by_hand():
