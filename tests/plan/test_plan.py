@@ -6,15 +6,21 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common import config as configs
 from common.gpu_kinds import GIB, KINDS
 from common.hardware import Probe, config_path
+from common.kernels.fp8 import DelayedScaling
+from common.kernels.rope import rope_tables
+from common.model.fused_block import FusedBlock
 from common.model.fused_lora_block import saved_bytes_per_token
-from common.model.shapes import LLAMA2_70B, LLAMA31_8B
+from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from common.sharding.frozen_base import NUM_BUFFERS
+from common.sharding.reduce_scatter import CopyEngineReduceScatter
 from plan import command
 from plan import estimate as plan
 from records import published, rcp
@@ -170,10 +176,12 @@ def test_several_nodes_share_no_state():
     assert one["weights"] == two["weights"] and one["buffers"] > two["buffers"]
 
 
-def test_symmetric_buffers_by_hand():
+def test_symmetric_buffers_are_those_of_the_reduction():
     """Two of what three other GPUs send of a quarter of the embedding's bf16 gradient."""
     config, work = shipped(PRETRAINING, "H200_1x4", reduce_scatter="copy_engine")
-    assert plan.state_bytes(config, work)["symmetric buffers"] == 2 * 3 * (128256 // 4 * 4096 * 2)
+    embedding = SimpleNamespace(master=torch.empty(128256 // 4, 4096, device="meta"))
+    counted = plan.state_bytes(config, work)["symmetric buffers"]
+    assert counted == 2 * 3 * (128256 // 4 * 4096 * 2) == 2 * CopyEngineReduceScatter.num_bytes([embedding], 4, torch.bfloat16)
     assert plan.state_bytes(replace(config, reduce_scatter="nccl"), work)["symmetric buffers"] == 0
 
 
@@ -203,6 +211,29 @@ def test_activations_of_pre_training_by_hand():
     kept = 2 * 8192 + 8 + 12288 + 8192 + 128 + 57344
     assert sum(plan.activation_bytes(config, work).values()) == kept + 3 * 4096 + 14336
     assert sum(plan.activation_bytes(replace(config, fp8=""), work).values()) == kept + 2 * 8192 + 28672
+
+
+@pytest.mark.parametrize("fp8", ["", "torch"])
+def test_activations_of_pre_training_are_what_a_block_saves(fp8):
+    """All tensors that the block keeps, each memory once, and the log-sum-exp that the attention of a GPU keeps in fp32."""
+    shape = ModelShape(1, 64, 112, 4, 2, 61, 10000.0)
+    scaling = DelayedScaling() if fp8 else None
+    block = FusedBlock(shape, "reference", scaling).to(torch.bfloat16)
+    if scaling is not None:
+        scaling.allocate(torch.device("cpu"))
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    x, (cos, sin) = torch.randn(1, 16, 64).to(torch.bfloat16), rope_tables(shape, 16, "cpu")
+    with torch.no_grad():  # as within FusedBlockFunction
+        _, saved = block.run(x, cos, sin, keep=True)
+    attention, leaves = saved.attention
+    parts = [saved.x, saved.residual, saved.rstd_1, saved.rstd_2, saved.gate_up, attention, *leaves]
+    for operand in (saved.n_1, saved.o, saved.n_2, saved.h):
+        parts += [part for part in (operand.rowwise, operand.columnwise) if part is not None]
+    sizes = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts if part.numel()}
+    config, work = shipped(PRETRAINING, "H200_1x4", fp8=fp8)
+    counted = plan.activation_bytes(config, replace(work, shape=shape))
+    assert sum(sizes.values()) + 16 * 4 * shape.num_heads == 16 * sum(counted.values())
 
 
 @pytest.mark.parametrize("fp8", ["", "torch"])
