@@ -51,16 +51,12 @@ class Event:
 
     name: str
     start_ns: int
-    duration_ns: int
+    end_ns: int
     stream: int
     kind: str  # "kernel", "copy" (memcpy, memset) or "op" (ops nest: an instant belongs to the innermost)
     within: tuple[str, ...] = ()  # ops and ranges around its launch, outermost first
     label: str = ""  # of a matrix product: role and shape
     flops: int = 0
-
-    @property
-    def end_ns(self) -> int:
-        return self.start_ns + self.duration_ns
 
 
 @dataclass
@@ -139,7 +135,7 @@ def main_stream(events: Sequence[Event], kinds: Sequence[str]) -> int | None:
     busy: dict[int, int] = {}
     for event, kind in zip(events, kinds, strict=True):
         if kind != COMMUNICATION and event.kind != "copy":
-            busy[event.stream] = busy.get(event.stream, 0) + event.duration_ns
+            busy[event.stream] = busy.get(event.stream, 0) + event.end_ns - event.start_ns
     return max(busy, key=lambda stream: busy[stream], default=None)
 
 

@@ -5,7 +5,6 @@ The page is self-contained: no script, nothing from outside. No torch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from html import escape
@@ -14,14 +13,15 @@ from pathlib import Path
 from common.errors import DataError, RunError, StorageError
 
 TABLE = "profile.json"
+# Key of a row -> format.
 COLUMNS = {
-    "ms": "{:,.3f}",
-    "share": "{:.1%}",
-    "us_per_token": "{:.3f}",
-    "kernel_ms": "{:,.3f}",
-    "hidden_ms": "{:,.3f}",
-    "launches": "{:,.0f}",
-    "tflops": "{:.4g}",
+    "ms": ",.3f",
+    "share": ".1%",
+    "us_per_token": ".3f",
+    "kernel_ms": ",.3f",
+    "hidden_ms": ",.3f",
+    "launches": ",.0f",
+    "tflops": ".4g",
 }
 PARTS = {"classes": "kernel class", "products": "matrix product, M x N x K", "others": "name in class other"}
 CLOCK_AGREES = 0.01  # the trace's step against the clock's
@@ -47,7 +47,7 @@ def heading(profile: dict) -> list[str]:
 
 
 def cells(row: dict) -> list[str]:
-    return [row["name"], *("" if row[key] is None else form.format(row[key]) for key, form in COLUMNS.items())]
+    return [row["name"], *("" if row[key] is None else format(row[key], form) for key, form in COLUMNS.items())]
 
 
 def text(profile: dict) -> str:
@@ -96,10 +96,8 @@ def write_page(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="throughput.profile_page", description="Write profile.html beside profile.json.")
-    parser.add_argument("directory", type=Path)
     try:
-        print(write_page(parser.parse_args().directory))
+        print(write_page(Path(sys.argv[1])))
     except RunError as error:
         print(error.lines(), file=sys.stderr)
         sys.exit(error.exit_code)

@@ -6,10 +6,10 @@ All ranks step; rank 0 alone is profiled and writes. The steps are those of `ben
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,21 +23,6 @@ from throughput import profile_page, trace
 from throughput.kernel_time import Row, breakdown
 
 TRACE = "trace.json.gz"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What was profiled: part of profile.json."""
-
-    benchmark: str
-    config: str
-    precision: str
-    layers: int
-    world_size: int
-    device: str
-    torch: str
-    steps: int
-    tokens_per_step_per_rank: int
 
 
 def record(step: Callable[[], object], steps: int, folder: Path, processes: Processes) -> float:
@@ -67,20 +52,22 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
     return statistics.mean(times_ms)
 
 
-def summarize(folder: Path, model: Llama, micro_batch_tokens: int, facts: Facts, clock_ms: float, bench_ms: float) -> str:
+def summarize(folder: Path, model: Llama, micro_batch_tokens: int, facts: dict, clock_ms: float, bench_ms: float) -> str:
     """Read the trace in `folder`, write profile.json beside it and return the table.
 
+    `facts`: benchmark, config, precision, layers, world_size, device, torch, steps, tokens_per_step_per_rank; part of profile.json.
     `clock_ms`: a step while profiled, from `record`; `bench_ms`: a step without the profiler, before it in the same process.
     """
     roles = trace.Roles(model.shape, micro_batch_tokens, all(parameter.requires_grad for parameter in model.parameters()))
-    events, start_ns, end_ns, steps = trace.timeline(trace.load(folder / TRACE), roles)
+    with gzip.open(folder / TRACE, "rt", encoding="utf-8") as file:
+        events, start_ns, end_ns, steps = trace.timeline(json.load(file), roles)
     table = document(breakdown(events, start_ns, end_ns), end_ns - start_ns, steps, facts)
     table |= {"clock_ms": clock_ms, "bench_ms": bench_ms}
     profile_page.write(folder / profile_page.TABLE, json.dumps(table, indent=1) + "\n")
     return profile_page.text(table)
 
 
-def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: Facts) -> dict:
+def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict) -> dict:
     """profile.json: per step, in milliseconds unless the name says otherwise. The classes sum to window_ms."""
 
     def entry(row: Row) -> dict:
@@ -88,11 +75,11 @@ def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: Fact
             "name": row.name,
             "ms": row.exposed_ns / 1e6 / steps,
             "share": row.exposed_ns / window_ns,
-            "us_per_token": row.exposed_ns / 1e3 / steps / facts.tokens_per_step_per_rank,
+            "us_per_token": row.exposed_ns / 1e3 / steps / facts["tokens_per_step_per_rank"],
             "kernel_ms": row.kernel_ns / 1e6 / steps,
             "hidden_ms": row.hidden_ns / 1e6 / steps,
             "launches": row.launches / steps,
             "tflops": row.flops / row.kernel_ns / 1e3 if row.flops else None,
         }
 
-    return {**vars(facts), "window_ms": window_ns / 1e6 / steps} | {name: list(map(entry, part)) for name, part in rows.items()}
+    return facts | {"window_ms": window_ns / 1e6 / steps} | {name: list(map(entry, part)) for name, part in rows.items()}

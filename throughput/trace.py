@@ -7,12 +7,9 @@ On a CPU the events are the ops of the thread that steps, and gloo's threads as 
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.errors import CheckFailed
 from common.model.shapes import ModelShape
@@ -36,11 +33,6 @@ class _Call:
     counted: bool = False  # the product's FLOPs
 
 
-def load(path: Path) -> dict:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return json.load(file)
-
-
 def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
     """Events, the window's start and end in ns, and its steps. Raises CheckFailed if the trace lacks steps, or kernels that belong to them."""
     spans = [record for record in trace["traceEvents"] if record.get("ph") == "X"]
@@ -53,7 +45,9 @@ def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
             threads[span["tid"]].append(span)
     on_gpu = [span for span in spans if span.get("cat") in ON_GPU]
     if not on_gpu:
-        events = _ops(threads.pop(steps[0]["tid"]), roles)
+        # Ranges, autograd nodes and functions (no namespace) are left out: their own time is Python and bookkeeping.
+        ops = [(s, calls) for s, calls in _nested(threads.pop(steps[0]["tid"])) if s["cat"] == "cpu_op" and "::" in s["name"]]
+        events = [_event(span, 0, "op", calls, roles) for span, calls in ops if not AUTOGRAD.search(span["name"])]
         for number, others in enumerate(threads.values(), start=1):
             events += [_event(s, number, "kernel", ()) for s in others if s["name"].startswith("gloo:")]
         return events, _end(steps[0]), _end(steps[-1]), len(steps) - 1
@@ -73,7 +67,7 @@ def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
 def _event(span: Mapping, stream: int, kind: str, calls: Sequence[_Call], roles: Roles | None = None) -> Event:
     label, flops = roles.product(calls) if roles else ("", 0)
     within = tuple(call.name for call in calls)
-    return Event(span["name"], _ns(span["ts"]), _ns(span["dur"]), stream, kind, within, label, flops)
+    return Event(span["name"], _ns(span["ts"]), _end(span), stream, kind, within, label, flops)
 
 
 def _last_end(step: Mapping, kernels: Sequence[tuple[int, int]]) -> int:
@@ -83,12 +77,6 @@ def _last_end(step: Mapping, kernels: Sequence[tuple[int, int]]) -> int:
         why = "launches and kernels of the trace do not match: another profiler may be attached, or kernels may not be traced here"
         raise CheckFailed(f"no kernel belongs to {step['name']}", why, "see trace.json.gz")
     return max(ends)
-
-
-def _ops(thread: Sequence[Mapping], roles: Roles) -> list[Event]:
-    """The ops of a CPU thread. Ranges, autograd nodes and functions (no namespace) are left out: their own time is Python and bookkeeping."""
-    ops = [(s, calls) for s, calls in _nested(thread) if s["cat"] == "cpu_op" and "::" in s["name"] and not AUTOGRAD.search(s["name"])]
-    return [_event(span, 0, "op", calls, roles) for span, calls in ops]
 
 
 def _nested(thread: Sequence[Mapping]) -> Iterator[tuple[Mapping, tuple[_Call, ...]]]:

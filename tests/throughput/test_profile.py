@@ -20,7 +20,7 @@ from common.errors import CheckFailed, DataError
 from common.model.shapes import ModelShape
 from throughput import profile_page
 from throughput.kernel_time import CLASSES, Event, breakdown, class_of, class_of_name, exposed_ns
-from throughput.profiling import TRACE, Facts, document
+from throughput.profiling import TRACE, document
 from throughput.trace import Roles, timeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ GEMM, NCCL, COPY, ADD = "nvjet_tst_128x256", "ncclDevKernel_AllGather_RING_LL(ar
 
 
 def kernel(name, start, duration, stream=7, kind="kernel", **more):
-    return Event(name, start, duration, stream, kind, **more)
+    return Event(name, start, start + duration, stream, kind, **more)
 
 
 def ms_of(events, start, end):
@@ -171,7 +171,7 @@ def instant_by_instant(events, kinds, start, end):
     busy = {}
     for event, kind in zip(events, kinds, strict=True):
         if kind != "communication" and event.kind != "copy":
-            busy[event.stream] = busy.get(event.stream, 0) + event.duration_ns
+            busy[event.stream] = busy.get(event.stream, 0) + event.end_ns - event.start_ns
     main = max(busy, key=lambda stream: busy[stream], default=None)
     own, idle = [0] * len(events), 0
     for now in range(start, end):
@@ -349,7 +349,8 @@ def test_on_a_cpu_each_op_has_the_time_it_calls_no_other():
 
 # --- the document and its page ----------------------------------------------------------------------------------------
 
-FACTS = Facts("llama31_8b", "H200_1x4", "bf16", 2, 4, "NVIDIA H200", "2.11", 2, 1000)
+FACTS = {"benchmark": "llama31_8b", "config": "H200_1x4", "precision": "bf16", "layers": 2, "world_size": 4, "device": "NVIDIA H200"}
+FACTS |= {"torch": "2.11", "steps": 2, "tokens_per_step_per_rank": 1000}
 
 
 def table(clock_ms=0.05):
