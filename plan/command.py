@@ -18,13 +18,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import config_names, config_path, probe
-from launch.choose import choose, key_value, rules_of
+from common.hardware import config_names, config_path, identify, probe
 from plan import estimate as plan
 from plan.estimate import Estimate, Memory, Workload, gib
 from records import published, rcp
@@ -37,7 +37,7 @@ follows from AMD's published MLPerf results and thus describes AMD's software. N
 
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     options = _parse(arguments)
-    overrides = dict(key_value(text) for text in options.set)
+    overrides = dict(text.partition("=")[::2] for text in options.set)
     path = None if options.all else _chosen(root, benchmark, options)
     if path is None:
         loaded = load_all(root, benchmark, overrides)
@@ -71,7 +71,8 @@ def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> Path | N
     if name := os.environ.get("DGXSYSTEM"):
         return config_path(root, benchmark, name.removesuffix(".toml"))
     found = probe()
-    return choose(root, benchmark, argparse.Namespace(config=None, set=[], device=None), os.environ, found).path if found.devices else None
+    kind = identify(found, os.environ.get("GPU_KIND", ""))
+    return config_path(root, benchmark, f"{kind.name}_1x{os.environ.get('DGXNGPU') or len(found.devices)}") if kind else None
 
 
 def load_all(root: Path, benchmark: str, overrides: dict[str, str] | None = None) -> dict[str, RunConfig]:
@@ -81,13 +82,17 @@ def load_all(root: Path, benchmark: str, overrides: dict[str, str] | None = None
     return dict(sorted(found.items(), key=lambda item: ([*KINDS, "CPU"].index(item[1].gpu), item[1].world_size)))
 
 
+def _rules(benchmark: str) -> ModuleType:
+    return importlib.import_module(f"{benchmark}.rules")
+
+
 def config_class(benchmark: str) -> type[RunConfig]:
-    return importlib.import_module(f"{benchmark}.rules").Config
+    return _rules(benchmark).Config
 
 
 def workload(benchmark: str, config: RunConfig) -> Workload:
     """What the benchmark's rules fix, at the config's global batch."""
-    rules, batch = rules_of(benchmark, config), config.global_batch_size
+    rules, batch = _rules(benchmark).MINIATURE if config.miniature else _rules(benchmark).CLOSED, config.global_batch_size
     intervals = rules.eval_interval(batch), rules.first_evaluation(batch)
     return Workload(rules.shape, rules.sequence_length, rules.eval_samples, *intervals, getattr(rules, "lora_rank", 0))
 
@@ -114,15 +119,14 @@ def describe(benchmark: str, path: str, config: RunConfig) -> list[str]:
     """All about one config."""
     work, kind = workload(benchmark, config), _kind(config)
     batch = f"global batch {config.global_batch_size} = {config.world_size} x micro-batch {config.micro_batch_size} x "
-    title = f"{benchmark}, {path}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {number_format(config)}"
+    title = f"{benchmark}, {path}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.fp8 else config.precision}"
     if kind is None:
         return [title, "", "A CPU: its memory and its speed are not calculated."]
     memory = plan.memory_peak(config, work)
     host = f"Pinned host memory: {gib(plan.host_bytes(config, work)):.1f} GiB for each of a node's {config.gpus_per_node} GPUs."
-    te = 'Transformer Engine\'s own tensors are not counted: this is the memory of fp8 = "torch".'
     return [
         *(title, "", memory_table(memory), "", f"It {verdict(memory, config, work, kind)}."),
-        *([te] if config.fp8 == "te" else []),
+        *(["Transformer Engine's own tensors are not counted."] if config.fp8 == "te" else []),
         *([host] if plan.offloaded_layers(config, work) else []),
         f"Largest micro-batch that fits, all else unchanged: {plan.largest_micro_batch(config, work, kind)}.",
         *("", flops_line(work), "", kinds_table(benchmark, config), "", target_line(benchmark, config), SOURCES),
@@ -169,11 +173,6 @@ def target_line(benchmark: str, config: RunConfig) -> str:
     )
 
 
-def number_format(config: RunConfig) -> str:
-    """Of the blocks' linear layers."""
-    return "FP8" if config.fp8 else config.precision
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, aligned for a terminal as well: the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
@@ -212,7 +211,7 @@ def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
 def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     work, kind = workload(benchmark, config), _kind(config)
     layers = [str(getattr(config, key, "-")) for key in ("recompute_layers", "offload_layers")]
-    row = [name, number_format(config), str(config.micro_batch_size), *layers]
+    row = [name, "FP8" if config.fp8 else config.precision, str(config.micro_batch_size), *layers]
     if kind is None:
         return [*row, *"-" * 8]
     memory, usable = plan.memory_peak(config, work), plan.usable_bytes(kind)

@@ -82,7 +82,7 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
         "the head's backward": state | saved | table_in_flight | {"logits and head": tokens * head},
         "a block's forward": state | block | {"a block's working set": tokens * forward},
         "a block's backward": state | block | layer_in_flight | {"a block's working set": tokens * backward},
-        "an evaluation": state | {"gradients": 0, "logits and head": evaluated},  # zero_grad has freed them
+        "an evaluation": state | {"gradients": 0, "logits and head": evaluated},  # the optimizer step has freed them
     }
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     return Memory(moment, {name: size for name, size in parts.items() if size})
@@ -236,8 +236,8 @@ def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
 
 def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) -> int | None:
     """The least value of `key`, "recompute_layers" or "offload_layers", with which the config fits; None if there is none."""
-    if not hasattr(config, key) or (key == "offload_layers" and not config.fp8):
-        return None
+    if not hasattr(config, key) or config.fp8 == "te" or (key == "offload_layers" and not config.fp8):
+        return None  # the config refuses them
     counts = range(work.shape.num_layers + 1)
     return next((n for n in counts if fits(memory_peak(replace(config, **{key: n}), work), kind)), None)  # type: ignore[arg-type]
 

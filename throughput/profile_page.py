@@ -5,6 +5,7 @@ The page is self-contained: no script, nothing from outside. No torch.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from html import escape
@@ -96,8 +97,10 @@ def write_page(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="throughput.profile_page", description="Write profile.html beside profile.json.")
+    parser.add_argument("directory", type=Path)
     try:
-        print(write_page(Path(sys.argv[1])))
+        print(write_page(parser.parse_args().directory))
     except RunError as error:
         print(error.lines(), file=sys.stderr)
         sys.exit(error.exit_code)

@@ -51,13 +51,11 @@ def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
         for number, others in enumerate(threads.values(), start=1):
             events += [_event(s, number, "kernel", ()) for s in others if s["name"].startswith("gloo:")]
         return events, _end(steps[0]), _end(steps[-1]), len(steps) - 1
-    launches = {
-        s["args"].get("correlation"): (_ns(s["ts"]), calls) for t in threads.values() for s, calls in _nested(t) if s["cat"] in LAUNCHES
-    }
+    on_host = [(span, calls) for thread in threads.values() for span, calls in _nested(thread) if span["cat"] in LAUNCHES]
+    launches = {span["args"].get("correlation"): (_ns(span["ts"]), calls) for span, calls in on_host}
     launched = [launches.get(span["args"].get("correlation"), (-1, ())) for span in on_gpu]
-    kernels = [
-        _event(s, s["args"].get("stream", 0), ON_GPU[s["cat"]], calls, roles) for s, (_, calls) in zip(on_gpu, launched, strict=True)
-    ]
+    streams = [(span["args"].get("stream", 0), ON_GPU[span["cat"]]) for span in on_gpu]
+    kernels = [_event(s, *stream, calls, roles) for s, stream, (_, calls) in zip(on_gpu, streams, launched, strict=True)]
     # Gathers that a step launches last run into the next step, or, after the last step, alone and thus sooner: the main stream counts.
     main = main_stream(kernels, [class_of(kernel) for kernel in kernels])
     on_main = [(moment, kernel.end_ns) for kernel, (moment, _) in zip(kernels, launched, strict=True) if kernel.stream == main]
@@ -86,10 +84,8 @@ def _nested(thread: Sequence[Mapping]) -> Iterator[tuple[Mapping, tuple[_Call, .
         while stack and stack[-1].end_ns <= _ns(span["ts"]):
             stack.pop()
         if span["cat"] not in LAUNCHES:
-            first = FIRST_FACTOR.get(span["name"], -2)
-            stack.append(
-                _Call(span["name"], _end(span), span.get("args", {}).get("Input Dims", [])[first : first + 2] if first >= 0 else [])
-            )
+            first, dims = FIRST_FACTOR.get(span["name"]), span.get("args", {}).get("Input Dims", [])
+            stack.append(_Call(span["name"], _end(span), [] if first is None else dims[first : first + 2]))
         yield span, tuple(stack)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from common import config as configs
 from common.gpu_kinds import GIB, KINDS
-from common.hardware import Probe, config_path
+from common.hardware import Device, Probe, config_path
 from common.kernels.fp8 import DelayedScaling
 from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
@@ -360,8 +360,10 @@ def test_lora_names_its_host_memory(capsys):
 
 
 def test_transformer_engine_is_said_to_be_uncounted(capsys):
-    path = str(config_path(ROOT, PRETRAINING, "H200_1x4"))
-    assert "own tensors are not counted" in planned(capsys, PRETRAINING, "--config", path, "--set", "fp8=te")[1]
+    te = ("--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")), "--set", "fp8=te")
+    assert "own tensors are not counted" in planned(capsys, PRETRAINING, *te)[1]
+    code, text = planned(capsys, PRETRAINING, *te, "--set", "micro_batch_size=4")
+    assert code == 12 and "recompute_layers" not in text, "which Transformer Engine refuses"
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
@@ -373,6 +375,18 @@ def test_all_configs(benchmark, capsys, monkeypatch):
     assert planned(capsys, benchmark)[1] == text, "without a GPU, plan is plan --all"
     monkeypatch.setenv("DGXSYSTEM", "H200_1x8")
     assert "H200_1x8.toml: 8 x H200" in planned(capsys, benchmark)[1]
+
+
+def test_the_config_of_this_machine(capsys, monkeypatch):
+    monkeypatch.delenv("DGXSYSTEM", raising=False)
+    card = Device("NVIDIA H200", "sm_90", 141 * GIB)
+    monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 4))
+    assert "H200_1x4.toml: 4 x H200" in planned(capsys, LORA)[1]
+    monkeypatch.setenv("DGXNGPU", "2")
+    assert "H200_1x2.toml: 2 x H200" in planned(capsys, LORA)[1]
+    monkeypatch.setenv("DGXNGPU", "two")
+    with pytest.raises(configs.ConfigError, match="no config H200_1xtwo"):
+        planned(capsys, LORA)
 
 
 def test_markdown_replaces_only_what_is_between_the_markers(tmp_path, capsys):
@@ -399,6 +413,7 @@ def test_the_tables_of_the_page_are_made_of_todays_configs(benchmark):
         (["--config", "nothing.toml"], 2, "no such config"),
         (["--all", "--config", "x.toml"], 2, "not allowed with"),
         (["--all", "--set", "speed=11"], 2, "unknown key speed"),
+        (["--all", "--set", "micro_batch_size"], 2, "micro_batch_size is a int"),
         (["--all", "--markdown", "--set", "micro_batch_size=1"], 2, "without --set"),
         (["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"], 2, "known are MI300X"),
         (["--config", "configs/llama31_8b/CPU_1x1.toml"], 0, ""),
