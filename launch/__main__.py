@@ -387,7 +387,7 @@ def profile(job: Job, options: argparse.Namespace) -> int:
     rundir.require_writable(options.out)
     if code := bench(job, options):
         return code
-    _report(options.out, "submission.profile_page")
+    _report(options.out, "throughput.profile_page")
     tell(f"profile    {options.out}: profile.html, profile.json, and trace.json.gz for ui.perfetto.dev")
     return 0
 

@@ -110,7 +110,7 @@ def measure_evaluation(session: Session, model: Llama, processes: Processes) -> 
 
 def profile_table(session: Session, model: Llama, processes: Processes, meter: Meter, profiled_ms: float) -> str:
     config, args = session.config, session.args
-    facts = profiling.Facts(
+    facts = dict(
         benchmark=args.benchmark,
         config=Path(args.config).stem,
         precision=precision_of(config),
