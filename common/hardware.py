@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, KINDS, GpuKind
+from common.gpu_stats import DriverError, ask_nvidia_smi, read_text
 
 # PCI device number -> product (pci.ids, vendor 1002). The driver gives the number even where it gives no product name.
 AMD_PRODUCTS = {
@@ -200,32 +200,27 @@ def probe(environment: Mapping[str, str] | None = None, sysfs: Path = Path("/sys
     return amd if amd.devices else probe_nvidia(env, dev)
 
 
-NVIDIA_QUERY = "uuid,name,memory.total,compute_cap,mig.mode.current,driver_version"
+NVIDIA_FIELDS = "uuid,name,memory.total,compute_cap,mig.mode.current,driver_version"
 
 
 def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
     if not (dev / "nvidiactl").exists() and not shutil.which("nvidia-smi", path=env.get("PATH")):
         return Probe("none")
-    command = ["nvidia-smi", f"--query-gpu={NVIDIA_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(env))
-        failure = (answer.stdout + answer.stderr).strip() if answer.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        failure, answer = str(error), None
-    if "No devices were found" in failure:
-        return Probe("none")
-    if failure or answer is None:
+        rows = ask_nvidia_smi(NVIDIA_FIELDS, env)
+    except DriverError as error:
+        if "No devices were found" in str(error):
+            return Probe("none")
         raise PreflightError(
-            f"nvidia-smi does not answer: {failure.splitlines()[0] if failure else 'no output'}",
+            f"nvidia-smi does not answer: {error}",
             "an NVIDIA driver is installed, but does not work here",
             "repair the driver (see the kernel log), or run the miniature with --device cpu",
-        )
-    return parse_nvidia_smi(answer.stdout, env)
+        ) from None
+    return nvidia_probe(rows, env)
 
 
-def parse_nvidia_smi(text: str, env: Mapping[str, str]) -> Probe:
-    """`text` is the CSV answer to NVIDIA_QUERY, memory in MiB. CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.strip().splitlines()]
+def nvidia_probe(rows: list[list[str]], env: Mapping[str, str]) -> Probe:
+    """`rows`: nvidia-smi's answer to NVIDIA_FIELDS, memory in MiB. CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
     devices, uuids = [], []
     for uuid, name, memory, capability, mig, _ in rows:
         cut = "MIG" if mig == "Enabled" or " MIG " in name else ""
@@ -255,7 +250,7 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
     # ROCR_VISIBLE_DEVICES cuts first; HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES in its place, counts in what is left.
     for value in (env.get("ROCR_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))):
         chosen = [chosen[i] for i in visible_indices(len(chosen), value)]
-    version = _read(sysfs / "module/amdgpu/version")
+    version = read_text(sysfs / "module/amdgpu/version")
     return Probe("amd" if chosen else "none", tuple(devices[i] for i in chosen), version)
 
 
@@ -274,24 +269,17 @@ def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
     banks = [_key_values(path) for path in (node / "mem_banks").glob("*/properties")]
     memory = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2))  # public and private HBM
     card = sysfs / f"class/drm/renderD{facts.get('drm_render_minor', 0)}/device"
-    name = _read(card / "product_name")
+    name = read_text(card / "product_name")
     if not re.search(r"\bMI\d", name):
         name = AMD_PRODUCTS.get(facts.get("device_id", 0), name)
-    mode = _read(card / "current_compute_partition")
+    mode = read_text(card / "current_compute_partition")
     units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)
     return Device(name, arch, memory, units, mode if mode not in ("", "SPX") else "")
 
 
 def _key_values(path: Path) -> dict[str, int]:
-    lines = [line.split() for line in _read(path).splitlines()]
+    lines = [line.split() for line in read_text(path).splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def visible_indices(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:
