@@ -8,7 +8,6 @@ SECONDS.
 from __future__ import annotations
 
 import faulthandler
-import functools
 import itertools
 import math
 import os
@@ -17,7 +16,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,17 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.gpu_kinds import fp8_family
-from preflight.measured import Measured, limit_s
+from preflight.measured import UNITS, Measured, limit_s
 
-
-@dataclass(frozen=True)
-class Sizes:
-    gemm: int  # M = N = K
-    copy_bytes: int
-    collective_bytes: int  # of the gathered tensor, and of the reduced one
-
-
-SIZES = {"cuda": Sizes(8192, 2**31, 2**29), "cpu": Sizes(512, 2**24, 2**22)}
+SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (512, 2**24, 2**22)}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
 Work = tuple[Callable[[], object], float]  # amount / seconds of one call is in UNITS
 
 
@@ -69,11 +59,12 @@ def measure(found: Measured, folder: Path, device: str, seconds: float) -> None:
         except (RuntimeError, NotImplementedError) as error:
             found.fp8_error = next(iter(str(error).splitlines()), type(error).__name__)
         left_out = {*(["FP8 GEMM"] if found.fp8_error else []), *([] if dist.is_initialized() else ["all-reduce", "all-gather"])}
-        for name in (name for name in WORKS if name not in left_out):
-            found.phase = name
-            found.write(folder)
-            work, amount = WORKS[name](place, SIZES[device], fp8)
-            found.speeds[name] = amount / median_s(work, place, seconds)
+        for name, prepare in works(place, fp8).items():
+            if name not in left_out:
+                found.phase = name
+                found.write(folder)
+                work, amount = prepare()
+                found.speeds[name] = amount / median_s(work, place, seconds)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -121,44 +112,43 @@ def decibels(truth: Tensor, value: Tensor) -> float:
     return 10 * math.log10(float(truth.square().sum()) / noise) if noise else math.inf
 
 
-# --- speed ------------------------------------------------------------------------------------------------------------
+def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]]:
+    """What is timed: each entry allocates its operands when called. Operands are random, since zeros draw less power and run faster.
 
-# Operands are random: zeros draw less power and run faster. Collectives count bus bandwidth as NCCL's own tests define it, which is
-# what each link carries, whatever the number of ranks.
-
-
-def bf16_gemm(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> Work:
-    x, w = (torch.randn(sizes.gemm, sizes.gemm, device=place, dtype=torch.bfloat16) for _ in range(2))
-    return lambda: torch.mm(x, w.t()), 2 * sizes.gemm**3 / 1e12
-
-
-def fp8_gemm(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> Work:
-    x, w = (torch.randn(sizes.gemm, sizes.gemm, device=place).to(fp8) for _ in range(2))
+    Collectives count bus bandwidth as NCCL's own tests define it, which is what each link carries, whatever the number of ranks.
+    """
+    n, copy_bytes, collective_bytes = SIZES[place.type]
     one = torch.ones((), device=place)
-    multiply = functools.partial(torch._scaled_mm, x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return multiply, 2 * sizes.gemm**3 / 1e12
 
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=place, dtype=torch.bfloat16)
 
-def copy(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> Work:
-    source = torch.randint(256, (sizes.copy_bytes,), device=place, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source), 2 * sizes.copy_bytes / 1e12  # read and written
+    def bf16_gemm() -> Work:
+        x, w = random(n, n), random(n, n)
+        return lambda: torch.mm(x, w.t()), 2 * n**3 / 1e12
 
+    def fp8_gemm() -> Work:
+        x, w = random(n, n).to(fp8), random(n, n).to(fp8)
+        options: Any = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return lambda: torch._scaled_mm(x, w.t(), **options), 2 * n**3 / 1e12
 
-def all_reduce(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> Work:
-    """MAX, since sums of sums would overflow after a hundred repeats."""
-    whole, ranks = torch.randn(sizes.collective_bytes // 2, device=place, dtype=torch.bfloat16), dist.get_world_size()
-    return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * (ranks - 1) / ranks * whole.nbytes / 1e9
+    def copy() -> Work:
+        source = torch.randint(256, (copy_bytes,), device=place, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source), 2 * copy_bytes / 1e12  # read and written
 
+    def all_reduce() -> Work:  # MAX, since sums of sums would overflow after a hundred repeats
+        whole, ranks = random(collective_bytes // 2), dist.get_world_size()
+        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * (ranks - 1) / ranks * whole.nbytes / 1e9
 
-def all_gather(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> Work:
-    ranks = dist.get_world_size()
-    part = torch.randn(sizes.collective_bytes // 2 // ranks, device=place, dtype=torch.bfloat16)
-    whole = torch.empty(part.numel() * ranks, device=place, dtype=torch.bfloat16)
-    return lambda: dist.all_gather_into_tensor(whole, part), (ranks - 1) * part.nbytes / 1e9
+    def all_gather() -> Work:
+        ranks = dist.get_world_size()
+        part = random(collective_bytes // 2 // ranks)
+        whole = part.new_empty(part.numel() * ranks)
+        return lambda: dist.all_gather_into_tensor(whole, part), (ranks - 1) * part.nbytes / 1e9
 
-
-WORKS = {"bf16 GEMM": bf16_gemm, "FP8 GEMM": fp8_gemm, "copy": copy, "all-reduce": all_reduce, "all-gather": all_gather}
+    found = (bf16_gemm, fp8_gemm, copy, all_reduce, all_gather)
+    return dict(zip(UNITS, found, strict=True))
 
 
 def median_s(work: Callable[[], object], place: torch.device, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Every GPU as its driver shows it, whole and cut into parts. Only the H200's output was seen by us; the rest is from reports."""
+"""Every GPU as its driver shows it, whole and partitioned. Only the H200's output was seen by us; the rest is from reports."""
 
 import os
 from pathlib import Path
@@ -82,9 +82,9 @@ def test_unknown_gpu_is_an_error_that_names_it(words, found):
 
 @pytest.mark.parametrize("found", CUT)
 def test_partitions_are_refused(found):
-    with pytest.raises(PreflightError, match="cut into parts"):
+    with pytest.raises(PreflightError, match="partitioned"):
         identify(found)
-    with pytest.raises(PreflightError, match="cut into parts"):  # GPU_KIND does not make a whole card of a part
+    with pytest.raises(PreflightError, match="partitioned"):  # GPU_KIND does not make a whole card of a part
         identify(found, {"sm_90": "H200", "gfx950": "MI355X", "gfx942": "MI300X"}[found.devices[0].arch])
 
 

@@ -106,7 +106,7 @@ def test_presence(devices, kind, count, refused):
 )
 def test_partitions_of_an_mi300x_are_refused(cut):
     kind, rows = gpus.judge_presence(Probe("amd", (cut,) * 8), "", "MI300X", 8)
-    assert kind is None and "cut into parts" in rows[0].value and "SPX" in rows[0].do
+    assert kind is None and "partitioned" in rows[0].value and "SPX" in rows[0].do
     assert gpus.judge_presence(Probe("amd", (MI300X,) * 8), "", "MI300X", 8)[0] is KINDS["MI300X"]
 
 
@@ -256,9 +256,6 @@ def test_amd_gpus_are_compared_with_each_other_only(kind):
 
 
 def test_every_expectation_is_for_something_measured():
-    from preflight.measure import WORKS
-
-    assert set(UNITS) == set(WORKS)
     assert all(kind in KINDS and set(table) <= set(UNITS) for kind, table in gpus.EXPECTED.items())
 
 
