@@ -8,6 +8,8 @@ not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a w
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib
 import json
 import os
@@ -143,17 +145,18 @@ def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) 
 
 def judge_gemm_tuning(request: Request, rank: Measured | None) -> list[CheckRow]:
     """Whether the tuned GEMMs that the config names fit these libraries; no row for a config without any."""
-    check, expected = "tuned GEMMs", "every GPU's file, tuned with these library versions"
+    check, expected = "tuned GEMMs", "a file for every GPU, tuned with these library versions"
+    here = rank.gemm_versions if rank else {}
     try:
         paths = configured(request.env, request.count)
-        tuned = {path: read_tuned(path) for path in paths}
-        if paths and not (rank and rank.gemm_versions):
-            return [skipped(check, "no process reported the library versions", expected)]
-        for path, file in tuned.items():
-            require_same_versions(path, file.validators, rank.gemm_versions if rank else {})
+        for path in paths:
+            tuned = read_tuned(path)
+            if not here:
+                return [skipped(check, "no process reported the library versions", expected)]
+            require_same_versions(path, tuned.validators, here)
     except ConfigError as error:
         return [CheckRow(check, "refuse", error.what, expected, error.do)]
-    return [CheckRow(check, "ok", f"{paths[0]} and {len(paths) - 1} more", expected)] if paths else []
+    return [CheckRow(check, "ok", f"{len(paths)} files like {paths[0]}", expected)] if paths else []
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
@@ -164,26 +167,20 @@ def measured(
 ) -> tuple[list[Measured], list[CheckRow]]:
     seconds = QUICK_SECONDS if options.quick else SECONDS
     print(f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...", file=sys.stderr, flush=True)
-    stats: list[gpus.Stats] = []
-
-    def sample() -> None:
-        if kind:
-            stats.append(read_gpus(found.vendor, environment))
-
-    sample()
-    ranks = run_ranks(request, seconds, environment, sample)
-    sample()
+    read = functools.partial(read_gpus, found.vendor, environment) if kind else dict
+    during: list[gpus.Stats] = []
+    before = read()
+    ranks = run_ranks(request, seconds, environment, lambda: during.append(read()))
+    after, seen = read(), [rank for rank in ranks if rank.memory_bytes]
     rows = [judge_ranks(ranks, request.count)]
     if rows[0].verdict == "refuse":
         rows.append(skipped("speeds", "not every process finished"))
-    seen = [rank for rank in ranks if rank.memory_bytes]
     if kind is None:
         rows.append(skipped("health of the GPUs", "the run would be on the CPU"))
     elif len(seen) == request.count:
         rows += [gpus.judge_torch(seen, found.vendor, kind, environment.get("GPU_KIND", "")), gpus.judge_memory_in_use(seen)]
-        rows += [gpus.judge_utilization(seen, stats[0]), gpus.judge_errors(seen, stats[0], stats[-1])]
-        rows += [gpus.judge_throttling(seen, stats[1:-1])]
-        rows += [gpus.judge_memory_partition(seen, stats[0])] if found.vendor == "amd" else []
+        rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, during)]
+        rows += [gpus.judge_memory_partition(seen, before)] if found.vendor == "amd" else []
     if rows[0].verdict == "ok":
         rows += [gpus.judge_fp8(ranks, request.device), *gpus.judge_speeds(ranks, request.device, request.kind)]
     return ranks, rows
@@ -212,22 +209,17 @@ def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], 
         process = subprocess.Popen([sys.executable, "-m", "launch.torchrun", folder, *size, *work], env=env, stdout=sys.stderr)
         deadline = time.monotonic() + limit_s(seconds) + END_S  # the ranks have their own limit; this one is for torchrun
         try:
-            while process.poll() is None and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
                 meanwhile()
-                _wait(process, SAMPLE_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(SAMPLE_S)
+                    break
         finally:
             process.terminate()
-            if not _wait(process, END_S):
-                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            process.kill()  # does nothing if it has ended
         return read_ranks(Path(folder))
-
-
-def _wait(process: subprocess.Popen, seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> Chec
     """Uncorrected memory errors refuse. Corrected ones are common, but should not appear while we measure."""
     findings: list[Finding] = []
     for then, now in zip(_of(ranks, before), _of(ranks, after), strict=True):
-        rising = (now.corrected_errors or 0) > (then.corrected_errors or 0)
+        rising = then.corrected_errors is not None and (now.corrected_errors or 0) > then.corrected_errors
         finding = ("warn" if rising else "ok", f"{now.corrected_errors} corrected, rising")
         finding = ("refuse", f"{now.uncorrected_errors} uncorrected") if now.uncorrected_errors else finding
         findings.append(None if now.uncorrected_errors is None else finding)
