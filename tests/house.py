@@ -208,8 +208,8 @@ def _legal(kind: type, table: dict) -> bool:
 # ---- the files of one step
 
 
-def trace_step() -> dict[str, int]:
-    """File -> functions of it that execute from the data file to the optimizer's update, in the third step of the 8B's miniature.
+def trace_step() -> dict[str, list[str]]:
+    """File -> its functions that execute from the data file to the optimizer's update, in the third step of the 8B's miniature.
 
     Traced are `train_step` of the main thread, and all that the thread `prefetch` does to read batches. Modules of this repository only.
     """
@@ -250,8 +250,8 @@ def trace_worker(folder: Path) -> None:
                 inside = False
                 if steps == 5:  # of which two were synthetic warm-up
                     sys.setprofile(None)
-                    counts = {relative(Path(name)): len(called) for name, called in sorted(functions.items())}
-                    (folder / "trace.json").write_text(json.dumps(counts))
+                    called = {relative(Path(name)): sorted(names) for name, names in sorted(functions.items())}
+                    (folder / "trace.json").write_text(json.dumps(called))
                     os._exit(0)
         if inside and steps >= 3 and event == "call":
             note(frame)
@@ -331,9 +331,11 @@ def main(argv: list[str]) -> int:
     explained = print_combinations(options.list)
     if options.trace:
         step = trace_step()
+        kernels = [name for name in step if name.startswith("common/kernels/")]
         print(f"{'files that execute in one step of llama31_8b':<52}{len(step):>7}, limit {LIMITS['files in a step']}")
+        print(f"{'  of which kernels, one operation each':<52}{len(kernels):>7}")
         for name, functions in step.items():
-            print(f"{functions:>59} functions of {name}")
+            print(f"{'':>60}{name}: {', '.join(functions)}")
     return 0 if explained and not unknown_keys() else 1
 
 
