@@ -16,18 +16,18 @@ sys.path.insert(0, str(ROOT))
 
 from common.config import RunConfig  # noqa: E402
 from common.gpu_kinds import GIB, KINDS, fp8_family  # noqa: E402
-from launch.choose import benchmarks  # noqa: E402
 from plan.command import all_table, load_all  # noqa: E402
 from records.published import RESULTS, Published  # noqa: E402
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").rglob("*.md")})
 MADE = re.compile(r"(<!-- made: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-LORA = "llama2_70b_lora"
+BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
+LORA = BENCHMARKS[1]
 
 
 def configs_of(gpu: str) -> list[tuple[str, str, RunConfig]]:
     """(benchmark, name, config) of every shipped config of this GPU kind."""
-    found = [(benchmark, *entry) for benchmark in reversed(benchmarks(ROOT)) for entry in load_all(ROOT, benchmark).items()]
+    found = [(benchmark, *entry) for benchmark in BENCHMARKS for entry in load_all(ROOT, benchmark).items()]
     return [entry for entry in found if entry[2].gpu == gpu]
 
 

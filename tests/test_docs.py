@@ -7,7 +7,7 @@ import subprocess
 
 import docs_tables
 import pytest
-from docs_tables import PAGES, ROOT, rewritten
+from docs_tables import BENCHMARKS, PAGES, ROOT, rewritten
 
 from common import config as configs
 from common import errors
@@ -15,7 +15,6 @@ from common.errors import Interrupted, RunError
 from common.gpu_kinds import KINDS
 from common.hardware import config_path
 from launch.__main__ import VERBS
-from launch.choose import benchmarks, key_value
 from plan.command import config_class, load_all
 
 DOCS = ROOT / "docs"
@@ -112,8 +111,8 @@ def test_commands_exist(page):
             continue
         assert (ROOT / words[0]).is_file(), words
         if words[0] in ("./run_and_time.sh", "./run_with_docker.sh") and len(words) > 1:
-            assert words[1] in (*benchmarks(ROOT), "benchmark", "--help", "--version"), words
-            assert len(words) < 3 or words[2].startswith("-") or words[2] in VERBS, words
+            assert words[1] in (*BENCHMARKS, *VERBS, "benchmark", "name", "--help", "--version"), words
+            assert len(words) < 3 or words[1] in VERBS or words[2].startswith("-") or words[2] in VERBS, words
 
 
 @each_page
@@ -125,7 +124,7 @@ def test_shell_blocks_parse(page):
             assert done.returncode == 0, done.stderr
 
 
-KEYS = {key for benchmark in benchmarks(ROOT) for key in config_class(benchmark).__dataclass_fields__}
+KEYS = {key for benchmark in BENCHMARKS for key in config_class(benchmark).__dataclass_fields__}
 
 
 @each_current_page
@@ -145,7 +144,7 @@ ADVICE = {
 
 @pytest.mark.parametrize(("benchmark", "options"), sorted(ADVICE))
 def test_advised_changes_load_on_8_gpus_of_every_kind(benchmark, options):
-    overrides = dict(key_value(word) for word in shlex.split(options) if word != "--set")
+    overrides = dict(word.split("=", 1) for word in shlex.split(options) if word != "--set")
     for gpu in KINDS:
         configs.load(config_path(ROOT, benchmark, f"{gpu}_1x8"), config_class(benchmark), overrides)
 
