@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
@@ -48,14 +49,14 @@ SIZES = {
 # nearest shipped one in values of this table only.
 REASONS: dict[tuple[str, object], str] = {
     ("fp8", ""): "bf16: the control to tell whether FP8 causes a fault (docs/troubleshooting.md), and for GPUs without FP8",
-    ("fp8", "torch"): "FP8 on the CPU and on one GPU: tests and measurements use it at any size",
+    ("fp8", "torch"): "FP8 with less or more memory than the shipped configs take",
     ("fp8", "te"): "Transformer Engine, an optional package: the second FP8 engine to compare ours with",
     ("fp8_head", False): "the head in bf16: the control for fp8_head",
     ("fp8_head", True): "the head in FP8: 2.5 % faster on two H200s, shipped when a long run has shown its losses (docs/results.md)",
     ("recompute_layers", 0): "nothing is recomputed wherever memory allows it",
-    ("recompute_layers", 1): "the way out of a full GPU at any number of GPUs (docs/troubleshooting.md, exit code 12)",
-    ("reduce_scatter", "nccl"): "the only choice where GPUs cannot reach each other's memory, and between nodes",
-    ("reduce_scatter", "copy_engine"): "0.8 % faster within a node of NVIDIA GPUs: a choice for every precision",
+    ("recompute_layers", 1): "trades speed for memory where a GPU is full (docs/troubleshooting.md, exit code 12)",
+    ("reduce_scatter", "nccl"): "the only way where GPUs cannot reach each other's memory, and between nodes",
+    ("reduce_scatter", "copy_engine"): "0.8 % faster within a node of NVIDIA GPUs, in any precision",
     ("moment_precision", "fp32"): "Adam moments as the reference keeps them",
     ("moment_precision", "bf16"): "half the memory of Adam's moments, wherever memory is short",
     ("frozen_base", "sharded"): "LoRA on GPUs of 80 GB",
@@ -64,6 +65,8 @@ REASONS: dict[tuple[str, object], str] = {
     ("offload_layers", 0): "no activation offload where the GPU has room, or the host has none",
     ("offload_layers", 1): "activation offload where the GPU is short of memory and the host is not",
 }
+
+CPU_REASON = "on a CPU without Triton the tests try every path that a GPU may take"
 
 
 # ---- lines
@@ -129,23 +132,26 @@ def source_files() -> list[Path]:
 
 @dataclass(frozen=True)
 class Combination:
+    """Values of the path keys that the config's checks accept, on one node of 8 GPUs (Triton) or on a CPU (reference engine)."""
+
     benchmark: str
+    device: str  # "GPU" or "CPU"
     values: tuple[tuple[str, object], ...]  # (path key, value)
     configs: tuple[str, ...]  # shipped configs that take it
-    differs: tuple[tuple[str, object], ...]  # from the nearest shipped combination; empty if shipped
+    differs: tuple[tuple[str, object], ...]  # from the nearest shipped combination of this device; empty if shipped
 
     @property
     def unexplained(self) -> list[tuple[str, object]]:
-        return [pair for pair in self.differs if pair not in REASONS]
+        return [pair for pair in self.differs if pair not in REASONS and self.device == "GPU"]
 
     def __str__(self) -> str:
         path = " ".join(f"{key}={_text(key, value)}" for key, value in self.values)
         why = "; ".join(REASONS.get(pair, f"NO REASON for {pair[0]} = {pair[1]!r}") for pair in self.differs)
-        return f"{self.benchmark}: {path}\n    {', '.join(self.configs) or why}"
+        return f"{self.benchmark} {self.device}: {path}\n    {', '.join(self.configs) or (why if self.device == 'GPU' else CPU_REASON)}"
 
 
 def _text(key: str, value: object) -> str:
-    return ("some" if value else "none") if key.endswith("_layers") else str(value).lower() or "bf16"
+    return ("some" if value else "none") if key.endswith("_layers") else str(value).lower() or "none"
 
 
 def config_class(benchmark: str) -> type:
@@ -163,31 +169,38 @@ def unknown_keys() -> list[str]:
 
 
 def combinations(benchmark: str) -> list[Combination]:
-    """Every combination that the config's own checks accept on one node of 8 GPUs or on the CPU."""
+    """Every combination that the config's own checks accept."""
     from common import config as configs
-    from common.errors import ConfigError
 
     kind = config_class(benchmark)
     keys = [key for key in PATHS if key in {field.name for field in fields(kind)}]
-    shipped: dict[tuple, list[str]] = {}
-    for path in sorted((ROOT / "configs" / benchmark).glob("*.toml")):
-        config = configs.load(path, kind)
-        values = tuple(min(v, 1) if key.endswith("_layers") else v for key in keys for v in [getattr(config, key)])
-        shipped.setdefault(values, []).append(path.stem)
-    bases = [vars(configs.load(ROOT / "configs" / benchmark / f"{name}.toml", kind)) for name in ("H200_1x8", "CPU_1x1")]
+    loaded = {path.stem: configs.load(path, kind) for path in sorted((ROOT / "configs" / benchmark).glob("*.toml"))}
     found = []
-    for values in itertools.product(*(PATHS[key] for key in keys)):
-        if any(_legal(configs, ConfigError, kind, base | dict(zip(keys, values, strict=True))) for base in bases) or values in shipped:
-            differing = [[pair for pair, at in zip(zip(keys, values, strict=True), near, strict=True) if pair[1] != at] for near in shipped]
-            nearest = min(differing, key=len)
-            found.append(Combination(benchmark, tuple(zip(keys, values, strict=True)), tuple(shipped.get(values, ())), tuple(nearest)))
+    for device, base in (("GPU", vars(loaded["H200_1x8"])), ("CPU", vars(loaded["CPU_1x1"]))):
+        shipped: dict[tuple, list[str]] = {}
+        for name, config in loaded.items():
+            if (config.gpu == "CPU") == (device == "CPU"):
+                values = (getattr(config, key) for key in keys)
+                shipped.setdefault(tuple((key, _class_of(key, value)) for key, value in zip(keys, values, strict=True)), []).append(name)
+        for values in itertools.product(*([(key, value) for value in PATHS[key]] for key in keys)):
+            if values in shipped or _legal(kind, base | dict(values)):
+                nearest = min((tuple(pair for pair in values if pair not in near) for near in shipped), key=len)
+                found.append(Combination(benchmark, device, values, tuple(shipped.get(values, ())), nearest))
     return found
 
 
-def _legal(configs, error: type[Exception], kind: type, table: dict) -> bool:
+def _class_of(key: str, value: Any) -> Any:
+    """The value of PATHS that stands for `value`."""
+    return min(value, 1) if key.endswith("_layers") else value
+
+
+def _legal(kind: type, table: dict) -> bool:
+    from common import config as configs
+    from common.errors import ConfigError
+
     try:
         configs.from_table(dict(table), kind, "tests/house.py")
-    except error:
+    except ConfigError:
         return False
     return True
 
@@ -195,8 +208,8 @@ def _legal(configs, error: type[Exception], kind: type, table: dict) -> bool:
 # ---- the files of one step
 
 
-def trace_step() -> dict[str, int]:
-    """File -> functions of it that execute from the data file to the optimizer's update, in the third step of the 8B's miniature.
+def trace_step() -> dict[str, list[str]]:
+    """File -> its functions that execute from the data file to the optimizer's update, in the third step of the 8B's miniature.
 
     Traced are `train_step` of the main thread, and all that the thread `prefetch` does to read batches. Modules of this repository only.
     """
@@ -237,8 +250,8 @@ def trace_worker(folder: Path) -> None:
                 inside = False
                 if steps == 5:  # of which two were synthetic warm-up
                     sys.setprofile(None)
-                    counts = {relative(Path(name)): len(called) for name, called in sorted(functions.items())}
-                    (folder / "trace.json").write_text(json.dumps(counts))
+                    called = {relative(Path(name)): sorted(names) for name, names in sorted(functions.items())}
+                    (folder / "trace.json").write_text(json.dumps(called))
                     os._exit(0)
         if inside and steps >= 3 and event == "call":
             note(frame)
@@ -318,9 +331,11 @@ def main(argv: list[str]) -> int:
     explained = print_combinations(options.list)
     if options.trace:
         step = trace_step()
+        kernels = [name for name in step if name.startswith("common/kernels/")]
         print(f"{'files that execute in one step of llama31_8b':<52}{len(step):>7}, limit {LIMITS['files in a step']}")
+        print(f"{'  of which kernels, one operation each':<52}{len(kernels):>7}")
         for name, functions in step.items():
-            print(f"{functions:>59} functions of {name}")
+            print(f"{'':>60}{name}: {', '.join(functions)}")
     return 0 if explained and not unknown_keys() else 1
 
 
