@@ -24,8 +24,8 @@ from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import config_names, config_path, probe
-from launch.choose import choose, key_value, rules_of
-from launch.screen import tell
+from launch.console import print_stderr
+from launch.select_config import key_value, rules_of, select_config
 from plan import estimate as plan
 from plan.estimate import Estimate, Memory, Workload, gib
 from records import published, rcp
@@ -74,7 +74,7 @@ def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> Path | N
         return config_path(root, benchmark, name.removesuffix(".toml"))
     found = probe()
     wish = argparse.Namespace(config=None, set=[], device=None)
-    return choose(root, benchmark, wish, os.environ, found).path if found.devices else None
+    return select_config(root, benchmark, wish, os.environ, found).path if found.devices else None
 
 
 def load_all(root: Path, benchmark: str, overrides: dict[str, str] | None = None) -> dict[str, RunConfig]:
@@ -330,5 +330,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(ROOT, sys.argv[1], sys.argv[2:]))
     except RunError as error:
-        tell(error.lines())
+        print_stderr(error.lines())
         sys.exit(error.exit_code)

@@ -19,7 +19,7 @@ from common.errors import Interrupted, RunError
 from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.hardware import config_path
 from launch.__main__ import VERBS
-from launch.choose import benchmarks, key_value
+from launch.select_config import benchmarks, key_value
 from plan.command import config_class, load_all
 from records.published import RESULTS
 
@@ -339,9 +339,9 @@ def test_an_entry_has_kind_causes_cure_and_place(code):
 def test_the_files_to_look_at_are_those_that_a_run_writes():
     """Each name stands in the code that writes it, and in some entry."""
     written = {
-        "failure.json": "launch/verdict.py",
+        "failure.json": "launch/diagnosis.py",
         "events.jsonl": "common/training/session.py",
-        "check.txt": "launch/__main__.py",
+        "check.txt": "launch/run.py",
         "heartbeat": "common/sharding/processes.py",
         ".stack": "common/training/guard.py",
         ".traceback": "common/training/guard.py",

@@ -88,10 +88,8 @@ REPORT = "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_te
 
 def make_project(root: Path) -> Path:
     """The launcher and the toy in `root`."""
-    shutil.copytree(ROOT / "launch", root / "launch")
-    (root / "common").mkdir()
-    for path in (ROOT / "common").glob("*.py"):  # all that the launcher might ask for; none of it runs unless it is imported
-        shutil.copy(path, root / "common")
+    for room in ("launch", "records", "common"):
+        shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_and_time.sh", root)
     config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
     config = re.sub("opt_learning_rate_warmup_steps = .*\n", "", config.replace("= 16\n", "= 8\n"))
@@ -114,7 +112,7 @@ def make_project(root: Path) -> Path:
     return root
 
 
-def door(project, cwd, *arguments, **variables):
+def launch(project, cwd, *arguments, **variables):
     """Start run_and_time.sh from `cwd` on a machine without GPUs."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     keep = {key: value for key, value in os.environ.items() if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")}
@@ -141,7 +139,7 @@ def _bytes(path):
         return b""
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

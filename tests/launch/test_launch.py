@@ -15,15 +15,15 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import alive, door, finish, make_project, wait_until
+from toy import alive, finish, launch, make_project, wait_until
 
 from common import hardware
 from common.config import load
 from common.errors import ConfigError, Hang, PreflightError, RankLost, RunError, StorageError, TargetMissed, write_rank_record
 from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
-from launch import environment, page_cache, rundir, screen, series, supervise, verdict
-from launch.choose import benchmarks, choose
+from launch import console, diagnosis, environment, page_cache, run_directory, series, supervise
+from launch.select_config import benchmarks, select_config
 from launch.supervise import HangLimits, HangWatch
 from llama31_8b.rules import CLOSED, MINIATURE, Config
 
@@ -33,15 +33,15 @@ MI300X = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),)
 NOTHING = Probe("none")
 
 
-# --- choosing ---------------------------------------------------------------------------------------------------------
+# --- selecting ---------------------------------------------------------------------------------------------------------
 
 
-def wish(config=None, set=(), device=None):
+def options(config=None, set=(), device=None):
     return argparse.Namespace(config=config, set=list(set), device=device)
 
 
-def pick(found, environment=None, **options):
-    return choose(ROOT, "llama31_8b", wish(**options), environment or {}, found)
+def select(found, environment=None, **changes):
+    return select_config(ROOT, "llama31_8b", options(**changes), environment or {}, found)
 
 
 def test_benchmarks_are_found():
@@ -49,15 +49,15 @@ def test_benchmarks_are_found():
 
 
 def test_the_gpu_decides():
-    chosen = pick(H200X4)
+    chosen = select(H200X4)
     assert (chosen.log_name, chosen.device, chosen.notes) == ("H200_1x4.toml", "cuda", ())
     assert "4 x H200" in chosen.reason and "NVIDIA H200" in chosen.found
-    assert pick(MI300X).log_name == "MI300X_1x8.toml"
-    assert pick(H200X4, {"DGXNGPU": "2"}).config.gpus_per_node == 2
+    assert select(MI300X).log_name == "MI300X_1x8.toml"
+    assert select(H200X4, {"DGXNGPU": "2"}).config.gpus_per_node == 2
 
 
 def test_no_gpu_is_the_miniature():
-    for chosen in (pick(NOTHING), pick(H200X4, device="cpu"), pick(H200X4, {"DGXSYSTEM": "CPU_1x1"})):
+    for chosen in (select(NOTHING), select(H200X4, device="cpu"), select(H200X4, {"DGXSYSTEM": "CPU_1x1"})):
         assert (chosen.log_name, chosen.device, chosen.config.miniature) == ("CPU_1x1.toml", "cpu", True)
 
 
@@ -75,34 +75,34 @@ def test_no_gpu_is_the_miniature():
 )
 def test_what_does_not_fit_is_a_config_error(found, environment, words):
     with pytest.raises(ConfigError, match=words):
-        pick(found, environment)
+        select(found, environment)
 
 
-def test_a_wish_for_cuda_without_gpu():
+def test_cuda_without_a_gpu():
     with pytest.raises(PreflightError, match="no GPU is visible"):
-        pick(NOTHING, device="cuda")
+        select(NOTHING, device="cuda")
 
 
 def test_forced_and_changed_configs_say_so():
-    forced = pick(H200X4, config=str(ROOT / "configs/llama31_8b/MI300X_1x8.toml"), set=["gpus_per_node=4"])
+    forced = select(H200X4, config=str(ROOT / "configs/llama31_8b/MI300X_1x8.toml"), set=["gpus_per_node=4"])
     assert forced.log_name == "MI300X_1x8+forced+modified.toml"
     assert len(forced.notes) == 2 and all("not for submission" in note for note in forced.notes)
     # The RCP checker would take these words in config_filename for events.
-    assert "global_batch_size" not in pick(H200X4, set=["global_batch_size=32"]).log_name
+    assert "global_batch_size" not in select(H200X4, set=["global_batch_size=32"]).log_name
     with pytest.raises(ConfigError, match="KEY=VALUE"):
-        pick(H200X4, set=["precision"])
+        select(H200X4, set=["precision"])
     with pytest.raises(ConfigError, match="unknown key"):
-        pick(H200X4, set=["precison=fp32"])
+        select(H200X4, set=["precison=fp32"])
 
 
-def test_what_is_wished_for():
-    wish = series.wish
-    assert wish({}, None, False) == series.Wish(1, 0), "a single run is not repeated"
-    assert wish({"NEXP": "10"}, None, False) == series.Wish(10, 2)
-    assert wish({"NEXP": "10"}, 0, False) == series.Wish(10, 0)
-    assert wish({}, 3, False) == series.Wish(1, 3)
-    assert wish({"SEED": "7"}, None, False) == series.Wish(1, 0, 7)
-    assert wish({}, None, True) == series.Wish(0, 2, None, True), "how many: the ledger knows"
+def test_what_can_be_requested():
+    request = series.request_from
+    assert request({}, None, False) == series.Request(1, 0), "a single run is not repeated"
+    assert request({"NEXP": "10"}, None, False) == series.Request(10, 2)
+    assert request({"NEXP": "10"}, 0, False) == series.Request(10, 0)
+    assert request({}, 3, False) == series.Request(1, 3)
+    assert request({"SEED": "7"}, None, False) == series.Request(1, 0, 7)
+    assert request({}, None, True) == series.Request(0, 2, None, True), "how many: the ledger knows"
 
 
 @pytest.mark.parametrize(
@@ -118,26 +118,26 @@ def test_what_is_wished_for():
         ({}, -1, False),
     ],
 )
-def test_what_cannot_be_wished_for(environment, max_failures, resume):
+def test_what_cannot_be_requested(environment, max_failures, resume):
     with pytest.raises(ConfigError):
-        series.wish(environment, max_failures, resume)
+        series.request_from(environment, max_failures, resume)
 
 
 def test_a_config_that_only_bears_our_name_is_modified(tmp_path):
     ours = ROOT / "configs/llama31_8b/H200_1x4.toml"
     (tmp_path / ours.name).write_text(ours.read_text())
-    assert pick(H200X4, config=str(tmp_path / ours.name)).log_name == "H200_1x4.toml"
+    assert select(H200X4, config=str(tmp_path / ours.name)).log_name == "H200_1x4.toml"
     (tmp_path / ours.name).write_text(ours.read_text() + "# changed\n")
-    changed = pick(H200X4, config=str(tmp_path / ours.name))
+    changed = select(H200X4, config=str(tmp_path / ours.name))
     assert changed.log_name == "H200_1x4+modified.toml" and "differs" in changed.notes[0]
 
 
 def test_header():
-    lines = screen.header("llama31_8b", pick(H200X4), CLOSED, (Path("/data"), Path("/results")))
+    lines = console.header("llama31_8b", select(H200X4), CLOSED, (Path("/data"), Path("/results")))
     assert lines[0].startswith("benchmark  llama31_8b")
     text = "\n".join(lines)
     assert all(words in text for words in ("4 x H200", "H200_1x4.toml", "3.3", "12,288", "161,109", "/data", "/results"))
-    lines = screen.header("llama31_8b", pick(NOTHING), MINIATURE, None)
+    lines = console.header("llama31_8b", select(NOTHING), MINIATURE, None)
     assert lines[0].startswith("No GPU found. THIS IS THE MINIATURE") and "NOT a benchmark result" in lines[0]
     assert "synthetic" in lines[-1]
 
@@ -146,21 +146,21 @@ def test_header():
 
 
 def test_run_directories_are_never_reused(tmp_path):
-    made = {rundir.create(tmp_path, "toy", "CPU_1x1", 7) for _ in range(3)}
+    made = {run_directory.create(tmp_path, "toy", "CPU_1x1", 7) for _ in range(3)}
     assert len(made) == 3 and all((path / "ranks").is_dir() for path in made)
 
 
 def test_unwritable_results_are_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as caught:
-        rundir.create(tmp_path / "file", "toy", "CPU_1x1", 7)
+        run_directory.create(tmp_path / "file", "toy", "CPU_1x1", 7)
     assert caught.value.exit_code == 17
 
 
 def test_facts(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     config = load(ROOT / "configs/llama31_8b/H200_1x4.toml", Config)
-    rundir.write_facts(tmp_path, config, rundir.versions(ROOT, H200X4))
+    run_directory.write_facts(tmp_path, config, run_directory.versions(ROOT, H200X4))
     assert load(tmp_path / "config.toml", Config) == config
     facts = json.loads((tmp_path / "versions.json").read_text())
     assert facts["driver"] == "580.95.05" and len(facts["gpus"]) == 4 and "torch" in facts["packages"] and "dirty" in facts
@@ -265,7 +265,7 @@ def test_no_cuda_torch_on_an_amd_machine(tmp_path, pip, monkeypatch):
     assert not pip.commands
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
+# --- the diagnosis ------------------------------------------------------------------------------------------------------
 
 
 def mllog(key, time_ms, **metadata):
@@ -274,11 +274,11 @@ def mllog(key, time_ms, **metadata):
 
 def test_result_is_read_from_the_log(tmp_path):
     log = tmp_path / "result.txt"
-    assert verdict.read_result(log).status == ""
+    assert diagnosis.read_result(log).status == ""
     log.write_text(mllog("run_start", 1000) + "noise\n:::MLLOG {broken\n")
-    assert verdict.read_result(log).seconds is None
+    assert diagnosis.read_result(log).seconds is None
     log.write_text(mllog("run_start", 1000) + mllog("run_stop", 61000, status="success", samples_count=48))
-    result = verdict.read_result(log)
+    result = diagnosis.read_result(log)
     assert (result.seconds, result.status, result.samples) == (60.0, "success", 48)
 
 
@@ -291,9 +291,9 @@ def test_the_earliest_failure_counts_and_not_its_victims(tmp_path):
     write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True, time=1.0)
     write_rank_record(tmp_path, 2, "failed", TargetMissed("too slow", "why", "do"), step=5, time=3.0)
     write_rank_record(tmp_path, 1, "failed", RunError("boom"), step=4, time=2.0)
-    error, facts = verdict.diagnose(tmp_path, 4)
+    error, facts = diagnosis.diagnose(tmp_path, 4)
     assert (error.what, error.exit_code, facts["step"]) == ("rank 1: boom", 1, 4)
-    verdict.write_failure(tmp_path, error, facts)
+    diagnosis.write_failure(tmp_path, error, facts)
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert set(failure) == {"kind", "exit_code", "what", "why", "do", "rank", "step", "time"} and failure["rank"] == 1
 
@@ -302,25 +302,25 @@ def test_the_earliest_failure_counts_and_not_its_victims(tmp_path):
     ("code", "exit_code", "words"),
     [(-9, 14, "SIGKILL"), (-11, 14, "SIGSEGV"), (0, 14, "exit code 0"), (1, 1, "exit code 1"), (12, 12, "12")],
 )
-def test_a_rank_without_a_record_is_guilty(tmp_path, code, exit_code, words):
+def test_a_rank_without_a_record_is_the_culprit(tmp_path, code, exit_code, words):
     write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True)
     exits(tmp_path, (2, -15), (1, code), (0, 14))
-    error, facts = verdict.diagnose(tmp_path, 3)
+    error, facts = diagnosis.diagnose(tmp_path, 3)
     assert error.exit_code == exit_code and facts["rank"] == 1
     assert "rank 1 (process 101)" in error.what and words in error.what + error.why
 
 
-def test_a_rank_that_ends_early_is_guilty(tmp_path):
+def test_a_rank_that_ends_early_is_the_culprit(tmp_path):
     write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True, time=2.0)
     write_rank_record(tmp_path, 1, "done", step=3, time=1.0)
-    error, facts = verdict.diagnose(tmp_path, 2)
+    error, facts = diagnosis.diagnose(tmp_path, 2)
     assert (error.exit_code, facts["rank"]) == (14, 1) and "as if done at step 3" in error.what
 
 
 def test_nothing_known_is_said_so(tmp_path):
     for rank in (0, 1):
         write_rank_record(tmp_path, rank, "done")
-    error, _ = verdict.diagnose(tmp_path, 2)
+    error, _ = diagnosis.diagnose(tmp_path, 2)
     assert (error.kind, error.exit_code) == ("internal", 1)
 
 
@@ -347,7 +347,7 @@ def start(tmp_path, script, watch=None, ranks=1, **options):
         sys.exit(max(abs(child.wait()) for child in children))
     """
     (tmp_path / "parent.py").write_text(textwrap.dedent(parent))
-    return supervise.supervise([sys.executable, str(tmp_path / "parent.py")], dict(os.environ), watch, poll_s=0.05, **options)
+    return supervise.supervise([sys.executable, str(tmp_path / "parent.py")], dict(os.environ), tmp_path, watch, poll_s=0.05, **options)
 
 
 def test_end_by_itself(tmp_path):
@@ -379,9 +379,9 @@ def test_a_stopped_rank_is_named(tmp_path):
             time.sleep(60)
         wait_for_the_others()
     """
-    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", 3, LIMITS), ranks=3)
+    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(3), LIMITS), ranks=3)
     assert ending.hang and ending.hang.exit_code == 13
-    assert ending.guilty["rank"] == 1 and "SIGSTOP" in ending.hang.why
+    assert ending.culprit["rank"] == 1 and "SIGSTOP" in ending.hang.why
     assert "wait_for_the_others" in (tmp_path / "ranks" / "rank_0.stack").read_text()
     assert not alive(tmp_path)
 
@@ -392,14 +392,14 @@ def test_the_rank_furthest_behind_is_named(tmp_path):
             beat(step)
         time.sleep(60)
     """
-    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", 2, LIMITS), ranks=2)
-    assert isinstance(ending.hang, Hang) and ending.guilty["rank"] == 0 and "step 2" in ending.hang.why
+    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(2), LIMITS), ranks=2)
+    assert isinstance(ending.hang, Hang) and ending.culprit["rank"] == 0 and "step 2" in ending.hang.why
     assert not alive(tmp_path)
 
 
 def test_hang_limits(tmp_path):
     now = [0.0]
-    watch = HangWatch(tmp_path, 2, HangLimits(startup_s=100, step_s=10), clock=lambda: now[0])
+    watch = HangWatch(tmp_path, range(2), HangLimits(startup_s=100, step_s=10), clock=lambda: now[0])
 
     def beat(rank, step):
         (tmp_path / f"rank_{rank}.heartbeat").write_text(
@@ -440,7 +440,7 @@ def only_run(cwd):
 
 
 def test_a_good_run(project, tmp_path):
-    code, out, err = finish(door(project, tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5"))
+    code, out, err = finish(launch(project, tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5"))
     assert code == 0, err
     other = [line for line in out.splitlines() if not line.startswith(":::MLLOG")]
     assert [line.partition(" AT ")[0].partition(",,")[0] for line in other] == ["STARTING TIMING RUN", "ENDING TIMING RUN", "RESULT,TOY"]
@@ -454,7 +454,7 @@ def test_a_good_run(project, tmp_path):
 
 
 def test_a_killed_rank(project, tmp_path):
-    code, out, err = finish(door(project, tmp_path, TOY="kill"))
+    code, out, err = finish(launch(project, tmp_path, TOY="kill"))
     failure = json.loads((only_run(tmp_path) / "failure.json").read_text())
     assert (code, failure["kind"], failure["rank"]) == (14, "rank_lost", 1)
     assert "error: rank 1 (process" in err and "Traceback" not in err and "FAILED" not in err
@@ -462,7 +462,7 @@ def test_a_killed_rank(project, tmp_path):
 
 
 def test_findings_are_no_success(project, tmp_path):
-    code, _, err = finish(door(project, tmp_path, TOY="good", FINDINGS="20"))
+    code, _, err = finish(launch(project, tmp_path, TOY="good", FINDINGS="20"))
     assert code == 20 and "one finding" in err
     end = json.loads((tmp_path / "out/toy/attempts.jsonl").read_text().splitlines()[-1])
     assert (end["event"], end["exit_code"], end["kind"], end["samples"]) == ("end", 20, "check_failed", 32)
@@ -474,23 +474,23 @@ def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_
     (project / "submission/score.py").write_text("import sys; print('score', sys.argv[1:])")
     for name in ("describe", "package"):
         (project / f"submission/{name}.py").write_text(f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)")
-    code, out, err = finish(door(project, tmp_path, verb, str(tmp_path), "--some", "option", PYTHONPATH=str(tmp_path)))
+    code, out, err = finish(launch(project, tmp_path, verb, str(tmp_path), "--some", "option", PYTHONPATH=str(tmp_path)))
     wanted = {"check": (0, "one finding"), "report": (0, ""), "score": (0, f"score ['{tmp_path}', '--some', 'option']")}
     assert (code, out.strip()) == wanted.get(verb, (20, f"{verb} ['{tmp_path}', '--some', 'option']")), err
 
 
 def test_killing_the_launcher_leaves_nothing_behind(project, tmp_path):
-    process = door(project, tmp_path, TOY="wait")
+    process = launch(project, tmp_path, TOY="wait")
     wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting")))
     process.kill()
     process.communicate()
     run_dir = only_run(tmp_path)
     wait_until(lambda: not alive(run_dir))
-    assert verdict.read_result(run_dir / "result.txt").status == "aborted"
+    assert diagnosis.read_result(run_dir / "result.txt").status == "aborted"
 
 
 def test_sigterm_to_the_launcher(project, tmp_path):
-    process = door(project, tmp_path, TOY="wait")
+    process = launch(project, tmp_path, TOY="wait")
     wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting")))
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
@@ -498,7 +498,7 @@ def test_sigterm_to_the_launcher(project, tmp_path):
     run_dir = only_run(tmp_path)
     assert code == 143 and time.monotonic() - began < 10
     assert json.loads((run_dir / "failure.json").read_text())["kind"] == "interrupted" and "stopped by signal" in err
-    assert verdict.read_result(run_dir / "result.txt").status == "aborted"
+    assert diagnosis.read_result(run_dir / "result.txt").status == "aborted"
     assert not alive(run_dir)
 
 
@@ -514,7 +514,7 @@ def test_sigterm_to_the_launcher(project, tmp_path):
     ],
 )
 def test_errors_before_anything_starts(project, tmp_path, arguments, code, words):
-    seen, out, err = finish(door(project, tmp_path, *arguments))
+    seen, out, err = finish(launch(project, tmp_path, *arguments))
     assert (seen, out) == (code, "") and words in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
@@ -527,7 +527,7 @@ def test_unknown_benchmark_lists_the_known(tmp_path):
 
 
 def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
-    code, out, _ = finish(door(project, tmp_path, "bench", "--print", "--steps", "5", "--set", "micro_batch_size=4"))
+    code, out, _ = finish(launch(project, tmp_path, "bench", "--print", "--steps", "5", "--set", "micro_batch_size=4"))
     assert code == 0 and not (tmp_path / "out").exists()
     assert out.endswith("-m toy.train --bench --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n")
     assert "-m launch.torchrun DIR --standalone --nnodes 1 --nproc-per-node 2" in out

@@ -1,4 +1,4 @@
-"""Several runs through the door: failures made from outside, a launcher that dies, two series at once. Nothing is lost, nothing mixed.
+"""Several runs through run_and_time.sh: failures made from outside, a launcher that dies, two series at once. Nothing is lost, nothing mixed.
 
 The toy of tests/helpers/toy.py under real torchrun, and one pair of runs of the real miniature.
 """
@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import alive, door, finish, make_project, wait_until
+from toy import alive, finish, launch, make_project, wait_until
 
 from common.errors import ConfigError, StorageError
 from launch import series
-from launch.verdict import read_result
+from launch.diagnosis import read_result
 from records import ledger
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ class Running:
         self.cwd = cwd
         for attempt in held:
             (cwd / f"hold_{attempt}").write_text("")
-        self.process = door(project, cwd, *arguments, **({"TOY": "held"} | variables))
+        self.process = launch(project, cwd, *arguments, **({"TOY": "held"} | variables))
 
     def lines(self, event):
         path = self.cwd / "out/toy/attempts.jsonl"
@@ -109,14 +109,14 @@ def test_enough_is_enough(project, tmp_path):
     code, _, err = finish(running.process)
     assert code == 14 and "3 attempts, 1 of 3 good, 2 failed" in err and "--resume" in err
     assert [line["exit_code"] for line in running.lines("end")] == [14, 0, 14] and not running.lines("closed")
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 0 and "5 attempts, 3 of 3 good" in err, err
 
 
 def test_a_launcher_that_is_killed_is_resumed(project, tmp_path):
     running = Running(project, tmp_path, held=(2,), NEXP="3")
     lost = running.run_dir(2)
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 2 and "still running" in err
     running.process.kill()
     running.process.communicate()
@@ -125,10 +125,10 @@ def test_a_launcher_that_is_killed_is_resumed(project, tmp_path):
         (["--set", "max_samples=99"], "config was CPU_1x1.toml, now CPU_1x1+modified.toml"),
         ([], "NEXP was 3, now 2"),
     ):
-        code, _, err = finish(door(project, tmp_path, "--resume", *arguments, TOY="good", NEXP="" if arguments else "2"))
+        code, _, err = finish(launch(project, tmp_path, "--resume", *arguments, TOY="good", NEXP="" if arguments else "2"))
         assert code == 2 and words in err and (tmp_path / "out/toy/attempts.jsonl").read_bytes() == ledger_before
     log_of_the_lost = (lost / "result.txt").read_bytes()
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 0 and "4 attempts, 3 of 3 good, 1 failed" in err, err
     ends = running.lines("end")
     assert [(line["attempt"], line["kind"]) for line in ends] == [(1, "success"), (2, "lost"), (3, "success"), (4, "success")]
@@ -138,9 +138,9 @@ def test_a_launcher_that_is_killed_is_resumed(project, tmp_path):
         "kind"
     ] == "lost"
     assert not alive(lost)
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 2 and "nothing to resume" in err
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good", NEXP="4"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good", NEXP="4"))
     assert code == 0 and "5 attempts, 4 of 4 good, 1 failed" in err, "a larger NEXP adds runs"
 
 
@@ -208,7 +208,7 @@ def test_seeds_are_drawn_anew_until_one_is_new(tmp_path, monkeypatch):
 def test_resume_says_everything_that_changed(tmp_path):
     record = ledger.Record("s", 10, {"commit": "a", "gpus": "8 x MI355X", "config": "x"})
     with pytest.raises(ConfigError) as caught:
-        series._resumed(series.Series(tmp_path, record, None), {"commit": "b", "gpus": "4 x H200", "config": "x"}, series.Wish(0, 2))
+        series._resumed(series.Series(tmp_path, record, None), {"commit": "b", "gpus": "4 x H200", "config": "x"}, series.Request(0, 2))
     assert "commit was a, now b" in caught.value.what and "gpus was" in caught.value.what and "config" not in caught.value.what
 
 
