@@ -65,6 +65,29 @@ except OSError as error:
 log("run_stop", status="success", samples_count=32)
 end("done", step=2)
 """
+# In place of launch/torchrun.py: the same processes, signals and findings, without the seconds that an import of torch takes.
+TORCHRUN = """
+import ctypes, json, os, signal, subprocess, sys, time
+folder, arguments = sys.argv[1], sys.argv[2:]
+value = lambda name: arguments[arguments.index(name) + 1]
+count, node = int(value("--nproc-per-node")), int(value("--node-rank")) if "--node-rank" in arguments else 0
+command = [sys.executable, *arguments[arguments.index("-m"):]]
+ranks = range(node * count, (node + 1) * count)
+children = {rank: subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}, start_new_session=True) for rank in ranks}
+def stop(number, frame):
+    for child in children.values():
+        child.terminate()
+signal.signal(signal.SIGTERM, stop)
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as launch/torchrun.py: it ends with its launcher
+while all(child.poll() in (None, 0) for child in children.values()) and None in [child.poll() for child in children.values()]:
+    time.sleep(0.02)
+codes = {rank: child.poll() for rank, child in children.items()}
+stop(None, None)
+failed = [{"rank": r, "pid": children[r].pid, "exit_code": code, "time": time.time()} for r, code in codes.items() if code]
+if failed:
+    open(os.path.join(folder, "torchrun.json"), "w").write(json.dumps(failed))
+sys.exit(1 if failed else 0)
+"""
 RULES = """
 from types import SimpleNamespace
 from common.config import RunConfig as Config
@@ -86,8 +109,8 @@ CHECK = "import os, sys; print('one finding'); sys.exit(int(os.environ.get('FIND
 REPORT = "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
 
 
-def make_project(root: Path) -> Path:
-    """The launcher and the toy in `root`."""
+def make_project(root: Path, torchrun: str = "") -> Path:
+    """The launcher and the toy in `root`; `torchrun` replaces launch/torchrun.py."""
     for room in ("launch", "records", "common"):
         shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_and_time.sh", root)
@@ -109,6 +132,8 @@ def make_project(root: Path) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
+    if torchrun:
+        (root / "launch/torchrun.py").write_text(torchrun)
     return root
 
 

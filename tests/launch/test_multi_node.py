@@ -15,35 +15,13 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import ROOT, alive, finish, make_project, wait_until
+from toy import ROOT, TORCHRUN, alive, finish, make_project, wait_until
 
 from common.errors import ConfigError
 from launch import multi_node
 from launch.job import Node, node_from
 from launch.multi_node import LeaderEnded, NodeLost, Nodes
 
-TORCHRUN = """
-import ctypes, json, os, signal, subprocess, sys, time
-folder, arguments = sys.argv[1], sys.argv[2:]
-value = lambda name: arguments[arguments.index(name) + 1]
-count, node = int(value("--nproc-per-node")), int(value("--node-rank"))
-command = [sys.executable, *arguments[arguments.index("-m"):]]
-ranks = range(node * count, (node + 1) * count)
-children = {rank: subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}, start_new_session=True) for rank in ranks}
-def stop(number, frame):
-    for child in children.values():
-        child.terminate()
-signal.signal(signal.SIGTERM, stop)
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as launch/torchrun.py: it ends with its launcher
-while all(child.poll() in (None, 0) for child in children.values()) and None in [child.poll() for child in children.values()]:
-    time.sleep(0.02)
-codes = {rank: child.poll() for rank, child in children.items()}
-stop(None, None)
-failed = [{"rank": r, "pid": children[r].pid, "exit_code": code, "time": time.time()} for r, code in codes.items() if code]
-if failed:
-    open(os.path.join(folder, "torchrun.json"), "w").write(json.dumps(failed))
-sys.exit(1 if failed else 0)
-"""
 TRAINER = """
 import argparse, json, os, signal, sys, time
 from pathlib import Path
@@ -84,8 +62,7 @@ write_rank_record(run_dir, rank, "done", step=2)
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    root = make_project(tmp_path_factory.mktemp("cluster"))
-    (root / "launch/torchrun.py").write_text(TORCHRUN)
+    root = make_project(tmp_path_factory.mktemp("cluster"), torchrun=TORCHRUN)
     source = (root / "launch/multi_node.py").read_text()
     assert "LOST_S = 15.0" in source
     (root / "launch/multi_node.py").write_text(source.replace("LOST_S = 15.0", "LOST_S = 4.0"))
@@ -227,13 +204,6 @@ def test_node_0_decides_and_has_the_results(project, tmp_path):
     assert seeds[0] | seeds[1] == {str(line["seed"]) for line in ledger(tmp_path) if line["event"] == "start"}
 
 
-def test_on_a_shared_disk_all_is_in_one_directory(project, tmp_path):
-    ends = [finish(process) for process in both(project, tmp_path, LOGDIR="out0")]
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    (run_dir,) = runs(tmp_path, 0)
-    assert (run_dir / "node_1/ranks/rank_2.json").is_file() and (run_dir / "ranks/rank_2.json").is_file()
-
-
 def test_other_code_on_a_node_is_refused(project, tmp_path):
     other = shutil.copytree(project, tmp_path / "other")
     with (other / "common/training/loop.py").open("a") as file:
@@ -289,12 +259,15 @@ def test_the_command_of_a_node(project, tmp_path):
     ],
 )
 def test_a_rank_of_node_1_fails_and_is_named_on_node_0(project, tmp_path, mode, code, kind, words):
-    ends = [finish(process) for process in both(project, tmp_path, TOY=mode)]
+    shared = {"LOGDIR": "out0"} if mode == "die" else {}  # the nodes may share a disk
+    ends = [finish(process) for process in both(project, tmp_path, TOY=mode, **shared)]
     assert [end[0] for end in ends] == [code, code], ends
     (run_dir,) = runs(tmp_path, 0)
     failure = json.loads((run_dir / "failure.json").read_text())
     assert (failure["kind"], failure["rank"]) == (kind, 3) and words in failure["what"]
     assert words in ends[0][2] and f"exit code {code}" in ends[1][2]
+    rank_2 = tmp_path / f"out{0 if shared else 1}/toy/{run_dir.name}/node_1/ranks/rank_2.heartbeat"
+    assert rank_2.read_text() == (run_dir / "ranks/rank_2.heartbeat").read_text()
     assert not alive(tmp_path)
 
 

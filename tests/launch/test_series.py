@@ -1,6 +1,6 @@
 """Several runs through run_and_time.sh: failures made from outside, a launcher that dies, two series at once. Nothing is lost, nothing mixed.
 
-The toy of tests/helpers/toy.py under real torchrun, and one pair of runs of the real miniature.
+The toy of tests/helpers/toy.py under a stand-in for torchrun, and one pair of runs of the real miniature.
 """
 
 import json
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import alive, finish, launch, make_project, wait_until
+from toy import TORCHRUN, alive, finish, launch, make_project, wait_until
 
 from common.errors import ConfigError, StorageError
 from launch import series
@@ -28,7 +28,7 @@ SMALL_DISK = 20_000  # bytes: enough for the ledger of five attempts, not for th
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    return make_project(tmp_path_factory.mktemp("with a blank"))
+    return make_project(tmp_path_factory.mktemp("with a blank"), torchrun=TORCHRUN)
 
 
 class Running:
