@@ -125,7 +125,8 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
     import torch
 
     project = make_project(tmp_path / "project")
-    shutil.copytree(ROOT / "llama31_8b", project / "llama31_8b")
+    for room in ("llama31_8b", "throughput"):
+        shutil.copytree(ROOT / room, project / room)
     with (project / "llama31_8b/rules.py").open("a") as file:
         file.write(SMALL)
     config = project / "configs/llama31_8b/CPU_2x2.toml"
