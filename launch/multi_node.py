@@ -143,12 +143,15 @@ class Nodes:
         """Call `facts` on one node after another. Raises ConfigError on a node whose facts are not those of node 0, and on node 0."""
         if not self.others:
             facts()
-        for node in range(self.node.count if self.others else 0):
+            return
+        found: list[dict] = []
+        for node in range(self.node.count):
             if node == self.node.rank:
                 self._put(f"facts/{node}", facts())
-            theirs = self._wait(f"facts/{node}", node, JOIN_S)
-            first = theirs if node == 0 else first
-            different = [f"{key} is {theirs.get(key)}, there {value}" for key, value in first.items() if theirs.get(key) != value]
+            found.append(self._wait(f"facts/{node}", node, JOIN_S))
+            different = [
+                f"{key} is {found[node].get(key)}, there {value}" for key, value in found[0].items() if found[node].get(key) != value
+            ]
             if different and self.node.rank in (0, node):
                 why = "the nodes of a run need the same config, code, packages and GPUs"
                 raise ConfigError(f"node {node} is not like node 0: {'; '.join(different)}", why, "make them equal, then start all again")

@@ -54,7 +54,9 @@ def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
 
 def _cannot_write(path: Path, error: OSError) -> StorageError:
     return StorageError(
-        f"cannot write to {path}: {error.strerror}", "results must be kept, so nothing was started", "set LOGDIR to a writable directory with free space"
+        f"cannot write to {path}: {error.strerror}",
+        "results must be kept, so nothing was started",
+        "set LOGDIR to a writable directory with free space",
     )
 
 

@@ -228,7 +228,9 @@ def _resumed(series: Series, facts: dict, request: Request) -> Series:
         changed.append(f"NEXP was {record.goal}, now {request.goal}")
     if changed:
         why = "the runs of a series must be of the same system, code and configuration"
-        raise ConfigError(f"cannot resume series {record.id}: {'; '.join(changed)}", why, "undo that, or start a new series without --resume")
+        raise ConfigError(
+            f"cannot resume series {record.id}: {'; '.join(changed)}", why, "undo that, or start a new series without --resume"
+        )
     if request.goal > record.goal:
         series.append("goal", goal=request.goal)
         record.goal, record.closed = request.goal, False

@@ -73,7 +73,9 @@ class HangWatch:
     def explain(self) -> tuple[Hang, dict]:
         """The error, and the last heartbeat of the culprit: a stopped process, else a silent one, else the one furthest behind."""
         silent_s = self.clock() - self.last_change
-        stopped = [self.beats[rank] for rank in self.local_ranks if rank in self.beats and process_state(self.beats[rank]["pid"]) in ("T", "t")]
+        stopped = [
+            self.beats[rank] for rank in self.local_ranks if rank in self.beats and process_state(self.beats[rank]["pid"]) in ("T", "t")
+        ]
         unheard = [rank for rank in self.ranks if rank not in self.beats]
         if stopped:
             culprit = stopped[0]

@@ -113,7 +113,8 @@ def make_project(root: Path, torchrun: str = "") -> Path:
     """The launcher and the toy in `root`; `torchrun` replaces launch/torchrun.py."""
     for room in ("launch", "records", "common"):
         shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "run_and_time.sh", root)
+    for name in ("run_and_time.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, root)
     config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
     config = re.sub("opt_learning_rate_warmup_steps = .*\n", "", config.replace("= 16\n", "= 8\n"))
     files = {
@@ -137,14 +138,14 @@ def make_project(root: Path, torchrun: str = "") -> Path:
     return root
 
 
-def launch(project, cwd, *arguments, **variables):
-    """Start run_and_time.sh from `cwd` on a machine without GPUs."""
+def launch(project, cwd, *arguments, benchmark="toy", **variables):
+    """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb that takes none."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     keep = {key: value for key, value in os.environ.items() if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")}
     environment = (
         keep | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOGDIR": "out", "DATADIR": "data"} | variables
     )
-    command = [str(project / "run_and_time.sh"), "toy", *arguments]
+    command = [str(project / "run_and_time.sh"), *filter(None, [benchmark]), *arguments]
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -235,9 +235,7 @@ def test_impossible_nodes(environment, count, words):
 
 
 def test_nodes():
-    assert node_from({"MASTER_ADDR": "elsewhere", "MASTER_PORT": "7"}, 1) == Node(), (
-        "a batch system may set what one node ignores"
-    )
+    assert node_from({"MASTER_ADDR": "elsewhere", "MASTER_PORT": "7"}, 1) == Node(), "a batch system may set what one node ignores"
     assert node_from({"NODE_RANK": "1", "MASTER_ADDR": "a"}, 2) == Node(1, 2, "a", 29500)
     assert node_from({"SLURM_NODEID": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7000"}, 4) == Node(3, 4, "a", 7000)
 
@@ -319,7 +317,7 @@ def test_two_launchers_of_one_node_are_refused(leader):
     Nodes(second, 1).__enter__()
     with pytest.raises(ConfigError, match="a second launcher is node 1"), Nodes(second, 1):
         pass
-    with pytest.raises(ConfigError, match="port .* cannot be used"), Nodes(leader.node, 1):
+    with pytest.raises(ConfigError, match=r"port .* cannot be used"), Nodes(leader.node, 1):
         pass
 
 
@@ -350,5 +348,5 @@ def test_a_store_that_does_not_answer_is_a_lost_node(monkeypatch):
     nodes = Nodes(Node(1, 2, "127.0.0.1", 7000), 1)
     nodes.store = Silent()
     monkeypatch.setattr(Nodes._call, "__kwdefaults__", {"limit_s": 0.1})
-    with pytest.raises(NodeLost, match="node 0 .* is gone"):
+    with pytest.raises(NodeLost, match=r"node 0 .* is gone"):
         nodes.next_run()

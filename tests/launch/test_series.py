@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from toy import TORCHRUN, alive, finish, launch, make_project, wait_until
 
-from common.errors import ConfigError, StorageError
+from common.errors import ConfigError
 from launch import series
 from launch.diagnosis import read_result
 from records import ledger
@@ -166,40 +166,39 @@ def test_two_series_in_one_place_do_not_mix(project, tmp_path):
     assert len({line["run"] for line in ends}) == 4 == len({line["seed"] for line in ends})
 
 
-# --- the ledger by itself ---------------------------------------------------------------------------------------------
+# --- without a run ----------------------------------------------------------------------------------------------------
 
 
-def opened(path, number=1, **more):
-    return {"event": "start", "series": "s", "attempt": number, "run": f"r{number}", "seed": number} | more
+def test_what_can_be_requested():
+    request = series.request_from
+    assert request({}, None, False) == series.Request(1, 0), "a single run is not repeated"
+    assert request({"NEXP": "10"}, None, False) == series.Request(10, 2)
+    assert request({"NEXP": "10"}, 0, False) == series.Request(10, 0)
+    assert request({}, 3, False) == series.Request(1, 3)
+    assert request({"SEED": "7"}, None, False) == series.Request(1, 0, 7)
+    assert request({}, None, True) == series.Request(0, 2, None, True), "how many: the ledger knows"
 
 
-def test_a_line_cut_short_spoils_itself_only(tmp_path):
-    path = tmp_path / "toy" / ledger.NAME
-    ledger.append(path, {"event": "series", "series": "s", "goal": 2, "facts": {}})
-    ledger.append(path, opened(path))
-    with path.open("ab") as file:
-        file.write(b'{"event": "end", "ser')
-    ledger.append(path, opened(path, 2))
-    (record,) = ledger.read(path)
-    assert sorted(record.starts) == [1, 2] and not record.ends and record.seeds == {1, 2}
-    assert len(record.open_starts) == 2 and not ledger.read(tmp_path / "absent")
-
-
-def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path):
-    path = tmp_path / ledger.NAME
-    ledger.append(path, opened(path))
-    before, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
-    try:
-        with pytest.raises(StorageError, match="ledger") as caught:
-            ledger.append(path, opened(path, 2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.exit_code == 17 and path.read_bytes() == before
+@pytest.mark.parametrize(
+    ("environment", "max_failures", "resume"),
+    [
+        ({"NEXP": "0"}, None, False),
+        ({"NEXP": "ten"}, None, False),
+        ({"SEED": "-1"}, None, False),
+        ({"SEED": str(2**32)}, None, False),
+        ({"SEED": "7", "NEXP": "3"}, None, False),
+        ({"SEED": "7"}, 1, False),
+        ({"SEED": "7"}, None, True),
+        ({}, -1, False),
+    ],
+)
+def test_what_cannot_be_requested(environment, max_failures, resume):
+    with pytest.raises(ConfigError):
+        series.request_from(environment, max_failures, resume)
 
 
 def test_seeds_are_drawn_anew_until_one_is_new(tmp_path, monkeypatch):
-    record = ledger.Record("s", 10, {}, {1: opened(None, seed=7)})
+    record = ledger.Record("s", 10, {}, {1: {"seed": 7}})
     drawn = iter([7, 7, 8])
     monkeypatch.setattr(series.secrets, "randbits", lambda bits: next(drawn) if bits == 32 else None)
     assert series.Series(tmp_path, record, None).seed() == 8
