@@ -33,7 +33,7 @@ INIT_WARNING_S = 1500.0  # five minutes of reserve below the limit
 NUMBER_FORMATS = ("fp64", "fp32", "tf32", "fp16", "fp8", "mxfp6", "nvfp4", "mxfp4", "bfloat16", "int8", "uint8", "int4", "uint4")
 SMALL_SEED = 2**15  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only
 WELL_KNOWN_SEEDS = frozenset({123456, 1234567, 12345678, 123456789, 1234567890, 2**31 - 1, 2**32 - 1, 0xDEADBEEF, 0xCAFEBABE})
-CHANGED = ("+modified", "+forced")  # what launch/choose.py adds to the name of a config that was not used as it stands
+CHANGED = ("+modified", "+forced")  # what launch/select_config.py adds to the name of a config that was not used as it stands
 DIVISIONS = ("closed", "miniature")
 STATUS_WORDS = ("onprem", "cloud", "research")
 
