@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.gpu_kinds import GIB
+from common.gpu_stats import NVML_THROTTLE_REASONS
 from common.hardware import visible_indices
 from launch.console import print_stderr
 from records.json_lines import append_line
@@ -78,18 +79,6 @@ def _end(process: subprocess.Popen) -> None:
 
 # --- sources: the driver's libraries. `describe` and `read` raise whatever these raise --------------------------------
 
-# nvml.h, nvmlClocksEventReasons; bit 0, idle, is left out
-NVML_REASONS = {
-    0x02: "application clocks",
-    0x04: "power cap",
-    0x08: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "thermal (driver)",
-    0x40: "thermal (hardware)",
-    0x80: "power brake",
-    0x100: "display clocks",
-}
-
 
 class Nvml:
     name = "nvml"
@@ -117,7 +106,7 @@ class Nvml:
             "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
             "memory_gib": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB, 2),
-            "throttle": lambda: [name for bit, name in NVML_REASONS.items() if self.reasons(handle) & bit],
+            "throttle": lambda: [name for bit, name in NVML_THROTTLE_REASONS.items() if self.reasons(handle) & bit],
         }
 
 

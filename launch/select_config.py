@@ -47,7 +47,7 @@ def select_config(root: Path, benchmark: str, options: argparse.Namespace, envir
             "--device cuda, but no GPU is visible", "no driver answers, or *_VISIBLE_DEVICES hides all", "use --device cpu"
         )
     kind = identify(found, environment.get("GPU_KIND", "")) if device == "cuda" else None
-    path, reason = _file(root, benchmark, options, environment, kind, len(found.devices))
+    path, reason = config_file(root, benchmark, options, environment, kind, len(found.devices))
     config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config, dict(key_value(text) for text in options.set))
     if config.gpu == "CPU" and not options.device:
         device, kind = "cpu", None
@@ -62,14 +62,15 @@ def select_config(root: Path, benchmark: str, options: argparse.Namespace, envir
     return Selection(config, path, f"{path.stem}{suffix}{path.suffix}", reason, device, describe(found, kind), tuple(notes))
 
 
-def _file(
+def config_file(
     root: Path, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
 ) -> tuple[Path, str]:
+    """The config that --config, DGXSYSTEM, or else kind and number of GPUs select, and the reason. Raises ConfigError."""
     if options.config:
         return Path(options.config), "given with --config"
     if environment.get("DGXSYSTEM"):
         return config_path(root, benchmark, environment["DGXSYSTEM"].removesuffix(".toml")), "named by DGXSYSTEM"
-    count = _requested_gpus(environment) or (visible if kind else 1)
+    count = requested_gpus(environment) or (visible if kind else 1)
     reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"
     return config_path(root, benchmark, config_name(kind, count)), reason
 
@@ -82,7 +83,7 @@ def _differs_from_shipped(root: Path, benchmark: str, path: Path) -> bool:
 
 def _mismatches(config: RunConfig, kind: GpuKind | None, options: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
     """A note if --config forces a config for another GPU. Raises ConfigError if the config is for another GPU or number of GPUs otherwise."""
-    requested = _requested_gpus(environment)
+    requested = requested_gpus(environment)
     if requested and requested != config.gpus_per_node:
         raise ConfigError(
             f"DGXNGPU={requested}, but the config is for {config.gpus_per_node}", "both say how many GPUs to use", "unset one of them"
@@ -105,7 +106,7 @@ def _require_processes(config: RunConfig, kind: GpuKind | None, visible: int) ->
         )
 
 
-def _requested_gpus(environment: Mapping[str, str]) -> int:
+def requested_gpus(environment: Mapping[str, str]) -> int:
     """DGXNGPU, 0 if it is not set."""
     text = environment.get("DGXNGPU", "")
     if text and (not text.isdigit() or int(text) < 1):
