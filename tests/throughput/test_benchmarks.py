@@ -16,7 +16,7 @@ def test_it_says_what_it_takes(program):
     done = subprocess.run(
         [sys.executable, program, "--help"],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}"},
         capture_output=True,
         text=True,
         timeout=120,
