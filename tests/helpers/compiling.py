@@ -170,15 +170,22 @@ def main(arch: str) -> None:
 
 
 def compile_one_that_spills(arch: str) -> None:
-    """Under the name _spilling_kernel: 4 or 8 rows of 4096 numbers for one warp."""
-    from shipped_launches import bf16
+    """Under the name _spilling_kernel: a tile that has too many rows for its number of warps."""
+    import torch
+    from shipped_launches import META, bf16
 
-    from common.kernels import rms_norm
+    from common.kernels import lora, rms_norm
     from common.kernels.architecture import Tile
 
-    rms_norm.add_rms_norm_settings = lambda arch, num_columns: Tile(8 if arch == "gfx950" else 4, 4096, warps=1)
-    rms_norm._add_rms_norm_kernel = Recorder(arch, rms_norm._add_rms_norm_kernel.kernel, "_spilling_kernel")
-    rms_norm.add_rms_norm_triton(bf16(64, 4096), bf16(64, 4096), bf16(4096), 1e-5, None)
+    if arch == "gfx942":
+        lora.down_backward_settings = lambda arch: Tile(64, 64, warps=4, stages=3, parts=16)
+        lora._down_backward_kernel = Recorder(arch, lora._down_backward_kernel.kernel, "_spilling_kernel")
+        dropout = lora.Dropout(torch.empty(1, dtype=torch.int64, device=META), 0.1)
+        lora.down_backward_triton_(bf16(8192, 8192), bf16(8192, 8192), None, bf16(8192, 16), bf16(16, 8192), dropout)
+    else:
+        rms_norm.add_rms_norm_settings = lambda arch, num_columns: Tile(8 if arch == "gfx950" else 4, 4096, warps=1)
+        rms_norm._add_rms_norm_kernel = Recorder(arch, rms_norm._add_rms_norm_kernel.kernel, "_spilling_kernel")
+        rms_norm.add_rms_norm_triton(bf16(64, 4096), bf16(64, 4096), bf16(4096), 1e-5, None)
 
 
 if __name__ == "__main__":
