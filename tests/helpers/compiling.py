@@ -181,7 +181,8 @@ def compile_one_that_spills(arch: str) -> None:
         lora.down_backward_settings = lambda arch: Tile(64, 64, warps=4, stages=3, parts=16)
         lora._down_backward_kernel = Recorder(arch, lora._down_backward_kernel.kernel, "_spilling_kernel")
         dropout = lora.Dropout(torch.empty(1, dtype=torch.int64, device=META), 0.1)
-        lora.down_backward_triton_(bf16(8192, 8192), bf16(8192, 8192), None, bf16(8192, 16), bf16(16, 8192), dropout)
+        norm = lora.Norm(torch.empty(8192, device=META), bf16(8192))
+        lora.down_backward_triton_(bf16(8192, 8192), bf16(8192, 8192), norm, bf16(8192, 16), bf16(16, 8192), dropout)
     else:
         rms_norm.add_rms_norm_settings = lambda arch, num_columns: Tile(8 if arch == "gfx950" else 4, 4096, warps=1)
         rms_norm._add_rms_norm_kernel = Recorder(arch, rms_norm._add_rms_norm_kernel.kernel, "_spilling_kernel")
