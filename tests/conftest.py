@@ -7,7 +7,12 @@ import shutil
 import signal
 
 import pytest
+import torch
 from megatron_datasets import megatron  # noqa: F401  (a fixture)
+
+# Without a GPU the kernels run in Triton's interpreter. Triton reads this when a kernel's module is imported, which happens after this file.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # A shell that starts the tests in the background lets them ignore the interrupt, and every process of theirs with them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,7 +22,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(scope="module")
 def processes():
     """A group of one process in this one, ended with the test file."""
-    import torch
 
     from common.sharding.processes import start_processes
 
@@ -77,7 +81,6 @@ def tiny_data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory, tiny_data):
     """What two gloo processes found, by rank: see two_ranks.py."""
-    import torch
     from tiny import call_on_ranks
 
     def find(folder):

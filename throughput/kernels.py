@@ -16,7 +16,8 @@ from itertools import pairwise
 import torch
 
 from common.kernels import accumulate, adamw, cross_entropy, rms_norm, rope, swiglu
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, quantize_triton
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer
+from common.kernels.quantize import quantize_triton
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 
 FP32, BF16, FP8 = 4, 2, 1  # bytes
@@ -50,24 +51,24 @@ def copy_bandwidth() -> float:
 
 
 class Setting:
-    """Random operands of one model's size, and quantizers for what the kernels emit."""
+    """Random tensors of one model's sizes, and quantizers for the results of the kernels."""
 
     def __init__(self, shape: ModelShape, tokens: int, transposed: bool):
         self.shape, self.tokens, self.transposed = shape, tokens, transposed
-        self.out = FP8 * (2 if transposed else 1)  # bytes per element of an operand
-        self.scaling = DelayedScaling("delayed")
+        self.out = FP8 * (2 if transposed else 1)  # bytes per element of a quantized tensor
+        self.scaling = DelayedScaling()
         self.forward, self.backward = (
             self.scaling.quantizer(transposed=transposed),
             self.scaling.quantizer(gradient=True, transposed=transposed),
         )
-        self.stored = self.scaling.quantizer(transposed=False)
+        self.kept = self.scaling.quantizer(transposed=False)
         self.scaling.allocate(torch.device("cuda"))
 
     def random(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
 
     def warmed(self, launch: Callable[[], object]) -> Callable[[], object]:
-        """The first launch finds scales; what is timed is the steady state of the delayed recipe."""
+        """`launch`, after a first step that found its scales: what is timed is the one pass of later steps."""
         launch()
         self.scaling.step_done()
         return launch
@@ -83,7 +84,7 @@ def row_wise(s: Setting) -> Iterator[Case]:
 
     residual, _, rstd = norm(y, None)
 
-    def backward(quantizer: Quantizer | None) -> object:  # the weights of the norms train where the matrices do
+    def backward(quantizer: Quantizer | None) -> object:
         return rms_norm.rms_norm_backward_triton(y, residual, rstd, weight, g, quantizer, s.transposed)
 
     yield Case("quantize", s.warmed(lambda: quantize_triton(x, s.forward)), n * (BF16 + s.out))
@@ -113,15 +114,15 @@ def feed_forward(s: Setting) -> Iterator[Case]:
     ffn, m = s.shape.ffn_hidden_size, s.tokens * s.shape.ffn_hidden_size
     gate_up, d_h = s.random(s.tokens, 2 * ffn), s.random(s.tokens, ffn)
 
-    def forward(stored: Quantizer | None) -> tuple[QuantizedTensor, torch.Tensor | QuantizedTensor]:
-        return swiglu.swiglu_operand_triton(gate_up, s.forward, stored)
+    def forward(kept_quantizer: Quantizer | None) -> tuple[QuantizedTensor, torch.Tensor | QuantizedTensor]:
+        return swiglu.swiglu_quantized_triton(gate_up, s.forward, kept_quantizer)
 
     def backward(kept: torch.Tensor | QuantizedTensor) -> object:
-        return swiglu.swiglu_operand_backward_triton(d_h, kept, s.backward)
+        return swiglu.swiglu_quantized_backward_triton(d_h, kept, s.backward)
 
     yield Case("swiglu, FP8", s.warmed(lambda: forward(None)), m * (2 * BF16 + s.out))
-    yield Case("swiglu, FP8, input kept in FP8", s.warmed(lambda: forward(s.stored)), m * (2 * BF16 + s.out + 2 * FP8))
-    kept = forward(s.stored)[1]
+    yield Case("swiglu, FP8, input kept in FP8", s.warmed(lambda: forward(s.kept)), m * (2 * BF16 + s.out + 2 * FP8))
+    kept = forward(s.kept)[1]
     yield Case("swiglu backward, FP8", s.warmed(lambda: backward(gate_up)), m * (3 * BF16 + 2 * s.out))
     yield Case("swiglu backward, FP8, input kept in FP8", lambda: backward(kept), m * (BF16 + 2 * FP8 + 2 * s.out))
 
@@ -168,7 +169,7 @@ def main() -> None:
                 continue
             us = median_us(case.launch)
             rate = case.moved / (1e-6 * us)
-            layout = "rows and columns" if transposed else "rows"
+            layout = "both layouts" if transposed else "rowwise"
             print(
                 f"D {shape.hidden_size} {layout:16} {case.name:42} {us:8.1f} us  {rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy",
                 flush=True,

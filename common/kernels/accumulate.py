@@ -1,7 +1,7 @@
 """Add a micro-batch's gradient, in the dtype in which it was reduced, to an fp32 one: total + part, or part alone if it is the first.
 
-torch's add of two dtypes moves its bytes at half of the speed (2.2 of 4.2 TB/s on an H200), beside products that want the memory as well.
-Where the ranks send each other their parts as they are, the mean over the ranks is taken on the way.
+torch's add of two dtypes moves its bytes at half of the speed (2.2 of 4.2 TB/s on an H200), while matrix products run beside it.
+Where ranks send their parts to each other unreduced, the same pass computes the mean over the ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, NUM_WARPS = 1024, 4  # small, so that products wait the less for room; 96 to 99 % of a copy on an H200, like 4096
+from common.kernels.architecture import Tile, architecture
 
 
 def accumulate_reference(total: Tensor | None, part: Tensor, others: Tensor | None = None) -> Tensor:
@@ -39,13 +39,19 @@ def _accumulate_kernel(total_ptr, part_ptr, others_ptr, size, OTHERS: tl.constex
     tl.store(total_ptr + place, value, mask=mask)
 
 
+def accumulate_settings(arch: str) -> Tile:
+    # Small, so that matrix products beside it find room sooner; sm_90: 96 to 99 % of a copy on an H200, like 4096 columns.
+    return Tile(rows=1, columns=1024, warps=4)
+
+
 def accumulate_triton(total: Tensor | None, part: Tensor, others: Tensor | None = None) -> Tensor:
     """As `accumulate_reference`; a new total never shares its memory with `part`."""
     first = total is None
     total = torch.empty_like(part, dtype=torch.float32) if total is None else total
-    grid = (triton.cdiv(part.numel(), BLOCK),)
+    tile = accumulate_settings(architecture(part.device))
+    grid = (triton.cdiv(part.numel(), tile.columns),)
     count = 0 if others is None else len(others)
-    _accumulate_kernel[grid](total, part, others, part.numel(), count, first, BLOCK, num_warps=NUM_WARPS)
+    _accumulate_kernel[grid](total, part, others, part.numel(), count, first, tile.columns, num_warps=tile.warps)
     return total
 
 

@@ -3,9 +3,9 @@
 Backward, for the upstream gradient g of the sequence's loss sum: dz = g * (softmax(z) - onehot(label)); 0 where the label is ignored.
 
 Triton: the forward reads each row of logits once (online log-sum-exp, Milakov and Gimelshein, arXiv:1805.02867), the backward
-reads it once more and writes the gradient over it: for vocabulary 128,256 in bf16 256,512 bytes per token forward and 513,024
-backward (an H200 that copies at 4.3 TB/s: 0.06 + 0.12 us), and no second buffer of 2.1 GB per sequence of 8,192. Plain torch
-takes a copy in fp32, its log-softmax, the gradient of that and a cast: some 3.5 MB per token.
+reads it once more and writes the gradient over it. For vocabulary 128,256 in bf16 this moves 256,512 bytes per token forward and
+513,024 backward (0.06 + 0.12 us on an H200 that copies at 4.3 TB/s) and saves a second buffer of 2.1 GB per sequence of 8,192. Plain
+torch moves some 3.5 MB per token: a copy in fp32, its log-softmax, the gradient of that and a cast.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-IGNORE_INDEX = -100  # a label that does not count, as in Hugging Face
+from common.kernels.architecture import Tile, architecture
 
-LANES, DEPTH = 2048, 8  # forward: columns side by side, each with its own running log-sum-exp, and how many it takes at a time
-BLOCK = 4096  # backward: columns of one program
-NUM_WARPS = 4 if torch.version.hip else 8  # 256 threads: LANES are then 16 bytes of bf16 for each, in one load
+IGNORE_INDEX = -100  # a label that does not count, as in Hugging Face
 
 _IGNORE = tl.constexpr(IGNORE_INDEX)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -34,7 +32,9 @@ def cross_entropy_reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     Returns (loss_sum, count), both fp32 [batch]: the sum over the sequence's valid tokens and how many there are.
     Log-sum-exp and sums are computed in fp32 whatever the logits' dtype.
     """
-    losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORE_INDEX, reduction="none")
+    # torch's gradient of an ignored row is 0 times its softmax: NaN where a logit of it is NaN or inf.
+    logits = logits.float().masked_fill((labels == IGNORE_INDEX)[..., None], 0.0)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORE_INDEX, reduction="none")
     return losses.view_as(labels).sum(-1), count_valid(labels)
 
 
@@ -49,12 +49,12 @@ def _cross_entropy_forward_kernel(
 ):
     """One program per row: its loss, its largest logit m and the sum of exp(z - m).
 
-    A tile is DEPTH x LANES; each lane keeps its own maximum and sum, so that no thread waits for another before the row's end.
+    A tile is DEPTH x LANES. Each lane has its own maximum and sum, so that threads synchronize only at the end of the row.
     exp(z - m) is exp2((z - m) * log2(e)), one instruction; scaling z itself would round large logits before the difference.
     """
     row = tl.program_id(0).to(tl.int64)  # 2**31 logits are reached at 16,744 tokens of vocabulary 128,256
     label = tl.load(labels_ptr + row)
-    if label == _IGNORE:  # not even read
+    if label == _IGNORE:  # the row is not read
         tl.store(losses_ptr + row, 0.0)
         return
     logits_ptr += row * VOCAB
@@ -81,15 +81,15 @@ def _cross_entropy_forward_kernel(
 def _cross_entropy_backward_kernel(
     logits_ptr, labels_ptr, max_ptr, sum_ptr, upstream_ptr, sequence, upstream_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per BLOCK columns of a row; the gradient takes the logits' place. The upstream gradient costs no pass of its own:
-    it shares the row's factor with 1 / sum. The one-hot is subtracted in fp32, before the only rounding.
+    """One program per BLOCK columns of a row; the gradient is written over the logits. The upstream gradient takes no pass of its own:
+    it is one factor with the row's 1 / sum. The one-hot is subtracted in fp32, before the only rounding.
     """
     blocks: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = column < VOCAB
+    mask = column < VOCAB
     pointer = logits_ptr + row.to(tl.int64) * VOCAB + column
-    z = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     label = tl.load(labels_ptr + row)
     upstream = tl.load(upstream_ptr + row // sequence * upstream_stride)
     softmax = tl.exp2((z - tl.load(max_ptr + row)) * _LOG2_E) * (upstream / tl.load(sum_ptr + row))
@@ -97,7 +97,21 @@ def _cross_entropy_backward_kernel(
     # Selected, not multiplied: an ignored row is 0 whatever its logits and its upstream gradient are (1 / count of a sequence
     # without valid tokens is inf), and its maximum and sum were never written.
     d_logits = tl.where(label == _IGNORE, 0.0, d_logits)
-    tl.store(pointer, d_logits.to(logits_ptr.dtype.element_ty), mask=inside)
+    tl.store(pointer, d_logits.to(logits_ptr.dtype.element_ty), mask=mask)
+
+
+def _warps(arch: str) -> int:
+    """256 threads, so that 2,048 columns are one load of 16 bytes of bf16 for each."""
+    return 4 if arch.startswith("gfx") else 8
+
+
+def cross_entropy_forward_settings(arch: str) -> Tile:
+    """`columns`: the lanes of a row, each with its own log-sum-exp; `rows`: how many columns a lane takes at a time."""
+    return Tile(rows=8, columns=2048, warps=_warps(arch))
+
+
+def cross_entropy_backward_settings(arch: str) -> Tile:
+    return Tile(rows=1, columns=4096, warps=_warps(arch))
 
 
 def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,8 +120,9 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     Returns losses, and of each row the largest logit and sum(exp(z - largest)), all fp32 [batch, sequence].
     """
     losses, largest, total = logits.new_empty(3, *labels.shape, dtype=torch.float32).unbind()
+    tile = cross_entropy_forward_settings(architecture(logits.device))
     _cross_entropy_forward_kernel[(labels.numel(),)](
-        logits, labels, losses, largest, total, VOCAB=logits.shape[-1], LANES=LANES, DEPTH=DEPTH, num_warps=NUM_WARPS
+        logits, labels, losses, largest, total, VOCAB=logits.shape[-1], LANES=tile.columns, DEPTH=tile.rows, num_warps=tile.warps
     )
     return losses, largest, total
 
@@ -115,10 +130,12 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 def cross_entropy_backward(logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, d_loss_sum: Tensor) -> None:
     """Overwrite `logits` with their gradient. d_loss_sum: fp32 [batch], of any stride, also 0; the others as of the forward."""
     vocab = logits.shape[-1]
-    grid = (labels.numel() * triton.cdiv(vocab, BLOCK),)
+    tile = cross_entropy_backward_settings(architecture(logits.device))
+    grid = (labels.numel() * triton.cdiv(vocab, tile.columns),)
     _cross_entropy_backward_kernel[grid](
-        logits, labels, largest, total, d_loss_sum, labels.shape[-1], d_loss_sum.stride(0), VOCAB=vocab, BLOCK=BLOCK, num_warps=NUM_WARPS
-    )
+        logits, labels, largest, total, d_loss_sum, labels.shape[-1], d_loss_sum.stride(0),
+        VOCAB=vocab, BLOCK=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -146,7 +163,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy_triton(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """As `cross_entropy_reference`; logits contiguous, in bf16, fp16 or fp32. Runs eagerly: keep it out of compiled regions.
+    """As `cross_entropy_reference`; logits contiguous, in bf16, fp16 or fp32. Runs eagerly.
 
     The backward DESTROYS the logits: their memory becomes their gradient. Whoever else reads them must do so before; a backward
     that would read them later (a second one through this loss, with retain_graph; a second loss on the same logits; the op that

@@ -1,17 +1,17 @@
-"""The adapter beside a frozen linear, y = W x + s B A D(x), in the pieces that a hand-written block calls.
+"""A LoRA adapter beside a frozen linear, y = W x + s B A D(x), in the pieces that a hand-written block calls.
 
     down           T = D(n) A^T / q                       n = x * rstd * weight where a norm stands in front, else x
     up_            y += s T B^T
-    up_backward    P = (s / q) g B;  dB = s g^T T         g the gradient of y; on request also g as an FP8 operand
+    up_backward    P = (s / q) g B;  dB = s g^T T         g the gradient of y; on request also g quantized
     down_backward_ dA = P^T D(n);  d_n += D(P A)
 
-D zeroes elements with probability 1 - q; the 1 / q of dropout is applied to what comes out, not to the elements. Each kernel reads its large
-tensor once and makes n and the mask again in registers, so that backward needs neither. Sums over rows go through one partial
-result per program and a second sum: no atomics, equal bits in every run.
+D zeroes elements with probability 1 - q; the factor 1 / q of dropout is applied to the result of a sum instead of to each element. Each
+kernel reads its large tensor once and recomputes n and the mask in registers, so that neither is saved for backward. Sums over rows go
+through one partial result per program and a second sum: no atomics, equal bits in every run.
 
 The mask is a function of (seed, row, column): 16-bit number column % 8 of Philox4x32-7 (Salmon et al., SC 2011) with key `seed` and counter
-(row, column // 8, 0, 0), against q in steps of 2^-16 (0.1 becomes 0.10001). `keep_mask` makes the same one in plain torch. One call of
-the generator for eight elements, because at one call each it, not memory, would set the pace.
+(row, column // 8, 0, 0), against q in steps of 2^-16 (0.1 becomes 0.10001). `keep_mask` makes the same mask in plain torch. One call of
+the generator serves eight elements, because with one call each it would limit the speed instead of memory.
 
 Legend: M rows (tokens), K the linear's inputs, N its outputs, R the adapter's rank.
 """
@@ -27,7 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.fp8 import PLAIN, QuantizedTensor, Quantizer, quantize_reference, quantize_with, store_quantized
+from common.kernels.architecture import Tile, architecture
+from common.kernels.fp8 import QuantizedTensor, Quantizer
+from common.kernels.quantize import UNQUANTIZED, quantize_reference, quantize_with, state_and_largest, store_quantized
 
 ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush
 STEPS = 1 << 16  # of a probability
@@ -134,8 +136,8 @@ def input_tile(
     The two stay apart so that no load or store has a mask of single elements: those would not be 16 bytes wide.
     """
     column = first_column + tl.arange(0, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    n = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=inside, other=0.0)
+    mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    n = tl.load(x_ptr + row[:, None] * num_columns + column[None, :], mask=mask, other=0.0)
     if rstd_ptr is not None:
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
         weight = tl.load(weight_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
@@ -145,7 +147,7 @@ def input_tile(
         keep = keep_tile(tl.load(seed_ptr), row, group, THRESHOLD)
         n = tl.where(keep, n, 0.0)
     else:
-        keep = inside
+        keep = mask
     return n, keep
 
 
@@ -171,7 +173,7 @@ def _down_kernel(
 
 @triton.jit
 def _up_backward_kernel(
-    g_ptr, t_ptr, b_ptr, p_partial_ptr, b_partial_ptr, rows_ptr, state_ptr, num_rows, num_columns, rows_each, p_factor, b_factor,
+    g_ptr, t_ptr, b_ptr, p_partial_ptr, b_partial_ptr, quantized_ptr, state_ptr, num_rows, num_columns, rows_each, p_factor, b_factor,
     MODE: tl.constexpr, LARGEST: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: COLUMNS columns of g by `rows_each` rows. Its share of P goes to part program_id(0), that of dB to program_id(1)."""
@@ -190,8 +192,8 @@ def _up_backward_kernel(
         d_b = tl.dot(tl.trans(t), g, d_b, input_precision="ieee")
         p = tl.dot(g, b, input_precision="ieee") * p_factor
         tl.store(p_partial_ptr + (tl.program_id(0) * num_rows + row)[:, None] * RANK + rank[None, :], p, mask=thin)
-        if rows_ptr is not None:
-            store_quantized(g.to(tl.float32), row, column, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
+        if quantized_ptr is not None:
+            store_quantized(g.to(tl.float32), row, column, mask, quantized_ptr, num_columns, state_ptr, MODE, LARGEST)
     place = (part * RANK + rank)[:, None].to(tl.int64) * num_columns + column[None, :]
     tl.store(b_partial_ptr + place, d_b * b_factor, mask=tl.trans(b_mask))
 
@@ -215,30 +217,30 @@ def _down_backward_kernel(
         n, keep = input_tile(x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first_column, num_rows, num_columns, THRESHOLD, COLUMNS)
         d_a = tl.dot(tl.trans(p), n, d_a, input_precision="ieee")
         d_n_ptrs = d_n_ptr + row[:, None] * num_columns + column[None, :]
-        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-        d_n = tl.load(d_n_ptrs, mask=inside, other=0.0).to(tl.float32)
+        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        d_n = tl.load(d_n_ptrs, mask=mask, other=0.0).to(tl.float32)
         d_n += tl.where(keep, tl.dot(p, a, input_precision="ieee"), 0.0)
-        tl.store(d_n_ptrs, d_n.to(d_n_ptr.dtype.element_ty), mask=inside)
+        tl.store(d_n_ptrs, d_n.to(d_n_ptr.dtype.element_ty), mask=mask)
     place = (part * RANK + rank)[:, None].to(tl.int64) * num_columns + column[None, :]
     tl.store(partial_ptr + place, d_a, mask=a_mask)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel cuts its large tensor, [M, K or N]."""
-
-    rows: int
-    columns: int
-    parts: int  # into so many the summed dimension is cut: programs enough for every GPU where M is 8192
-    warps: int
-    stages: int  # loads in flight
+# Tiles of the large tensor, [M, K] or [M, N]. `parts` makes enough programs for every GPU where M is 8192. No register is spilled on any
+# of the four architectures.
 
 
-# No spilled register on any target. The two of backward are the fastest of 80 tried on an H200; faster ones of DOWN either spill or were
-# not tested there for their numbers (docs/log.md).
-DOWN = Tile(64, 128, 4, 8, 3)
-UP_BACKWARD = Tile(64, 128, 32, 8, 3)
-DOWN_BACKWARD = Tile(64, 64, 16, 4, 3)
+def down_settings(arch: str) -> Tile:
+    # Faster ones on an H200 spill or were not checked there for their results (docs/log.md).
+    return Tile(rows=64, columns=128, warps=8, stages=3, parts=4)
+
+
+def up_backward_settings(arch: str) -> Tile:
+    return Tile(rows=64, columns=128, warps=8, stages=3, parts=32)  # sm_90: the fastest of 80 tried on an H200 (docs/log.md)
+
+
+def down_backward_settings(arch: str) -> Tile:
+    # sm_90: the fastest of 80 tried on an H200 (docs/log.md). On gfx942 64 rows spill with dropout and a norm.
+    return Tile(rows=32 if arch == "gfx942" else 64, columns=64, warps=4, stages=3, parts=16)
 
 
 def _each(size: int, tile: int, parts: int) -> int:
@@ -262,14 +264,15 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
     """As `down_reference`; all contiguous."""
     _assert_contiguous(x, lora_a)
     (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
-    each = _each(num_columns, DOWN.columns, DOWN.parts)
+    tile = down_settings(architecture(x.device))
+    each = _each(num_columns, tile.columns, tile.parts)
     parts = triton.cdiv(num_columns, each)
     partial = x.new_empty(parts, num_rows, rank, dtype=torch.float32)
     rstd, weight = norm or (None, None)
     seed, threshold = _dropout_arguments(dropout)
-    _down_kernel[(triton.cdiv(num_rows, DOWN.rows), parts)](
+    _down_kernel[(triton.cdiv(num_rows, tile.rows), parts)](
         x, rstd, weight, lora_a, seed, partial, num_rows, num_columns, each, 1.0 / kept_share(dropout),
-        threshold, rank, _block_rank(rank), DOWN.rows, DOWN.columns, DOWN.stages, num_warps=DOWN.warps,
+        threshold, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return partial.sum(0).to(x.dtype)
 
@@ -277,42 +280,45 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
 def up_backward_triton(
     g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, quantizer: Quantizer | None
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
-    """As `up_backward_reference`; all contiguous, `quantizer` not transposed. One read of g, a second one where the quantizer wants its amax first."""
+    """As `up_backward_reference`; all contiguous, `quantizer` without the transpose. g is read once, or twice where the quantizer needs its amax first."""
     _assert_contiguous(g, t, lora_b)
-    assert quantizer is None or not quantizer.transposed, "only rows are written"
+    assert quantizer is None or not quantizer.transposed, "the transpose is not written"
     (num_rows, num_columns), rank = g.shape, lora_b.shape[1]
-    each = _each(num_rows, UP_BACKWARD.rows, UP_BACKWARD.parts)
-    parts, column_parts = triton.cdiv(num_rows, each), triton.cdiv(num_columns, UP_BACKWARD.columns)
+    tile = up_backward_settings(architecture(g.device))
+    each = _each(num_rows, tile.rows, tile.parts)
+    parts, column_parts = triton.cdiv(num_rows, each), triton.cdiv(num_columns, tile.columns)
     p_partial = g.new_empty(column_parts, num_rows, rank, dtype=torch.float32)
     b_partial = g.new_empty(parts, rank, num_columns, dtype=torch.float32)
 
-    def launch(operand: QuantizedTensor, mode: tl.constexpr) -> None:
-        rows, state, largest = (operand.rowwise, quantizer.state, quantizer.largest) if quantizer else (None, None, 0.0)
+    state, largest = state_and_largest(quantizer)
+
+    def launch(rowwise: Tensor | None, mode: tl.constexpr) -> None:
         _up_backward_kernel[(column_parts, parts)](
-            g, t, lora_b, p_partial, b_partial, rows, state, num_rows, num_columns, each, scale / kept_share(dropout), scale,
-            mode, largest, rank, _block_rank(rank), UP_BACKWARD.rows, UP_BACKWARD.columns, UP_BACKWARD.stages, num_warps=UP_BACKWARD.warps,
+            g, t, lora_b, p_partial, b_partial, rowwise, state, num_rows, num_columns, each, scale / kept_share(dropout), scale,
+            mode, largest, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, num_warps=tile.warps,
         )  # fmt: skip
 
-    operand = QuantizedTensor(g)
+    quantized = QuantizedTensor(g)
     if quantizer:
-        operand = quantize_with(quantizer, (num_rows, num_columns), g, launch)
+        quantized = quantize_with(quantizer, (num_rows, num_columns), g, launch)
     else:
-        launch(operand, PLAIN)
-    return p_partial.sum(0).to(g.dtype), b_partial.sum(0).t().contiguous(), operand
+        launch(None, UNQUANTIZED)
+    return p_partial.sum(0).to(g.dtype), b_partial.sum(0).t().contiguous(), quantized
 
 
 def down_backward_triton_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
     """As `down_backward_reference_`; all contiguous."""
     _assert_contiguous(d_n, x, p, lora_a)
     (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
-    each = _each(num_rows, DOWN_BACKWARD.rows, DOWN_BACKWARD.parts)
+    tile = down_backward_settings(architecture(x.device))
+    each = _each(num_rows, tile.rows, tile.parts)
     parts = triton.cdiv(num_rows, each)
     partial = x.new_empty(parts, rank, num_columns, dtype=torch.float32)
     rstd, weight = norm or (None, None)
     seed, threshold = _dropout_arguments(dropout)
-    _down_backward_kernel[(triton.cdiv(num_columns, DOWN_BACKWARD.columns), parts)](
+    _down_backward_kernel[(triton.cdiv(num_columns, tile.columns), parts)](
         d_n, x, rstd, weight, p, lora_a, seed, partial, num_rows, num_columns, each,
-        threshold, rank, _block_rank(rank), DOWN_BACKWARD.rows, DOWN_BACKWARD.columns, DOWN_BACKWARD.stages, num_warps=DOWN_BACKWARD.warps,
+        threshold, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return partial.sum(0)
 

@@ -1,10 +1,10 @@
 """Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467): y = x * rstd * w, with rstd = 1 / sqrt(mean(x^2) + eps).
 
-Fused with the residual add before it, and with the cast of its result to the next product's operand:
+Fused with the residual add before it, and with quantizing its result for the next product:
     forward    r = x + branch, in their dtype;  n = r * rstd * w from that r, in fp32
     backward   g = d_n * w;  x_hat = r * rstd;  d_x = d_residual + rstd * (g - x_hat * mean(g * x_hat));  d_w = sum over rows of d_n * x_hat
 
-A row must be summed before any of it can be emitted: a program holds whole rows in registers and reads everything once.
+A row must be summed before any of it can be stored: a program holds whole rows in registers and reads everything once.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.fp8 import (
+from common.kernels.architecture import Tile, architecture
+from common.kernels.fp8 import QuantizedTensor, Quantizer
+from common.kernels.quantize import (
     AMAX_ONLY,
-    PLAIN,
     STORE,
     STORE_AND_RECORD,
-    QuantizedTensor,
-    Quantizer,
+    UNQUANTIZED,
     quantize_reference,
     quantize_with,
     raise_amax,
+    state_and_largest,
     store_quantized,
     tile_mask,
 )
@@ -39,7 +40,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_reference(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, quantizer: Quantizer | None
 ) -> tuple[Tensor, QuantizedTensor, Tensor]:
-    """x, branch: [M, D], weight: [D] -> the residual x + branch (without a branch, x itself), its norm, rstd fp32 [M]."""
+    """x, branch: [M, D], weight: [D] -> the residual x + branch (without a branch, x itself), its norm, rstd fp32 [M].
+
+    Without `quantizer` the norm is in x's dtype.
+    """
     residual = x if branch is None else x + branch
     r = residual.float()
     rstd = torch.rsqrt(r.pow(2).mean(-1) + eps)
@@ -56,9 +60,9 @@ def rms_norm_backward_reference(
     quantizer: Quantizer | None,
     weight_grad: bool = True,
 ) -> tuple[Tensor, QuantizedTensor | None, Tensor | None]:
-    """d_n, residual: [M, D], rstd: fp32 [M], weight: [D]; d_residual [M, D]: what reaches the residual past the norm, None for 0.
+    """d_n, residual: [M, D], rstd: fp32 [M], weight: [D]; d_residual: [M, D], the residual's gradient on the path past the norm, None for 0.
 
-    -> d_x in d_n's dtype; d_x, so rounded, as an operand where there is a quantizer for it; d_weight [D] unless the weight is frozen.
+    -> (d_x in d_n's dtype; this rounded d_x quantized, None without a quantizer; d_weight [D], None unless `weight_grad`).
     """
     d_n_fp32, x_hat = d_n.float(), residual.float() * rstd[:, None]
     g = d_n_fp32 * weight.float()
@@ -73,18 +77,10 @@ def rms_norm_backward_reference(
     )
 
 
-# For rows of 4,096 columns; longer ones take as many fewer. Of those tried on an H200 the fastest (docs/log.md).
-FORWARD_ROWS, FORWARD_WARPS = 2, 8
-BACKWARD_ROWS, BACKWARD_WARPS = 1, 8
-# A program that also sums up d_weight takes so many blocks of rows, loads so many ahead, and leaves one row of partial sums.
-WEIGHT_GRAD_BLOCKS, WEIGHT_GRAD_WARPS, WEIGHT_GRAD_STAGES = 32, 8, 3
-SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 64, 32, 4
-
-
-def _fit(rows: int, num_columns: int) -> tuple[int, int]:
-    """(rows, columns) of a program's block for rows of `num_columns`."""
+def _whole_rows(rows_of_4096: int, num_columns: int) -> tuple[int, int]:
+    """(rows, columns) of a tile of whole rows that has about as many elements as `rows_of_4096` rows of 4,096."""
     columns = triton.next_power_of_2(num_columns)
-    return max(1, rows * 4096 // columns), columns
+    return max(1, rows_of_4096 * 4096 // columns), columns
 
 
 @triton.jit
@@ -100,7 +96,7 @@ def _residual(x_ptr, branch_ptr, offset, mask):
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x_ptr, branch_ptr, weight_ptr, residual_ptr, rstd_ptr, rows_ptr, state_ptr, num_rows,
+    x_ptr, branch_ptr, weight_ptr, residual_ptr, rstd_ptr, n_ptr, state_ptr, num_rows,
     NUM_COLUMNS: tl.constexpr, EPS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -116,31 +112,31 @@ def _add_rms_norm_kernel(
     rstd = tl.rsqrt(tl.sum(r * r, 1) / NUM_COLUMNS + EPS)
     tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
     n = r * rstd[:, None] * weight[None, :]
-    store_quantized(n, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+    store_quantized(n, row, column, mask, n_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+
+
+def add_rms_norm_settings(arch: str, num_columns: int) -> Tile:
+    rows, columns = _whole_rows(2, num_columns)
+    return Tile(rows, columns, warps=8)  # sm_90: the fastest of those tried on an H200 (docs/log.md)
 
 
 def add_rms_norm_triton(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, quantizer: Quantizer | None
 ) -> tuple[Tensor, QuantizedTensor, Tensor]:
-    """As `add_rms_norm_reference`; x, branch contiguous. 2 or 4 bytes read per element, 0 or 2 written, and the operand."""
+    """As `add_rms_norm_reference`; x, branch contiguous. 2 or 4 bytes read per element, 0 or 2 written, and the norm."""
     num_rows, num_columns = x.shape
     residual = x if branch is None else torch.empty_like(x)
     rstd = x.new_empty(num_rows, dtype=torch.float32)
-    largest, state = _format(quantizer)
-    block_rows, block_columns = _fit(FORWARD_ROWS, num_columns)
+    state, largest = state_and_largest(quantizer)
+    tile = add_rms_norm_settings(architecture(x.device), num_columns)
 
-    def launch(operand: QuantizedTensor, mode: tl.constexpr) -> None:
-        _add_rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
-            x, branch, weight, residual, rstd, operand.rowwise, state, num_rows, num_columns, eps, mode, largest,
-            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=FORWARD_WARPS,
+    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
+        _add_rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            x, branch, weight, residual, rstd, rowwise, state, num_rows, num_columns, eps, mode, largest,
+            BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
 
     return residual, quantize_with(quantizer, (num_rows, num_columns), x, launch), rstd
-
-
-def _format(quantizer: Quantizer | None) -> tuple[float, Tensor | None]:
-    """What kernels must know of a quantizer: the largest number, the state."""
-    return (0.0, None) if quantizer is None else (quantizer.largest, quantizer.state)
 
 
 @triton.jit
@@ -155,10 +151,10 @@ def _gradient_tile(d_n_ptr, residual_ptr, weight_ptr, rstd, row, column, mask, N
 
 @triton.jit
 def _store_d_x(
-    d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, rows_ptr, state_ptr,
+    d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, quantized_ptr, state_ptr,
     NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Add d_residual to the fp32 tile `d_x` of the norm's own gradient, round, store, as an operand too; and return what was rounded."""
+    """Add d_residual to the fp32 tile `d_x`, the gradient through the norm; round it, store it, also quantized, and return it rounded."""
     offset = row[:, None] * NUM_COLUMNS + column[None, :]
     if d_residual_ptr is not None:
         d_x += tl.load(d_residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -166,38 +162,38 @@ def _store_d_x(
     if MODE != AMAX_ONLY:
         tl.store(d_x_ptr + offset, rounded, mask=mask)
     d_x = rounded.to(tl.float32)
-    if rows_ptr is not None and MODE != AMAX_ONLY:
-        store_quantized(d_x, row, column, mask, rows_ptr, NUM_COLUMNS, state_ptr, STORE, LARGEST)
+    if quantized_ptr is not None and MODE != AMAX_ONLY:
+        store_quantized(d_x, row, column, mask, quantized_ptr, NUM_COLUMNS, state_ptr, STORE, LARGEST)
     return d_x
 
 
 @triton.jit
 def _rms_norm_backward_kernel(
-    d_n_ptr, residual_ptr, rstd_ptr, weight_ptr, d_residual_ptr, d_x_ptr, d_weight_ptr, rows_ptr, state_ptr, num_rows,
+    d_n_ptr, residual_ptr, rstd_ptr, weight_ptr, d_residual_ptr, d_x_ptr, d_weight_ptr, quantized_ptr, state_ptr, num_rows,
     NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, REPEATS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_COLUMNS)
     d_weight = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-    # The operand's amax and what saturates, by column: entered once per program, not with a sum and a load for each row.
+    # amax and the number of saturated elements by column: recorded once per program, which saves a sum and a load for each row.
     amax, clipped = tl.zeros((BLOCK_COLUMNS,), tl.float32), tl.zeros((BLOCK_COLUMNS,), tl.float32)
     scale = tl.load(state_ptr + 1) if MODE == STORE_AND_RECORD else 1.0
-    for block in tl.range(BLOCKS, num_stages=STAGES):
-        row = (tl.program_id(0).to(tl.int64) * BLOCKS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    for block in tl.range(REPEATS, num_stages=STAGES):
+        row = (tl.program_id(0).to(tl.int64) * REPEATS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
         mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
         d_n, g, x_hat = _gradient_tile(d_n_ptr, residual_ptr, weight_ptr, rstd, row, column, mask, NUM_COLUMNS, "evict_first")
         mean = tl.sum(g * x_hat, 1) / NUM_COLUMNS
         d_x = rstd[:, None] * (g - x_hat * mean[:, None])
         d_x = _store_d_x(
-            d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, rows_ptr, state_ptr, NUM_COLUMNS, MODE, LARGEST,
+            d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, quantized_ptr, state_ptr, NUM_COLUMNS, MODE, LARGEST,
         )  # fmt: skip
         d_weight += tl.sum(d_n * x_hat, 0)
-        if MODE != STORE and MODE != PLAIN:
+        if MODE != STORE and MODE != UNQUANTIZED:
             amax = tl.maximum(amax, tl.max(tl.abs(d_x), 0))
         if MODE == STORE_AND_RECORD:
             clipped += tl.sum((tl.abs(d_x) * scale > LARGEST).to(tl.float32), 0)
-    if MODE != STORE and MODE != PLAIN:
+    if MODE != STORE and MODE != UNQUANTIZED:
         largest = tl.max(amax)
         raise_amax(largest, state_ptr)
         if MODE == STORE_AND_RECORD and largest * scale > LARGEST:
@@ -219,6 +215,16 @@ def _rms_norm_weight_grad_kernel(
     tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=column < num_columns)
 
 
+def rms_norm_backward_settings(arch: str, num_columns: int, weight_grad: bool) -> Tile:
+    """With `weight_grad` a program sums over several tiles of rows and leaves one row of partial sums of d_weight."""
+    rows, columns = _whole_rows(1, num_columns)
+    return Tile(rows, columns, warps=8, stages=3 if weight_grad else 1, repeats=32 if weight_grad else 1)  # as above
+
+
+def rms_norm_weight_grad_settings(arch: str) -> Tile:
+    return Tile(rows=64, columns=32, warps=4)
+
+
 def rms_norm_backward_triton(
     d_n: Tensor,
     residual: Tensor,
@@ -228,37 +234,37 @@ def rms_norm_backward_triton(
     quantizer: Quantizer | None,
     weight_grad: bool = True,
 ) -> tuple[Tensor, QuantizedTensor | None, Tensor | None]:
-    """As `rms_norm_backward_reference`; all contiguous. 4 or 6 bytes read per element, 2 written, and the operand.
+    """As `rms_norm_backward_reference`; all contiguous. 4 or 6 bytes read per element, 2 written, and the quantized d_x.
 
-    d_weight is the same in every run: programs write partial sums, which a second kernel adds up (torch's sum of 512 such rows takes 22 us
-    on an H200).
+    d_weight has the same bits in every run: programs write partial sums, which a second kernel adds up (torch's sum of 512 such rows takes
+    22 us on an H200).
     """
     num_rows, num_columns = d_n.shape
-    largest, state = _format(quantizer)
-    block_rows, block_columns = _fit(BACKWARD_ROWS, num_columns)
-    blocks, warps, stages = (WEIGHT_GRAD_BLOCKS, WEIGHT_GRAD_WARPS, WEIGHT_GRAD_STAGES) if weight_grad else (1, BACKWARD_WARPS, 1)
-    programs = triton.cdiv(num_rows, block_rows * blocks)
+    state, largest = state_and_largest(quantizer)
+    arch = architecture(d_n.device)
+    tile = rms_norm_backward_settings(arch, num_columns, weight_grad)
+    programs = triton.cdiv(num_rows, tile.rows * tile.repeats)
     d_x = torch.empty_like(d_n)
     partial = d_n.new_empty(programs, num_columns, dtype=torch.float32) if weight_grad else None
 
-    def launch(operand: QuantizedTensor | None, mode: tl.constexpr) -> None:
-        rows = operand.rowwise if operand is not None else None
+    def launch(rowwise: Tensor | None, mode: tl.constexpr) -> None:
         _rms_norm_backward_kernel[(programs,)](
-            d_n, residual, rstd, weight, d_residual, d_x, partial, rows, state, num_rows, num_columns, mode, largest,
-            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, BLOCKS=blocks, STAGES=stages, num_warps=warps,
+            d_n, residual, rstd, weight, d_residual, d_x, partial, rowwise, state, num_rows, num_columns, mode, largest,
+            BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, REPEATS=tile.repeats, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
 
-    operand = None
+    quantized = None
     if quantizer is None:
-        launch(None, PLAIN)
+        launch(None, UNQUANTIZED)
     else:
-        operand = quantize_with(quantizer, (num_rows, num_columns), d_n, launch)
+        quantized = quantize_with(quantizer, (num_rows, num_columns), d_n, launch)
     d_weight = None
     if partial is not None:
         d_weight = torch.empty_like(weight)
-        grid = (triton.cdiv(num_columns, SUM_COLUMNS),)
-        _rms_norm_weight_grad_kernel[grid](partial, d_weight, programs, num_columns, SUM_ROWS, SUM_COLUMNS, num_warps=SUM_WARPS)
-    return d_x, operand, d_weight
+        tile = rms_norm_weight_grad_settings(arch)
+        grid = (triton.cdiv(num_columns, tile.columns),)
+        _rms_norm_weight_grad_kernel[grid](partial, d_weight, programs, num_columns, tile.rows, tile.columns, num_warps=tile.warps)
+    return d_x, quantized, d_weight
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -277,7 +283,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `rms_norm_reference`; one kernel forward and one backward. Runs eagerly: keep it out of compiled regions."""
+    """As `rms_norm_reference`; one kernel forward and one backward. Runs eagerly."""
     return _RMSNorm.apply(x, weight, eps)
 
 

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.fp8 import QuantizedTensor, Quantizer, quantize_reference, quantize_with, store_quantized
+from common.kernels.architecture import Tile, architecture
+from common.kernels.fp8 import QuantizedTensor, Quantizer
+from common.kernels.quantize import quantize_reference, quantize_with, state_and_largest, store_quantized
 from common.model.shapes import ModelShape
 
 
@@ -51,9 +53,6 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-rope = rope_reference
-
-
 # On the packed projection qkv: [M, (heads + 2 * kv_heads) * head_dim], M = batch * sequence; position = row % sequence.
 
 
@@ -79,7 +78,7 @@ def rope_packed_backward_reference(
 
 @triton.jit
 def _rope_packed_kernel(qkv_ptr, cos_ptr, sin_ptr, num_pairs, sequence, rotated_heads, all_heads, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK (row, head) pairs in memory order, so that a row's cos and sin come out of the cache for its next head."""
+    """One program: BLOCK (row, head) pairs in memory order, so that a row's cos and sin are in the cache for its next head."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = pair // rotated_heads
     column = tl.arange(0, HALF)
@@ -94,9 +93,25 @@ def _rope_packed_kernel(qkv_ptr, cos_ptr, sin_ptr, num_pairs, sequence, rotated_
     tl.store(first_ptr + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
 
 
+def rope_packed_settings(arch: str, half: int) -> Tile:
+    """Rows are (row, head) pairs, columns half of a head."""
+    return Tile(rows=32, columns=half, warps=4)
+
+
+def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """As `rope_packed_reference_`; qkv, cos and sin contiguous, head_dim a power of two. Value heads are neither read nor written."""
+    sequence, half = cos.shape
+    num_pairs = qkv.shape[0] * (heads + kv_heads)
+    tile = rope_packed_settings(architecture(qkv.device), half)
+    _rope_packed_kernel[(triton.cdiv(num_pairs, tile.rows),)](
+        qkv, cos, sin, num_pairs, sequence, heads + kv_heads, heads + 2 * kv_heads, half, tile.rows, num_warps=tile.warps
+    )
+    return qkv
+
+
 @triton.jit
 def _rope_packed_backward_kernel(
-    d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, rows_ptr, state_ptr, num_rows, sequence, heads, kv_heads,
+    d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, d_qkv_ptr, state_ptr, num_rows, sequence, heads, kv_heads,
     q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
     MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -128,22 +143,13 @@ def _rope_packed_backward_kernel(
         first = turned
     num_columns = (heads + 2 * kv_heads) * (2 * HALF)
     column += head * (2 * HALF)
-    store_quantized(first, row, column, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
-    store_quantized(second, row, column + HALF, mask, rows_ptr, num_columns, state_ptr, MODE, LARGEST)
+    store_quantized(first, row, column, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
+    store_quantized(second, row, column + HALF, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
 
 
-BLOCK_PAIRS, NUM_WARPS = 32, 4  # forward: (row, head) pairs of one program
-BLOCK_ROWS_BACKWARD, NUM_WARPS_BACKWARD = 64, 4
-
-
-def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """As `rope_packed_reference_`; qkv, cos and sin contiguous, head_dim a power of two. Value heads are neither read nor written."""
-    sequence, half = cos.shape
-    num_pairs = qkv.shape[0] * (heads + kv_heads)
-    _rope_packed_kernel[(triton.cdiv(num_pairs, BLOCK_PAIRS),)](
-        qkv, cos, sin, num_pairs, sequence, heads + kv_heads, heads + 2 * kv_heads, half, BLOCK_PAIRS, num_warps=NUM_WARPS
-    )
-    return qkv
+def rope_packed_backward_settings(arch: str, half: int) -> Tile:
+    """Columns are half of a head; a program takes both halves."""
+    return Tile(rows=64, columns=half, warps=4)
 
 
 def rope_packed_backward_triton(
@@ -153,14 +159,15 @@ def rope_packed_backward_triton(
     assert d_q.stride(3) == d_k.stride(3) == d_v.stride(3) == 1, "attention's gradients must be contiguous along head_dim"
     batch, sequence, heads, head_dim = d_q.shape
     kv_heads, num_rows = d_k.shape[2], batch * sequence
-    grid = (heads + 2 * kv_heads, triton.cdiv(num_rows, BLOCK_ROWS_BACKWARD))
+    tile = rope_packed_backward_settings(architecture(d_q.device), head_dim // 2)
+    grid = (heads + 2 * kv_heads, triton.cdiv(num_rows, tile.rows))
+    state, largest = state_and_largest(quantizer)
 
-    def launch(operand: QuantizedTensor, mode: tl.constexpr) -> None:
-        state, largest = (quantizer.state, quantizer.largest) if quantizer else (None, 0.0)
+    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
         _rope_packed_backward_kernel[grid](
-            d_q, d_k, d_v, cos, sin, operand.rowwise, state, num_rows, sequence, heads, kv_heads,
+            d_q, d_k, d_v, cos, sin, rowwise, state, num_rows, sequence, heads, kv_heads,
             *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3],
-            mode, largest, head_dim // 2, BLOCK_ROWS_BACKWARD, num_warps=NUM_WARPS_BACKWARD,
+            mode, largest, head_dim // 2, tile.rows, num_warps=tile.warps,
         )  # fmt: skip
 
     return quantize_with(quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch)

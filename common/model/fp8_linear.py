@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from common.kernels import fp8
+from common.kernels import quantize
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul, quantize_weight, wgrad
 
 
 class Fp8Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, kernels: str, scaling: DelayedScaling):
         super().__init__(inputs, outputs, bias=False)
-        self.quantize = fp8.ENGINES[kernels]
+        self.quantize = quantize.ENGINES[kernels]
         self.x_quantizer, self.gradient_quantizer = scaling.quantizer(), scaling.quantizer(gradient=True)
         self.weight_quantizer = scaling.quantizer(weight=True)
 

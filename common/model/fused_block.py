@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.kernels import fp8, rms_norm, rope, swiglu
+from common.kernels import quantize, rms_norm, rope, swiglu
 from common.kernels.attention import causal_attention
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, quantize_weight, wgrad
 from common.model.llama import Head, Llama
@@ -91,22 +91,22 @@ class Engine:
 
 ENGINES = {
     "reference": Engine(
-        fp8.quantize_reference,
+        quantize.quantize_reference,
         rms_norm.add_rms_norm_reference,
         rms_norm.rms_norm_backward_reference,
         rope.rope_packed_reference_,
         rope.rope_packed_backward_reference,
-        swiglu.swiglu_operand_reference,
-        swiglu.swiglu_operand_backward_reference,
+        swiglu.swiglu_quantized_reference,
+        swiglu.swiglu_quantized_backward_reference,
     ),
     "triton": Engine(
-        fp8.quantize_triton,
+        quantize.quantize_triton,
         rms_norm.add_rms_norm_triton,
         rms_norm.rms_norm_backward_triton,
         rope.rope_packed_triton_,
         rope.rope_packed_backward_triton,
-        swiglu.swiglu_operand_triton,
-        swiglu.swiglu_operand_backward_triton,
+        swiglu.swiglu_quantized_triton,
+        swiglu.swiglu_quantized_backward_triton,
     ),
 }
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.config import FROZEN_BASE_STORAGE
-from common.kernels import fp8, transpose
+from common.kernels import fp8, quantize, transpose
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.model.shapes import ModelShape
 from common.sharding.processes import Processes
@@ -168,7 +168,7 @@ class FrozenBase:
         assert storage in FROZEN_BASE_STORAGE and dtype in (None, torch.bfloat16, torch.float32)
         self.device, self.num_layers, self.in_fp8 = processes.device, shape.num_layers, dtype is None
         self.dtype = fp8.fp8_dtypes(self.device)[0] if dtype is None else dtype
-        self.quantize, self.transpose = fp8.ENGINES[kernels], transpose.ENGINES[kernels]
+        self.quantize, self.transpose = quantize.ENGINES[kernels], transpose.ENGINES[kernels]
         self.node = node_group(processes, timeout_s)
         self.ranks, self.rank = self.node.size(), self.node.rank()
         self.shards = self.ranks if storage == "sharded" else 1

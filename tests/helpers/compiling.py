@@ -1,77 +1,193 @@
-"""Triton without a GPU: compile a kernel for one that is not here, as the launcher would for our shapes, and run it in the interpreter."""
+"""Compiles every Triton kernel of common/kernels for a GPU that is not here, as the shipped launchers would launch it there.
 
+    python tests/helpers/compiling.py gfx942|gfx950|sm_90|sm_100      prints one JSON object per compiled form of a kernel
+
+The public functions are called on meta tensors at the sizes of both benchmarks (shipped_launches.py). Each kernel is replaced by a recorder,
+which takes the types, the constants and the number of warps from the launch itself. A process of its own, because the tests' process may
+run Triton in its interpreter, which cannot compile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# (backend, arch, wave width, shared memory of one block in bytes); sources: CUDA C programming guide, AMD CDNA3/CDNA4 ISA guides.
-TARGETS = [("hip", "gfx942", 64, 64 << 10), ("hip", "gfx950", 64, 160 << 10), ("cuda", 90, 32, 227 << 10), ("cuda", 100, 32, 227 << 10)]
-ODD = {"kv_heads", "rotated_heads"}  # sizes that are no multiple of 16 in our models
+# architecture -> (backend, its name there, threads of a warp, shared memory of one block in bytes). Sources: CUDA C programming guide, AMD
+# CDNA3 and CDNA4 ISA guides.
+TARGETS: dict[str, tuple[str, str | int, int, int]] = {
+    "gfx942": ("hip", "gfx942", 64, 64 << 10),
+    "gfx950": ("hip", "gfx950", 64, 160 << 10),
+    "sm_90": ("cuda", 90, 32, 227 << 10),
+    "sm_100": ("cuda", 100, 32, 227 << 10),
+}
 
 
-def fp8_pointer(arch, gradient=False):
-    """Triton's words for pointers to e4m3 and e5m2, FNUZ on gfx942 and OCP elsewhere."""
-    return (("*fp8e4b8", "*fp8e5b16") if arch == "gfx942" else ("*fp8e4nv", "*fp8e5"))[gradient]
+def compiled_forms(arch: str) -> list[dict[str, Any]]:
+    """Run this file in a process without the interpreter: what it printed, one entry per form of a kernel."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/helpers'}"
+    done = subprocess.run([sys.executable, __file__, arch], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check_compiles(target, kernel, signature, constants, num_warps, name=""):
-    """Fails on spilled registers and on more shared memory than the chip has.
+def kernel_modules() -> list[ModuleType]:
+    import common.kernels
 
-    Every pointer and almost every size of ours is a multiple of 16, which the launcher tells the compiler; so do we.
-    """
-    backend, arch, width, shared_limit = target
-    place = {argument: (index,) for index, argument in enumerate(kernel.arg_names)}
-    source = ASTSource(
-        kernel,
-        signature | dict.fromkeys(constants, "constexpr"),
-        constexprs={place[argument]: value for argument, value in constants.items()},
-        attrs={
-            place[argument]: [["tt.divisibility", 16]]
-            for argument, kind in signature.items()
-            if kind.startswith(("*", "i")) and argument not in ODD
-        },
-    )
-    compiled = triton.compile(source, target=GPUTarget(backend, arch, width), options={"num_warps": num_warps})
-    what = name or kernel.__name__
-    assert compiled.metadata.shared <= shared_limit, f"{what}: {compiled.metadata.shared} bytes of shared memory"
-    spilled = spills(compiled.asm, backend)
-    assert spilled == 0, f"{what} spills {spilled} on {arch}"
-    return compiled
+    return [importlib.import_module(f"common.kernels.{found.name}") for found in pkgutil.iter_modules(common.kernels.__path__)]
 
 
-def spills(asm, backend: str) -> int:
-    """Registers spilled (AMD, by the assembly's metadata); bytes of a thread's local memory (NVIDIA: of the machine code, as PTX has
-    registers without end; disassembling it to count the stores takes a hundred times as long).
+class Recorder:
+    """Takes the place of the Triton kernel `name` in its module: a launch is compiled, once for each form, and not run."""
+
+    def __init__(self, arch: str, kernel: Any, name: str = ""):
+        self.arch, self.kernel, self.forms = arch, kernel, set()
+        self.name = name or kernel.__name__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *args: Any, num_warps: int, **named: Any) -> None:
+        signature, constants, attributes = {}, {}, {}
+        arguments = self.kernel.signature.bind(*args, **named).arguments
+        for index, parameter in enumerate(self.kernel.params):
+            value = arguments[parameter.name]
+            kind, constant, attribute = specialization(value, parameter.is_constexpr, self.arch)
+            signature[parameter.name] = kind
+            if kind == "constexpr":
+                constants[(index,)] = constant
+            elif attribute:
+                attributes[(index,)] = attribute
+        form = f"{signature} {constants} {attributes} {num_warps}"
+        if form not in self.forms:
+            self.forms.add(form)
+            print(json.dumps(self.compiled(signature, constants, attributes, num_warps)), flush=True)
+
+    def compiled(self, signature: dict, constants: dict, attributes: dict, num_warps: int) -> dict[str, Any]:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        backend, name, width, _ = TARGETS[self.arch]
+        source = ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
+        made = triton.compile(source, target=GPUTarget(backend, name, width), options={"num_warps": num_warps})
+        constants = {self.kernel.arg_names[index]: value for (index,), value in constants.items()}
+        return {
+            "kernel": self.name,
+            "form": f"{signature} {constants}",
+            "shared": made.metadata.shared,
+            "spills": spills(made.asm, backend),
+            "wide": wide_accesses(made.asm, backend),
+        }
+
+
+def specialization(value: Any, is_constexpr: bool, arch: str) -> tuple[str, Any, list]:
+    """(Triton's name of the type, the value if it is a constant, attributes) of a launch's argument, as Triton's launcher has them."""
+    import torch
+    import triton.language as tl
+
+    if isinstance(value, tl.constexpr):
+        value = value.value
+    if is_constexpr or value is None:
+        return "constexpr", value, []
+    if isinstance(value, torch.Tensor):
+        attribute = [["tt.divisibility", 16]] if value.storage_offset() * value.element_size() % 16 == 0 else []
+        if arch.startswith("gfx") and value.untyped_storage().nbytes() < 2**31:
+            attribute.append(["tt.pointer_range", 32])
+        return f"*{POINTERS[str(value.dtype)]}", None, attribute
+    if isinstance(value, float):
+        return "fp32", None, []
+    assert isinstance(value, int) and not isinstance(value, bool), f"a launch passes {value!r}"
+    if value == 1:
+        return "constexpr", 1, []
+    return "i32" if abs(value) < 2**31 else "i64", None, [["tt.divisibility", 16]] if value % 16 == 0 else []
+
+
+POINTERS = {
+    "torch.bfloat16": "bf16",
+    "torch.float32": "fp32",
+    "torch.int32": "i32",
+    "torch.int64": "i64",
+    "torch.float8_e4m3fn": "fp8e4nv",
+    "torch.float8_e5m2": "fp8e5",
+    "torch.float8_e4m3fnuz": "fp8e4b8",
+    "torch.float8_e5m2fnuz": "fp8e5b16",
+}
+
+
+def spills(asm: Any, backend: str) -> int:
+    """Registers spilled on AMD, by the assembly's metadata. On NVIDIA bytes of a thread's local memory, from the machine code, as PTX has any
+    number of registers.
     """
     if backend == "hip":
         counts = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", asm["amdgcn"])
-        assert len(counts) == 2, "no counts in the assembly: this test no longer sees what it is for"
+        assert len(counts) == 2, "the assembly does not say how many registers are spilled"
         return sum(map(int, counts))
+    import triton
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(asm["cubin"])
         cubin.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     counts = re.findall(r"\b(?:STACK|LOCAL):(\d+)", usage)
-    assert len(counts) == 2, "no counts: this test no longer sees what it is for"
+    assert len(counts) == 2, "cuobjdump does not say how much local memory is used"
     return sum(map(int, counts))
 
 
-def run_in_interpreter(script, *options):
-    """Run a script whose kernels work on CPU tensors; it must end with printing "agreed". In a process of its own: triton looks once."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}:{ROOT / 'tests/kernels'}:{ROOT / 'tests/model'}",
-    }
-    command = [sys.executable, *options, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "agreed" in done.stdout
+def wide_accesses(asm: Any, backend: str) -> list[int]:
+    """How many loads and how many stores of 16 bytes a thread's code has."""
+    if backend == "hip":
+        return [len(re.findall(rf"(?:buffer|global)_{what}_dwordx4 ", asm["amdgcn"])) for what in ("load", "store")]
+    return [len(re.findall(rf"\b{what}\.global\S*\.v4\.b32", asm["ptx"])) for what in ("ld", "st")]
+
+
+def main(arch: str) -> None:
+    import torch
+
+    import common.kernels.architecture as module
+
+    assert module.architecture(torch.device("meta")) == module.DEFAULT
+    module.architecture = lambda device: arch  # before any kernel module imports it
+    for kernels in kernel_modules():
+        for name, value in list(vars(kernels).items()):
+            if name.endswith("_kernel") and getattr(value, "__module__", "") == kernels.__name__:
+                setattr(kernels, name, Recorder(arch, value))
+    from shipped_launches import launch_all
+
+    launch_all()
+    compile_one_that_spills(arch)
+
+
+def compile_one_that_spills(arch: str) -> None:
+    """Under the name _spilling_kernel: a tile that has too many rows for its number of warps."""
+    import torch
+    from shipped_launches import META, bf16
+
+    from common.kernels import lora, rms_norm
+    from common.kernels.architecture import Tile
+
+    if arch == "gfx942":
+        lora.down_backward_settings = lambda arch: Tile(64, 64, warps=4, stages=3, parts=16)
+        lora._down_backward_kernel = Recorder(arch, lora._down_backward_kernel.kernel, "_spilling_kernel")
+        dropout = lora.Dropout(torch.empty(1, dtype=torch.int64, device=META), 0.1)
+        norm = lora.Norm(torch.empty(8192, device=META), bf16(8192))
+        lora.down_backward_triton_(bf16(8192, 8192), bf16(8192, 8192), norm, bf16(8192, 16), bf16(16, 8192), dropout)
+    else:
+        rms_norm.add_rms_norm_settings = lambda arch, num_columns: Tile(8 if arch == "gfx950" else 4, 4096, warps=1)
+        rms_norm._add_rms_norm_kernel = Recorder(arch, rms_norm._add_rms_norm_kernel.kernel, "_spilling_kernel")
+        rms_norm.add_rms_norm_triton(bf16(64, 4096), bf16(64, 4096), bf16(4096), 1e-5, None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

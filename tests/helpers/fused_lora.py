@@ -4,7 +4,8 @@ import torch
 from plain_block import Block, LoRALinear
 from torch import nn
 
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, quantize_reference
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor
+from common.kernels.quantize import quantize_reference
 from common.kernels.rope import rope_tables
 from common.model.fused_lora_block import FusedLoraBlock
 from common.model.lora import AdapterSettings

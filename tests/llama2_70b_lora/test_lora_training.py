@@ -12,7 +12,8 @@ from lora_ranks import RULES, few_steps, lora_config
 from tiny import call_on_ranks
 
 from common.errors import ConfigError, WeightsError
-from common.kernels.fp8 import Quantizer, quantize_reference
+from common.kernels.fp8 import Quantizer
+from common.kernels.quantize import quantize_reference
 from common.model import checkpoint_loader, checkpoint_names
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_writer import save_base

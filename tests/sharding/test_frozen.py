@@ -8,14 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from compiling import TARGETS, check_compiles, run_in_interpreter
 from lora_ranks import TABLE, fill, matrix
 from simulated_streams import ORDERS, SimulatedStreams
 from tiny import TINY_PROGRAM, call_on_ranks, free_port, rank_environment
 
 from common.config import FROZEN_BASE_STORAGE, from_table
-from common.kernels import fp8, transpose
-from common.kernels.fp8 import Quantizer, quantize_reference
+from common.kernels import fp8
+from common.kernels.fp8 import Quantizer
+from common.kernels.quantize import quantize_reference
 from common.model.fused_block import fused_llama
 from common.model.shapes import LLAMA2_70B, ModelShape
 from common.sharding import frozen_base as frozen
@@ -295,30 +295,6 @@ def test_the_plan_of_the_70b():
     config, work = from_table(table, Config, "test"), plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16)
     assert plan.state_bytes(config, work)["weights"] / 1e9 == pytest.approx(34.23 + 1.05 + 0.18, abs=0.01)
     assert plan.memory_peak(config, work).parts["gathered weights"] / 1e9 == pytest.approx(2.57, abs=0.01)
-
-
-# ---- the transpose
-
-INTERPRETED = """
-import torch
-from common.kernels.transpose import transpose_triton
-for shape in ((128, 256), (5, 300), (257, 1), (200, 129), (132, 4), (300, 208)):
-    x = torch.randint(256, shape, dtype=torch.uint8)
-    out = torch.zeros(shape[::-1], dtype=torch.uint8)
-    transpose_triton(x, out)
-    assert torch.equal(out, x.t()), shape
-print("agreed")
-"""
-
-
-def test_the_transpose_kernel_in_the_interpreter():
-    run_in_interpreter(INTERPRETED)
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target[1]))
-def test_the_transpose_kernel_compiles_for(target):
-    signature = {"x_ptr": "*i32", "out_ptr": "*i32", "row_words": "i32", "column_words": "i32"}
-    check_compiles(target, transpose._transpose_kernel, signature, {"BLOCK": transpose.BLOCK}, transpose.NUM_WARPS)
 
 
 # ---- GPUs

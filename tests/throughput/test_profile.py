@@ -86,11 +86,10 @@ ROOMS = {
     "rms_norm": "norm",
     "rope": "RoPE",
     "swiglu": "SwiGLU",
-    "fp8": "casts",
+    "quantize": "casts",
     "transpose": "casts",
     "accumulate": "communication",
     "adamw": "optimizer",
-    "lora_down": "elementwise",
     "lora": "GEMM",
 }
 

@@ -1,0 +1,38 @@
+"""The GPU architecture that a kernel is launched on, and what a launch can tune for it.
+
+Each kernel file has one function `<kernel>_settings(architecture)` beside each kernel, which returns a Tile. This is the place to tune a
+kernel for another GPU: branch on the name, and run tests/kernels, which compile every kernel with these settings for four architectures
+and fail if one spills registers or takes more shared memory than there is. The numbers for gfx942 and gfx950 compile without spills;
+none was ever timed on an AMD GPU.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+DEFAULT = "sm_90"  # where there is no GPU: Triton's interpreter runs kernels with these settings
+
+
+class Tile(NamedTuple):
+    """How a kernel is cut into programs. Kernels on vectors have one row."""
+
+    rows: int  # of one tile
+    columns: int
+    warps: int  # per program; 32 threads each on NVIDIA, 64 on AMD
+    stages: int = 1  # of software pipelining, in kernels with a loop over memory
+    repeats: int = 1  # tiles per program, in kernels that sum over rows
+    parts: int = 1  # the number of partial sums that a summed dimension is cut into
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """The compiler's name for the architecture of `device`: "gfx942", "gfx950", "sm_90", "sm_100"; DEFAULT for a CPU."""
+    if device.type != "cuda":
+        return DEFAULT
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,183 @@
+"""Quantizing: how any kernel stores its result in FP8, and the kernel that only casts.
+
+A kernel that makes a tensor calls `store_quantized` instead of tl.store. Its launcher runs it through `quantize_with`, once or twice (see
+kernels/fp8.py), with MODE saying what a launch does:
+    AMAX_ONLY          record the amax and store nothing: the first of two launches
+    STORE              store with the scale that is there: the second of two launches, or an evaluation
+    STORE_AND_RECORD   store, record the amax and count what saturates: the only launch of a training step with delayed scaling
+    UNQUANTIZED        store in the dtype of the output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from common.kernels import transpose
+from common.kernels.architecture import Tile, architecture
+from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, Quantizer
+
+# Triton sees globals only as constexpr.
+AMAX_ONLY, STORE, STORE_AND_RECORD, UNQUANTIZED = (tl.constexpr(mode) for mode in range(4))
+
+
+def new_quantized(quantizer: Quantizer | None, shape: tuple[int, int], like: Tensor) -> QuantizedTensor:
+    """Uninitialized memory for a tensor of `shape`; without a quantizer in the dtype of `like`."""
+    if quantizer is None:
+        return QuantizedTensor(like.new_empty(shape))
+    columnwise = like.new_empty(shape[::-1], dtype=quantizer.dtype) if quantizer.transposed else None
+    return QuantizedTensor(like.new_empty(shape, dtype=quantizer.dtype), columnwise, quantizer.scale)
+
+
+def launch_modes(quantizer: Quantizer | None) -> Iterator[tl.constexpr]:
+    """The MODE of each launch that makes a tensor of `quantizer`. Between two launches the scale is set from the amax of the first."""
+    if quantizer is None:
+        yield UNQUANTIZED
+    elif not quantizer.two_pass:
+        yield STORE_AND_RECORD if quantizer.recording else STORE
+    else:
+        amax = quantizer.state[AMAX]
+        before = amax.clone()
+        amax.zero_()
+        yield AMAX_ONLY
+        quantizer.rescale()
+        amax.copy_(torch.maximum(before, amax) if quantizer.recording else before)
+        yield STORE
+
+
+def quantize_with(
+    quantizer: Quantizer | None, shape: tuple[int, int], like: Tensor, launch: Callable[[Tensor, tl.constexpr], None]
+) -> QuantizedTensor:
+    """Run a kernel that makes a tensor of `shape`, once or twice, and write its transpose where the quantizer asks for it.
+
+    `launch(rowwise, MODE)` runs the kernel once. Without a quantizer the result has the dtype of `like`.
+    """
+    result = new_quantized(quantizer, shape, like)
+    for mode in launch_modes(quantizer):
+        launch(result.rowwise, mode)
+    fill_columnwise(result)
+    return result
+
+
+def fill_columnwise(quantized: QuantizedTensor) -> None:
+    """Write `columnwise`, where there is one, from `rowwise`: one byte read and one written per element, in a kernel of its own.
+
+    Kernels that wrote both layouts from one tile were up to 14 % faster on an H200, but their columns came out wrong there, by what looks
+    like a defect of ptxas 12.9 (triton#11111; docs/log.md).
+    """
+    rowwise, columnwise = quantized.rowwise, quantized.columnwise
+    if columnwise is None:
+        return
+    if rowwise.element_size() > 1:  # tests of the kernels store unrounded values
+        columnwise.copy_(rowwise.t())
+    else:
+        transpose.ENGINES["triton" if rowwise.is_cuda else "reference"](rowwise.view(torch.uint8), columnwise.view(torch.uint8))
+
+
+def state_and_largest(quantizer: Quantizer | None) -> tuple[Tensor | None, float]:
+    """The two arguments that kernels take from a quantizer: its state, and LARGEST."""
+    return (None, 0.0) if quantizer is None else (quantizer.state, quantizer.largest)
+
+
+def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
+    """x: [rows, columns] of any float dtype -> x as matrix products read it; without a quantizer x itself."""
+    if quantizer is None:
+        return QuantizedTensor(x)
+
+    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
+        x_fp32 = x.float()
+        scaled = x_fp32 * quantizer.state[SCALE]
+        if mode != STORE:
+            quantizer.state[AMAX] = torch.maximum(quantizer.state[AMAX], x_fp32.abs().max())
+        if mode == STORE_AND_RECORD:
+            quantizer.state[CLIPPED] += (scaled.abs() > quantizer.largest).sum()
+        if mode != AMAX_ONLY:
+            clamped = scaled.clamp(-quantizer.largest, quantizer.largest)
+            rowwise.copy_((clamped + 0.0 * x_fp32).to(quantizer.dtype))  # 0 * inf is NaN
+
+    return quantize_with(quantizer, (x.shape[0], x.shape[1]), x, launch)
+
+
+@triton.jit
+def tile_mask(row, column, num_rows, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """In-bounds mask [R, C]. The test of the columns is omitted where BLOCK_COLUMNS divides NUM_COLUMNS, which saves registers."""
+    mask = tl.broadcast_to((row < num_rows)[:, None], row.shape[0], BLOCK_COLUMNS)
+    if NUM_COLUMNS % BLOCK_COLUMNS != 0:
+        mask = mask & (column < NUM_COLUMNS)[None, :]
+    return mask
+
+
+@triton.jit
+def record(x, scale, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr):
+    """Record the amax of the fp32 tile `x` (0 where masked) in a quantizer's state, and count the elements that saturate."""
+    amax = tl.max(tl.abs(x))
+    raise_amax(amax, state_ptr)
+    if MODE == STORE_AND_RECORD and amax * scale > LARGEST:
+        tl.atomic_add(state_ptr + 3, tl.sum((tl.abs(x) * scale > LARGEST).to(tl.float32)), sem="relaxed")
+
+
+@triton.jit
+def raise_amax(amax, state_ptr):
+    """Raise the amax in a quantizer's state to a program's own.
+
+    Most programs find a larger one there already: a load (past the L1 cache, which would not show the others') is cheaper than an atomic.
+    Relaxed, because no order matters: Triton's default orders all of the program's memory accesses around each atomic, which made a cast
+    of 50 us one of 950 (docs/log.md).
+    """
+    if amax > tl.load(state_ptr + 2, cache_modifier=".cg"):
+        tl.atomic_max(state_ptr + 2, amax, sem="relaxed")
+
+
+@triton.jit
+def store_quantized(x, row, column, mask, out_ptr, num_columns, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr):
+    """Store the fp32 tile `x` [R, C] (0 where masked) as MODE says. out: [rows, num_columns]; row: int64 [R], column: int [C], mask: [R, C]."""
+    offset = out_ptr + row[:, None] * num_columns + column[None, :]
+    if MODE == UNQUANTIZED:
+        tl.store(offset, x.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        scale = tl.load(state_ptr + 1)
+        if MODE != STORE:
+            record(x, scale, state_ptr, MODE, LARGEST)
+        if MODE != AMAX_ONLY:
+            # NaN must stay NaN (tl.clamp loses it), and inf must not become LARGEST: 0 * inf is NaN. To a finite element this adds 0.
+            scaled = x * scale
+            clamped = tl.where(scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled))
+            tl.store(offset, (clamped + 0.0 * x).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, out_ptr, state_ptr, num_rows,
+    NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
+    x = tl.load(x_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    store_quantized(x, row, column, mask, out_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+
+
+def quantize_settings(arch: str) -> Tile:
+    return Tile(rows=16, columns=256, warps=4)  # sm_90: the best of seven tried on an H200, 89 % of a copy (docs/log.md)
+
+
+def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
+    """As `quantize_reference`; x contiguous. 2 bytes read and 1 written per element, and the transposed layout."""
+    if quantizer is None:
+        return QuantizedTensor(x)
+    num_rows, num_columns = x.shape
+    tile = quantize_settings(architecture(x.device))
+    grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_columns, tile.columns))
+    state, largest = state_and_largest(quantizer)
+
+    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
+        _quantize_kernel[grid](x, rowwise, state, num_rows, num_columns, mode, largest, tile.rows, tile.columns, num_warps=tile.warps)
+
+    return quantize_with(quantizer, (num_rows, num_columns), x, launch)
+
+
+ENGINES: dict[str, Callable[[Tensor, Quantizer | None], QuantizedTensor]] = {"reference": quantize_reference, "triton": quantize_triton}

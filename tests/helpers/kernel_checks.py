@@ -1,0 +1,38 @@
+"""What the tests of the kernels share. They run on a GPU where there is one, and in Triton's interpreter on a CPU (tests/conftest.py)."""
+
+import torch
+
+from common.kernels.fp8 import DelayedScaling, Quantizer
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def normal(*shape, seed=0, dtype=torch.float32, size=1.0):
+    """Seeded on the CPU, so that every device gets the same numbers."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(DEVICE, dtype)
+
+
+def error(value, truth):
+    return float((value.double() - truth.double()).norm() / truth.double().norm())
+
+
+def sqnr_db(value, truth):
+    return float(20 * torch.log10(truth.double().norm() / (value.double() - truth.double()).norm()))
+
+
+class UnroundedQuantizer(Quantizer):
+    """Stores the scaled and clamped value itself, in fp32: Triton's interpreter rounds wrongly to e4m3 (127 becomes 64)."""
+
+    largest = 2.0
+
+
+def unrounded(*kinds, largest=2.0):
+    """A DelayedScaling of UnroundedQuantizers, one for each dictionary of arguments, and these."""
+    scaling = DelayedScaling()
+    scaling.quantizers = [UnroundedQuantizer(**kind) for kind in kinds]
+    for quantizer in scaling.quantizers:
+        quantizer.largest = largest
+    scaling.allocate(DEVICE)
+    for quantizer in scaling.quantizers:
+        quantizer.dtype = torch.float32
+    return scaling, scaling.quantizers

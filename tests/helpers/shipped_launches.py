@@ -1,0 +1,112 @@
+"""Every launch of a Triton kernel that the two benchmarks make, on meta tensors: for compiling.py, which compiles instead of running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from common.kernels import accumulate, adamw, cross_entropy, lora, quantize, rms_norm, rope, swiglu, transpose
+from common.kernels.fp8 import DelayedScaling
+from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
+
+META = torch.device("meta")
+TOKENS, SEQUENCE, RANK = 8192, 8192, 16
+
+
+def bf16(*size: int) -> Tensor:
+    return torch.empty(*size, dtype=torch.bfloat16, device=META)
+
+
+def fp32(*size: int) -> Tensor:
+    return torch.empty(*size, dtype=torch.float32, device=META)
+
+
+class Quantizers:
+    """One quantizer of each kind that a benchmark has."""
+
+    def __init__(self, transposed: bool):
+        self.scaling = DelayedScaling()
+        self.forward = self.scaling.quantizer(transposed=transposed)
+        self.backward = self.scaling.quantizer(gradient=True, transposed=transposed)
+        self.kept = self.scaling.quantizer(transposed=False)
+        self.scaling.allocate(META)
+
+    def in_all_modes(self, launch: Callable[[], object]) -> None:
+        """In the first step, in later ones and in an evaluation."""
+        for two_pass, recording in ((True, True), (False, True), (False, False)):
+            for quantizer in self.scaling.quantizers:
+                quantizer.two_pass, quantizer.recording = two_pass, recording
+            launch()
+
+
+def launch_all() -> None:
+    pretraining, fine_tuning = Quantizers(transposed=True), Quantizers(transposed=False)
+    launch_block(LLAMA31_8B, pretraining, trains=True)
+    launch_block(LLAMA2_70B, fine_tuning, trains=False)
+    launch_weights()
+    launch_adapter(LLAMA2_70B, fine_tuning)
+    for vocab in (LLAMA31_8B.vocab_size, LLAMA2_70B.vocab_size):
+        logits, labels = bf16(1, SEQUENCE, vocab), torch.empty(1, SEQUENCE, dtype=torch.int64, device=META)
+        _, largest, total = cross_entropy.cross_entropy_forward(logits, labels)
+        cross_entropy.cross_entropy_backward(logits, labels, largest, total, fp32(1))
+    launch_optimizer()
+
+
+def launch_block(shape: ModelShape, quantizers: Quantizers, trains: bool) -> None:
+    """`trains`: the weights train, also those of the norms. Else SwiGLU's input is kept in FP8."""
+    q, hidden, ffn = quantizers, shape.hidden_size, shape.ffn_hidden_size
+    x, weight = bf16(TOKENS, hidden), bf16(hidden)
+    cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
+    d_q, d_k, d_v = (bf16(1, SEQUENCE, heads, shape.head_dim) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads))
+    gate_up, d_h = bf16(TOKENS, 2 * ffn), bf16(TOKENS, ffn)
+    rope.rope_packed_triton_(bf16(TOKENS, shape.qkv_size), cos, sin, shape.num_heads, shape.num_kv_heads)
+
+    def launch(forward, backward, kept) -> None:
+        if forward is not None:
+            quantize.quantize_triton(x, forward)
+            quantize.quantize_triton(x, backward)
+        for branch in (None, x):
+            _, _, rstd = rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, forward)
+        for d_residual, quantizer in ((x, backward), (x, None), (None, None)):  # a block's two norms; the head's
+            rms_norm.rms_norm_backward_triton(x, x, rstd, weight, d_residual, quantizer, trains)
+        rope.rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, backward)
+        _, kept_gate_up = swiglu.swiglu_quantized_triton(gate_up, forward, kept)
+        swiglu.swiglu_quantized_backward_triton(d_h, kept_gate_up, backward)
+
+    kept = None if trains else q.kept
+    q.in_all_modes(lambda: launch(q.forward, q.backward, kept))
+    q.in_all_modes(lambda: launch(None, None, kept))
+    swiglu.swiglu_quantized_triton(gate_up, q.forward, None)  # an evaluation keeps nothing
+
+
+def launch_weights() -> None:
+    for shape in (LLAMA31_8B, LLAMA2_70B):
+        for columns in (shape.hidden_size, shape.ffn_hidden_size):
+            quantize.quantize_triton(bf16(shape.hidden_size, columns), Quantizers(transposed=True).forward)
+    weight = torch.empty(6144, 4096, dtype=torch.uint8, device=META)
+    transpose.transpose_triton(weight, weight.new_empty(4096, 6144))
+
+
+def launch_adapter(shape: ModelShape, quantizers: Quantizers) -> None:
+    hidden, qkv = shape.hidden_size, shape.qkv_size
+    x, g, t, a, b = bf16(TOKENS, hidden), bf16(TOKENS, qkv), bf16(TOKENS, RANK), bf16(RANK, hidden), bf16(qkv, RANK)
+    dropout = lora.Dropout(torch.empty(1, dtype=torch.int64, device=META), 0.1)
+    for norm in (None, lora.Norm(fp32(TOKENS), bf16(hidden))):
+        for dropped in (None, dropout):
+            lora.down_triton(x, norm, a, dropped)
+            lora.down_backward_triton_(bf16(TOKENS, hidden), x, norm, t, a, dropped)
+    for gradient in (None, quantizers.backward):
+        quantizers.in_all_modes(lambda gradient=gradient: lora.up_backward_triton(g, t, b, 2.0, dropout, gradient))
+
+
+def launch_optimizer() -> None:
+    """The matrices of the 8B whole on one GPU and in halves; the whole embedding on one GPU has fewer than 2^31 elements."""
+    weight, one = fp32(14336, 4096), torch.empty((), dtype=torch.float32, device=META)
+    step = adamw.Step(1e-4, (0.9, 0.95), 1e-5, one, one, one)
+    for moment, rounded in ((weight, None), (weight, bf16(14336, 4096)), (bf16(14336, 4096), bf16(14336, 4096))):
+        adamw.adamw_triton(weight, weight, moment, moment, rounded, 0.1, step)
+    for others in (None, bf16(1, 14336, 4096), bf16(3, 14336, 4096), bf16(7, 14336, 4096)):
+        for total in (None, weight):
+            accumulate.accumulate_triton(total, bf16(14336, 4096), others)

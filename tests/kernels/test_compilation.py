@@ -1,0 +1,73 @@
+"""Every Triton kernel compiled for the four GPU architectures, without a GPU: the kernels, forms and settings that are shipped."""
+
+import ast
+import functools
+import inspect
+from pathlib import Path
+
+import pytest
+from compiling import TARGETS, compiled_forms, kernel_modules
+
+from common.kernels.architecture import Tile
+
+ROOT = Path(__file__).resolve().parents[2]
+FORMS = functools.cache(compiled_forms)  # a minute for each architecture; Triton's cache makes a second run short
+SPILLS_ON_PURPOSE = "_spilling_kernel"  # of compiling.py
+
+
+def triton_functions(path: Path) -> list[str]:
+    return [
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+
+
+def kernels() -> dict[str, str]:
+    """Name of each Triton kernel -> its module."""
+    return {
+        name: module.__name__ for module in kernel_modules() for name in triton_functions(Path(module.__file__)) if name.endswith("_kernel")
+    }
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_kernel_compiles_without_spills_and_within_the_shared_memory_of(arch):
+    forms = [form for form in FORMS(arch) if form["kernel"] != SPILLS_ON_PURPOSE]
+    assert {form["kernel"] for form in forms} == kernels().keys(), "a kernel that tests/helpers/shipped_launches.py does not launch"
+    wrong = [form for form in forms if form["spills"] or form["shared"] > TARGETS[arch][3]]
+    assert not wrong, "\n".join(
+        f"{form['kernel']}: {form['spills']} spilled, {form['shared']} bytes shared: {form['form']}" for form in wrong
+    )
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_spills_are_found_for(arch):
+    assert [form["spills"] > 0 for form in FORMS(arch) if form["kernel"] == SPILLS_ON_PURPOSE] == [True]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(arch):
+    """Its speed is that of memory. Forward: eight columns per thread and tile row; backward: two times eight."""
+    found = {(form["kernel"], *form["wide"]) for form in FORMS(arch) if "cross_entropy" in form["kernel"]}
+    assert found == {("_cross_entropy_forward_kernel", 8, 0), ("_cross_entropy_backward_kernel", 2, 2)}
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_adamw_exchanges_nothing_between_threads_on(arch):
+    """The store of the bf16 copy must not change the layout of the fp32 ones."""
+    assert {form["shared"] for form in FORMS(arch) if form["kernel"] == "_adamw_kernel"} == {0}
+
+
+def test_every_kernel_has_settings_by_architecture():
+    modules = {module.__name__: module for module in kernel_modules()}
+    for kernel, name in kernels().items():
+        settings = getattr(modules[name], kernel.removeprefix("_").removesuffix("_kernel") + "_settings")
+        others = {parameter: 128 for parameter in list(inspect.signature(settings).parameters)[1:]}
+        for arch in (*TARGETS, "sm_120", "gfx90a"):
+            assert isinstance(settings(arch, **others), Tile), f"{kernel} on {arch}"
+
+
+def test_triton_kernels_are_in_common_kernels_alone():
+    elsewhere = {path for room in ("common", "llama31_8b", "llama2_70b_lora", "throughput") for path in (ROOT / room).rglob("*.py")}
+    elsewhere -= set((ROOT / "common/kernels").iterdir())
+    assert len(elsewhere) > 20 and not [path for path in elsewhere if "triton.jit" in path.read_text()]

@@ -1,0 +1,78 @@
+"""Quantizing: the kernel against the reference, saturation, NaN and inf."""
+
+import pytest
+import torch
+from kernel_checks import DEVICE, normal, unrounded
+
+from common.kernels.fp8 import AMAX, CLIPPED, DelayedScaling
+from common.kernels.quantize import ENGINES, quantize_reference, quantize_triton
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["both layouts", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(128, 64), (300, 200), (1, 7), (37, 100)], ids=str)
+def test_the_kernel_does_what_the_reference_does(shape, dtype, transposed):
+    x = normal(*shape, seed=3, size=3.0, dtype=dtype)
+    states = []
+    for function in (quantize_reference, quantize_triton):
+        scaling, (quantizer,) = unrounded({"transposed": transposed}, largest=448.0)
+        results = [function(x, quantizer)]  # the first step: two passes
+        scaling.step_done()
+        results.append(function(x * 1.5, quantizer))  # one pass; beyond the headroom: saturates
+        quantizer.recording = False
+        results.append(function(x * 9, quantizer))
+        states.append((results, quantizer.state.clone()))
+    (expected, state), (found, kernel_state) = states
+    assert torch.allclose(state, kernel_state, rtol=1e-6, atol=0)
+    assert kernel_state[CLIPPED] > 0 or shape == (1, 7)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.allclose(a.rowwise, b.rowwise, rtol=1e-6, atol=0)
+        assert (b.columnwise is None) == (not transposed) and (not transposed or torch.equal(b.columnwise, b.rowwise.t()))
+
+
+def test_without_a_quantizer_the_tensor_itself_comes_back():
+    x = normal(3, 4)
+    for function in ENGINES.values():
+        plain = function(x, None)
+        assert plain.rowwise is x and plain.scale is None and plain.columnwise is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_exceeds_the_history_saturates_and_is_counted(engine):
+    scaling, (quantizer,) = unrounded({}, largest=448.0)
+    ENGINES[engine](torch.ones(4, 4, device=DEVICE), quantizer)
+    scaling.step_done()
+    x = torch.ones(4, 4, device=DEVICE)
+    x[0, 0], x[1, 1], x[2, 2] = 100.0, -100.0, 1.2
+    rowwise = ENGINES[engine](x, quantizer).rowwise
+    assert rowwise[0, 0] == 448.0 and rowwise[1, 1] == -448.0 and rowwise.isfinite().all()
+    assert scaling.take_clipped() == 2 and scaling.take_clipped() == 0, "1.2 is within the headroom"
+    assert quantizer.state[AMAX] == 100.0, "the next scale is chosen from it"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("first_step", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(engine, first_step, bad):
+    """A run that computes nonsense must stop: at inf as at NaN, instead of going on with the largest number of the format."""
+    scaling, (quantizer,) = unrounded({})
+    x = torch.full((3, 5), 0.5, device=DEVICE)
+    if not first_step:
+        ENGINES[engine](x, quantizer)
+        scaling.step_done()
+    x[1, 2] = bad
+    quantized = ENGINES[engine](x, quantizer)
+    values = quantized.rowwise * quantized.scale
+    assert torch.equal(values.isnan(), x != 0.5)
+    assert (values[x == 0.5] == 0.5).all()
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["e4m3", "e5m2"])
+def test_inf_is_nan_in_fp8_too(gradient):
+    scaling = DelayedScaling()
+    quantizer = scaling.quantizer(gradient=gradient)
+    scaling.allocate(DEVICE)
+    x = torch.ones(16, 16, device=DEVICE)
+    x[3, 3] = float("inf")
+    quantized = quantize_reference(x, quantizer)
+    assert torch.equal(quantized.rowwise.float().isnan(), x.isinf()) and torch.equal(quantized.columnwise.float().isnan(), x.isinf())
