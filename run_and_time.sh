@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The one door: ./run_and_time.sh <benchmark> [run|prepare|bench|profile|preflight|plan|check] [options]; --help says more.
-# Needs bash, python3 >= 3.11 and git. Uses the Python at hand if it has what requirements.txt asks for, else makes .venv.
+# Entry point: ./run_and_time.sh <benchmark> [run|prepare|bench|profile|preflight|plan] [options], or
+# ./run_and_time.sh check|report|score|describe|package [options]; --help says more.
+# Needs bash, python3 >= 3.11 and git. Uses the current Python if it has what requirements.txt lists, else makes .venv.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
 if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -9,6 +10,6 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; 
     exit 18
 fi
 python=$(python3 "$root/launch/environment.py" requirements.txt)
-# Python looks for packages here only, not in the directory the user stands in.
+# Import packages from here only, not from the current directory.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 exec "$python" -m launch "$@"

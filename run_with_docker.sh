@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # ./run_and_time.sh in a container, with Docker or rootless Podman: ./run_with_docker.sh <benchmark> [verb] [options] [--print]
-# --print shows the command and does nothing. docs/clusters.md says more.
+# --print shows the command and starts nothing. docs/clusters.md says more.
 #   CONT              the image; default llama-training, as built by the Dockerfile
-#   CONTAINER_ENGINE  docker or podman; default: the one that is there, docker first
+#   CONTAINER_ENGINE  docker or podman; default: the one that is installed, docker first
 #   GPU_VENDOR        amd, nvidia or none; default: what /dev shows
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
@@ -17,7 +17,7 @@ arguments=()
 for argument in "$@"; do
     if [[ $argument == --print ]]; then print=yes; else arguments+=("$argument"); fi
 done
-[[ ${#arguments[@]} -gt 0 ]] || fail 'which benchmark?' 'none was given' './run_with_docker.sh <benchmark> [verb] [options] [--print]'
+[[ ${#arguments[@]} -gt 0 ]] || fail 'which benchmark or verb?' 'none was given' './run_with_docker.sh <benchmark> [verb] [options] [--print]'
 
 engine=${CONTAINER_ENGINE:-}
 if [[ -z $engine ]]; then
@@ -31,7 +31,7 @@ if [[ -z $vendor ]]; then
     [[ ! -e /dev/kfd ]] || vendor=amd
 fi
 
-name=llama-training-$(id -u)-$$-$(date +%s) # nobody else's: what is stopped and removed below is this one only
+name=llama-training-$(id -u)-$$-$(date +%s) # unique: only this container is stopped and removed below
 options=(
     --rm --name "$name"
     --init                 # a first process that passes on signals and reaps orphans
@@ -50,7 +50,7 @@ case $engine in
     *) fail "CONTAINER_ENGINE=$engine" 'only docker and podman are known' 'set it to one of them, or unset it' ;;
 esac
 
-# The GPUs, and nothing else of the host.
+# The GPUs, and no other device of the host.
 groups_of() { # numbers, because a name may mean another group in the image; names where this machine has no such device
     local path
     for path in /dev/kfd /dev/dri/renderD*; do
@@ -59,7 +59,7 @@ groups_of() { # numbers, because a name may mean another group in the image; nam
 }
 case $vendor in
     amd)
-        options+=(--device=/dev/kfd --device=/dev/dri) # compute and render nodes; who may open them is a matter of groups
+        options+=(--device=/dev/kfd --device=/dev/dri) # compute and render nodes; groups decide who may open them
         if [[ $engine == podman ]]; then
             options+=(--group-add=keep-groups) # rootless: only the groups that the caller is in, with crun
         else
@@ -85,12 +85,12 @@ if [[ -n ${MASTER_ADDR:-} ]]; then
     [[ ! -e /dev/infiniband ]] || options+=(--device=/dev/infiniband)
 fi
 
-# Directories under the same path as outside, so that paths in options, messages and the ledger are right in both worlds.
+# Mount directories under their own paths, so that paths in options, messages and the ledger are valid inside and outside.
 mount() { # directory, ro or rw
     local path
     path=$(realpath -m -- "$1")
     [[ $path != / && $path != *[:,]* ]] || fail "cannot mount $path" 'it is the root, or has a colon or comma' 'choose another directory'
-    [[ -n $print || -d $path ]] || fail "there is no directory $path" 'it would be made by root, and empty' 'make it, or correct the variable'
+    [[ -n $print || -d $path ]] || fail "there is no directory $path" 'the engine would create it, empty and owned by root' 'make it, or correct the variable'
     options+=(--volume "$path:${3:-$path}:$2")
 }
 LOGDIR=$(realpath -m -- "${LOGDIR:-$root/results}")

@@ -37,6 +37,7 @@ Exit codes: 0 all runs good; else that of the first failure, see common/errors.p
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -55,6 +56,7 @@ from launch.run_directory import git
 from launch.select_config import benchmarks
 from launch.supervise import handled_signals
 
+PACKAGE = "mlperf-llama-training"
 USAGE = "./run_and_time.sh <benchmark> [verb] [options]; --help says more"
 
 
@@ -106,8 +108,11 @@ def _end_by_exception() -> None:
 
 
 def version() -> str:
-    """Name and version of pyproject.toml, and the commit where this is a git repository."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    """Name and version of pyproject.toml or of the installed package, and the commit where this is a git repository."""
+    try:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    except FileNotFoundError:
+        project = {"name": PACKAGE, "version": importlib.metadata.version(PACKAGE)}
     commit, changes = git(ROOT, "rev-parse", "HEAD"), git(ROOT, "status", "--porcelain")
     return f"{project['name']} {project['version']}" + (f", commit {commit}" if commit else "") + (", modified" if changes else "")
 

@@ -1,7 +1,7 @@
-"""Find or make the Python that has what a requirements file asks for, and print its path: `python environment.py FILE`.
+"""Print the path of a Python that has the packages of a requirements file: `python environment.py FILE`.
 
-If the running Python has everything, it is used and nothing is installed. Otherwise .venv in the project is made, or repaired
-if it was left half made, from the pinned versions; pip's progress goes to stderr. Standard library only.
+If the running Python has everything, it is used and nothing is installed. Otherwise the project's .venv is created, or recreated if it is
+incomplete, from the pinned versions; pip's progress goes to stderr. Standard library only.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def requirements(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def missing(wanted: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """What the running Python lacks. Any version does, since a container brings its own; torch must be recent enough."""
-    return [(name, line) for name, line in wanted if not _has(name)]
+def missing(required: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The packages that the running Python lacks. Any version will do, since containers have their own; torch must be recent enough."""
+    return [(name, line) for name, line in required if not _has(name)]
 
 
 def _has(name: str) -> bool:
@@ -51,7 +51,7 @@ def _has(name: str) -> bool:
 
 
 def python_for(path: Path, folder: Path) -> Path:
-    """The Python to run with. Exits with a message where packages would have to be installed that cannot be the right ones."""
+    """The Python to run with. Exits with a message if the package index cannot have the right torch for this machine."""
     lacking = missing(requirements(path))
     if not lacking:
         return Path(sys.executable)
@@ -66,24 +66,24 @@ def python_for(path: Path, folder: Path) -> Path:
             "  do:  use a container with ROCm and torch (see Dockerfile), or install torch for ROCm from pytorch.org first"
         )
     _install(lacking if own_torch else requirements(path), folder, python, own_torch)
-    stamp.write_text(digest)  # last, so that a half-made environment has none
+    stamp.write_text(digest)  # last, so that an incomplete environment has none
     return python
 
 
-def _install(wanted: list[tuple[str, str]], folder: Path, python: Path, own_torch: bool) -> None:
-    print(f"making {folder} with {', '.join(line for _, line in wanted)} (once)", file=sys.stderr, flush=True)
+def _install(required: list[tuple[str, str]], folder: Path, python: Path, own_torch: bool) -> None:
+    print(f"making {folder} with {', '.join(line for _, line in required)} (once)", file=sys.stderr, flush=True)
     _make_or_repair(folder, python)
-    if own_torch:  # the container's torch stays in use: its packages are seen through, only what it lacks is added
+    if own_torch:  # keep the container's torch: its packages stay visible, and only missing ones are added
         site = next((folder / "lib").glob("python*/site-packages"))
         (site / "container.pth").write_text("\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))) + "\n")
     index = [] if own_torch or shutil.which("nvidia-smi") or not _answers(CPU_TORCH) else ["--extra-index-url", CPU_TORCH]
-    command = [str(python), "-m", "pip", "install", *index, *(line for _, line in wanted)]
+    command = [str(python), "-m", "pip", "install", *index, *(line for _, line in required)]
     if subprocess.run(command, stdout=sys.stderr).returncode:
         raise SystemExit("error: pip could not install the packages above\n  why: see its message\n  do:  correct that and start again")
 
 
 def _answers(url: str) -> bool:
-    """A quick question first: pip would ask an index that does not answer for every package, several times."""
+    """One quick request: pip would retry an index that does not answer for every package."""
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url}/", method="HEAD"), timeout=5):
             return True
@@ -92,7 +92,7 @@ def _answers(url: str) -> bool:
 
 
 def _make_or_repair(folder: Path, python: Path) -> None:
-    """An environment of ours without any stamp was left half made and is made anew; one that is not ours is not touched."""
+    """Recreate an incomplete .venv that this script made; never change a foreign one."""
     mark = folder / "made_by_run_and_time"
     if folder.exists() and not mark.is_file():
         raise SystemExit(

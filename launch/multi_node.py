@@ -34,7 +34,7 @@ from launch.supervise import GRACE_S
 
 JOIN_S = 1800.0  # for a node to be started, and to build the miniature's data
 READY_S = 900.0  # for a node to clear gigabytes from the page cache
-LOST_S = 15.0  # a node that gives no sign of life for this long during a run is lost
+LOST_S = 30.0  # a node that gives no sign of life for this long during a run is lost
 ENDED_S = GRACE_S + 10.0  # for a node to stop its ranks
 VICTIMS_S = 5.0  # for the ranks of node 0 to end by themselves after those of another node failed
 POLL_S = 0.1
@@ -193,7 +193,7 @@ class Nodes:
 
     def publish(self, run_dir: Path, exit_code: int | None = None) -> None:
         """Give node 0 the files of this node's ranks; `exit_code` once they have ended."""
-        paths = [run_dir / "torchrun.json", *(run_dir / "ranks").iterdir()]
+        paths = [run_dir / "torchrun.json", *(path for path in (run_dir / "ranks").iterdir() if RANK_FILE.fullmatch(path.name))]
         files = {path.name: path.read_text(errors="replace")[:FILE_LIMIT] for path in paths if path.is_file()}
         self._put(f"status/{self.run}/{self.node.rank}", {"time": time.time(), "files": files, "exit_code": exit_code})
 

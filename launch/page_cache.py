@@ -1,6 +1,6 @@
-"""Data files out of the page cache before a run, as the rules ask (Data State), and the truth about whether they went.
+"""Clear data files from the page cache before a run, as the rules ask (Data State), and verify that they are gone.
 
-Linux keeps a page that is dirty, or mapped by a process, whatever it is told: so we look afterwards (mincore). Standard library only.
+Linux keeps pages that are dirty or mapped by a process in spite of the advice, so mincore is asked afterwards. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-CHUNK = 2**30  # bytes mapped at once while looking: one byte of answer per page
+CHUNK = 2**30  # bytes mapped at once: mincore answers one byte per page
 
 
 def clear(files: Iterable[Path]) -> str:
-    """Push `files` out of the page cache; says how: `fadvise`, `drop_caches`, or `no` if any of them is still in memory.
+    """Clear `files` from the page cache. Returns how: `fadvise`, `drop_caches`, or `no` if any page of them is still in memory.
 
     Per file and without root: fsync, since dirty pages stay, then POSIX_FADV_DONTNEED. Opens the files, reads nothing.
-    A file of someone else that we may only read is taken as gone after the advice: the kernel does not let us look.
+    A file that another user owns and this one can only read counts as cleared: the kernel does not tell.
     """
     paths = list(files)
     with contextlib.suppress(OSError, AttributeError):
@@ -45,7 +45,7 @@ def _advise(path: Path) -> None:
 
 
 def resident(path: Path) -> int:
-    """Pages of `path` that are in memory; 0 also where the kernel does not tell (mm/mincore.c: owners and writers only)."""
+    """Pages of `path` that are in memory; 0 also where the kernel does not tell (mm/mincore.c: it tells owners and writers only)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         status = os.fstat(descriptor)
@@ -57,7 +57,7 @@ def resident(path: Path) -> int:
 
 
 def _resident(descriptor: int, start: int, length: int) -> int:
-    """mmap.mmap gives no address to ask mincore about, hence the C library. Maps, but touches no page."""
+    """Through the C library, since mmap.mmap gives no address for mincore. Maps the pages without touching them."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -1,7 +1,7 @@
-"""torchrun, but its messages go to DIR/torchrun.log and its findings to DIR/torchrun.json: `python -m launch.torchrun DIR ...`.
+"""torchrun with its messages in DIR/torchrun.log and its findings in DIR/torchrun.json: `python -m launch.torchrun DIR ...`.
 
-The ranks inherit stdout and stderr, so that their progress line reaches the terminal; what torchrun prints at a failure is
-forty lines that often blame the victim, and would bury the ranks' own message. This file alone of the launcher imports torch.
+The ranks inherit stdout and stderr, so that their progress line reaches the terminal. At a failure torchrun would print forty lines that
+often blame a victim and bury the ranks' own message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def main(folder: Path, arguments: list[str]) -> int:
     """Run torchrun with `arguments`; 0, 1 if a rank failed, 128 + n if signal n ended it."""
-    if sys.platform == "linux":  # a launcher killed by SIGKILL can stop nobody: then the kernel sends us the SIGTERM
+    if sys.platform == "linux":  # SIGTERM from the kernel if the launcher is killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -44,7 +44,7 @@ def name_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """`common.kernels.rope` -> `common.kernels`, `common.errors` -> `common`, `launch.choose` -> `launch`."""
+    """`common.kernels.rope` -> `common.kernels`, `common.errors` -> `common`, `launch.job` -> `launch`."""
     parts = module.split(".")
     deep = parts[0] == "common" and len(parts) > 1 and (ROOT / "common" / parts[1]).is_dir()
     return ".".join(parts[: 2 if deep else 1])
@@ -109,9 +109,7 @@ def test_system_tuning_needs_the_standard_library_only():
 def test_the_test_sees_imports():
     assert "common.model.llama" in ours(ROOT / "llama31_8b" / "train.py")
     assert strays([ROOT / "common" / "model" / "llama.py"]) <= NOT_YET and len(SOURCES) > 90
-    assert (
-        room_of("common.kernels.rope") == "common.kernels" and room_of("common.errors") == "common" and room_of("launch.choose") == "launch"
-    )
+    assert room_of("common.kernels.rope") == "common.kernels" and room_of("common.errors") == "common" and room_of("launch.job") == "launch"
 
 
 # --- what the launcher reads runs without torch -----------------------------------------------------------------------

@@ -19,7 +19,7 @@ import pytest
 from llama31_8b.rules import MINIATURE
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("global_batch_size=4", "micro_batch_size=2", "max_samples=4096", "log_every_steps=1", "warmup_train_steps=1")
+SMALL = ("global_batch_size=4", "micro_batch_size=2", "max_samples=4096")
 
 
 @pytest.fixture
@@ -129,9 +129,7 @@ def test_id_beyond_the_vocabulary(tmp_path, data):
     expect(Started(tmp_path, copy), 15, "data", MINIATURE.validation_prefix, str(MINIATURE.shape.vocab_size), status="aborted")
 
 
-@pytest.mark.parametrize(
-    "setting, word", [("learning_rate=1", "unknown key"), ("global_batch_size=5", "multiple"), ("precision=fp4", "precision")]
-)
+@pytest.mark.parametrize("setting, word", [("learning_rate=1", "unknown key"), ("global_batch_size=5", "multiple"), ("fp8=fp4", "fp8")])
 def test_config_error_names_the_key_and_starts_nothing(tmp_path, data, setting, word):
     run = Started(tmp_path, data, setting)
     code, out, err = run.end()
@@ -197,7 +195,7 @@ def test_disk_full_in_the_log(tmp_path, data):
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 
     # 6,000 bytes are enough for the lines before the clock starts, and for the events of few steps.
-    run = Started(tmp_path, data, "log_every_steps=1000", preexec=limit_files)
+    run = Started(tmp_path, data, preexec=limit_files)
     code, _, err = run.end()
     assert code == 17, err
     failure = run.failure()

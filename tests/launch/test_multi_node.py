@@ -64,8 +64,8 @@ write_rank_record(run_dir, rank, "done", step=2)
 def project(tmp_path_factory):
     root = make_project(tmp_path_factory.mktemp("cluster"), torchrun=TORCHRUN)
     source = (root / "launch/multi_node.py").read_text()
-    assert "LOST_S = 15.0" in source
-    (root / "launch/multi_node.py").write_text(source.replace("LOST_S = 15.0", "LOST_S = 4.0"))
+    assert "LOST_S = 30.0" in source
+    (root / "launch/multi_node.py").write_text(source.replace("LOST_S = 30.0", "LOST_S = 4.0"))
     (root / "toy/train.py").write_text(TRAINER)
     config = (root / "configs/toy/CPU_1x1.toml").read_text()
     config = config.replace("nodes = 1", "nodes = 2").replace("micro_batch_size = 8\neval", "micro_batch_size = 4\neval")
@@ -265,8 +265,8 @@ def test_a_rank_of_node_1_fails_and_is_named_on_node_0(project, tmp_path, mode, 
     failure = json.loads((run_dir / "failure.json").read_text())
     assert (failure["kind"], failure["rank"]) == (kind, 3) and words in failure["what"]
     assert words in ends[0][2] and f"exit code {code}" in ends[1][2]
-    rank_2 = tmp_path / f"out{0 if shared else 1}/toy/{run_dir.name}/node_1/ranks/rank_2.heartbeat"
-    assert rank_2.read_text() == (run_dir / "ranks/rank_2.heartbeat").read_text()
+    rank_3 = tmp_path / f"out{0 if shared else 1}/toy/{run_dir.name}/node_1/ranks/rank_3.heartbeat"
+    assert rank_3.read_text() == (run_dir / "ranks/rank_3.heartbeat").read_text()
     assert not alive(tmp_path)
 
 

@@ -1,6 +1,6 @@
 """ZeRO-2 against plain tensors: on one rank, two, two nodes of one, by NCCL's way and by copy engines; and what it refuses.
 
-That two ranks train as one process does is in test_loop.py; several nodes are in test_two_nodes.py.
+That two ranks train as one process does is in test_loop.py; several nodes are in test_multi_node.py.
 """
 
 import random
