@@ -106,7 +106,7 @@ NOT_QUICK = {  # files that train, start several processes, compile kernels, or 
     *("model/test_lora.py", "model/test_lora_adapter.py", "model/test_lora_parity.py", "model/test_model.py", "model/test_weights.py"),
     *("submission/test_submission_of_the_loop.py", "training/test_loop.py"),
 }
-SLOW_FIXTURES = {"built", "copy", "documents", "megatron", "miniature_data", "two_ranks"}
+SLOW_FIXTURES = {"built", "checkpoints", "collectives", "copy", "documents", "megatron", "miniature_data", "two_ranks"}
 # Tests that call one of these directly.
 SLOW_CALLS = {
     "Popen",
@@ -123,7 +123,7 @@ SLOW_TESTS = {  # more than two seconds of a core each
     *("test_the_verb_on_this_cpu_with_two_gloo_ranks", "test_the_verb_without_a_gpu_is_refused", "test_profile_of_the_miniature"),
     *("test_official_tools_accept_both_benchmarks_for_all_rulesets", "test_one_of_ten_may_miss_the_target"),
     *("test_a_series_that_converges_too_fast_is_no_success", "test_package_checker_and_summarizer_find_our_numbers"),
-    *("test_rcp_checker_prints_our_numbers", "test_it_says_what_it_takes"),
+    *("test_rcp_checker_prints_our_numbers", "test_it_says_what_it_takes", "test_code_of_held_out_modules_is_not_in_training"),
 }
 
 

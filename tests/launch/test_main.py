@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 import time
 from pathlib import Path
 
@@ -112,7 +113,8 @@ def test_errors_before_anything_starts(project, tmp_path, arguments, code, words
 
 def test_version(project, tmp_path):
     code, out, _ = finish(launch(project, tmp_path, "--version", benchmark=""))
-    assert code == 0 and out == "mlperf-llama-training 0.1.0\n", "the copy is no git repository"
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert code == 0 and out == f"mlperf-llama-training {number}\n", "the copy is no git repository"
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert f", commit {commit}" in version()
 
