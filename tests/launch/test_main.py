@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import tomllib
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
