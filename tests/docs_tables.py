@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import house  # noqa: E402
+
 from common.config import RunConfig  # noqa: E402
 from common.gpu_kinds import GIB, KINDS, fp8_family  # noqa: E402
 from plan.command import all_table, load_all  # noqa: E402
@@ -175,7 +177,24 @@ def comparison_table(old: str, benchmark: str, name: str) -> str:
     return markdown(rows[0], [[row[0], row[1], known.get(row[0], row[2])] for row in rows[2:]])
 
 
+def house_table() -> str:
+    """The measures of tests/house.py, lines rounded up to hundreds so that not every commit changes the table."""
+    counted = {name: f"{-(-count // 100) * 100:,}" if count > 100 else str(count) for name, count in house.measures().items()}
+    names = {
+        "imported by a rank of llama31_8b": "lines that a rank of the 8B imports",
+        "imported by both": "lines that the ranks of both benchmarks import",
+        "outside tests": "lines of Python outside tests",
+        "keys": "config keys of both benchmarks",
+    }
+    rows = [[text, counted[name], f"{house.LIMITS[name]:,}"] for name, text in names.items()]
+    combinations = [combination for benchmark in BENCHMARKS for combination in house.combinations(benchmark)]
+    shipped = sum(bool(combination.configs) for combination in combinations)
+    rows.append(["legal combinations of execution paths", f"{len(combinations)}: {shipped} shipped, each other one with a reason", ""])
+    return markdown(["", "today", "limit"], rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "house": house_table,
     "card": card_table,
     "configs": configs_table,
     "environment": environment_table,
