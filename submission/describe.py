@@ -19,8 +19,8 @@ from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError, StorageError
 from common.hardware import probe
-from submission import machine, official
-from submission.checker import CLOSED_RULESETS
+from submission import machine, official_tools
+from submission.official_tools import CLOSED_RULESETS
 
 # Key -> may be empty by the policy. In the order of the checker, which requires them all except POLICY_KEYS.
 KEYS = {
@@ -113,7 +113,7 @@ def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset
         print("".join(f"{severity}: {line}\n" for line in lines), end="", file=sys.stderr)
     if problems(description):
         return CheckFailed.exit_code
-    verdict = official.system_description(path, ruleset)
+    verdict = official_tools.system_description(path, ruleset)
     print(f"{path}: official checker for {ruleset}: {'passed' if verdict.passed else 'FAILED'}")
     print("".join(f"  {line}\n" for line in verdict.complaints), end="", file=sys.stderr)
     return 0 if verdict.passed else CheckFailed.exit_code

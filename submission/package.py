@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError, StorageError
-from submission import checker, contraband, describe, implementation, lint, official, window
+from submission import check, describe, forbidden_files, implementation, official_tools, own_log, window
 from submission.implementation import Implementation
 from submission.window import Attempt, Window
 
-BENCHMARKS = tuple(checker.MINIATURES)
+BENCHMARKS = tuple(official_tools.MINIATURES)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
 PLACEHOLDERS = ("unnamed", "org", "yourorg", "your_org", "myorg", "example", "test", "todo", "none", "organisation", "organization")
 SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
@@ -39,11 +39,11 @@ class Request:
     system: Path
     out: Path
     org: str
-    ruleset: str = checker.CLOSED_RULESETS[-1]
+    ruleset: str = official_tools.CLOSED_RULESETS[-1]
     implementation: str = "torch_native"
     window: str = "median"
     series: str = ""
-    root: Path = lint.PROJECT_ROOT  # the project in its git repository
+    root: Path = own_log.PROJECT_ROOT  # the project in its git repository
 
     @property
     def system_name(self) -> str:
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--system", type=Path, required=True, metavar="FILE.json", help="made by submission.describe")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
     parser.add_argument("--org", required=True, help="as in the logs (MLPERF_SUBMISSION_ORG) and in the system's submitter")
-    parser.add_argument("--ruleset", choices=checker.CLOSED_RULESETS, default=Request.ruleset)
+    parser.add_argument("--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset)
     parser.add_argument("--implementation", default=Request.implementation, metavar="NAME")
     parser.add_argument(
         "--window", default="median", metavar="first|median|N", help="of more than ten attempts; N: the attempt it begins with"
@@ -94,7 +94,7 @@ def package(request: Request) -> int:
         raise StorageError(f"cannot write to {request.out.parent}", str(error), "choose another --out") from error
     try:
         _build(partial / request.org, request, chosen)
-        offences = contraband.findings(partial / request.org)
+        offences = forbidden_files.findings(partial / request.org)
         if offences:
             raise CheckFailed(f"{len(offences)} things must not be in a submission: {'; '.join(offences)}", "see there", "remove them")
         partial.chmod(0o755)
@@ -261,14 +261,13 @@ def _rerun(variable: str) -> str:
 
 
 def _check_log(request: Request, attempt: Attempt) -> None:
-    """As submission.check does it: our lint, and the official checker. A run that missed its target fails the latter by nature."""
+    """As submission.check does it. A run that missed its target fails the official checker by nature."""
     if attempt.path.is_symlink():
         raise CheckFailed(f"{attempt.path} is a link", "a log is a file that a run has written", "submit run directories as they are")
-    found = [finding for finding in lint.lint(attempt.path, "closed", request.root) if not finding.warning]
-    complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
-    if not complaints and attempt.state == window.GOOD:
-        complaints = list(checker.closed_verdict(attempt.path, request.ruleset).messages)
-    if complaints:
+    examined = check.examine(attempt.path, request.ruleset, request.root, ours=True)
+    found = [finding for finding in examined.errors() if attempt.state == window.GOOD or finding not in examined.verdict.complaints]
+    if found:
+        complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
         raise CheckFailed(f"{attempt.path} is not clean", "; ".join(complaints), f"see python -m submission.check {attempt.path}")
 
 
@@ -299,8 +298,8 @@ def judge(request: Request, missed: int = 0) -> int:
     """
     org_dir, names = request.out / request.org, list(request.sources)
     # In this order: the summarizer reads the RCP factor that the package checker has written.
-    answers = [official.package(org_dir, request.ruleset, len(names), missed)]
-    answers += [official.summary(org_dir, request.ruleset, names, missed), official.repository(org_dir, request.ruleset)]
+    answers = [official_tools.package(org_dir, request.ruleset, len(names), missed)]
+    answers += [official_tools.summary(org_dir, request.ruleset, names, missed), official_tools.repository(org_dir, request.ruleset)]
     for answer in answers:
         (request.out / f"{answer.tool}_{request.ruleset}.txt").write_text(answer.text)
         print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from records import rcp
-from submission.lint import Log, parse
+from submission.log import Log, read
 from submission.plots import PHASES, finite, points
 
 
@@ -85,11 +85,10 @@ def read_run(folder: Path) -> Run:
     """All there is to know about the run in `folder`. Raises ConfigError if that is no directory."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such run", "it is not a directory", "name the directory that a run has written")
-    run = Run(folder.resolve().name, Log([]))
+    run = Run(folder.resolve().name, Log())
     if (folder / "result.txt").is_file():
-        events, findings = parse(folder / "result.txt")
-        run.log = Log(events)
-        run.notes += [f"result.txt line {finding.line}: {finding.message}" for finding in findings]
+        run.log = read(folder / "result.txt") if (folder / "result.txt").stat().st_size else Log()
+        run.notes += [f"result.txt line {bad.line}: {bad.reason}" for bad in run.log.bad]
     else:
         run.notes.append("result.txt is missing")
     run.events = _read_events(folder / "events.jsonl", run.notes)

@@ -15,7 +15,7 @@ from pathlib import Path
 from common.errors import ConfigError, RunError
 from records import ledger, rcp
 from submission import plots, window
-from submission.lint import Log
+from submission.log import Log
 from submission.plots import Axes, median, number, points, section, table
 from submission.run_dir import Run, read_run
 from submission.window import Attempt, Window

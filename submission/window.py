@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError
 from records import ledger, rcp
-from submission.lint import Log, parse
+from submission.log import Log, read
 
 RUNS = rcp.SUBMISSION_RUNS
 GOOD, MISSED, NOT_STARTED, LOST, UNCLEAN = "good", "missed the target", "never started its clock", "left no run_stop", "not clean"
@@ -100,7 +100,7 @@ def attempts_of(place: Path, record: ledger.Record) -> list[Attempt]:
 def _attempt(place: Path, start: dict, end: dict) -> Attempt:
     run_dir = place / str(start.get("run", ""))
     path = run_dir / "result.txt"
-    log = Log(parse(path)[0] if path.is_file() else [])
+    log = read(path) if path.is_file() and path.stat().st_size else Log()
     return Attempt(start["attempt"], run_dir, start, end, log, _state(log, end))
 
 
@@ -108,7 +108,7 @@ def attempts_without_ledger(folder: Path) -> list[Attempt]:
     """Every directory of a run in `folder`, by name; good is then what ended with success by its own log."""
     attempts = []
     for number, path in enumerate(sorted(folder.glob("*/result.txt")), start=1):
-        log = Log(parse(path)[0])
+        log = read(path)
         stop = log.first("run_stop")
         end = {"exit_code": 0 if stop and stop.metadata.get("status") == "success" else 1}
         attempts.append(Attempt(number, path.parent, {"seed": log.value("seed")}, end, log, _state(log, end)))

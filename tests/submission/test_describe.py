@@ -7,7 +7,7 @@ import synthetic_series
 
 from common.errors import ConfigError
 from common.hardware import GIB, Device, Probe
-from submission import describe, machine, official
+from submission import describe, machine, official_tools
 
 NVIDIA_8 = Probe("nvidia", tuple(Device("NVIDIA H200", "sm_90", 141 * GIB) for _ in range(8)), "580.65")
 AMD_8 = Probe("amd", tuple(Device("AMD Instinct MI355X", "gfx950", 288 * GIB, 256) for _ in range(8)), "6.14.14")
@@ -191,7 +191,7 @@ def test_an_error_is_what_an_official_tool_refuses(tmp_path, key, value, said):
     path = tmp_path / "system.json"
     path.write_text(json.dumps(description))
     if key not in ("division", "number_of_nodes"):  # package_checker and result_summarizer read those two
-        assert official.system_description(path, "6.1.0").passed is (not said)
+        assert official_tools.system_description(path, "6.1.0").passed is (not said)
 
 
 def test_a_missing_field_is_an_error_only_if_the_official_checker_requires_it():
