@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from common.errors import CheckFailed
-from submission.lint import DISCLOSURE_KEYS, Log
+from submission.log import Log
+from submission.log_rules import DISCLOSURE_KEYS
 
-ROOMS = ("common", "launch", "submission", "system_tuning")
+ROOMS = ("common", "launch", "plan", "preflight", "records", "submission", "system_tuning", "throughput")
 TOP_FILES = ("README.md", "LICENSE", "Dockerfile", "pyproject.toml", "requirements.txt", "run.sub", "run_and_time.sh", "run_with_docker.sh")
 OF_OTHER_BENCHMARKS = ("__init__.py", "rules.py")  # submission/ reads the rules of all
 

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError, StorageError
 from records import ledger
-from submission import checker, contraband, describe, implementation, lint, official
+from submission import check, describe, forbidden_files, implementation, official_tools, own_log
 from submission.implementation import Implementation
 from submission.runs import Run
 from submission.series import MEDIAN, TenRuns, read_series, ten_runs, windows
 
-BENCHMARKS = tuple(checker.MINIATURES)
+BENCHMARKS = tuple(official_tools.MINIATURES)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
 PLACEHOLDERS = ("unnamed", "org", "yourorg", "your_org", "myorg", "example", "test", "todo", "none", "organisation", "organization")
 SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
@@ -41,11 +41,11 @@ class Request:
     system: Path
     out: Path
     org: str
-    ruleset: str = checker.CLOSED_RULESETS[-1]
+    ruleset: str = official_tools.CLOSED_RULESETS[-1]
     implementation: str = "torch_native"
     window: str = MEDIAN
     series: str = ""
-    root: Path = lint.PROJECT_ROOT  # the project in its git repository
+    root: Path = own_log.PROJECT_ROOT  # the project in its git repository
 
     @property
     def system_name(self) -> str:
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--system", type=Path, required=True, metavar="FILE.json", help="made by submission.describe")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
     parser.add_argument("--org", required=True, help="as in the logs (MLPERF_SUBMISSION_ORG) and in the system's submitter")
-    parser.add_argument("--ruleset", choices=checker.CLOSED_RULESETS, default=Request.ruleset)
+    parser.add_argument("--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset)
     parser.add_argument("--implementation", default=Request.implementation, metavar="NAME")
     parser.add_argument(
         "--window", default="median", metavar="first|median|N", help="of more than ten attempts; N: the attempt it begins with"
@@ -96,7 +96,7 @@ def package(request: Request) -> int:
         raise StorageError(f"cannot write to {request.out.parent}", str(error), "choose another --out") from error
     try:
         _build(partial / request.org, request, chosen)
-        offences = contraband.findings(partial / request.org)
+        offences = forbidden_files.findings(partial / request.org)
         if offences:
             raise CheckFailed(f"{len(offences)} things must not be in a submission: {'; '.join(offences)}", "see there", "remove them")
         partial.chmod(0o755)
@@ -265,14 +265,13 @@ def _rerun(variable: str) -> str:
 
 
 def _check_log(request: Request, run: Run) -> None:
-    """As submission.check does it: our lint, and the official checker. A run that missed its target fails the latter by nature."""
+    """As submission.check does it. A run that missed its target fails the official checker by nature."""
     if run.path.is_symlink():
         raise CheckFailed(f"{run.path} is a link", "a log is a file that a run has written", "submit run directories as they are")
-    found = [finding for finding in lint.lint(run.path, "closed", request.root) if not finding.warning]
-    complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
-    if not complaints and run.status == "success":
-        complaints = list(checker.closed_verdict(run.path, request.ruleset).messages)
-    if complaints:
+    examined = check.examine(run.path, request.ruleset, request.root, ours=True)
+    found = [finding for finding in examined.errors() if run.status == "success" or finding not in examined.verdict.complaints]
+    if found:
+        complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
         raise CheckFailed(f"{run.path} is not clean", "; ".join(complaints), f"see python -m submission.check {run.path}")
 
 
@@ -303,8 +302,8 @@ def judge(request: Request, missed: int = 0) -> int:
     """
     org_dir, names = request.out / request.org, list(request.sources)
     # In this order: the summarizer reads the RCP factor that the package checker has written.
-    answers = [official.package(org_dir, request.ruleset, len(names), missed)]
-    answers += [official.summary(org_dir, request.ruleset, names, missed), official.repository(org_dir, request.ruleset)]
+    answers = [official_tools.package(org_dir, request.ruleset, len(names), missed)]
+    answers += [official_tools.summary(org_dir, request.ruleset, names, missed), official_tools.repository(org_dir, request.ruleset)]
     for answer in answers:
         (request.out / f"{answer.tool}_{request.ruleset}.txt").write_text(answer.text)
         print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")

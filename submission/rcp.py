@@ -1,8 +1,4 @@
-"""The official judgment of single logs and of their convergence, by mlperf-logging's own modules, called in this process.
-
-`complaints` is the compliance checker as the result summarizer calls it, which drops a log that it refuses; `judge` is the RCP
-checker as the package checker calls it. Both import mlperf-logging only when they are called.
-"""
+"""The verdict on convergence by mlperf-logging's own RCP checker, called in this process as the package checker calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from types import ModuleType
 
 from common.errors import PreflightError
 from records.rcp import SUBMISSION_RUNS
-from submission.checker import INSTALL
+from submission.official_tools import INSTALL
 
 POINT_SETS = ("pruned", "full")  # package checker and summarizer judge by the pruned set
 DROPPED = 1  # runs at each end that olympic scoring drops
@@ -50,27 +46,6 @@ class Verdict:
     passed: bool
     message: str  # in its words
     factor: float  # on the score, from 1; of no meaning where the test failed
-
-
-def complaints(log: Path, ruleset: str) -> tuple[str, ...]:
-    """Why the compliance checker refuses `log` under `ruleset`; empty if it accepts. Raises PreflightError without mlperf-logging."""
-    with _imported():
-        from mlperf_logging.compliance_checker import mlp_compliance
-    checker = mlp_compliance.make_checker("training", ruleset, quiet=True, werror=False)
-    with _silent():
-        try:
-            valid = mlp_compliance.main(str(log), f"training_{ruleset}/common.yaml", checker)[0]
-        except Exception as error:  # its rules are code: a log can make it raise anything
-            mlp_compliance.enqueued_configs.clear()
-            return (f"the official checker broke off: {type(error).__name__}: {error}",)
-    said = [*checker.overwritable.values(), *checker.not_overwritable]
-    return () if valid else tuple(" ".join(_first_lines(text)) for text in said)
-
-
-def _first_lines(text: str) -> list[str]:
-    """The complaint and the test that failed, without the log line and the checker's state between and after them."""
-    lines = text.splitlines()
-    return lines[:1] + [line for line in lines[1:] if line.startswith("failed test:")]
 
 
 def judge(logs: Sequence[Path], ruleset: str, points: str = "pruned") -> Verdict:

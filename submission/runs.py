@@ -20,7 +20,8 @@ from pathlib import Path
 from common.errors import ConfigError
 from llama2_70b_lora import rules as llama2_70b_lora_rules
 from llama31_8b import rules as llama31_8b_rules
-from submission import log, rcp
+from submission import log, official_tools
+from submission.check import round_of
 from submission.log import Event, Log
 
 CLOSED = {rules.BENCHMARK: rules.CLOSED for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
@@ -28,7 +29,6 @@ MINIATURE = {rules.BENCHMARK: rules.MINIATURE for rules in (llama31_8b_rules, ll
 GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)
 INTERVALS = tuple(f"{name}_{end}" for name in ("init", "run", "block", "epoch", "eval") for end in ("start", "stop"))
 REPEATED = frozenset({*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"})
-DISCLOSED = "lowest_numerical_precision_in_linear"  # one of the nine keys that 6.1.0 makes mandatory
 
 # How a run ended, as docs/submission.md says it.
 GOOD, FAILED, LOST, NOT_STARTED = "good", "did not converge", "lost", "never started its clock"
@@ -119,7 +119,7 @@ class Run:
     @cached_property
     def refused(self) -> tuple[str, ...]:
         """Why the official compliance checker refuses the log; it has nothing to say about a miniature."""
-        return () if self.is_miniature else rcp.complaints(self.path, self.ruleset)
+        return () if self.is_miniature else official_tools.closed_verdict(self.path, self.ruleset).messages
 
     @cached_property
     def state(self) -> str:
@@ -256,7 +256,7 @@ def read_attempt(path: Path, number: int = 0, start: dict | None = None, end: di
 
 
 def _filled(run: Run, ruleset: str = "") -> Run:
-    run.ruleset = ruleset or ("6.1.0" if run.log.first(DISCLOSED) else "5.1.0")
+    run.ruleset = ruleset or round_of(run.log, ours=False)
     run.notes += [f"line {bad.line}: {bad.reason}" for bad in run.log.bad[:3]]
     _read_result(run)
     events = run.log.events

@@ -25,7 +25,7 @@ from pathlib import Path
 from common.errors import CheckFailed, ConfigError, RunError
 from records.rcp import SUBMISSION_RUNS
 from submission import against, rcp
-from submission.checker import CLOSED_RULESETS
+from submission.official_tools import CLOSED_RULESETS
 from submission.runs import NOT_STARTED, Run
 from submission.series import Series, TenRuns, check_same, pace, read_series, ten_runs, windows
 from submission.text import number, table

@@ -401,7 +401,9 @@ def test_a_low_clock_and_heat_are_named(run_dir):
 
 def test_of_two_gpus_the_slower_one_is_named(run_dir):
     write(run_dir, start_at(run_start(run_dir)), *(sample(float(i), (1, 1, 1500), (1, 1, 1700)) for i in range(3)))
-    assert gpu_samples.findings(gpu_samples.read_samples(read_attempt(run_dir / "result.txt")))[0].startswith("GPU 0: median clock 1,500 MHz")
+    assert gpu_samples.findings(gpu_samples.read_samples(read_attempt(run_dir / "result.txt")))[0].startswith(
+        "GPU 0: median clock 1,500 MHz"
+    )
 
 
 def test_cut_and_strange_lines_spoil_nothing(run_dir):

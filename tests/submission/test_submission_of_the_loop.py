@@ -20,9 +20,10 @@ from common.training.mllog import RunLog
 from llama2_70b_lora import log_keys as lora_keys
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import log_keys, rules
-from submission import official
-from submission.checker import CLOSED_RULESETS
-from submission.lint import PROJECT_ROOT, lint
+from submission import official_tools
+from submission.check import examine
+from submission.official_tools import CLOSED_RULESETS
+from submission.own_log import PROJECT_ROOT
 from submission.runs import read_runs
 from submission.series import score_runs
 
@@ -98,16 +99,16 @@ def org_dir(tmp_path_factory, processes, scripted):
     return org
 
 
-def test_our_lint_finds_nothing(org_dir):
+def test_our_checks_find_nothing(org_dir):
     for path in sorted(org_dir.glob("results/*/*/result_*.txt")):
-        assert lint(path) == [], path
+        assert examine(path).errors() == [], path
 
 
 @pytest.mark.parametrize("ruleset", CLOSED_RULESETS)
 def test_the_official_tools_say_success_and_our_numbers_are_theirs(org_dir, ruleset):
-    assert official.package(org_dir, ruleset, benchmarks=2).passed
-    summary = official.summary(org_dir, ruleset, list(CONVERGED))
-    assert summary.passed and official.repository(org_dir, ruleset).passed
+    assert official_tools.package(org_dir, ruleset, benchmarks=2).passed
+    summary = official_tools.summary(org_dir, ruleset, list(CONVERGED))
+    assert summary.passed and official_tools.repository(org_dir, ruleset).passed
     for benchmark, converged in CONVERGED.items():
         folder = org_dir / "results" / SYSTEM / benchmark
         runs, notes = read_runs([folder])
