@@ -1,4 +1,4 @@
-"""RunConfig: one flat TOML per benchmark, GPU and size, complete in itself. No includes, no inheritance, no dead knobs.
+"""RunConfig: one flat TOML per benchmark, GPU and size, complete in itself. No includes, no inheritance.
 
 An unknown key, a wrong type or an impossible batch is a ConfigError that names file and key. What decides convergence
 (batch, learning rate, warm-up) has no default; what is right everywhere has one here; what was tuned stands in the TOML.
@@ -15,17 +15,13 @@ from typing import TypeVar
 
 from common.errors import ConfigError
 
-KERNELS = ("reference", "triton")
 FP8_ENGINES = ("", "torch", "te")
-FP8_RECIPES = ("delayed", "current")
-HOLDINGS = ("sharded", "replicated", "replicated_both")
-TRANSPORTS = ("nccl", "copy_engine")
-PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word the MLPerf log wants
+FROZEN_BASE_STORAGE = ("sharded", "replicated", "replicated_both")  # LoRA; see common/sharding/frozen_base.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every benchmark's config has; its `rules.Config` adds the keys that only this benchmark knows."""
+    """The keys of every benchmark; a benchmark's `rules.Config` adds those of its own."""
 
     # Where it runs.
     gpu: str  # MI300X, MI325X, MI350X, MI355X, H100, H200 or CPU
@@ -34,35 +30,51 @@ class RunConfig:
     # What decides convergence.
     global_batch_size: int  # sequences per optimizer step
     opt_base_learning_rate: float
-    max_samples: int  # train sequences after which a run that has not reached the target gives up
+    max_samples: int  # training sequences after which a run that has not reached the target gives up
     # How it is computed.
     micro_batch_size: int
     eval_micro_batch_size: int
-    precision: str = "bf16"  # of matrix products, attention and gathered weights; master weights are always fp32
-    reduce_precision: str = "fp32"  # of the gradient reduce-scatter; accumulation is always fp32
-    kernels: str = "reference"  # or "triton": which engine the ops of common/kernels use where they have both
-    fused_blocks: bool = False  # hand-written blocks (common/model/fused_block.py) instead of torch's autograd or compiler
-    fp8: str = ""  # linear layers of the blocks in FP8: "torch" (torch._scaled_mm) or "te" (Transformer Engine); "" computes in `precision`
-    fp8_head: bool = False  # the output projection in FP8 too, with fp8 = "torch"
-    fp8_recipe: str = "delayed"  # scales from the last steps' largest values, or from this tensor's ("current")
-    fp8_swiglu_input: bool = False  # keep SwiGLU's input for backward in 8 bits: half the memory of a layer's largest activation
-    compile: bool = False  # torch.compile of each block and of the head with its loss
-    recompute_layers: int = 0  # first n layers recompute their activations in backward
-    offload_layers: int = (
-        0  # LoRA: of so many others SwiGLU's input waits for backward in the host's memory (common/sharding/activation_offload.py)
-    )
-    reshard_after_forward: bool = False  # True gathers weights again in backward: slower, less memory
-    frozen_base: str = (
-        "sharded"  # LoRA, fused: over the node's GPUs, or whole on each as W or as W and W^T (common/sharding/frozen_base.py)
-    )
-    transport: str = "nccl"  # of gradients (pre-training) or a frozen base's layers (LoRA) in a node: NCCL/RCCL, or the GPUs' copy engines
-    gemm_tuning_file: str = ""  # tuned GEMM solutions for this GPU and these libraries, relative to the project (docs/gemm_tuning.md)
-    warmup_train_steps: int = 2  # synthetic optimizer steps before the clock
-    warmup_eval_steps: int = 1
-    log_every_steps: int = 10
-    hang_timeout_s: float = 600.0  # no rank makes progress for so long: stop and name who is missing
-    miniature: bool = False  # the toy: own rules, never a submission
+    fp8: str = ""  # linear layers of the blocks in FP8: "torch" (torch._scaled_mm) or "te" (Transformer Engine); "" for none
+    hang_timeout_s: float = 600.0  # no rank makes progress for so long: stop and name the rank
+    miniature: bool = False  # the toy: its own rules, never a submission
     env: dict[str, str] = field(default_factory=dict)  # exported before Python imports torch
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int | float):
+                self.require(value >= 0, f.name, "it cannot be negative", "give 0 or more")
+        for key in ("nodes", "gpus_per_node", "global_batch_size", "micro_batch_size", "eval_micro_batch_size", "max_samples"):
+            self.require(getattr(self, key) >= 1, key, "it must be at least 1", "give a positive number")
+        self.require(self.opt_base_learning_rate > 0, "opt_base_learning_rate", "it must be positive", "give a learning rate")
+        self.require(self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
+        self.require_choice("fp8", FP8_ENGINES)
+        per_pass = self.micro_batch_size * self.world_size
+        self.require(
+            self.global_batch_size % per_pass == 0,
+            "global_batch_size",
+            f"it is not a multiple of micro_batch_size x processes = {self.micro_batch_size} x {self.world_size} = {per_pass}",
+            "change global_batch_size or micro_batch_size so that every process gets whole micro-batches",
+        )
+
+    def require(self, good: bool, key: str, why: str, do: str) -> None:
+        """Raises ConfigError that names `key` and its value unless `good`."""
+        if not good:
+            raise ConfigError(f"{key} = {getattr(self, key)!r} cannot be used", why, do)
+
+    def require_choice(self, key: str, choices: tuple[str, ...]) -> None:
+        known = ", ".join(f'"{choice}"' for choice in choices)
+        self.require(getattr(self, key) in choices, key, f"known are {known}", "choose one of them")
+
+    @property
+    def kernels(self) -> str:
+        """The engine of common/kernels: plain torch on a CPU, Triton on every GPU."""
+        return "reference" if self.gpu == "CPU" else "triton"
+
+    @property
+    def precision(self) -> str:
+        """Of activations, matrix products outside FP8, gathered weights and reduced gradients. Master weights are always fp32."""
+        return "fp32" if self.gpu == "CPU" and not self.fp8 else "bf16"
 
     @property
     def world_size(self) -> int:
@@ -71,19 +83,6 @@ class RunConfig:
     @property
     def gradient_accumulation_steps(self) -> int:
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
-
-    @property
-    def weights_stay_whole(self) -> bool:
-        """Of the weights that train: gathered once per optimizer step (common/sharding/zero.py), not module by module in every pass by FSDP2.
-        Under torch.compile and with Transformer Engine FSDP2 does it in either case: they were tried with it alone.
-        """
-        return not (self.reshard_after_forward or self.compile or self.fp8 == "te")
-
-    def refuse_unless_default(self, keys: tuple[str, ...], why: str, do: str = "leave it out") -> None:
-        """Raises ConfigError for the first of `keys` that is set to something else."""
-        for key in keys:
-            if (value := getattr(self, key)) != _default(key):
-                raise ConfigError(f"{key} = {value!r} cannot be used", why, do)
 
     def as_toml(self) -> str:
         return "".join(_toml_line(key, value) for key, value in asdict(self).items() if key != "env") + _toml_table("env", self.env)
@@ -124,9 +123,10 @@ def from_table(table: dict, kind: type[C], source: str) -> C:
                 )
             continue
         table[name] = _checked(table[name], str(f.type), name, source)
-    config = kind(**table)
-    _check_values(config, source)
-    return config
+    try:
+        return kind(**table)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error.what}", error.why, error.do) from None
 
 
 def share_of_rank(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
@@ -148,66 +148,6 @@ def _checked(value, type_name: str, key: str, source: str):
     if type(value) is not wanted or (wanted is dict and not texts):
         raise ConfigError(f"{source}: {key} = {value!r} has the wrong type", f"{key} is a {type_name}", f"write it as {type_name}")
     return value
-
-
-def _check_values(config: RunConfig, source: str) -> None:
-    def require(good: bool, key: str, why: str, do: str) -> None:
-        if not good:
-            raise ConfigError(f"{source}: {key} = {getattr(config, key)!r} cannot be used", why, do)
-
-    positive = (
-        "nodes",
-        "gpus_per_node",
-        "global_batch_size",
-        "micro_batch_size",
-        "eval_micro_batch_size",
-        "max_samples",
-        "log_every_steps",
-    )
-    for key in positive:
-        require(getattr(config, key) >= 1, key, "it must be at least 1", "give a positive number")
-    for key, value in asdict(config).items():
-        require(not isinstance(value, int | float) or value >= 0, key, "it cannot be negative", "give 0 or more")
-    require(config.opt_base_learning_rate > 0, "opt_base_learning_rate", "it must be positive", "give a learning rate")
-    require(config.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
-    for key in ("precision", "reduce_precision"):
-        require(getattr(config, key) in PRECISIONS, key, f"known are {', '.join(PRECISIONS)}", "choose one of them")
-    require(config.kernels in KERNELS, "kernels", f"known are {', '.join(KERNELS)}", "choose one of them")
-    require(config.fp8 in FP8_ENGINES, "fp8", 'known are "torch", "te" and, for none, ""', "choose one of them")
-    require(config.fp8_recipe in FP8_RECIPES, "fp8_recipe", f"known are {', '.join(FP8_RECIPES)}", "choose one of them")
-    require(config.frozen_base in HOLDINGS, "frozen_base", f"known are {', '.join(HOLDINGS)}", "choose one of them")
-    require(config.transport in TRANSPORTS, "transport", f"known are {', '.join(TRANSPORTS)}", "choose one of them")
-    travels = config.frozen_base == "sharded" and config.gpus_per_node > 1
-    require(travels or config.transport == _default("transport"), "transport", "nothing travels: each GPU holds all", "leave it out")
-    require(not config.fp8 or config.precision == "bf16", "fp8", "what FP8 leaves is computed in bf16", 'set precision = "bf16"')
-    require(not config.fp8_head or config.fp8 == "torch", "fp8_head", "it is a product of that engine", 'set fp8 = "torch"')
-    require(config.fp8 != "torch" or config.fused_blocks, "fp8", "this engine lives in the fused blocks", "set fused_blocks = true")
-    require(config.fp8 != "te" or not config.fused_blocks, "fused_blocks", "Transformer Engine has its own layers", "set it to false")
-    require(config.fp8 != "te" or not config.compile, "compile", "Transformer Engine's layers are not traced", "set it to false")
-    require(
-        config.fp8 != "te" or not config.recompute_layers,
-        "recompute_layers",
-        "a layer of Transformer Engine that runs again in backward would do so outside of its FP8 region",
-        'set it to 0, or fp8 = "torch"',
-    )
-    require(
-        not config.offload_layers or config.fp8_swiglu_input,
-        "offload_layers",
-        "what waits in the host's memory is SwiGLU's input in 8 bits",
-        "set fp8_swiglu_input = true",
-    )
-    require(not (config.fused_blocks and config.compile), "compile", "fused blocks leave nothing to compile", "set compile = false")
-    per_pass = config.micro_batch_size * config.world_size
-    require(
-        config.global_batch_size % per_pass == 0,
-        "global_batch_size",
-        f"it is not a multiple of micro_batch_size x processes = {config.micro_batch_size} x {config.world_size} = {per_pass}",
-        "change global_batch_size or micro_batch_size so that every process gets whole micro-batches",
-    )
-
-
-def _default(key: str):
-    return next(f.default for f in fields(RunConfig) if f.name == key)
 
 
 def _parse_value(key: str, text: str):

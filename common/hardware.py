@@ -1,7 +1,7 @@
-"""Which GPU this is, and what follows from it: peaks, memory, FP8 family, config file. Never a guess.
+"""Detection of this host's GPUs: which kind they are, whether they are whole cards, and which config fits. Never a guess.
 
-`probe()` reads what the driver says, without torch and without root; everything else is a pure function of a `Probe`, so
-that every GPU, also one that we do not have, is a fixture in the tests. Standard library only.
+`probe()` asks the driver, without torch and without root; everything else is a pure function of a `Probe`, so that the tests
+cover GPUs that we do not have. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,43 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class GpuKind:
-    """One kind of GPU as a whole card: memory in bytes, dense peaks in TFLOP/s without sparsity."""
-
-    name: str
-    vendor: str  # "amd" or "nvidia"
-    arch: str  # gfx942, gfx950, sm_90
-    compute_units: int  # CUs or SMs
-    memory_bytes: int
-    peak_bf16_tflops: float
-    peak_fp8_tflops: float
-
-
-# Compute units x clock x FLOP per clock and unit: MI300X = MI325X 304 x 2.1 GHz x 4096 (FP8), MI350X 256 x 2.2 x 8192,
-# MI355X 256 x 2.4 x 8192, BF16 half of FP8 (AMD data sheets); H100 and H200 SXM from NVIDIA's data sheet. Boost clocks:
-# no card holds them under load, so MFU against them stays well below 1 on every vendor.
-KINDS = {
-    kind.name: kind
-    for kind in (
-        GpuKind("MI300X", "amd", "gfx942", 304, 192 * GIB, 1307.4, 2614.9),
-        GpuKind("MI325X", "amd", "gfx942", 304, 256 * GIB, 1307.4, 2614.9),
-        GpuKind("MI350X", "amd", "gfx950", 256, 288 * GIB, 2306.9, 4613.7),
-        GpuKind("MI355X", "amd", "gfx950", 256, 288 * GIB, 2516.6, 5033.2),
-        GpuKind("H100", "nvidia", "sm_90", 132, 80 * GIB, 989.4, 1978.9),
-        GpuKind("H200", "nvidia", "sm_90", 132, 141 * GIB, 989.4, 1978.9),
-    )
-}
+from common.gpu_kinds import GIB, KINDS, GpuKind
+from common.gpu_stats import DriverError, ask_nvidia_smi, read_text
 
 # PCI device number -> product (pci.ids, vendor 1002). The driver gives the number even where it gives no product name.
 AMD_PRODUCTS = {
@@ -58,8 +28,8 @@ AMD_PRODUCTS = {
     0x75A3: "AMD Instinct MI355X",
 }
 
-WHOLE_CARD = 0.75  # a device below this share of its kind's memory is a partition: the smallest cut, DPX or 1/2 MIG, halves it
-MAX_GPUS = 8  # in one node of these systems; more devices means that cards are cut into parts
+WHOLE_CARD = 0.75  # of its kind's memory; a device with less is a partition: the largest ones, DPX and 1/2 MIG, have half
+MAX_GPUS = 8  # in one node of these systems; more devices are partitions
 
 
 @dataclass(frozen=True)
@@ -101,7 +71,7 @@ def identify(found: Probe, override: str = "") -> GpuKind | None:
     if len(kinds) > 1:
         raise PreflightError(
             f"different kinds of GPU in one run: {', '.join(sorted(kinds))}",
-            "the slowest would set the pace, and MLPerf asks for one kind of system",
+            "all would wait for the slowest, and MLPerf requires one kind of system",
             f"choose one kind with {_visible_variable(found.vendor)}",
         )
     return KINDS[kinds.pop()]
@@ -110,11 +80,13 @@ def identify(found: Probe, override: str = "") -> GpuKind | None:
 def _overridden(found: Probe, override: str) -> GpuKind:
     kind = KINDS.get(override)
     if kind is None:
-        raise PreflightError(f"GPU_KIND={override} is unknown", f"known are {', '.join(KINDS)}", "set GPU_KIND to one of them, or unset it")
+        raise PreflightError(
+            f"GPU_KIND={override} is unknown", f"the known kinds are {', '.join(KINDS)}", "set GPU_KIND to one of them, or unset it"
+        )
     if kind.vendor != found.vendor or any(not device.arch.startswith(kind.arch) for device in found.devices):
         raise PreflightError(
             f"GPU_KIND={override} does not fit the GPU",
-            f"{override} is {kind.arch}; there is: {_listing(found)}",
+            f"{override} is {kind.arch}; this machine has: {_listing(found)}",
             "correct or unset GPU_KIND",
         )
     _refuse_less_than_whole(found, kind)
@@ -143,7 +115,7 @@ def _unnamed_kind(device: Device) -> str | None:
         raise PreflightError(
             f"this GPU ({device}) is an MI350X or an MI355X",
             "both are gfx950 with 288 GB and 256 compute units, and the driver gives no product name",
-            "say which: GPU_KIND=MI350X or GPU_KIND=MI355X",
+            "set GPU_KIND=MI350X or GPU_KIND=MI355X",
         )
     if device.arch.startswith("gfx942"):
         if 0 < device.compute_units < 304 // 2 + 1 and 304 % device.compute_units == 0:
@@ -155,9 +127,9 @@ def _unnamed_kind(device: Device) -> str | None:
 
 
 def _refuse_partitions(found: Probe) -> None:
-    cut = next((device.partition for device in found.devices if device.partition), "")
-    if cut:
-        raise _partitioned(f"partition mode {cut}")
+    mode = next((device.partition for device in found.devices if device.partition), "")
+    if mode:
+        raise _partitioned(f"partition mode {mode}")
     if len(found.devices) > MAX_GPUS:
         raise _partitioned(f"{len(found.devices)} devices in one node")
 
@@ -172,16 +144,16 @@ def _refuse_less_than_whole(found: Probe, kind: GpuKind, only: Device | None = N
 
 def _partitioned(sign: str) -> PreflightError:
     return PreflightError(
-        f"a GPU is cut into parts: {sign}",
-        "every config and every peak here is for whole cards",
-        "give the whole card back: SPX and NPS1 on AMD (amd-smi set --compute-partition SPX), MIG off on NVIDIA (nvidia-smi -mig 0)",
+        f"a GPU is partitioned: {sign}",
+        "all configs and peaks are for whole cards",
+        "undo the partitioning: SPX and NPS1 on AMD (amd-smi set --compute-partition SPX), MIG off on NVIDIA (nvidia-smi -mig 0)",
     )
 
 
 def _unknown(found: Probe) -> PreflightError:
     return PreflightError(
         f"no config and no peak is known for this GPU: {_listing(found)}",
-        f"known are {', '.join(KINDS)} (H100 and H200 as SXM modules)",
+        f"the known kinds are {', '.join(KINDS)} (H100 and H200 as SXM modules)",
         "use one of them, or set GPU_KIND if the driver's name is misleading, or run the miniature with --device cpu",
     )
 
@@ -191,11 +163,6 @@ def _listing(found: Probe) -> str:
     for device in found.devices:
         counts[str(device)] = counts.get(str(device), 0) + 1
     return "; ".join(f"{count} x ({text})" for text, count in counts.items())
-
-
-def fp8_family(arch: str) -> str:
-    """`fnuz` on gfx942 (MI300X, MI325X), `ocp` elsewhere. The bits of one read as the other give half the value."""
-    return "fnuz" if arch.startswith("gfx942") else "ocp"
 
 
 # --- from a kind to a config ------------------------------------------------------------------------------------------
@@ -226,45 +193,40 @@ def config_name(kind: GpuKind | None, count: int) -> str:
 
 
 def probe(environment: Mapping[str, str] | None = None, sysfs: Path = Path("/sys"), dev: Path = Path("/dev")) -> Probe:
-    """What GPUs a process started now would see: nvidia-smi, or the kernel's AMD topology, less what is made invisible.
+    """The GPUs that a process started now would see: from nvidia-smi or the kernel's AMD topology, less those that are hidden.
 
-    Raises PreflightError if a driver is there but does not answer: a broken GPU must not end in a run on the CPU.
+    Raises PreflightError if a driver is installed but does not answer: a broken GPU must not lead to a run on the CPU.
     """
     env = os.environ if environment is None else environment
     amd = probe_amd(env, sysfs, dev)
     return amd if amd.devices else probe_nvidia(env, dev)
 
 
-NVIDIA_QUERY = "uuid,name,memory.total,compute_cap,mig.mode.current,driver_version"
+NVIDIA_FIELDS = "uuid,name,memory.total,compute_cap,mig.mode.current,driver_version"
 
 
 def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
     if not (dev / "nvidiactl").exists() and not shutil.which("nvidia-smi", path=env.get("PATH")):
         return Probe("none")
-    command = ["nvidia-smi", f"--query-gpu={NVIDIA_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(env))
-        failure = (answer.stdout + answer.stderr).strip() if answer.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        failure, answer = str(error), None
-    if "No devices were found" in failure:
-        return Probe("none")
-    if failure or answer is None:
+        rows = ask_nvidia_smi(NVIDIA_FIELDS, env)
+    except DriverError as error:
+        if "No devices were found" in str(error):
+            return Probe("none")
         raise PreflightError(
-            f"nvidia-smi does not answer: {failure.splitlines()[0] if failure else 'no output'}",
+            f"nvidia-smi does not answer: {error}",
             "an NVIDIA driver is installed, but does not work here",
             "repair the driver (see the kernel log), or run the miniature with --device cpu",
-        )
-    return parse_nvidia_smi(answer.stdout, env)
+        ) from None
+    return nvidia_probe(rows, env)
 
 
-def parse_nvidia_smi(text: str, env: Mapping[str, str]) -> Probe:
-    """`text` is the CSV answer to NVIDIA_QUERY, memory in MiB. CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.strip().splitlines()]
+def nvidia_probe(rows: list[list[str]], env: Mapping[str, str]) -> Probe:
+    """`rows`: nvidia-smi's answer to NVIDIA_FIELDS, memory in MiB. CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
     devices, uuids = [], []
     for uuid, name, memory, capability, mig, _ in rows:
-        cut = "MIG" if mig == "Enabled" or " MIG " in name else ""
-        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory)) * 2**20, 0, cut))
+        partition = "MIG" if mig == "Enabled" or " MIG " in name else ""
+        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory)) * 2**20, 0, partition))
         uuids.append(uuid)
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
@@ -287,10 +249,10 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
             "start the container with --device /dev/kfd --device /dev/dri and these groups, or run the miniature with --device cpu",
         )
     chosen = list(range(len(devices)))
-    # ROCR_VISIBLE_DEVICES cuts first; HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES in its place, counts in what is left.
+    # ROCR_VISIBLE_DEVICES applies first; HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, then counts what is left.
     for value in (env.get("ROCR_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))):
         chosen = [chosen[i] for i in visible_indices(len(chosen), value)]
-    version = _read(sysfs / "module/amdgpu/version")
+    version = read_text(sysfs / "module/amdgpu/version")
     return Probe("amd" if chosen else "none", tuple(devices[i] for i in chosen), version)
 
 
@@ -309,24 +271,17 @@ def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
     banks = [_key_values(path) for path in (node / "mem_banks").glob("*/properties")]
     memory = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2))  # public and private HBM
     card = sysfs / f"class/drm/renderD{facts.get('drm_render_minor', 0)}/device"
-    name = _read(card / "product_name")
+    name = read_text(card / "product_name")
     if not re.search(r"\bMI\d", name):
         name = AMD_PRODUCTS.get(facts.get("device_id", 0), name)
-    mode = _read(card / "current_compute_partition")
+    mode = read_text(card / "current_compute_partition")
     units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)
     return Device(name, arch, memory, units, mode if mode not in ("", "SPX") else "")
 
 
 def _key_values(path: Path) -> dict[str, int]:
-    lines = [line.split() for line in _read(path).splitlines()]
+    lines = [line.split() for line in read_text(path).splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def visible_indices(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:

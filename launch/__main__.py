@@ -45,7 +45,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, DataError, Interrupted, RunError
-from common.gemm_tuning import cli as gemm_tuning
 from common.hardware import Probe, probe
 from launch import nodes, page_cache, rundir, sampler, series, supervise, verdict
 from launch.choose import Choice, benchmarks, choose, rules_of
@@ -54,8 +53,7 @@ from launch.screen import closing, header, tell
 ROOT = Path(__file__).resolve().parents[1]
 SUBMISSION_VERBS = ("check", "report", "score", "describe", "package")  # modules of submission/; they take the rest
 VERBS = ("run", "prepare", "bench", *SUBMISSION_VERBS, "merge", "gemms", "plan", "preflight", "profile")
-STARTUP_S = 1500.0  # a compiled run may think for so long before its first step: below the 30 minutes that the rules allow
-STARTUP_EAGER_S = 300.0
+STARTUP_S = 300.0  # kernels compile before the first step
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def main(arguments: list[str]) -> int:
         if verb == "preflight":
             return _module("preflight", [benchmark, *rest])
         if verb == "gemms":
-            return _module("common.gemm_tuning.cli", [benchmark, *rest])
+            return _module("gemm_tuning.cli", [benchmark, *rest])
         if verb == "merge":
             return _merge(benchmark, rest)
         options = _parse(verb, rest)
@@ -159,7 +157,6 @@ def _job(benchmark: str, options: argparse.Namespace) -> Job:
     environment = os.environ
     found = Probe("none") if options.device == "cpu" else probe()
     choice = choose(ROOT, benchmark, options, environment, found)
-    gemm_tuning.tuning_file(choice.config, ROOT)  # an error now rather than in the middle of a series
     data_name = f"{benchmark}-miniature" if choice.config.miniature else benchmark
     data_dir = Path(environment.get("DATADIR") or ROOT / "data" / data_name).absolute()
     log_dir = Path(environment.get("LOGDIR") or ROOT / "results").absolute()
@@ -229,7 +226,7 @@ def _follow_once(job: Job, versions: dict, follower: nodes.Follower, order: dict
         return
     watch = follower.watch(run_dir / "ranks", job.choice.config.gpus_per_node)
     with sampler.beside(run_dir, wanted=job.choice.device == "cuda"):
-        ending = supervise.supervise(trainer_command(job, run_dir, order["seed"]), trainer_environment(job, cleared, run_dir), watch)
+        ending = supervise.supervise(trainer_command(job, run_dir, order["seed"]), trainer_environment(job, cleared), watch)
     follower.ended(run_dir, ending)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
@@ -270,7 +267,7 @@ def run_once(job: Job, versions: dict, leader: nodes.Leader, run_dir: Path, seed
     leader.start()
     watch = leader.watch(run_dir / "ranks", ranks_per_node, _hang_limits(job))
     with sampler.beside(run_dir, wanted=job.choice.device == "cuda"):
-        ending = supervise.supervise(trainer_command(job, run_dir, seed), trainer_environment(job, cleared, run_dir), watch)
+        ending = supervise.supervise(trainer_command(job, run_dir, seed), trainer_environment(job, cleared), watch)
     ending = leader.finish(run_dir, ranks_per_node, ending)
     print(f"ENDING TIMING RUN AT {_date()}", flush=True)
     result = verdict.read_result(run_dir / "result.txt")
@@ -326,7 +323,7 @@ def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
 # --- the trainer's processes ------------------------------------------------------------------------------------------
 
 
-def _torchrun(folder: Path, job: Job, arguments: list[str]) -> list[str]:
+def _torchrun(folder: Path, job: Job, arguments: list[str], module: str = "") -> list[str]:
     """`python -m torch.distributed.run ...`, by way of launch.torchrun.
 
     For several nodes the static rendezvous (a TCPStore on node 0): c10d's numbers the nodes by host name, and rank 0 must be on node 0.
@@ -335,7 +332,7 @@ def _torchrun(folder: Path, job: Job, arguments: list[str]) -> list[str]:
     where = ["--rdzv-backend", "static", "--master-addr", place.address, "--master-port", str(place.port), "--node-rank", str(place.rank)]
     size = ["--nnodes", str(config.nodes), *(where if config.nodes > 1 else []), "--nproc-per-node", str(config.gpus_per_node)]
     size = size if config.nodes > 1 else ["--standalone", *size]
-    return [sys.executable, "-m", "launch.torchrun", str(folder), *size, "-m", f"{job.benchmark}.train", *arguments]
+    return [sys.executable, "-m", "launch.torchrun", str(folder), *size, "-m", module or f"{job.benchmark}.train", *arguments]
 
 
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
@@ -344,16 +341,16 @@ def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
 
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
-    arguments = ["--bench", "--config", str(folder / job.choice.log_name), "--device", job.choice.device]
+    arguments = ["--benchmark", job.benchmark, "--config", str(folder / job.choice.log_name), "--device", job.choice.device]
     for name in ("steps", "warmup", "layers", "eval_sequences"):
         if getattr(options, name) is not None:
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if getattr(options, "out", None):
         arguments += ["--profile", str(options.out)]
-    return _torchrun(folder, job, arguments)
+    return _torchrun(folder, job, arguments, "throughput.bench")
 
 
-def trainer_environment(job: Job, cleared: str, folder: Path) -> dict[str, str]:
+def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
     """Ours, the config's [env] (which wins: it is part of what is measured), and what was done about the page cache."""
     config = job.choice.config
     for name, value in config.env.items():
@@ -362,20 +359,20 @@ def trainer_environment(job: Job, cleared: str, folder: Path) -> dict[str, str]:
     threads = 1 if job.choice.device == "cuda" else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
     paths = [str(ROOT), *filter(None, [job.environment.get("PYTHONPATH")])]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "CACHE_CLEARED": cleared}
-    return {"OMP_NUM_THREADS": str(threads), **job.environment, **config.env, **gemm_tuning.environment(config, ROOT, folder), **ours}
+    return {"OMP_NUM_THREADS": str(threads), **job.environment, **config.env, **ours}
 
 
 def _hang_limits(job: Job) -> supervise.HangLimits:
     config = job.choice.config
     step_s = config.hang_timeout_s * supervise.BEFORE_COLLECTIVES
-    return supervise.HangLimits(max(step_s, STARTUP_S if config.compile else STARTUP_EAGER_S), step_s)
+    return supervise.HangLimits(max(step_s, STARTUP_S), step_s)
 
 
 def bench(job: Job, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         (folder / job.choice.log_name).write_text(job.choice.config.as_toml())
-        ending = supervise.supervise(bench_command(job, folder, options), trainer_environment(job, "no", folder))
+        ending = supervise.supervise(bench_command(job, folder, options), trainer_environment(job, "no"))
         if ending.signal_number:
             return 128 + ending.signal_number
         if ending.returncode == 0:
@@ -390,7 +387,7 @@ def profile(job: Job, options: argparse.Namespace) -> int:
     rundir.require_writable(options.out)
     if code := bench(job, options):
         return code
-    _report(options.out, "submission.profile_page")
+    _report(options.out, "throughput.profile_page")
     tell(f"profile    {options.out}: profile.html, profile.json, and trace.json.gz for ui.perfetto.dev")
     return 0
 

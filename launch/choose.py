@@ -11,7 +11,8 @@ from pathlib import Path
 from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError
-from common.hardware import GIB, GpuKind, Probe, config_name, config_path, identify
+from common.gpu_kinds import GIB, GpuKind
+from common.hardware import Probe, config_name, config_path, identify
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
-from common.hardware import GIB, visible_indices
+from common.gpu_kinds import GIB
+from common.hardware import visible_indices
 from launch.screen import tell
 
 NAME = "gpu_samples.jsonl"  # submission/gpu_samples.py reads it

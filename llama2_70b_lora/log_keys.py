@@ -26,7 +26,7 @@ def hyperparameters(config: Config, rules: Rules, train_samples: int, config_fil
         ("opt_name", rules.opt_name),
         ("opt_base_learning_rate", config.opt_base_learning_rate),
         ("opt_learning_rate_training_steps", config.opt_learning_rate_training_steps),
-        ("opt_learning_rate_warmup_factor", config.opt_learning_rate_warmup_ratio),
+        ("opt_learning_rate_warmup_factor", rules.warmup_factor),
         ("opt_adamw_beta_1", rules.adam_beta_1),
         ("opt_adamw_beta_2", rules.adam_beta_2),
         ("opt_adamw_epsilon", rules.adam_epsilon),

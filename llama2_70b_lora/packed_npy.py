@@ -1,23 +1,22 @@
-"""AMD's and NVIDIA's packed GovReport: a `.npy` file that is a pickle, read without letting it execute anything.
+"""AMD's and NVIDIA's packed GovReport: a `.npy` file that is a pickle, read without executing anything in it.
 
-The file holds an array of Python objects, one dict per sequence: input_ids, loss_mask (0 or 1), seq_start_id. numpy stores object
-arrays as a pickle, and a pickle may call any function that it names (CVE-2019-6446). Here it may name four things only, what
-numpy's own arrays need, and gets harmless stand-ins of ours for them: they note shape, dtype and bytes, and build the array
-through `numpy.frombuffer` from a table of number types. Not even numpy's own unpickling code sees the file.
+The file is an array of Python objects, one dict per sequence: input_ids, loss_mask (0 or 1), seq_start_id. numpy stores object arrays as a
+pickle, and a pickle can call any function by name (CVE-2019-6446). This reader accepts only the four names that numpy's arrays need, and
+replaces them with classes and functions of its own: they store shape, dtype and bytes, and build the array with `numpy.frombuffer`
+from a list of number types. numpy's own unpickling code never sees the file.
 
-Only `prepare convert-npy` imports this, to turn such a file into flat int32 once; nothing at run time reads a pickle.
+Only `prepare convert-npy` uses it, to convert such a file to flat int32 once; a run reads no pickle.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.lib import format as npy
 
 from common.errors import DataError
 
@@ -27,11 +26,11 @@ NUMPY_MODULES = {"numpy.core.multiarray", "numpy._core.multiarray"}  # numpy 1 a
 
 
 class Refused(Exception):
-    """The pickle wants something that is no dict, list, number or array of numbers."""
+    """The pickle contains something that is no dict, list, number or array of numbers."""
 
 
 class _Dtype:
-    """Stands for numpy.dtype: keeps the type's code; the byte order comes with the state."""
+    """Replaces numpy.dtype: stores the type's code; the byte order comes with the state."""
 
     def __init__(self, code: object, *flags: object):
         if not isinstance(code, str) or code not in {*NUMBERS, OBJECT}:
@@ -48,7 +47,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for numpy.ndarray: an empty one is made first and then gets its state."""
+    """Replaces numpy.ndarray, which a pickle creates empty and then gives its state."""
 
     value: Any = None
 
@@ -71,14 +70,14 @@ class _Array:
 
 
 def _reconstruct(kind: object, shape: object, code: object) -> _Array:
-    """Stands for numpy's function of this name, which every pickled array calls first."""
+    """Replaces numpy's function of this name, which every pickled array calls first."""
     if kind is not _NDARRAY:
-        raise Refused("an array of a class of its own")
+        raise Refused("an array of another class")
     return _Array()
 
 
 def _scalar(dtype: object, data: object) -> int | float:
-    """Stands for numpy's function of this name: one number."""
+    """Replaces numpy's function of this name: one number."""
     if not isinstance(dtype, _Dtype) or dtype.code == OBJECT or not isinstance(data, bytes) or len(data) != dtype.numpy().itemsize:
         raise Refused("a number in an unknown form")
     return np.frombuffer(data, dtype.numpy())[0].item()
@@ -88,17 +87,17 @@ _NDARRAY = object()
 
 
 class _Unpickler(pickle.Unpickler):
-    """`find_class` is the only way from a pickle to code: it leads to the stand-ins above, or nowhere."""
+    """A pickle reaches code only through `find_class`, which returns the replacements above or refuses."""
 
     def find_class(self, module: str, name: str) -> Any:
-        stand_ins: dict[str, Any] = {}
+        replacements: dict[str, Any] = {}
         if module == "numpy":
-            stand_ins = {"dtype": _Dtype, "ndarray": _NDARRAY}
+            replacements = {"dtype": _Dtype, "ndarray": _NDARRAY}
         elif module in NUMPY_MODULES:
-            stand_ins = {"_reconstruct": _reconstruct, "scalar": _scalar}
-        if name not in stand_ins:
+            replacements = {"_reconstruct": _reconstruct, "scalar": _scalar}
+        if name not in replacements:
             raise Refused(f"{module}.{name}")
-        return stand_ins[name]
+        return replacements[name]
 
 
 def read_packed(path: Path) -> list[dict[str, Any]]:
@@ -108,34 +107,30 @@ def read_packed(path: Path) -> list[dict[str, Any]]:
             _skip_header(file, path)
             content = _Unpickler(file).load()
     except Refused as error:
-        what = f"{path}: its pickle asks for {error}: refused, nothing was executed"
-        raise DataError(what, "a packed file needs dicts, lists and numbers only", "do not trust the place it came from") from None
+        what = f"{path}: its pickle contains {error}: refused, nothing was executed"
+        raise DataError(what, "a packed file needs only dicts, lists and numbers", "do not trust the source of this file") from None
     except DataError:
         raise
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}", "it was named for conversion", "check the name") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}", "it is to be converted", "check the path") from error
     except Exception as error:  # a damaged pickle can fail in any way
         what = f"{path}: not a packed array: {type(error).__name__}: {error}"
-        raise DataError(what, "the file is cut off, damaged or of another kind", "fetch it again") from error
+        raise DataError(what, "the file is incomplete, damaged or of another kind", "fetch it again") from error
     rows = content.value if isinstance(content, _Array) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: expected an array of dicts, got something else", "it is no packed GovReport", "check the name")
+        raise DataError(f"{path}: expected an array of dicts, got something else", "it is no packed GovReport", "check the path")
     return rows
 
 
 def _skip_header(file: IO[bytes], path: Path) -> None:
-    """Past numpy's header: magic, version, length, and a literal that is searched for the object dtype but not evaluated."""
-    magic, version = file.read(6), file.read(2)
-    layouts: dict[bytes, Callable[[], int]] = {
-        b"\x01\x00": lambda: struct.unpack("<H", file.read(2))[0],
-        b"\x02\x00": lambda: struct.unpack("<I", file.read(4))[0],
-        b"\x03\x00": lambda: struct.unpack("<I", file.read(4))[0],
-    }
-    if magic != b"\x93NUMPY" or version not in layouts:
-        raise DataError(f"{path}: no .npy file: it begins with {magic + version!r}", "it is of another kind", "check the name")
-    header = file.read(layouts[version]())
-    if b"'|O'" not in header:
-        what = f"{path}: its header says {header[:80]!r}"
+    """Read numpy's header, which is a Python literal and no pickle: the file must be an array of objects."""
+    try:
+        version = npy.read_magic(file)
+        _, _, dtype = npy.read_array_header_1_0(file) if version == (1, 0) else npy.read_array_header_2_0(file)
+    except ValueError as error:
+        raise DataError(f"{path}: no .npy file: {error}", "it is damaged or of another kind", "check the path") from error
+    if dtype != np.dtype("O"):
+        what = f"{path}: its header says {dtype}, not objects"
         raise DataError(what, "packed files are arrays of objects", "check that it is AMD's train.npy or validation.npy")
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from common.config import RunConfig
-from common.errors import ConfigError
+from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.model.shapes import LLAMA2_70B, ModelShape
 
 BENCHMARK = "llama2_70b_lora"
@@ -19,19 +18,18 @@ BENCHMARK = "llama2_70b_lora"
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     opt_learning_rate_training_steps: int  # optimizer steps of the half cosine from the base learning rate to 0
-    opt_learning_rate_warmup_ratio: float = 0.0  # of those steps; the reference warms nothing up
+    frozen_base: str = "sharded"  # over the node's GPUs; or whole on each GPU, as W or as W and W^T (common/sharding/frozen_base.py)
+    offload_layers: int = 0  # layers whose SwiGLU input waits for backward in pinned host memory
 
     def __post_init__(self) -> None:
-        if not self.fused_blocks:
-            why = "it is for fused blocks; without them FSDP holds the base, and autograd what backward needs"
-            self.refuse_unless_default(("transport", "frozen_base", "offload_layers"), why, "leave it out, or set fused_blocks = true")
-        steps, ratio = self.opt_learning_rate_training_steps, self.opt_learning_rate_warmup_ratio
-        if steps < 1:
-            raise ConfigError(f"opt_learning_rate_training_steps = {steps} cannot be used", "it must be at least 1", "give steps")
-        if not 0.0 <= ratio < 1.0:
-            raise ConfigError(
-                f"opt_learning_rate_warmup_ratio = {ratio} cannot be used", "it is a share of those steps", "give 0 <= ratio < 1"
-            )
+        super().__post_init__()
+        self.require(self.opt_learning_rate_training_steps >= 1, "opt_learning_rate_training_steps", "it must be at least 1", "give steps")
+        self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
+        self.require(self.fp8 != "te", "fp8", "adapters on Transformer Engine's layers do not exist here", 'set fp8 = "torch"')
+        why = "without FP8 products read W in both directions"
+        self.require(self.fp8 != "" or self.frozen_base != "replicated_both", "frozen_base", why, 'set it to "replicated"')
+        why = "what is offloaded is SwiGLU's input in 8 bits"
+        self.require(self.fp8 != "" or not self.offload_layers, "offload_layers", why, 'set fp8 = "torch", or offload_layers = 0')
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,7 @@ class Rules:
     lora_alpha: int = 32  # the adapter's output is multiplied by alpha / rank
     lora_dropout: float = 0.1  # on the adapter's input
     opt_name: str = "adamw"
+    warmup_factor: float = 0.0  # the reference warms nothing up
     adam_beta_1: float = 0.9
     adam_beta_2: float = 0.999
     adam_epsilon: float = 1e-8
@@ -56,6 +55,11 @@ class Rules:
 
     # Files of DATADIR that a run reads; the base weights are in $MODEL, or in DATADIR/base without it.
     data_files: tuple[str, ...] = ("govreport.json", "govreport-train.bin", "govreport-validation.bin")
+
+    @property
+    def flops_per_token(self) -> int:
+        """See common/model/shapes.py."""
+        return self.shape.lora_flops_per_token(self.sequence_length, self.lora_rank)
 
     def eval_interval(self, global_batch_size: int) -> int:
         """Train sequences between evaluations: ceil(384/GBS)*GBS."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.config import RunConfig
-from common.errors import ConfigError
 from common.model.shapes import LLAMA31_8B, ModelShape
 
 BENCHMARK = "llama31_8b"
@@ -19,19 +18,25 @@ BENCHMARK = "llama31_8b"
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     opt_learning_rate_warmup_steps: int
+    recompute_layers: int = 0  # the first n layers recompute their activations in backward
+    reduce_scatter: str = "nccl"  # of gradients: "nccl" (NCCL or RCCL; gloo on a CPU), or "copy_engine" within one node
+    moment_precision: str = "fp32"  # of AdamW's two moments; "bf16" saves 4 bytes per weight and rank
+    fp8_head: bool = False  # the output projection in FP8 as well
 
     def __post_init__(self) -> None:
-        self.refuse_unless_default(("frozen_base",), "nothing is frozen in pre-training")
-        self.refuse_unless_default(("offload_layers",), "only LoRA's blocks leave anything in the host's memory")
-        do = 'set transport = "nccl"'
-        if not self.weights_stay_whole:
-            why = "with reshard_after_forward, compile or Transformer Engine FSDP2 moves the gradients, by NCCL"
-            self.refuse_unless_default(("transport",), why, do)
-        if self.nodes > 1:
-            self.refuse_unless_default(("transport",), "copy engines reach the GPUs of one node only", do)
-        if self.fused_blocks and self.fp8_swiglu_input and not self.fp8:
-            why = "in bf16 the fused blocks of pre-training keep SwiGLU's input as it is"
-            raise ConfigError("fp8_swiglu_input = True cannot be used", why, "set it to false, or fp8")
+        super().__post_init__()
+        self.require_choice("reduce_scatter", ("nccl", "copy_engine"))
+        self.require_choice("moment_precision", ("fp32", "bf16"))
+        if self.reduce_scatter == "copy_engine":
+            do = 'set reduce_scatter = "nccl"'
+            self.require(self.gpu != "CPU", "reduce_scatter", "a CPU has no copy engines", do)
+            self.require(self.gpus_per_node > 1, "reduce_scatter", "one GPU sends nothing", do)
+            self.require(self.nodes == 1, "reduce_scatter", "copy engines reach the GPUs of one node only", do)
+        self.require(not self.fp8_head or self.fp8 == "torch", "fp8_head", "the head is computed by that engine", 'set fp8 = "torch"')
+        if self.fp8 == "te":
+            self.require(self.gpu != "CPU", "fp8", "Transformer Engine needs an NVIDIA GPU", 'set fp8 = "torch"')
+            why = "a layer of Transformer Engine would run again outside of its FP8 region"
+            self.require(not self.recompute_layers, "recompute_layers", why, 'set it to 0, or fp8 = "torch"')
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Rules:
     adam_beta_1: float = 0.9
     adam_beta_2: float = 0.95
     adam_epsilon: float = 1e-5
-    weight_decay: float = 0.1  # decoupled; 1-D parameters are exempt, as in the reference
+    # Decoupled. 1-D parameters are exempt here; NeMo 2.1.0, which the reference pins, decays them too, later versions of NeMo exempt them.
+    weight_decay: float = 0.1
     gradient_clip_norm: float = 1.0
     end_learning_rate_ratio: float = 0.1
     decay_schedule: str = "cosine with linear warmup"
@@ -60,6 +66,11 @@ class Rules:
     def data_files(self) -> tuple[str, ...]:
         """Files of DATADIR that a run reads."""
         return tuple(f"{prefix}.{kind}" for prefix in (self.train_prefix, self.validation_prefix) for kind in ("bin", "idx"))
+
+    @property
+    def flops_per_token(self) -> int:
+        """See common/model/shapes.py."""
+        return self.shape.training_flops_per_token(self.sequence_length)
 
     def eval_interval(self, global_batch_size: int) -> int:
         """Train sequences between evaluations: ceil(12288/GBS)*GBS. No evaluation is skipped; the first is at one interval."""

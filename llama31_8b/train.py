@@ -1,52 +1,81 @@
-"""Builds the objects of a `llama31_8b` run and hands them to the loop. One process per GPU, started by torchrun.
+"""A timed run of `llama31_8b`: builds the objects and hands them to the loop. One process per GPU, started by torchrun.
 
-    python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N --device cuda|cpu     a timed run
-    python -m llama31_8b.train --bench --config FILE --device cuda|cpu --steps N                              throughput only
+    python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N --device cuda|cpu
 
-A run reads DIR/config.toml, which the launcher wrote. Order: build, warm up on synthetic tokens, start the clock, open the data.
+It reads DIR/config.toml, which the launcher wrote. Order: build, warm up on synthetic tokens, start the clock, open the data.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from common.config import RunConfig
 from common.data.prefetch import Prefetcher
 from common.kernels.attention import attention_backends
-from common.model.llama import Llama, init_weights
+from common.kernels.fp8 import DelayedScaling
+from common.model.fp8_linear import Fp8Linear
+from common.model.fused_block import FusedBlock
+from common.model.initialization import init_weights
+from common.model.llama import Head, Llama
+from common.sharding.adamw import AdamWSettings
 from common.sharding.processes import Processes
-from common.training.build import build_model, materialize, prepare, shard_weights
-from common.training.loop import next_token_pairs, pad_for_ranks
-from common.training.optimizer import ClippedAdamW, warmup_cosine
-from common.training.session import Session, main, measure, train_to_target, warm_up_on_synthetic_tokens
+from common.sharding.reduce_scatter import make_reduce_scatter
+from common.sharding.zero import ZeroOptimizer
+from common.training.build import DTYPES, Assembly, build
+from common.training.loop import Goal, next_token_pairs, pad_for_ranks, train
+from common.training.schedules import warmup_cosine
+from common.training.session import Session, main
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
 from llama31_8b.log_keys import hyperparameters
 from llama31_8b.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 
+if TYPE_CHECKING:
+    from common.model.te_block import TransformerEngine
 
-def build(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> tuple[Llama, ClippedAdamW]:
-    """The initialized model, sharded over the ranks, and its optimizer with empty moments."""
-    with torch.device("meta"):
-        model = build_model(config, rules.shape, rules.sequence_length)
-    prepare(model, config, processes.mesh)
-    materialize(model, processes.device)
-    shard_weights(model, config, processes.mesh)
-    init_weights(model, seed, rules.init_std)
-    optimizer = ClippedAdamW(
-        model.trained_tensors(),
-        betas=(rules.adam_beta_1, rules.adam_beta_2),
-        eps=rules.adam_epsilon,
-        weight_decay=rules.weight_decay,
-        clip_norm=rules.gradient_clip_norm,
-        sum_over_ranks=processes.sum_over_shards,
-        kernels=config.kernels,
-        rounded=model.weight_shards.mine if model.weight_shards else (),
+HIGH_PRIORITY_COMPUTE = True  # gradients are summed beside the backward: 10 ms less in a step of 2,120 (docs/log.md)
+
+
+def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
+    """Every weight trains, sharded by ZeRO-2, from the random values of `seed`."""
+    shape, kernels = rules.shape, config.kernels
+    scaling = DelayedScaling() if config.fp8 == "torch" else None
+    engine = transformer_engine() if config.fp8 == "te" else None
+
+    def layers() -> tuple[list[nn.Module], Head]:
+        if engine is not None:
+            return [engine.block(shape, kernels) for _ in range(shape.num_layers)], Head(shape, kernels)
+        output = Fp8Linear(shape.hidden_size, shape.vocab_size, kernels, scaling) if config.fp8_head and scaling is not None else None
+        blocks = [FusedBlock(shape, kernels, scaling, layer < config.recompute_layers) for layer in range(shape.num_layers)]
+        return [*blocks], Head(shape, kernels, output)
+
+    def optimizer(model: Llama) -> ZeroOptimizer:
+        settings = AdamWSettings((rules.adam_beta_1, rules.adam_beta_2), rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm)
+        reduce_scatter = partial(make_reduce_scatter, config.reduce_scatter, processes, DTYPES[config.precision], kernels)
+        modules = [model.embedding, *model.blocks, model.head]
+        return ZeroOptimizer(modules, processes, settings, kernels, reduce_scatter, DTYPES[config.moment_precision])
+
+    def weights(model: Llama, optimizer: ZeroOptimizer) -> None:
+        init_weights(model, shape.num_layers, seed, rules.init_std, optimizer.set_weight)
+        optimizer.gather()
+
+    return build(
+        config, shape, rules.sequence_length, processes.device, fp8=scaling or engine, layers=layers, optimizer=optimizer, weights=weights
     )
-    return model, optimizer
+
+
+assemble_random = assemble  # for measurements of speed; pre-training starts from random weights anyway
+
+
+def transformer_engine() -> TransformerEngine:
+    """An optional package, imported only where a config asks for it."""
+    from common.model.te_block import TransformerEngine
+
+    return TransformerEngine()
 
 
 def run(session: Session) -> None:
@@ -54,20 +83,24 @@ def run(session: Session) -> None:
     config, data_dir, seed = session.config, session.args.data_dir, session.args.seed
     assert isinstance(config, Config)
     rules = MINIATURE if config.miniature else CLOSED
-    processes = session.start(compute_first=True)  # sums of gradients beside the backward: 10 ms of a step of 2,120 (docs/log.md)
+    processes = session.start(HIGH_PRIORITY_COMPUTE)
     # Document lengths are metadata: the .idx may be read before the clock starts, the tokens may not.
     train_samples = sequences_in(data_dir / rules.train_prefix, rules.sequence_length)
     session.log_submission(BENCHMARK, rules.division, hyperparameters(config, rules, train_samples, session.args.config_name))
+    torch.manual_seed(seed)  # nothing draws from it, but the digest of the warm-up covers the generator
     with attention_backends(processes.device.type):
-        model, optimizer = build(config, rules, processes, seed)
+        assembly = assemble(config, rules, processes, seed)
         session.phase_done("init")
-        warm_up_on_synthetic_tokens(session, model, optimizer, processes)
-        session.make_meter(rules.shape, rules.sequence_length, rules.shape.training_flops_per_token(rules.sequence_length), processes)
+        session.warm_up(assembly, processes)
+        session.make_meter(rules.sequence_length, rules.flops_per_token, processes)
         session.start_clock(processes)
         batches, validation = open_data(config, rules, data_dir, seed, processes)
         base = config.opt_base_learning_rate
         lr_at = warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps)
-        train_to_target(session, rules, processes, model, optimizer, lr_at, batches, validation)
+        size = config.global_batch_size
+        goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
+        session.succeed(train(assembly, lr_at, batches, validation, session.batching, goal, processes, session.reporting))
+        batches.close()
 
 
 def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
@@ -81,18 +114,5 @@ def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes
     return batches, pad_for_ranks(next_token_pairs(validation), processes, config.eval_micro_batch_size)
 
 
-def bench(session: Session) -> None:
-    """Throughput of the configured step on synthetic tokens. No data, no evaluation, no MLLOG."""
-    config, args = session.config, session.args
-    rules = MINIATURE if config.miniature else CLOSED
-    if args.layers:
-        rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
-    processes = session.start(compute_first=True)
-    with attention_backends(processes.device.type):
-        model, optimizer = build(config, rules, processes, args.seed)
-        session.make_meter(rules.shape, rules.sequence_length, rules.shape.training_flops_per_token(rules.sequence_length), processes)
-        measure(session, BENCHMARK, model, optimizer, processes)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:], Config, run, bench, "llama31_8b.train")
+    main(sys.argv[1:], Config, run, "llama31_8b.train")

@@ -1,17 +1,22 @@
-"""What the host offers a run: memory, shared memory, limits, disks; and whether that is enough. Read-only, standard library only."""
+"""The host: memory, limits, disks and software, and whether they are enough for a run. Read-only, standard library only."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import mmap
 import os
+import platform
+import re
 import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from preflight.rows import Row, graded, skipped
+from common.gpu_kinds import GIB
+from common.gpu_stats import read_text
+from preflight.check_row import CheckRow, at_least, graded, skipped
 
-GIB, MB = 2**30, 10**6
+MB = 10**6
 # Available memory per process, warn and refuse: torch and its libraries take 2 to 4 GiB, compiling and pinned batches the rest.
 MEMORY_GIB = {"cuda": (16, 4), "cpu": (1.0, 0.5)}
 # NCCL and RCCL pass messages within a node through /dev/shm; Docker's default of 64 MB ends in a bus error or a hang at start.
@@ -20,16 +25,16 @@ OPEN_FILES = (1024, 256)  # sockets and shared files of 8 ranks are some hundred
 LOG_GIB = (10, 1)  # ten runs leave some hundred MB; traces and stacks more
 # The 138 GB of a 70B base take half of the 30 minutes that the rules allow for the start at 150 MB/s. Tokens need 1 MB/s.
 READ_MB_S = (150, 10)
-MEASURABLE_BYTES = 64 * MB  # a shorter file says little about a disk
+MEASURABLE_BYTES = 64 * MB  # reading a shorter file does not measure the disk
 UNLIMITED = resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True)
 class Host:
-    memory_bytes: int  # available: to the machine, or to the container if that is less
+    memory_bytes: int  # available to the machine, or to the container if that is less
     shm_bytes: int  # free in /dev/shm
-    memlock_bytes: int  # soft limit; UNLIMITED
-    open_files: int  # soft limit; UNLIMITED
+    memlock_bytes: int  # soft limit, or UNLIMITED
+    open_files: int  # soft limit, or UNLIMITED
 
 
 def read(root: Path = Path("/")) -> Host:
@@ -38,10 +43,10 @@ def read(root: Path = Path("/")) -> Host:
 
 
 def available_memory(root: Path) -> int:
-    """MemAvailable, or what the control group leaves if that is less: files in its page cache can be given up."""
+    """MemAvailable, or what the control group has left if that is less; its page cache counts as available."""
     machine = _numbers(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
     group = root / "sys/fs/cgroup"
-    limit, used = _text(group / "memory.max"), _text(group / "memory.current")
+    limit, used = read_text(group / "memory.max"), read_text(group / "memory.current")
     if not limit.isdigit() or not used.isdigit():
         return machine
     kept = int(used) - _numbers(group / "memory.stat").get("inactive_file", 0)
@@ -49,15 +54,8 @@ def available_memory(root: Path) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    lines = [line.split() for line in _text(path).splitlines()]
+    lines = [line.split() for line in read_text(path).splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) >= 2 and line[1].isdigit()}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def nearest(path: Path) -> Path:
@@ -66,7 +64,7 @@ def nearest(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """What this user may still write on the file system of `path`; 0 if it is not there."""
+    """Space that this user may write on the file system of `path`; 0 if there is no such path."""
     try:
         facts = os.statvfs(path)
     except OSError:
@@ -74,42 +72,29 @@ def free_bytes(path: Path) -> int:
     return facts.f_bavail * facts.f_frsize
 
 
-def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0) -> list[Row]:
-    """`pinned_bytes`: what the run pins for each process beside what every run takes (offload_layers)."""
-    gpu = device == "cuda"
-    warn, refuse = ((limit + pinned_bytes / GIB) * processes for limit in MEMORY_GIB[device])
+def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0) -> list[CheckRow]:
+    """`pinned_bytes`: host memory that the config pins for each process (offload_layers), on top of what every run takes."""
     memory, shm = host.memory_bytes / GIB, host.shm_bytes / GIB
-    rows = [
-        graded(
-            "host memory",
-            f"{memory:.1f} GiB available",
-            f">= {warn:g} GiB for {processes} process{'es' if processes > 1 else ''}",
-            "end other programs, or give the container or job more memory" + ", or set offload_layers lower" * bool(pinned_bytes),
-            refuse=memory < refuse,
-            warn=memory < warn,
-        )
-    ]
-    if gpu:
+    warn, refuse = ((limit + pinned_bytes / GIB) * processes for limit in MEMORY_GIB[device])
+    do = "end other programs, or give the container or job more memory" + ", or set offload_layers lower" * bool(pinned_bytes)
+    rows = [at_least("host memory", memory, (warn, refuse), f"{memory:.1f} GiB available", f"GiB for {processes} processes", do)]
+    if device == "cuda":
         do = "start the container with --shm-size 16g or --ipc host; on a bare host enlarge the tmpfs"
-        few = processes > 1 and shm < SHM_GIB[1]
-        rows.append(graded("/dev/shm", f"{shm:.2f} GiB free", f">= {SHM_GIB[0]} GiB", do, refuse=few, warn=shm < SHM_GIB[0]))
-        rows.append(_judge_memlock(host.memlock_bytes, nodes))
+        limits = SHM_GIB if processes > 1 else (SHM_GIB[0], 0)
+        rows += [at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do), _judge_memlock(host.memlock_bytes, nodes)]
     else:
         rows += [skipped(name, "only GPUs need it") for name in ("/dev/shm", "memlock limit")]
     files = float("inf") if host.open_files == UNLIMITED else host.open_files
     do = f"ulimit -n {OPEN_FILES[0]}, or --ulimit nofile={OPEN_FILES[0]} for a container"
-    rows.append(
-        graded("open files", _limit(host.open_files), f">= {OPEN_FILES[0]}", do, refuse=files < OPEN_FILES[1], warn=files < OPEN_FILES[0])
-    )
-    return rows
+    return [*rows, at_least("open files", files, OPEN_FILES, _limit(host.open_files), "", do)]
 
 
-def _judge_memlock(memlock_bytes: int, nodes: int) -> Row:
-    """RDMA registers memory as locked: between nodes nothing works without; within one node we know of no need, so it only warns."""
-    few = memlock_bytes != UNLIMITED
-    value = _limit(memlock_bytes if not few else memlock_bytes // 1024) + (" KiB" if few else "")
+def _judge_memlock(memlock_bytes: int, nodes: int) -> CheckRow:
+    """RDMA locks the memory it registers, so several nodes need it. On one node we know of no need: it only warns."""
+    too_low = memlock_bytes != UNLIMITED
+    value = f"{_limit(memlock_bytes // 1024)} KiB" if too_low else "unlimited"
     do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
-    return graded("memlock limit", value, "unlimited", do, refuse=few and nodes > 1, warn=few)
+    return graded("memlock limit", value, "unlimited", do, refuse=too_low and nodes > 1, warn=too_low)
 
 
 def _limit(value: int) -> str:
@@ -119,37 +104,38 @@ def _limit(value: int) -> str:
 # --- disks ------------------------------------------------------------------------------------------------------------
 
 
-def judge_read_folder(name: str, folder: Path, miniature: bool) -> list[Row]:
-    """Is it there, how much is free, and how fast is its largest file read?"""
+def judge_read_folder(name: str, folder: Path, miniature: bool) -> list[CheckRow]:
+    """Does it hold files, how much is free, and how fast is its largest file read?"""
     files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []
     free = f"{free_bytes(nearest(folder)) / GIB:,.0f} GiB free"
     speed = f"{name}, read speed"
+    if not files and miniature:
+        return [skipped(name, f"{folder}: the first run creates it; {free}"), skipped(speed, "nothing to read yet")]
     if not files:
-        if miniature:
-            return [skipped(name, f"{folder}: made by the first run; {free}"), skipped(speed, "nothing to read yet")]
-        return [Row(name, "warn", f"no files in {folder}; {free}", "the data", "see prepare --help"), skipped(speed, "nothing to read")]
-    largest = max(files, key=lambda path: path.stat().st_size)
+        row = CheckRow(name, "warn", f"no files in {folder}; {free}", "the data", "see prepare --help")
+        return [row, skipped(speed, "nothing to read")]
     size = sum(path.stat().st_size for path in files)
-    return [Row(name, "ok", f"{folder}: {len(files)} files, {size / GIB:,.1f} GiB; {free}"), judge_speed(speed, largest)]
+    row = CheckRow(name, "ok", f"{folder}: {len(files)} files, {size / GIB:,.1f} GiB; {free}")
+    return [row, judge_speed(speed, max(files, key=lambda path: path.stat().st_size))]
 
 
-def judge_speed(check: str, path: Path) -> Row:
-    wanted = f">= {READ_MB_S[0]} MB/s"
-    if path.stat().st_size < MEASURABLE_BYTES:
-        return skipped(check, f"not measured: the largest file has only {path.stat().st_size / MB:.1f} MB", wanted)
+def judge_speed(check: str, path: Path) -> CheckRow:
+    size = path.stat().st_size
+    if size < MEASURABLE_BYTES:
+        return skipped(check, f"not measured: the largest file has only {size / MB:.1f} MB", f">= {READ_MB_S[0]} MB/s")
     try:
         speed = read_speed(path) / MB
     except OSError as error:
-        return skipped(check, f"not measured: {path.name} cannot be read past the page cache ({error.strerror})", wanted)
+        return skipped(check, f"not measured: {path.name} cannot be read past the page cache ({error.strerror})", f">= {READ_MB_S[0]} MB/s")
     do = "use a faster file system, or copy the files to a local disk"
-    return graded(check, f"{speed:,.0f} MB/s ({path.name})", wanted, do, refuse=speed < READ_MB_S[1], warn=speed < READ_MB_S[0])
+    return at_least(check, speed, READ_MB_S, f"{speed:,.0f} MB/s ({path.name})", "MB/s", do)
 
 
 def read_speed(path: Path, seconds: float = 1.0) -> float:
-    """Bytes per second of direct reads of 16 MiB, past the page cache and leaving it alone. Raises OSError where that is not possible."""
+    """Bytes per second of direct reads of 16 MiB, past the page cache. Raises OSError if the file system cannot."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
-        with mmap.mmap(-1, 16 * 2**20) as buffer:  # direct reads want memory that starts at a page
+        with mmap.mmap(-1, 16 * 2**20) as buffer:  # direct reads need page-aligned memory
             done, start = 0, time.perf_counter()
             while time.perf_counter() - start < seconds and (count := os.preadv(descriptor, [buffer], done)):
                 done += count
@@ -158,12 +144,62 @@ def read_speed(path: Path, seconds: float = 1.0) -> float:
         os.close(descriptor)
 
 
-def judge_log_folder(folder: Path) -> Row:
-    """Where results go: room, and the right to write, without writing."""
-    parent = nearest(folder)
-    free = free_bytes(parent) / GIB
+def judge_log_folder(folder: Path) -> CheckRow:
+    """Where results go: free space and permission to write, without writing."""
+    parent, do = nearest(folder), "free space, or set LOGDIR to another place"
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        return Row("LOGDIR", "refuse", f"{parent} cannot be written by this user", "a writable folder", "set LOGDIR to another place")
-    do = "free space, or set LOGDIR to another place"
-    value = f"{folder}: {free:,.1f} GiB free"
-    return graded("LOGDIR", value, f">= {LOG_GIB[0]} GiB", do, refuse=free < LOG_GIB[1], warn=free < LOG_GIB[0])
+        return CheckRow("LOGDIR", "refuse", f"{parent} cannot be written by this user", "a writable folder", "set LOGDIR to another place")
+    free = free_bytes(parent) / GIB
+    return at_least("LOGDIR", free, LOG_GIB, f"{folder}: {free:,.1f} GiB free", "GiB", do)
+
+
+# --- software ---------------------------------------------------------------------------------------------------------
+
+OLDEST_TORCH = (2, 9)  # as launch/environment.py requires
+Stack = tuple[str, str, str, str]  # Python (major.minor), torch (without its local part), "CUDA 13.0" or "ROCm 7.2" or "CPU", triton
+# Trained and tested by us with exactly these. Nothing was ever run on ROCm, so it has no line.
+TESTED = {
+    ("3.12", "2.11.0", "CUDA 13.0", "3.6.0"): "1, 2 and 4 x H200",
+    ("3.11", "2.13.0", "CPU", "3.7.1"): "the miniatures, 2 cores",
+}
+UNKNOWN = "built for ?"
+TESTED_DRIVERS = {"nvidia": "580"}  # branch; CUDA 13.0 needs it or a newer one
+
+
+def installed(cuda: str | None, hip: str | None) -> Stack:
+    """`cuda` and `hip`: torch.version's in a process that imported torch; None if no process could."""
+    backend = f"CUDA {cuda}" if cuda else f"ROCm {'.'.join(hip.split('.')[:2])}" if hip else UNKNOWN if cuda is None else "CPU"
+    return ".".join(platform.python_version_tuple()[:2]), _version("torch"), backend, _version("triton", "pytorch-triton-rocm")
+
+
+def _version(*names: str) -> str:
+    """Version of the first of these packages that is installed, without its local part; "" if none is."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def judge_software(stack: Stack) -> CheckRow:
+    python, torch, backend, triton = stack
+    text, oldest = f"Python {python}, torch {torch or 'missing'}, {backend}, triton {triton or 'missing'}", ".".join(map(str, OLDEST_TORCH))
+    if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < OLDEST_TORCH:
+        return CheckRow("software", "refuse", text, f"torch >= {oldest}", f"install torch {oldest} or newer")
+    if backend == UNKNOWN:
+        return skipped("software", f"{text}: no process could say what torch is built for")
+    near = next((tested for tested in TESTED if tested[2].split()[0] == backend.split()[0]), None)
+    expected = f"{', '.join(near)}: {TESTED[near]}" if near else f"we never ran anything on {backend}"
+    return graded("software", text, expected, "we never tried this: run the tests (./run_tests.sh) first", warn=stack not in TESTED)
+
+
+def judge_driver(vendor: str, driver: str) -> CheckRow:
+    if vendor == "none":
+        return skipped("driver", "no GPU is used")
+    tested = TESTED_DRIVERS.get(vendor)
+    expected = f"{tested}.x, as tested" if tested else "we never tried any"
+    untried = tested is None or driver.split(".")[0] != tested
+    return graded(
+        "driver", driver or "the driver does not report it", expected, "never tried: check the other rows carefully", warn=untried
+    )

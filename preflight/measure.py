@@ -1,16 +1,14 @@
-"""What one process measures of its GPU: `python -m preflight.measure DIR DEVICE SECONDS`, by torchrun on all GPUs at the same time.
+"""What one process measures of its GPU: `python -m preflight.measure DIR DEVICE SECONDS`, started by torchrun on all GPUs at once.
 
-At the same time, so that they heat, and share power and air, as in a run. Every rank leaves DIR/rank_<k>.json: what torch says of
-its GPU, an FP8 product held against bf16, and the speed of matrix products, copies and collectives, each the median of as many
-repeats as fill SECONDS. Of the preflight, this file alone imports torch.
+All at once, so that the GPUs heat up and share power as in a run. Every rank writes DIR/rank_<k>.json: what torch says of its GPU, an
+FP8 product compared with bf16, and the speed of matrix products, copies and collectives, each the median of as many repeats as fill
+SECONDS.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import functools
 import itertools
-import json
 import math
 import os
 import statistics
@@ -18,59 +16,24 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
-from common.hardware import fp8_family
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
+from common.gpu_kinds import fp8_family
+from preflight.measured import UNITS, Measured, limit_s
 
-UNITS = {"bf16 GEMM": "TFLOP/s", "FP8 GEMM": "TFLOP/s", "copy": "TB/s", "all-reduce": "GB/s", "all-gather": "GB/s"}
-START_S = 120.0  # imports, first contact of the ranks, libraries set up: more means that something hangs
-
-
-def limit_s(seconds: float) -> float:
-    """After which a rank gives up: a GPU at a quarter of its siblings' speed is still measured to the end."""
-    return START_S + 4 * seconds * len(UNITS)
-
-
-@dataclass
-class Measured:
-    """What one rank found. Bytes; speeds in UNITS; a name that is missing in `speeds` was not measured."""
-
-    rank: int  # also the index of its GPU among the visible ones
-    phase: str = "start"  # "done" at the end: anything else is where it stopped
-    error: str = ""
-    name: str = ""
-    arch: str = ""
-    memory_bytes: int = 0
-    compute_units: int = 0
-    uuid: str = ""
-    pci: str = ""  # 0000:1b:00.0
-    used_bytes: int = 0  # on the GPU before we allocate: other processes, and our own context
-    cuda: str = ""
-    hip: str = ""
-    fp8_error: str = ""
-    fp8_db: list[float] = field(default_factory=list)  # against the product of the dequantized operands; against bf16
-    speeds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    gemm: int  # M = N = K
-    copy_bytes: int
-    collective_bytes: int  # of the gathered tensor, and of the reduced one
-
-
-SIZES = {"cuda": Sizes(8192, 2**31, 2**29), "cpu": Sizes(512, 2**24, 2**22)}
+SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (512, 2**24, 2**22)}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
+Work = tuple[Callable[[], object], float]  # amount / seconds of one call is in UNITS
 
 
 def main(folder: Path, device: str, seconds: float) -> int:
     found = Measured(int(os.environ["RANK"]))
-    write(found, folder)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames a collective; the old name is the one of torch 2.9
+    found.write(folder)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch renames a collective; torch 2.9 has the old name only
     faulthandler.dump_traceback_later(limit_s(seconds), exit=True)  # also if a collective or the driver hangs
     try:
         measure(found, folder, device, seconds)
@@ -78,26 +41,16 @@ def main(folder: Path, device: str, seconds: float) -> int:
         found.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise
     finally:
-        write(found, folder)
+        found.write(folder)
     return 0
 
 
-def write(found: Measured, folder: Path) -> None:
-    """Under a temporary name first: a reader sees all of it or the one before."""
-    temporary = folder / f".rank_{found.rank}.tmp"
-    temporary.write_text(json.dumps(asdict(found)))
-    temporary.rename(folder / f"rank_{found.rank}.json")
-
-
 def measure(found: Measured, folder: Path, device: str, seconds: float) -> None:
-    import torch
-    import torch.distributed as dist
-
     place = look(found, device)
     torch.manual_seed(found.rank)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        found.phase = "first contact of the ranks"
-        write(found, folder)
+        found.phase = "start of the process group"
+        found.write(folder)
         dist.init_process_group("gloo" if device == "cpu" else "nccl", device_id=place if device == "cuda" else None)
     try:
         fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(found.arch)]
@@ -106,11 +59,12 @@ def measure(found: Measured, folder: Path, device: str, seconds: float) -> None:
         except (RuntimeError, NotImplementedError) as error:
             found.fp8_error = next(iter(str(error).splitlines()), type(error).__name__)
         left_out = {*(["FP8 GEMM"] if found.fp8_error else []), *([] if dist.is_initialized() else ["all-reduce", "all-gather"])}
-        for name in (name for name in WORKS if name not in left_out):
-            found.phase = name
-            write(found, folder)
-            work, amount = WORKS[name](place, SIZES[device], fp8)
-            found.speeds[name] = amount / median_s(work, place, seconds)
+        for name, prepare in works(place, fp8).items():
+            if name not in left_out:
+                found.phase = name
+                found.write(folder)
+                work, amount = prepare()
+                found.speeds[name] = amount / median_s(work, place, seconds)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -119,8 +73,6 @@ def measure(found: Measured, folder: Path, device: str, seconds: float) -> None:
 
 def look(found: Measured, device: str) -> torch.device:
     """What torch says of this rank's GPU, before anything is allocated there."""
-    import torch
-
     found.cuda, found.hip = torch.version.cuda or "", torch.version.hip or ""
     if device == "cpu":
         return torch.device("cpu")
@@ -133,105 +85,82 @@ def look(found: Measured, device: str) -> torch.device:
     found.arch = facts.gcnArchName if found.hip else f"sm_{facts.major}{facts.minor}"
     found.uuid = str(facts.uuid)
     found.pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    if torch.cuda.tunable.is_enabled():
+        found.gemm_versions = dict(cast(Any, torch.cuda.tunable.get_validators()))
     return place
 
 
-# --- right ------------------------------------------------------------------------------------------------------------
+def fp8_self_test(place: torch.device, fp8: torch.dtype, multiply: Callable = torch._scaled_mm) -> list[float]:
+    """dB of an FP8 product [256, 512] over K = 1024, one scale per tensor, bf16 result: against the fp64 product of the dequantized
+    operands (is the arithmetic right?), and against the bf16 product (is the format right?).
 
-
-def fp8_self_test(place: torch.device, fp8: torch.dtype, multiply: Callable | None = None) -> list[float]:
-    """dB of an FP8 product [256, 512] over K = 1024, one scale per tensor, bf16 result: against the fp32 product of the
-    dequantized operands (is the arithmetic right?), and against the bf16 product (is the format right?).
-
-    Raises RuntimeError or NotImplementedError where torch has no FP8 product. `multiply` is torch._scaled_mm but in tests.
+    Raises RuntimeError or NotImplementedError where torch has no FP8 product. The tests pass another `multiply`.
     """
-    import torch
-
     a, b = (torch.randn(rows, 1024, device=place) for rows in (256, 512))
     largest = torch.finfo(fp8).max
     scales = [x.abs().max() / largest for x in (a, b)]
     a8, b8 = ((x / scale).clamp(-largest, largest).to(fp8) for x, scale in zip((a, b), scales, strict=True))
-    multiply = multiply or torch._scaled_mm
     product = multiply(a8, b8.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16, use_fast_accum=False)
-    # In fp64, where no GPU takes the short way of TF32.
-    exact = (a8.double() * scales[0]) @ (b8.double() * scales[1]).t()
+    exact = (a8.double() * scales[0]) @ (b8.double() * scales[1]).t()  # fp64: no GPU replaces it by TF32
     plain = (a.bfloat16() @ b.bfloat16().t()).double()
     return [decibels(truth, product.double()) for truth in (exact, plain)]
 
 
-def decibels(truth: torch.Tensor, value: torch.Tensor) -> float:
-    """Signal to noise; infinite if equal, NaN if anything is."""
+def decibels(truth: Tensor, value: Tensor) -> float:
+    """Signal-to-noise ratio; infinite if equal, NaN if a value is NaN."""
     noise = float((truth - value).square().sum())
     return 10 * math.log10(float(truth.square().sum()) / noise) if noise else math.inf
 
 
-# --- fast -------------------------------------------------------------------------------------------------------------
+def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]]:
+    """What is timed: each entry allocates its operands when called. Operands are random, since zeros draw less power and run faster.
 
-
-# Each makes its operands and gives (work, amount): amount / seconds of one work is in UNITS. Random data: zeros draw less power and
-# run faster.
-
-
-def bf16_gemm(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> tuple[Callable, float]:
-    import torch
-
-    x, w = (torch.randn(sizes.gemm, sizes.gemm, device=place, dtype=torch.bfloat16) for _ in range(2))
-    return lambda: torch.mm(x, w.t()), 2 * sizes.gemm**3 / 1e12
-
-
-def fp8_gemm(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> tuple[Callable, float]:
-    import torch
-
-    x, w = (torch.randn(sizes.gemm, sizes.gemm, device=place).to(fp8) for _ in range(2))
+    Collectives count bus bandwidth as NCCL's own tests define it, which is what each link carries, whatever the number of ranks.
+    """
+    n, copy_bytes, collective_bytes = SIZES[place.type]
     one = torch.ones((), device=place)
-    multiply = functools.partial(torch._scaled_mm, x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return multiply, 2 * sizes.gemm**3 / 1e12
 
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=place, dtype=torch.bfloat16)
 
-def copy(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> tuple[Callable, float]:
-    import torch
+    def bf16_gemm() -> Work:
+        x, w = random(n, n), random(n, n)
+        return lambda: torch.mm(x, w.t()), 2 * n**3 / 1e12
 
-    source = torch.randint(256, (sizes.copy_bytes,), device=place, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source), 2 * sizes.copy_bytes / 1e12  # read and written
+    def fp8_gemm() -> Work:
+        x, w = random(n, n).to(fp8), random(n, n).to(fp8)
+        options: Any = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return lambda: torch._scaled_mm(x, w.t(), **options), 2 * n**3 / 1e12
 
+    def copy() -> Work:
+        source = torch.randint(256, (copy_bytes,), device=place, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source), 2 * copy_bytes / 1e12  # read and written
 
-# Of collectives the bus bandwidth as NCCL's own tests define it: what each link carries, whatever the number of ranks.
+    def all_reduce() -> Work:  # MAX, since sums of sums would overflow after a hundred repeats
+        whole, ranks = random(collective_bytes // 2), dist.get_world_size()
+        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * (ranks - 1) / ranks * whole.nbytes / 1e9
 
+    def all_gather() -> Work:
+        ranks = dist.get_world_size()
+        part = random(collective_bytes // 2 // ranks)
+        whole = part.new_empty(part.numel() * ranks)
+        return lambda: dist.all_gather_into_tensor(whole, part), (ranks - 1) * part.nbytes / 1e9
 
-def all_reduce(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> tuple[Callable, float]:
-    import torch
-    import torch.distributed as dist
-
-    whole = torch.randn(sizes.collective_bytes // 2, device=place, dtype=torch.bfloat16)
-    ranks = dist.get_world_size()
-    # The maximum of numbers stays among them; sums of sums would overflow after a hundred repeats.
-    return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * (ranks - 1) / ranks * sizes.collective_bytes / 1e9
-
-
-def all_gather(place: torch.device, sizes: Sizes, fp8: torch.dtype) -> tuple[Callable, float]:
-    import torch
-    import torch.distributed as dist
-
-    ranks = dist.get_world_size()
-    part = torch.randn(sizes.collective_bytes // 2 // ranks, device=place, dtype=torch.bfloat16)
-    whole = torch.empty(part.numel() * ranks, device=place, dtype=torch.bfloat16)
-    return lambda: dist.all_gather_into_tensor(whole, part), (ranks - 1) * part.nbytes / 1e9
-
-
-WORKS = {"bf16 GEMM": bf16_gemm, "FP8 GEMM": fp8_gemm, "copy": copy, "all-reduce": all_reduce, "all-gather": all_gather}
+    found = (bf16_gemm, fp8_gemm, copy, all_reduce, all_gather)
+    return dict(zip(UNITS, found, strict=True))
 
 
 def median_s(work: Callable[[], object], place: torch.device, seconds: float) -> float:
-    """Median time of one `work` when repeated for about `seconds`, on all ranks equally often and from the same moment."""
+    """Median time of one `work`, repeated for about `seconds`, equally often on all ranks and starting together."""
     times_s(work, 3, place)  # libraries choose their kernels
-    count = _largest(max(5, int(seconds / statistics.median(times_s(work, 5, place)))), place)
-    return statistics.median(times_s(work, count, place))
+    count = torch.tensor(max(5, int(seconds / statistics.median(times_s(work, 5, place)))), device=place)
+    if dist.is_initialized():
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return statistics.median(times_s(work, int(count), place))
 
 
 def times_s(work: Callable[[], object], count: int, place: torch.device) -> list[float]:
-    import torch
-
     if place.type == "cpu":
         marks = [time.perf_counter()]
         for _ in range(count):
@@ -245,18 +174,6 @@ def times_s(work: Callable[[], object], count: int, place: torch.device) -> list
         event.record()
     torch.cuda.synchronize(place)
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
-
-
-def _largest(count: int, place: torch.device) -> int:
-    """The largest of all ranks' counts: collectives must be called equally often. It also lets the ranks start together."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return count
-    counts = torch.tensor(count, device=place)
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    return int(counts)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import PreflightError
-from common.hardware import GIB, GpuKind, Probe, identify
+from common.gpu_kinds import GIB, GpuKind
+from common.hardware import Probe, identify
 
 SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own sectors are
 NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")

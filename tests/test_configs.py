@@ -1,7 +1,7 @@
-"""Every shipped config loads, fits its name and its rules; what differs between GPU kinds is printed as a table."""
+"""Every shipped config loads, fits its name, its rules and its GPU; a broken config is refused with one clear error."""
 
 import tomllib
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from common import config as configs
 from common.config import load
 from common.errors import ConfigError
-from common.hardware import KINDS
+from common.gpu_kinds import KINDS
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 from llama31_8b.rules import Config
@@ -25,19 +25,17 @@ EXPECTED = {
 }
 FILES = sorted(path for benchmark in RULES for path in (ROOT / "configs" / benchmark).glob("*.toml"))
 GPU_FILES = [path for path in FILES if not path.stem.startswith("CPU")]
-HOW_IT_IS_COMPUTED = {
+EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes what is learned
     "gpu",
     "gpus_per_node",
     "micro_batch_size",
     "eval_micro_batch_size",
-    "fused_blocks",
     "fp8",
-    "compile",
     "recompute_layers",
-    "offload_layers",
-    "reshard_after_forward",
+    "reduce_scatter",
+    "moment_precision",
     "frozen_base",
-    "transport",
+    "offload_layers",
 }
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 each_benchmark = pytest.mark.parametrize("benchmark", RULES)
@@ -78,7 +76,8 @@ def test_config_fits_its_name_and_the_rules(path):
     assert config.max_samples % rules.eval_interval(batch) == 0 and config.max_samples >= rules.first_evaluation(batch)
     padding = -rules.eval_samples % (config.world_size * config.eval_micro_batch_size)
     assert padding == 0 or config.eval_micro_batch_size == 1, "sequences of padding that a smaller micro-batch would save"
-    assert config.recompute_layers <= rules.shape.num_layers
+    for key in ("recompute_layers", "offload_layers"):
+        assert getattr(config, key, 0) <= rules.shape.num_layers
 
 
 @each_file
@@ -103,39 +102,23 @@ def test_limit_is_about_twice_the_reference(path):
 
 
 @each_benchmark
-def test_difference_between_gpus_as_a_table(benchmark, capsys):
-    """A line for each setting that is not the same everywhere: less than ten."""
-    loaded = {path.stem: read(path) for path in GPU_FILES if path.parent.name == benchmark}
-    known = fields(RULES[benchmark].Config)
-    keys = [f.name for f in known if len({str(getattr(c, f.name)) for c in loaded.values()}) > 1 and f.name != "env"]
-    lines = [f"{key:24}" + "".join(f"{getattr(config, key)!s:16}" for config in loaded.values()) for key in keys]
-    with capsys.disabled():
-        print(f"\n{benchmark:24}" + "".join(f"{name:16}" for name in loaded), *lines, sep="\n")
-    assert len(lines) < 10
-    assert set(keys) <= HOW_IT_IS_COMPUTED, "the same learning curve is expected on every GPU"
+def test_gpu_kinds_differ_in_execution_only(benchmark):
+    """The same learning curve is expected on every GPU."""
+    loaded = [read(path) for path in GPU_FILES if path.parent.name == benchmark]
+    differing = {f.name for f in fields(RULES[benchmark].Config) if len({str(getattr(config, f.name)) for config in loaded}) > 1}
+    assert differing - {"env"} <= EXECUTION_KEYS and "gpu" in differing
 
 
 @pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_memory_is_what_the_comment_says_and_fits(path):
+def test_config_fits_the_memory_of_its_gpu(path):
     """tests/plan/test_plan.py holds the plan to measured peaks."""
-    config, kind = read(path), KINDS[read(path).gpu]
-    work = workload(path.parent.name, config)
-    memory = plan.memory_peak(config, work)
-    assert plan.fits(memory, kind)
-    assert (
-        f"{plan.gib(memory.allocated):.1f} GiB" in path.read_text()
-        and f"of {plan.gib(plan.usable_bytes(kind)):.1f} usable" in path.read_text()
-    )
-    # As few as leave the allocator the 5 % that it reserves where it can; but the 8B on one H200 was run with all, in bf16.
-    peaks = (plan.memory_peak(replace(config, recompute_layers=n), work) for n in range(work.shape.num_layers + 1))
-    roomy = next(n for n, peak in enumerate(peaks) if peak.allocated * plan.USUAL_RESERVE <= plan.usable_bytes(kind))
-    assert config.recompute_layers == (32 if (path.parent.name, path.stem) == ("llama31_8b", "H200_1x1") else roomy)
+    config = read(path)
+    assert plan.fits(plan.memory_peak(config, workload(path.parent.name, config)), KINDS[config.gpu])
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem.startswith("MI")], ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_amd_configs_say_that_we_never_ran_them(path):
-    assert "Never run by us on this GPU" in path.read_text().splitlines()[0]
-    assert not any(key.startswith(("CUDA_", "NCCL_NVLS")) for key in read(path).env), "of no effect on AMD"
+def test_amd_configs_set_no_variable_of_nvidia(path):
+    assert not any(key.startswith(("CUDA_", "NCCL_NVLS")) for key in read(path).env)
 
 
 def _error(**changes) -> ConfigError:
@@ -151,7 +134,7 @@ def test_unknown_key_names_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("micro_batch_size", "two"), ("micro_batch_size", 2.0), ("compile", 1), ("env", {"A": 1}), ("gpu", 1)]
+    ("key", "value"), [("micro_batch_size", "two"), ("micro_batch_size", 2.0), ("miniature", 1), ("env", {"A": 1}), ("gpu", 1)]
 )
 def test_wrong_type(key, value):
     assert key in _error(**{key: value}).what
@@ -169,20 +152,29 @@ def test_impossible_batch():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"precision": "fp7"}, {"micro_batch_size": 0}, {"opt_base_learning_rate": -1.0}, {"recompute_layers": -1}]
+    "changes",
+    [
+        {"micro_batch_size": 0},
+        {"opt_base_learning_rate": -1.0},
+        {"recompute_layers": -1},
+        {"fp8": "fp7"},
+        {"moment_precision": "fp16"},
+        {"reduce_scatter": "mail"},
+        {"reduce_scatter": "copy_engine", "nodes": 2, "global_batch_size": 32},
+        {"fp8_head": True},
+    ],
 )
 def test_impossible_value(changes):
     assert next(iter(changes)) in _error(**changes).what
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("opt_learning_rate_training_steps", 0), ("opt_learning_rate_warmup_ratio", 1.0), ("opt_learning_rate_warmup_ratio", -0.1)],
+    ("key", "value"), [("opt_learning_rate_training_steps", 0), ("frozen_base", "halved"), ("offload_layers", 1), ("fp8", "te")]
 )
 def test_impossible_value_of_lora(key, value):
     table = {name: setting for name, setting in GOOD.items() if name != "opt_learning_rate_warmup_steps"}
     good = table | {"opt_learning_rate_training_steps": 1024}
-    assert configs.from_table(dict(good), lora_rules.Config, "some.toml").opt_learning_rate_warmup_ratio == 0.0
+    assert configs.from_table(dict(good), lora_rules.Config, "some.toml").frozen_base == "sharded"
     with pytest.raises(ConfigError, match=key):
         configs.from_table(good | {key: value}, lora_rules.Config, "some.toml")
 
@@ -202,6 +194,6 @@ def test_broken_toml_and_missing_file(tmp_path):
 
 def test_overrides_from_the_command_line(tmp_path):
     (tmp_path / "good.toml").write_text("\n".join(f"{key} = {value!r}" for key, value in GOOD.items()).replace("'", '"'))
-    assert load(tmp_path / "good.toml", Config, {"micro_batch_size": "1", "precision": "fp32"}).precision == "fp32"
+    assert load(tmp_path / "good.toml", Config, {"micro_batch_size": "1", "fp8": "torch"}).fp8 == "torch"
     with pytest.raises(ConfigError, match="unknown key speed"):
         load(tmp_path / "good.toml", Config, {"speed": "11"})

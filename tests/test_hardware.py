@@ -1,4 +1,4 @@
-"""Every GPU as its driver shows it, whole and cut into parts. Only the H200's output was seen by us; the rest is from reports."""
+"""Every GPU as its driver shows it, whole and partitioned. Only the H200's output was seen by us; the rest is from reports."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 
 from common import hardware
 from common.errors import ConfigError, PreflightError
-from common.hardware import GIB, KINDS, Device, Probe, identify
+from common.gpu_kinds import GIB, KINDS, fp8_family
+from common.gpu_stats import parse_csv
+from common.hardware import Device, Probe, identify
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,9 +82,9 @@ def test_unknown_gpu_is_an_error_that_names_it(words, found):
 
 @pytest.mark.parametrize("found", CUT)
 def test_partitions_are_refused(found):
-    with pytest.raises(PreflightError, match="cut into parts"):
+    with pytest.raises(PreflightError, match="partitioned"):
         identify(found)
-    with pytest.raises(PreflightError, match="cut into parts"):  # GPU_KIND does not make a whole card of a part
+    with pytest.raises(PreflightError, match="partitioned"):  # GPU_KIND does not make a whole card of a part
         identify(found, {"sm_90": "H200", "gfx950": "MI355X", "gfx942": "MI300X"}[found.devices[0].arch])
 
 
@@ -106,9 +108,9 @@ def test_no_gpu_is_the_miniature():
 
 
 def test_fp8_family():
-    assert hardware.fp8_family("gfx942:sramecc+:xnack-") == "fnuz"
-    assert {hardware.fp8_family(arch) for arch in ("gfx950", "sm_90", "sm_100")} == {"ocp"}
-    assert {kind.name for kind in KINDS.values() if hardware.fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI325X"}
+    assert fp8_family("gfx942:sramecc+:xnack-") == "fnuz"
+    assert {fp8_family(arch) for arch in ("gfx950", "sm_90", "sm_100")} == {"ocp"}
+    assert {kind.name for kind in KINDS.values() if fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI325X"}
 
 
 def test_peaks_follow_from_units_and_clock():
@@ -131,18 +133,18 @@ SMI = "\n".join(f"GPU-{i}5d2c3a1-0000, NVIDIA H200, 143771, 9.0, Disabled, 580.9
 
 @pytest.mark.parametrize(("value", "count"), [(None, 4), ("0,2", 2), ("", 0), ("-1", 0), ("1,9,2", 1), ("GPU-25d,GPU-35d", 2), ("3", 1)])
 def test_nvidia_smi_and_visible_devices(value, count):
-    found = hardware.parse_nvidia_smi(SMI, {} if value is None else {"CUDA_VISIBLE_DEVICES": value})
+    found = hardware.nvidia_probe(parse_csv(SMI), {} if value is None else {"CUDA_VISIBLE_DEVICES": value})
     assert len(found.devices) == count
     assert found.vendor == ("nvidia" if count else "none")
     assert found.driver == "580.95.05"
 
 
 def test_nvidia_smi_with_mig():
-    found = hardware.parse_nvidia_smi(SMI.replace("Disabled", "Enabled"), {})
+    found = hardware.nvidia_probe(parse_csv(SMI.replace("Disabled", "Enabled")), {})
     with pytest.raises(PreflightError, match="MIG"):
         identify(found)
     with pytest.raises(PreflightError, match="MIG"):
-        hardware.parse_nvidia_smi(SMI, {"CUDA_VISIBLE_DEVICES": "MIG-1234"})
+        hardware.nvidia_probe(parse_csv(SMI), {"CUDA_VISIBLE_DEVICES": "MIG-1234"})
 
 
 def _stub_nvidia_smi(folder: Path, script: str) -> dict[str, str]:

@@ -1,112 +1,126 @@
-"""The house rules of docs: who imports whom, what runs without torch, and what stands nowhere."""
+"""The rooms of this repository: who may import whom, what runs without torch, what no file may contain, and how large it may become."""
 
 import ast
+import graphlib
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import house
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = sorted(path.parent.name for path in ROOT.glob("*/rules.py"))
-ROOMS = ["common", "launch", "plan", "preflight", "records", "submission", "throughput", *BENCHMARKS]
-SOURCES = sorted(path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-HEAVY = {"torch", "triton", "transformers"}
+ROOT = house.ROOT
+SOURCES = house.source_files()
+BENCHMARKS = set(house.BENCHMARKS)
+# Files that every room may import: they import nothing but each other.
+BASE = {"common.config", "common.errors", "common.gpu_kinds", "common.gpu_stats", "common.hardware", "common.model.shapes"}
+# Room -> rooms or modules that it may import besides itself and BASE. A room that is missing here fails the test.
+MAY_IMPORT: dict[str, set[str]] = {
+    "common": set(),  # the files directly in it
+    "common.kernels": set(),
+    "common.data": set(),
+    "common.sharding": {"common.kernels"},
+    "common.model": {"common.data", "common.kernels", "common.sharding"},
+    "common.training": {"common"},
+    "llama31_8b": {"common"},
+    "llama2_70b_lora": {"common"},
+    "records": set(),  # facts about runs that both the launcher and a submission need
+    "launch": {"records"},
+    "gemm_tuning": {"launch"},
+    "plan": {"records"},
+    "preflight": {"gemm_tuning", "plan"},
+    "submission": {"common.training.mllog", "records", *(f"{name}.rules" for name in BENCHMARKS)},
+    "system_tuning": set(),
+    "throughput": {"common", "launch", "plan", *BENCHMARKS},
+}
+NOT_YET: set[str] = set()  # a move that is still to come removes it
+HEAVY = {"torch", "triton", "transformers", "numpy"}
 
 
-def imported(path: Path) -> set[str]:
-    """Every module that `path` imports, also inside functions; `from a import b` counts as a and, where it is one, a.b."""
-    found = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            module = node.module or ""
-            found.add(module)
-            found |= {f"{module}.{name.name}" for name in node.names if is_module(f"{module}.{name.name}")}
-    return found
+def name_of(path: Path) -> str:
+    return house.relative(path)
 
 
-def is_module(name: str) -> bool:
-    place = ROOT / name.replace(".", "/")
-    return place.is_dir() or place.with_suffix(".py").is_file()
+def room_of(module: str) -> str:
+    """`common.kernels.rope` -> `common.kernels`, `common.errors` -> `common`, `launch.choose` -> `launch`."""
+    parts = module.split(".")
+    deep = parts[0] == "common" and len(parts) > 1 and (ROOT / "common" / parts[1]).is_dir()
+    return ".".join(parts[: 2 if deep else 1])
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def ours(path: Path) -> set[str]:
-    return {name for name in imported(path) if name.split(".")[0] in ROOMS}
+    """Modules of this repository that `path` imports, also inside functions; `from module import name` counts as the module."""
+    return {module_of(files[-1]).removesuffix(".__init__") for name in house.imported_names(path) if (files := house.module_files(name))}
 
 
-def sources(room: str) -> list[Path]:
-    return [path for path in SOURCES if path.is_relative_to(room)]
+def within(module: str, names: set[str]) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in names)
 
 
-def strays(paths: list[Path], allowed) -> list[str]:
-    return [f"{path} imports {name}" for path in paths for name in sorted(ours(path)) if not allowed(name)]
+def strays(paths: list[Path]) -> set[str]:
+    """Imports that MAY_IMPORT does not list."""
+    found = set()
+    for path in paths:
+        room = room_of(module_of(path))
+        allowed = MAY_IMPORT[room] | BASE
+        found |= {f"{name_of(path)} imports {name}" for name in ours(path) if room_of(name) != room and not within(name, allowed)}
+    return found
 
 
-def within(*rooms: str):
-    return lambda name: any(name == room or name.startswith(room + ".") for room in rooms)
+def test_a_room_imports_what_is_below_it():
+    assert {room_of(module_of(path)) for path in SOURCES} == MAY_IMPORT.keys()
+    assert strays(SOURCES) <= NOT_YET
 
 
-def test_the_rooms_are_where_this_test_looks():
-    assert "llama31_8b" in BENCHMARKS and len(SOURCES) > 30
-    assert "common.model.llama" in ours(Path("llama31_8b/train.py")) and "common.kernels.rope" in ours(Path("common/model/llama.py"))
+def test_the_base_imports_the_base_only():
+    for module in BASE:
+        for path in house.module_files(module)[-1:]:
+            assert ours(path) <= BASE, name_of(path)
 
 
-def test_kernels_import_nothing_of_common_but_kernels_and_shapes():
-    assert strays(sources("common/kernels"), within("common.kernels", "common.model.shapes")) == []
+def test_no_circle_between_rooms_and_nothing_builds_on_throughput_or_tests():
+    rooms: dict[str, set[str]] = {}
+    for path in SOURCES:
+        room = path.relative_to(ROOT).parts[0]
+        names = {name for name in ours(path) if f"{name_of(path)} imports {name}" not in NOT_YET}
+        rooms.setdefault(room, set()).update({name.split(".")[0] for name in names} - {room})
+        assert "tests" not in {name.split(".")[0] for name in house.imported_names(path)}, name_of(path)
+    list(graphlib.TopologicalSorter(rooms).static_order())  # raises CycleError
+    assert [room for room, names in rooms.items() if "throughput" in names] == []
 
 
-def test_common_imports_common_only():
-    moving = ("common/gemm_tuning/cli.py", "common/training/session.py")  # leave for rooms of their own next
-    assert strays([path for path in sources("common") if str(path) not in moving], within("common")) == []
+def test_system_tuning_needs_the_standard_library_only():
+    foreign = {
+        (name_of(path), name)
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "system_tuning")
+        for name in house.imported_names(path)
+        if name.split(".")[0] not in {*sys.stdlib_module_names, "system_tuning"}
+    }
+    assert foreign == set()
 
 
-@pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_a_benchmark_imports_itself_and_common_only(benchmark):
-    assert strays(sources(benchmark), within(benchmark, "common")) == []
+def test_the_test_sees_imports():
+    assert "common.model.llama" in ours(ROOT / "llama31_8b" / "train.py")
+    assert strays([ROOT / "common" / "model" / "llama.py"]) <= NOT_YET and len(SOURCES) > 90
+    assert (
+        room_of("common.kernels.rope") == "common.kernels" and room_of("common.errors") == "common" and room_of("launch.choose") == "launch"
+    )
 
 
-def test_submission_imports_rules_and_the_words_of_the_log_but_no_training_code():
-    words = (
-        "common.errors",
-        "common.training.mllog",
-        "common.training",
-        "common.hardware",
-        "records",
-    )  # of the log, the ledger and the machine
-    allowed = within("submission", *words, *(f"{benchmark}.rules" for benchmark in BENCHMARKS))
-    names = {"common", "launch", *BENCHMARKS}  # `from llama31_8b import rules` names the package as well
-    assert strays(sources("submission"), lambda name: name in names or allowed(name)) == []
+# --- what the launcher reads runs without torch -----------------------------------------------------------------------
 
-
-def test_of_the_launcher_only_torchrun_imports_torch():
-    heavy = {path.name for path in sources("launch") if {name.split(".")[0] for name in imported(path)} & HEAVY}
-    assert heavy == {"torchrun.py"}
-
-
-def test_preflight_reads_configs_their_plan_and_the_hardware_table_and_nobody_imports_it():
-    mine = within("preflight", "common.errors", "common.hardware", "common.config", "plan")
-    assert strays(sources("preflight"), mine) == [
-        "preflight/__main__.py imports common"  # `from common import config` names the package as well
-    ]
-    others = [path for path in SOURCES if not path.is_relative_to("preflight")]
-    assert [path for path in others if any(within("preflight")(name) for name in imported(path))] == []
-    heavy = {path.name for path in sources("preflight") if {name.split(".")[0] for name in imported(path)} & HEAVY}
-    assert heavy == {"measure.py"}
-
-
-LIGHT = ["common.model.shapes", "common.errors", "common.config", "common.hardware", "common.training.mllog"]
-LIGHT += [f"{benchmark}.{name}" for benchmark in BENCHMARKS for name in ("rules", "log_keys") if is_module(f"{benchmark}.{name}")]
-LIGHT += [
-    ".".join(path.with_suffix("").parts) for room in ("launch", "plan", "preflight", "records", "submission") for path in sources(room)
-]
-LIGHT = [name for name in LIGHT if not name.endswith(("__init__", "__main__", "launch.torchrun"))] + [
-    "launch.__main__",
-    "preflight.__main__",
-]
+LIGHT_ROOMS = ("launch", "plan", "preflight", "records", "submission", "system_tuning", "gemm_tuning")
+NEED_TORCH = {"launch.torchrun", "preflight.measure", "gemm_tuning.tune"}  # these run in processes that import torch anyway
+LIGHT = [*sorted(BASE), "common.training.mllog", *(f"{name}.{module}" for name in sorted(BENCHMARKS) for module in ("rules", "log_keys"))]
+LIGHT += [module_of(path).removesuffix(".__init__") for path in SOURCES if path.relative_to(ROOT).parts[0] in LIGHT_ROOMS]
+LIGHT = sorted({name for name in LIGHT if name not in NEED_TORCH and importlib.util.find_spec(name)})
 
 WITHOUT_TORCH = """
 import importlib, sys
@@ -131,25 +145,38 @@ except ImportError:
 
 
 def test_what_the_launcher_reads_imports_without_torch():
-    code = WITHOUT_TORCH.format(heavy=HEAVY, modules=LIGHT)
+    code = WITHOUT_TORCH.format(heavy=HEAVY - {"numpy"}, modules=LIGHT)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "forbidden;"
-    assert len(LIGHT) > 15
+    assert len(LIGHT) > 40
+
+
+def test_only_listed_modules_of_the_launcher_import_torch():
+    heavy = {
+        module_of(path)
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] in LIGHT_ROOMS
+        and {name.split(".")[0] for name in house.imported_names(path)} & {"torch", "triton"}
+    }
+    assert heavy <= NEED_TORCH
+
+
+# --- what no file may contain -----------------------------------------------------------------------------------------
 
 
 def test_no_file_is_called_utils():
     bad = {"utils", "util", "helpers", "misc"}
-    assert [path for path in SOURCES if path.stem in bad or set(path.parts) & bad] == []
+    assert [path for path in SOURCES if path.stem in bad or set(path.relative_to(ROOT).parts) & bad] == []
 
 
 def calls(path: Path):
-    return (node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call))
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
 
 
 def unsafe(call: ast.Call) -> str:
-    """What is wrong with a call that could run code out of a file or the network; "" if nothing."""
+    """What is wrong with a call that could run code from a file or the network; "" if nothing."""
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     function = ast.unparse(call.func)
     for name in ("allow_pickle", "trust_remote_code"):
@@ -163,8 +190,7 @@ def unsafe(call: ast.Call) -> str:
 
 
 def test_nothing_reads_pickles_or_runs_foreign_code():
-    found = [f"{path}:{call.lineno}: {unsafe(call)}" for path in SOURCES for call in calls(path) if unsafe(call)]
-    assert found == []
+    assert [f"{name_of(path)}:{call.lineno}: {unsafe(call)}" for path in SOURCES for call in calls(path) if unsafe(call)] == []
 
 
 @pytest.mark.parametrize(
@@ -174,3 +200,59 @@ def test_nothing_reads_pickles_or_runs_foreign_code():
 def test_this_test_would_see(text):
     (call,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
     assert unsafe(call)
+
+
+# --- size -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in house.LIMITS if name != "files in a step"])
+def test_size_is_within_its_limit(name):
+    assert house.measures()[name] <= house.LIMITS[name]
+
+
+def test_a_training_step_opens_few_files():
+    assert len(house.trace_step()) <= house.LIMITS["files in a step"]
+
+
+@pytest.mark.parametrize("benchmark", house.BENCHMARKS)
+def test_every_legal_combination_is_shipped_or_has_a_reason(benchmark):
+    combinations = house.combinations(benchmark)
+    assert [str(combination) for combination in combinations if combination.unexplained] == []
+    assert house.unknown_keys() == []
+    shipped = {name for combination in combinations for name in combination.configs}
+    assert shipped == {path.stem for path in (ROOT / "configs" / benchmark).glob("*.toml")}
+
+
+def test_imports_are_followed(tmp_path, monkeypatch):
+    """Through packages, functions and `from`, but not under TYPE_CHECKING."""
+    files = {
+        "a/__init__.py": "",
+        "a/entry.py": "from a import b\ndef f():\n    import c.d\nif TYPE_CHECKING:\n    import a.never\n",
+        "a/b.py": "import os\n" * 3,
+        "a/never.py": "",
+        "c/d.py": "from a.e import name\n",
+        "a/e.py": "1\n2\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    found = house.imported_files("a/entry.py")
+    assert {house.relative(path) for path in found} == {"a/__init__.py", "a/entry.py", "a/b.py", "c/d.py", "a/e.py"}
+    assert house.lines(list(found)) == 5 + 3 + 1 + 2
+    assert {house.relative(path) for path in house.imported_files("a/entry.py", skip=("c/d.py",))} == {
+        "a/__init__.py",
+        "a/entry.py",
+        "a/b.py",
+    }
+
+
+def test_the_package_metadata_lists_every_room():
+    import tomllib
+
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    rooms = {path.relative_to(ROOT).parts[0] for path in SOURCES}
+    assert {name.rstrip("*") for name in table["tool"]["setuptools"]["packages"]["find"]["include"]} == rooms
+    assert set(table["tool"]["mypy"]["packages"]) == rooms
+    pinned = {line.split("==")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
+    assert {name.split(">")[0] for name in table["project"]["dependencies"]} <= pinned

@@ -25,14 +25,17 @@ from torch import Tensor
 
 from common.config import load
 from common.kernels.attention import attention_backends
-from common.model.lora import init_adapters
+from common.model.checkpoint_loader import LoadReport, load_base
+from common.model.checkpoint_names import FUSED, INDEX, tensor_shapes
+from common.model.llama import Llama
 from common.model.shapes import ModelShape
-from common.model.weights import INDEX, LoadReport, expected_shapes, load_base
+from common.sharding.frozen_base import FrozenBase
 from common.sharding.processes import Processes, start_processes
-from common.training.session import synthetic_warm_up
+from common.training.loop import Batching
+from common.training.warmup import warm_up
 from launch import page_cache
 from llama2_70b_lora.rules import CLOSED, MINIATURE, Config, Rules
-from llama2_70b_lora.train import adapter_optimizer, base_fingerprints, build, frozen_base
+from llama2_70b_lora.train import assemble, base_fingerprints
 
 LIMIT_S = 30 * 60  # of the closed division for init_start to init_stop (mlcommons/training_policies, training_rules.adoc)
 
@@ -45,7 +48,7 @@ def shard_of(name: str, num_layers: int) -> str:
 
 def write_shards(folder: Path, shape: ModelShape, processes: Processes) -> None:
     """Each rank every so-many-th shard. The layers have equal bytes: numbers do not matter to a disk, and making them takes longer than writing."""
-    shapes = expected_shapes(shape, "fused")
+    shapes = tensor_shapes(shape, FUSED)
     files: dict[str, list[str]] = {}
     for name in shapes:
         files.setdefault(shard_of(name, shape.num_layers), []).append(name)
@@ -71,19 +74,21 @@ def start_run(config: Config, rules: Rules, folder: Path, processes: Processes) 
     marks = [("", time.monotonic())]
     mark = lambda name: marks.append((name, time.monotonic()))  # noqa: E731
     torch.manual_seed(1 + processes.rank)
-    frozen = frozen_base(config, rules, processes)
-    model = build(config, rules, processes, frozen)
-    mark("build")
-    report = load_base(model, folder, None, frozen)
-    mark("load")
-    init_adapters(model, 1)
-    optimizer = adapter_optimizer(model, config, rules, processes)
-    base_fingerprints(model, frozen)
+    reports: list[LoadReport] = []
+
+    def load(model: Llama, base: FrozenBase) -> None:
+        mark("build")
+        reports.append(load_base(model, folder, None, base))
+        mark("load")
+
+    assembly, base = assemble(config, rules, processes, 1, load)
+    base_fingerprints(assembly.model, base)
     mark("adapters and hashes")
-    synthetic_warm_up(config, model, optimizer, processes, lambda phase: None)
+    batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
+    warm_up(assembly, batching, (config.micro_batch_size, config.eval_micro_batch_size), processes, lambda phase: None)
     processes.barrier()
     mark("warm-up")
-    return report, {name: after - before for (_, before), (name, after) in pairwise(marks)}
+    return reports[0], {name: after - before for (_, before), (name, after) in pairwise(marks)}
 
 
 def process_age_s() -> float:

@@ -1,8 +1,8 @@
 """The miniature's text: the documentation inside Python's own standard library, which is on every machine.
 
 A document is one of: a module, class or function with its signature and docstring; a block of comment lines; a topic of
-`pydoc_data` (the language reference that `help()` shows; some distributions leave it out). All in all some 3 MB of English and
-Python, the same on every run of one Python version; another version has slightly other texts, and so slightly other losses.
+`pydoc_data` (the language reference that `help()` shows; some distributions leave it out). Together they are 3 MB of English and
+Python, equal on every run of one Python version. Another version has slightly different texts, and so slightly different losses.
 
 Standard library only, except `train_sentencepiece` and `load_sentencepiece`.
 """
@@ -22,23 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.data.manifest import write_whole
 from common.errors import DataError
 
 # Not on every machine (packages of their own in Debian), not prose (tests), or not Python's (site-packages).
-LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "idle_test",
-    "lib2to3",
-    "distutils",
-    "tkinter",
-    "turtledemo",
-    "pydoc_data",
-}
-MIN_CHARACTERS = 60  # shorter docstrings and comments say nothing to learn
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+LEFT_OUT |= {"idlelib", "lib2to3", "distutils", "tkinter", "turtledemo", "pydoc_data"}
+MIN_CHARACTERS = 60  # shorter docstrings and comments are left out
 MIN_CORPUS_CHARACTERS = 1_000_000
 VALIDATION_CHARACTERS = 150_000  # about 45,000 tokens; the miniature evaluates on the first 8,193
 COMMENT_BLOCK = re.compile(r"(?:^[ \t]*#.*\n)+", re.MULTILINE)
@@ -80,8 +70,8 @@ def split(corpus: list[Document], validation_characters: int = VALIDATION_CHARAC
 def held_out_sources(corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS) -> set[str]:
     """The modules and topics whose texts are for validation.
 
-    Whole modules, in the order of their names' SHA-256, until there are enough characters: neighbours in one file repeat each
-    other, so a random cut through a module would let validation be learned by heart.
+    Whole modules are held out, in the order of their names' SHA-256, until there are enough characters. Texts of one file repeat each
+    other, so a random cut through a module would put nearly the same text into both sets.
     """
     sizes: dict[str, int] = {}
     for document in corpus:
@@ -91,7 +81,7 @@ def held_out_sources(corpus: list[Document], validation_characters: int = VALIDA
     for source in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if characters >= validation_characters:
             break
-        if sizes[source] <= validation_characters // 10:  # one big module alone would be a narrow test
+        if sizes[source] <= validation_characters // 10:  # one big module would be most of the validation set
             held_out.add(source)
             characters += sizes[source]
     return held_out
@@ -100,8 +90,8 @@ def held_out_sources(corpus: list[Document], validation_characters: int = VALIDA
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Train a BPE vocabulary of exactly `vocab_size` pieces on `texts` and write it to `path`; the same bytes every time.
 
-    Ids 0, 1, 2 are unk, bos, eos, as in Llama 2; 256 byte pieces follow, so nothing is unknown and decoding gives the text back
-    to the letter (no normalisation, no dummy prefix). Line ends become the byte piece <0x0A>.
+    Ids 0, 1, 2 are unk, bos, eos, as in Llama 2; 256 byte pieces follow, so nothing is unknown and decoding restores the text
+    exactly (no normalization, no dummy prefix). Line ends become the byte piece <0x0A>.
     """
     import sentencepiece
 
@@ -123,13 +113,9 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(
-            f"no vocabulary of {vocab_size} pieces can be trained: {error}", "the text is too small for it", "ask for fewer pieces"
-        ) from error
-    path = Path(path)
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_bytes(model.getvalue())
-    temporary.replace(path)
+        what = f"no vocabulary of {vocab_size} pieces can be trained: {error}"
+        raise DataError(what, "the text is too small for it", "ask for fewer pieces") from error
+    write_whole(path, model.getvalue())
 
 
 def load_sentencepiece(path: Path) -> Any:
@@ -139,9 +125,8 @@ def load_sentencepiece(path: Path) -> Any:
     try:
         model = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be opened: {error.strerror}", "no tokenizer there", "check the path, or build it with prepare"
-        ) from error
+        what = f"{path}: cannot be opened: {error.strerror}"
+        raise DataError(what, "no tokenizer there", "check the path, or build it with prepare") from error
     processor = sentencepiece.SentencePieceProcessor()
     try:
         loaded = bool(model) and processor.LoadFromSerializedProto(model)
@@ -174,10 +159,10 @@ def modules(root: Path | None = None) -> Iterator[tuple[str, str, ast.Module]]:
             with tokenize.open(path) as file:  # by the file's own coding line
                 source = file.read()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in old modules are not our concern
+                warnings.simplefilter("ignore")  # invalid escapes in old modules
                 tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
-            continue  # a template or a sample of bad code: no text for us
+            continue  # a template or a sample of bad code
         yield ".".join(parts), source, tree
 
 
@@ -192,9 +177,8 @@ def _docstrings(tree: ast.Module, module: str) -> Iterator[str]:
                 arguments = f"({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
                 yield f"{name}{arguments}\n\n{text}\n"
         for child in ast.iter_child_nodes(node):
-            stack.append(
-                (child, f"{name}.{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else name)
-            )
+            inner = f"{name}.{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else name
+            stack.append((child, inner))
 
 
 def _comments(source: str) -> Iterator[str]:

@@ -64,6 +64,7 @@ class Quantizer:
         self.dtype = torch.float8_e4m3fn
         self.state = torch.empty(4, device="meta")
         self.two_pass, self.recording = True, True
+        self.cached: QuantizedTensor | None = None  # see `quantize_weight`
 
     @property
     def largest(self) -> float:
@@ -241,6 +242,21 @@ def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
 ENGINES: dict[str, Callable[[Tensor, Quantizer | None], QuantizedTensor]] = {"reference": quantize_reference, "triton": quantize_triton}
 
 
+def quantize_weight(
+    weight: Tensor, quantizer: Quantizer | None, quantize: Callable[[Tensor, Quantizer | None], QuantizedTensor]
+) -> QuantizedTensor:
+    """weight: [N, K] -> the weight as matrix products read it; without a quantizer the weight itself.
+
+    The cast is made by `quantize` (one of ENGINES) once per optimizer step: the quantizer keeps it until `DelayedScaling.step_done` or
+    `DelayedScaling.reset`, which belong after every change of the weights.
+    """
+    if quantizer is None:
+        return QuantizedTensor(weight)
+    if quantizer.cached is None:
+        quantizer.cached = quantize(weight, quantizer)
+    return quantizer.cached
+
+
 def matmul(a: QuantizedTensor, b: QuantizedTensor, fast: bool) -> Tensor:
     """a: [M, K], b: [N, K] -> a b^T, bf16 [M, N]. `fast`: accumulate in the tensor cores' own precision (Hopper), some 14 bits."""
     if a.scale is None or b.scale is None:
@@ -267,7 +283,7 @@ def wgrad(g: QuantizedTensor, x: QuantizedTensor, fast: bool) -> Tensor:
 class DelayedScaling:
     """The scales of all quantizers of a model, on one device, and how they follow the amaxes."""
 
-    def __init__(self, recipe: str):
+    def __init__(self, recipe: str = "delayed"):
         """`recipe`: one of RECIPES."""
         self.recipe = recipe
         self.quantizers: list[Quantizer] = []
@@ -298,11 +314,20 @@ class DelayedScaling:
         self._choose_passes()
 
     def _choose_passes(self) -> None:
+        """For the next step; casts of the old weights are dropped."""
         for quantizer in self.quantizers:
+            quantizer.cached = None
             quantizer.two_pass = quantizer.weight or self.recipe == "current" or self.steps == 0
 
+    def attach(self, model: torch.nn.Module) -> None:
+        """Record the largest values of every training forward of `model`. An evaluation must leave no trace in the scales of training."""
+        model.register_forward_pre_hook(lambda model, _: self.record(model.training))
+
+    def tensors(self) -> list[Tensor]:
+        """What training changes in place: [quantizers, 4] and [HISTORY, quantizers], fp32."""
+        return [self.state, self.history]
+
     def record(self, recording: bool) -> None:
-        """Evaluation must leave no trace in the scales of training: there, amaxes are not recorded."""
         for quantizer in self.quantizers:
             quantizer.recording = recording
 

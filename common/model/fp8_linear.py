@@ -9,28 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from common.kernels import fp8
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul, wgrad
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul, quantize_weight, wgrad
 
 
 class Fp8Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, kernels: str, scaling: DelayedScaling):
         super().__init__(inputs, outputs, bias=False)
         self.quantize = fp8.ENGINES[kernels]
-        self.x_quantizer, self.gradient_quantizer, self.weight_quantizer = (
-            scaling.quantizer(),
-            scaling.quantizer(gradient=True),
-            scaling.quantizer(weight=True),
-        )
-        self.operand: QuantizedTensor | None = None  # of the weight, until it changes
+        self.x_quantizer, self.gradient_quantizer = scaling.quantizer(), scaling.quantizer(gradient=True)
+        self.weight_quantizer = scaling.quantizer(weight=True)
 
-    def weight_operand(self) -> QuantizedTensor:
-        """Cast once per optimizer step, and kept."""
-        if self.operand is None:
-            self.operand = self.quantize(self.weight, self.weight_quantizer)
-        return self.operand
-
-    def weights_changed(self) -> None:
-        self.operand = None
+    def quantized_weight(self) -> QuantizedTensor:
+        """Cast once per optimizer step."""
+        return quantize_weight(self.weight, self.weight_quantizer, self.quantize)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: bf16 [..., inputs] -> bf16 [..., outputs]."""
@@ -40,11 +31,11 @@ class Fp8Linear(nn.Linear):
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
-        operand = layer.quantize(x.flatten(0, -2), layer.x_quantizer)
+        quantized = layer.quantize(x.flatten(0, -2), layer.x_quantizer)
         ctx.layer, ctx.shape = layer, x.shape
         if any(ctx.needs_input_grad):
-            ctx.x = operand.for_wgrad()
-        return matmul(operand, layer.weight_operand(), fast=True).view(*x.shape[:-1], -1)
+            ctx.x = quantized.for_wgrad()
+        return matmul(quantized, layer.quantized_weight(), fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -52,4 +43,4 @@ class _Fp8Linear(torch.autograd.Function):
         g = layer.quantize(d_out.flatten(0, -2), layer.gradient_quantizer)
         del d_out
         d_weight = wgrad(g, ctx.x, fast=False) if ctx.needs_input_grad[1] else None
-        return dgrad(g, layer.weight_operand(), fast=False).view(ctx.shape), d_weight, None
+        return dgrad(g, layer.quantized_weight(), fast=False).view(ctx.shape), d_weight, None

@@ -1,10 +1,10 @@
-"""A block whose forward and backward are each a straight list of kernel launches: the fast path of pre-training, in bf16 or FP8.
+"""The transformer block of pre-training: forward and backward are each a straight list of kernel launches, in FP8, bf16 or fp32.
 
-It has the parameters of `Block` and computes the same. Every matrix product's operand leaves the kernel that made it already in the
-product's format (kernels/fp8.py), so that no cast pass is left but those after attention and at the block's border; what backward needs
-is chosen here by hand instead of by autograd.
+x + attention(norm(x)), then the same with the feed-forward. Query, key and value projections are one matrix (rows: all of Q, then K, then
+V), and so are gate and up (gate first). Each producer kernel writes its output already quantized (kernels/fp8.py); separate casts remain only
+after attention and at the block's boundary. What backward needs is chosen here by hand instead of by autograd.
 
-Legend: M tokens (batch x sequence), D hidden, F ffn; n, h, o are operands. A gradient's name starts with d_.
+Legend: M tokens (batch x sequence), D hidden, F ffn; n, h, o are the inputs of matrix products. A gradient's name starts with d_.
 """
 
 from __future__ import annotations
@@ -15,21 +15,30 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.kernels import fp8, rms_norm, rope, swiglu
 from common.kernels.attention import causal_attention
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
-from common.model.block import Block
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, quantize_weight, wgrad
+from common.model.llama import Head, Llama
+from common.model.norm import RMSNorm
 from common.model.shapes import ModelShape
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 
 
+class Takeable:
+    """A dataclass whose members can be taken out one by one."""
+
+    def take(self, name: str) -> Any:
+        """Return a member and drop the reference to it: its memory is free when the caller is done with it."""
+        return self.__dict__.pop(name)
+
+
 @dataclass
-class Saved:
+class Saved(Takeable):
     """What a block keeps for its backward. In FP8, bytes per token of the 8B: x and the residual 16,384, q, k and v 12,288, attention's output
-    8,192, the products' inputs in columns 26,624, gate_up 57,344 (28,672 in 8 bits), rstd and attention's log-sum-exp 136: 120,968.
+    8,192, the products' columnwise inputs 26,624, gate_up 57,344, rstd and attention's log-sum-exp 136: 120,968.
     """
 
     x: Tensor  # [M, D], the block's input
@@ -40,12 +49,8 @@ class Saved:
     residual: Tensor  # [M, D], x plus attention
     rstd_2: Tensor
     n_2: QuantizedTensor
-    gate_up: Tensor | QuantizedTensor
+    gate_up: Tensor
     h: QuantizedTensor  # SwiGLU's result
-
-    def take(self, name: str) -> Any:
-        """Hand a member over and forget it: its memory is free when the caller is through with it."""
-        return self.__dict__.pop(name)
 
 
 @dataclass
@@ -60,15 +65,15 @@ class BlockQuantizers:
     d_attention: Quantizer | None = None  # gradient of the output projection's result
     d_gate_up: Quantizer | None = None
     d_out: Quantizer | None = None
-    stored_gate_up: Quantizer | None = None  # SwiGLU's input, kept in 8 bits
+    stored_gate_up: Quantizer | None = None  # SwiGLU's input, kept in 8 bits: LoRA only
 
     @staticmethod
-    def of(scaling: DelayedScaling | None, fp8_swiglu_input: bool) -> BlockQuantizers:
+    def of(scaling: DelayedScaling | None) -> BlockQuantizers:
         if scaling is None:
             return BlockQuantizers()
         forward = {name: scaling.quantizer() for name in ("n_1", "o", "n_2", "h")}
         backward = {f.name: scaling.quantizer(gradient=True) for f in fields(BlockQuantizers) if f.name.startswith("d_")}
-        return BlockQuantizers(**forward, **backward, stored_gate_up=scaling.quantizer(transposed=False) if fp8_swiglu_input else None)
+        return BlockQuantizers(**forward, **backward)
 
 
 @dataclass(frozen=True)
@@ -106,38 +111,34 @@ ENGINES = {
 }
 
 
-class FusedBlock(Block):
-    recomputes_itself = True
-
-    def __init__(self, shape: ModelShape, kernels: str, fp8_swiglu_input: bool, scaling: DelayedScaling | None):
-        """`scaling`: where FP8 keeps its scales; None computes in the dtype of the weights."""
-        super().__init__(shape, kernels, fp8_swiglu_input)
-        self.ops = ENGINES[kernels]
-        self.quantizers = BlockQuantizers.of(scaling, fp8_swiglu_input)
+class FusedBlock(nn.Module):
+    def __init__(self, shape: ModelShape, kernels: str, scaling: DelayedScaling | None, recompute: bool = False):
+        """`kernels`: "reference" or "triton". `scaling`: the state of FP8; None computes in the dtype of the weights. `recompute`: keep only the
+        input, and run forward again in backward.
+        """
+        super().__init__()
+        self.shape, self.ops, self.recompute = shape, ENGINES[kernels], recompute
+        self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
+        self.o = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+        self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.ffn_hidden_size, bias=False)
+        self.down = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
+        self.quantizers = BlockQuantizers.of(scaling)
         self.weight_quantizers = {name: scaling.quantizer(weight=True) if scaling else None for name in LINEARS}
-        self.operands: dict[str, QuantizedTensor] | None = None  # of the weights, until they change
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, recompute: bool = False) -> Tensor:
-        """`recompute`: keep the input only, and run again in backward."""
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         weights = [self.attention_norm.weight, self.ffn_norm.weight, *(getattr(self, name).weight for name in LINEARS)]
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *weights))
-        return StraightBlock.apply(self, self.run, keep, recompute, x_BSD, cos, sin, *weights)
+        return FusedBlockFunction.apply(self, keep, self.recompute, x_BSD, cos, sin, *weights)
 
-    def weight_operands(self) -> dict[str, QuantizedTensor]:
-        """The weights as products read them; in FP8 cast once per optimizer step, and kept."""
-        if self.operands is not None:
-            return self.operands
-        operands = {name: self.ops.quantize(getattr(self, name).weight, self.weight_quantizers[name]) for name in LINEARS}
-        if self.weight_quantizers["qkv"] is not None:
-            self.operands = operands
-        return operands
-
-    def weights_changed(self) -> None:
-        self.operands = None
+    def weights(self) -> dict[str, QuantizedTensor]:
+        """The matrices as products read them; in FP8 cast once per optimizer step."""
+        return {name: quantize_weight(getattr(self, name).weight, self.weight_quantizers[name], self.ops.quantize) for name in LINEARS}
 
     def run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> tuple[Tensor, Saved | None]:
         """The forward; with `keep`, also what backward needs."""
-        ops, quantizers, shape, weights = self.ops, self.quantizers, self.shape, self.weight_operands()
+        ops, quantizers, shape, weights = self.ops, self.quantizers, self.shape, self.weights()
         x = x_BSD.flatten(0, 1)
         _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
         qkv = matmul(n_1, weights["qkv"], fast=True)
@@ -148,18 +149,17 @@ class FusedBlock(Block):
         residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2)
         del branch
         gate_up = matmul(n_2, weights["gate_up"], fast=True)
-        h, kept = ops.swiglu(gate_up, quantizers.h, quantizers.stored_gate_up if self.training else None)  # an evaluation keeps nothing
-        # Not a view of something: FSDP's hook on the result would be lost with an operation in place on it.
+        h, _ = ops.swiglu(gate_up, quantizers.h)
         out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
         saved = None
         if keep:
-            n_1, o, n_2, h = (operand.for_wgrad() for operand in (n_1, o, n_2, h))
-            saved = Saved(x, rstd_1, n_1, attention, o, residual, rstd_2, n_2, kept, h)
+            n_1, o, n_2, h = (tensor.for_wgrad() for tensor in (n_1, o, n_2, h))
+            saved = Saved(x, rstd_1, n_1, attention, o, residual, rstd_2, n_2, gate_up, h)
         return out, saved
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the weights, in the order of `forward`. Takes `saved` apart as it goes."""
-        ops, quantizers, weights = self.ops, self.quantizers, self.weight_operands()
+        ops, quantizers, weights = self.ops, self.quantizers, self.weights()
         batch, sequence = d_out_BSD.shape[:2]
         d_out = d_out_BSD.flatten(0, 1)
         g = ops.quantize(d_out, quantizers.d_out)
@@ -171,13 +171,13 @@ class FusedBlock(Block):
         d_gate_up_weight = wgrad(d_gate_up, saved.take("n_2"), fast=False)
         del d_gate_up
         residual, rstd, norm = saved.take("residual"), saved.rstd_2, self.ffn_norm.weight
-        d_residual, operand, d_norm_2 = ops.rms_norm_backward(d_n, residual, rstd, norm, d_out, quantizers.d_attention)
-        g = operand or QuantizedTensor(d_residual)
+        d_residual, quantized, d_norm_2 = ops.rms_norm_backward(d_n, residual, rstd, norm, d_out, quantizers.d_attention)
+        g = quantized or QuantizedTensor(d_residual)
         d_attention = dgrad(g, weights["o"], fast=False)
         d_o = wgrad(g, saved.take("o"), fast=False)
         out, leaves = saved.take("attention")
         d_q, d_k, d_v = torch.autograd.grad(out, leaves, d_attention.view_as(out))
-        del residual, out, leaves, operand, g, d_attention
+        del residual, out, leaves, quantized, g, d_attention
         d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, quantizers.d_qkv)
         del d_q, d_k, d_v
         d_n = dgrad(d_qkv, weights["qkv"], fast=False)
@@ -186,8 +186,16 @@ class FusedBlock(Block):
         return d_x.view(batch, sequence, -1), d_norm_1, d_norm_2, d_qkv_weight, d_o, d_gate_up_weight, d_down
 
 
+def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "reference") -> Llama:
+    """A Llama of fused blocks without FP8, in the default dtype and on the default device; weights undefined."""
+    blocks = [FusedBlock(shape, kernels, None) for _ in range(shape.num_layers)]
+    return Llama(shape, max_sequence_length, blocks, Head(shape, kernels))
+
+
 def attend(shape: ModelShape, qkv_BSE: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Attention of the rotated projection, with a graph of its own for backward: torch's kernels know best what they save."""
+    """Attention of the rotated projection. With `keep` its output carries a small autograd graph of its own, down to the leaves q, k and v: backward
+    asks torch for the gradients through it, because only torch's kernels know what their forward saved.
+    """
     packed = qkv_BSE.unflatten(-1, (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim))
     parts = packed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
     q, k, v = (part.detach().requires_grad_(keep) for part in parts)
@@ -197,7 +205,7 @@ def attend(shape: ModelShape, qkv_BSE: Tensor, keep: bool) -> tuple[Tensor, tupl
 
 @contextmanager
 def not_recording(quantizers: BlockQuantizers) -> Iterator[None]:
-    """What is computed a second time must not be counted twice."""
+    """A recomputed forward must not count the largest values a second time."""
     present = [quantizer for quantizer in vars(quantizers).values() if quantizer is not None]
     before = [quantizer.recording for quantizer in present]
     for quantizer in present:
@@ -207,31 +215,26 @@ def not_recording(quantizers: BlockQuantizers) -> Iterator[None]:
         quantizer.recording = recording
 
 
-class StraightBlock(torch.autograd.Function):
-    """What autograd sees of a block that is a straight list of launches: of FusedBlock and of FusedLoraBlock."""
+class FusedBlockFunction(torch.autograd.Function):
+    """What autograd sees of a fused block, of pre-training or LoRA: one function."""
 
     @staticmethod
-    def forward(
-        ctx, block: Any, run: Callable, keep: bool, recompute: bool, x: Tensor, cos: Tensor, sin: Tensor, *trained: Tensor
-    ) -> Tensor:
-        """`run(x, cos, sin, keep)`: the block's forward, the same whenever it is called. `trained`: what gets a gradient, in the order of
-        the block's `run_backward`, after the one of x.
-        """
-        out, saved = run(x, cos, sin, keep and not recompute)
+    def forward(ctx, block: Any, keep: bool, recompute: bool, x: Tensor, cos: Tensor, sin: Tensor, *trained: Tensor) -> Tensor:
+        """`trained`: what gets a gradient, in the order of the block's `run_backward`, after the gradient of x."""
+        out, saved = block.run(x, cos, sin, keep and not recompute)
         if keep:
-            # Attributes, not save_for_backward: backward lets go of each as soon as it is used.
-            ctx.block, ctx.saved, ctx.again, ctx.tables = block, saved, (run, x) if recompute else None, (cos, sin)
+            # Attributes, not save_for_backward: backward drops each tensor as soon as it is used.
+            ctx.block, ctx.saved, ctx.x, ctx.tables = block, saved, x if recompute else None, (cos, sin)
         return out
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.block is None:
-            raise RuntimeError("a block's backward ran twice: what it keeps is used up by the first one")
-        block, saved, again, (cos, sin) = ctx.block, ctx.saved, ctx.again, ctx.tables
-        ctx.block = ctx.saved = ctx.again = None
-        if again is not None:
-            run, x = again
+            raise RuntimeError("a block's backward ran twice: the first one used up what the forward had saved")
+        block, saved, x, (cos, sin) = ctx.block, ctx.saved, ctx.x, ctx.tables
+        ctx.block = ctx.saved = ctx.x = None
+        if x is not None:
             with not_recording(block.quantizers):
-                _, saved = run(x, cos, sin, True)
+                _, saved = block.run(x, cos, sin, True)
         d_x, *d_trained = block.run_backward(saved, d_out.contiguous(), cos, sin)
-        return None, None, None, None, d_x, None, None, *d_trained
+        return None, None, None, d_x, None, None, *d_trained

@@ -1,14 +1,12 @@
-"""A frozen block with trainable adapters whose forward and backward are each a straight list of kernel launches: the fast path of LoRA.
+"""The transformer block of LoRA fine-tuning: frozen matrices with trainable adapters, forward and backward each a straight list of launches.
 
-The sibling of `FusedBlock`, which see for the legend. Frozen matrices come from a `FrozenBase` as operands, in FP8 or bf16, and have no
-gradient: backward needs of their inputs nothing at all. What adapters need of theirs they make again: n_1 from x, and the mask of
-their dropout from a seed (kernels/lora.py).
+The sibling of `FusedBlock`, which explains the legend. The frozen matrices come from a `FrozenBase`, in FP8 or not, and have no gradient: backward
+does not need their inputs. The adapters' inputs are made again: n_1 from x, and the dropout mask from a seed (kernels/lora.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,27 +15,28 @@ from torch import Tensor, nn
 from common.kernels import lora
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul
 from common.kernels.lora import Dropout, Norm, up_
-from common.model.block import RMSNorm
-from common.model.fused_block import ENGINES, BlockQuantizers, StraightBlock, attend
+from common.model.fused_block import ENGINES, BlockQuantizers, FusedBlockFunction, Takeable, attend
+from common.model.lora import Adapter, AdapterSettings
+from common.model.norm import RMSNorm
 from common.model.shapes import ModelShape
-from common.sharding.activation_offload import HostStack
+from common.sharding.activation_offload import ActivationOffloader
 
 
-class FrozenBase(Protocol):
+class FrozenWeights(Protocol):
     """Where the frozen matrices qkv, o, gate_up and down of every layer are, [N, K] each."""
 
-    def forward_operands(self, layer: int) -> dict[str, QuantizedTensor]:
-        """In rows, [N, K]."""
+    def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
+        """Rowwise, [N, K]."""
 
-    def backward_operands(self, layer: int) -> dict[str, QuantizedTensor]:
-        """In columns, [K, N], where it is FP8; rows may then be empty. In bf16 in rows."""
+    def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
+        """In FP8 columnwise, [K, N], and rowwise may be empty; otherwise rowwise."""
 
     def release(self, layer: int) -> None:
-        """The pass is through with the layer."""
+        """This pass has used the layer."""
 
 
 @dataclass
-class Saved:
+class Saved(Takeable):
     """What a block keeps for its backward: see `saved_bytes_per_token`."""
 
     x: Tensor  # [M, D], the block's input
@@ -47,80 +46,60 @@ class Saved:
     t_o: Tensor
     residual: Tensor  # [M, D], x plus attention
     rstd_2: Tensor
-    gate_up: Tensor | QuantizedTensor  # its rows may be in the host's memory
+    gate_up: Tensor | QuantizedTensor  # offloaded, its rowwise tensor is empty
     dropouts: tuple[Dropout | None, Dropout | None]  # of the two adapters
 
 
-def saved_bytes_per_token(shape: ModelShape, rank: int, fp8_swiglu_input: bool, itemsize: int = 2) -> int:
-    """Bytes that one layer keeps of one token; `itemsize` of the activations, 2 for bf16.
+def saved_bytes_per_token(shape: ModelShape, rank: int, fp8: bool, itemsize: int = 2) -> int:
+    """Bytes that one layer keeps per token; `itemsize` of the activations, 2 for bf16. With `fp8`, gate_up is kept in 8 bits.
 
     Llama 2 70B, rank 16, bf16: x, attention's output and the residual 49,152, q, k and v 20,480, gate_up 57,344 in 8 bits (114,688
     without), both T 64, fp32 log-sum-exp of attention 256 and rstd of the norms 8: 127,304, 83.4 GB for 80 layers of a sequence of 8192.
     """
     tensors = 3 * shape.hidden_size + shape.qkv_size + 2 * rank
-    gate_up = 2 * shape.ffn_hidden_size * (1 if fp8_swiglu_input else itemsize)
+    gate_up = 2 * shape.ffn_hidden_size * (1 if fp8 else itemsize)
     return tensors * itemsize + gate_up + 4 * shape.num_heads + 2 * 4
 
 
-def frozen_quantizers(scaling: DelayedScaling | None, fp8_swiglu_input: bool, e5m2_gradients: bool, in_fp8: bool = True) -> BlockQuantizers:
-    """As `BlockQuantizers.of`, in rows alone: the transposed of an operand is for weight gradients. Without `in_fp8` only what is kept in 8 bits."""
-    stored = scaling.quantizer(transposed=False) if scaling is not None and fp8_swiglu_input else None
-    if scaling is None or not in_fp8:
-        return BlockQuantizers(stored_gate_up=stored)
-    names = [field.name for field in fields(BlockQuantizers) if field.name != "stored_gate_up"]
-    quantizers = {name: scaling.quantizer(gradient=name.startswith("d_") and e5m2_gradients, transposed=False) for name in names}
-    return BlockQuantizers(**quantizers, stored_gate_up=stored)
-
-
-class Adapter(nn.Module):
-    """The trainable half of a LoRALinear, under the same names. fp32, whole on every rank."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int):
-        super().__init__()
-        self.lora_a = nn.Parameter(torch.empty(rank, inputs))
-        self.lora_b = nn.Parameter(torch.empty(outputs, rank))
+def frozen_quantizers(scaling: DelayedScaling | None) -> BlockQuantizers:
+    """All rowwise only: columnwise copies are for weight gradients."""
+    if scaling is None:
+        return BlockQuantizers()
+    names = [field.name for field in fields(BlockQuantizers)]
+    return BlockQuantizers(**{name: scaling.quantizer(gradient=name.startswith("d_"), transposed=False) for name in names})
 
 
 class FusedLoraBlock(nn.Module):
-    recomputes_itself = True
-
     def __init__(
         self,
         shape: ModelShape,
         layer: int,
-        base: FrozenBase,
+        base: FrozenWeights,
         kernels: str,
-        rank: int,
-        alpha: float,
-        dropout: float,
+        adapters: AdapterSettings,
         scaling: DelayedScaling | None = None,
-        fp8_swiglu_input: bool = False,
-        e5m2_gradients: bool = True,
-        in_fp8: bool = True,
+        offloader: ActivationOffloader | None = None,
+        offloads: bool = False,
     ):
-        """`layer`: its number in `base`. `scaling`: where FP8 keeps its scales; None where nothing is FP8. `in_fp8`: the base is.
-
-        `fp8_swiglu_input`, with `scaling`: keep gate_up for backward in 8 bits. `e5m2_gradients`: else they are e4m3 as all else,
-        4 dB more exact with less range.
+        """`layer`: its number in `base`. `scaling`: the state of FP8; None where the base is not FP8. `offloader`: shared by all blocks; with
+        `offloads` this block's gate_up stays in the host's memory until backward.
         """
         super().__init__()
         self.shape, self.layer, self.base = shape, layer, base
         self.ops, self.lora = ENGINES[kernels], lora.ENGINES[kernels]
-        self.scale, self.dropout = alpha / rank, dropout
-        self.quantizers = frozen_quantizers(scaling, fp8_swiglu_input, e5m2_gradients, in_fp8)
-        self.host: HostStack | None = None  # where blocks leave their gate_up, in 8 bits, until backward; `leaves`: this block does
-        self.leaves = False
+        self.scale, self.dropout = adapters.alpha / adapters.rank, adapters.dropout
+        self.quantizers = frozen_quantizers(scaling)
+        self.offloader, self.offloads = offloader, offloads
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
-        self.qkv = Adapter(shape.hidden_size, shape.qkv_size, rank)
-        self.o = Adapter(shape.hidden_size, shape.hidden_size, rank)
+        self.qkv = Adapter(shape.hidden_size, shape.qkv_size, adapters.rank)
+        self.o = Adapter(shape.hidden_size, shape.hidden_size, adapters.rank)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, recompute: bool = False) -> Tensor:
-        """`recompute`: keep the input only, and run again in backward. Without gradients there is no dropout, and nothing is kept."""
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Without gradients there is no dropout, and nothing is kept."""
         adapters = [self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b]
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *adapters))
-        run = partial(self.run, dropouts=self.draw_dropouts(x_BSD.device) if keep else (None, None))
-        return StraightBlock.apply(self, run, keep, recompute, x_BSD, cos, sin, *adapters)
+        return FusedBlockFunction.apply(self, keep, False, x_BSD, cos, sin, *adapters)
 
     def draw_dropouts(self, device: torch.device) -> tuple[Dropout | None, Dropout | None]:
         """Masks for one forward, of the device's generator."""
@@ -134,11 +113,10 @@ class FusedLoraBlock(nn.Module):
         a_qkv, b_qkv, a_o, b_o = (t.detach().to(dtype) for t in (self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b))
         return a_qkv, b_qkv, a_o, b_o
 
-    def run(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool, dropouts: tuple[Dropout | None, Dropout | None]
-    ) -> tuple[Tensor, Saved | None]:
+    def run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> tuple[Tensor, Saved | None]:
         """The forward; with `keep`, also what backward needs."""
-        ops, quantizers, shape, weights = self.ops, self.quantizers, self.shape, self.base.forward_operands(self.layer)
+        ops, quantizers, shape, weights = self.ops, self.quantizers, self.shape, self.base.forward_weights(self.layer)
+        dropouts = self.draw_dropouts(x_BSD.device) if keep else (None, None)
         x = x_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(x.dtype)
         _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
@@ -162,46 +140,41 @@ class FusedLoraBlock(nn.Module):
         del gate_up
         out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
         self.base.release(self.layer)
-        if keep and self.leaves:
-            kept = self.leave(kept)
+        if keep and self.offloads:
+            assert self.offloader is not None and isinstance(kept, QuantizedTensor)
+            self.offloader.offload(kept.rowwise)
+            kept = kept._replace(rowwise=kept.rowwise.new_empty(0))
         saved = Saved(x, rstd_1, t_qkv, attention, t_o, residual, rstd_2, kept, dropouts) if keep else None
         return out, saved
 
-    def leave(self, gate_up: Tensor | QuantizedTensor) -> QuantizedTensor:
-        """Send it to the host; what is left here is its scale."""
-        assert self.host is not None and isinstance(gate_up, QuantizedTensor)
-        self.host.push(gate_up.rowwise)
-        return gate_up._replace(rowwise=gate_up.rowwise.new_empty(0))
-
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the input and, in fp32, of A and B of qkv and A and B of o. Takes `saved` apart as it goes."""
-        ops, quantizers, weights = self.ops, self.quantizers, self.base.backward_operands(self.layer)
+        ops, quantizers, weights = self.ops, self.quantizers, self.base.backward_weights(self.layer)
         d_out = d_out_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
-        if self.host is not None:
-            self.host.fetch()  # the topmost sets out while a block that left nothing goes backward, as the last one does
+        if self.offloader is not None:
+            self.offloader.prefetch()  # also in blocks that offload nothing: the copy then has a whole block's time
         d_h = dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"], fast=False)
-        gate_up = saved.gate_up
-        if self.leaves:
-            assert self.host is not None and isinstance(gate_up, QuantizedTensor)
-            gate_up = gate_up._replace(rowwise=self.host.pop())
-        del saved.gate_up
+        gate_up = saved.take("gate_up")
+        if self.offloads:
+            assert self.offloader is not None and isinstance(gate_up, QuantizedTensor)
+            gate_up = gate_up._replace(rowwise=self.offloader.reload())
         d_gate_up = ops.swiglu_backward(d_h, gate_up, quantizers.d_gate_up)
         del d_h, gate_up
         d_n = dgrad(d_gate_up, weights["gate_up"], fast=False)
         del d_gate_up
         d_residual, g, _ = ops.rms_norm_backward(
-            d_n, saved.residual, saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention, weight_grad=False
+            d_n, saved.take("residual"), saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention, weight_grad=False
         )
-        del d_n, d_out, saved.residual
+        del d_n, d_out
         d_attention = dgrad(g or QuantizedTensor(d_residual), weights["o"], fast=False)
         del g
         p, d_b_o, _ = self.lora.up_backward(d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None)
-        out, leaves = saved.attention
+        out, leaves = saved.take("attention")
         o = out.detach().flatten(2).flatten(0, 1)
         d_a_o = self.lora.down_backward_(d_attention, o, None, p, a_o, saved.dropouts[1])
         d_q, d_k, d_v = torch.autograd.grad(out, leaves, d_attention.view_as(out))
-        del out, leaves, o, d_attention, saved.attention
+        del out, leaves, o, d_attention
         d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, None).rowwise
         del d_q, d_k, d_v
         p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv)

@@ -1,13 +1,13 @@
-"""The trained adapters as others know them: saved for `peft`, and merged into a checkpoint.
+"""The trained adapters for other programs: saved in the format of `peft`, or merged into a checkpoint.
 
-Ours is one adapter on the fused query, key and value projection: A [rank, hidden] and B [query, key and value rows, rank], and
-one on the output projection. `peft` knows q_proj, k_proj and v_proj apart: all three get the same A, and B is cut at their rows.
+We train one adapter on the fused query, key and value projection, A [rank, hidden] and B [query, key and value rows, rank], and one on the
+output projection. In `peft` q_proj, k_proj and v_proj have an adapter each: all three get the same A, and their rows of B.
 
     python -m common.model.peft_adapter merge --base DIR --adapter DIR --out DIR
 
 writes W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the checkpoint's dtype, for a Hugging Face safetensors
-checkpoint with fused (`qkv_proj`, as MLCommons ships it) or ordinary projections. Merging is for export only: training
-never forms B @ A, whose single steps are far below half a unit in the last place of W.
+checkpoint with fused (`qkv_proj`, MLCommons') or ordinary projections. Merging is for export only: training never adds B @ A to W, because
+the updates of single steps are far below half a unit in the last place of W and would be rounded away.
 
 Formats: peft, `PeftModel.save_pretrained` and `LoraConfig` (0.21); transformers, `model.safetensors.index.json`.
 """
@@ -27,28 +27,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.errors import ConfigError, DataError, RunError
+from common.model.checkpoint_reader import DTYPES, StoredTensor, read_tensors
 from common.model.shapes import ModelShape
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FUSED, SPLIT, OUTPUT = "qkv_proj", ("q_proj", "k_proj", "v_proj"), "o_proj"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5")  # weights, also in formats that we do not merge: not copied
-# Kinds of LoRA whose product is not (alpha / rank) * B @ A; a merge that ignored the flag would be wrong without a word.
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5")  # not copied: they would be the weights before the merge
+# Settings with which the update is not (alpha / rank) * B @ A; a merge that ignored them would be silently wrong.
 OTHER_ALGEBRA = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "modules_to_save")
-DTYPES = ("F32", "BF16", "F16")  # as safetensors names them; anything smaller needs scales, which a sum cannot ignore
 
-Headers = dict[Path, dict[str, tuple[str, tuple[int, ...]]]]  # shard -> name -> dtype and shape
-Updates = dict[str, tuple[str, ...]]  # weight -> the modules of the adapter whose products are stacked and added to it
+Updates = dict[str, tuple[str, ...]]  # weight -> the modules of the adapter whose products B A are concatenated and added to it
 
 
 def save_peft_adapter(
     folder: Path, tensors: Mapping[str, Tensor], shape: ModelShape, rank: int, alpha: int, dropout: float, base_name: str
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors into `folder`, which must not hold them yet.
+    """Write adapter_config.json and adapter_model.safetensors into `folder`, which must not have them yet.
 
     `tensors`: for every block N, `blocks.N.qkv.lora_a` [rank, hidden], `blocks.N.qkv.lora_b` [qkv_size, rank] with the rows of Q, K,
     V in this order, `blocks.N.o.lora_a` and `blocks.N.o.lora_b` [hidden, rank]; whole tensors, stored in the dtype they have.
-    `base_name`: what peft shall load as the base model, a path or a name. Raises ConfigError if an adapter is there already.
+    `base_name`: path or name of the base model for peft. Raises ConfigError if an adapter is there already.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG, WEIGHTS):
@@ -93,12 +91,12 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     """Write the checkpoint of `base` with the adapter of `adapter` merged into it to `out`, which must not exist.
 
     One shard at a time: memory for the largest one (5 GB in the MLCommons checkpoint), its merged weights and one fp32 product.
-    All is checked before anything is written; `out` gets its name when it is complete. Configuration and tokenizer are copied.
-    Raises ConfigError if `out` exists or the adapter is of a kind we cannot merge, DataError if the files do not fit together.
+    Everything is checked before anything is written, and `out` gets its name when it is complete. Configuration and tokenizer are copied.
+    Raises ConfigError if `out` exists or the adapter is no plain LoRA, WeightsError for a damaged base, DataError if adapter and base disagree.
     """
     scale, tensors = _read_adapter(adapter)
-    shards = _read_headers(base)
-    updates = _updates(shards, tensors)
+    weights, shards = read_tensors(base)
+    updates = _updates(weights, tensors)
     partial = out.with_name(out.name + ".partial")
     for folder in (out, partial):
         if folder.exists():
@@ -155,27 +153,8 @@ def _read_adapter(folder: Path) -> tuple[float, dict[str, Tensor]]:
     return alpha / rank, tensors
 
 
-def _read_headers(base: Path) -> Headers:
-    """Every shard of the checkpoint with what is in it. Raises DataError if one is missing or is no checkpoint."""
-    weight_map = _read_json(base / INDEX).get("weight_map", {}) if (base / INDEX).is_file() else {}
-    names = sorted({Path(name).name for name in weight_map.values()}) or [SINGLE]
-    headers: Headers = {}
-    for name in names:
-        try:
-            with safe_open(base / name, framework="pt") as file:
-                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-                headers[base / name] = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{base / name}: {error}", "a shard of the base is missing or damaged", "fetch the checkpoint again") from None
-    for name, shard in weight_map.items():
-        if name not in headers.get(base / shard, {}):
-            raise DataError(f"{base / shard} has no {name}", f"{INDEX} says so", "fetch the checkpoint again")
-    return headers
-
-
-def _updates(shards: Headers, tensors: dict[str, Tensor]) -> Updates:
-    """Which weights of the base change. Raises DataError unless every adapter finds its weight, with the right shape and dtype."""
-    weights = {name: header for shard in shards.values() for name, header in shard.items()}
+def _updates(weights: dict[str, StoredTensor], tensors: dict[str, Tensor]) -> Updates:
+    """Which weights of the base change. Raises DataError unless each has a complete adapter, and the right shape and dtype."""
     updates: Updates = {}
     for module in sorted({name.rpartition(".")[0] for name in tensors}):
         parent, _, leaf = module.rpartition(".")
@@ -189,9 +168,9 @@ def _updates(shards: Headers, tensors: dict[str, Tensor]) -> Updates:
             if name not in tensors:
                 raise DataError(f"the adapter has no {name}", f"{weight} cannot be merged without it", "save the adapter again")
         rows, columns = sum(tensors[f"{m}.lora_B"].shape[0] for m in modules), {tensors[f"{m}.lora_A"].shape[1] for m in modules}
-        dtype, shape = weights.get(weight, ("", ()))
-        if shape != (rows, *columns) or dtype not in DTYPES:
-            why = f"the base has it as {dtype} {shape}" if weight in weights else "the base does not have it"
+        stored = weights.get(weight)
+        if stored is None or stored.shape != (rows, *columns) or stored.dtype not in DTYPES:
+            why = f"the base has it as {stored.dtype} {stored.shape}" if stored else "the base does not have it"
             what = f"the adapter is for {weight} of shape {(rows, *columns)} in {', '.join(DTYPES)}"
             raise DataError(what, why, "use the base that the adapter was trained on")
     return updates

@@ -1,10 +1,10 @@
-"""What a block keeps for its backward, waiting in the host's memory: instead of running its forward a second time.
+"""Activations that wait for the backward in host memory, as an alternative to recomputing the forward of a layer.
 
-A layer of Llama 2 70B keeps 470 MB of SwiGLU's input in 8 bits, for a sequence of 8192. A copy engine carries them over PCIe 5 in 9 ms, while an
-H200 computes a layer's forward in 14 and its backward in 19: the copies cost nothing there, where a recomputed layer costs its forward.
+A layer of Llama 2 70B saves 470 MB of SwiGLU's input in 8 bits, for a sequence of 8192. A copy engine moves that over PCIe 5 in 9 ms, while
+an H200 computes the forward of a layer in 14 ms and its backward in 19 ms: the copies are hidden, where recomputing costs a forward.
 
-What goes first comes back last: a stack. Device memory is taken and given back in the compute stream's order alone, which waits for a copy
-before it lets go of what the copy reads; the allocator, asked in the order in which kernels are launched, never has to know of copies.
+The tensors are a stack: the last one offloaded is the first one reloaded. Device memory is allocated and freed on the compute stream only,
+which waits for a copy before it frees what the copy reads; torch's caching allocator needs no knowledge of the side stream.
 """
 
 from __future__ import annotations
@@ -16,68 +16,70 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.sharding.side_stream import beside
+from common.sharding.side_stream import make_side_stream
 
 
-class HostStack:
-    """Tensors of one shape and dtype. The last one pushed, and the next one to pop, have memory on the device too."""
+class ActivationOffloader:
+    """A stack of tensors of one shape and dtype in host memory. At most one is on its way out and one on its way back at a time."""
 
     def __init__(self, depth: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device):
-        """Room for `depth` tensors, pinned where the device is a GPU. Raises ConfigError where the host has not so much."""
-        self.device, self.stream = device, beside(device)
-        self.leaving: tuple[Tensor, Any] | None = None  # what was pushed last, and the end of its copy
-        self.coming: tuple[Tensor, Any] | None = None  # the top, back on the device when its copy has ended
-        self.height = 0  # without `coming`
+        """Host memory for `depth` tensors, pinned where the device is a GPU. Raises ConfigError where the host has too little."""
+        self.device, self.stream = device, make_side_stream(device)
+        self.outgoing: tuple[Tensor, Any] | None = None  # the tensor offloaded last, and the event that ends its copy
+        self.incoming: tuple[Tensor, Any] | None = None  # the tensor to reload next, and the event that ends its copy
+        self.height = 0  # tensors in host memory, without `incoming`
         pinned = device.type == "cuda"
         try:
             self.memory = [torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(depth)]
         except RuntimeError as error:
             size = depth * torch.Size(shape).numel() * dtype.itemsize / 2**30
-            what = f"offload_layers: {size:.1f} GiB of host memory per GPU cannot be had"
+            what = f"offload_layers: {size:.1f} GiB of host memory per GPU cannot be allocated"
             raise ConfigError(what, str(error).splitlines()[0], "give the host more memory, or set offload_layers lower") from error
 
-    def begin(self) -> None:
-        """A pass over the model begins: what an earlier one left, without a backward, is forgotten."""
-        self._let_go()
-        if self.coming is not None:
-            self.stream.wait(self.coming[1])
-        self.coming, self.height = None, 0
+    def start_pass(self) -> None:
+        """Call before each pass over the model: drops the tensors of a forward that had no backward."""
+        self._free_outgoing()
+        if self.incoming is not None:
+            self.stream.wait_event(self.incoming[1])
+        self.incoming, self.height = None, 0
 
-    def push(self, x: Tensor) -> None:
-        """Send `x`, contiguous, to the host. The caller forgets it."""
-        self._let_go()
+    def offload(self, x: Tensor) -> None:
+        """Start to copy `x`, contiguous, to the host. The caller keeps no reference to it."""
+        self._free_outgoing()
         memory = self.memory[self.height]
         self.height += 1
-        self.leaving = x, self.stream.run(lambda: memory.copy_(x, non_blocking=True), after=self.stream.mark())
+        self.outgoing = x, self.stream.run(lambda: memory.copy_(x, non_blocking=True), after=self.stream.record_event())
 
-    def fetch(self) -> None:
-        """Have the top come back, if it is not on its way already."""
-        self._let_go()
-        if self.coming is not None or self.height == 0:
+    def prefetch(self) -> None:
+        """Start to copy the top of the stack back to the device, unless that has started already."""
+        self._free_outgoing()
+        if self.incoming is not None or self.height == 0:
             return
         self.height -= 1
         memory = self.memory[self.height]
         x = torch.empty_like(memory, device=self.device)
-        self.coming = x, self.stream.run(lambda: x.copy_(memory, non_blocking=True), after=self.stream.mark())
+        self.incoming = x, self.stream.run(lambda: x.copy_(memory, non_blocking=True), after=self.stream.record_event())
 
-    def pop(self) -> Tensor:
-        """The top, for the compute stream; what lies below sets out meanwhile."""
-        self.fetch()
-        if self.coming is None:
-            raise RuntimeError("a block's backward asks for what its forward did not send to the host")
-        (x, there), self.coming = self.coming, None
-        self.fetch()
-        self.stream.wait(there)
+    def reload(self) -> Tensor:
+        """The top of the stack, for the compute stream. Starts to prefetch the next one."""
+        self.prefetch()
+        if self.incoming is None:
+            raise RuntimeError("reload without a matching offload: the stack of activations is empty")
+        (x, copied), self.incoming = self.incoming, None
+        self.prefetch()
+        self.stream.wait_event(copied)
         return x
 
-    def _let_go(self) -> None:
-        if self.leaving is not None:
-            self.stream.wait(self.leaving[1])
-            self.leaving = None
+    def _free_outgoing(self) -> None:
+        if self.outgoing is not None:
+            self.stream.wait_event(self.outgoing[1])
+            self.outgoing = None
 
 
-def spread(count: int, first: int, last: int) -> set[int]:
-    """`count` of the layers from `first` to before `last`, or all of them, evenly: so that copies have the time of several layers."""
-    layers = range(first, max(first, last))
-    count = min(count, len(layers))
-    return {layers[number * len(layers) // count] for number in range(count)}
+def layers_to_offload(count: int, num_layers: int) -> set[int]:
+    """`count` layers, or all but the last, evenly spaced: a copy can then take the time of several layers.
+
+    Never the last layer: its backward comes first, right after its forward.
+    """
+    count = min(count, num_layers - 1)
+    return {number * (num_layers - 1) // count for number in range(count)}

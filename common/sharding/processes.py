@@ -1,4 +1,4 @@
-"""Processes: who am I, the groups, sums over ranks, the heartbeat that lets the launcher see who stands still."""
+"""The process group: rank and groups of this process, sums over ranks, and the heartbeat from which the launcher sees a hang."""
 
 from __future__ import annotations
 
@@ -27,14 +27,19 @@ class Processes:
         dist.all_reduce(tensor)
         return tensor
 
-    def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks that together hold each sharded tensor once, in place: all of one node, all of them if there is one.
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that together hold each sharded tensor once: those of this node."""
+        return self.mesh.get_group("shard") if self.mesh.ndim > 1 else self.mesh.get_group()
 
-        Every node holds a copy of each shard, so a sum over all ranks would count it as often as there are nodes.
-        """
-        if self.mesh.ndim == 1:
-            return self.sum(tensor)
-        dist.all_reduce(tensor, group=self.mesh.get_group("shard"))
+    @property
+    def node_group(self) -> dist.ProcessGroup | None:
+        """On several nodes, the ranks that hold the same shard, one of each node; None on one node."""
+        return self.mesh.get_group("replicate") if self.mesh.ndim > 1 else None
+
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+        """Sum over `shard_group`, in place. A sum over all ranks would count every shard as often as there are nodes."""
+        dist.all_reduce(tensor, group=self.shard_group)
         return tensor
 
     def barrier(self) -> None:
@@ -44,17 +49,18 @@ class Processes:
             torch.cuda.synchronize()
 
 
-def start_processes(device_type: str, timeout_s: float, compute_first: bool = False) -> Processes:
+def start_processes(device_type: str, timeout_s: float, high_priority_compute: bool = False) -> Processes:
     """Join the group that torchrun describes in the environment; alone, a group of one is made. `timeout_s` is for collectives.
 
-    `compute_first`: a GPU gives room to what this thread launches first; what is launched beside it on other streams takes the rest.
+    `high_priority_compute`: launch this thread's kernels on a high-priority stream, so that kernels of side streams only fill idle
+    multiprocessors.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     if device_type == "cuda":
         torch.cuda.set_device(device)
-        if compute_first:
+        if high_priority_compute:
             torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
     backend = "nccl" if device_type == "cuda" else "gloo"
     alone = "RANK" not in os.environ
@@ -73,8 +79,8 @@ def start_processes(device_type: str, timeout_s: float, compute_first: bool = Fa
 def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMesh:
     """One node: ("data",), weights are sharded over all ranks. Several: (nodes, ranks of one) as ("replicate", "shard").
 
-    Weights and optimizer states are then sharded within a node and equal on all nodes: the gathers stay on the fast links inside
-    of it, and between nodes only the sharded gradients travel.
+    Weights and optimizer states are sharded within a node and replicated over the nodes: gathers stay on the fast links inside a node, and
+    between nodes only sharded gradients travel.
     """
     if world_size == ranks_per_node:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))
@@ -82,7 +88,7 @@ def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMes
 
 
 class Heartbeat:
-    """`ranks/rank_<k>.heartbeat`, rewritten at every micro-step: the launcher reads from it which rank stands still, and where.
+    """`ranks/rank_<k>.heartbeat`, rewritten at every micro-step: the launcher reads from it which rank hangs, and where.
 
     One small write to an open file, some 10 us; without a directory it does nothing.
     """

@@ -1,9 +1,9 @@
-"""How a module's gradients, whole on every rank, are added to the masters: each rank gets the mean over the ranks of its own rows.
+"""How a module's gradients, whole on every rank, are added to the shards: each rank gets the mean over the ranks of its own rows.
 
-By collectives, or by mail. A kernel of NCCL takes multiprocessors for as long as it sends, and the cuBLAS kernels of Hopper, one block per
-multiprocessor, wait for the blocks that found none: 45 ms of a step of 2,148 (8B in FP8 on two H200, docs/log.md). Mail is carried by
-copy engines, which take none, into memory of the receiver; a kernel there adds up what has come with the rank's own, in fp32
-(NCCL rounds to bf16 at every hop of its ring).
+By NCCL's reduce-scatter, or by the GPUs' copy engines. An NCCL kernel holds multiprocessors for as long as it sends, and cuBLAS's kernels on
+Hopper, one block per multiprocessor, wait for the blocks that found none: 45 ms of a step of 2,148 (8B in FP8 on two H200, docs/log.md).
+Copy engines need no multiprocessor: each rank copies its peers' rows into a buffer of theirs, and a kernel there adds what arrived to the
+rank's own rows in fp32 (NCCL rounds to bf16 at every hop of its ring).
 """
 
 from __future__ import annotations
@@ -15,52 +15,60 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.sharding.symmetric_memory import Mailboxes, others
+from common.kernels import accumulate
+from common.sharding.processes import Processes
+from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
 
 Accumulate = Callable[..., Tensor]  # an engine of kernels/accumulate.py
-Gradients = list[Tensor]
 
 
-class Reduction(Protocol):
-    """Both are called on the stream that they work on, with the modules in the same order on all ranks. Both return gradients
-    that the stream no longer reads when it is through with what it has been given.
+class Shard(Protocol):
+    """This rank's part of a weight; see zero.Shard."""
+
+    master: Tensor  # fp32 [rows, ...]
+    gradient: Tensor | None  # fp32, like `master`
+
+
+class ReduceScatter(Protocol):
+    """Called on one stream, for the modules in the same order on all ranks. Both methods return gradients that the stream reads until it has
+    done what it has been given so far.
     """
 
-    def start(self, masters: Sequence[nn.Parameter], gradients: Gradients) -> Gradients:
-        """Master: fp32 [rows, ...], this rank's; gradient: [up to rows x ranks, ...], of the whole weight, contiguous."""
+    def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
+        """Gradients: [up to rows x ranks, ...], of whole weights, contiguous."""
 
-    def finish(self) -> Gradients:
-        """What was started is added to the masters' gradients."""
+    def finish(self) -> list[Tensor]:
+        """Everything that was started is now added to `shard.gradient`."""
 
 
-class ByCollectives:
-    """NCCL or RCCL; gloo on a CPU. All at once, when it starts."""
+class NcclReduceScatter:
+    """NCCL or RCCL; gloo on a CPU. It finishes what it starts."""
 
     def __init__(self, group: dist.ProcessGroup, nodes: dist.ProcessGroup | None, dtype: torch.dtype, accumulate: Accumulate):
-        """`group`: the ranks that share the rows. `nodes`: where there are several nodes, this rank's like on them. `dtype`: of what is sent."""
+        """`group`: the ranks that share the rows. `nodes`: with several nodes, the ranks that hold the same rows. `dtype`: of what is sent."""
         self.group, self.nodes, self.dtype, self.accumulate = group, nodes, dtype, accumulate
 
-    def start(self, masters: Sequence[nn.Parameter], gradients: Gradients) -> Gradients:
-        for master, mean in zip(masters, self._means(masters, gradients), strict=True):
-            master.grad = self.accumulate(master.grad, mean)
+    def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
+        for shard, mean in zip(shards, self._means(shards, gradients), strict=True):
+            shard.gradient = self.accumulate(shard.gradient, mean)
         return gradients
 
-    def finish(self) -> Gradients:
+    def finish(self) -> list[Tensor]:
         return []
 
-    def _means(self, masters: Sequence[nn.Parameter], gradients: Gradients) -> list[Tensor]:
+    def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         ranks = self.group.size()
         if ranks == 1 and self.nodes is None:
             return gradients
-        op = dist.ReduceOp.AVG if gradients[0].is_cuda else dist.ReduceOp.SUM  # gloo knows sums only
-        means = [torch.empty_like(master, dtype=self.dtype) for master in masters]
-        with as_one(self.group):
+        op = dist.ReduceOp.AVG if gradients[0].is_cuda else dist.ReduceOp.SUM  # gloo has no AVG
+        means = [torch.empty_like(shard.master, dtype=self.dtype) for shard in shards]
+        with coalesced(self.group):
             for gradient, mean in zip(gradients, means, strict=True):
-                dist.reduce_scatter_tensor(mean, with_all_rows(gradient, len(mean) * ranks).to(self.dtype), op, group=self.group)
+                dist.reduce_scatter_tensor(mean, pad_rows(gradient, len(mean) * ranks).to(self.dtype), op, group=self.group)
         if self.nodes is not None:
-            with as_one(self.nodes):
+            with coalesced(self.nodes):
                 for mean in means:
                     dist.all_reduce(mean, op, group=self.nodes)
         if op == dist.ReduceOp.SUM:
@@ -68,68 +76,78 @@ class ByCollectives:
         return means
 
 
-class ByMail:
-    """Copies into the mailboxes of the node's other ranks. What came in is opened when the next module starts, or at `finish`.
+class CopyEngineReduceScatter:
+    """Copies into buffers of the node's other ranks. What arrived for a module is summed when the next module starts, or at `finish`.
 
-    A barrier comes before opening: behind it everyone has sent. Nobody waits there for long, since everyone sent a whole module ago; and
-    whoever passes it knows that all have opened what came before, so that of two slots the other one may be written to.
+    A barrier comes first: after it all ranks have sent this module and consumed the one before, so the second buffer is free. It costs no
+    waiting, since every rank sent a whole module's backward ago.
     """
 
-    def __init__(self, boxes: Mailboxes, dtype: torch.dtype, accumulate: Accumulate):
-        self.boxes, self.dtype, self.accumulate = boxes, dtype, accumulate
-        self.turn = 0
-        self.sent: tuple[Sequence[nn.Parameter], Gradients, Gradients] | None = None  # masters, gradients as sent, as they came
+    def __init__(self, buffers: SymmetricBuffers, dtype: torch.dtype, accumulate: Accumulate):
+        self.buffers, self.dtype, self.accumulate = buffers, dtype, accumulate
+        self.phase = 0  # which of the two buffers
+        self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = None  # shards, gradients as sent, gradients as they came
 
     @staticmethod
-    def num_bytes(masters: Sequence[nn.Parameter], ranks: int, dtype: torch.dtype) -> int:
-        """Of a slot that holds these masters' mail."""
-        return sum(_mail_bytes(master, ranks, dtype) for master in masters)
+    def num_bytes(shards: Sequence[Shard], ranks: int, dtype: torch.dtype) -> int:
+        """Size of a buffer for these shards of one module."""
+        return sum(_received_bytes(shard, ranks, dtype) for shard in shards)
 
-    def start(self, masters: Sequence[nn.Parameter], gradients: Gradients) -> Gradients:
-        opened = self.finish()
-        ranks, me = self.boxes.ranks, self.boxes.rank
-        ready = [with_all_rows(g, len(m) * ranks).to(self.dtype) for m, g in zip(masters, gradients, strict=True)]
-        for peer in others(me, ranks):
-            for gradient, mail in zip(ready, self._mail(peer, masters), strict=True):
-                # The box has no place for its owner's own.
-                mail[me - (me > peer)].copy_(gradient.chunk(ranks)[peer])
-        self.sent = masters, ready, gradients
-        return opened
+    def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
+        finished = self.finish()
+        ranks, rank = self.buffers.ranks, self.buffers.rank
+        padded = [pad_rows(g, len(s.master) * ranks).to(self.dtype) for s, g in zip(shards, gradients, strict=True)]
+        for peer in ring_order(rank, ranks):
+            for gradient, received in zip(padded, self._received_by(peer, shards), strict=True):
+                received[rank - (rank > peer)].copy_(gradient.chunk(ranks)[peer])  # a rank has no place for its own rows in its buffer
+        self.sent = shards, padded, gradients
+        return finished
 
-    def finish(self) -> Gradients:
+    def finish(self) -> list[Tensor]:
         if self.sent is None:
             return []
-        (masters, ready, gradients), self.sent = self.sent, None
-        self.boxes.barrier()
-        me = self.boxes.rank
-        for master, gradient, mail in zip(masters, ready, self._mail(me, masters), strict=True):
-            master.grad = self.accumulate(master.grad, gradient.chunk(self.boxes.ranks)[me], mail)
-        self.turn = 1 - self.turn
+        (shards, padded, gradients), self.sent = self.sent, None
+        self.buffers.barrier()
+        rank = self.buffers.rank
+        for shard, gradient, received in zip(shards, padded, self._received_by(rank, shards), strict=True):
+            shard.gradient = self.accumulate(shard.gradient, gradient.chunk(self.buffers.ranks)[rank], received)
+        self.phase = 1 - self.phase
         return gradients
 
-    def _mail(self, owner: int, masters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-        """What the others send to `owner`, for each master [ranks - 1, rows, ...]."""
-        slot, offset = self.boxes.slots_of[owner][self.turn], 0
-        for master in masters:
-            shape = (self.boxes.ranks - 1, *master.shape)
-            yield slot[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
-            offset += _mail_bytes(master, self.boxes.ranks, self.dtype)
+    def _received_by(self, rank: int, shards: Sequence[Shard]) -> Iterator[Tensor]:
+        """What the other ranks send to `rank`: for each shard [ranks - 1, rows, ...]."""
+        buffer, offset = self.buffers.buffers[rank][self.phase], 0
+        for shard in shards:
+            shape = (self.buffers.ranks - 1, *shard.master.shape)
+            yield buffer[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+            offset += _received_bytes(shard, self.buffers.ranks, self.dtype)
 
 
-def _mail_bytes(master: nn.Parameter, ranks: int, dtype: torch.dtype) -> int:
-    """Rounded up, for loads of 16 bytes."""
-    return -(-(ranks - 1) * master.numel() * dtype.itemsize // 16) * 16
+def _received_bytes(shard: Shard, ranks: int, dtype: torch.dtype) -> int:
+    """Rounded up to 16, for loads of 16 bytes."""
+    return -(-(ranks - 1) * shard.master.numel() * dtype.itemsize // 16) * 16
 
 
-def with_all_rows(gradient: Tensor, rows: int) -> Tensor:
-    """With zeros after it where the weight's rows do not come out even."""
+def pad_rows(gradient: Tensor, rows: int) -> Tensor:
+    """`gradient` with rows of zeros appended until there are `rows`."""
     if (added := rows - len(gradient)) == 0:
         return gradient
     return torch.cat([gradient, gradient.new_zeros(added, *gradient.shape[1:])])
 
 
-def as_one(group: dist.ProcessGroup) -> AbstractContextManager:
-    """Collectives of one kind inside become one launch. Six launches per module, each waiting for room beside the products and then for the
-    other rank, held multiprocessors for 452 ms of a step instead of 225 (8B on two H200s).
+def coalesced(group: dist.ProcessGroup) -> AbstractContextManager:
+    """Collectives of one kind inside become one launch. Six launches per module, each waiting for free multiprocessors and then for the other
+    rank, occupied multiprocessors for 452 ms of a step instead of 225 (8B on two H200s).
     """
     return dist._coalescing_manager(group)
+
+
+def make_reduce_scatter(
+    backend: str, processes: Processes, dtype: torch.dtype, kernels: str, modules: Sequence[Sequence[Shard]]
+) -> ReduceScatter:
+    """`backend`: "nccl" or "copy_engine". `dtype`: of what is sent. `modules`: the shards of each module."""
+    group, engine = processes.shard_group, accumulate.ENGINES[kernels]
+    if backend == "nccl" or group.size() == 1:
+        return NcclReduceScatter(group, processes.node_group, dtype, engine)
+    num_bytes = max(CopyEngineReduceScatter.num_bytes(shards, group.size(), dtype) for shards in modules)
+    return CopyEngineReduceScatter(SymmetricBuffers(group, num_bytes, processes.device), dtype, engine)

@@ -1,6 +1,6 @@
-"""A stream beside the one that computes, for what moves data meanwhile; on a CPU, which has none, everything in order.
+"""A stream beside the compute stream, for copies and collectives that run while kernels compute. A CPU runs everything in order.
 
-What uses it hands over work and events and never asks where they run: so tests play the same work in other orders.
+Users pass work and events and never ask where the work runs, so tests can execute it in every order that the events allow.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from typing import Any, Protocol
 import torch
 
 
-class Stream(Protocol):
-    """Events are None where everything happens in order."""
+class SideStream(Protocol):
+    """Events are opaque to users; on a CPU they are None."""
 
     def run(self, work: Callable[[], object], after: Any) -> Any:
-        """Enqueue `work` behind event `after`; returns the event of its end."""
+        """Enqueue `work` on the side stream after event `after`, or without waiting if that is None. Returns the event of its end."""
 
-    def mark(self) -> Any:
-        """An event at what the compute stream has been given so far."""
+    def record_event(self) -> Any:
+        """An event after all work enqueued on the compute stream so far."""
 
-    def wait(self, event: Any) -> None:
-        """What the compute stream is given from now on comes after `event`."""
+    def wait_event(self, event: Any) -> None:
+        """Let the work enqueued on the compute stream from now on wait for `event`."""
 
 
 class InOrder:
-    """A CPU: work is done when it is given."""
+    """For a CPU: work runs when it is enqueued."""
 
     def run(self, work: Callable[[], object], after: None) -> None:
         work()
 
-    def mark(self) -> None:
+    def record_event(self) -> None:
         return None
 
-    def wait(self, event: None) -> None:
+    def wait_event(self, event: None) -> None:
         return None
 
 
-class SideStream:
-    """A stream beside the one that is current when `mark` and `wait` are called."""
+class CudaSideStream:
+    """The compute stream is the one that is current when `record_event` and `wait_event` are called."""
 
     def __init__(self, device: torch.device):
-        # High priority: a gather's few blocks must not queue behind a product's thousands.
+        # High priority: the few thread blocks of a gather must not queue behind the thousands of a matrix product.
         self.device, self.stream = device, torch.cuda.Stream(device, priority=-1)
 
     def run(self, work: Callable[[], object], after: torch.cuda.Event | None) -> torch.cuda.Event:
@@ -51,12 +51,12 @@ class SideStream:
             work()
             return self.stream.record_event()
 
-    def mark(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self.device).record_event()
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait_event(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
 
 
-def beside(device: torch.device) -> Stream:
-    return SideStream(device) if device.type == "cuda" else InOrder()
+def make_side_stream(device: torch.device) -> SideStream:
+    return CudaSideStream(device) if device.type == "cuda" else InOrder()

@@ -1,6 +1,6 @@
-"""Memory of the node's GPUs that all of them can read and write: the copy engines' way from one to the other.
+"""GPU memory that all ranks of a node can read and write, so that copy engines move data between GPUs.
 
-An NCCL kernel takes multiprocessors from the products it runs beside; a copy engine takes none.
+An NCCL kernel occupies multiprocessors that the matrix products running beside it need; a copy engine occupies none.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,58 +16,46 @@ from torch import Tensor
 from common.errors import ConfigError
 
 
-def symmetric_empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """uint8 memory that the node's other ranks can map. Raises ConfigError where there is none such.
+class SymmetricBuffers:
+    """Two buffers of bytes on each rank of a node, for double buffering; every rank can write to all of them.
 
-    It is not the caching allocator's: torch.cuda.memory_allocated does not count it.
+    The memory does not come from torch's caching allocator: torch.cuda.memory_allocated does not count it.
     """
-    import torch.distributed._symmetric_memory as symmetric
 
-    # Never NVLink multicast, which torch would set up for every mapping: copies do not need it, and it fails where the host has none.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    with refused_without_peers():
-        return symmetric.empty(*shape, dtype=torch.uint8, device=device)
+    buffers: dict[int, Tensor]  # rank -> uint8 [2, num_bytes], its two buffers mapped into this process
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device):
+        """`num_bytes` per buffer, the same on all ranks. Raises ConfigError where the GPUs cannot access each other's memory."""
+        import torch.distributed._symmetric_memory as symmetric  # private in torch 2.9: this is the only file that uses it
+
+        # torch would set up NVLink multicast for every mapping. Copies do not need it, and it fails where the host does not provide it.
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        self.rank, self.ranks = group.rank(), group.size()
+        shape = (2, num_bytes)
+        with _refuse_without_peer_access():
+            own = symmetric.empty(*shape, dtype=torch.uint8, device=device)
+            self.handle = symmetric.rendezvous(own, group)
+            self.buffers = {rank: self.handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.ranks)}
+
+    def barrier(self) -> None:
+        """Enqueue on the current stream: wait until all ranks have reached this barrier."""
+        self.handle.barrier()
+
+
+def ring_order(rank: int, ranks: int) -> list[int]:
+    """The other ranks, starting with the next one: if all ranks copy in this order, no two start with the same peer."""
+    return [(rank + step) % ranks for step in range(1, ranks)]
 
 
 @contextmanager
-def refused_without_peers() -> Iterator[None]:
+def _refuse_without_peer_access() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise ConfigError(
-            'transport = "copy_engine" cannot be used here',
-            f"the GPUs of this node cannot reach each other's memory: {str(error).splitlines()[0]}",
-            'set transport = "nccl"',
+            'reduce_scatter = "copy_engine" cannot be used here',
+            f"the GPUs of this node cannot access each other's memory: {str(error).splitlines()[0]}",
+            'set reduce_scatter = "nccl"',
         ) from error
-
-
-def others(rank: int, ranks: int) -> list[int]:
-    """The other ranks, from the neighbour on: each begins with another one, so that not all turn to the same."""
-    return [(rank + step) % ranks for step in range(1, ranks)]
-
-
-def reach(mine: Tensor, group: dist.ProcessGroup) -> tuple[Any, dict[int, Tensor]]:
-    """mine: of `symmetric_empty`, of one shape on all ranks of `group`. torch's handle of it, which has to be kept; and by rank, `others`
-    first, what that rank has. Raises ConfigError where peers cannot be reached.
-    """
-    import torch.distributed._symmetric_memory as symmetric
-
-    with refused_without_peers():
-        handle = symmetric.rendezvous(mine, group)
-    order = (*others(group.rank(), group.size()), group.rank())
-    return handle, {peer: handle.get_buffer(peer, mine.shape, torch.uint8) for peer in order}
-
-
-class Mailboxes:
-    """Two slots of bytes on each rank of a node, which all its ranks can write to."""
-
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device):
-        """`num_bytes` of a slot, the same on all ranks. Raises ConfigError where there is no such memory."""
-        self.rank, self.ranks = group.rank(), group.size()
-        self.handle, self.slots_of = reach(symmetric_empty((2, num_bytes), device), group)
-
-    def barrier(self) -> None:
-        """On the current stream: go on when all ranks have come so far."""
-        self.handle.barrier()

@@ -1,12 +1,13 @@
-"""Weights that each rank keeps whole for computing and a part of for updating: the sharding of pre-training.
+"""ZeRO-2 (Rajbhandari et al., arXiv:1910.02054): master weights, gradient reduction, optimizer step and weight gather, in one object.
 
-Of each weight W [rows, ...] a rank holds W itself in the precision of computing, the module's parameter; and of its own rows, 1 / n of them,
-the fp32 master with gradient and moments (the stages 1 and 2 of ZeRO, Rajbhandari et al., arXiv:1910.02054).
+Every rank computes with the whole of each weight W [rows, ...], the module's parameter, in the compute precision. Of its own 1 / n of the rows it
+holds the fp32 master, gradient and moments. One step: gradients are reduce-scattered during backward and added to this rank's fp32
+gradient; AdamW updates the master and rounds it into this rank's rows of W; an all-gather sends these rows to the other ranks.
 
-A weight's rows are its memory in order: the ranks' shares lie in it one after another, as collectives want them. So a reduction reads the
-gradient where the product left it, and a gather writes the weight where the product reads it; FSDP2, which packs a module's parameters
-into one buffer and out again, spent 45 ms of a step of 2,177 on that (8B in FP8 on two H200, docs/log.md). Both run beside the
-computing, on a stream of their own: a module's gradients while the backward goes on, its weights while the modules before it compute.
+The shards of W lie in W's own memory one after another, in rank order, as collectives want them: a reduction reads the gradient where the
+matrix product left it, and a gather writes the weight where the product reads it. FSDP2, which packs a module's parameters into one buffer
+and out again, spent 45 ms of a step of 2,177 on that (8B in FP8 on two H200, docs/log.md). Both run on a side stream: a module's gradients
+during the rest of the backward, its weights while the modules before it compute.
 """
 
 from __future__ import annotations
@@ -21,163 +22,196 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
-from torch.distributed.device_mesh import DeviceMesh
 
-from common.kernels import accumulate
-from common.sharding.reduce_scatter import ByCollectives, ByMail, Reduction, as_one
-from common.sharding.symmetric_memory import Mailboxes
+from common.sharding.adamw import AdamW, AdamWSettings, claim
+from common.sharding.processes import Processes
+from common.sharding.reduce_scatter import ReduceScatter, coalesced
 
-IN_FLIGHT = 2  # modules whose gradients are being reduced while a third computes: their memory waits for it
-
-
-@dataclass
-class Weight:
-    parameter: nn.Parameter  # [rows, ...], whole
-    memory: Tensor  # the same, with rows added until the ranks divide them
-    mine: Tensor  # this rank's rows of `memory`
-    master: nn.Parameter  # fp32, as `mine`; its gradient is the mean over the ranks, added up over the micro-batches
+MAX_IN_FLIGHT = 2  # modules whose gradients are being reduced while a third one computes: their memory is not free yet
 
 
 @dataclass
-class Unit:
+class Shard:
+    """One weight on this rank."""
+
+    parameter: nn.Parameter  # [rows, ...], whole, in the compute precision
+    padded: Tensor  # its memory, with rows added until the ranks divide them
+    local: Tensor  # this rank's rows of `padded`
+    master: Tensor  # fp32, shaped like `local`
+    gradient: Tensor | None = None  # fp32, like `master`: the mean over the ranks, accumulated over the micro-batches
+    filled: bool = False  # the master has its initial value
+
+
+@dataclass
+class Bucket:
     """A module whose weights travel together."""
 
-    weights: list[Weight]
-    missing: int  # weights that have no gradient yet, in this backward
-    gathered: torch.cuda.Event | None = None  # when its weights are whole; None: they are
+    shards: list[Shard]
+    missing: int  # gradients that have not arrived yet in this backward
+    gathered: torch.cuda.Event | None = None  # recorded when the weights are whole; None: they are
 
 
-class WeightShards:
+class ZeroOptimizer:
+    """AdamW on the shards. It alone updates the parameters of `modules`: their `.grad` is None whenever no backward is running."""
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        mesh: DeviceMesh,
-        reduce_dtype: torch.dtype,
+        processes: Processes,
+        settings: AdamWSettings,
         kernels: str,
-        mailboxes: Callable[[dist.ProcessGroup, int, torch.device], Mailboxes] | None = None,
+        reduce_scatter: Callable[[list[list[Shard]]], ReduceScatter],
+        moment_dtype: torch.dtype = torch.float32,
     ):
-        """`modules`, in the order of the forward, have memory already; together they have all parameters, each one once. On a mesh of several
-        nodes ("replicate", "shard") the shards are those of a node, and the reduced gradients are averaged over the nodes.
-        Gradients are reduced by collectives or, on one node, through `mailboxes`.
+        """`modules`, in the order of the forward, have memory already, and together every parameter exactly once. `reduce_scatter` makes
+        the reduction from the shards of each module. On several nodes the shards are those of one node (processes.mesh).
+
+        Raises ValueError where another optimizer owns a parameter. Weights are undefined until `set_weight` and `gather`.
         """
-        self.group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
-        nodes = mesh.get_group("replicate") if mesh.ndim > 1 else None
+        self.group = processes.shard_group
         self.rank, self.ranks = self.group.rank(), self.group.size()
-        self.by_parameter: dict[nn.Parameter, Weight] = {}
-        self.units: list[Unit] = []
-        for module in modules:
-            weights = [self._cut(parameter) for parameter in module.parameters()]
-            unit = Unit(weights, missing=len(weights))
-            self.units.append(unit)
-            module.register_forward_pre_hook(lambda module, args, unit=unit: self._await(unit))
-            for weight in unit.weights:
-                self.by_parameter[weight.parameter] = weight
-                weight.parameter.register_post_accumulate_grad_hook(partial(self._arrived, unit))
-        self.device = self.units[0].weights[0].memory.device
+        self.sum_over_shards, self.device = processes.sum_over_shards, processes.device
+        self.shard_of: dict[nn.Parameter, Shard] = {}
+        self.buckets = [self._bucket(module) for module in modules]
+        self.shards = [shard for bucket in self.buckets for shard in bucket.shards]
+        claim([shard.parameter for shard in self.shards], self)
+        local = [shard.local for shard in self.shards]
+        self.adamw = AdamW([shard.master for shard in self.shards], settings, kernels, moment_dtype, rounded=local)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.in_flight: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
-        self.reduction: Reduction
-        if mailboxes is None or self.ranks == 1:
-            self.reduction = ByCollectives(self.group, nodes, reduce_dtype, accumulate.ENGINES[kernels])
-        else:
-            assert nodes is None
-            num_bytes = max(ByMail.num_bytes([weight.master for weight in unit.weights], self.ranks, reduce_dtype) for unit in self.units)
-            self.reduction = ByMail(mailboxes(self.group, num_bytes, self.device), reduce_dtype, accumulate.ENGINES[kernels])
+        self.reduce_scatter = reduce_scatter([bucket.shards for bucket in self.buckets])
 
     @property
-    def masters(self) -> list[nn.Parameter]:
-        """What the optimizer updates."""
-        return [weight.master for unit in self.units for weight in unit.weights]
+    def weights(self) -> list[Tensor]:
+        """The master weights, fp32 [this rank's rows, ...]."""
+        return self.adamw.weights
 
-    @property
-    def mine(self) -> list[Tensor]:
-        """For each of `masters` its rows of the weight."""
-        return [weight.mine for unit in self.units for weight in unit.weights]
+    def state_tensors(self) -> list[Tensor]:
+        return self.adamw.state_tensors()
 
-    def fill(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Set the master to its rows of `full`, which has all of the weight's; `gather` then makes the weight."""
-        master = self.by_parameter[parameter].master.detach()
-        rows = full[self.rank * len(master) : (self.rank + 1) * len(master)]
-        master.zero_()  # rows that were added
-        master[: len(rows)].copy_(rows)
+    def reset_state(self) -> None:
+        """Forget gradients, moments and steps, as before the first step."""
+        for shard in self.shards:
+            shard.gradient = None
+        self.adamw.reset()
 
     @torch.no_grad()
-    def gather(self, rounded: bool = False) -> None:
-        """Make the weights of the masters, on all ranks. Returns at once; a module's forward waits for its own.
+    def set_weight(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Set the master to its rows of `full`, the whole weight. After the last one call `gather`."""
+        shard = self.shard_of[parameter]
+        rows = full[self.rank * len(shard.master) : (self.rank + 1) * len(shard.master)]
+        shard.master.zero_()  # the rows of padding
+        shard.master[: len(rows)].copy_(rows)
+        shard.filled = True
 
-        `rounded`: this rank's rows have been written already, by an optimizer that was given `mine`.
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make the parameters from the masters, on all ranks. Raises RuntimeError where a master was never set."""
+        if missing := [shard for shard in self.shards if not shard.filled]:
+            raise RuntimeError(f"{len(missing)} of {len(self.shards)} weights were never set: use set_weight, not the module's parameter")
+        torch._foreach_copy_([shard.local for shard in self.shards], [shard.master for shard in self.shards])
+        self._start_gather()
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> Tensor:
+        """After the last backward: finish the reduction, clip, update, start the gather. Returns the global L2 norm of the gradients before
+        clipping, fp32 [] on the device; where it is not finite nothing was updated.
         """
-        for unit in self.units:
-            if not rounded:
-                torch._foreach_copy_([weight.mine for weight in unit.weights], [weight.master for weight in unit.weights])
-            if self.ranks == 1:
-                continue
-            with self._beside("gather"), as_one(self.group):
-                for weight in unit.weights:
-                    dist.all_gather_into_tensor(weight.memory, weight.mine, group=self.group)
-            if self.stream:
-                unit.gathered = self.stream.record_event()
+        self._finish_reduction()
+        present = [shard.gradient for shard in self.shards if shard.gradient is not None and shard.gradient.numel()]
+        norm = self.sum_over_shards(torch.nn.utils.get_total_norm(present).square()).sqrt()
+        self.adamw.update([shard.gradient for shard in self.shards], norm, learning_rate)
+        for shard in self.shards:
+            shard.gradient = None
+        self._start_gather()
+        return norm
 
-    def backward_done(self) -> None:
-        """After the last backward of a step: the masters' gradients are there for the current stream."""
-        self._finish()
-        while self.in_flight:
-            self._finish_oldest()
+    # Setting up.
 
-    def _cut(self, parameter: nn.Parameter) -> Weight:
+    def _bucket(self, module: nn.Module) -> Bucket:
+        shards = [self._shard(parameter) for parameter in module.parameters()]
+        bucket = Bucket(shards, missing=len(shards))
+        module.register_forward_pre_hook(lambda module, args: self._before_forward(bucket))
+        for shard in shards:
+            self.shard_of[shard.parameter] = shard
+            shard.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, bucket))
+        return bucket
+
+    def _shard(self, parameter: nn.Parameter) -> Shard:
         rows = -(-len(parameter) // self.ranks)
-        memory = parameter.data
+        padded = parameter.data
         if rows * self.ranks != len(parameter):
-            memory = parameter.data.new_zeros(rows * self.ranks, *parameter.shape[1:])
-            parameter.data = memory[: len(parameter)]
-        mine = memory[self.rank * rows : (self.rank + 1) * rows]
-        return Weight(parameter, memory, mine, nn.Parameter(torch.zeros_like(mine, dtype=torch.float32)))
+            padded = parameter.data.new_zeros(rows * self.ranks, *parameter.shape[1:])
+            parameter.data = padded[: len(parameter)]
+        local = padded[self.rank * rows : (self.rank + 1) * rows]
+        return Shard(parameter, padded, local, torch.zeros_like(local, dtype=torch.float32))
 
-    def _await(self, unit: Unit) -> None:
-        if unit is self.units[len(self.units) // 4]:
-            self._finish()  # of the last micro-batch: under way for so long that nobody waits
-        if unit is self.units[len(self.units) // 2]:
-            self.backward_done()  # its gradients' memory, 1.4 GiB at the 8B, is wanted at the head, where memory peaks
-        if unit.gathered is not None:
-            torch.cuda.current_stream(self.device).wait_event(unit.gathered)
-            unit.gathered = None
+    # Weights.
 
-    def _arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
-        unit.missing -= 1
-        if unit.missing == 0:
-            unit.missing = len(unit.weights)
-            self._reduce(unit)
+    def _start_gather(self) -> None:
+        """Returns at once; a module's forward waits for its own weights."""
+        if self.ranks == 1:
+            return
+        for bucket in self.buckets:
+            with self._side_stream("gather"), coalesced(self.group):
+                for shard in bucket.shards:
+                    dist.all_gather_into_tensor(shard.padded, shard.local, group=self.group)
+            if self.stream:
+                bucket.gathered = self.stream.record_event()
+
+    def _before_forward(self, bucket: Bucket) -> None:
+        if bucket is self.buckets[len(self.buckets) // 4]:
+            self._finish_last_bucket()  # of the last micro-batch: it started so long ago that nothing waits
+        if bucket is self.buckets[len(self.buckets) // 2]:
+            self._finish_reduction()  # frees its gradients, 1.4 GiB at the 8B, before the head, where memory peaks
+        if bucket.gathered is not None:
+            torch.cuda.current_stream(self.device).wait_event(bucket.gathered)
+            bucket.gathered = None
+
+    # Gradients.
+
+    def _gradient_arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            bucket.missing = len(bucket.shards)
+            self._reduce(bucket)
 
     @torch.no_grad()
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, bucket: Bucket) -> None:
         gradients = []
-        for weight in unit.weights:
-            assert weight.parameter.grad is not None
-            gradients.append(weight.parameter.grad)
-            weight.parameter.grad = None
-        with self._beside("reduce"):
-            self._in_flight(self.reduction.start([weight.master for weight in unit.weights], gradients))
-        if len(self.in_flight) > IN_FLIGHT:
-            self._finish_oldest()
+        for shard in bucket.shards:
+            assert shard.parameter.grad is not None
+            gradients.append(shard.parameter.grad)
+            shard.parameter.grad = None
+        with self._side_stream("reduce"):
+            self._hold(self.reduce_scatter.start(bucket.shards, gradients))
+        if len(self.in_flight) > MAX_IN_FLIGHT:
+            self._wait_for_oldest()
 
     @torch.no_grad()
-    def _finish(self) -> None:
-        with self._beside("reduce"):
-            self._in_flight(self.reduction.finish())
+    def _finish_last_bucket(self) -> None:
+        with self._side_stream("reduce"):
+            self._hold(self.reduce_scatter.finish())
 
-    def _in_flight(self, gradients: list[Tensor]) -> None:
-        """Their memory is free when the stream of the collectives is through with what it has been given so far."""
+    def _finish_reduction(self) -> None:
+        """The fp32 gradients are complete for the current stream."""
+        self._finish_last_bucket()
+        while self.in_flight:
+            self._wait_for_oldest()
+
+    def _hold(self, gradients: list[Tensor]) -> None:
+        """Keep what the side stream still reads; its memory is free once the stream has done what it has been given so far."""
         if self.stream and gradients:
             self.in_flight.append((self.stream.record_event(), gradients))
 
-    def _finish_oldest(self) -> None:
+    def _wait_for_oldest(self) -> None:
         done, _ = self.in_flight.popleft()
         torch.cuda.current_stream(self.device).wait_event(done)
 
     @contextmanager
-    def _beside(self, what: str) -> Iterator[None]:
-        """On the stream of the collectives, behind all that the current one has been given; on a CPU, at once."""
-        with record_function(f"weight_shards::{what}"):
+    def _side_stream(self, what: str) -> Iterator[None]:
+        """On the stream of the collectives, after everything the current stream has been given; on a CPU, at once."""
+        with record_function(f"zero::{what}"):
             if self.stream is None:
                 yield
                 return

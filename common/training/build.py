@@ -1,96 +1,114 @@
-"""How a model is made ready for the GPUs, in one visible order: recompute, compile, shard.
-
-Two ways to shard, `RunConfig.weights_stay_whole` says which: common/sharding/zero.py, or torch's FSDP2.
-Compile comes before sharding, so that each compiled block is whole and FSDP's hooks stay outside of it.
-"""
+"""How a benchmark's objects are assembled: one function for both, whose body is the order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor, nn
 
 from common.config import RunConfig
-from common.model.llama import Llama
+from common.model.llama import Head, Llama
 from common.model.shapes import ModelShape
-from common.sharding.symmetric_memory import Mailboxes
-from common.sharding.zero import WeightShards
+from common.sharding.adamw import require_owner
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_model(config: RunConfig, shape: ModelShape, sequence_length: int) -> Llama:
-    """The model as the config wants it computed, where the caller's default device is (meta)."""
-    return Llama(
-        shape,
-        sequence_length,
-        kernels=config.kernels,
-        fp8_swiglu_input=config.fp8_swiglu_input,
-        fused_blocks=config.fused_blocks,
-        fp8_recipe=config.fp8_recipe if config.fp8 else "",
-        fp8_head=config.fp8_head,
-        fp8_engine=config.fp8,
-    )
+class Optimizer(Protocol):
+    """ZeroOptimizer or ReplicatedOptimizer."""
+
+    @property
+    def weights(self) -> list[Tensor]: ...
+    def step(self, learning_rate: float) -> Tensor: ...
+    def state_tensors(self) -> list[Tensor]: ...
+    def reset_state(self) -> None: ...
 
 
-def prepare(model: Llama, config: RunConfig, mesh: DeviceMesh, replicated: Iterable[nn.Parameter] = ()) -> Llama:
-    """Change `model` (on the meta device) in place; afterwards `materialize` gives it memory.
+class Fp8State(Protocol):
+    """The scales of a model: DelayedScaling or TransformerEngine."""
 
-    `replicated` parameters stay whole on every rank and are not gathered; their gradients are the optimizer's affair. All others:
-    weights are kept and updated in fp32, one shard per rank, and gathered in `config.precision` for computing. Gradients are
-    reduced in `config.reduce_precision` after every micro-batch and accumulated in fp32 shards: that costs more traffic than
-    one reduction per step, hidden behind the backward, and saves a whole unsharded gradient. On a mesh of several nodes
-    ("replicate", "shard") the shards are those of a node, and each micro-batch's are averaged over the nodes as well.
+    def allocate(self, device: torch.device) -> None: ...
+    def attach(self, model: nn.Module) -> None: ...
+    def step_done(self) -> None: ...
+    def tensors(self) -> list[Tensor]: ...
+    def reset(self) -> None: ...
+    def take_clipped(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What trains. Raises ValueError where a parameter trains that `optimizer` does not update."""
+
+    model: Llama
+    optimizer: Optimizer
+    fp8: Fp8State | None
+
+    def __post_init__(self) -> None:
+        require_owner(self.model, self.optimizer)
+
+    def step(self, learning_rate: float) -> Tensor:
+        """After the last backward of a step: update the weights, then the scales. Returns the gradient norm, fp32 [] on the device."""
+        norm = self.optimizer.step(learning_rate)
+        if self.fp8 is not None:
+            self.fp8.step_done()
+        return norm
+
+    def state_tensors(self) -> list[Tensor]:
+        """Everything that training changes in place: weights, optimizer state, scales."""
+        return [*self.optimizer.weights, *self.optimizer.state_tensors(), *(self.fp8.tensors() if self.fp8 is not None else [])]
+
+    def reset(self) -> None:
+        """Optimizer state and scales as before the first step. The weights stay."""
+        self.optimizer.reset_state()
+        if self.fp8 is not None:
+            self.fp8.reset()
+
+
+Trained = TypeVar("Trained", bound=Optimizer)
+
+
+def build(
+    config: RunConfig,
+    shape: ModelShape,
+    sequence_length: int,
+    device: torch.device,
+    *,
+    fp8: Fp8State | None,
+    layers: Callable[[], tuple[Sequence[nn.Module], Head]],
+    optimizer: Callable[[Llama], Trained],
+    weights: Callable[[Llama, Trained], object],
+    before_each_pass: Sequence[Callable[[bool], None]] = (),
+) -> Assembly:
+    """Blocks and head on the meta device, memory, sharding with the optimizer, then weights.
+
+    `fp8`: the scales that the blocks use. `layers` makes the blocks and the head. `optimizer` shards the trained weights or takes them whole.
+    `weights` fills all of them, through the optimizer where it holds masters. `before_each_pass` is called with `model.training` at the start
+    of each forward: a micro-batch, or an evaluation's.
     """
-    model.recompute_layers = config.recompute_layers
-    if config.compile:
-        for block in model.blocks:
-            block.compile(fullgraph=True, dynamic=False)
-        if config.kernels == "reference":  # the Triton head has nothing to fuse
-            model.head.compile(fullgraph=True, dynamic=False)
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[config.precision], reduce_dtype=DTYPES[config.reduce_precision], cast_forward_inputs=False
-    )
-    whole = set(replicated)
-    if not whole and config.weights_stay_whole:
-        model.to(DTYPES[config.precision])  # the masters are fp32: `shard_weights`
-        return model
-    if whole.issuperset(model.parameters()):
-        return model  # nothing to shard: no gathers, no hooks
-    for module in (*model.blocks, model.head, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward, ignored_params=whole)
-    return model
-
-
-def shard_weights(model: Llama, config: RunConfig, mesh: DeviceMesh) -> None:
-    """After `materialize`: give each rank its masters, where the weights stay whole. Their values are undefined."""
-    if config.weights_stay_whole:
-        modules = [model.embedding, *model.blocks, model.head]
-        mailboxes = Mailboxes if config.transport == "copy_engine" else None
-        model.weight_shards = WeightShards(modules, mesh, DTYPES[config.reduce_precision], config.kernels, mailboxes)
-
-
-def materialize(model: Llama, device: torch.device) -> None:
-    """Give a meta model memory on `device`; its weights are undefined until they are initialized or loaded."""
+    with torch.device("meta"), default_dtype(DTYPES[config.precision]):
+        model = Llama(shape, sequence_length, *layers())
     model.to_empty(device=device)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # torch 2.9 moves shards that are shorter than others to new memory when it first gathers them. Whoever held on to the old,
-            # such as an optimizer, would train something that nobody reads.
-            module.unshard()
-            module.reshard()
     model.make_rope_tables(device)
-    if model.scaling is not None:
-        model.scaling.allocate(device)
-    if model.transformer_engine is not None:
-        model.transformer_engine.allocate()
+    if fp8 is not None:
+        fp8.allocate(device)
+        fp8.attach(model)
+    if before_each_pass:
+        model.register_forward_pre_hook(lambda model, _: [start(model.training) for start in before_each_pass] and None)
+    trained_by = optimizer(model)
+    weights(model, trained_by)
+    return Assembly(model, trained_by, fp8)
 
 
-def mark_micro_batch(model: Llama, is_last: bool, reshard_after_forward: bool) -> None:
-    """Between the micro-batches of a step weights do not change: keep them gathered, unless memory asks for it."""
-    if isinstance(model, FSDPModule):
-        model.set_is_last_backward(is_last)
-        model.set_reshard_after_backward(is_last or reshard_after_forward)
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Of the modules that are made inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

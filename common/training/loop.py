@@ -1,4 +1,4 @@
-"""The loop, once, for both benchmarks: train() and evaluate(). It takes finished things and calls nobody back.
+"""The loop, once, for both benchmarks: train() and evaluate(). It takes finished objects and knows no benchmark.
 
 The loss of a step is the mean over the global batch of each sequence's mean over its valid tokens. Where all tokens count, as
 in pre-training, that is the mean over all tokens; where a mask leaves some out, it is what the LoRA reference does.
@@ -7,6 +7,7 @@ in pre-training, that is the mean over all tokens; where a mask leaves some out,
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,56 +20,50 @@ from common.errors import NonFinite, TargetMissed
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model.llama import Llama
 from common.sharding.processes import Heartbeat, Processes
-from common.training.build import mark_micro_batch
+from common.training.build import Assembly
 from common.training.metrics import Meter
 from common.training.mllog import RunLog
-from common.training.optimizer import ClippedAdamW
 from common.training.rank_comparison import RankComparison
+
+LOG_EVERY_STEPS = 10  # the host waits for the device only then, and at evaluations
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How a global batch is cut: sequences per step, micro-batches per rank and step, and how weights travel in between."""
+    """How a global batch is cut: sequences per step, and micro-batches per rank and step."""
 
     global_batch_size: int
     gradient_accumulation_steps: int
-    reshard_after_forward: bool
 
 
 def train_step(
-    model: Llama,
-    optimizer: ClippedAdamW,
+    assembly: Assembly,
     batches: Iterator[Tensor],
     batching: Batching,
     learning_rate: float,
-    world_size: int,
-    beat: Callable[[str], None],
+    processes: Processes,
+    beat: Callable[[str], None] = lambda phase: None,
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step. `batches` yields int [micro batch, 2, sequence] on the device: tokens and labels.
+    """One optimizer step. `batches` yields int [micro batch, 2, sequence] on the device: tokens and labels. `beat` hears each phase.
 
     Returns (this rank's part of the loss, gradient norm), both fp32 [] on the device; the host waits for neither.
     """
-    loss_part = torch.zeros((), device=optimizer.shards[0].device)
-    for micro_step in range(batching.gradient_accumulation_steps):
+    loss_part = torch.zeros((), device=processes.device)
+    for _ in range(batching.gradient_accumulation_steps):
         beat("data")
         batch = next(batches)
         beat("compute")
-        mark_micro_batch(model, micro_step == batching.gradient_accumulation_steps - 1, batching.reshard_after_forward)
-        loss_sum, count = model(*batch.unbind(1))
+        loss_sum, count = assembly.model(*batch.unbind(1))
         loss = (loss_sum / count).sum() / batching.global_batch_size
         # Gradients are averaged over the ranks; each rank's loss is its part of the whole, so the average must become a sum.
-        (loss * world_size).backward()
+        (loss * processes.world_size).backward()
         loss_part += loss.detach()
     beat("optimizer")
-    model.backward_done()
-    grad_norm = optimizer.step(learning_rate)
-    optimizer.zero_grad()
-    model.step_done()
-    return loss_part, grad_norm
+    return loss_part, assembly.step(learning_rate)
 
 
 @torch.no_grad()
-def evaluate(model: Llama, batches: Iterable[Tensor], processes: Processes, beat: Callable[[str], None]) -> float:
+def evaluate(model: Llama, batches: Iterable[Tensor], processes: Processes, beat: Callable[[str], None] = lambda phase: None) -> float:
     """Mean over all sequences, of all ranks, of each one's mean loss over its valid tokens; a sequence without any has no weight.
 
     `batches`: int [sequences, 2, length], tokens and labels, resident on the device; label -100 does not count. Sums are fp64.
@@ -109,72 +104,74 @@ class Outcome:
     loss: float  # of the last evaluation
 
 
+@dataclass(frozen=True)
+class Goal:
+    """When to evaluate, and when to stop. In training sequences; `first_evaluation` is a multiple of `eval_interval`."""
+
+    eval_interval: int
+    first_evaluation: int
+    target_loss: float  # stop at <=
+    max_samples: int  # give up after so many
+
+    def evaluates_at(self, samples: int) -> bool:
+        return samples % self.eval_interval == 0 and samples >= self.first_evaluation
+
+    def next_evaluation(self, samples: int) -> int:
+        return max(self.first_evaluation, -(-samples // self.eval_interval) * self.eval_interval)
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Where the loop reports to. `log` is at run_start, its first block has not begun."""
+
+    log: RunLog
+    meter: Meter
+    heartbeat: Heartbeat
+    ranks: RankComparison | None
+
+
 def train(
-    *,
-    model: Llama,
-    optimizer: ClippedAdamW,
+    assembly: Assembly,
     lr_at: Callable[[int], float],
     batches: Iterator[Tensor],
     eval_batches: list[Tensor],
     batching: Batching,
-    eval_interval: int,
-    first_evaluation: int,
-    target_loss: float,
-    max_samples: int,
-    log_every_steps: int,
+    goal: Goal,
     processes: Processes,
-    log: RunLog,
-    meter: Meter,
-    heartbeat: Heartbeat,
-    ranks: RankComparison | None = None,
+    reporting: Reporting,
 ) -> Outcome:
-    """Train until an evaluation is <= `target_loss`. The log's clock has started, its first block has not.
+    """Train until an evaluation is <= the target. `lr_at`: learning rate of a step, counted from 0.
 
-    Evaluations come after every `eval_interval` sequences, from `first_evaluation` (a multiple of it) on.
-
-    Raises TargetMissed after `max_samples` sequences, NonFinite where loss, gradient norm or evaluation is not finite.
+    Raises TargetMissed after `goal.max_samples` sequences, NonFinite where loss, gradient norm or evaluation is not finite.
     """
     step, samples = 0, 0
-    beat = lambda phase: heartbeat.beat(step, phase)  # noqa: E731 - reads the current step
+    log, meter = reporting.log, reporting.meter
+    beat = lambda phase: reporting.heartbeat.beat(step, phase)  # noqa: E731 - reads the current step
     phases = {"train": 0.0, "eval": 0.0}
-    # A collection in the middle of a step stalls all ranks: what lives now is frozen, the rest is collected at evaluations.
+    # A garbage collection in the middle of a step stalls all ranks: what exists now is frozen, the rest is collected at evaluations.
     gc.collect()
     gc.freeze()
     gc.disable()
     meter.start()
     log.block_start(samples)
     block_samples, block_began = samples, time.monotonic()
-    while samples < max_samples:
+    while samples < goal.max_samples:
         lr = lr_at(step)
-        loss_part, grad_norm = train_step(model, optimizer, batches, batching, lr, processes.world_size, beat)
+        loss_part, grad_norm = train_step(assembly, batches, batching, lr, processes, beat)
         step, samples = step + 1, samples + batching.global_batch_size
         meter.record(step, lr, loss_part, grad_norm)
-        evaluates = samples % eval_interval == 0 and samples >= first_evaluation
-        if step % log_every_steps == 0 or evaluates:
-            meter.flush(next_eval_samples=max(first_evaluation, -(-samples // eval_interval) * eval_interval))
+        evaluates = goal.evaluates_at(samples)
+        if step % LOG_EVERY_STEPS == 0 or evaluates:
+            meter.flush(next_eval_samples=goal.next_evaluation(samples))
         if not evaluates:
             continue
         block_s = time.monotonic() - block_began
         log.block_stop(samples, (samples - block_samples) / block_s)
-        if ranks:  # in the pause between blocks, while the GPUs are hot
-            ranks.compare(step, samples, meter.seconds())
-        eval_began = time.monotonic()
-        log.eval_start(samples)
-        loss = evaluate(model, eval_batches, processes, beat)
-        gc.collect()
-        eval_s = time.monotonic() - eval_began
+        if reporting.ranks:  # in the pause between blocks, while the GPUs are hot
+            reporting.ranks.compare(step, samples, meter.seconds())
+        loss, eval_s = _evaluate_and_log(assembly, eval_batches, goal, processes, reporting, step, samples)
         phases["train"], phases["eval"] = phases["train"] + block_s, phases["eval"] + eval_s
-        meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=eval_s, time_s=meter.seconds())
-        if model.scaling is not None:
-            meter.events.write("fp8", step=step, clipped_elements=model.scaling.take_clipped(), time_s=meter.seconds())
-        if loss != loss or abs(loss) == float("inf"):
-            raise NonFinite(
-                f"evaluation at {samples} samples: loss {loss}", "the weights or activations are not finite", "look at events.jsonl"
-            )
-        log.eval_accuracy(samples, loss)
-        log.eval_stop(samples)
-        meter.progress.show(f"evaluation at {samples:,} samples: loss {loss:.4f}, target {target_loss} ({eval_s:.1f} s)", final=True)
-        if loss <= target_loss:
+        if loss <= goal.target_loss:
             for name, seconds in phases.items():
                 meter.events.write("phase", name=name, seconds=seconds, time_s=meter.seconds())
             return Outcome(samples, loss)
@@ -182,7 +179,30 @@ def train(
         log.block_start(samples)
         block_samples, block_began = samples, time.monotonic()
     raise TargetMissed(
-        f"target {target_loss} not reached within {samples:,} samples",
+        f"target {goal.target_loss} not reached within {samples:,} samples",
         "the last evaluation was above the target when max_samples was used up",
         "compare the loss curve in report.html with an earlier run; raise max_samples if it is still falling",
     )
+
+
+def _evaluate_and_log(
+    assembly: Assembly, batches: list[Tensor], goal: Goal, processes: Processes, reporting: Reporting, step: int, samples: int
+) -> tuple[float, float]:
+    """(loss, seconds) of one evaluation. Raises NonFinite."""
+    log, meter = reporting.log, reporting.meter
+    began = time.monotonic()
+    log.eval_start(samples)
+    loss = evaluate(assembly.model, batches, processes, lambda phase: reporting.heartbeat.beat(step, phase))
+    gc.collect()
+    seconds = time.monotonic() - began
+    meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds())
+    if assembly.fp8 is not None and (clipped := assembly.fp8.take_clipped()) is not None:
+        meter.events.write("fp8", step=step, clipped_elements=clipped, time_s=meter.seconds())
+    if not math.isfinite(loss):
+        raise NonFinite(
+            f"evaluation at {samples} samples: loss {loss}", "the weights or activations are not finite", "look at events.jsonl"
+        )
+    log.eval_accuracy(samples, loss)
+    log.eval_stop(samples)
+    meter.progress.show(f"evaluation at {samples:,} samples: loss {loss:.4f}, target {goal.target_loss} ({seconds:.1f} s)", final=True)
+    return loss, seconds

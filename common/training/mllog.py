@@ -28,7 +28,7 @@ RESERVED_SUBSTRINGS = ("global_batch_size", "submission_benchmark", "eval_accura
 
 POINT, START, END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 STDOUT_FD = 1
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
 Scalar = bool | int | float | str
 

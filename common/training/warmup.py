@@ -8,13 +8,18 @@ moments, step counts, FP8 scales and random generators are set back. `state_dige
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import PreflightError
-from common.training.optimizer import ClippedAdamW
+from common.sharding.processes import Processes
+from common.training.build import Assembly
+from common.training.loop import Batching, evaluate, train_step
+
+TRAIN_STEPS, EVAL_STEPS = 2, 1
 
 _CHUNK = 1 << 24  # elements hashed at a time: 128 MiB of int64 on the device
 # The constants of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), written as the signed integers that torch has.
@@ -39,49 +44,54 @@ def fingerprint(tensor: Tensor) -> int:
     return int(total)
 
 
-def state_digest(weights: list[Tensor], optimizer: ClippedAdamW, data_position: int, device: torch.device) -> str:
-    """Hex digest of everything a warm-up could change on this rank: weights, optimizer, random generators, data position."""
+def state_digest(tensors: list[Tensor], device: torch.device) -> str:
+    """Hex digest of everything a warm-up could change on this rank: weights, optimizer state, FP8 scales (`tensors`), random generators."""
     digest = hashlib.sha256()
-    for tensor in (*weights, *optimizer.state_tensors()):
+    for tensor in tensors:
         digest.update(fingerprint(tensor).to_bytes(8, "little", signed=True))
     digest.update(torch.get_rng_state().numpy().tobytes())
     if device.type == "cuda":
         digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())
-    digest.update(str(data_position).encode())
     return digest.hexdigest()
 
 
 def warm_up(
-    train_step: Callable[[float], object],
-    evaluate: Callable[[], object],
-    restore: Callable[[], None],
-    digest: Callable[[], str],
-    *,
-    train_steps: int,
-    eval_steps: int,
-    device: torch.device,
+    assembly: Assembly, batching: Batching, micro_batch_sizes: tuple[int, int], processes: Processes, beat: Callable[[str], None]
 ) -> str:
-    """Run `train_step(learning_rate=0)` and `evaluate()` on synthetic tokens, restore, and return the digest.
+    """Run TRAIN_STEPS steps at learning rate 0 and EVAL_STEPS evaluation micro-batches on synthetic tokens, and restore. Returns the digest.
 
-    `restore` sets back what they changed; the random generators are set back here.
-
-    Raises PreflightError where the state afterwards differs from the state before: then the run must not start.
+    `micro_batch_sizes`: of training and of evaluation. Raises PreflightError where the state afterwards differs from the state before:
+    then the run must not start.
     """
-    before = digest()
+    device, model = processes.device, assembly.model
+    batches, eval_batches = (
+        synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, size) for size in micro_batch_sizes
+    )
+    state = [tensor.detach() for tensor in assembly.state_tensors()]
+    before = state_digest(state, device)
     cpu_rng = torch.get_rng_state()
     gpu_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    for _ in range(train_steps):
-        train_step(0.0)
-    for _ in range(eval_steps):
-        evaluate()
-    restore()
+    for _ in range(TRAIN_STEPS):
+        train_step(assembly, batches, batching, 0.0, processes, beat)
+    for _ in range(EVAL_STEPS):
+        evaluate(model, [next(eval_batches)], processes, beat)
+    assembly.reset()
     torch.set_rng_state(cpu_rng)
     if gpu_rng is not None:
         torch.cuda.set_rng_state(gpu_rng, device)
-    if (after := digest()) != before:
+    if (after := state_digest(state, device)) != before:
         raise PreflightError(
             "the synthetic warm-up changed the training state",
-            f"the digest of weights, optimizer, generators and data position was {before[:16]} and is {after[:16]}",
-            "this is a defect: set warmup_train_steps = 0 and warmup_eval_steps = 0 to run without, and report it",
+            f"the digest of weights, optimizer, scales and generators was {before[:16]} and is {after[:16]}",
+            "this is a defect: please report it, with the config and the versions",
         )
     return after
+
+
+def synthetic_batches(vocab_size: int, sequence_length: int, processes: Processes, micro_batch_size: int) -> Iterator[Tensor]:
+    """Endless random tokens and labels, int32 [micro batch, 2, sequence] on the device: four batches, made once, in turn."""
+    generator = np.random.default_rng(processes.rank)  # its own generator: torch's global one must stay as it is
+    shape = (micro_batch_size, 2, sequence_length)
+    batches = [torch.from_numpy(generator.integers(0, vocab_size, shape, np.int32)).to(processes.device) for _ in range(4)]
+    while True:
+        yield from batches

@@ -5,8 +5,9 @@ import struct
 import numpy as np
 import pytest
 
+from common.data.indexed_dataset import HEADER, Index
+from common.data.indexed_dataset_writer import Writer, token_dtype
 from common.errors import DataError
-from common.data.indexed_dataset import HEADER, Index, Writer, token_dtype
 
 DOCUMENTS = [[1, 2, 3], [7], [499, 0, 12, 13, 14]]
 
@@ -35,7 +36,8 @@ def test_round_trip_and_dtype(tmp_path, vocab_size, name, code):
 
 
 def test_index_of_many_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.data.indexed_dataset.CHUNK", 7)
+    for module in ("indexed_dataset", "indexed_dataset_writer"):
+        monkeypatch.setattr(f"common.data.{module}.CHUNK", 7)
     lengths = np.random.RandomState(0).randint(1, 9, 50)
     index = write(tmp_path / "c", [np.arange(n) for n in lengths])
     np.testing.assert_array_equal(index.sequence_lengths, lengths)
@@ -43,7 +45,7 @@ def test_index_of_many_chunks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("vocab_size", [500, 128256])
-def test_megatron_reads_our_files(megatron, tmp_path, vocab_size):  # noqa: F811
+def test_megatron_reads_our_files(megatron, tmp_path, vocab_size):
     write(tmp_path / "ours", vocab_size=vocab_size)
     theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
     assert [theirs[i].tolist() for i in range(len(theirs))] == DOCUMENTS
@@ -51,7 +53,7 @@ def test_megatron_reads_our_files(megatron, tmp_path, vocab_size):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_we_read_megatrons_files(megatron, tmp_path, dtype):  # noqa: F811
+def test_we_read_megatrons_files(megatron, tmp_path, dtype):
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

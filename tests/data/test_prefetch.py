@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import DataError
 from common.data.prefetch import Prefetcher
+from common.errors import DataError
 
 CPU = torch.device("cpu")
 

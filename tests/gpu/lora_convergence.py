@@ -19,23 +19,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from common.training.optimizer import warmup_cosine
+from llama2_70b_lora.schedule import cosine_to_zero
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common.data import corpus
 from common.kernels.attention import attention_backends
+from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_writer import save_base
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters, init_adapters
 from common.model.shapes import LLAMA2_70B, ModelShape
-from common.model.weights import load_base, save_base
 from common.sharding.processes import Processes, start_processes
 from common.training.loop import Batching, train_step
-from common.training.optimizer import warmup_cosine
 from llama2_70b_lora import prepare
 from llama2_70b_lora.data import GovReport, train_batches
 from llama2_70b_lora.miniature import BASE_SEQUENCE, base_batches, library_texts
 from llama2_70b_lora.rules import MINIATURE, Config
-from llama2_70b_lora.schedule import cosine_to_zero
 from llama2_70b_lora.train import adapter_optimizer, build, frozen_base
 from llama31_8b.rules import CLOSED as PRETRAINING
 from llama31_8b.rules import Config as PretrainingConfig

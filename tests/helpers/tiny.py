@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from common import config
-from common.data.indexed_dataset import Writer
+from common.data.indexed_dataset_writer import Writer
 from common.errors import RunError
 from common.model.shapes import ModelShape
 from common.sharding.processes import start_processes
@@ -54,9 +54,6 @@ DEFAULTS = {
     "max_samples": 96,
     "micro_batch_size": 4,
     "eval_micro_batch_size": 4,
-    "precision": "fp32",
-    "warmup_train_steps": 1,
-    "log_every_steps": 3,
     "hang_timeout_s": 60.0,
     "miniature": True,
 }
@@ -187,7 +184,7 @@ def train_watched(opens: Path, arguments: list[str]) -> None:
 
     sys.addaudithook(hook)
     trainer.MINIATURE = TINY
-    main(arguments, Config, trainer.run, trainer.bench, "llama31_8b.train")
+    main(arguments, Config, trainer.run, "llama31_8b.train")
 
 
 if __name__ == "__main__":

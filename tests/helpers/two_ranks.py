@@ -8,17 +8,16 @@ from pathlib import Path
 import torch
 from tiny import TINY, run, run_config
 
-from common.model.llama import parameter_seed
+from common.model.initialization import parameter_seed
 from common.sharding.processes import Processes
 from common.training.loop import evaluate, next_token_pairs, pad_for_ranks
 from llama31_8b.data import validation_tokens
-from llama31_8b.train import build
+from llama31_8b.train import assemble
 
 # name -> changes of tiny.DEFAULTS
 RUNS = {
     "plain": {"micro_batch_size": 2},  # 2 ranks x 2 sequences x 2 micro-batches
     "recompute": {"micro_batch_size": 2, "recompute_layers": 1},
-    "reshard": {"micro_batch_size": 2, "reshard_after_forward": True},
     "whole micro-batch": {"micro_batch_size": 4},
 }
 
@@ -33,12 +32,11 @@ def everything(processes: Processes, folder: Path) -> dict:
 
 def optimizer_step(processes: Processes) -> dict:
     """The initial weights put together, one step with known gradients, and the weights after it."""
-    model, optimizer = build(run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7)
+    assembly = assemble(run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7)
+    model = assembly.model
     initial = whole(model)
     sum((parameter * known_gradient(name, parameter.shape)).sum() for name, parameter in model.named_parameters()).backward()
-    model.backward_done()
-    norm = float(optimizer.step(1e-2))
-    model.step_done()
+    norm = float(assembly.step(1e-2))
     return {"initial": initial, "norm": norm, "stepped": whole(model)}
 
 
@@ -51,8 +49,8 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def evaluation(processes: Processes, data_dir: Path) -> float:
-    model, _ = build(run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7)
-    return evaluate(model, pad_for_ranks(evaluation_sequences(data_dir), processes, micro_batch_size=4), processes, lambda phase: None)
+    model = assemble(run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7).model
+    return evaluate(model, pad_for_ranks(evaluation_sequences(data_dir), processes, micro_batch_size=4), processes)
 
 
 def evaluation_sequences(data_dir: Path):

@@ -20,6 +20,7 @@ from common.kernels.fp8 import (
     dgrad,
     matmul,
     quantize_reference,
+    quantize_weight,
     wgrad,
 )
 
@@ -250,3 +251,20 @@ def test_on_a_gpu_the_kernel_casts_as_torch_does(shape, gradient):
 
 def test_a_role_of_a_model_without_memory_has_none():
     assert Quantizer().state.is_meta
+
+
+def test_a_weight_is_cast_once_per_optimizer_step():
+    scaling = DelayedScaling("delayed")
+    quantizer = scaling.quantizer(weight=True)
+    scaling.allocate(torch.device("cpu"))
+    weight = torch.randn(4, 6)
+    cast = quantize_weight(weight, quantizer, quantize_reference)
+    assert torch.equal(cast.rowwise.float(), quantize_reference(weight, quantizer).rowwise.float())
+    assert quantize_weight(weight, quantizer, quantize_reference) is cast
+    for renew in (scaling.step_done, scaling.reset):
+        weight *= -1
+        renew()
+        again = quantize_weight(weight, quantizer, quantize_reference)
+        assert torch.equal(again.rowwise.float(), -cast.rowwise.float())
+        cast = again
+    assert quantize_weight(weight, None, quantize_reference).rowwise is weight

@@ -20,7 +20,8 @@ from toy import alive, door, finish, make_project, wait_until
 from common import hardware
 from common.config import load
 from common.errors import ConfigError, Hang, PreflightError, RankLost, RunError, StorageError, TargetMissed, write_rank_record
-from common.hardware import GIB, Device, Probe
+from common.gpu_kinds import GIB
+from common.hardware import Device, Probe
 from launch import environment, page_cache, rundir, screen, series, supervise, verdict
 from launch.choose import benchmarks, choose
 from launch.supervise import HangLimits, HangWatch

@@ -13,9 +13,9 @@ import torch
 
 from common.errors import ConfigError, DataError, StorageError
 from common.kernels import cross_entropy
-from common.model.llama import Llama
+from common.model.checkpoint_loader import load_base
+from common.model.fused_block import fused_llama
 from common.model.shapes import ModelShape
-from common.model.weights import load_base
 from llama2_70b_lora import data
 from llama2_70b_lora.data import GovReport, Split, row_order, tokens_path, train_batches, validation_pairs
 
@@ -102,7 +102,7 @@ def test_the_loss_is_that_of_hugging_face(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, rms_norm_eps=1e-5, initializer_range=0.5, **sizes))
     theirs.save_pretrained(tmp_path / "model")
-    ours = Llama(shape, LENGTH)
+    ours = fused_llama(shape, LENGTH)
     load_base(ours, tmp_path / "model")
     random = np.random.default_rng(0)
     rows = np.repeat(random.integers(VOCAB, size=(4, 1, LENGTH)), 2, axis=1)

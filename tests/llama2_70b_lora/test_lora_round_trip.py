@@ -18,8 +18,10 @@ from tiny import ROOT
 from common.config import from_table
 from common.errors import RunError
 from common.model import peft_adapter as adapter
-from common.model.llama import Llama, init_weights
-from common.model.weights import load_base, save_base
+from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_writer import save_base
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
 from common.training.session import Session
 from llama2_70b_lora import train
 from llama2_70b_lora.rules import CLOSED, Config
@@ -45,8 +47,8 @@ def start(folder, rules, processes, layout="fused", **changes):
     random = np.random.default_rng(0)
     splits = {"train": rules.train_samples, "validation": rules.eval_samples}
     write(folder / "data", **{split: np.repeat(random.integers(VOCAB, size=(rows, 1, LENGTH)), 2, 1) for split, rows in splits.items()})
-    base = Llama(SHAPE, LENGTH)
-    init_weights(base, 1, 0.2)
+    base = fused_llama(SHAPE, LENGTH)
+    init_weights(base, SHAPE.num_layers, 1, 0.2, copy_weight)
     save_base(base, folder / "data" / "base", layout=layout)
     run_dir = folder / "run"
     run_dir.mkdir()
@@ -76,14 +78,14 @@ def test_peft_and_the_merged_checkpoint_give_the_logits_of_the_run(tmp_path, pro
     saved = load_file(run_dir / "adapter" / "adapter_model.safetensors")
     assert any(tensor.any() for name, tensor in saved.items() if "lora_B" in name), "the adapters have learned something"
     base, ordinary = tmp_path / "data" / "base", tmp_path / "ordinary"
-    model = Llama(SHAPE, LENGTH)
+    model = fused_llama(SHAPE, LENGTH)
     load_base(model, base)
     save_base(model, ordinary, layout="ordinary")  # what transformers can read
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
     peft = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(ordinary, dtype=torch.float32), run_dir / "adapter").eval()
     merged = tmp_path / "merged"
     assert adapter.main(["merge", "--base", str(base), "--adapter", str(run_dir / "adapter"), "--out", str(merged)]) == 0
-    ours = Llama(SHAPE, LENGTH)
+    ours = fused_llama(SHAPE, LENGTH)
     load_base(ours, merged)
     with torch.no_grad():
         expected, got, alone = peft(tokens).logits, ours(tokens), model(tokens)
@@ -97,7 +99,7 @@ def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, 
     closed = replace(CLOSED, shape=SHAPE, sequence_length=LENGTH)
     monkeypatch.setattr("common.training.loop.train_step", lambda *args: (torch.tensor(1.2), torch.tensor(0.1)))
     monkeypatch.setattr("common.training.loop.evaluate", lambda *args: next(losses))
-    monkeypatch.setattr(train, "warm_up_on_synthetic_tokens", lambda *args: None)
+    monkeypatch.setattr(Session, "warm_up", lambda *args: None)
     monkeypatch.setattr(train, "hyperparameters", lambda config, rules, *rest: REAL_KEYS(config, CLOSED, *rest))
     monkeypatch.setenv("CACHE_CLEARED", "fadvise")
     run_dir, error = start(

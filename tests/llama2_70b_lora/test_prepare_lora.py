@@ -16,12 +16,14 @@ import torch
 from pyarrow import parquet
 
 from common.data import corpus
-from common.data.preparation import Manifest, sha256_of
+from common.data.manifest import Manifest, sha256_of
 from common.errors import DataError, PreflightError, StorageError, WeightsError
-from common.model.llama import Llama, init_weights
+from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_writer import save_base
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
 from common.model.shapes import ModelShape
-from common.model.weights import load_base, save_base
-from llama2_70b_lora import miniature, packed_npy, prepare
+from llama2_70b_lora import miniature, miniature_task, packed_npy, prepare
 from llama2_70b_lora.data import GovReport, tokens_path, validation_pairs
 from llama2_70b_lora.rules import CLOSED, MINIATURE
 
@@ -86,7 +88,7 @@ def test_parquet_becomes_flat_int32(tmp_path, kind, capsys):
     assert found.train.sha256 == hashlib.sha256(rows["train"].astype("<i4").tobytes()).hexdigest()
     assert len(validation_pairs(found)) == 3
     out, err = capsys.readouterr()
-    assert out == "" and "9 and 3 sequences of 12" in err
+    assert out == "" and "9 training and 3 validation sequences of 12" in err
     assert {path.name for path in (tmp_path / "d").iterdir()} == {
         ".govreport.lock",
         "govreport.json",
@@ -205,7 +207,7 @@ FILES = {
     ),
     "holes": (
         lambda path: parquet.write_table(pyarrow.table({"input_ids": [[1, None]], "labels": [[1, 2]]}), path),
-        "column input_ids has holes",
+        "column input_ids has missing values",
     ),
     "unequal": (
         lambda path: parquet.write_table(pyarrow.table({"input_ids": [[1, 2]], "labels": [[1]]}), path),
@@ -321,7 +323,7 @@ def test_a_bare_payload_without_an_array(tmp_path, capsys):
         np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": ()})
         file.write(f"cos\nsystem\n(S'touch {marker}'\ntR.".encode())
     assert convert_npy(source, tmp_path / "d") == DataError.exit_code
-    assert "asks for os.system" in capsys.readouterr().err or not marker.exists()
+    assert "contains os.system" in capsys.readouterr().err or not marker.exists()
     assert not marker.exists()
 
 
@@ -362,8 +364,8 @@ def test_a_damaged_packed_file_is_named(tmp_path, kind, capsys):
 def whole(tmp_path):
     """Converted data, and weights of the rules' shape."""
     convert(write_parquet(tmp_path / "p", govreport_rows()), tmp_path / "d")
-    model = Llama(SMALL.shape, 12)
-    init_weights(model, 1, 0.02)
+    model = fused_llama(SMALL.shape, 12)
+    init_weights(model, SMALL.shape.num_layers, 1, 0.02, copy_weight)
     save_base(model, tmp_path / "w", dtype=torch.bfloat16)
     return tmp_path
 
@@ -382,12 +384,12 @@ def test_verify_of_good_data_and_weights(whole, capsys):
     weights = ["--weights", str(whole / "w")]
     assert verify(whole) == 0 and verify(whole, *weights) == 0
     err = capsys.readouterr().err
-    assert "nothing wrong found" in err and "fused layout, 10 tensors" in err and "no manifest was given" in err
+    assert "everything checked is correct" in err and "fused layout, 10 tensors" in err and "--manifest is needed" in err
     assert prepare.main(["write-manifest", *weights, "--output", str(whole / "m.json")]) == 0
     assert set(Manifest.read(whole / "m.json").files) == {path.name for path in (whole / "w").glob("*.safetensors")}
     manifest = ["--manifest", str(whole / "m.json")]
     assert verify(whole, *weights, *manifest) == 0
-    assert "ask with --full" in capsys.readouterr().err
+    assert "for which --full is needed" in capsys.readouterr().err
     assert verify(whole, *weights, *manifest, "--full") == 0
     assert "not checked" not in capsys.readouterr().err
     flip(whole / "w" / "model-00002-of-00003.safetensors", -1)
@@ -412,7 +414,7 @@ DAMAGE = {
     "missing": (lambda d: tokens_path(d, "train").unlink(), "cannot be opened"),
     "sidecar": (lambda d: (d / "govreport.json").write_text("{}"), "not a sidecar"),
     "leak": (same_sequence_in_both, "row 0: the same sequence is in train"),
-    "all masked": (lambda d: mask(d, 2), "row 2: all labels are masked"),
+    "all masked": (lambda d: mask(d, 2), "all labels are masked in 1 validation sequences"),
 }
 
 
@@ -495,7 +497,7 @@ def test_the_miniature_serves_the_training(built, capsys):
     found = GovReport.read(built)
     found.check(MINIATURE.sequence_length, MINIATURE.shape.vocab_size, MINIATURE.train_samples, MINIATURE.eval_samples)
     assert prepare.main(["verify", "--miniature", "--data-dir", str(built), "--weights", str(built / "base")]) == 0
-    model = Llama(MINIATURE.shape, MINIATURE.sequence_length)
+    model = fused_llama(MINIATURE.shape, MINIATURE.sequence_length)
     report = load_base(model, built / "base", built / "base" / "manifest.json")
     assert report.layout == "fused" and report.bytes == 2 * MINIATURE.shape.num_parameters
     tokenizer = corpus.load_sentencepiece(built / "base" / "tokenizer.model")
@@ -544,20 +546,20 @@ def test_packing_is_that_of_the_reference():
         def encode(self, texts):
             return [[ord(letter) for letter in text] for text in texts]
 
-    head = list(map(ord, miniature.PROMPT.format(source="xy")))
+    head = list(map(ord, miniature_task.PROMPT.format(source="xy")))
     long = len(head) + 10
     ids = [*[1, *head, *map(ord, "abc"), 2], *[1, *head, *map(ord, "de"), 2]]
     masked = [*[-100] * (1 + len(head)), *map(ord, "abc"), -100, *[-100] * (1 + len(head)), *map(ord, "de"), -100]
     pairs = [("xy", "abc"), ("xy", "far too long" * 9), ("xy", "de")]
     rows = len(ids) // long
-    packed = miniature.pack(pairs, Letters(), long, mask_prompts=True)
+    packed = miniature_task.pack(pairs, Letters(), long, mask_prompts=True)
     assert packed.dtype == np.int32
     assert packed[:, 0].ravel().tolist() == ids[: rows * long] and packed[:, 1].ravel().tolist() == masked[: rows * long]
-    assert miniature.pack(pairs, Letters(), long, mask_prompts=False)[0, 1].tolist() == ids[:long]
+    assert miniature_task.pack(pairs, Letters(), long, mask_prompts=False)[0, 1].tolist() == ids[:long]
 
 
 def test_code_of_held_out_modules_is_not_in_training(monkeypatch):
-    texts = miniature.library_texts()  # the whole library: parsed for `built` already
+    texts = miniature_task.library_texts()  # the whole library: parsed for `built` already
     assert len(texts.train) > 3000 and len(texts.validation) > 5
     assert not {source for source, _ in texts.train} & {source for source, _ in texts.validation}
     library = Path(textwrap.__file__).parent
@@ -565,7 +567,7 @@ def test_code_of_held_out_modules_is_not_in_training(monkeypatch):
         (name, "", ast.parse((library / f"{name.replace('.', '/')}.py").read_text())) for name in (*HELD_OUT, "json.encoder", "shutil")
     ]
     monkeypatch.setattr(corpus, "modules", lambda: iter(trees))
-    train, validation = miniature.documented_code(set(HELD_OUT))
+    train, validation = miniature_task.documented_code(set(HELD_OUT))
     assert len(validation) > 5 and any(source.startswith("def shorten(") for source, _ in validation)
     assert any(source.startswith("def copyfile(") for source, _ in train)
     assert not {source for source, _ in train} & {source for source, _ in validation}

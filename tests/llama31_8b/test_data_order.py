@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from common.data.indexed_dataset import Index, Writer
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_writer import Writer
 from common.errors import ConfigError, DataError
 from llama31_8b.data import TrainData, _whole_sequences, build_order, sequences_in, train_batches, validation_tokens
 

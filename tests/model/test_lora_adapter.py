@@ -4,13 +4,15 @@ import json
 
 import pytest
 import torch
+from lora_model import lora_llama
 from safetensors.torch import load_file, save_file
 from test_model import pair
 
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, WeightsError
+from common.model import checkpoint_names
 from common.model import peft_adapter as adapter
 from common.model.llama import Llama
-from common.model.lora import adapter_parameters, add_adapters
+from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape
 
 SHAPE = ModelShape(3, 32, 48, 4, 2, 61, 10000.0)
@@ -32,7 +34,7 @@ def random_adapters(shape: ModelShape = SHAPE, rank: int = RANK) -> dict[str, to
 
 def with_adapters(model: Llama, tensors: dict[str, torch.Tensor]) -> Llama:
     """As it is evaluated: without dropout."""
-    add_adapters(model, RANK, ALPHA, dropout=0.1)
+    model = lora_llama(model, RANK, ALPHA, dropout=0.1)
     with torch.no_grad():
         for name, parameter in adapter_parameters(model).items():
             parameter.copy_(tensors[name])
@@ -58,7 +60,7 @@ def save_fused(folder, state: dict[str, torch.Tensor]) -> None:
     for shard, names in shards.items():
         save_file({name: fused[name] for name in names}, folder / shard, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: shard for shard, names in shards.items() for name in names}}
-    (folder / adapter.INDEX).write_text(json.dumps(index))
+    (folder / checkpoint_names.INDEX).write_text(json.dumps(index))
 
 
 @pytest.fixture(scope="module")
@@ -191,10 +193,10 @@ FAULTS = [
     ("a layer too many", _edit_tensors(lambda t: t.update({KEY.replace("1", "7"): t[KEY].clone()})), DataError, "layers.7"),
     ("other rows", _edit_tensors(lambda t: t.update({KEY: t[KEY][:-1].clone()})), DataError, "qkv_proj"),
     ("another module", _edit_tensors(lambda t: t.update({KEY.replace("k_proj", "up_proj"): t[KEY].clone()})), DataError, "up_proj"),
-    ("missing shard", lambda base, saved: min(base.glob("*.safetensors")).unlink(), DataError, "model-00001-of-00002"),
-    ("truncated shard", lambda base, saved: _truncate(min(base.glob("*.safetensors"))), DataError, "model-00001-of-00002"),
-    ("no checkpoint", lambda base, saved: (base / adapter.INDEX).unlink(), DataError, adapter.SINGLE),
-    ("tensor not in its shard", lambda base, saved: _swap_shards(base / adapter.INDEX), DataError, "has no"),
+    ("missing shard", lambda base, saved: min(base.glob("*.safetensors")).unlink(), WeightsError, "model-00001-of-00002"),
+    ("truncated shard", lambda base, saved: _truncate(min(base.glob("*.safetensors"))), WeightsError, "model-00001-of-00002"),
+    ("no checkpoint", lambda base, saved: (base / checkpoint_names.INDEX).unlink(), WeightsError, checkpoint_names.SINGLE),
+    ("tensor not in its shard", lambda base, saved: _swap_shards(base / checkpoint_names.INDEX), WeightsError, "is not in it"),
     ("integer weights", lambda base, saved: _integers(base), DataError, "BF16, F16"),
 ]
 

@@ -7,18 +7,21 @@ import itertools
 
 import pytest
 import torch
+from lora_model import lora_llama
 from test_lora_adapter import random_adapters
 from test_model import assert_near, pair
 
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model import peft_adapter as adapter
+from common.model.initialization import init_adapters
 from common.model.llama import Llama
-from common.model.lora import add_adapters, init_adapters
 from common.model.shapes import ModelShape
+from common.sharding.adamw import AdamWSettings
+from common.sharding.replicated import ReplicatedOptimizer
+from common.training.build import Assembly
 from common.training.loop import Batching, train_step
-from common.training.optimizer import ClippedAdamW
+from common.training.schedules import cosine_to_zero
 from llama2_70b_lora.rules import CLOSED
-from llama2_70b_lora.schedule import cosine_to_zero
 
 peft = pytest.importorskip("peft")
 
@@ -39,7 +42,7 @@ def adapted_pair(name: str, fresh: bool = False, tied: bool = True):
     """
     shape, rank, alpha = SHAPES[name]
     ours, theirs = pair(shape, LENGTH)
-    add_adapters(ours, rank, alpha, 0.0)
+    ours = lora_llama(ours, rank, alpha)
     if fresh:
         init_adapters(ours, seed=5)
     else:
@@ -126,23 +129,17 @@ def test_separate_adapters_of_peft_give_the_sum_of_their_gradients_to_our_a():
         assert_near(ours.blocks[number].qkv.lora_a.grad, sum(parts), f"A of block {number}")
 
 
-def test_twenty_steps_follow_a_loop_of_peft_and_torch():
+def test_twenty_steps_follow_a_loop_of_peft_and_torch(processes):
     name = "no groups, rank and alpha of the rules"
     shape = SHAPES[name][0]
     ours, theirs = adapted_pair(name, fresh=True)
     batches = [batch_of(shape.vocab_size, seed=step % 2) for step in range(STEPS)]  # two in turn: there is something to learn
 
-    optimizer = ClippedAdamW(
-        ours.parameters(),
-        betas=(CLOSED.adam_beta_1, CLOSED.adam_beta_2),
-        eps=CLOSED.adam_epsilon,
-        weight_decay=CLOSED.weight_decay,
-        clip_norm=CLOSED.gradient_clip_norm,
-        sum_over_ranks=lambda total: total,
-    )
+    settings = AdamWSettings((CLOSED.adam_beta_1, CLOSED.adam_beta_2), CLOSED.adam_epsilon, CLOSED.weight_decay, CLOSED.gradient_clip_norm)
+    assembly = Assembly(ours, ReplicatedOptimizer(trained(ours).values(), processes, settings, "reference"), fp8=None)
     micro_batches = itertools.chain.from_iterable(batch.split(2) for batch in batches)
-    lr_at, batching = cosine_to_zero(LEARNING_RATE, 2 * STEPS), Batching(SEQUENCES, SEQUENCES // 2, reshard_after_forward=False)
-    curve = [train_step(ours, optimizer, micro_batches, batching, lr_at(step), 1, lambda phase: None) for step in range(STEPS)]
+    lr_at, batching = cosine_to_zero(LEARNING_RATE, 2 * STEPS), Batching(SEQUENCES, SEQUENCES // 2)
+    curve = [train_step(assembly, micro_batches, batching, lr_at(step), processes) for step in range(STEPS)]
 
     expected = their_curve(theirs, batches)
     for index, what in enumerate(("loss", "gradient norm")):

@@ -5,15 +5,18 @@ import os
 
 import pytest
 import torch
+from plain_block import plain_llama
 from tiny import TINY, run_config
 from two_ranks import whole
 
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.kernels.rope import rope_frequencies
-from common.model.llama import Llama, init_weights
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
+from common.model.llama import Llama
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
 from llama31_8b.rules import CLOSED, MINIATURE
-from llama31_8b.train import build
+from llama31_8b.train import assemble
 
 # Some hundred fp32 roundings of 6e-8 lie between input and gradient, in another order than in transformers.
 TOLERANCE = 1e-5  # |ours - theirs| <= TOLERANCE * |theirs|, both L2 norms over the whole tensor
@@ -69,11 +72,10 @@ def their_names(name: str) -> list[str]:
     return [f"model.layers.{number}.{theirs}.weight" for theirs in parts[part]]
 
 
-def pair(shape: ModelShape, sequence_length: int):
+def pair(shape: ModelShape, sequence_length: int, make=fused_llama):
     """Our model and theirs with the same weights, large enough that attention is far from uniform and norms far from 1."""
     torch.manual_seed(0)
-    ours, theirs = Llama(shape, sequence_length), hugging_face(shape, sequence_length)
-    init_weights(ours, 0, 0.02)
+    ours, theirs = make(shape, sequence_length), hugging_face(shape, sequence_length)
     their_parameters = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -91,10 +93,11 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
     assert error <= TOLERANCE, f"{what}: relative error {error:.1e}"
 
 
+@pytest.mark.parametrize("make", [fused_llama, plain_llama], ids=["fused blocks", "the tests' plain blocks"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_logits_loss_and_every_gradient_agree_with_transformers(name):
+def test_logits_loss_and_every_gradient_agree_with_transformers(name, make):
     shape, batch, sequence = SHAPES[name]
-    ours, theirs = pair(shape, sequence)
+    ours, theirs = pair(shape, sequence, make)
     tokens = torch.randint(shape.vocab_size, (batch, sequence))
     labels = torch.cat((tokens[:, 1:], torch.full((batch, 1), IGNORE_INDEX)), dim=1)
     labels[0, 2:7] = IGNORE_INDEX
@@ -159,8 +162,8 @@ def test_a_token_does_not_see_what_follows_it():
 
 
 def initialized(shape: ModelShape = MINIATURE.shape, seed: int = 1, sequence_length: int = 128) -> Llama:
-    model = Llama(shape, sequence_length)
-    init_weights(model, seed, CLOSED.init_std)
+    model = fused_llama(shape, sequence_length)
+    init_weights(model, shape.num_layers, seed, CLOSED.init_std, copy_weight)
     return model
 
 
@@ -201,8 +204,7 @@ def test_weights_do_not_depend_on_the_number_of_threads(monkeypatch):
 
 
 def test_weights_do_not_depend_on_the_number_of_ranks(two_ranks, processes):
-    alone, _ = build(run_config(), TINY, processes, seed=7)
-    expected = whole(alone)
+    expected = whole(assemble(run_config(), TINY, processes, seed=7).model)
     plain = whole(initialized(TINY.shape, seed=7, sequence_length=TINY.sequence_length))
     for rank in two_ranks:
         assert rank["initial"].keys() == expected.keys()
@@ -227,7 +229,7 @@ def test_the_first_loss_is_that_of_a_guess():
 @pytest.mark.parametrize(("shape", "expected"), [(LLAMA31_8B, 8_030_261_248), (LLAMA2_70B, 68_976_648_192)])
 def test_the_number_of_parameters_is_the_published_one_and_the_models(shape, expected):
     with torch.device("meta"):
-        model = Llama(shape, 8192)
+        model = fused_llama(shape, 8192)
     assert shape.num_parameters == expected == sum(parameter.numel() for parameter in model.parameters())
 
 

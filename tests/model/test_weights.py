@@ -1,7 +1,6 @@
 """The base's loader: both layouts, any sharding, nothing read twice; and what it refuses before a byte is copied."""
 
 import hashlib
-import itertools
 import json
 import shutil
 import struct
@@ -9,28 +8,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from lora_ranks import RULES, lora_config
 from safetensors.torch import load_file, save_file
 from tiny import call_on_ranks
-from torch.distributed.fsdp import fully_shard
 
-from common.data.preparation import Manifest, facts_of
+from common.data.manifest import Manifest, facts_of
 from common.errors import StorageError, WeightsError
-from common.model import weights
-from common.model.llama import Llama, init_weights
-from common.model.lora import add_adapters
+from common.model import checkpoint_loader, checkpoint_names
+from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_names import tensor_shapes
+from common.model.checkpoint_reader import open_checkpoint
+from common.model.checkpoint_writer import save_base
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
+from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape
-from common.model.weights import load_base, open_checkpoint, save_base
+from llama2_70b_lora.train import assemble
 
 SHAPE = ModelShape(2, 32, 48, 4, 2, 61, 10000.0)  # 61 rows of vocabulary do not divide by 2 ranks
 
 
 def model_of(dtype=torch.float32, seed=None):
-    model = Llama(SHAPE, 16).to(dtype)
+    model = fused_llama(SHAPE, 16).to(dtype)
     if seed is None:
         for parameter in model.parameters():
             torch.nn.init.constant_(parameter, float("nan"))  # whatever is not loaded will show
     else:
-        init_weights(model, seed, 0.5)
+        init_weights(model, SHAPE.num_layers, seed, 0.5, copy_weight)
     return model
 
 
@@ -81,17 +85,6 @@ def test_dtypes_are_converted_once(stored, tmp_path, stored_as, wanted):
     assert_same(values(model), {name: tensor.to(stored_as).to(wanted) for name, tensor in stored[1].items()})
 
 
-def test_adapters_are_left_alone(stored):
-    model = model_of()
-    adapters = add_adapters(model, 4, 8, 0.0)
-    for parameter in adapters:
-        torch.nn.init.constant_(parameter, 7.0)
-    load_base(model, stored[0] / "fused")
-    assert all((parameter == 7.0).all() for parameter in adapters)
-    frozen = {name.replace(".base.", "."): tensor for name, tensor in values(model).items() if ".lora_" not in name}
-    assert_same(frozen, stored[1])
-
-
 def test_small_pieces_and_a_single_file(stored, tmp_path, monkeypatch):
     """Pieces smaller than a tensor, than a row, and one file without an index."""
     tensors = {}
@@ -100,7 +93,7 @@ def test_small_pieces_and_a_single_file(stored, tmp_path, monkeypatch):
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # old checkpoints carry it
     save_file(tensors, tmp_path / "model.safetensors")
     for chunk in (300, 1):
-        monkeypatch.setattr(weights, "CHUNK", chunk)
+        monkeypatch.setattr(checkpoint_loader, "CHUNK", chunk)
         model = model_of()
         load_base(model, tmp_path)
         assert_same(values(model), stored[1])
@@ -119,55 +112,36 @@ def test_transformers_computes_the_same_from_the_same_files(stored):
 # ---- sharded
 
 
-def load_sharded(processes, folder):
-    """On every rank: the model sharded as a run shards it, loaded; its whole tensors, and what this rank read of which file."""
-    with torch.device("meta"):
-        model = Llama(SHAPE, 16)
-        adapters = set(add_adapters(model, 4, 8, 0.0))
-    for module in (*model.blocks, model.head, model):
-        fully_shard(module, mesh=processes.mesh, ignored_params=adapters)
-    model.to_empty(device="cpu")
-    ranges, preadv = [], weights.os.preadv
+def test_the_base_is_loaded_and_adapters_are_not(stored, processes):
+    def load(model, base):
+        for parameter in adapter_parameters(model).values():
+            torch.nn.init.constant_(parameter, 7.0)
+        load_base(model, stored[0] / "fused", None, base)
+        assert all((parameter == 7.0).all() for parameter in adapter_parameters(model).values())
 
-    def counted(file, buffers, offset):
-        got = preadv(file, buffers, offset)
-        ranges.append((Path(f"/proc/self/fd/{file}").resolve().name, offset, got))
-        return got
+    assembly, base = assemble(lora_config(processes), RULES, processes, 1, load)
+    found = {name: tensor for name, tensor in values(assembly.model).items() if ".lora_" not in name}
+    for layer in range(SHAPE.num_layers):
+        found |= {f"blocks.{layer}.{name}.weight": weight.rowwise for name, weight in base.forward_weights(layer).items()}
+    assert_same(found, stored[1])
 
-    weights.os.preadv = counted
-    report = load_base(model, folder / "checkpoint", folder / "manifest.json")
-    found = {n.replace(".base.", "."): p.detach().full_tensor() for n, p in model.named_parameters() if ".lora_" not in n}
-    owned = sum(p.to_local().numel() for n, p in model.named_parameters() if ".lora_" not in n)
-    flip(folder / "damaged" / "model-00002-of-00003.safetensors", -1) if processes.rank == 0 else None
+
+def load_damaged(processes, folder):
+    """On every rank: load a checkpoint of which one file changes after the manifest was written."""
+    load_base(model_of(), folder / "checkpoint", folder / "manifest.json")
     processes.barrier()
-    try:
-        load_base(model, folder / "damaged", folder / "manifest.json")
-        message = ""
-    except WeightsError as error:
-        message = error.what
-    return {"found": found, "bytes": report.bytes, "owned": owned, "ranges": ranges, "message": message}
+    flip(folder / "checkpoint" / LAST, -1) if processes.rank == 0 else None
+    processes.barrier()
+    with pytest.raises(WeightsError) as refused:
+        load_base(model_of(), folder / "checkpoint", folder / "manifest.json")
+    return refused.value.what
 
 
-def test_two_ranks_read_their_rows_only_and_both_learn_of_damage(stored, tmp_path):
+def test_two_ranks_hash_and_both_report_the_damage(stored, tmp_path):
     shutil.copytree(stored[0] / "ordinary", tmp_path / "checkpoint")
-    shutil.copytree(stored[0] / "ordinary", tmp_path / "damaged")
     manifest_for(tmp_path / "checkpoint", tmp_path / "manifest.json")
-    ranks = call_on_ranks(2, "test_weights:load_sharded", tmp_path)
-    for rank in ranks:
-        assert_same(rank["found"], stored[1])
-        assert rank["bytes"] == 4 * rank["owned"] == sum(size for _, _, size in rank["ranges"])
-        assert "SHA-256 of model-00002-of-00003.safetensors differs" in rank["message"]
-    every = sorted(tuple(r) for rank in ranks for r in rank["ranges"])
-    for (file, offset, size), (next_file, next_offset, _) in itertools.pairwise(every):
-        assert file != next_file or offset + size <= next_offset, "a byte was read twice"
-    assert sum(rank["bytes"] for rank in ranks) == 4 * SHAPE.num_parameters
-
-
-def test_a_sharding_that_is_not_by_rows_is_refused(processes):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    with pytest.raises(ValueError, match="not contiguous"):
-        weights.local_rows(distribute_tensor(torch.ones(4, 4), processes.mesh, [Shard(1)]))
+    for what in call_on_ranks(2, "test_weights:load_damaged", tmp_path):
+        assert f"SHA-256 of {LAST} differs" in what
 
 
 # ---- refused
@@ -190,10 +164,10 @@ def change_tensors(folder, change):
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
-    index = json.loads((folder / weights.INDEX).read_text())
+    index = json.loads((folder / checkpoint_names.INDEX).read_text())
     index["weight_map"] = {name: shard for name, shard in index["weight_map"].items() if shard != file.name}
     index["weight_map"] |= dict.fromkeys(tensors, file.name)
-    (folder / weights.INDEX).write_text(json.dumps(index))
+    (folder / checkpoint_names.INDEX).write_text(json.dumps(index))
 
 
 def change_json(path, key, value):
@@ -223,8 +197,8 @@ def only_pickles(folder):
 
 DAMAGE = {
     "missing shard": (lambda d: (d / LAST).unlink(), "1 of 3 shards are missing: model-00003-of-00003"),
-    "no index": (lambda d: (d / weights.INDEX).unlink(), "neither model.safetensors.index.json nor model.safetensors"),
-    "two checkpoints": (lambda d: (d / weights.SINGLE).write_bytes(b""), "has both"),
+    "no index": (lambda d: (d / checkpoint_names.INDEX).unlink(), "neither model.safetensors.index.json nor model.safetensors"),
+    "two checkpoints": (lambda d: (d / checkpoint_names.SINGLE).write_bytes(b""), "has both"),
     "missing tensor": (lambda d: change_tensors(d, lambda t: t.pop(EMBEDDING)), f"1 of 17 tensors are missing: {EMBEDDING}"),
     "unknown tensor": (
         lambda d: change_tensors(d, lambda t: t.update({"model.layers.0.self_attn.qkv_proj.bias": torch.ones(4)})),
@@ -252,7 +226,7 @@ DAMAGE = {
     ),
     "no Llama": (
         lambda d: save_json_index(d, {"transformer.h.0.weight": torch.ones(2)}),
-        "no attention projections found; it has transformer.h.0.weight",
+        "has no attention projections, but transformer.h.0.weight",
     ),
     "index and headers differ": (
         lambda d: change_index(d, lambda m: m.update({EMBEDDING: LAST})),
@@ -260,31 +234,31 @@ DAMAGE = {
     ),
     "a tensor twice": (
         lambda d: shutil.copy(d / FIRST, d / LAST),
-        f"{LAST}: {EMBEDDING} is in {FIRST} as well",
+        f"{LAST}: {EMBEDDING} is in {FIRST} too",
     ),
-    "truncated": (lambda d: truncate(d / FIRST, -1), "bytes by its header, got"),
-    "truncated in the header": (lambda d: truncate(d / FIRST, 40), "40 bytes, with a header of"),
-    "empty": (lambda d: truncate(d / FIRST, 0), "0 bytes, with a header of 0"),
-    "header no JSON": (lambda d: flip(d / FIRST, 8), "its header is no JSON"),
-    "holes": (lambda d: change_header(d, shift_offsets), "expected"),
-    "negative shape": (lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[-61, -32])), "its header is not safetensors'"),
-    "bytes and shape": (lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[10**9, 32])), "its header is not safetensors'"),
+    "truncated": (lambda d: truncate(d / FIRST, -1), "no valid safetensors file"),
+    "truncated in the header": (lambda d: truncate(d / FIRST, 40), "no valid safetensors file"),
+    "empty": (lambda d: truncate(d / FIRST, 0), "no valid safetensors file"),
+    "header no JSON": (lambda d: flip(d / FIRST, 8), "no valid safetensors file"),
+    "holes": (lambda d: change_header(d, shift_offsets), "no valid safetensors file"),
+    "negative shape": (lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[-61, -32])), "no valid safetensors file"),
+    "bytes and shape": (lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[10**9, 32])), "no valid safetensors file"),
     "heads": (lambda d: change_json(d / "config.json", "num_attention_heads", 2), "num_attention_heads is 2, this model has 4"),
     "rotation": (
         lambda d: change_json(d / "config.json", "rope_parameters", {"rope_theta": 500000.0}),
         "rope_theta is 500000.0, this model has 10000.0",
     ),
-    "pickles only": (only_pickles, "holds pickled weights only (pytorch_model-00001-of-00002.bin): refused"),
+    "pickles only": (only_pickles, "has only pickled weights (pytorch_model-00001-of-00002.bin)"),
     "a pickle in the index": (
         lambda d: change_index(d, lambda m: m.update({EMBEDDING: "pytorch_model.bin"})),
-        "names 'pytorch_model.bin' as a shard: refused",
+        "refuses 'pytorch_model.bin' as a shard",
     ),
     "a path in the index": (
         lambda d: change_index(d, lambda m: m.update({EMBEDDING: "../fused/" + FIRST})),
-        f"names '../fused/{FIRST}' as a shard: refused",
+        f"refuses '../fused/{FIRST}' as a shard",
     ),
-    "index no JSON": (lambda d: (d / weights.INDEX).write_text("{"), "no JSON"),
-    "index without a map": (lambda d: (d / weights.INDEX).write_text("{}"), "has no weight_map"),
+    "index no JSON": (lambda d: (d / checkpoint_names.INDEX).write_text("{"), "no valid JSON"),
+    "index without a map": (lambda d: (d / checkpoint_names.INDEX).write_text("{}"), "has no weight_map"),
 }
 
 
@@ -293,14 +267,14 @@ def truncate(path, size):
 
 
 def change_index(folder, change):
-    index = json.loads((folder / weights.INDEX).read_text())
+    index = json.loads((folder / checkpoint_names.INDEX).read_text())
     change(index["weight_map"])
-    (folder / weights.INDEX).write_text(json.dumps(index))
+    (folder / checkpoint_names.INDEX).write_text(json.dumps(index))
 
 
 def save_json_index(folder, tensors):
     save_file(tensors, folder / FIRST)
-    (folder / weights.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, FIRST)}))
+    (folder / checkpoint_names.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, FIRST)}))
 
 
 def shift_offsets(header):
@@ -350,10 +324,10 @@ def test_no_folder_and_a_failing_disk(stored, tmp_path, monkeypatch):
     def broken(*args):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(weights.os, "preadv", broken)
+    monkeypatch.setattr(checkpoint_loader.os, "preadv", broken)
     with pytest.raises(StorageError, match="Input/output error"):
         load_base(model_of(), stored[0] / "fused")
-    monkeypatch.setattr(weights.os, "preadv", lambda *args: 0)
+    monkeypatch.setattr(checkpoint_loader.os, "preadv", lambda *args: 0)
     with pytest.raises(WeightsError, match="ends at byte"):
         load_base(model_of(), stored[0] / "fused")
 
@@ -366,8 +340,8 @@ def test_what_is_written(stored):
     assert checkpoint.layout == "fused" and len(checkpoint.files) == 3
     sizes = [file.stat().st_size for file in checkpoint.files]
     assert max(sizes) < 2 * min(sizes) and all(file.stat().st_mode & 0o777 == 0o644 for file in checkpoint.files)
-    index = json.loads((stored[0] / "fused" / weights.INDEX).read_text())
+    index = json.loads((stored[0] / "fused" / checkpoint_names.INDEX).read_text())
     assert index["metadata"]["total_size"] == 4 * SHAPE.num_parameters
     fused = load_file(checkpoint.tensors["model.layers.0.self_attn.qkv_proj.weight"].file)["model.layers.0.self_attn.qkv_proj.weight"]
     assert hashlib.sha256(fused.numpy().tobytes()).digest() == hashlib.sha256(stored[1]["blocks.0.qkv.weight"].numpy().tobytes()).digest()
-    assert len(weights.expected_shapes(SHAPE, "ordinary")) == 3 + 9 * SHAPE.num_layers
+    assert len(tensor_shapes(SHAPE, "ordinary")) == 3 + 9 * SHAPE.num_layers

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from common.hardware import GIB, KINDS, Device, Probe
+from common.gpu_kinds import GIB, KINDS
+from common.gpu_stats import GpuStats, nvidia_stats, parse_csv, read_gpus
+from common.hardware import Device, Probe
 from preflight import __main__ as verb
-from preflight import gpus, host, versions
-from preflight.gpus import Sample
-from preflight.measure import UNITS, WORKS, Measured
-from preflight.rows import Row, graded, overall, skipped, table
-from preflight.versions import Stack
+from preflight import gpus, host
+from preflight.check_row import CheckRow, graded, overall, skipped, table
+from preflight.measured import UNITS, Measured, read_ranks
 
 ROOT = Path(__file__).parents[2]
 H200 = Device("NVIDIA H200", "sm_90", 143771 * 2**20)
@@ -47,12 +47,14 @@ def ranks(count: int, **changed) -> list[Measured]:
     return [*(rank(k) for k in range(count - 1)), rank(count - 1, **changed)]
 
 
-def samples(count: int, last: Sample | None = None, **facts) -> gpus.Samples:
-    good = Sample(**({"busy_percent": 0, "uncorrected": 0, "corrected": 0, "throttle_bits": 0x4} | facts))
+def samples(count: int, last: GpuStats | None = None, **facts) -> gpus.Stats:
+    good = GpuStats(
+        **({"utilization_percent": 0, "uncorrected_errors": 0, "corrected_errors": 0, "throttle_reasons": ("power cap",)} | facts)
+    )
     return {rank(k).pci: last if last and k == count - 1 else good for k in range(count)}
 
 
-def by_check(rows: list[Row]) -> dict[str, Row]:
+def by_check(rows: list[CheckRow]) -> dict[str, CheckRow]:
     assert len({row.check for row in rows}) == len(rows), "one row per check"
     return {row.check: row for row in rows}
 
@@ -60,7 +62,7 @@ def by_check(rows: list[Row]) -> dict[str, Row]:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_skipped_is_no_pass():
+def test_skipped_does_not_mean_passed():
     assert overall([skipped("a", "why")]) == "skipped"
     ok, warn, refuse = (
         graded("a", "1", "2", "x", warn=verdict == "warn", refuse=verdict == "refuse") for verdict in ("ok", "warn", "refuse")
@@ -104,11 +106,11 @@ def test_presence(devices, kind, count, refused):
 )
 def test_partitions_of_an_mi300x_are_refused(cut):
     kind, rows = gpus.judge_presence(Probe("amd", (cut,) * 8), "", "MI300X", 8)
-    assert kind is None and "cut into parts" in rows[0].value and "SPX" in rows[0].do
+    assert kind is None and "partitioned" in rows[0].value and "SPX" in rows[0].do
     assert gpus.judge_presence(Probe("amd", (MI300X,) * 8), "", "MI300X", 8)[0] is KINDS["MI300X"]
 
 
-def test_torch_is_asked_as_well():
+def test_what_torch_sees_is_compared_as_well():
     assert gpus.judge_torch(ranks(2), "nvidia", KINDS["H200"], "").verdict == "ok"
     for changed in ({"compute_units": 66}, {"memory_bytes": 70 * GIB}, {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 * GIB}):
         assert gpus.judge_torch(ranks(2, **changed), "nvidia", KINDS["H200"], "").verdict == "refuse"
@@ -125,7 +127,7 @@ def test_memory_in_use_names_the_gpu():
 
 @pytest.mark.parametrize(("percent", "verdict"), [(0, "ok"), (3, "warn"), (60, "refuse"), (None, "skipped")])
 def test_busy(percent, verdict):
-    row = gpus.judge_busy(ranks(2), samples(2, Sample(busy_percent=percent)))
+    row = gpus.judge_utilization(ranks(2), samples(2, GpuStats(utilization_percent=percent)))
     assert row.verdict == verdict and (verdict in ("ok", "skipped") or row.value == f"GPU 1 (aaaa-1, 0000:01:00.0): {percent} %")
 
 
@@ -133,44 +135,52 @@ def test_memory_errors():
     def judge(before, after):
         return gpus.judge_errors(ranks(2), samples(2, before), samples(2, after))
 
-    errors = {"uncorrected": 0, "corrected": 7}
-    assert judge(Sample(**errors), Sample(**errors)).verdict == "ok", "old corrected ones are everyday"
-    assert judge(Sample(**errors), Sample(uncorrected=0, corrected=9)).verdict == "warn"
-    row = judge(Sample(uncorrected=1, corrected=0), Sample(uncorrected=1, corrected=0))
+    errors = {"uncorrected_errors": 0, "corrected_errors": 7}
+    assert judge(GpuStats(**errors), GpuStats(**errors)).verdict == "ok", "old corrected ones are everyday"
+    assert judge(GpuStats(**errors), GpuStats(uncorrected_errors=0, corrected_errors=9)).verdict == "warn"
+    row = judge(GpuStats(uncorrected_errors=1, corrected_errors=0), GpuStats(uncorrected_errors=1, corrected_errors=0))
     assert row.verdict == "refuse" and "GPU 1" in row.value and "1 uncorrected" in row.value
-    assert judge(Sample(), Sample()).verdict == "skipped"
+    assert judge(GpuStats(), GpuStats()).verdict == "skipped"
 
 
 def test_throttling_at_any_moment_counts_and_the_power_limit_does_not():
-    during = [samples(2, throttle_bits=0x1), samples(2), samples(2, Sample(throttle_bits=0x40)), samples(2)]
+    during = [
+        samples(2, throttle_reasons=()),
+        samples(2),
+        samples(2, GpuStats(throttle_reasons=("power cap", "thermal (hardware)"))),
+        samples(2),
+    ]
     row = gpus.judge_throttling(ranks(2), during)
-    assert row.verdict == "warn" and row.value == "GPU 1 (aaaa-1, 0000:01:00.0): hardware thermal slowdown"
+    assert row.verdict == "warn" and row.value == "GPU 1 (aaaa-1, 0000:01:00.0): thermal (hardware)"
     assert gpus.judge_throttling(ranks(2), during[:2]).verdict == "ok"
     assert gpus.judge_throttling(ranks(2), []).verdict == "skipped"
 
 
 def test_memory_partition():
-    assert gpus.judge_memory_mode(ranks(2), samples(2, memory_mode="NPS1")).verdict == "ok"
-    assert gpus.judge_memory_mode(ranks(2), samples(2, Sample(memory_mode="NPS4"), memory_mode="NPS1")).verdict == "refuse"
-    assert gpus.judge_memory_mode(ranks(2), samples(2)).verdict == "skipped"
+    assert gpus.judge_memory_partition(ranks(2), samples(2, memory_partition="NPS1")).verdict == "ok"
+    assert gpus.judge_memory_partition(ranks(2), samples(2, GpuStats(memory_partition="NPS4"), memory_partition="NPS1")).verdict == "refuse"
+    assert gpus.judge_memory_partition(ranks(2), samples(2)).verdict == "skipped"
 
 
-def test_what_nvidia_smi_says():
+def test_the_answer_of_nvidia_smi():
     text = "00000000:1B:00.0, 0, 0, 3, 0x0000000000000004\n00000001:CB:00.0, 98, [N/A], [N/A], [N/A]\n"
-    assert gpus.parse_nvidia(text) == {"0000:1b:00.0": Sample(0, 0, 3, 4), "0001:cb:00.0": Sample(98, None, None, None)}
-    assert gpus.parse_nvidia("") == {}
+    assert nvidia_stats(parse_csv(text)) == {
+        "0000:1b:00.0": GpuStats(0, 0, 3, ("power cap",)),
+        "0001:cb:00.0": GpuStats(98, None, None, None),
+    }
+    assert nvidia_stats(parse_csv("")) == {}
 
 
-def test_a_driver_that_does_not_answer_says_nothing(tmp_path):
-    assert gpus.read("nvidia", {"PATH": str(tmp_path)}) == {}
+def test_a_driver_that_does_not_answer(tmp_path):
+    assert read_gpus("nvidia", {"PATH": str(tmp_path)}) == {}
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'Field \"x\" is not a valid field to query.'\nexit 2\n")
     smi.chmod(0o755)
-    assert gpus.read("nvidia", {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == {}
-    assert gpus.read("amd", {}, tmp_path) == {}
+    assert read_gpus("nvidia", {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == {}
+    assert read_gpus("amd", {}, tmp_path) == {}
 
 
-def test_what_amdgpu_says(tmp_path):
+def test_the_files_of_amdgpu(tmp_path):
     def card(address, files):
         for name, text in ({"vendor": "0x1002\n", "mem_info_vram_total": "1\n"} | files).items():
             path = tmp_path / "bus/pci/devices" / address / name
@@ -180,7 +190,7 @@ def test_what_amdgpu_says(tmp_path):
     card("0000:c1:00.0", {"gpu_busy_percent": "7\n", "ras/umc_err_count": "ue: 1\nce: 20\n", "ras/gfx_err_count": "ue: 0\nce: 3\n"})
     card("0000:c2:00.0", {"current_memory_partition": "NPS4\n"})
     card("0000:c3:00.0", {"vendor": "0x1234\n"})
-    assert gpus.read("amd", {}, tmp_path) == {"0000:c1:00.0": Sample(7, 1, 23), "0000:c2:00.0": Sample(memory_mode="NPS4")}
+    assert read_gpus("amd", {}, tmp_path) == {"0000:c1:00.0": GpuStats(7, 1, 23), "0000:c2:00.0": GpuStats(memory_partition="NPS4")}
 
 
 # --- GPUs: right and fast ---------------------------------------------------------------------------------------------
@@ -215,7 +225,7 @@ def speed_rows(found, kind="H200"):
     ("share", "verdict"), [(1.0, "ok"), (0.985, "ok"), (0.98, "warn"), (0.951, "warn"), (0.95, "refuse"), (0.5, "refuse")]
 )
 @pytest.mark.parametrize("count", [2, 8])
-def test_a_slow_gpu_is_held_against_the_others(count, share, verdict):
+def test_a_slow_gpu_is_compared_with_the_others(count, share, verdict):
     """Against the others' median, not one that the slow one drags along: of two GPUs, 5 % slower is 5 % slower."""
     row = speed_rows(ranks(count, speeds={"copy": 4.3 * share}))["copy, siblings"]
     assert row.verdict == verdict
@@ -223,14 +233,14 @@ def test_a_slow_gpu_is_held_against_the_others(count, share, verdict):
         assert row.value == f"GPU {count - 1} (aaaa-{count - 1}, 0000:{count - 1:02x}:00.0): {4.3 * share:.4g} TB/s, {1 - share:.1%} slower"
 
 
-def test_one_gpu_has_no_sibling_but_a_table():
+def test_one_gpu_is_compared_with_the_table_only():
     rows = speed_rows([rank(speeds={"bf16 GEMM": 500.0})])
     assert rows["bf16 GEMM, siblings"].verdict == "skipped" and rows["copy, table"].verdict == "ok"
-    assert rows["bf16 GEMM, table"].verdict == "refuse" and "679" in rows["bf16 GEMM, table"].wanted
+    assert rows["bf16 GEMM, table"].verdict == "refuse" and "679" in rows["bf16 GEMM, table"].expected
     assert speed_rows([rank(speeds={"bf16 GEMM": 640.0})])["bf16 GEMM, table"].verdict == "warn"
 
 
-def test_the_only_gpu_knows_no_collectives():
+def test_one_gpu_measures_no_collectives():
     alone = rank()
     del alone.speeds["all-reduce"], alone.speeds["all-gather"]
     rows = speed_rows([alone])
@@ -238,7 +248,7 @@ def test_the_only_gpu_knows_no_collectives():
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS.values() if kind.vendor == "amd"])
-def test_of_amd_we_have_no_number_and_say_so(kind):
+def test_amd_gpus_are_compared_with_each_other_only(kind):
     rows = speed_rows(ranks(8), kind)
     assert all(f"no number of our own for {kind}" in rows[f"{name}, table"].value for name in UNITS)
     assert {rows[f"{name}, table"].verdict for name in UNITS} == {"skipped"}
@@ -246,11 +256,10 @@ def test_of_amd_we_have_no_number_and_say_so(kind):
 
 
 def test_every_expectation_is_for_something_measured():
-    assert set(UNITS) == set(WORKS)
     assert all(kind in KINDS and set(table) <= set(UNITS) for kind, table in gpus.EXPECTED.items())
 
 
-def test_speeds_of_a_cpu_are_no_verdict():
+def test_speeds_of_a_cpu_are_not_judged():
     rows = gpus.judge_speeds(ranks(2, speeds={"copy": 0.1}), "cpu", "CPU")
     assert {row.verdict for row in rows} == {"skipped"} and any("0.1 to 4.3 TB/s" in row.value for row in rows)
 
@@ -283,14 +292,14 @@ def test_host(changed, check, verdict):
     assert row.verdict == verdict and bool(row.do) == (verdict != "ok")
 
 
-def test_memory_that_a_config_pins_is_wanted_beside_the_rest():
+def test_memory_that_a_config_pins_is_required_in_addition():
     for gib, verdict in ((288, "ok"), (287, "warn"), (192, "warn"), (191, "refuse")):
         row = by_check(host.judge(replace(GOOD, memory_bytes=gib * GIB), 8, "cuda", 1, 20 * GIB))["host memory"]
         assert row.verdict == verdict and ("offload_layers" in row.do) == (verdict != "ok")
     options = argparse.Namespace(benchmark="llama2_70b_lora", config=str(ROOT / "configs/llama2_70b_lora/H200_1x2.toml"))
-    assert verb.wanted_run(options, {}, None, 0).pinned_bytes == 20 * GIB
+    assert verb.requested_run(options, {}, None, 0).pinned_bytes == 20 * GIB
     options.benchmark, options.config = "llama31_8b", str(ROOT / "configs/llama31_8b/H200_1x2.toml")
-    assert verb.wanted_run(options, {}, None, 0).pinned_bytes == 0
+    assert verb.requested_run(options, {}, None, 0).pinned_bytes == 0
 
 
 def test_what_depends_on_the_run():
@@ -350,7 +359,7 @@ def test_read_speed_is_measured_past_the_page_cache_or_not_at_all(tmp_path, monk
     assert row.verdict == "skipped" and "not measured" in row.value and "Invalid argument" in row.value
 
 
-def test_where_results_go(tmp_path, monkeypatch):
+def test_log_folder(tmp_path, monkeypatch):
     assert host.judge_log_folder(tmp_path / "new/results").verdict in ("ok", "warn")
     assert not (tmp_path / "new").exists(), "read-only"
     for free, verdict in ((20 * GIB, "ok"), (5 * GIB, "warn"), (GIB // 2, "refuse")):
@@ -368,34 +377,34 @@ def test_where_results_go(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("stack", "verdict"),
     [
-        (Stack("3.12", "2.11.0", "CUDA 13.0", "3.6.0"), "ok"),
-        (Stack("3.11", "2.13.0", "CPU", "3.7.1"), "ok"),
-        (Stack("3.12", "2.11.0", "CUDA 13.0", "3.7.0"), "warn"),
-        (Stack("3.12", "2.11.0", "CUDA 12.8", "3.6.0"), "warn"),
-        (Stack("3.12", "2.9.0a0", "ROCm 7.0", "3.5.0"), "warn"),
-        (Stack("3.12", "2.10.0", "ROCm 7.1", ""), "warn"),
-        (Stack("3.12", "2.8.1", "CUDA 12.8", "3.4.0"), "refuse"),
-        (Stack("3.12", "", "CPU", ""), "refuse"),
-        (Stack("3.12", "2.8.1", versions.UNKNOWN, ""), "refuse"),
-        (Stack("3.12", "2.11.0", versions.UNKNOWN, "3.6.0"), "skipped"),
+        (("3.12", "2.11.0", "CUDA 13.0", "3.6.0"), "ok"),
+        (("3.11", "2.13.0", "CPU", "3.7.1"), "ok"),
+        (("3.12", "2.11.0", "CUDA 13.0", "3.7.0"), "warn"),
+        (("3.12", "2.11.0", "CUDA 12.8", "3.6.0"), "warn"),
+        (("3.12", "2.9.0a0", "ROCm 7.0", "3.5.0"), "warn"),
+        (("3.12", "2.10.0", "ROCm 7.1", ""), "warn"),
+        (("3.12", "2.8.1", "CUDA 12.8", "3.4.0"), "refuse"),
+        (("3.12", "", "CPU", ""), "refuse"),
+        (("3.12", "2.8.1", host.UNKNOWN, ""), "refuse"),
+        (("3.12", "2.11.0", host.UNKNOWN, "3.6.0"), "skipped"),
     ],
 )
 def test_software(stack, verdict):
-    assert versions.judge_software(stack).verdict == verdict
+    assert host.judge_software(stack).verdict == verdict
 
 
 def test_backends():
-    assert [versions.installed(*facts).backend for facts in (("13.0", ""), ("", "7.2.41134-65"), ("", ""), (None, None))] == [
+    assert [host.installed(*facts)[2] for facts in (("13.0", ""), ("", "7.2.41134-65"), ("", ""), (None, None))] == [
         "CUDA 13.0",
         "ROCm 7.2",
         "CPU",
-        versions.UNKNOWN,
+        host.UNKNOWN,
     ]
 
 
 def test_drivers():
     assert [
-        versions.judge_driver(*facts).verdict for facts in (("nvidia", "580.95.05"), ("nvidia", "570.1"), ("amd", "6.12"), ("none", ""))
+        host.judge_driver(*facts).verdict for facts in (("nvidia", "580.95.05"), ("nvidia", "570.1"), ("amd", "6.12"), ("none", ""))
     ] == [
         "ok",
         "warn",
@@ -404,10 +413,29 @@ def test_drivers():
     ]
 
 
+# --- tuned GEMMs ------------------------------------------------------------------------------------------------------
+
+
+def test_tuned_gemms_must_fit_the_libraries(tmp_path):
+    def judge(env, **facts):
+        return verb.judge_gemm_tuning(verb.Request("H200", 2, skipped("config", ""), env=env), rank(**facts))
+
+    env = {f"PYTORCH_TUNABLEOP_{name}": value for name, value in (("ENABLED", "1"), ("TUNING", "0"), ("FILENAME", str(tmp_path / "a.csv")))}
+    here = {"PT_VERSION": "2.11.0"}
+    assert judge({}) == [] and judge(env, gemm_versions=here)[0].verdict == "refuse", "there is no file yet"
+    for path in (tmp_path / "a0.csv", tmp_path / "a1.csv"):
+        path.write_text("Validator,PT_VERSION,2.11.0\nGemmTunableOp_float_NN,nn_5_7_3_ld_9_4_5,Default\n")
+    assert judge(env, gemm_versions=here)[0].verdict == "ok" and judge(env)[0].verdict == "skipped"
+    (row,) = judge(env, gemm_versions={"PT_VERSION": "2.12.0"})
+    assert row.verdict == "refuse" and "PT_VERSION was 2.11.0, is 2.12.0" in row.value
+    (row,) = judge(env | {"PYTORCH_TUNABLEOP_TUNING": "1"}, gemm_versions=here)
+    assert row.verdict == "refuse" and "PYTORCH_TUNABLEOP_TUNING" in row.do
+
+
 # --- the verb ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_is_told_before_those_who_waited():
+def test_errors_are_listed_before_ranks_that_only_stopped():
     found = [rank(0, phase="copy"), rank(1, phase="FP8 GEMM", error="OutOfMemoryError: 2 GiB")]
     row = verb.judge_ranks(found, 3)
     assert row.verdict == "refuse" and row.value == "GPU 1 (aaaa-1, 0000:01:00.0) in 'FP8 GEMM': OutOfMemoryError: 2 GiB"
@@ -424,7 +452,7 @@ def options(**changed):
 def on_gpus(monkeypatch, devices, found, environment=None, answers=None, **changed):
     """The verb on a machine of fakes; its rows by check."""
     monkeypatch.setattr(verb, "probe", lambda env: Probe("nvidia", devices, "580.95.05"))
-    monkeypatch.setattr(gpus, "read", lambda vendor, env: answers or samples(len(devices)))
+    monkeypatch.setattr(verb, "read_gpus", lambda vendor, env: answers or samples(len(devices)))
     monkeypatch.setattr(verb, "run_ranks", lambda wanted, seconds, env, meanwhile: [meanwhile(), found][1])
     return by_check(verb.check(options(**changed), environment or {})[0])
 
@@ -439,7 +467,7 @@ def test_a_healthy_host_of_four(monkeypatch):
 
 
 def test_a_sick_one_among_four(monkeypatch):
-    sick = Sample(busy_percent=99, uncorrected=2, corrected=0, throttle_bits=0x8)
+    sick = GpuStats(utilization_percent=99, uncorrected_errors=2, corrected_errors=0, throttle_reasons=("hardware slowdown",))
     found = ranks(4, speeds={"bf16 GEMM": 330.0}, used_bytes=9 * GIB, fp8_db=[6.0, 6.0])
     rows = on_gpus(monkeypatch, (H200,) * 4, found, answers=samples(4, sick))
     refused = {check for check, row in rows.items() if row.verdict == "refuse" and "GPU 3 (aaaa-3, 0000:03:00.0)" in row.value}
@@ -467,11 +495,11 @@ def test_ranks_that_failed_are_not_compared(monkeypatch):
     assert rows["GPU memory in use"].verdict == "ok", "what they said before still counts"
 
 
-def test_a_machine_without_a_config_of_its_own_is_looked_at(monkeypatch):
+def test_a_machine_without_a_config_is_checked_by_itself(monkeypatch):
     rows = on_gpus(monkeypatch, (H200,) * 3, ranks(3))
-    assert rows["config"].verdict == "warn" and rows["GPU count"].wanted == "3"
+    assert rows["config"].verdict == "warn" and rows["GPU count"].expected == "3"
     rows = on_gpus(monkeypatch, (H200,) * 4, ranks(2), {"DGXNGPU": "2"})
-    assert rows["config"].value.startswith("H200_1x2") and rows["measuring processes"].value == "all came to their end"
+    assert rows["config"].value.startswith("H200_1x2") and rows["measuring processes"].value == "all finished"
 
 
 @pytest.mark.parametrize(
@@ -482,7 +510,7 @@ def test_a_machine_without_a_config_of_its_own_is_looked_at(monkeypatch):
         ({}, {"DGXNGPU": "two"}, "DGXNGPU=two"),
     ],
 )
-def test_what_is_wished_for_must_exist(changed, environment, words, capsys, monkeypatch):
+def test_a_wrong_request_ends_with_2(changed, environment, words, capsys, monkeypatch):
     for name in ("DGXSYSTEM", "DGXNGPU"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -492,32 +520,32 @@ def test_what_is_wished_for_must_exist(changed, environment, words, capsys, monk
 
 
 def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
-    row = Row("GPU count", "refuse", "1 visible", "2", "show more")
+    row = CheckRow("GPU count", "refuse", "1 visible", "2", "show more")
     monkeypatch.setattr(verb, "check", lambda options, environment: ([row, skipped("x", "why")], [rank()]))
     assert verb.main(["llama31_8b"]) == 18
     said = capsys.readouterr()
     assert "do: show more" in said.out and "not fit for the run: GPU count" in said.err
     assert verb.main(["llama31_8b", "--json"]) == 18
     answer = json.loads(capsys.readouterr().out)
-    assert answer["verdict"] == "refuse" and answer["rows"][0]["wanted"] == "2" and answer["ranks"][0]["pci"] == "0000:00:00.0"
+    assert answer["verdict"] == "refuse" and answer["rows"][0]["expected"] == "2" and answer["ranks"][0]["pci"] == "0000:00:00.0"
     monkeypatch.setattr(verb, "check", lambda options, environment: ([replace(row, verdict="warn")], []))
     assert verb.main(["llama31_8b"]) == 0
 
 
 def test_a_rank_that_hangs_ends_by_itself(tmp_path):
-    code = "import time; from pathlib import Path; from preflight import measure as m; m.START_S = 0.5; "
+    code = "import time; from pathlib import Path; from preflight import measure as m, measured; measured.START_S = 0.5; "
     code += "m.measure = lambda *arguments: time.sleep(60); m.main(Path('.'), 'cpu', 0.0)"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1 and "Timeout" in done.stderr
-    assert verb.judge_ranks(verb.read_ranks(tmp_path), 2).value == "GPU 0 never reported"
+    assert verb.judge_ranks(read_ranks(tmp_path), 2).value == "GPU 0 never reported"
 
 
-def test_the_last_word_of_a_rank_names_where_it_stands(tmp_path):
+def test_a_stopped_rank_names_its_phase(tmp_path):
     (tmp_path / "rank_1.json").write_text(json.dumps({"rank": 1, "phase": "all-reduce"}))
     (tmp_path / "rank_0.json").write_text(json.dumps({"rank": 0, "phase": "done"}))
     (tmp_path / ".rank_2.tmp").write_text("{")
-    found = verb.read_ranks(tmp_path)
+    found = read_ranks(tmp_path)
     assert [one.rank for one in found] == [0, 1] and "stopped in 'all-reduce'" in verb.judge_ranks(found, 2).value
 
 
@@ -548,7 +576,7 @@ def test_a_broken_rank_is_a_refusal(tmp_path):
     """A real torchrun with a device that is not there."""
     from common.errors import PreflightError
 
-    wanted = verb.Wanted("H200", 1, skipped("config", ""))
+    wanted = verb.Request("H200", 1, skipped("config", ""))
     found = verb.run_ranks(wanted, 0.1, os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}, lambda: None)
     row = verb.judge_ranks(found, 1)
     assert row.verdict == "refuse" and "GPU 0" in row.value and ": " in row.value and PreflightError.exit_code == 18

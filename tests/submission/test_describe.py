@@ -6,7 +6,8 @@ import pytest
 import synthetic_series
 
 from common.errors import ConfigError
-from common.hardware import GIB, Device, Probe
+from common.gpu_kinds import GIB
+from common.hardware import Device, Probe
 from submission import describe, machine, official_tools
 
 NVIDIA_8 = Probe("nvidia", tuple(Device("NVIDIA H200", "sm_90", 141 * GIB) for _ in range(8)), "580.65")
@@ -122,7 +123,7 @@ def test_an_unknown_accelerator_keeps_its_own_name_and_nothing_is_guessed():
 
 
 def test_there_is_a_text_for_every_kind_of_gpu():
-    from common.hardware import KINDS
+    from common.gpu_kinds import KINDS
 
     assert set(machine.GPU_TEXTS) == set(KINDS)
 

@@ -1,6 +1,5 @@
-"""System tuning on copies of /proc and /sys: nothing here touches this machine's own. Kills, attacks, foreign hands, no root."""
+"""System tuning on copies of /proc and /sys: nothing here writes to this machine's own. Kills, links, other programs, no root."""
 
-import contextlib
 import json
 import os
 import random
@@ -11,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from system_tuning import __main__ as door
-from system_tuning import actions, report
-from system_tuning.files import CPU, THP, Refused, Rehearsal, Tree, open_tree
-from system_tuning.journal import Journal, JournalError
-from system_tuning.knobs import KNOBS, NAMES, Options, look
+from system_tuning import __main__ as cli
+from system_tuning.files import CPU, THP, Host, Refused, choices_of, value_of
+from system_tuning.journal import Journal
+from system_tuning.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 SYSCTLS = {"numa_balancing": "1\n", "nmi_watchdog": "1\n", "randomize_va_space": "2\n", "random/boot_id": "boot-one\n"}
 EPYC_STATES = [("POLL", 0), ("C1", 1), ("C2", 100)]  # acpi_idle
 XEON_STATES = [("POLL", 0), ("C1", 1), ("C1E", 4), ("C6", 170)]  # intel_idle
 EPYC_GOVERNORS = "conservative ondemand userspace powersave performance schedutil"
-BEFORE = {"numa_balancing": "1", "nmi_watchdog": "1", "randomize_va_space": "2"}
+BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 def write(root: Path, path: str, text: str) -> Path:
@@ -48,7 +46,6 @@ def host(root: Path, states=EPYC_STATES, governors=EPYC_GOVERNORS, governor="sch
         write(root, f"{policy}/scaling_available_governors", f"{governors} \n")
         if energy:
             write(root, f"{policy}/energy_performance_preference", f"{energy}\n")
-            write(root, f"{policy}/energy_performance_available_preferences", "default performance balance_performance power\n")
         (root / f"{CPU.lstrip('/')}/cpu{cpu}/cpufreq").symlink_to(f"../cpufreq/policy{cpu}")
     return root
 
@@ -58,21 +55,31 @@ def xeon(root: Path) -> Path:
 
 
 def contents(root: Path) -> dict:
-    """Every file of proc and sys: bytes, mode and link target."""
-    found = {}
-    for path in sorted([*root.glob("proc/**/*"), *root.glob("sys/**/*")]):
-        what = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
-        found[str(path.relative_to(root))] = (what, path.lstat().st_mode)
-    return found
+    """The text of every file of proc and sys but drop_caches, which is write-only: there is nothing to put back."""
+    files = [path for path in [*root.glob("proc/**/*"), *root.glob("sys/**/*")] if path.is_file() and path.name != "drop_caches"]
+    return {str(path.relative_to(root)): path.read_text() for path in files}
 
 
-def marked(printed: str, mark: str) -> int:
-    """How many files are listed with this mark; the last lines, which count and explain, are not files."""
-    return sum(line.startswith(mark) for line in printed.splitlines())
+def value(root: Path, path: str) -> str:
+    return value_of((root / path.lstrip("/")).read_text())
 
 
-def text(root: Path, path: str) -> str:
-    return (root / path.lstrip("/")).read_text()
+def journal_of(root: Path) -> Path:
+    return root / "var/lib/system_tuning/journal.json"
+
+
+@pytest.fixture(autouse=True)
+def _kernel_moves_brackets(monkeypatch):
+    """As the kernel does: after `always` is written, the file reads `[always] madvise never`."""
+    plain = Host.write
+
+    def write_choice(self, path, word):
+        choices = choices_of(self.read(path)) if path.startswith(THP) else []
+        plain(self, path, word)
+        if choices:
+            write(Path(self.root), path, " ".join(f"[{choice}]" if choice == word else choice for choice in choices) + "\n")
+
+    monkeypatch.setattr(Host, "write", write_choice)
 
 
 @pytest.fixture(params=[host, xeon], ids=["epyc", "xeon"])
@@ -86,12 +93,12 @@ def epyc(tmp_path):
 
 
 @pytest.fixture
-def call(tmp_path, capsys):
-    """The door, on the tree given: exit code and what was printed."""
+def call(capsys):
+    """The command line on a copy of a host: exit code and what was printed."""
 
     def run(root: Path, *arguments: str) -> tuple[int, str]:
         try:
-            code = door.main([*arguments, "--root", str(root), "--journal", str(tmp_path / "journal")])
+            code = cli.main([*arguments], str(root))
         except SystemExit as error:  # argparse
             code = int(error.code or 0)
         printed = capsys.readouterr()
@@ -100,37 +107,31 @@ def call(tmp_path, capsys):
     return run
 
 
-def journal_of(tmp_path: Path) -> Path:
-    return tmp_path / "journal" / "journal.jsonl"
-
-
 # --- looking ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", [["check"], ["check", "--json"], ["plan"], ["status"], ["apply"], ["revert"]], ids=" ".join)
-def test_looking_changes_nothing_and_leaves_no_journal(call, any_host, tmp_path, verb):
-    before = contents(any_host)
+@pytest.mark.parametrize("verb", ["check", "plan", "apply", "revert"])
+def test_nothing_is_written_without_yes(call, any_host, verb):
     times = {path: path.lstat().st_mtime_ns for path in any_host.glob("**/*")}
-    assert call(any_host, *verb)[0] == 0
-    assert contents(any_host) == before and {path: path.lstat().st_mtime_ns for path in any_host.glob("**/*")} == times
-    assert not (tmp_path / "journal").exists()
+    assert call(any_host, verb)[0] == 0
+    assert {path: path.lstat().st_mtime_ns for path in any_host.glob("**/*")} == times
 
 
-def test_check_says_what_it_is_worth_and_the_risk(call, epyc):
+def test_check_says_what_could_be_better_and_the_risk(call, epyc):
     code, printed = call(epyc, "check")
-    assert code == 0 and "rccl#1562" in printed and "SECURITY" in printed
-    for knob in KNOBS:
-        assert f"{knob.name}: " in printed and knob.risk in printed and knob.worth in printed
+    assert code == 0 and "governor: could be better" in printed and "7 files" not in printed
+    for name in ("idle_states", "numa_balancing", "thp_defrag"):
+        assert BY_NAME[name].risk in printed and BY_NAME[name].benefit in printed
     assert "cpu*/cpuidle/state2/disable: 0 -> 1 (3 files)  [C2, 100 us to leave]" in printed
-    assert call(epyc, "check", "--strict")[0] == 18
-    states = {found["knob"]: found["state"] for found in json.loads(call(epyc, "check", "--json")[1])}
-    assert states["governor"] == "better" and states["aslr"] == "left" and states["page_cache"] == "once"
+    assert "6 settings could be better" in printed
+    call(epyc, "apply", "--yes")
+    assert "0 settings could be better" in call(epyc, "check")[1]
 
 
 def test_plan_is_what_apply_does(call, any_host):
     planned = [line.split()[2:] for line in call(any_host, "plan")[1].splitlines() if line.startswith("would set")]
     written = [line.split()[1:] for line in call(any_host, "apply", "--yes")[1].splitlines() if line.startswith("set ")]
-    assert planned == written and len(planned) == 1 + 3 + 3 + 2 + 2
+    assert planned == written and len(planned) == 7
 
 
 @pytest.mark.parametrize(
@@ -148,261 +149,179 @@ def test_plan_is_what_apply_does(call, any_host):
     ],
 )
 def test_deep_idle_states_are_found_by_name_and_latency(tmp_path, states, deep):
-    tree = open_tree(str(host(tmp_path / "host", states, cpus=1)))
-    found = look(KNOBS[NAMES.index("idle_states")], tree, Options())
-    assert [setting.path for setting in found.settings] == [f"{CPU}/cpu0/cpuidle/state{index}/disable" for index in deep]
-    assert bool(found.missing) == (not deep)
+    found = BY_NAME["idle_states"].look(Host(str(host(tmp_path / "host", states, cpus=1))))
+    assert [file.path for file in found.files] == [f"{CPU}/cpu0/cpuidle/state{index}/disable" for index in deep]
+    assert bool(found.unsupported) == (not deep)
 
 
-def test_a_bare_container_has_nothing_and_does_not_fail(call, tmp_path):
+def test_a_bare_container_supports_nothing_and_does_not_fail(call, tmp_path):
     (tmp_path / "host" / "proc").mkdir(parents=True)
-    code, printed = call(tmp_path / "host", "apply", "--yes", "--strict")
-    assert code == 0 and marked(printed, "not here") == 7 and not (tmp_path / "journal").exists()
+    code, printed = call(tmp_path / "host", "apply", "--yes")
+    assert code == 0 and printed.count("not supported") == 7 and not (tmp_path / "host/var").exists()
 
 
-def test_a_missing_performance_governor_is_not_supported_here(call, tmp_path):
+def test_a_missing_performance_governor_is_not_supported(call, tmp_path):
     root = host(tmp_path / "host", governors="ondemand powersave", governor="ondemand")
     code, printed = call(root, "apply", "--yes", "--only", "governor")
-    assert code == 0 and "performance is not offered, only ondemand powersave" in printed
-    assert text(root, f"{CPU}/cpufreq/policy0/scaling_governor") == "ondemand\n"
+    assert code == 0 and "does not offer performance, only ondemand powersave" in printed
+    assert value(root, f"{CPU}/cpufreq/policy0/scaling_governor") == "ondemand"
 
 
 def test_an_old_kernel_without_the_choice_for_defrag(call, epyc):
     write(epyc, f"{THP}/defrag", "always [madvise] never\n")
     assert "does not offer defer+madvise" in call(epyc, "apply", "--yes", "--only", "thp_defrag")[1]
     assert call(epyc, "apply", "--yes", "--only", "thp_defrag", "--thp-defrag", "always")[0] == 0
-    assert text(epyc, f"{THP}/defrag") == "[always] madvise never\n"
+    assert value(epyc, f"{THP}/defrag") == "always"
 
 
 # --- apply and revert -------------------------------------------------------------------------------------------------
 
 
-def test_apply_sets_everything_and_revert_restores_every_byte(call, any_host, tmp_path):
+def test_apply_sets_everything_and_revert_restores_every_value(call, any_host):
     before = contents(any_host)
     assert call(any_host, "apply", "--yes")[0] == 0
-    assert text(any_host, f"{THP}/enabled") == "[always] madvise never\n"
-    assert text(any_host, f"{THP}/defrag") == "always defer [defer+madvise] madvise never\n"
-    assert text(any_host, f"{CPU}/cpufreq/policy2/scaling_governor") == "performance\n"
-    assert text(any_host, "/proc/sys/kernel/numa_balancing") == text(any_host, "/proc/sys/kernel/nmi_watchdog") == "0\n"
-    assert text(any_host, "/proc/sys/kernel/randomize_va_space") == "2\n"  # only when asked for
-    assert call(any_host, "check", "--strict")[0] == 0
-    assert "files can be reverted" in call(any_host, "status")[1]
-    assert call(any_host, "revert", "--yes")[0] == 0
-    assert contents(any_host) == before
-    lines = len(journal_of(tmp_path).read_text().splitlines())
-    assert call(any_host, "revert", "--yes") == (0, "nothing to do\n") and "nothing to revert" in call(any_host, "status")[1]
-    assert len(journal_of(tmp_path).read_text().splitlines()) == lines and contents(any_host) == before
+    assert value(any_host, f"{THP}/enabled") == "always" and value(any_host, f"{THP}/defrag") == "defer+madvise"
+    assert value(any_host, f"{CPU}/cpufreq/policy2/scaling_governor") == "performance"
+    assert value(any_host, "/proc/sys/kernel/numa_balancing") == value(any_host, "/proc/sys/kernel/nmi_watchdog") == "0"
+    assert value(any_host, "/proc/sys/vm/drop_caches") == "3" and "drop_caches" not in journal_of(any_host).read_text()
+    assert value(any_host, "/proc/sys/kernel/randomize_va_space") == "2"  # only when asked for
+    assert call(any_host, "revert", "--yes")[0] == 0 and contents(any_host) == before
+    assert "nothing to do" in call(any_host, "revert", "--yes")[1]
 
 
 def test_apply_twice_keeps_the_first_old_values(call, epyc):
     before = contents(epyc)
     assert call(epyc, "apply", "--yes")[0] == 0
     assert call(epyc, "apply", "--yes", "--thp-defrag", "always")[0] == 0
-    assert text(epyc, f"{THP}/defrag").startswith("[always]")
+    assert value(epyc, f"{THP}/defrag") == "always"
     assert call(epyc, "revert", "--yes")[0] == 0 and contents(epyc) == before
 
 
 def test_aslr_goes_off_only_when_asked_for(call, epyc):
     before = contents(epyc)
-    assert call(epyc, "apply", "--yes", "--only", "aslr")[0] == 2 and contents(epyc) == before
-    assert call(epyc, "apply", "--yes", "--only", "aslr", "--aslr-off")[0] == 0
-    assert text(epyc, "/proc/sys/kernel/randomize_va_space") == "0\n"
+    assert "SECURITY" in call(epyc, "check", "--only", "aslr")[1]
+    assert call(epyc, "apply", "--yes", "--only", "aslr")[0] == 0 and value(epyc, "/proc/sys/kernel/randomize_va_space") == "0"
     assert call(epyc, "revert", "--yes")[0] == 0 and contents(epyc) == before
 
 
-@pytest.mark.parametrize("wrong", [["--only", "gpu_clock"], ["--skip", "x"], ["--thp-defrag", "never"], ["--gpu"], ["--root", "/nowhere"]])
+@pytest.mark.parametrize("wrong", [["--only", "gpu_clock"], ["--thp-defrag", "never"], ["--gpu"]])
 def test_wrong_usage_is_2(call, epyc, wrong):
-    assert door.main(["check", *wrong]) == 2 if wrong[0] == "--root" else call(epyc, "apply", "--yes", *wrong)[0] == 2
+    assert call(epyc, "apply", "--yes", *wrong)[0] == 2
 
 
-def test_the_page_cache_is_synced_and_dropped_once_and_never_reverted(epyc, tmp_path):
+def test_dirty_pages_are_written_back_before_the_page_cache_is_dropped(call, epyc, monkeypatch):
     calls = []
-
-    class Watched(Rehearsal):
-        def sync(self):
-            calls.append("sync")
-
-        def write(self, path, value):
-            calls.append((path, value))
-            super().write(path, value)
-
-    journal = Journal(str(tmp_path / "journal"), str(epyc), "b")
-    tree = Watched(str(epyc))
-    with journal.locked("apply"):
-        assert [o.status for o in actions.apply([KNOBS[0]], tree, journal, Options())] == ["written"]
+    monkeypatch.setattr(os, "sync", lambda: calls.append("sync"))
+    monkeypatch.setattr(Host, "write", lambda self, path, value: calls.append((path, value)))
+    assert call(epyc, "apply", "--yes", "--only", "page_cache")[0] == 0
     assert calls == ["sync", ("/proc/sys/vm/drop_caches", "3")]
-    assert journal.entries == {} and json.loads(journal_of(tmp_path).read_text().splitlines()[-1]) == {"op": "done", "knob": "page_cache"}
 
 
-class Pstate(Rehearsal):
-    """intel_pstate in active mode: performance takes the energy preference along, and holds it."""
+def test_what_the_kernel_changes_together_with_the_governor_comes_back_too(call, tmp_path, monkeypatch):
+    """intel_pstate in active mode: performance takes the energy preference with it, and holds it."""
+    root, plain = xeon(tmp_path / "host"), Host.write
+    before = contents(root)
 
-    def write(self, path, value):
-        energy = Path(self.root, path.lstrip("/")).with_name("energy_performance_preference")
-        if path.endswith("energy_performance_preference") and energy.with_name("scaling_governor").read_text() == "performance\n":
+    def pstate(self, path, word):
+        folder = (root / path.lstrip("/")).parent
+        if path.endswith("energy_performance_preference") and (folder / "scaling_governor").read_text() == "performance\n":
             raise OSError(16, "Device or resource busy", path)
-        super().write(path, value)
-        if path.endswith("scaling_governor") and value == "performance":
-            energy.write_text("performance\n")
+        plain(self, path, word)
+        if path.endswith("scaling_governor") and word == "performance":
+            (folder / "energy_performance_preference").write_text("performance\n")
+
+    monkeypatch.setattr(Host, "write", pstate)
+    assert call(root, "apply", "--yes")[0] == 0
+    assert value(root, f"{CPU}/cpufreq/policy0/energy_performance_preference") == "performance"
+    assert call(root, "revert", "--yes")[0] == 0 and contents(root) == before
 
 
-def test_what_the_kernel_changes_along_with_the_governor_comes_back_too(tmp_path):
-    root = xeon(tmp_path / "host")
-    before, tree, journal = contents(root), Pstate(str(root)), Journal(str(tmp_path / "journal"), str(root), "b")
-    with journal.locked("apply"):
-        assert not any(o.is_failure for o in actions.apply(list(KNOBS), tree, journal, Options()))
-    assert text(root, f"{CPU}/cpufreq/policy0/energy_performance_preference") == "performance\n"
-    with journal.locked("revert"):
-        assert {o.status for o in actions.revert(tree, journal)} == {"reverted"}
-    assert contents(root) == before
-
-
-def test_a_value_that_does_not_stick_is_a_failure(epyc, tmp_path):
-    class Deaf(Rehearsal):
-        def _put(self, descriptor, path, value):
-            if not path.endswith("nmi_watchdog"):
-                super()._put(descriptor, path, value)
-
-    journal = Journal(str(tmp_path / "journal"), str(epyc), "b")
-    with journal.locked("apply"):
-        outcomes = actions.apply(list(KNOBS[:-1]), Deaf(str(epyc)), journal, Options())
-    assert [(o.knob, o.status, o.why) for o in outcomes if o.is_failure] == [("nmi_watchdog", "failed", "reads back as 1")]
+def test_a_value_that_does_not_stick_is_a_failure(call, epyc, monkeypatch):
+    plain = Host.write
+    monkeypatch.setattr(Host, "write", lambda self, path, word: None if path.endswith("nmi_watchdog") else plain(self, path, word))
+    code, printed = call(epyc, "apply", "--yes")
+    assert code == 18 and "failed         /proc/sys/kernel/nmi_watchdog: 1 -> 0  [reads back as 1]" in printed
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
-
-CHANGES = ("write", "pwrite", "ftruncate", "fsync", "rename", "mkdir")
 
 
 class Killed(BaseException):
     """In place of a kill: from here on the process changes nothing more."""
 
 
-def die_at(monkeypatch, count: int, die, torn: bool = False) -> None:
-    """Let `count` changing system calls through, then `die()` before the next; a torn one still writes half of its bytes."""
+def die_at(monkeypatch, count: int) -> None:
+    """Let `count` changing calls through, then raise Killed before the next."""
     passed = [0]
 
-    def dying(name, real):
+    def dying(real):
         def call(*arguments, **options):
             passed[0] += 1
-            if passed[0] <= count:
-                return real(*arguments, **options)
-            if torn and passed[0] == count + 1 and name == "write":
-                real(arguments[0], arguments[1][: len(arguments[1]) // 2])
-            die()
+            if passed[0] > count:
+                raise Killed
+            return real(*arguments, **options)
 
         return call
 
-    for name in CHANGES:
-        monkeypatch.setattr(os, name, dying(name, getattr(os, name)))
+    for owner, name in ((os, "rename"), (os, "makedirs"), (json, "dump"), (Host, "write")):
+        monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
 
 
-def forked(work) -> int:
-    """Exit status of a child process that runs `work`."""
-    child = os.fork()
-    if child == 0:
-        try:
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-                code = work()
-        except BaseException:
-            code = 99
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("verb", ["apply", "revert"])
-def test_killed_between_any_two_changes_revert_restores_every_byte(tmp_path, capsys, torn, verb):
+def test_killed_between_any_two_changes_revert_restores_every_value(tmp_path, capsys, verb):
     root = host(tmp_path / "host", cpus=2)
     before = contents(root)
-    for count in range(200):
-        arguments = ["--root", str(root), "--journal", str(tmp_path / f"journal{count}"), "--yes"]
+    for count in range(60):
         if verb == "revert":
-            assert door.main(["apply", *arguments]) == 0
-
-        def killed(arguments=arguments, count=count):
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                die_at(monkeypatch, count, lambda: os._exit(137), torn)
-                return door.main([verb, *arguments])
-
-        code = forked(killed)
-        assert code in (0, 137)
-        assert door.main(["revert", *arguments]) == 0 and contents(root) == before, f"killed at {count}"
-        if code == 0:
+            assert cli.main(["apply", "--yes"], str(root)) == 0
+        killed = False
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            die_at(monkeypatch, count)
+            try:
+                assert cli.main([verb, "--yes"], str(root)) == 0
+            except Killed:
+                killed = True
+        assert cli.main(["revert", "--yes"], str(root)) == 0 and contents(root) == before, f"killed at {count}"
+        if not killed:
             break
-    assert 20 <= count < 199  # every change of the whole verb was killed once
+    assert 8 <= count < 59  # every change of the whole verb was killed once
 
 
-def test_old_values_are_on_disk_before_anything_is_written(call, any_host, monkeypatch):
-    calls = []
-    for name in ("write", "pwrite", "fsync"):
-
-        def noted(*arguments, real=getattr(os, name), name=name):  # noqa: B008 (the function as it is now)
-            calls.append((name, arguments[1] if name != "fsync" else b""))
-            return real(*arguments)
-
-        monkeypatch.setattr(os, name, noted)
-    assert call(any_host, "apply", "--yes", "--aslr-off")[0] == 0
-    unsynced = num_writes = 0
-    for name, data in calls:
-        if name == "pwrite":
-            num_writes += 1
-            assert not unsynced
-        elif data.startswith(b"{"):
-            unsynced += 1
-        elif name == "fsync":
-            unsynced = 0
-    assert num_writes == 11
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_walks_of_apply_revert_and_kill_lose_nothing(tmp_path, monkeypatch, capsys, seed):
+@pytest.mark.parametrize("seed", range(4))
+def test_random_walks_of_apply_revert_and_kill_lose_nothing(tmp_path, capsys, seed):
     generator = random.Random(seed)
     root = (host if seed % 2 else xeon)(tmp_path / "host")
     before = contents(root)
-    base = ["--root", str(root), "--journal", str(tmp_path / "journal")]
-    for _ in range(40):
-        verb = generator.choice(["apply", "apply", "revert"])
-        options = ["--yes", "--thp-defrag", generator.choice(["always", "defer+madvise"])]
-        if verb == "apply" and generator.random() < 0.5:
-            options += ["--aslr-off"]
+    for _ in range(30):
+        arguments = [generator.choice(["apply", "apply", "revert"]), "--yes", "--thp-defrag", generator.choice(["always", "defer+madvise"])]
         if generator.random() < 0.3:
-            options += ["--only", ",".join(generator.sample(NAMES[:-1], 3))]
-
-        def die():
-            raise Killed
-
-        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            arguments += ["--only", ",".join(generator.sample(sorted(BY_NAME), 3))]
+        with pytest.MonkeyPatch.context() as monkeypatch:
             if generator.random() < 0.7:
-                die_at(patch, generator.randrange(50), die, torn=generator.random() < 0.5)
-            assert door.main([verb, *options, *base]) == 0
-            assert verb == "apply" or contents(root) == before
-    assert door.main(["revert", "--yes", *base]) == 0 and contents(root) == before
+                die_at(monkeypatch, generator.randrange(20))
+            try:
+                assert cli.main(arguments, str(root)) == 0
+                assert arguments[0] == "apply" or contents(root) == before
+            except Killed:
+                pass
+    assert cli.main(["revert", "--yes"], str(root)) == 0 and contents(root) == before
 
 
-# --- attacks ----------------------------------------------------------------------------------------------------------
-
-
-def outside(tmp_path) -> Path:
-    file = tmp_path / "outside" / "scaling_governor"
-    file.parent.mkdir()
-    file.write_text("schedutil\n")
-    (file.parent / "scaling_available_governors").write_text("performance schedutil\n")
-    return file
+# --- links, foreign paths and values ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("component", ["scaling_governor", "policy0", "cpufreq", "cpu", "sys"])
 def test_a_link_in_place_of_any_component_is_refused(call, epyc, tmp_path, component):
-    target = outside(tmp_path)
     path = epyc / CPU.lstrip("/") / "cpufreq" / "policy0" / "scaling_governor"
     while path.name != component:
         path = path.parent
     aside = tmp_path / "aside"
     path.rename(aside)
-    path.symlink_to(target if component == "scaling_governor" else target.parent if component == "policy0" else aside)
-    moved = {file: file.read_bytes() for file in [*aside.glob("**/scaling_governor"), target]}
+    path.symlink_to(aside)
+    governors = [aside, *aside.glob("**/scaling_governor")]
+    moved = {file: file.read_bytes() for file in governors if file.is_file()}
     code, printed = call(epyc, "apply", "--yes", "--only", "governor")
-    assert code == 18 and "is a symbolic link" in printed
+    assert code == 18 and "symbolic link" in printed and moved
     assert all(file.read_bytes() == data for file, data in moved.items())
 
 
@@ -410,26 +329,11 @@ def test_a_link_put_there_after_apply_is_not_followed_by_revert(call, epyc, tmp_
     assert call(epyc, "apply", "--yes")[0] == 0
     victim = tmp_path / "victim"
     victim.write_text("0\n")
-    knob = epyc / "proc/sys/kernel/nmi_watchdog"
-    knob.unlink()
-    knob.symlink_to(victim)
+    watchdog = epyc / "proc/sys/kernel/nmi_watchdog"
+    watchdog.unlink()
+    watchdog.symlink_to(victim)
     code, printed = call(epyc, "revert", "--yes", "--force")
     assert code == 18 and "symbolic link" in printed and victim.read_text() == "0\n"
-
-
-def test_what_is_no_regular_file_is_refused(call, epyc, tmp_path):
-    watchdog, balancing = epyc / "proc/sys/kernel/nmi_watchdog", epyc / "proc/sys/kernel/numa_balancing"
-    watchdog.unlink()
-    os.mkfifo(watchdog)  # must not hang
-    balancing.unlink()
-    os.link(outside(tmp_path), balancing)
-    (epyc / THP.lstrip("/") / "enabled").unlink()
-    (epyc / THP.lstrip("/") / "enabled").mkdir()
-    for path in ("/proc/sys/kernel/nmi_watchdog", "/proc/sys/kernel/numa_balancing", f"{THP}/enabled"):
-        with pytest.raises(Refused):
-            open_tree(str(epyc)).read(path)
-    code, printed = call(epyc, "apply", "--yes", "--only", "nmi_watchdog,numa_balancing,thp_enabled")
-    assert code == 18 and marked(printed, "REFUSED") == 3 and "hard links" in printed
 
 
 @pytest.mark.parametrize(
@@ -445,83 +349,38 @@ def test_what_is_no_regular_file_is_refused(call, epyc, tmp_path):
         "",
     ],
 )
-def test_a_path_that_is_not_on_the_list_is_refused(epyc, path):
+def test_a_path_that_is_not_on_the_list_is_not_written(epyc, path):
     before = contents(epyc)
     with pytest.raises(Refused):
-        open_tree(str(epyc)).write(path, "0")
+        Host(str(epyc)).write(path, "0")
     assert contents(epyc) == before
 
 
-@pytest.mark.parametrize("path", ["/proc/../etc/passwd", "/../etc/passwd", "//etc/passwd", "/proc//sys", "/./proc", "relative"])
+@pytest.mark.parametrize("path", ["/proc/../../etc/passwd", "/../etc/passwd"])
 def test_reading_does_not_climb_out(epyc, path):
     write(epyc.parent, "etc/passwd", "secret")
     with pytest.raises(Refused):
-        open_tree(str(epyc)).read(path)
+        Host(str(epyc)).read(path)
 
 
-@pytest.mark.parametrize("value", ["0\n1", "0 1", "", "performance\n", "a" * 41, "0;reboot", "é", "\0"])
-def test_a_value_that_is_not_one_plain_word_is_refused(epyc, value):
+@pytest.mark.parametrize("word", ["0\n1", "0 1", "", "performance\n", "a" * 41, "0;reboot", "é", "\0"])
+def test_a_value_that_is_not_one_plain_word_is_refused(epyc, word):
     with pytest.raises(Refused):
-        open_tree(str(epyc)).write("/proc/sys/kernel/nmi_watchdog", value)
+        Host(str(epyc)).write("/proc/sys/kernel/nmi_watchdog", word)
 
 
-@pytest.mark.parametrize(("name", "old"), [("scaling_governor", "evil"), ("scaling_governor", "a\nb"), ("scaling_governor", "")])
-def test_a_journal_with_an_old_value_that_the_kernel_does_not_offer_is_not_obeyed(call, epyc, tmp_path, name, old):
-    assert call(epyc, "apply", "--yes", "--only", "governor")[0] == 0
-    journal = journal_of(tmp_path)
-    journal.write_text(journal.read_text().replace(json.dumps("schedutil\n"), json.dumps(old)))
-    code, printed = call(epyc, "revert", "--yes")
-    assert code == 18 and marked(printed, "REFUSED") == 3 and text(epyc, f"{CPU}/cpufreq/policy0/scaling_governor") == "performance\n"
+# --- other programs, reboots ------------------------------------------------------------------------------------------
 
 
-def test_a_journal_with_another_path_is_refused_whole(call, epyc, tmp_path):
-    assert call(epyc, "apply", "--yes")[0] == 0
-    journal = journal_of(tmp_path)
-    journal.write_text(journal.read_text().replace("/proc/sys/kernel/nmi_watchdog", "/proc/sys/kernel/core_pattern"))
-    assert call(epyc, "revert", "--yes")[0] == 17
-
-
-def test_a_real_proc_under_the_root_of_a_rehearsal_is_refused(epyc, monkeypatch):
-    real = os.stat
-    elsewhere = str(epyc / "sys")
-    other = os.stat_result((*real(elsewhere)[:2], 4242, *real(elsewhere)[3:10]))
-    monkeypatch.setattr(os, "stat", lambda path, **options: other if path == elsewhere else real(path, **options))
-    with pytest.raises(Refused, match="is mounted there"):
-        open_tree(str(epyc))
-    assert type(open_tree("/")) is Tree
-
-
-# --- other hands ------------------------------------------------------------------------------------------------------
-
-
-def test_a_foreign_change_is_told_and_left_unless_forced(call, epyc):
+def test_a_value_that_another_program_set_is_left_unless_forced(call, epyc):
     before = contents(epyc)
     assert call(epyc, "apply", "--yes")[0] == 0
     write(epyc, f"{CPU}/cpufreq/policy1/scaling_governor", "powersave\n")
-    code, printed = call(epyc, "apply", "--yes")
-    assert code == 18 and marked(printed, "NOT OURS") == 1
     code, printed = call(epyc, "revert", "--yes")
-    assert code == 18 and "NOT OURS" in printed and "policy1" in printed
-    assert text(epyc, f"{CPU}/cpufreq/policy1/scaling_governor") == "powersave\n"
-    assert len([path for path in contents(epyc) if contents(epyc)[path] != before[path]]) == 1  # all others are back
+    assert code == 18 and "changed since" in printed and "policy*" in printed
+    assert value(epyc, f"{CPU}/cpufreq/policy1/scaling_governor") == "powersave"
+    assert len([path for path, now in contents(epyc).items() if now != before[path]]) == 1  # all others are back
     assert call(epyc, "revert", "--yes", "--force")[0] == 0 and contents(epyc) == before
-
-
-def test_a_change_between_reading_and_writing_is_not_written_over(epyc, tmp_path):
-    class Busy(Rehearsal):
-        reads = 0
-
-        def read(self, path):
-            if path.endswith("numa_balancing"):
-                self.reads += 1
-                if self.reads == 2:
-                    write(epyc, path, "2\n")
-            return super().read(path)
-
-    journal = Journal(str(tmp_path / "journal"), str(epyc), "b")
-    with journal.locked("apply"):
-        outcomes = actions.apply([KNOBS[NAMES.index("numa_balancing")]], Busy(str(epyc)), journal, Options())
-    assert outcomes[0].status == "foreign" and text(epyc, "/proc/sys/kernel/numa_balancing") == "2\n"
 
 
 def test_a_file_that_is_gone_does_not_keep_the_others_from_coming_back(call, epyc):
@@ -529,27 +388,24 @@ def test_a_file_that_is_gone_does_not_keep_the_others_from_coming_back(call, epy
     assert call(epyc, "apply", "--yes")[0] == 0
     shutil.rmtree(epyc / CPU.lstrip("/") / "cpu1" / "cpuidle")  # a CPU taken offline
     code, printed = call(epyc, "revert", "--yes")
-    assert code == 18 and marked(printed, "FAILED") == 1
-    assert all(before[path] == found for path, found in contents(epyc).items())
+    assert code == 18 and printed.count("failed") == 1
+    assert all(before[path] == now for path, now in contents(epyc).items())
 
 
-def test_a_reboot_has_put_everything_back(call, epyc):
-    before = contents(epyc)
+def test_after_a_reboot_there_is_nothing_to_revert(call, epyc):
     assert call(epyc, "apply", "--yes")[0] == 0
     write(epyc, "/proc/sys/kernel/random/boot_id", "boot-two\n")
-    write(epyc, f"{CPU}/cpufreq/policy0/scaling_governor", "performance\n")  # by the administrator's choice this time
-    for name, now in BEFORE.items():
-        write(epyc, f"/proc/sys/kernel/{name}", f"{now}\n")
-    write(epyc, f"{THP}/enabled", "[always] madvise never\n")
-    changed = contents(epyc)
-    code, printed = call(epyc, "revert", "--yes")
-    assert code == 0 and "from before the last boot" in printed and contents(epyc) == changed != before
-    assert "nothing to revert" in call(epyc, "status")[1]
-
-
-def test_a_second_apply_at_the_same_time_is_refused(call, epyc, tmp_path):
+    write(epyc, f"{THP}/enabled", "always madvise [never]\n")
     before = contents(epyc)
-    with Journal(str(tmp_path / "journal"), str(epyc), "b").locked("apply"):
+    code, printed = call(epyc, "revert", "--yes")
+    assert code == 0 and "before the last boot" in printed and contents(epyc) == before
+    assert call(epyc, "apply", "--yes", "--only", "thp_enabled")[0] == 0
+    assert call(epyc, "revert", "--yes")[0] == 0 and contents(epyc) == before, "old values are those of this boot"
+
+
+def test_a_second_apply_at_the_same_time_is_refused(call, epyc):
+    before = contents(epyc)
+    with Journal(Host(str(epyc))).locked():
         code, printed = call(epyc, "apply", "--yes")
     assert code == 17 and "another apply or revert" in printed and contents(epyc) == before
     assert call(epyc, "apply", "--yes")[0] == 0
@@ -558,113 +414,80 @@ def test_a_second_apply_at_the_same_time_is_refused(call, epyc, tmp_path):
 # --- the journal ------------------------------------------------------------------------------------------------------
 
 
-def test_a_journal_cut_anywhere_in_its_last_line_is_read_and_goes_on(call, epyc, tmp_path):
-    before = contents(epyc)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"boot": "boot-one", "files": {"/proc/sys/kernel/core_pattern": {"old": "x", "ours": []}}}',
+        '{"boot": "boot-one", "files": {"/proc/sys/kernel/nmi_watchdog": {"old": "a\\nb", "ours": []}}}',
+    ],
+)
+def test_a_damaged_or_foreign_journal_stops_everything(call, epyc, damage):
     assert call(epyc, "apply", "--yes", "--only", "numa_balancing")[0] == 0
-    whole = journal_of(tmp_path).read_bytes()
-    write(epyc, "/proc/sys/kernel/numa_balancing", "1\n")  # as it is when a process dies while saving
-    for length in range(whole.rindex(b"\n", 0, -1) + 2, len(whole)):
-        journal_of(tmp_path).write_bytes(whole[:length])
-        code, printed = call(epyc, "status")
-        assert code == 0 and ("is cut" in printed) == (length < len(whole) - 1)
-        assert call(epyc, "apply", "--yes", "--only", "nmi_watchdog")[0] == 0
-        assert call(epyc, "revert", "--yes")[0] == 0 and contents(epyc) == before
-        assert all(json.loads(line) for line in journal_of(tmp_path).read_text().splitlines())
-
-
-@pytest.mark.parametrize("damage", [b"\x00\x00\n", b"{}\n", b'{"op": "save", "path": 1}\n', b"[]\n", b'{"op": "x"}\n', b"\n"])
-def test_damage_in_the_middle_stops_everything_and_names_the_line(call, epyc, tmp_path, damage):
-    assert call(epyc, "apply", "--yes", "--only", "numa_balancing")[0] == 0
-    lines = journal_of(tmp_path).read_bytes().splitlines(keepends=True)
-    journal_of(tmp_path).write_bytes(lines[0] + damage + lines[1])
+    journal_of(epyc).write_text(damage)
     before = contents(epyc)
-    for verb in (["apply", "--yes"], ["revert", "--yes", "--force"], ["status"], ["plan"]):
+    for verb in (["apply", "--yes"], ["revert", "--yes", "--force"], ["plan"]):
         code, printed = call(epyc, *verb)
-        assert code == 17 and "line 2 is damaged" in printed
+        assert code == 17 and str(journal_of(epyc)) in printed
     assert contents(epyc) == before
 
 
-@pytest.mark.parametrize("name", ["write", "fsync"])
-def test_a_full_disk_stops_before_the_write(call, epyc, tmp_path, monkeypatch, name):
+def test_a_full_disk_stops_before_the_first_write(call, epyc, monkeypatch):
     before = contents(epyc)
 
-    def full(descriptor, *data):
+    def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    (tmp_path / "journal").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(os, name, full)
-        code, printed = call(epyc, "apply", "--yes", "--skip", "page_cache")
+        patch.setattr(json, "dump", full)
+        code, printed = call(epyc, "apply", "--yes")
     assert code == 17 and "No space left" in printed and contents(epyc) == before
 
 
-def test_a_journal_that_others_can_write_to_or_of_another_tree_is_refused(call, epyc, tmp_path):
-    assert call(epyc, "apply", "--yes")[0] == 0
-    (tmp_path / "second").mkdir()
-    code, printed = call(host(tmp_path / "second" / "host"), "revert", "--yes")
-    assert code == 17 and "belongs to the tree" in printed
-    journal_of(tmp_path).chmod(0o666)
-    assert call(epyc, "revert", "--yes")[0] == 17
-    journal_of(tmp_path).chmod(0o644)
-    (tmp_path / "journal").chmod(0o777)
-    assert call(epyc, "revert", "--yes")[0] == 17
-    (tmp_path / "journal").chmod(0o755)
-    assert call(epyc, "revert", "--yes")[0] == 0
-
-
-def test_a_journal_that_is_a_link_or_cannot_be_made(call, epyc, tmp_path):
-    (tmp_path / "journal").mkdir()
-    journal_of(tmp_path).symlink_to(tmp_path / "elsewhere")
-    assert call(epyc, "apply", "--yes")[0] == 17 and not (tmp_path / "elsewhere").exists()
-    with pytest.raises(JournalError), Journal(str(tmp_path / "host" / "proc/sys/kernel/nmi_watchdog" / "x"), "/", "b").locked("apply"):
-        pass
-
-
-def test_a_long_journal_with_nothing_open_is_begun_anew(call, epyc, tmp_path, monkeypatch):
-    monkeypatch.setattr("system_tuning.journal.MAX_BYTES", 3000)
+def test_a_journal_that_cannot_be_made_stops_before_the_first_write(call, epyc):
     before = contents(epyc)
-    for _ in range(5):
-        assert call(epyc, "apply", "--yes")[0] == 0 and call(epyc, "revert", "--yes")[0] == 0
-    assert contents(epyc) == before and journal_of(tmp_path).stat().st_size < 6000
-    assert journal_of(tmp_path).with_name("journal.previous.jsonl").exists()
+    write(epyc, "/var/lib", "a file, not a folder")
+    assert call(epyc, "apply", "--yes")[0] == 17 and contents(epyc) == before
 
 
 # --- rights -----------------------------------------------------------------------------------------------------------
 
 
-def read_only(root: Path) -> dict:
-    for file in root.glob("**/*"):
-        if file.is_file() and not file.is_symlink():
-            file.chmod(0o444)
-    return contents(root)
+@pytest.fixture
+def read_only(monkeypatch):
+    """The kernel says that no file may be written; `as_user` is the effective user."""
+
+    def install(as_user: int) -> None:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        monkeypatch.setattr(os, "geteuid", lambda: as_user)
+        monkeypatch.setattr(subprocess, "Popen", None)  # nor does it start anything
+
+    return install
 
 
-def test_without_root_it_says_what_could_not_be_done_and_the_command(call, epyc, tmp_path, monkeypatch):
-    before = read_only(epyc)
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid())
-    monkeypatch.setattr(report.os, "geteuid", lambda: 1000)
-    assert call(epyc, "check")[0] == 0
-    monkeypatch.setattr(subprocess, "Popen", None)  # nor does it start anything
-    code, printed = call(epyc, "apply", "--yes", "--skip", "page_cache", "--thp-defrag", "always")
-    assert code == 18 and marked(printed, "NOT SET") == 10 and contents(epyc) == before
-    command = next(line for line in printed.splitlines() if line.startswith("  do:"))
-    assert f"cd {ROOT} && sudo {sys.executable} -B -m system_tuning apply --yes --skip page_cache --thp-defrag always" in command
-    assert f"--root {epyc} --journal {tmp_path / 'journal'}" in command and not (tmp_path / "journal").exists()
-
-
-def test_a_container_with_read_only_files_points_to_the_host(call, epyc, monkeypatch):
-    read_only(epyc)
-    monkeypatch.setattr(report.os, "geteuid", lambda: 0)
-    code, printed = call(epyc, "plan")
-    assert code == 0 and "run it on the host, not in a container" in printed and "sudo" not in printed
-    assert call(epyc, "plan", "--strict")[0] == 18
-
-
-def test_some_files_read_only_and_the_others_done(call, epyc):
-    (epyc / "proc/sys/kernel/nmi_watchdog").chmod(0o444)
+def test_without_root_it_says_what_cannot_be_done_and_the_command(call, epyc, read_only):
     before = contents(epyc)
+    read_only(as_user=1000)
+    assert call(epyc, "check")[0] == 0 and call(epyc, "plan")[0] == 0
+    code, printed = call(epyc, "apply", "--yes", "--only", "governor,thp_defrag", "--thp-defrag", "always")
+    assert code == 18 and printed.count("not permitted") == 2 and contents(epyc) == before and not (epyc / "var").exists()
+    command = f"cd {ROOT} && sudo {sys.executable} -B -m system_tuning apply --yes --only governor,thp_defrag --thp-defrag always"
+    assert command in printed
+
+
+def test_read_only_files_in_a_container_point_to_the_host(call, epyc, read_only):
+    read_only(as_user=0)
+    printed = call(epyc, "plan")[1]
+    assert "on the host, not in a container" in printed and "sudo" not in printed
+
+
+def test_one_file_that_may_not_be_written_and_the_others_done(call, epyc, monkeypatch):
+    before, real = contents(epyc), os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("nmi_watchdog") and real(path, mode))
     code, printed = call(epyc, "apply", "--yes")
-    assert code == 18 and marked(printed, "NOT SET") == 1 and text(epyc, "/proc/sys/kernel/numa_balancing") == "0\n"
+    assert code == 18 and printed.count("not permitted") == 1 and value(epyc, "/proc/sys/kernel/numa_balancing") == "0"
     assert call(epyc, "revert", "--yes")[0] == 0 and contents(epyc) == before
 
 
@@ -674,23 +497,9 @@ def test_some_files_read_only_and_the_others_done(call, epyc):
 def test_it_runs_copied_alone_with_the_standard_library_only(tmp_path):
     shutil.copytree(ROOT / "system_tuning", tmp_path / "alone" / "system_tuning", ignore=shutil.ignore_patterns("__pycache__"))
     root = xeon(tmp_path / "host")
-    before = contents(root)
-    for verb in ("check", "apply", "revert"):
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            "import sys, runpy; sys.path.insert(0, '.'); runpy.run_module('system_tuning', run_name='__main__')",
-        ]
-        result = subprocess.run(
-            [*command, verb, "--yes", "--root", str(root)], cwd=tmp_path / "alone", capture_output=True, text=True, timeout=30
-        )
-        assert result.returncode == 0, result.stderr
-    assert contents(root) == before and (root / "var/lib/system_tuning/journal.jsonl").exists()
-
-
-def test_it_writes_nothing_about_gpus_and_loads_nothing():
-    source = "".join(path.read_text() for path in sorted((ROOT / "system_tuning").glob("*.py")))
-    for word in ("subprocess", "os.system", "rocm-smi", "nvidia-smi", "drm", "modprobe"):
-        assert word not in source, word
+    code = "import sys; sys.path.insert(0, '.'); from system_tuning.__main__ import main; sys.exit(main(sys.argv[1:-1], sys.argv[-1]))"
+    for verb, watchdog in (("check", "1"), ("apply", "0"), ("revert", "1")):
+        command = [sys.executable, "-I", "-S", "-c", code, verb, "--yes", str(root)]
+        done = subprocess.run(command, cwd=tmp_path / "alone", capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        assert value(root, "/proc/sys/kernel/nmi_watchdog") == watchdog

@@ -25,8 +25,9 @@ def test_it_says_what_it_takes(program):
 
 
 def test_written_shards_are_a_checkpoint_of_their_layers(tmp_path, capsys):
+    from common.model.checkpoint_loader import LoadReport
+    from common.model.checkpoint_reader import open_checkpoint
     from common.model.shapes import ModelShape
-    from common.model.weights import LoadReport, open_checkpoint
     from common.sharding.processes import start_processes
     from throughput.load_time import print_report, write_shards
 

@@ -8,19 +8,23 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from plain_block import plain_llama
 from synthetic_log import find
 from tiny import TINY, TINY_PROGRAM, facts, records, run, run_config, start_ranks, write_data
 from torch.nn import functional as F
 from two_ranks import evaluation, evaluation_sequences
 
-from common.data.indexed_dataset import Index, Writer
+from common.data.indexed_dataset import Index
+from common.data.indexed_dataset_writer import Writer
 from common.errors import NonFinite, TargetMissed
-from common.model.llama import Llama, init_weights
+from common.model.initialization import copy_weight, init_weights
+from common.sharding.adamw import AdamWSettings
 from common.sharding.processes import Processes
+from common.sharding.replicated import ReplicatedOptimizer
 from common.training import loop
+from common.training.build import Assembly
 from common.training.loop import next_token_pairs, pad_for_ranks
 from common.training.metrics import Meter
-from common.training.optimizer import ClippedAdamW
 from llama31_8b import train as trainer
 from llama31_8b.data import TrainData
 from llama31_8b.rules import CLOSED
@@ -50,8 +54,8 @@ def test_the_tiny_model_learns(plain):
 
 def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
     """No sharding, no micro-batches, no fused clipping: logits, F.cross_entropy, clip_grad_norm_, AdamW, the samples in their order."""
-    model = Llama(TINY.shape, TINY.sequence_length)
-    init_weights(model, seed=1, std=TINY.init_std)
+    model = plain_llama(TINY.shape, TINY.sequence_length)
+    init_weights(model, TINY.shape.num_layers, 1, TINY.init_std, copy_weight)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": TINY.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -91,12 +95,12 @@ def test_how_a_batch_is_cut_does_not_matter(plain, processes, tiny_data, tmp_pat
     assert_same_curve(run(tmp_path / "run", tiny_data, micro_batch_size=micro_batch_size), plain, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"recompute_layers": 1}, {"recompute_layers": 2}, {"reshard_after_forward": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"recompute_layers": 1}, {"recompute_layers": 2}], ids=str)
 def test_what_saves_memory_changes_no_bit(plain, processes, tiny_data, tmp_path, changes):
     assert_same_curve(run(tmp_path / "run", tiny_data, **changes), plain, tolerance=0)
 
 
-@pytest.mark.parametrize("name", ["plain", "recompute", "reshard", "whole micro-batch"])
+@pytest.mark.parametrize("name", ["plain", "recompute", "whole micro-batch"])
 def test_two_ranks_train_as_one_process_does(plain, two_ranks, name):
     curve = two_ranks[0]["runs"][name]
     assert_same_curve(replace(plain, **{key: curve[key] for key in ("losses", "norms", "evaluations")}), plain, tolerance=1e-4)
@@ -106,8 +110,8 @@ def test_two_ranks_train_as_one_process_does(plain, two_ranks, name):
 
 def test_what_saves_memory_changes_no_bit_on_two_ranks(two_ranks):
     runs = two_ranks[0]["runs"]
-    assert runs["recompute"]["losses"] == runs["plain"]["losses"] == runs["reshard"]["losses"]
-    assert runs["recompute"]["norms"] == runs["plain"]["norms"] == runs["reshard"]["norms"]
+    assert runs["recompute"]["losses"] == runs["plain"]["losses"]
+    assert runs["recompute"]["norms"] == runs["plain"]["norms"]
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------
@@ -115,8 +119,8 @@ def test_what_saves_memory_changes_no_bit_on_two_ranks(two_ranks):
 
 def by_hand(data_dir) -> float:
     """fp64 from logits: the mean over sequences of the mean of -log softmax over a sequence's labels."""
-    model = Llama(TINY.shape, TINY.sequence_length)
-    init_weights(model, seed=7, std=TINY.init_std)
+    model = plain_llama(TINY.shape, TINY.sequence_length)
+    init_weights(model, TINY.shape.num_layers, 7, TINY.init_std, copy_weight)
     means = []
     for tokens, labels in torch.from_numpy(evaluation_sequences(data_dir)):
         with torch.no_grad():
@@ -307,23 +311,6 @@ class Scripted(torch.nn.Module):
         self.shape, self.max_sequence_length, self.losses = CLOSED.shape, CLOSED.sequence_length, iter([9.9, *losses])  # 9.9: warm-up
         self.weight = torch.nn.Parameter(torch.ones(1, 1))
 
-    scaling = None  # no FP8
-
-    def trained_tensors(self):
-        return list(self.parameters())
-
-    def backward_done(self):
-        pass
-
-    def step_done(self):
-        pass
-
-    def scale_tensors(self):
-        return []
-
-    def reset_scales(self):
-        pass
-
     def forward(self, tokens, labels):
         count = torch.full((len(tokens),), float(tokens.shape[1]))
         loss = self.weight.square().sum() if torch.is_grad_enabled() else next(self.losses)
@@ -344,15 +331,15 @@ def closed_data(tmp_path_factory):
 def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
     """The log of the real trainer, loop and RunLog; of the run only the model is not real."""
 
-    def build(config, rules, processes, seed):
+    def assemble(config, rules, processes, seed):
         model = Scripted(losses)
-        fixed = {"betas": (rules.adam_beta_1, rules.adam_beta_2), "eps": rules.adam_epsilon, "weight_decay": rules.weight_decay}
-        return model, ClippedAdamW(model.parameters(), clip_norm=rules.gradient_clip_norm, sum_over_ranks=processes.sum, **fixed)
+        settings = AdamWSettings((rules.adam_beta_1, rules.adam_beta_2), rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm)
+        return Assembly(model, ReplicatedOptimizer(model.parameters(), processes, settings, "reference"), fp8=None)
 
-    changes = {"gpu": "H200", "miniature": False, "precision": "bf16", "opt_base_learning_rate": 4e-4, "max_samples": 100_000}
+    changes = {"gpu": "H200", "miniature": False, "opt_base_learning_rate": 4e-4, "max_samples": 100_000}
     changes |= {"global_batch_size": global_batch_size, "micro_batch_size": global_batch_size, "eval_micro_batch_size": 1024}
-    changes |= {"opt_learning_rate_warmup_steps": 16, "log_every_steps": 100}
-    with mock.patch.object(trainer, "build", build), mock.patch.dict("os.environ", {"CACHE_CLEARED": "yes"}):
+    changes |= {"opt_learning_rate_warmup_steps": 16}
+    with mock.patch.object(trainer, "assemble", assemble), mock.patch.dict("os.environ", {"CACHE_CLEARED": "yes"}):
         run(run_dir, data_dir, rules=replace(CLOSED, **rules), config_name="H200_1x1.toml", seed=3123456789, **changes)
     return run_dir / "result.txt"
 
@@ -391,17 +378,3 @@ def test_what_the_official_checker_lets_pass_is_refused_by_ours(processes, close
     assert {found.rule for found in check.examine(path).errors()} == {finding}
     assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
     assert "passed" in capsys.readouterr().out
-
-
-# --- bench ----------------------------------------------------------------------------------------------------------------
-
-
-def test_bench_times_steps_and_on_request_an_evaluation(tmp_path):
-    (tmp_path / "CPU_1x1.toml").write_text(run_config().as_toml())
-    arguments = ["--bench", "--config", str(tmp_path / "CPU_1x1.toml"), "--device", "cpu", "--steps", "2", "--warmup", "1"]
-    (process,) = start_ranks(1, ["-m", "llama31_8b.train", *arguments, "--eval-sequences", "5"])
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr[-2000:]
-    bench, evaluation = stdout.splitlines()
-    assert bench.startswith("BENCH llama31_8b CPU_1x1 fp32, 4 layers, 1 x 4 x 2 sequences of 128: ") and "median of 2" in bench
-    assert evaluation.startswith("EVALUATION llama31_8b: 5 sequences in ") and "tok/s/GPU" in evaluation

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from common.errors import NonFinite
-from common.hardware import KINDS
+from common.gpu_kinds import KINDS
 from common.model.shapes import LLAMA31_8B
 from common.training.metrics import Events, Meter, Progress, Rate
 

@@ -43,13 +43,13 @@ def test_warmup_steps_stand_before_decay_steps(tmp_path):
     assert log[find(log, "opt_learning_rate_decay_steps")]["value"] == 1_199_872
 
 
-def test_communication_precision_is_the_lower_of_gather_and_reduce():
-    def comm(precision, reduce_precision):
-        config = run_config(precision=precision, reduce_precision=reduce_precision)
-        return dict(log_keys.hyperparameters(config, rules.CLOSED, 1, "x.toml"))["lowest_numerical_precision_in_comm"]
+def test_precisions_are_disclosed():
+    def disclosed(**changes):
+        keys = dict(log_keys.hyperparameters(run_config(**changes), rules.CLOSED, 1, "x.toml"))
+        return [keys[f"lowest_numerical_precision_in_{where}"] for where in ("linear", "attn", "comm")]
 
-    assert comm("bf16", "fp32") == comm("fp32", "bf16") == "bfloat16"
-    assert comm("fp32", "fp32") == "fp32"
+    assert disclosed(fp8="torch") == ["fp8", "bfloat16", "bfloat16"]
+    assert disclosed(fp8="") == ["bfloat16"] * 3 and disclosed(fp8="", gpu="CPU") == ["fp32"] * 3
 
 
 def test_a_rank_without_a_file_writes_nothing_but_keeps_order(capfd):

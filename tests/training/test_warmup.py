@@ -1,107 +1,95 @@
 """The synthetic warm-up leaves nothing behind, and where it does the run is refused."""
 
-import copy
-from functools import partial
-
 import pytest
 import torch
 from tiny import TINY, run_config
 
 from common.errors import PreflightError
-from common.training.loop import evaluate, train_step
-from common.training.optimizer import local
-from common.training.session import batching_of, synthetic_batches
-from common.training.warmup import fingerprint, state_digest, warm_up
-from llama31_8b.train import build
+from common.training import warmup
+from common.training.loop import Batching, train_step
+from common.training.warmup import fingerprint, synthetic_batches, warm_up
+from llama31_8b.train import assemble
+
+BATCHING = Batching(8, 2)
 
 
-class Setting:
-    """A tiny model whose warm-up step can be spoiled by `extra`, called with the model's optimizer after each train step."""
-
-    def __init__(self, processes, extra=lambda optimizer: None):
-        config = run_config()
-        self.processes = processes
-        self.model, self.optimizer = build(config, TINY, processes, seed=1)
-        self.weights = [local(parameter.detach()) for parameter in self.model.trained_tensors()]
-        self.source = synthetic_batches(TINY.shape.vocab_size, TINY.sequence_length, processes, config.micro_batch_size)
-        self.batching, self.extra, self.learning_rates = batching_of(config), extra, []
-
-    def step(self, learning_rate: float) -> None:
-        self.learning_rates.append(learning_rate)
-        train_step(self.model, self.optimizer, self.source, self.batching, learning_rate, 1, lambda phase: None)
-        self.extra(self.optimizer)
-
-    def digest(self, data_position: int = 0) -> str:
-        return state_digest(self.weights, self.optimizer, data_position, self.processes.device)
-
-    def warm_up(self, step=None, train_steps: int = 2) -> str:
-        evaluation = partial(evaluate, self.model, [next(self.source)], self.processes, lambda phase: None)
-        device = self.processes.device
-        return warm_up(step or self.step, evaluation, self.restore, self.digest, train_steps=train_steps, eval_steps=1, device=device)
-
-    def restore(self) -> None:
-        self.optimizer.zero_grad()
-        self.optimizer.reset_state()
+@pytest.fixture
+def assembly(processes):
+    return assemble(run_config(), TINY, processes, seed=1)
 
 
-def test_the_state_after_warm_up_is_the_one_before(processes):
-    setting = Setting(processes)
-    before, weights = setting.digest(), copy.deepcopy(setting.weights)
-    assert setting.warm_up() == before == setting.digest()
-    assert setting.learning_rates == [0.0, 0.0]
-    assert all(torch.equal(old, new) for old, new in zip(weights, setting.weights, strict=True))
+def run(assembly, processes) -> str:
+    return warm_up(assembly, BATCHING, (4, 4), processes, lambda phase: None)
 
 
-def test_random_numbers_drawn_in_a_step_are_put_back(processes):
-    setting = Setting(processes, extra=lambda optimizer: torch.randn(5))
-    state = torch.get_rng_state()
-    setting.warm_up()
-    assert torch.equal(torch.get_rng_state(), state)
+def spoil(monkeypatch, after_each_step, learning_rate=None):
+    """Every warm-up step is followed by `after_each_step()`, and may have another learning rate."""
+    rates = []
+
+    def step(assembly, batches, batching, rate, processes, beat):
+        rates.append(rate)
+        train_step(assembly, batches, batching, rate if learning_rate is None else learning_rate, processes, beat)
+        after_each_step()
+
+    monkeypatch.setattr(warmup, "train_step", step)
+    return rates
+
+
+def test_weights_moments_and_generators_are_as_before(assembly, processes, monkeypatch):
+    before = [tensor.clone() for tensor in assembly.state_tensors()]
+    generator = torch.get_rng_state()
+    rates = spoil(monkeypatch, lambda: torch.randn(5))  # draws, and is set back
+    digest = run(assembly, processes)
+    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(before, assembly.state_tensors(), strict=True))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert rates == [0.0] * warmup.TRAIN_STEPS and warmup.TRAIN_STEPS >= 2 and len(digest) == 64
+    assert all(parameter.grad is None for parameter in assembly.model.parameters())
+
+
+def test_two_models_of_one_seed_have_one_digest_and_another_seed_another(processes):
+    torch.manual_seed(0)
+    digests = [run(assemble(run_config(), TINY, processes, seed), processes) for seed in (1, 1, 2)]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_training_after_warm_up_is_training_without_it(processes):
-    plain, warm = Setting(processes), Setting(processes)
-    warm.warm_up()
-    for setting in (plain, warm):
-        setting.source = synthetic_batches(TINY.shape.vocab_size, TINY.sequence_length, processes, 4)
+    plain, warm, untrained = (assemble(run_config(), TINY, processes, seed=1) for _ in range(3))
+    run(warm, processes)
+    for assembly in (plain, warm):
+        source = synthetic_batches(TINY.shape.vocab_size, TINY.sequence_length, processes, 4)
         for _ in range(3):
-            setting.step(1e-2)
-    assert all(torch.equal(a, b) for a, b in zip(plain.weights, warm.weights, strict=True))
-    assert not torch.equal(plain.weights[0], Setting(processes).weights[0]), "the steps did nothing: this test would see no leak"
+            train_step(assembly, source, BATCHING, 1e-2, processes)
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_tensors(), warm.state_tensors(), strict=True))
+    assert not torch.equal(plain.optimizer.weights[0], untrained.optimizer.weights[0]), "the steps did nothing: no leak could show"
 
 
-def test_one_step_at_a_learning_rate_is_refused(processes):
-    setting = Setting(processes)
+def test_one_step_at_a_learning_rate_is_refused(assembly, processes, monkeypatch):
+    spoil(monkeypatch, lambda: None, learning_rate=1e-6)
     with pytest.raises(PreflightError, match="changed the training state"):
-        setting.warm_up(step=lambda learning_rate: setting.step(1e-6))
+        run(assembly, processes)
 
 
-def test_moments_that_stay_are_refused(processes, monkeypatch):
-    setting = Setting(processes)
-    monkeypatch.setattr(setting.optimizer, "reset_state", lambda: None)
+def test_moments_that_stay_are_refused(assembly, processes, monkeypatch):
+    monkeypatch.setattr(assembly.optimizer, "reset_state", lambda: None)
     with pytest.raises(PreflightError):
-        setting.warm_up()
+        run(assembly, processes)
 
 
-def test_a_generator_that_moved_on_is_refused(processes, monkeypatch):
-    setting = Setting(processes, extra=lambda optimizer: torch.randn(5))
+def test_a_generator_that_moved_on_is_refused(assembly, processes, monkeypatch):
+    spoil(monkeypatch, lambda: torch.randn(5))
     monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
     with pytest.raises(PreflightError):
-        setting.warm_up()
+        run(assembly, processes)
 
 
-def test_the_smallest_change_of_one_weight_is_refused(processes):
-    def nudge(optimizer):
-        last = optimizer.shards[-1].view(-1)
+def test_the_smallest_change_of_one_weight_is_refused(assembly, processes, monkeypatch):
+    def nudge():
+        last = assembly.optimizer.weights[-1].view(-1)
         last[-1] = torch.nextafter(last[-1], torch.tensor(9.0))
 
+    spoil(monkeypatch, nudge)
     with pytest.raises(PreflightError):
-        Setting(processes, extra=nudge).warm_up(train_steps=1)
-
-
-def test_the_digest_sees_the_data_position(processes):
-    setting = Setting(processes)
-    assert setting.digest(0) != setting.digest(1)
+        run(assembly, processes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])

@@ -85,7 +85,7 @@ def on_a_rank(processes, folder):
 
 
 def test_two_ranks_exchange_their_times_and_agree(tmp_path):
-    assert call_on_ranks(2, "test_slow_rank:on_a_rank", tmp_path) == [{"slow": [1], "on_cpu": True}] * 2
+    assert call_on_ranks(2, "test_rank_comparison:on_a_rank", tmp_path) == [{"slow": [1], "on_cpu": True}] * 2
     assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])["probe_ms"] == pytest.approx([0.3, 0.4])
 
 

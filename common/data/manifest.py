@@ -1,0 +1,76 @@
+"""Sizes, SHA-256 and counts of the files in a folder, as JSON. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from common.errors import DataError
+
+HASH_CHUNK = 1 << 22  # bytes
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    size: int | None = None  # bytes; None: not known
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    dtype: str  # numpy name of the token ids
+    documents: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the files of a folder should be. An unknown fact is None, and is reported as not checked."""
+
+    source: str
+    vocab_size: int
+    files: dict[str, FileFacts] = field(default_factory=dict)  # by name
+    pairs: dict[str, PairFacts] = field(default_factory=dict)  # by prefix of a .bin/.idx pair
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Raises DataError if there is no manifest at `path`."""
+        try:
+            table = json.loads(Path(path).read_text())
+            files = {name: FileFacts(**facts) for name, facts in table["files"].items()}
+            pairs = {name: PairFacts(**facts) for name, facts in table["pairs"].items()}
+            return cls(table["source"], table["vocab_size"], files, pairs)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be opened: {error.strerror}", "no manifest there", "name an existing manifest") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{path}: not a manifest: {error!r}"
+            raise DataError(what, "the file is damaged or of another kind", "restore it, or write it again") from error
+
+    def write(self, path: Path) -> None:
+        write_whole(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `path` under a temporary name and rename it, so that a reader never sees a part of it."""
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def sha256_of(path: Path, show: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file in hexadecimal; `show` is called with the number of bytes read so far."""
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK):
+            digest.update(chunk)
+            done += len(chunk)
+            if show is not None:
+                show(done)
+    return digest.hexdigest()
+
+
+def facts_of(path: Path) -> FileFacts:
+    return FileFacts(path.stat().st_size, sha256_of(path))

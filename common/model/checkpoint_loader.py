@@ -1,0 +1,167 @@
+"""Load the base weights: from the files into the parameters of a model and into a FrozenBase, of which each rank reads its own rows.
+
+Rows of our parameters are contiguous bytes of the files. A few threads read them with `preadv` into one buffer of CHUNK bytes each, and
+convert them on the target's device. So host memory is THREADS x CHUNK whatever the size of the model. Not through a memory map: its page
+faults are served one by one, while a few threads with large reads saturate an NVMe, and a failing disk would end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.errors import StorageError
+from common.model.checkpoint_names import parts_of
+from common.model.checkpoint_reader import DTYPES, Checkpoint, StoredTensor, check_hashes, open_checkpoint, refuse, thread_count
+from common.model.llama import Llama
+from common.model.shapes import ModelShape
+from common.sharding.frozen_base import FrozenBase
+
+CHUNK = 64 << 20  # bytes read at a time
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load took on this rank."""
+
+    layout: str
+    check_s: float  # headers, and SHA-256 where a manifest was given
+    seconds: float  # check_s included
+    bytes: int  # read by this rank, without headers and hashing
+    peak_host_bytes: int  # resident memory since the process started
+
+
+def load_base(model: Llama, folder: Path, manifest: Path | None = None, frozen: FrozenBase | None = None) -> LoadReport:
+    """Fill `frozen`, and all parameters of `model` but the adapters (names with `.lora_`), from the safetensors checkpoint in `folder`.
+
+    Parameters are bf16 or fp32 on any device. Every rank calls this; it reads all of the parameters and its rows of `frozen`. Everything
+    is checked before the first weight is read, with a `manifest` of `prepare write-manifest` also the SHA-256 of every file.
+
+    Raises WeightsError where the checkpoint does not fit the model, StorageError where reading fails.
+    """
+    start = time.monotonic()
+    checkpoint = open_checkpoint(Path(folder), model.shape)
+    if manifest is not None:
+        check_hashes(checkpoint, Path(manifest), next(model.parameters()).device)
+    check_s = time.monotonic() - start
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if ".lora_" not in name}
+    size = _execute([read for name, target in parameters.items() for read in _reads(name, 0, target, checkpoint, model.shape)])
+    if frozen is not None:
+        size += _fill(frozen, checkpoint, model.shape)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return LoadReport(checkpoint.layout, check_s, time.monotonic() - start, size, peak)
+
+
+def _fill(frozen: FrozenBase, checkpoint: Checkpoint, shape: ModelShape) -> int:
+    """Add one layer after the other, and read the next one meanwhile: two layers exist unquantized. Returns the bytes read."""
+
+    def read(layer: int) -> tuple[dict[str, Tensor], int]:
+        shards: dict[str, Tensor] = {}
+        reads: list[Read] = []
+        for name in frozen.matrices:
+            first, rows, columns = frozen.shard_rows(name)
+            shards[name] = torch.empty(rows, columns, dtype=torch.bfloat16 if frozen.in_fp8 else frozen.dtype, device=frozen.device)
+            reads += _reads(f"blocks.{layer}.{name}.weight", first, shards[name], checkpoint, shape)
+        return shards, _execute(reads)
+
+    total = 0
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(read, 0)
+        for layer in range(shape.num_layers):
+            shards, size = pending.result()
+            if layer + 1 < shape.num_layers:
+                pending = pool.submit(read, layer + 1)
+            frozen.add_layer(layer, shards)
+            total += size
+    frozen.finalize()
+    return total
+
+
+@dataclass(frozen=True)
+class Read:
+    """Rows of a stored tensor, from row `first`, to copy into `target` [rows, ...]."""
+
+    stored: StoredTensor
+    first: int
+    target: Tensor
+
+    @property
+    def row_bytes(self) -> int:
+        return self.stored.bytes // self.stored.shape[0]
+
+    def chunks(self) -> Iterator[Read]:
+        """The same in reads of at most CHUNK bytes, or of one row where that is larger."""
+        rows = max(1, CHUNK // self.row_bytes)
+        for first in range(0, len(self.target), rows):
+            yield Read(self.stored, self.first + first, self.target[first : first + rows])
+
+
+def _reads(name: str, first: int, target: Tensor, checkpoint: Checkpoint, shape: ModelShape) -> Iterator[Read]:
+    """What to read for the rows [first, first + len(target)) of parameter `name`; rows beyond its last one are left alone."""
+    begin = 0
+    for part in parts_of(name, shape, checkpoint.layout):
+        low, high = max(first, begin), min(first + len(target), begin + part.rows)
+        if low < high:
+            yield Read(checkpoint.tensors[part.name], low - begin, target[low - first : high - first])
+        begin += part.rows
+
+
+def _execute(reads: list[Read]) -> int:
+    """Execute all reads with several threads, in the order of the files. Returns the bytes read."""
+    if not reads:  # with more ranks than rows a rank may have none
+        return 0
+    reads = sorted(reads, key=lambda read: (read.stored.file, read.stored.offset, read.first))
+    device, files, local = reads[0].target.device, dict[Path, int](), threading.local()
+
+    def use_device() -> None:  # per thread: allocating pinned memory would otherwise create a context on GPU 0 for every rank
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    @torch.no_grad()
+    def copy(read: Read) -> int:
+        size = len(read.target) * read.row_bytes
+        if not hasattr(local, "buffer") or len(local.buffer) < size:
+            local.buffer = torch.empty(max(size, CHUNK), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        raw = local.buffer[:size]  # the next call of this thread overwrites it: the copies below are synchronous
+        _read_exactly(files[read.stored.file], read.stored.file, raw, read.stored.offset + read.first * read.row_bytes)
+        rows = raw.view(DTYPES[read.stored.dtype]).view(read.target.shape)
+        # Converted on the target's device; without a conversion there is no second copy on it.
+        read.target.copy_(rows if rows.dtype == read.target.dtype else rows.to(device))
+        return size
+
+    try:
+        for path in dict.fromkeys(read.stored.file for read in reads):
+            files[path] = os.open(path, os.O_RDONLY)
+        with ThreadPoolExecutor(thread_count(), initializer=use_device) as pool:
+            return sum(pool.map(copy, (chunk for read in reads for chunk in read.chunks())))
+    except OSError as error:
+        raise StorageError(f"{error.filename}: {error.strerror}", "the file cannot be opened", "check the disk or the mount") from error
+    finally:
+        for file in files.values():
+            os.close(file)
+
+
+def _read_exactly(file: int, path: Path, raw: Tensor, offset: int) -> None:
+    """Fill `raw`, uint8 [n], with the bytes from `offset`. Raises StorageError, WeightsError."""
+    view, done = memoryview(raw.numpy().data), 0
+    while done < len(view):  # one call reads at most 2 GiB
+        try:
+            size = os.preadv(file, [view[done:]], offset + done)
+        except OSError as error:
+            raise StorageError(
+                f"{path}: {error.strerror}", f"reading at byte {offset + done} failed", "check the disk or the mount"
+            ) from error
+        if not size:
+            refuse(
+                f"{path}: ends at byte {offset + done}", "it became shorter while it was read", "let nothing write to it, and start again"
+            )
+        done += size

@@ -1,0 +1,62 @@
+"""Initial weights: equal for any number of ranks and on any device, because each tensor has its own generator and is drawn whole on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from common.model.lora import adapter_parameters
+
+
+def init_weights(model: nn.Module, num_layers: int, seed: int, std: float, set_weight: Callable[[nn.Parameter, Tensor], None]) -> None:
+    """N(0, std), output projections of each block N(0, std / sqrt(2 * num_layers)), norms 1; handed to `set_weight(parameter, full)`.
+
+    Source: NeMo's `init_method_std` 0.02 and Megatron's scaled initialization of the residual outputs (GPT-2, section 2.3).
+    8.0e9 numbers take some 60 core-seconds, hence the threads.
+    """
+    residual_std = std / math.sqrt(2 * num_layers)
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = max(1, min(8, (os.cpu_count() or 1) // local_world))
+
+    def fill(named: tuple[str, nn.Parameter]) -> None:
+        name, parameter = named
+        if parameter.ndim == 1:
+            full = torch.ones(parameter.shape)
+        else:
+            generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+            scaled = name.endswith((".o.weight", ".down.weight"))
+            full = torch.empty(parameter.shape).normal_(0.0, residual_std if scaled else std, generator=generator)
+            full += 0.0  # a drawn -0.0 becomes 0.0: a step at learning rate 0 would flip its sign bit (warmup.py compares bits)
+        set_weight(parameter, full)
+
+    with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
+        list(pool.map(fill, model.named_parameters()))
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """A: Kaiming uniform with a = sqrt(5), i.e. U(-1/sqrt(in), 1/sqrt(in)), as peft and NeMo do; B: zero, so the model starts as its base."""
+    for name, parameter in adapter_parameters(model).items():
+        full = torch.zeros(parameter.shape)
+        if name.endswith(".lora_a"):
+            bound = 1 / math.sqrt(parameter.shape[1])
+            full.uniform_(-bound, bound, generator=torch.Generator().manual_seed(parameter_seed(seed, name)))
+            full += 0.0  # no -0.0: see init_weights
+        parameter.copy_(full)
+
+
+@torch.no_grad()
+def copy_weight(parameter: nn.Parameter, full: Tensor) -> None:
+    """For `init_weights` where nothing is sharded."""
+    parameter.copy_(full)
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """A 63-bit seed for one tensor's generator."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1

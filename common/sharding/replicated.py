@@ -1,0 +1,52 @@
+"""The optimizer of parameters that every rank holds whole, such as LoRA's adapters: gradients are averaged in one flat all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from common.sharding.adamw import AdamW, AdamWSettings, claim
+from common.sharding.processes import Processes
+
+
+class ReplicatedOptimizer:
+    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes, settings: AdamWSettings, kernels: str):
+        """`parameters`: fp32, equal on all ranks; they get equal updates. Raises ValueError where another optimizer owns one of them."""
+        self.parameters, self.processes = list(parameters), processes
+        claim(self.parameters, self)
+        self.adamw = AdamW([parameter.detach() for parameter in self.parameters], settings, kernels)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The trained weights, fp32."""
+        return self.adamw.weights
+
+    def state_tensors(self) -> list[Tensor]:
+        return self.adamw.state_tensors()
+
+    def reset_state(self) -> None:
+        """Forget gradients, moments and steps, as before the first step."""
+        self._zero_grad()
+        self.adamw.reset()
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> Tensor:
+        """Average the gradients over the ranks, clip, update. Returns their global L2 norm before clipping, fp32 [] on the device."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        present = [gradient for gradient in gradients if gradient is not None]
+        self._average(present)
+        norm = torch.nn.utils.get_total_norm(present)
+        self.adamw.update(gradients, norm, learning_rate)
+        self._zero_grad()
+        return norm
+
+    def _average(self, gradients: list[Tensor]) -> None:
+        flat = self.processes.sum(torch.cat([gradient.flatten() for gradient in gradients])).div_(self.processes.world_size)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+
+    def _zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None

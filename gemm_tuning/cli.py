@@ -1,0 +1,113 @@
+"""`./run_and_time.sh <benchmark> gemms record|tune|check`: tune the GEMMs of AMD's libraries before a run; docs/gemm_tuning.md.
+
+    gemms record DIR               two short benches record every GEMM of training and evaluation in the new directory DIR
+    gemms tune DIR [--out FILE]    on one GPU: time the solutions of each, prove them, write configs/gemm/<GPU>.csv
+    gemms check [FILE]             does FILE, or the file that the config names, fit this machine's library versions?
+
+A run uses a tuned file only if the config's [env] names it, and never tunes anything itself. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from common.config import RunConfig
+from common.errors import ConfigError, PreflightError, RunError, StorageError
+from common.hardware import Probe, probe
+from gemm_tuning.file import PREFIX, configured, per_gpu, read_recorded, read_tuned, require_same_versions
+from launch.choose import choose
+from launch.screen import tell
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(arguments: list[str]) -> int:
+    benchmark, *rest = arguments
+    prog, style = f"./run_and_time.sh {benchmark} gemms", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser.add_argument("step", choices=("record", "tune", "check"))
+    parser.add_argument("path", type=Path, nargs="?", metavar="DIR|FILE", help="record, tune: where the records are; check: a tuned file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="tune: another tuned file than configs/gemm/<GPU>.csv")
+    parser.add_argument("--config", metavar="FILE", help="this TOML instead of the one that fits the machine")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value of the config")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
+    options = parser.parse_args(rest)
+    if options.path is None and options.step != "check":
+        parser.error(f"{options.step} needs the directory of the records")
+    try:
+        config = choose(ROOT, benchmark, options, os.environ, Probe("none") if options.device == "cpu" else probe()).config
+        return {"record": record, "tune": tune, "check": check}[options.step](benchmark, config, options)
+    except RunError as error:
+        tell(error.lines())
+        return error.exit_code
+
+
+def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+
+
+def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
+    """Bench with the training micro-batch, and again with the evaluation's if it differs: its GEMMs have other sizes."""
+    try:
+        options.path.mkdir(parents=True)  # must be new: `tune` would also tune what another config recorded there
+    except OSError as error:
+        raise StorageError(f"cannot create {options.path}: {error.strerror}", "records need a new directory", "name another") from None
+    for number, micro_batch_size in enumerate(dict.fromkeys((config.micro_batch_size, config.eval_micro_batch_size))):
+        out = str(options.path.absolute() / f"untuned_{number}_gpu.csv")  # TunableOp inserts the GPU's index before the last dot
+        switches = {"ENABLED": "1", "TUNING": "0", "RECORD_UNTUNED": "1", "UNTUNED_FILENAME": out}
+        env = _without_tunable_op({**os.environ}) | {PREFIX + name: value for name, value in switches.items()}
+        tell(f"recording the GEMMs of micro-batches of {micro_batch_size}")
+        if code := subprocess.run(bench_command(benchmark, config, options, micro_batch_size), env=env, stdout=sys.stderr).returncode:
+            return code
+    print(f"{len(read_recorded(options.path))} GEMMs recorded; next: ./run_and_time.sh {benchmark} gemms tune {options.path}")
+    return 0
+
+
+def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace, micro_batch_size: int) -> list[str]:
+    """Two layers, since all have the same GEMMs; two micro-batches per step, since the first may differ from the others."""
+    sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": 2 * micro_batch_size * config.world_size}
+    changes = [*options.set, *(f"{key}={value}" for key, value in sizes.items())]
+    command = [sys.executable, "-m", "launch", benchmark, "bench", "--layers", "2", "--warmup", "1", "--steps", "1"]
+    command += [f"--{name}={value}" for name in ("config", "device") if (value := getattr(options, name))]
+    return command + [f"--set={change}" for change in changes]
+
+
+def tune(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
+    recorded, tuner = read_recorded(options.path), _tuner(config)
+    out = options.out or ROOT / "configs" / "gemm" / f"{config.gpu}.csv"
+    for line in tuner.tune(recorded, out, config.gpus_per_node, tuner.torch.device("cuda")):
+        print(line, flush=True)
+    return 0
+
+
+def check(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
+    paths = per_gpu(options.path, config.gpus_per_node) if options.path else configured(config.env, config.gpus_per_node)
+    if not paths:
+        raise ConfigError("gemms check: no file to check", "the config's [env] names none", "give a file; see docs/gemm_tuning.md")
+    files = {path: read_tuned(path) for path in paths}
+    versions = _tuner(config).versions()
+    for path, tuned in files.items():
+        require_same_versions(path, tuned.validators, versions)
+        print(f"{path}: {len(tuned.solutions)} GEMMs; its versions are those of this machine")
+    return 0
+
+
+def _tuner(config: RunConfig) -> ModuleType:
+    """gemm_tuning.tune and torch, imported in the config's [env] as in a run: hipBLASLt's workspace size decides which solutions exist."""
+    environment = _without_tunable_op({**os.environ, **config.env})
+    os.environ.clear()
+    os.environ.update(environment)
+    tuner = importlib.import_module("gemm_tuning.tune")
+    if not tuner.torch.cuda.is_available():
+        raise PreflightError("no GPU is visible", "tuning and library versions need the GPU", "run this on the GPU in question")
+    return tuner
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

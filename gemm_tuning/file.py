@@ -1,0 +1,101 @@
+"""TunableOp's files: the GEMMs that a run recorded (`OP,PARAMETERS` per line), and the tuned solution for each.
+
+A tuned file has `Validator,NAME,VERSION` lines, then `OP,PARAMETERS,SOLUTION[,MILLISECONDS]`. A solution is an index into the list
+of one version of hipBLASLt or rocBLAS, so the file is valid only for the library versions it names. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError, StorageError
+
+PREFIX = "PYTORCH_TUNABLEOP_"
+Key = tuple[str, str]  # operation with dtypes and layouts; parameters with sizes and strides
+
+
+@dataclass(frozen=True)
+class Tuned:
+    validators: dict[str, str]  # library -> version
+    solutions: dict[Key, tuple[str, str]]  # solution; its milliseconds as text, "" if not given
+
+
+def per_gpu(name: str | Path, gpus: int) -> list[Path]:
+    """The files that torch reads for `name`, one per GPU: its index replaces %d, or else goes before the last dot."""
+    pattern = str(name) if "%d" in str(name) else "%d".join(os.path.splitext(name))
+    return [Path(pattern.replace("%d", str(gpu), 1)) for gpu in range(gpus)]
+
+
+def configured(env: Mapping[str, str], gpus: int) -> list[Path]:
+    """The tuned files that a config's [env] names, one per GPU; [] without TunableOp. Raises ConfigError if the run itself would tune."""
+    if env.get(PREFIX + "ENABLED") != "1":
+        return []
+    if env.get(PREFIX + "TUNING") != "0" or not env.get(PREFIX + "FILENAME"):
+        do = f'set {PREFIX}TUNING = "0" and {PREFIX}FILENAME, see docs/gemm_tuning.md'
+        raise ConfigError("the config's [env] enables TunableOp, but names no file or tunes", "tuning would run inside the timed run", do)
+    return per_gpu(env[PREFIX + "FILENAME"], gpus)
+
+
+def read_tuned(path: Path) -> Tuned:
+    """Raises ConfigError for a missing file, a file without versions or solutions, and a line that torch would silently skip."""
+    validators: dict[str, str] = {}
+    solutions: dict[Key, tuple[str, str]] = {}
+    for number, parts in enumerate(_rows(path), start=1):
+        if parts[0] == "Validator" and len(parts) == 3:
+            validators[parts[1]] = parts[2]
+        elif _is_gemm(parts) and len(parts) >= 3:
+            solutions[parts[0], parts[1]] = (parts[2], parts[3] if len(parts) > 3 else "")
+        else:
+            raise ConfigError(
+                f"{path} line {number} is invalid", f"it reads: {','.join(parts)[:80]}", "tune again, see docs/gemm_tuning.md"
+            )
+    if not validators or not solutions:
+        missing = "library versions" if not validators else "solutions"
+        raise ConfigError(f"{path} has no {missing}", "it is truncated or not a tuned file", "tune again, see docs/gemm_tuning.md")
+    return Tuned(validators, solutions)
+
+
+def write_tuned(path: Path, tuned: Tuned) -> None:
+    """Write the whole file or nothing. Raises StorageError."""
+    lines = [f"Validator,{name},{version}" for name, version in sorted(tuned.validators.items())]
+    lines += [",".join((*key, *filter(None, value))) for key, value in sorted(tuned.solutions.items())]
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text("\n".join(lines) + "\n")
+        temporary.rename(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {path}: {error.strerror}", "", "free space, or name another file with --out") from None
+
+
+def read_recorded(folder: Path) -> list[Key]:
+    """The distinct GEMMs of all recorded files in `folder`, sorted. Raises ConfigError if there are none."""
+    found = {(row[0], row[1]) for path in folder.glob("untuned*.csv") for row in _rows(path) if _is_gemm(row)}
+    if not found:
+        raise ConfigError(f"{folder}: no recorded GEMMs", "it has no untuned*.csv with a GEMM in it", "run `gemms record` first")
+    return sorted(found)
+
+
+def require_same_versions(path: Path, tuned: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raises ConfigError that names every library whose version differs."""
+    names = sorted(name for name in tuned.keys() | here.keys() if tuned.get(name) != here.get(name))
+    if names:
+        differences = "; ".join(f"{name} was {tuned.get(name, 'absent')}, is {here.get(name, 'absent')}" for name in names)
+        why = "its solutions are indices into the lists of those libraries; torch ignores such a file with only a warning"
+        do = f"tune again (docs/gemm_tuning.md), use the old container, or remove {PREFIX}* from the config's [env]"
+        raise ConfigError(f"{path} was tuned with other versions: {differences}", why, do)
+
+
+def _is_gemm(parts: list[str]) -> bool:
+    return len(parts) >= 2 and parts[0].startswith(("Gemm", "ScaledGemm"))
+
+
+def _rows(path: Path) -> list[list[str]]:
+    try:
+        return [line.split(",") for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read", str(error), "name a file that `gemms tune` has written") from None

@@ -1,0 +1,118 @@
+"""The task of the miniature: GovReport's in small, made of the code and docstrings inside Python's own standard library.
+
+A function's or class's source without its docstring is the report, the first paragraph of the docstring is the summary. The base has read
+such sentences, but neither code before them nor the prompt around it: the adapters have something to learn. Modules held out for
+validation are in neither training set.
+
+Packing and labels follow the reference (mlcommons/training, llama2_70b_lora/scripts/utils.py): prompt template, answer, eos; examples
+longer than a sequence are left out, the others concatenated and cut into sequences across documents. Training counts every token;
+validation masks each document's prompt and its last token.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+from pyarrow import parquet
+
+from common.data import corpus
+from common.errors import DataError
+from llama2_70b_lora.data import IGNORE_INDEX, all_masked
+from llama2_70b_lora.rules import MINIATURE, Rules
+
+PROMPT = "### Document the following source:\n{source}\n### Docstring:\n"
+MIN_ANSWER = 20  # characters: shorter docstrings say nothing to learn
+MAX_LINES = 60  # of source without its docstring; a sequence has some 700 characters
+VOCABULARY_SOURCES = 1500  # training sources for the vocabulary: without code in it, the loss is 0.1 nats worse and more pairs are too long
+
+Pair = tuple[str, str]  # source, answer
+
+
+@dataclass(frozen=True)
+class LibraryTexts:
+    """Texts of the standard library. No module is in both training and validation."""
+
+    documentation: list[str]  # to train the base on
+    train: list[Pair]
+    validation: list[Pair]
+
+
+@cache  # takes 7 s, and both steps of `prepare miniature` use it
+def library_texts() -> LibraryTexts:
+    documents = corpus.documents()
+    documentation, _ = corpus.split(documents)
+    return LibraryTexts(documentation, *documented_code(corpus.held_out_sources(documents)))
+
+
+def train_tokenizer(texts: LibraryTexts, path: Path, rules: Rules = MINIATURE) -> Any:
+    """Train a SentencePiece vocabulary on documentation and code, write it to `path`, and load it."""
+    sources = [source for source, _ in texts.train[:VOCABULARY_SOURCES]]
+    corpus.train_sentencepiece([*texts.documentation, *sources], rules.shape.vocab_size, path)
+    return corpus.load_sentencepiece(path)
+
+
+def documented_code(held_out: set[str]) -> tuple[list[Pair], list[Pair]]:
+    """(source, answer) pairs to train and to validate with, each once, in an order fixed by the texts (their SHA-256).
+
+    Source: a function or class of the standard library as `ast.unparse` writes it, without its docstring and without comments.
+    """
+    found: dict[str, tuple[str, bool]] = {}
+    for module, _, tree in corpus.modules():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            answer = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
+            if len(answer) >= MIN_ANSWER and _lines(node) - _lines(node.body[0]) <= MAX_LINES:
+                node.body = node.body[1:] or [ast.Pass()]  # the docstring is the first statement
+                found.setdefault(ast.unparse(node), (answer, module in held_out))  # the same source in two places: only the first counts
+    order = sorted(found, key=lambda source: hashlib.sha256(source.encode()).digest())
+    train, validation = ([(source, found[source][0]) for source in order if found[source][1] is held] for held in (False, True))
+    return train, validation
+
+
+def _lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno
+
+
+def pack(pairs: list[Pair], tokenizer: Any, sequence_length: int, mask_prompts: bool) -> np.ndarray:
+    """Pack the pairs into sequences: int32 [rows, 2, sequence], ids and unshifted labels, Hugging Face's convention."""
+    bos, eos = [tokenizer.bos_id()], [tokenizer.eos_id()]
+    prompts = tokenizer.encode([PROMPT.format(source=source) for source, _ in pairs])
+    answers = tokenizer.encode([answer for _, answer in pairs])
+    ids: list[int] = []
+    labels: list[int] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if len(bos + prompt + answer + eos) > sequence_length:
+            continue
+        ids += bos + prompt + answer + eos
+        masked = [IGNORE_INDEX] * len(bos + prompt) + answer + [IGNORE_INDEX]
+        labels += masked if mask_prompts else bos + prompt + answer + eos
+    rows = len(ids) // sequence_length
+    packed = np.array([ids[: rows * sequence_length], labels[: rows * sequence_length]], np.int32)
+    packed = packed.reshape(2, rows, sequence_length).transpose(1, 0, 2)
+    return packed[[not all_masked(row) for row in packed]]  # a row with nothing but a prompt has no loss
+
+
+def write_parquet(folder: Path, tokenizer: Any, texts: LibraryTexts, rules: Rules = MINIATURE) -> None:
+    """Write the task in GovReport's layout: train- and validation-00000-of-00001.parquet, columns input_ids and labels. Raises DataError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, pairs, rows in (("train", texts.train, rules.train_samples), ("validation", texts.validation, rules.eval_samples)):
+        packed = pack(pairs, tokenizer, rules.sequence_length, mask_prompts=split == "validation")
+        if len(packed) < rows:
+            raise DataError(
+                f"the miniature needs {rows} {split} sequences, and only {len(packed)} could be made",
+                "this Python's standard library has too little documented code",
+                "use a full Python, e.g. Debian's python3 instead of python3-minimal",
+            )
+        columns = {name: list(packed[:rows, i]) for i, name in enumerate(("input_ids", "labels"))}
+        path = folder / f"{split}-00000-of-00001.parquet"
+        temporary = path.with_name(path.name + ".partial")
+        parquet.write_table(pyarrow.table(columns), temporary)
+        temporary.replace(path)

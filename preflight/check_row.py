@@ -1,0 +1,60 @@
+"""One row of the answer per check, and the table of all rows. Standard library only."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+VERDICTS = ("ok", "warn", "refuse", "skipped")
+WIDTH = 140
+Limits = tuple[float, float]  # for warn and for refuse
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    check: str
+    verdict: str  # one of VERDICTS; `skipped` does not mean passed: nothing was checked
+    value: str  # what was found; for `skipped`, why nothing was checked
+    expected: str = ""
+    do: str = ""  # what to do about it; "" if ok
+
+
+def graded(check: str, value: str, expected: str, do: str, *, refuse: bool = False, warn: bool = False) -> CheckRow:
+    """`refuse` takes precedence over `warn`; with neither the check is ok."""
+    verdict = "refuse" if refuse else "warn" if warn else "ok"
+    return CheckRow(check, verdict, value, expected, "" if verdict == "ok" else do)
+
+
+def worst(amount: float, limits: Limits) -> str:
+    """`warn` from the first limit on, `refuse` from the second."""
+    return "refuse" if amount >= limits[1] else "warn" if amount >= limits[0] else "ok"
+
+
+def at_least(check: str, amount: float, limits: Limits, value: str, unit: str, do: str) -> CheckRow:
+    """`limits`: below the first it warns, below the second it refuses."""
+    return graded(check, value, f">= {limits[0]:g} {unit}".rstrip(), do, refuse=amount < limits[1], warn=amount < limits[0])
+
+
+def skipped(check: str, why: str, expected: str = "") -> CheckRow:
+    return CheckRow(check, "skipped", why, expected)
+
+
+def overall(rows: Sequence[CheckRow]) -> str:
+    """Worst verdict among checks that ran; "skipped" if none did."""
+    found = {row.verdict for row in rows}
+    return next((verdict for verdict in ("refuse", "warn", "ok") if verdict in found), "skipped")
+
+
+def table(rows: Sequence[CheckRow]) -> str:
+    """Columns verdict, check, value, expected; below a row that is not ok, what to do."""
+    checks = max(len(row.check) for row in rows)
+    values = max(len(row.value) for row in rows if len(row.value) <= 60)
+    lines = [f"{'':7}  {'check':{checks}}  {'value':{values}}  expected"]
+    indent = " " * (9 + checks + 2)
+    for row in rows:
+        lines.append(f"{row.verdict:7}  {row.check:{checks}}  {row.value:{values}}  {row.expected}".rstrip())
+        if row.do:
+            lines += textwrap.wrap(f"do: {row.do}", WIDTH, initial_indent=indent, subsequent_indent=indent + "    ", break_long_words=False)
+    counts = ", ".join(f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS)
+    return "\n".join([*lines, f"{overall(rows)}: {counts}"])

@@ -1,0 +1,89 @@
+"""A plain block with adapters, the fused LoRA block with the same weights, and what both compute."""
+
+import torch
+from plain_block import Block, LoRALinear
+from torch import nn
+
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, quantize_reference
+from common.kernels.rope import rope_tables
+from common.model.fused_lora_block import FusedLoraBlock
+from common.model.lora import AdapterSettings
+from common.model.shapes import ModelShape
+
+SMALL = ModelShape(1, 48, 80, 4, 2, 64, 10000.0)  # dimensions that no tile divides
+WIDE = ModelShape(2, 1024, 2048, 8, 2, 64, 10000.0)  # at its start the branches stand out of the residual stream's rounding
+NAMES = ("qkv", "o", "gate_up", "down")
+RANK, ALPHA, P = 4, 8.0, 0.25
+BATCH, SEQUENCE = 2, 19
+
+
+class MemoryBase:
+    """Both layouts in memory; notes what it is asked for."""
+
+    def __init__(self, matrices: dict[str, torch.Tensor], scaling: DelayedScaling | None):
+        self.calls = []
+        quantizers = {name: scaling.quantizer(weight=True) if scaling else None for name in matrices}
+        if scaling:
+            scaling.allocate(next(iter(matrices.values())).device)
+        self.operands = {name: quantize_reference(matrix, quantizers[name]) for name, matrix in matrices.items()}
+
+    def forward_weights(self, layer):
+        self.calls.append(f"forward {layer}")
+        return {name: operand._replace(columnwise=None) for name, operand in self.operands.items()}
+
+    def backward_weights(self, layer):
+        self.calls.append(f"backward {layer}")
+        empty = torch.empty(0, 0)
+        return {
+            name: x if x.scale is None else QuantizedTensor(empty, x.rowwise.t().contiguous(), x.scale) for name, x in self.operands.items()
+        }
+
+    def release(self, layer):
+        self.calls.append(f"release {layer}")
+
+
+def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
+    """A block with weights as at the start of training, and adapters of which B is already a little off zero."""
+    torch.manual_seed(1)
+    block = Block(shape)
+    std = 0.02 * (WIDE.hidden_size / shape.hidden_size) ** 0.5  # init_weights' 0.02; narrower, as large sums
+    for name, parameter in block.named_parameters():
+        if parameter.ndim == 1:
+            nn.init.normal_(parameter, 1.0, 0.1)
+        else:
+            nn.init.normal_(parameter, 0.0, std / 2 if name in ("o.weight", "down.weight") else std)
+    block.to(dtype).requires_grad_(False)
+    for name in ("qkv", "o"):
+        layer = LoRALinear(getattr(block, name), RANK, ALPHA, dropout)
+        nn.init.kaiming_uniform_(layer.lora_a, a=5**0.5)
+        nn.init.normal_(layer.lora_b, 0.0, 0.01)
+        setattr(block, name, layer)
+    return block
+
+
+def fused_block(plain, dropout=0.0, fp8=False, layer=0, kernels="reference"):
+    scaling = DelayedScaling() if fp8 else None
+    matrices = {name: getattr(plain, name).base.weight if name in ("qkv", "o") else getattr(plain, name).weight for name in NAMES}
+    block = FusedLoraBlock(plain.shape, layer, None, kernels, AdapterSettings(RANK, ALPHA, dropout), scaling)
+    block.base = MemoryBase(matrices, scaling)
+    block.base.scaling = scaling
+    block.to(plain.attention_norm.weight.dtype)
+    for name in ("qkv", "o"):
+        setattr(block, name, getattr(block, name).float())
+    block.load_state_dict({name: t for name, t in plain.state_dict().items() if name in block.state_dict()})
+    return block
+
+
+def data(shape=SMALL, dtype=torch.float32, batch=BATCH, sequence=SEQUENCE):
+    generator = torch.Generator().manual_seed(5)
+    x, d_out = (torch.randn(batch, sequence, shape.hidden_size, generator=generator).to(dtype) for _ in range(2))
+    return x, d_out, rope_tables(shape, sequence, "cpu")
+
+
+def results(block, x, d_out, tables):
+    """Output, and gradients of the input and of every adapter by name."""
+    leaf = x.clone().requires_grad_()
+    trained = {name: p for name, p in block.named_parameters() if p.requires_grad}
+    out = block(leaf, *tables)
+    gradients = torch.autograd.grad(out, [leaf, *trained.values()], d_out)
+    return {"output": out.detach(), "d_x": gradients[0]} | dict(zip(trained, gradients[1:], strict=True))

@@ -1,0 +1,70 @@
+"""The blocks as their formulas say, in torch's own operations under autograd: what the fused blocks are tested against.
+
+Legend of tensor names: B batch, S sequence, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.kernels.attention import causal_attention
+from common.kernels.rope import rope_reference
+from common.kernels.swiglu import swiglu_reference
+from common.model.llama import Head, Llama
+from common.model.norm import RMSNorm
+from common.model.shapes import ModelShape
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then the same with the feed-forward. Parameters are named as in FusedBlock."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.shape = shape
+        self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
+        self.o = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+        self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.ffn_hidden_size, bias=False)
+        self.down = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
+        return x_BSD + self.down(swiglu_reference(self.gate_up(self.ffn_norm(x_BSD))))
+
+    def attention(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads, kv_heads, head_dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
+        qkv = self.qkv(x_BSD).unflatten(-1, (heads + 2 * kv_heads, head_dim))
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+        return self.o(causal_attention(rope_reference(q, cos, sin), rope_reference(k, cos, sin), v).flatten(2))
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear without bias, `base`, and its adapter. `lora_a`: fp32 [rank, in]; `lora_b`: fp32 [out, rank]."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float):
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device))
+        self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, device=base.weight.device))
+        self.scale, self.dropout, self.drop = alpha / rank, dropout, F.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        lora_a, lora_b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
+        return self.base(x) + F.linear(F.linear(self.drop(x, self.dropout, self.training), lora_a), lora_b) * self.scale
+
+
+def plain_llama(shape: ModelShape, max_sequence_length: int) -> Llama:
+    """A Llama of plain blocks, fp32 on the CPU, weights undefined."""
+    return Llama(shape, max_sequence_length, [Block(shape) for _ in range(shape.num_layers)], Head(shape, "reference"))
+
+
+def add_adapters(model: Llama, rank: int, alpha: float, dropout: float) -> list[nn.Parameter]:
+    """Freeze `model` and put adapters on every plain block's qkv and o projection, in place. Returns the parameters that train."""
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name in ("qkv", "o"):
+            setattr(block, name, LoRALinear(getattr(block, name), rank, alpha, dropout))
+    return [parameter for name, parameter in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))]

@@ -1,0 +1,54 @@
+"""Symmetric memory: every rank's buffers are mapped, multicast stays off, and a node without peer access is refused."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symmetric
+
+from common.errors import ConfigError
+from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
+
+CPU = torch.device("cpu")
+GROUP = mock.Mock(size=lambda: 3, rank=lambda: 1)
+
+
+def allocate(*shape, dtype, device):
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    return torch.zeros(shape, dtype=dtype)
+
+
+def test_the_buffers_of_all_ranks_are_mapped_without_multicast(monkeypatch):
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    memory = torch.arange(3 * 2 * 8, dtype=torch.uint8).view(3, 2, 8)
+
+    def get_buffer(rank, shape, dtype):
+        assert tuple(shape) == (2, 8) and dtype == torch.uint8
+        return memory[rank]
+
+    handle = mock.Mock(get_buffer=get_buffer)
+    monkeypatch.setattr(symmetric, "empty", allocate)
+    monkeypatch.setattr(symmetric, "rendezvous", lambda own, group: handle)
+    buffers = SymmetricBuffers(GROUP, 8, CPU)
+    assert (buffers.rank, buffers.ranks) == (1, 3) and sorted(buffers.buffers) == [0, 1, 2]
+    assert all(torch.equal(buffers.buffers[rank], memory[rank]) for rank in range(3))
+    buffers.barrier()
+    assert handle.barrier.call_count == 1
+
+
+def test_each_rank_starts_with_the_next_one():
+    assert [ring_order(rank, 3) for rank in range(3)] == [[1, 2], [2, 0], [0, 1]] and ring_order(0, 1) == []
+
+
+def test_gpus_that_cannot_access_each_other_are_refused_with_a_way_out(monkeypatch):
+    monkeypatch.setattr(symmetric, "empty", allocate)
+    monkeypatch.setattr(symmetric, "rendezvous", mock.Mock(side_effect=RuntimeError("no peer access\nmore")))
+    with pytest.raises(ConfigError, match="copy_engine") as refused:
+        SymmetricBuffers(GROUP, 8, CPU)
+    assert "no peer access" in refused.value.why and "more" not in refused.value.why and "nccl" in refused.value.do
+
+
+def test_a_cpu_has_no_copy_engines():
+    with pytest.raises(ConfigError, match="copy_engine"):
+        SymmetricBuffers(GROUP, 8, CPU)

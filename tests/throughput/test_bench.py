@@ -1,0 +1,23 @@
+"""`bench` in a process of its own, on a CPU."""
+
+import pytest
+from tiny import run_config, start_ranks
+
+
+@pytest.mark.parametrize("benchmark", ["llama31_8b", "llama2_70b_lora"])
+def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
+    from lora_ranks import TABLE
+
+    from common.config import from_table
+    from llama2_70b_lora.rules import Config
+
+    lora = from_table(TABLE | {"gpus_per_node": 1, "micro_batch_size": 4}, Config, "test")
+    (tmp_path / "CPU_1x1.toml").write_text((run_config() if benchmark == "llama31_8b" else lora).as_toml())
+    arguments = ["--benchmark", benchmark, "--config", str(tmp_path / "CPU_1x1.toml"), "--device", "cpu", "--steps", "2", "--warmup", "1"]
+    (process,) = start_ranks(1, ["-m", "throughput.bench", *arguments, "--layers", "2", "--eval-sequences", "5"])
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr[-2000:]
+    bench, evaluation = stdout.splitlines()
+    length = {"llama31_8b": 128, "llama2_70b_lora": 256}[benchmark]
+    assert bench.startswith(f"BENCH {benchmark} CPU_1x1 fp32, 2 layers, 1 x 4 x 2 sequences of {length}: ") and "median of 2" in bench
+    assert evaluation.startswith(f"EVALUATION {benchmark}: 5 sequences in ") and "tok/s/GPU" in evaluation

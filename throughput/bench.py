@@ -1,0 +1,178 @@
+"""Throughput of a config's training step on synthetic tokens, optimizer included: the code that trains, without data, clock and log.
+
+    python -m throughput.bench --benchmark NAME --config FILE --device cuda|cpu [--steps N] [--layers N] [--profile DIR] ...
+
+One process per GPU, started by torchrun. Rank 0 prints a BENCH line on stdout; the median of the steps counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import config as configs
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.kernels.attention import attention_backends
+from common.model.llama import Llama
+from common.sharding.processes import Processes
+from common.training.build import Assembly
+from common.training.guard import run_guarded
+from common.training.loop import evaluate, pad_for_ranks, train_step
+from common.training.metrics import Meter, Rate, memory_gib
+from common.training.session import Session
+from common.training.warmup import synthetic_batches
+from throughput import profiling
+
+LEARNING_RATE = 1e-6
+
+
+def bench(session: Session) -> None:
+    config, args = session.config, session.args
+    rules_module = importlib.import_module(f"{args.benchmark}.rules")
+    rules = rules_module.MINIATURE if config.miniature else rules_module.CLOSED
+    if args.layers:
+        rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
+    trainer = importlib.import_module(f"{args.benchmark}.train")
+    processes = session.start(high_priority_compute=trainer.HIGH_PRIORITY_COMPUTE)
+    with attention_backends(processes.device.type):
+        assembly = trainer.assemble_random(config, rules, processes, args.seed)
+        meter = session.make_meter(rules.sequence_length, rules.flops_per_token, processes)
+        measure(session, assembly, processes, meter)
+
+
+def measure(session: Session, assembly: Assembly, processes: Processes, meter: Meter) -> None:
+    """`args.warmup` steps, then `args.steps` timed ones; with `args.profile` as many steps more, under the profiler."""
+    config, args, model = session.config, session.args, assembly.model
+    source = synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, config.micro_batch_size)
+    step = partial(train_step, assembly, source, session.batching, LEARNING_RATE, processes)
+    for number in range(args.warmup + args.steps):
+        if number == args.warmup:
+            processes.barrier()
+            meter.start()
+        loss, norm = step()
+        if number >= args.warmup:
+            meter.record(number - args.warmup + 1, LEARNING_RATE, loss, norm)
+    meter.flush(next_eval_samples=0)
+    if processes.rank == 0:
+        print(bench_line(session, model, processes, meter), flush=True)
+    if processes.device.type == "cuda":
+        print_saved_bytes(args.benchmark, model, processes, next(source))
+    if args.eval_sequences:
+        measure_evaluation(session, model, processes)
+    profiled_ms = profiling.record(step, args.steps, args.profile, processes) if args.profile else 0.0
+    torch.distributed.destroy_process_group()
+    if args.profile and processes.rank == 0:
+        print(profile_table(session, model, processes, meter, profiled_ms), flush=True)
+
+
+def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch: Tensor) -> None:
+    """One line: what a forward leaves in memory for its backward, per token and layer, without the logits. `plan` computes the same."""
+    with torch.no_grad():
+        model(*batch.unbind(1))  # gathers the weights and casts them, which stays
+    before = torch.cuda.memory_allocated()
+    losses = model(*batch.unbind(1))
+    logits = batch.shape[0] * batch.shape[2] * model.shape.vocab_size * 2
+    saved = torch.cuda.memory_allocated() - before - logits
+    del losses
+    per_token = saved / (batch.shape[0] * batch.shape[2] * model.shape.num_layers)
+    if processes.rank == 0:
+        print(f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, {saved / 2**30:.1f} GiB in all", flush=True)
+
+
+def measure_evaluation(session: Session, model: Llama, processes: Processes) -> None:
+    """Time of an evaluation of `args.eval_sequences` synthetic sequences, padded to the ranks, after one that is not timed. One line."""
+    config, count, length = session.config, session.args.eval_sequences, model.max_sequence_length
+    tokens = np.random.default_rng(0).integers(0, model.shape.vocab_size, (count, 2, length), np.int32)
+    batches = pad_for_ranks(tokens, processes, config.eval_micro_batch_size)
+    for _ in range(2):
+        processes.barrier()
+        began = time.monotonic()
+        evaluate(model, batches, processes)  # ends with a sum over the ranks, read by the host
+        seconds = time.monotonic() - began
+    rate = count * length / seconds / processes.world_size
+    if processes.rank == 0:
+        name, size = session.args.benchmark, config.eval_micro_batch_size
+        print(f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, {rate:,.0f} tok/s/GPU, micro-batch {size}", flush=True)
+
+
+def profile_table(session: Session, model: Llama, processes: Processes, meter: Meter, profiled_ms: float) -> str:
+    config, args = session.config, session.args
+    facts = dict(
+        benchmark=args.benchmark,
+        config=Path(args.config).stem,
+        precision=precision_of(config),
+        layers=model.shape.num_layers,
+        world_size=processes.world_size,
+        device=torch.cuda.get_device_name(processes.device) if processes.device.type == "cuda" else "cpu",
+        torch=torch.__version__,
+        steps=args.steps,
+        tokens_per_step_per_rank=meter.tokens_per_step // processes.world_size,
+    )
+    micro_batch_tokens = config.micro_batch_size * model.max_sequence_length
+    return profiling.summarize(args.profile, model, micro_batch_tokens, facts, profiled_ms, statistics.mean(meter.step_times_ms))
+
+
+def bench_line(session: Session, model: Llama, processes: Processes, meter: Meter) -> str:
+    config, args = session.config, session.args
+    median_ms = statistics.median(meter.step_times_ms)
+    rate = Rate.of(median_ms, meter.tokens_per_step, processes.world_size, meter.flops_per_token, meter.peak_tflops)
+    spread = f"{min(meter.step_times_ms):.1f}..{max(meter.step_times_ms):.1f}"
+    reserved = memory_gib(processes.device)
+    used = ""
+    if reserved:
+        free, total = torch.cuda.mem_get_info(processes.device)  # includes NCCL's buffers, contexts and symmetric memory
+        allocated = torch.cuda.max_memory_allocated() / 2**30
+        used = f", peak {allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved, {(total - free) / 2**30:.1f} GiB of the GPU in use"
+    return (
+        f"BENCH {args.benchmark} {Path(args.config).stem} {precision_of(config)}, {model.shape.num_layers} layers, {processes.world_size} x "
+        f"{config.micro_batch_size} x {config.gradient_accumulation_steps} sequences of {model.max_sequence_length}: {rate.text()}, "
+        f"step {median_ms:.1f} ms (median of {args.steps}; {spread}){used}"
+    )
+
+
+def precision_of(config: RunConfig) -> str:
+    """In words, for a line of output."""
+    return f"{config.precision}, fp8 {config.fp8}" if config.fp8 else config.precision
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m throughput.bench", description="Throughput of a training step on synthetic tokens.")
+    parser.add_argument("--benchmark", required=True)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=0, help="a model of fewer layers")
+    parser.add_argument("--eval-sequences", type=int, default=0, help="time an evaluation of so many sequences as well")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="and as many steps under the profiler; results go to DIR")
+    args: Any = parser.parse_args(argv)
+    args.run_dir = None
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps}", "there is nothing to measure in no step", "use 1 or more")
+    return args
+
+
+def main(argv: list[str]) -> None:
+    args, rank = parse(argv), int(os.environ.get("RANK", "0"))
+    kind = importlib.import_module(f"{args.benchmark}.rules").Config
+    config = configs.load(args.config, kind, dict(item.split("=", 1) for item in args.set))
+    run_guarded(None, rank, partial(bench, Session(args, config, rank)), lambda: None, lambda: 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
