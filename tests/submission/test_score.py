@@ -404,6 +404,96 @@ def test_against_another_submitter(amd, capsys):
     assert "v5.1 AMD MI355X_EPYC_9575F_pytorch, v5.1 Supermicro" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dialect", ["size of the block", "count at its start"])
+def test_blocks_that_do_not_carry_the_count_so_far_end_at_the_evaluation_after_them(dialect, tmp_path):
+    """mlperf_common logs the size, others the count at the start, on both lines of a block."""
+    path = timed_log.write(tmp_path / "log", LORA, Timed(3072, 5.8, 12.0), seed=1)
+    wanted, records, start = read_run(path), synthetic_log.records(path), 0
+    for record in records:
+        if record["key"] == "block_start":
+            start = record["metadata"]["samples_count"]
+        if record["key"] in ("block_start", "block_stop"):
+            record["metadata"]["samples_count"] = start if dialect.startswith("count") else (1536 if start == 0 else 384)
+    found = read_run(synthetic_log.write_records(path, records))
+    assert (found.blocks, found.evaluations, found.trained) == (wanted.blocks, wanted.evaluations, 3072)
+    assert found.samples_per_s == wanted.samples_per_s and found.state == "good" and found.notes == []
+
+
+# What is judged at all.
+
+
+def spoilt(folder: Path, index: int, edit) -> Path:
+    records = synthetic_log.records(folder / f"result_{index}.txt")
+    edit(records)
+    synthetic_log.write_records(folder / f"result_{index}.txt", records)
+    return folder
+
+
+def clip_norm(records: list[dict]) -> None:
+    records[synthetic_log.find(records, "opt_gradient_clip_norm")]["value"] = 5.0
+
+
+def no_org(records: list[dict]) -> None:
+    records[synthetic_log.find(records, "submission_org")]["value"] = ""
+
+
+def forty_minutes_of_init(records: list[dict]) -> None:
+    for record in records[: synthetic_log.find(records, "init_stop")]:
+        record["time_ms"] -= 40 * 60_000
+
+
+@pytest.mark.parametrize("edit", [clip_norm, no_org, forty_minutes_of_init])
+def test_a_log_that_the_official_checker_refuses_counts_as_in_the_official_summarizer(edit, tmp_path, capsys):
+    """As the slowest run; two of them leave no score."""
+    system = tmp_path / "Org/results/sys"
+    write_system(tmp_path / "Org/systems/sys.json")
+    runs = [replace(run, minutes=100 + index) for index, run in enumerate(MIXED)]
+    folder = spoilt(timed_log.write_series(system / "llama31_8b", PRETRAINING, runs), 2, edit)
+    found = evaluate(capsys, folder)
+    assert found["runs"][2]["state"] == FAILED and "refuses its log" in found["runs"][2]["reason"]
+    assert "result_2.txt: the official checker refuses its log" in text(capsys, folder)
+    official(tmp_path, "package_checker", tmp_path / "Org", "training", "6.1.0")
+    official(tmp_path, "result_summarizer", tmp_path / "Org", "training", "6.1.0", "--csv", "out.csv")
+    rows = json.loads((tmp_path / "out_detailed.json").read_text())
+    theirs = [value for row in rows for key, value in flat(row) if "llama31_8b" in key and "time_to_train" in key]
+    assert theirs == [round(found["result"]["score"], 10)]
+    spoilt(folder, 5, edit)
+    assert "INVALID         2 runs did not converge" in text(capsys, folder, code=20)
+
+
+def test_a_clock_that_stops_before_it_starts_is_no_run(tmp_path, capsys):
+    def run_stop_first(records: list[dict]) -> None:
+        records.insert(synthetic_log.find(records, "run_start"), records.pop())
+
+    folder = spoilt(timed_log.write_series(tmp_path, PRETRAINING, MIXED), 2, run_stop_first)
+    assert "result_2.txt: run_stop stands before run_start" in text(capsys, folder, code=20)
+    assert read(folder).runs[2].state == FAILED and read(folder).score is None  # the official RCP checker breaks off at it
+
+
+@pytest.mark.parametrize("what", ["a log twice", "a directory twice", "a copied log", "two submitters"])
+def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
+    folder = timed_log.write_series(tmp_path / "a", PRETRAINING, MIXED)
+    arguments = [folder]
+    if what == "a log twice":
+        arguments = [folder / "result_0.txt", folder / "result_1.txt", folder / "result_0.txt"]
+    elif what == "a directory twice":
+        arguments = [folder, folder]
+    elif what == "a copied log":
+        shutil.copy(folder / "result_3.txt", folder / "result_7.txt")
+    else:
+        spoilt(folder, 4, lambda records: records[synthetic_log.find(records, "submission_org")].update(value="Somebody Else"))
+    assert score.main([*map(str, arguments)]) == 2
+    said = capsys.readouterr().err
+    assert ("differ in org: An Organisation, Somebody Else" if what == "two submitters" else " again") in said
+    assert len(said.splitlines()) == 3
+
+
+def test_one_seed_for_two_runs_is_said(tmp_path, capsys):
+    folder = timed_log.write_series(tmp_path, PRETRAINING, MIXED)
+    timed_log.write(folder / "result_4.txt", PRETRAINING, replace(MIXED[4], samples_per_s=31.0), seed=1000)
+    assert "result_0.txt and result_4.txt have the same seed 1000" in text(capsys, folder)
+
+
 # Our own folders.
 
 
