@@ -24,8 +24,7 @@ from submission import official_tools
 from submission.check import examine
 from submission.official_tools import CLOSED_RULESETS
 from submission.own_log import PROJECT_ROOT
-from submission.runs import read_runs
-from submission.series import score_runs
+from submission.series import read_series, ten_runs
 
 # Sequences to the target of ten runs, by benchmark: near the reference, so that the RCP test passes, with and without a factor.
 CONVERGED = {"llama31_8b": [147_456] + [159_744] * 8 + [172_032], "llama2_70b_lora": [2688] * 2 + [3072] * 6 + [3456] * 2}
@@ -111,10 +110,10 @@ def test_the_official_tools_say_success_and_our_numbers_are_theirs(org_dir, rule
     assert summary.passed and official_tools.repository(org_dir, ruleset).passed
     for benchmark, converged in CONVERGED.items():
         folder = org_dir / "results" / SYSTEM / benchmark
-        runs, notes = read_runs([folder])
-        series = score_runs(runs)
-        assert [run.samples for run in runs] == converged and series.passed, notes
-        assert series.score == pytest.approx(summary.scores[benchmark], abs=1e-9), "equal to the last digit of the summary"
+        series = read_series([folder])
+        ten = ten_runs(series)
+        assert [run.samples for run in series.runs] == converged and ten.passed, series.notes
+        assert ten.score == pytest.approx(summary.scores[benchmark], abs=1e-9), "equal to the last digit of the summary"
         scaling = folder / "scaling.json"
         factor = json.loads(scaling.read_text())["scaling_factor"] if scaling.is_file() else 1.0
-        assert series.factor == factor, benchmark
+        assert ten.factor == factor, benchmark
