@@ -35,7 +35,7 @@ Measured by us: memory and throughput on H200s, in bf16 on 1, 2 and 4 (8B) and o
 docs/results.md). Published by others: every result on 8 or more GPUs, AMD's and H200's (MLPerf Training v5.1). Everything else here is
 calculated: speeds of this package on H200 and H100 from our runs on H200s, on AMD's GPUs from the published runs, so that they do not
 compare kinds. Nothing of this package was run on an AMD GPU or an H100."""
-REFERENCES = ("AMD", "Dell XE9680", "HPE")  # whose results the efficiencies are fitted to
+REFERENCES = ("AMD ", "Dell 1xXE9680x8H200", "HPE ")  # whose results of v5.1 the efficiencies are fitted to
 
 
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:
@@ -277,7 +277,10 @@ def _published(benchmark: str, kind: GpuKind, gpus: int) -> str:
 
 
 def references() -> list[published.Published]:
-    return [result for result in published.RESULTS if result.submitter in REFERENCES]
+    found = [
+        result for result in published.RESULTS if result.round == "5.1" and f"{result.submitter} {result.system}".startswith(REFERENCES)
+    ]
+    return [result for result in found if result.score]
 
 
 def _notes(benchmark: str, config: RunConfig) -> list[str]:

@@ -126,7 +126,7 @@ def published_table() -> str:
     rows = []
     for result in command.references():
         found = predicted(result)
-        assert found.minutes is not None
+        assert found.minutes and result.score and result.samples_per_s
         rows.append(
             [
                 f"{result.benchmark}, {result.gpus} x {result.gpu}, {result.submitter}",

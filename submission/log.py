@@ -2,7 +2,7 @@
 
 A record is the JSON object behind the last token of a line. Text before the token, such as the `0: ` of `srun -l`, is no part of it:
 the official parser strips it too (mlcommons/logging, compliance_checker/mlp_parser/ruleset_610.py). Lines end at LF, CRLF or CR.
-`events` streams, so that a log of 200 MB needs no memory; `read` keeps what the caller names. Standard library only.
+`events` streams, so that a log of 200 MB needs no memory; `read` keeps what the caller needs. Standard library only.
 """
 
 from __future__ import annotations
@@ -78,14 +78,16 @@ class Log:
         return value if is_number(value) else None
 
 
-def read(path: Path, keys: Collection[str] | None = None) -> Log:
-    """The records of `path`; with `keys` only theirs are kept. Raises ConfigError as `events` does."""
-    kept, bad = [], []
+def read(path: Path, repeated: Collection[str] | None = None) -> Log:
+    """The records of `path`. With `repeated`: all records of these keys, and only the first one of any other, so that what a log
+    holds once per step takes no memory. Raises ConfigError as `events` does."""
+    kept, bad, seen = [], [], set()
     for record in events(path):
         if isinstance(record, BadLine):
             bad.append(record)
-        elif keys is None or record.key in keys:
+        elif repeated is None or record.key in repeated or record.key not in seen:
             kept.append(record)
+            seen.add(record.key)
     return Log(kept, bad)
 
 

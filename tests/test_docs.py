@@ -140,13 +140,13 @@ def environment_block(gpu: str) -> str:
 
 
 def published_block(gpu: str) -> str:
-    head = ["benchmark", "GPUs", "submitter", "global batch", "score, minutes", "samples/s", "evaluation, s"]
+    head = ["round", "benchmark", "GPUs", "submitter", "global batch", "score, minutes", "samples/s", "evaluation, s"]
     rows = [
-        [r.benchmark, str(r.gpus), r.submitter, str(r.batch), f"{r.score:.3f}", f"{r.samples_per_s:.3f}", f"{r.evaluation_s:.2f}"]
+        [r.round, r.benchmark, str(r.gpus), r.submitter, str(r.batch), f"{r.score:.3f}", f"{r.samples_per_s:.3f}", f"{r.evaluation_s:.2f}"]
         for r in RESULTS
-        if r.gpu == gpu
+        if r.gpu == gpu and r.score
     ]
-    return markdown(head, rows) if rows else "None that we compare with (`records/published.py`).\n"
+    return markdown(head, rows) if rows else "None that we compare with (`records/published.json`).\n"
 
 
 def submitted_block(submitter: str) -> str:

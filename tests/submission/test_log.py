@@ -81,19 +81,21 @@ def test_a_directory_or_nothing_at_all_is_refused(tmp_path):
             log.events(path)
 
 
-def test_read_keeps_the_keys_that_are_named_and_all_bad_lines(tmp_path):
-    records(tmp_path / "log", f"{LINE}\n{LINE.replace('seed', 'other')}\n:::MLLOG\n{LINE}\n")
+def test_read_keeps_the_keys_that_are_named_the_first_of_any_other_and_all_bad_lines(tmp_path):
+    other = LINE.replace("seed", "other")
+    records(tmp_path / "log", f"{LINE}\n{other}\n:::MLLOG\n{LINE}\n{other}\n")
     found = log.read(tmp_path / "log", {"seed"})
-    assert [event.line for event in found.events] == [1, 4] == [event.line for event in found.all("seed")]
-    assert found.value("seed") == 3 and found.number("seed") == 3 and found.value("other") is None and found.first("other") is None
+    assert [event.line for event in found.events] == [1, 2, 4] and [event.line for event in found.all("seed")] == [1, 4]
+    assert found.value("seed") == 3 and found.number("other") == 3 and found.value("none") is None and found.first("none") is None
     assert [bad.line for bad in found.bad] == [3]
+    assert len(log.read(tmp_path / "log").events) == 4
 
 
 def test_memory_does_not_grow_with_the_log(tmp_path):
     path = tmp_path / "log"
     path.write_text(f"{LINE}\n" * 20_000 + LINE.replace("seed", "run_stop"))
     tracemalloc.start()
-    assert len(log.read(path, {"run_stop"}).events) == 1
+    assert len(log.read(path, {"run_stop"}).events) == 2
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 500_000 < path.stat().st_size

@@ -15,9 +15,10 @@ import synthetic_series as synthetic
 from synthetic_log import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError
-from submission import describe, forbidden_files, official_tools, package, window
+from submission import describe, forbidden_files, official_tools, package
 from submission.log_rules import Finding
 from submission.package import Request
+from submission.series import TenRuns, read_series, ten_runs, windows
 
 ROOT = synthetic.ROOT
 NAMES = [benchmark.rules.BENCHMARK for benchmark in (PRETRAINING, LORA)]
@@ -99,9 +100,8 @@ def test_our_score_of_the_window_is_the_official_one(submission):
     request, _ = submission
     scores = json.loads((request.out / "verdict_6.1.0.json").read_text())["scores_minutes"]
     for name, source in request.sources.items():
-        place, record = window.find_series(source, name)
-        (only,) = window.windows(window.attempts_of(place, record), name)
-        assert only.score == pytest.approx(scores[name], rel=1e-12)
+        folder = source if source.name == name else source / name
+        assert ten_runs(read_series([folder])).score == pytest.approx(scores[name], rel=1e-12)
 
 
 def test_the_tree_is_what_the_rules_want(submission, org_dir):
@@ -123,10 +123,9 @@ def test_the_tree_is_what_the_rules_want(submission, org_dir):
 
 
 def test_logs_are_copied_in_the_order_of_the_attempts(submission, org_dir):
-    place, record = window.find_series(submission[0].sources[NAMES[0]], NAMES[0])
-    for index, attempt in enumerate(window.attempts_of(place, record)):
+    for index, run in enumerate(read_series([submission[0].sources[NAMES[0]]]).runs):
         copy = org_dir / "results" / synthetic.SYSTEM / NAMES[0] / f"result_{index}.txt"
-        assert copy.read_bytes() == attempt.path.read_bytes()
+        assert copy.read_bytes() == run.path.read_bytes()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -202,7 +201,7 @@ def test_single_runs_are_no_series(case):
     for plan in list(case.plans):
         case.plans = [plan]
         synthetic.write(case.folder / "logs", LORA, [plan], series=f"single-{plan.seed}", goal=1)
-    case.refused("no series of ten runs", error=ConfigError)
+    case.refused("a result is 10 runs, these are 1")
 
 
 def test_a_log_of_another_run_is_refused(case):
@@ -419,10 +418,8 @@ def test_links_and_big_files_are_seen(tmp_path):
 # Windows.
 
 
-def chosen(case, wish="median"):
-    place, record = window.find_series(case.folder / "logs", NAMES[1])
-    attempts = window.attempts_of(place, record)
-    return window.choose(window.windows(attempts, NAMES[1]), attempts, wish)
+def chosen(case, wish="median") -> TenRuns:
+    return ten_runs(read_series([case.folder / "logs" / NAMES[1]]), wish)
 
 
 def more(case, count):
@@ -433,11 +430,10 @@ def more(case, count):
 def test_of_more_than_ten_the_median_window_is_taken(case):
     more(case, 4)
     case.write()
-    place, record = window.find_series(case.folder / "logs", NAMES[1], synthetic.SERIES[:8])
-    found = window.windows(window.attempts_of(place, record), NAMES[1])
-    assert [each.first for each in found] == [1, 2, 3, 4, 5]
-    assert sorted(each.score for each in found)[2] == chosen(case).score
-    assert chosen(case, "first").first == 1 and chosen(case, "4").first == 4
+    found = windows(read_series([case.folder / "logs" / NAMES[1]], synthetic.SERIES[:8]))
+    assert [each.runs[0].number for each in found] == [1, 2, 3, 4, 5]
+    assert sorted(each.rank for each in found)[2] == chosen(case).rank
+    assert chosen(case, "first").runs[0].number == 1 and chosen(case, "4").runs[0].number == 4
     with pytest.raises(ConfigError, match="--window 6"):
         chosen(case, "6")
 
@@ -445,35 +441,13 @@ def test_of_more_than_ten_the_median_window_is_taken(case):
 def test_of_two_windows_the_slower_one_is_the_median(case):
     more(case, 1)
     case.write()
-    assert chosen(case).first == 2 and chosen(case).score > chosen(case, "first").score
-
-
-@pytest.mark.parametrize("fails", ["killed", "unclean"])
-def test_an_attempt_without_a_result_is_not_leapt_over(case, fails):
-    more(case, 3)
-    case.plans[4].fails = fails
-    case.write()
-    case.refused("no 10 consecutive attempts can be submitted", "attempt  5", "--resume")
-
-
-def test_after_it_ten_in_a_row_can_be_submitted(case):
-    more(case, 3)
-    case.plans[2].fails = "killed"
-    case.write()
-    assert chosen(case).first == 4
-
-
-def test_an_attempt_that_never_started_its_clock_is_passed_over(case):
-    more(case, 1)
-    case.plans[4].fails = "early"
-    case.write()
-    assert [attempt.number for attempt in chosen(case).attempts] == [1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+    assert chosen(case).runs[0].number == 2 and chosen(case).rank > chosen(case, "first").rank
 
 
 def test_two_that_missed_the_target_are_one_too_many(case):
     case.plans[4].fails = case.plans[6].fails = "missed"
     case.write()
-    case.refused("no 10 consecutive attempts can be submitted", "missed the target")
+    case.refused("2 runs did not converge, one may")
 
 
 def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
@@ -493,8 +467,7 @@ def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
 
 
 def chosen_score(folder):
-    place, record = window.find_series(folder / "logs", NAMES[1])
-    return window.windows(window.attempts_of(place, record), NAMES[1])[0].score
+    return ten_runs(read_series([folder / "logs" / NAMES[1]])).score
 
 
 def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsys):
