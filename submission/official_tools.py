@@ -227,6 +227,38 @@ def summary(org_dir: Path, ruleset: str, benchmarks: list[str], missed: int = 0)
     return Answer(answer.tool, answer.passed, answer.complaints, text, scores)
 
 
+def package_verdicts(org_dir: Path, ruleset: str) -> dict[tuple[str, str], str]:
+    """What the package checker says of each result set, by system and benchmark: passed, or its first complaint."""
+    parts = re.split(r"Running compliance checks in dir (.+)\n", _run("package_checker", str(org_dir.resolve()), "training", ruleset))
+    verdicts = {}
+    for folder, text in zip(parts[1::2], parts[2::2], strict=True):
+        bad = [line.strip() for line in text.splitlines() if re.search(r"\bERROR\b|Traceback|^\w*Error\b", line)]
+        passed = not bad and "RCP Test Passed" in text
+        verdicts[Path(folder).parent.name, Path(folder).name] = "passed" if passed else (bad or ["no RCP test"])[0][:60]
+    return verdicts
+
+
+def scores(org_dir: Path, ruleset: str) -> dict[tuple[str, str], float]:
+    """Minutes by system and benchmark, as the summarizer gives them."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder, "summary.csv")
+        _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
+        rows = list(csv.DictReader(table.open())) if table.is_file() else []
+    pairs = [(Path(row["details_url"]).stem, name, row.get(name)) for row in rows for name in MINIATURES]
+    return {(system, name): float(minutes) for system, name, minutes in pairs if minutes}
+
+
+def system_description_passes(path: Path) -> bool:
+    """What system_desc_checker says of one file, asked in this process: a repository has a hundred."""
+    from mlperf_logging.system_desc_checker.system_desc_checker import check_system_desc
+
+    try:
+        with _silent_root_logger():
+            return check_system_desc(str(path), "training", CLOSED_RULESETS[-1])[0]
+    except Exception:  # it breaks off at what is no string
+        return False
+
+
 def repository(org_dir: Path, ruleset: str) -> Answer:
     text = _run("repo_checker", str(org_dir.resolve()), "training", ruleset)
     return _answer("repo_checker", text, "ALL CHECKS PASSED." in text)
