@@ -119,7 +119,8 @@ def _invalid(runs: list[Run]) -> str:
         return f"{named} started its clock and left no run_stop: it has no result, and cannot be left out"
     failed = [run for run in runs if not run.converged]
     if len(failed) > 1:
-        return f"{len(failed)} runs did not converge, one may: {', '.join(run.name for run in failed)}"
+        names = ", ".join(run.name for run in failed)
+        return f"{len(failed)} runs did not converge, one may: {names}" + (f"; the first: {failed[0].reason}" if failed[0].reason else "")
     return "" if len(runs) == SUBMISSION_RUNS else f"a result is {SUBMISSION_RUNS} runs, these are {len(runs)}"
 
 
