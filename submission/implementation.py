@@ -70,8 +70,6 @@ def _is_needed(path: PurePosixPath, benchmark: str, benchmarks: set[str]) -> boo
     top = path.parts[0]
     if top in LEFT_OUT or any(part.startswith(".") for part in path.parts):
         return False
-    if top == "configs":
-        return path.parts[1] == benchmark
     return top not in benchmarks - {benchmark} or (len(path.parts) == 2 and path.name in OF_OTHER_BENCHMARKS)
 
 
