@@ -21,8 +21,8 @@ from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, RunError, StorageError
 from common.hardware import Probe, probe
 from gemm_tuning.file import PREFIX, configured, per_gpu, read_recorded, read_tuned, require_same_versions
-from launch.choose import choose
-from launch.screen import tell
+from launch.console import print_stderr
+from launch.select_config import select_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,10 +41,10 @@ def main(arguments: list[str]) -> int:
     if options.path is None and options.step != "check":
         parser.error(f"{options.step} needs the directory of the records")
     try:
-        config = choose(ROOT, benchmark, options, os.environ, Probe("none") if options.device == "cpu" else probe()).config
+        config = select_config(ROOT, benchmark, options, os.environ, Probe("none") if options.device == "cpu" else probe()).config
         return {"record": record, "tune": tune, "check": check}[options.step](benchmark, config, options)
     except RunError as error:
-        tell(error.lines())
+        print_stderr(error.lines())
         return error.exit_code
 
 
@@ -62,7 +62,7 @@ def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> in
         out = str(options.path.absolute() / f"untuned_{number}_gpu.csv")  # TunableOp inserts the GPU's index before the last dot
         switches = {"ENABLED": "1", "TUNING": "0", "RECORD_UNTUNED": "1", "UNTUNED_FILENAME": out}
         env = _without_tunable_op({**os.environ}) | {PREFIX + name: value for name, value in switches.items()}
-        tell(f"recording the GEMMs of micro-batches of {micro_batch_size}")
+        print_stderr(f"recording the GEMMs of micro-batches of {micro_batch_size}")
         if code := subprocess.run(bench_command(benchmark, config, options, micro_batch_size), env=env, stdout=sys.stderr).returncode:
             return code
     print(f"{len(read_recorded(options.path))} GEMMs recorded; next: ./run_and_time.sh {benchmark} gemms tune {options.path}")

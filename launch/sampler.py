@@ -1,23 +1,22 @@
-"""What the GPUs do during a run, once a second, beside it: `python -m launch.sampler FILE`, started and ended by `beside`.
+"""Samples power, temperature, clocks and memory of the GPUs once a second during a run: `python -m launch.sampler FILE`.
 
-A process of its own, so that a driver that hangs or a library that crashes cannot hold up a run; it opens no data, talks to no
-rank, and ends when its standard input closes, thus also when the launcher is killed. FILE, gpu_samples.jsonl, has one object a line:
+A separate process, so that a driver that hangs or a library that crashes cannot hold up a run. It ends when its standard input closes,
+thus also when the launcher is killed. FILE, gpu_samples.jsonl, has one object a line:
 
     {"event": "start", "source": "nvml", "time": UNIX_TIME, "period_s": 1.0, "gpus": [{"index", "id", "name", "power_limit_w"}]}
     {"event": "sample", "time_s": SECONDS_SINCE_START, "gpus": [{"power_w", "temperature_c", "clock_mhz", "memory_clock_mhz",
                                                                  "memory_gib", "throttle": ["power cap"]}]}
     {"event": "note", "what": WHY_SOMETHING_IS_MISSING}    {"event": "stop", "time_s", "samples"}
 
-`gpus` are those that the ranks see, in their order: entry k belongs to local rank k. null: the driver does not say. These are
-the driver's numbers for finding a slow or hot GPU, not a power measurement by MLPerf's rules. NVML (`nvidia-ml-py`) was tried on
-an H100; amdsmi was written from its documentation and never run: we have no AMD GPU.
+`gpus` are those that the ranks see, in their order: entry k belongs to local rank k. null: the driver does not report it. These are the
+driver's numbers for finding a slow or hot GPU, not a power measurement by MLPerf's rules. NVML (`nvidia-ml-py`) was tried on an H100;
+amdsmi was written from its documentation and never run: we have no AMD GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import select
 import subprocess
@@ -26,25 +25,26 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
 
 from common.gpu_kinds import GIB
+from common.gpu_stats import NVML_THROTTLE_REASONS
 from common.hardware import visible_indices
-from launch.screen import tell
+from launch.console import print_stderr
+from records.json_lines import append_line
 
 NAME = "gpu_samples.jsonl"  # submission/gpu_samples.py reads it
 PERIOD_S = 1.0
-PATIENCE_S = 5.0  # for the sampler to end: a read of eight GPUs takes some 20 ms, a driver in trouble takes for ever
-NICE = 10  # behind the ranks
+END_S = 5.0  # for the sampler to end: a read of eight GPUs takes some 20 ms, one of a hung driver never ends
+NICE = 10  # below the ranks in priority
 
 
 # --- the launcher's side ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def beside(run_dir: Path, wanted: bool) -> Iterator[None]:
-    """Sample into `run_dir` while the block runs. What becomes of the sampler changes nothing for the run."""
-    process = _start(run_dir / NAME) if wanted else None
+def sampling(run_dir: Path, enabled: bool) -> Iterator[None]:
+    """Sample into `run_dir` while the block runs. A failure of the sampler does not affect the run."""
+    process = _start(run_dir / NAME) if enabled else None
     try:
         yield
     finally:
@@ -57,7 +57,7 @@ def _start(path: Path) -> subprocess.Popen | None:
     try:  # a session of its own: Ctrl-C is for the launcher, which then closes the pipe
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
-        tell(f"note: no GPU samples: the sampler did not start: {error.strerror}")
+        print_stderr(f"note: no GPU samples: the sampler did not start: {error.strerror}")
         return None
 
 
@@ -66,41 +66,18 @@ def _end(process: subprocess.Popen) -> None:
     ended_early = process.poll() is not None
     process.stdin.close()
     try:
-        process.wait(PATIENCE_S)
+        process.wait(END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # inside a driver call it may not even die
             process.wait(1.0)
-        tell("note: the GPU sampler hung and was killed: the driver may be in trouble")
+        print_stderr("note: the GPU sampler hung and was killed: the driver may be in trouble")
         return
     if ended_early and process.returncode:
-        tell(f"note: the GPU sampler ended early with code {process.returncode}; the run is not affected")
+        print_stderr(f"note: the GPU sampler ended early with code {process.returncode}; the run is not affected")
 
 
-# --- what a GPU says --------------------------------------------------------------------------------------------------
-
-
-class Source(Protocol):
-    """Reads the GPUs that the ranks see. `describe` and `read` raise whatever the driver's library raises."""
-
-    name: str
-    indices: list[int]  # as the driver counts
-
-    def describe(self, index: int) -> dict: ...
-    def read(self, index: int) -> dict[str, Callable[[], object]]: ...
-
-
-# nvml.h, nvmlClocksEventReasons; bit 0 means idle, which is no reason for concern
-NVML_REASONS = {
-    0x02: "application clocks",
-    0x04: "power cap",
-    0x08: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "thermal (driver)",
-    0x40: "thermal (hardware)",
-    0x80: "power brake",
-    0x100: "display clocks",
-}
+# --- sources: the driver's libraries. `describe` and `read` raise whatever these raise --------------------------------
 
 
 class Nvml:
@@ -111,9 +88,9 @@ class Nvml:
         self.nvml = nvml
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        self.indices = visible_indices(len(handles), environment.get("CUDA_VISIBLE_DEVICES"), uuids)
+        self.indices = visible_indices(len(handles), environment.get("CUDA_VISIBLE_DEVICES"), uuids)  # as the driver counts
         self.handles, self.uuids = handles, uuids
-        # Its name until 2023, and then another one.
+        # Throttle is the name until 2023.
         self.reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None) or nvml.nvmlDeviceGetCurrentClocksThrottleReasons
 
     def describe(self, index: int) -> dict:
@@ -129,11 +106,11 @@ class Nvml:
             "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
             "memory_gib": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB, 2),
-            "throttle": lambda: [name for bit, name in NVML_REASONS.items() if self.reasons(handle) & bit],
+            "throttle": lambda: [name for bit, name in NVML_THROTTLE_REASONS.items() if self.reasons(handle) & bit],
         }
 
 
-# gpu_metrics 1.6 and later (MI300 and MI350): counters that grow while the limit holds the clock down
+# gpu_metrics 1.6 and later (MI300 and MI350): counters that grow while the limit lowers the clock
 AMD_COUNTERS = {
     "ppt_residency_acc": "power cap",
     "socket_thm_residency_acc": "thermal (socket)",
@@ -188,9 +165,9 @@ def _text(value: str | bytes) -> str:
 
 
 def _number(value: object) -> float | None:
-    """amdsmi says "N/A", or all bits set, where the GPU does not say."""
-    good = isinstance(value, int | float) and value not in (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
-    return value if good else None  # type: ignore[return-value]
+    """None for "N/A" or all bits set, which is how amdsmi reports a missing value."""
+    missing = not isinstance(value, int | float) or value in (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
+    return None if missing else value  # type: ignore[return-value]
 
 
 def _first(metrics: dict, *names: str) -> float | None:
@@ -198,18 +175,18 @@ def _first(metrics: dict, *names: str) -> float | None:
 
 
 def _mean(values: object) -> float | None:
-    """Of the dies of a GPU, each of which has a clock."""
+    """Mean over the dies of a GPU, each of which has a clock."""
     numbers = [number for value in values if (number := _number(value)) is not None] if isinstance(values, list) else []
     return round(sum(numbers) / len(numbers)) if numbers else None
 
 
-def open_source(environment, load: Callable[[str], ModuleType] = importlib.import_module) -> tuple[Source | None, str]:
-    """The first library that is there and sees GPUs; None, and why, if there is none."""
+def open_source(environment, load: Callable[[str], ModuleType] = importlib.import_module) -> tuple[Nvml | AmdSmi | None, str]:
+    """The first library that is installed and sees GPUs; None and the reason if there is none."""
     reasons = []
     for module, kind in (("pynvml", Nvml), ("amdsmi", AmdSmi)):
         try:
-            source: Source = kind(load(module), environment)  # type: ignore[operator]
-        except Exception as error:  # of a library of the driver's: anything, and none of it may reach the run
+            source: Nvml | AmdSmi = kind(load(module), environment)  # type: ignore[operator]
+        except Exception as error:  # a driver's library may raise anything
             reasons.append(f"{module}: {error or type(error).__name__}")
             continue
         if source.indices:
@@ -221,44 +198,27 @@ def open_source(environment, load: Callable[[str], ModuleType] = importlib.impor
 # --- the sampler ------------------------------------------------------------------------------------------------------
 
 
-class Lines:
-    """A new file of JSON lines, each whole when it is there at all. Raises OSError when the disk is full."""
-
-    def __init__(self, path: Path):
-        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-
-    def write(self, event: str, **values) -> None:
-        line = (json.dumps({"event": event, **values}) + "\n").encode()
-        end = os.lseek(self.fd, 0, os.SEEK_CUR)
-        try:
-            while line:
-                line = line[os.write(self.fd, line) :]
-        except OSError:
-            os.ftruncate(self.fd, end)  # no cut line
-            raise
-
-
 class Sampler:
-    """Writes what a source says. A value that cannot be read is null, and why is noted once."""
+    """Writes what a source reads to `file`, a descriptor. A value that cannot be read is null, and the reason is noted once."""
 
-    def __init__(self, source: Source, lines: Lines, clock: Callable[[], float] = time.monotonic):
-        self.source, self.lines, self.clock = source, lines, clock
+    def __init__(self, source: Nvml | AmdSmi, file: int, clock: Callable[[], float] = time.monotonic):
+        self.source, self.file, self.clock = source, file, clock
         self.noted: set[str] = set()
         self.samples = 0
 
     def run(self, closed: Callable[[float], bool], period_s: float = PERIOD_S) -> None:
-        """Until `closed(seconds)`, which waits for so long at most, says that the launcher is done."""
+        """Sample until `closed(seconds)`, which waits at most that long, says that the launcher has closed our input."""
         gpus = [{"index": index, **self._described(index)} for index in self.source.indices]
         began = self.clock()
-        self.lines.write("start", source=self.source.name, time=time.time(), period_s=period_s, gpus=gpus)
+        _write(self.file, "start", source=self.source.name, time=time.time(), period_s=period_s, gpus=gpus)
         due = began
         while True:
-            self.lines.write("sample", time_s=round(self.clock() - began, 3), gpus=[self._sample(index) for index in self.source.indices])
+            _write(self.file, "sample", time_s=round(self.clock() - began, 3), gpus=[self._sample(index) for index in self.source.indices])
             self.samples += 1
-            due = max(due + period_s, self.clock())  # a slow read is followed by the next in its turn, not by a burst
+            due = max(due + period_s, self.clock())  # no burst after a slow read
             if closed(due - self.clock()):
                 break
-        self.lines.write("stop", time_s=round(self.clock() - began, 3), samples=self.samples)
+        _write(self.file, "stop", time_s=round(self.clock() - began, 3), samples=self.samples)
 
     def _described(self, index: int) -> dict:
         return self._guarded(f"GPU {index}", lambda: self.source.describe(index)) or {"id": None, "name": None, "power_limit_w": None}
@@ -270,27 +230,31 @@ class Sampler:
     def _guarded(self, what: str, read: Callable):
         try:
             return read()
-        except Exception as error:  # a GPU that fell off the bus, a counter that this driver has not
+        except Exception as error:  # a GPU that fell off the bus, a counter that this driver lacks
             if what not in self.noted:
                 self.noted.add(what)
-                self.lines.write("note", what=f"{what} cannot be read: {error or type(error).__name__}")
+                _write(self.file, "note", what=f"{what} cannot be read: {error or type(error).__name__}")
             return None
+
+
+def _write(file: int, event: str, **values) -> None:
+    append_line(file, {"event": event, **values})
 
 
 def _input_closed(seconds: float) -> bool:
     readable, _, _ = select.select([sys.stdin], [], [], max(seconds, 0.0))
-    return bool(readable)  # nobody ever writes: readable means closed
+    return bool(readable)  # nothing is ever written: readable means closed
 
 
 def main(path: Path) -> int:
     os.nice(NICE)
     try:
-        lines = Lines(path)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         source, why_not = open_source(os.environ)
         if source is None:
-            lines.write("note", what=why_not)
+            _write(file, "note", what=why_not)
         else:
-            Sampler(source, lines).run(_input_closed)
+            Sampler(source, file).run(_input_closed)
     except OSError as error:
         print(f"note: GPU samples end here: {error}", file=sys.stderr, flush=True)
         return 1

@@ -1,7 +1,7 @@
-"""The processes of a run: started in a group of their own, watched for hangs, stopped in order, and none left behind.
+"""The processes of a run: started in a session of their own, watched for hangs, stopped in order, and none left behind.
 
 The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/sharding/processes.py). When no rank has done so for the
-configured time, the one that stands still is named, every rank is asked for its stack, and all are killed.
+configured time, the rank that holds up the others is named, all ranks are asked for their stacks, and all are killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,110 +19,119 @@ from pathlib import Path
 from common.errors import Hang
 
 POLL_S = 0.5
-GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own patience (KillWait) is 30 s
+GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own (KillWait) is 30 s
 STACK_S = 1.0  # for the ranks to write their stacks
-MARK = "LAUNCH_MARK"  # environment variable by which we know our own processes, also when their parent is gone
-# A collective of the ranks times out after the same time, counted from a little later: be first, since we can name the guilty.
+MARK = "LAUNCH_RUN_DIR"  # environment variable by which the processes of a run are found, also when their parent is gone
+# A collective of the ranks times out after the same time, counted from a little later. The launcher must be first: it can name the culprit.
 BEFORE_COLLECTIVES = 0.9
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes ended: by themselves (`returncode`), because we were asked to stop, or because nothing moved."""
+    """How the processes ended: by themselves (`returncode`), by a signal to the launcher, by a hang, or because `stop` said so."""
 
     returncode: int
     signal_number: int = 0
     hang: Hang | None = None
-    guilty: dict | None = None  # the last heartbeat of the rank named in `hang`
+    culprit: dict | None = None  # the last heartbeat of the rank that `hang` names
+    stopped: bool = False
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    startup_s: float  # until every rank has reported and finished a step: imports, compilation, first collectives
+    startup_s: float  # until every rank has finished a step: imports, kernel compilation, first collectives
     step_s: float
 
 
 class HangWatch:
-    """Tells when no heartbeat has changed for too long. Compares file times only for change, so clocks may jump."""
+    """Tells when no heartbeat has changed for too long. Compares file times only for change, so clocks may jump.
 
-    def __init__(self, ranks: Path, world_size: int, limits: HangLimits, clock: Callable[[], float] = time.monotonic):
-        self.ranks, self.world_size, self.limits, self.clock = ranks, world_size, limits, clock
+    `ranks` are watched through their files in `folder`; only `local_ranks` have processes on this machine.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: range, limits: HangLimits, local_ranks: range | None = None, clock: Callable[[], float] = time.monotonic
+    ):
+        self.folder, self.ranks, self.limits, self.clock = folder, ranks, limits, clock
+        self.local_ranks = ranks if local_ranks is None else local_ranks
         self.last_change = clock()
         self.modified: dict[int, int] = {}
         self.beats: dict[int, dict] = {}
 
     def look(self) -> bool:
-        """True if the run stands still."""
-        for rank in range(self.world_size):
-            self._read(rank)
-        started = len(self.beats) == self.world_size and all(beat["step"] > 0 for beat in self.beats.values())
+        """True if the run hangs."""
+        for rank in self.ranks:
+            path = self.folder / f"rank_{rank}.heartbeat"
+            with contextlib.suppress(OSError, ValueError):  # not there yet, or just being written: the next look reads it
+                modified = path.stat().st_mtime_ns
+                if modified != self.modified.get(rank):
+                    self.modified[rank], self.last_change = modified, self.clock()
+                    self.beats[rank] = json.loads(path.read_text())
+        started = len(self.beats) == len(self.ranks) and all(beat["step"] > 0 for beat in self.beats.values())
         return self.clock() - self.last_change > (self.limits.step_s if started else self.limits.startup_s)
 
-    def _read(self, rank: int) -> None:
-        path = self.ranks / f"rank_{rank}.heartbeat"
-        try:
-            modified = path.stat().st_mtime_ns
-            if modified != self.modified.get(rank):
-                self.modified[rank], self.last_change = modified, self.clock()
-                self.beats[rank] = json.loads(path.read_text())
-        except (OSError, ValueError):
-            return  # not there yet, or just being written: the next look reads it
-
     def explain(self) -> tuple[Hang, dict]:
-        """The error, and the last heartbeat of the rank it names: a stopped process, a silent one, or the one furthest behind."""
+        """The error, and the last heartbeat of the culprit: a stopped process, else a silent one, else the one furthest behind."""
         silent_s = self.clock() - self.last_change
-        stopped = [beat for beat in self.beats.values() if process_state(beat["pid"]) in ("T", "t")]
-        unheard = [rank for rank in range(self.world_size) if rank not in self.beats]
+        stopped = [
+            self.beats[rank] for rank in self.local_ranks if rank in self.beats and process_state(self.beats[rank]["pid"]) in ("T", "t")
+        ]
+        unheard = [rank for rank in self.ranks if rank not in self.beats]
         if stopped:
-            guilty = stopped[0]
-            why = f"process {guilty['pid']} of rank {guilty['rank']} is stopped (SIGSTOP, or a debugger)"
+            culprit = stopped[0]
+            why = f"process {culprit['pid']} of rank {culprit['rank']} is stopped (SIGSTOP, or a debugger)"
         elif unheard:
-            guilty = {"rank": unheard[0], "step": 0}
+            culprit = {"rank": unheard[0], "step": 0}
             why = f"rank {', '.join(map(str, unheard))} never reported"
         else:
-            guilty = min(self.beats.values(), key=lambda beat: (beat["step"], beat["time"]))
-            why = f"rank {guilty['rank']} was the first to fall silent, at step {guilty['step']} in {guilty['phase']!r}"
-        what = f"no rank made progress for {silent_s:.0f} s: rank {guilty['rank']} holds up the others"
-        return Hang(what, why, "see where every rank stood in ranks/rank_*.stack; then start again"), guilty
+            culprit = min(self.beats.values(), key=lambda beat: (beat["step"], beat["time"]))
+            why = f"rank {culprit['rank']} was the first to stop reporting, at step {culprit['step']} in {culprit['phase']!r}"
+        what = f"no rank made progress for {silent_s:.0f} s: rank {culprit['rank']} holds up the others"
+        return Hang(what, why, "see the stack of every rank in ranks/rank_*.stack; then start again"), culprit
 
-    def pids(self) -> list[int]:
-        return [beat["pid"] for beat in self.beats.values()]
+    def ask_for_stacks(self) -> None:
+        """SIGUSR1, upon which a rank writes its stack."""
+        for rank in self.local_ranks:
+            if rank in self.beats:
+                _kill(self.beats[rank]["pid"], signal.SIGUSR1)
+        time.sleep(STACK_S)
 
 
 def supervise(
     command: list[str],
     environment: dict[str, str],
+    run_dir: Path,
     watch: HangWatch | None = None,
+    stop: Callable[[], bool] = lambda: False,
     *,
     poll_s: float = POLL_S,
     grace_s: float = GRACE_S,
 ) -> Ending:
-    """Run `command` to its end. SIGINT, SIGTERM and SIGHUP are passed on as one SIGTERM, a second one kills at once.
+    """Run `command` to its end, or until `watch` sees a hang or `stop` returns True.
 
-    Whatever happens, no process of this run is left when the function returns or raises.
+    SIGINT, SIGTERM and SIGHUP are passed on as one SIGTERM; a second one kills at once. Whatever happens, no process of this run is
+    left when the function returns or raises.
     """
-    mark = uuid.uuid4().hex
     with _signals_noted() as received:
-        process = subprocess.Popen(command, env=environment | {MARK: mark}, start_new_session=True)
+        process = subprocess.Popen(command, env=environment | {MARK: str(run_dir)}, start_new_session=True)
         try:
-            while not _ended(process, poll_s):
-                if received:
-                    break
-                if watch and watch.look():
-                    hang, guilty = watch.explain()
-                    _ask_for_stacks(watch.pids())
-                    return Ending(-signal.SIGKILL, hang=hang, guilty=guilty)
+            while not _ended(process, poll_s) and not received:
+                hangs, stopped = watch is not None and watch.look(), stop()
+                if watch and (hangs or stopped):
+                    hang, culprit = watch.explain() if not stopped else (None, None)
+                    watch.ask_for_stacks()
+                    return Ending(-signal.SIGKILL, hang=hang, culprit=culprit, stopped=stopped)
             if received:
                 _stop(process, received, grace_s)
             return Ending(process.poll() or 0, received[0] if received else 0)
         finally:
-            kill_marked(mark)
+            kill_processes_of(run_dir)
             process.wait()
 
 
-def _ended(process: subprocess.Popen, patience_s: float) -> bool:
+def _ended(process: subprocess.Popen, limit_s: float) -> bool:
     try:
-        process.wait(patience_s)
+        process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return False
     return True
@@ -138,15 +146,8 @@ def _stop(process: subprocess.Popen, received: list[int], grace_s: float) -> Non
         pass
 
 
-def _ask_for_stacks(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGUSR1)
-    time.sleep(STACK_S)
-
-
-def heeded_signals() -> list[int]:
-    """SIGINT, SIGTERM and SIGHUP, less those that whoever started us wants ignored (nohup, a shell's background jobs)."""
+def handled_signals() -> list[int]:
+    """SIGINT, SIGTERM and SIGHUP, except those that the launcher's parent ignores (nohup, a shell's background jobs)."""
     return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -154,7 +155,7 @@ def heeded_signals() -> list[int]:
 def _signals_noted() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
     received: list[int] = []
-    before = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in heeded_signals()}
+    before = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in handled_signals()}
     try:
         yield received
     finally:
@@ -162,45 +163,32 @@ def _signals_noted() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def kill_marked(mark: str, patience_s: float = 10.0) -> None:
-    """SIGKILL every process that carries `mark` in its environment, until none is left."""
-    deadline = time.monotonic() + patience_s
-    while (pids := marked(mark)) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+def processes_of(run_dir: Path) -> list[int]:
+    """torchrun and the ranks of that run, by their environment. A zombie has none, so it does not count."""
+    mark, found = f"{MARK}={run_dir}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def kill_processes_of(run_dir: Path, grace_s: float = 0.0, limit_s: float = 10.0) -> None:
+    """SIGKILL every process of that run until none is left.
+
+    `grace_s` is for those whose launcher was killed: the kernel has sent them SIGTERM (launch/torchrun.py).
+    """
+    began = time.monotonic()
+    while (pids := processes_of(run_dir)) and time.monotonic() < began + grace_s + limit_s:
+        if time.monotonic() >= began + grace_s:
+            for pid in pids:
+                _kill(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
-def marked(mark: str) -> list[int]:
-    """Processes with `mark` in their environment. A zombie has none, so it does not count."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if wanted in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
-
-
-def processes_of(run_dir: Path) -> list[int]:
-    """torchrun and the ranks of that run, also when their launcher is gone: `run_dir` is an argument, and they carry our mark."""
-    wanted, ours, found = str(run_dir).encode(), f"{MARK}=".encode(), []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if wanted in (entry / "cmdline").read_bytes().split(b"\0") and ours in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
-
-
-def end_processes_of(run_dir: Path, patience_s: float = GRACE_S) -> None:
-    """What a killed launcher left behind was told to stop by the kernel (launch/torchrun.py): wait, then SIGKILL."""
-    deadline = time.monotonic() + patience_s
-    while (pids := processes_of(run_dir)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def process_state(pid: int) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common.data.preparation import require_free_space, run_to_exit_code, say
 from llama2_70b_lora.data import SIDECAR
-from llama2_70b_lora.rules import CLOSED, MINIATURE
+from llama2_70b_lora.rules import CLOSED, MINIATURE, Rules
 from llama2_70b_lora.verify import verify, write_manifest
 
 DATA_REPOSITORY = "regisss/scrolls_gov_report_preprocessed_mlperf_2"
@@ -80,54 +80,50 @@ Training needs no tokenizer: it reads token ids only."""
     )
 
 
+def convert(args: argparse.Namespace, rules: Rules) -> None:
+    from llama2_70b_lora import convert
+
+    if args.command == "convert":
+        convert.convert(args.parquet_dir, args.data_dir, rules)
+    else:
+        convert.convert_npy(args.npy_dir, args.data_dir, rules)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments of a verb; `work(args, rules)` executes it."""
     parser = argparse.ArgumentParser(
         prog="python -m llama2_70b_lora.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    verbs = parser.add_subparsers(dest="command", required=True)
     data, weights, small = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     data.add_argument("--data-dir", type=Path, required=True)
     weights.add_argument("--weights", type=Path, help="the checkpoint's folder")
     small.add_argument("--miniature", action="store_true", help="of the miniature's sizes")
-    commands.add_parser("miniature", parents=[data], help="build the CPU miniature's base and data")
-    command = commands.add_parser("convert", parents=[data], help="MLCommons' parquet files to flat int32")
-    command.add_argument("--parquet-dir", type=Path, required=True)
-    command = commands.add_parser("convert-npy", parents=[data], help="AMD's packed .npy files to flat int32")
-    command.add_argument("--npy-dir", type=Path, required=True)
-    command = commands.add_parser("verify", parents=[data, weights, small], help="check converted data and weights")
-    command.add_argument("--manifest", type=Path, help="written by write-manifest")
-    command.add_argument("--full", action="store_true", help="read every byte of the weights too")
-    command = commands.add_parser("write-manifest", parents=[small], help="write sizes and SHA-256 of weights (reads every byte)")
-    command.add_argument("--weights", type=Path, required=True)
-    command.add_argument("--output", type=Path, required=True)
-    commands.add_parser("fetch", parents=[data, weights], help="how to get data and weights")
+    verb = verbs.add_parser("miniature", parents=[data], help="build the CPU miniature's base and data")
+    verb.set_defaults(work=lambda args, rules: miniature(args.data_dir))
+    verb = verbs.add_parser("convert", parents=[data], help="MLCommons' parquet files to flat int32")
+    verb.add_argument("--parquet-dir", type=Path, required=True)
+    verb.set_defaults(work=convert)
+    verb = verbs.add_parser("convert-npy", parents=[data], help="AMD's packed .npy files to flat int32")
+    verb.add_argument("--npy-dir", type=Path, required=True)
+    verb.set_defaults(work=convert)
+    verb = verbs.add_parser("verify", parents=[data, weights, small], help="check converted data and weights")
+    verb.add_argument("--manifest", type=Path, help="written by write-manifest")
+    verb.add_argument("--full", action="store_true", help="read every byte of the weights too")
+    verb.set_defaults(work=lambda args, rules: verify(args.data_dir, args.weights, args.manifest, args.full, rules))
+    verb = verbs.add_parser("write-manifest", parents=[small], help="write sizes and SHA-256 of weights (reads every byte)")
+    verb.add_argument("--weights", type=Path, required=True)
+    verb.add_argument("--output", type=Path, required=True)
+    verb.set_defaults(work=lambda args, rules: write_manifest(args.weights, args.output, rules))
+    verb = verbs.add_parser("fetch", parents=[data, weights], help="how to get data and weights")
+    verb.set_defaults(work=lambda args, rules: fetch(args.data_dir, args.weights or args.data_dir / "base"))
     return parser.parse_args(argv)
-
-
-def execute(args: argparse.Namespace) -> None:
-    rules = MINIATURE if getattr(args, "miniature", False) else CLOSED
-    match args.command:
-        case "miniature":
-            miniature(args.data_dir)
-        case "convert":
-            from llama2_70b_lora.convert import convert
-
-            convert(args.parquet_dir, args.data_dir, rules)
-        case "convert-npy":
-            from llama2_70b_lora.convert import convert_npy
-
-            convert_npy(args.npy_dir, args.data_dir, rules)
-        case "verify":
-            verify(args.data_dir, args.weights, args.manifest, args.full, rules)
-        case "write-manifest":
-            write_manifest(args.weights, args.output, rules)
-        case "fetch":
-            fetch(args.data_dir, args.weights or args.data_dir / "base")
 
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    return run_to_exit_code(lambda: execute(args))
+    rules = MINIATURE if getattr(args, "miniature", False) else CLOSED
+    return run_to_exit_code(lambda: args.work(args, rules))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from common import config as configs
 from common.errors import ConfigError, PreflightError, RunError
 from common.gpu_kinds import GpuKind
 from common.gpu_stats import read_gpus
-from common.hardware import Probe, config_name, config_names, config_path, identify, probe
+from common.hardware import Probe, identify, probe
 from gemm_tuning.file import configured, read_tuned, require_same_versions
+from launch.select_config import benchmarks, config_file, requested_gpus
 from plan import estimate as plan
 from plan.command import workload
 from preflight import gpus, host
@@ -88,6 +89,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[CheckRow], list[Measured]]:
     """All rows, and what the ranks measured. Raises ConfigError."""
+    if options.benchmark not in benchmarks(ROOT):
+        raise ConfigError(f"unknown benchmark {options.benchmark}", f"there are: {', '.join(benchmarks(ROOT))}", "name one of them")
     override, name = environment.get("GPU_KIND", ""), "GPU driver"
     try:
         found = Probe("none") if options.device == "cpu" else probe(environment)
@@ -114,23 +117,18 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
 
 
 def requested_run(options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int) -> Request:
-    """Raises ConfigError for a benchmark or config that does not exist or cannot be read."""
-    benchmark, wanted = options.benchmark, environment.get("DGXNGPU") or str(visible)
-    if not (ROOT / benchmark / "rules.py").is_file():
-        raise ConfigError(f"unknown benchmark {benchmark}", "it has no rules.py", "./run_and_time.sh --help lists the benchmarks")
-    if not wanted.isdigit() or (environment.get("DGXNGPU") and not int(wanted)):
-        raise ConfigError(f"DGXNGPU={wanted} is not a number of GPUs", "it must be 1 or more", "correct or unset it")
-    count = int(wanted) if kind else 1
-    name = environment.get("DGXSYSTEM", "").removesuffix(".toml")
-    is_named = bool(options.config or name)
-    name = name or config_name(kind, count)
-    if not is_named and name not in config_names(ROOT, benchmark):
-        row = CheckRow("config", "warn", f"there is no {name}", "a config for this machine", "only the machine itself is checked")
-        return Request(kind.name if kind else "CPU", count, row)
-    path = Path(options.config) if options.config else config_path(ROOT, benchmark, name)
-    config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config)
+    """Raises ConfigError for a named config that does not exist or cannot be read."""
+    requested = requested_gpus(environment)
+    try:
+        path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
+    except ConfigError as error:
+        if environment.get("DGXSYSTEM"):
+            raise
+        row = CheckRow("config", "warn", error.what, "a config for this machine", "only the machine itself is checked")
+        return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
+    config = configs.load(path, importlib.import_module(f"{options.benchmark}.rules").Config)
     row = CheckRow("config", "ok", f"{path.name}: {config.gpus_per_node} x {config.gpu}")
-    pinned = plan.host_bytes(config, workload(benchmark, config))
+    pinned = plan.host_bytes(config, workload(options.benchmark, config))
     return Request(config.gpu, config.gpus_per_node, row, config.nodes, config.miniature, config.env, pinned)
 
 

@@ -1,17 +1,17 @@
-"""The ledger: LOGDIR/<benchmark>/attempts.jsonl, what was started and how it ended. Only ever appended to, each line on the disk at once.
+"""The ledger: LOGDIR/<benchmark>/attempts.jsonl, which attempts were started and how they ended. Only ever appended to, each line synced.
 
 One JSON object per line, all with `event` and `series` (an id):
 
-  series  a series begins: started, goal (good runs wanted), facts (what must not change within it, see series.facts_of)
+  series  a series begins: started, goal (number of good runs), facts (what must not change within it, see series.facts_of)
   start   an attempt begins: attempt (1, 2, ...), run (directory beside the ledger), seed, started (UTC), config (file name in the log),
-          modified (the config was not used as it stands in the repository), commit
+          modified (the config is not as in the repository), commit
   end     the attempt ended: the same, and exit_code, kind (success, lost, or of failure.json), reason, minutes (run_start to run_stop),
           samples (training sequences), cache (fadvise, drop_caches, no: how the data left the page cache)
   goal    the series was resumed with a larger NEXP: goal
-  closed  the series has its good runs, for now
+  closed  the series has its good runs; a larger NEXP may reopen it
 
-An attempt is what has a `start`; one without `end` was lost with its launcher, or is running. Good is exit_code 0.
-Several series may write here at the same time: a lock per line keeps lines whole, the id keeps series apart.
+An attempt with `start` and without `end` is running, or was lost with its launcher. Good is exit_code 0.
+Several series may write at the same time: a lock per line keeps lines whole, the id keeps series apart.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import StorageError
+from records.json_lines import append_line
 
 NAME = "attempts.jsonl"
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems without flock: some mounts of Lustre and NFS
@@ -33,7 +34,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems without f
 
 @dataclass
 class Record:
-    """What the ledger says of one series."""
+    """One series in the ledger."""
 
     id: str
     goal: int
@@ -67,26 +68,14 @@ def append(path: Path, line: dict) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             lock(descriptor, wait=True)
-            _write(descriptor, json.dumps(line).encode() + b"\n")
+            if (end := os.fstat(descriptor).st_size) and os.pread(descriptor, 1, end - 1) != b"\n":
+                os.write(descriptor, b"\n")  # a line that a power failure cut short must not spoil the next one
+            append_line(descriptor, line, sync=True)
         finally:
             os.close(descriptor)  # and with it the lock
     except OSError as error:
         why = f"{error.strerror} (errno {error.errno}); an attempt that is not in the ledger would be lost"
-        raise StorageError(f"cannot write the ledger {path}", why, "free space, then go on with --resume") from None
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    end = os.fstat(descriptor).st_size
-    if end and os.pread(descriptor, 1, end - 1) != b"\n":
-        data = b"\n" + data  # a line cut short by a power failure spoils itself only
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]  # a short write: the next one tells why
-        os.fsync(descriptor)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, end)
-        raise
+        raise StorageError(f"cannot write the ledger {path}", why, "free space, then continue with --resume") from None
 
 
 def lock(descriptor: int, wait: bool) -> bool:
@@ -102,15 +91,15 @@ def lock(descriptor: int, wait: bool) -> bool:
 
 
 def read(path: Path) -> list[Record]:
-    """All series, the oldest first. What is no line of ours, or was cut short, is left out."""
+    """All series, the oldest first. Lines that were cut short, or are not of the ledger, are skipped."""
     records: dict[str, Record] = {}
     for line in _lines(path):
         with contextlib.suppress(KeyError, TypeError):
-            _take(records, line)
+            _add(records, line)
     return list(records.values())
 
 
-def _take(records: dict[str, Record], line: dict) -> None:
+def _add(records: dict[str, Record], line: dict) -> None:
     event, name = line["event"], line["series"]
     if event == "series":
         records[name] = Record(name, line["goal"], line["facts"])

@@ -17,7 +17,7 @@ from submission.log import TOKEN, Event, Log, is_number
 from submission.log_rules import DISCLOSURE_KEYS, WARNING, Found, Rule, Rules, is_positive_int, unlike
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/choose.py adds +modified, +forced
+CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +modified, +forced
 CHANGED = ("+modified", "+forced")
 INIT_WARNING_S = 1500.0  # five minutes of reserve below the limit
 SMALL_SEED = 2**15  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only

@@ -1,11 +1,11 @@
-"""How long does a run of `llama2_70b_lora` need before its clock starts? Weights of the real shapes are written to disk and loaded as a run loads them.
+"""Measure the time that a run of `llama2_70b_lora` needs before its clock starts, with random weights of the real shapes on disk.
 
     torchrun --nproc_per_node N -m throughput.load_time --config configs/llama2_70b_lora/H200_1x4.toml --folder DIR [--layers 80] [--keep]
 
-Writes random weights in bf16 as safetensors shards, one per layer (1.71 GB each at 70B) and one for the rest, fused QKV as MLCommons ships them, and drops
-them from the page cache. Then does what `llama2_70b_lora.train` does before `run_start`: the base, adapters, hashes of the frozen tensors, the
-synthetic warm-up. Prints rank 0's times, the imports before them included, and with fewer layers than the model has what all
-would take at that rate. `--keep` leaves the shards there; a folder that has them is used again.
+Writes random weights in bf16 as safetensors shards in MLCommons' layout, one per layer (1.71 GB each at 70B) and one for the rest, and drops
+them from the page cache. Then does what `llama2_70b_lora.train` does before `run_start`: imports, the base, adapters, hashes of the frozen
+tensors, the synthetic warm-up. Prints rank 0's times, and extrapolates them if `--layers` is less than the model has. `--keep` leaves the
+shards in the folder, and a folder that has shards is used as it is.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ LIMIT_S = 30 * 60  # of the closed division for init_start to init_stop (mlcommo
 
 
 def shard_of(name: str, num_layers: int) -> str:
-    """File of a tensor: layers in order, the rest in the last one."""
+    """File of a tensor: one for each layer, the last one for the rest."""
     number = int(name.split(".")[2]) if name.startswith("model.layers.") else num_layers
     return f"model-{number + 1:05d}-of-{num_layers + 1:05d}.safetensors"
 
 
 def write_shards(folder: Path, shape: ModelShape, processes: Processes) -> None:
-    """Each rank every so-many-th shard. The layers have equal bytes: numbers do not matter to a disk, and making them takes longer than writing."""
+    """Rank r writes shards r, r + ranks and so on. All layers get the same values, because drawing them takes longer than writing them."""
     shapes = tensor_shapes(shape, FUSED)
     files: dict[str, list[str]] = {}
     for name in shapes:
         files.setdefault(shard_of(name, shape.num_layers), []).append(name)
     folder.mkdir(parents=True, exist_ok=True)
-    made: dict[tuple[int, ...], Tensor] = {}
+    drawn: dict[tuple[int, ...], Tensor] = {}
 
     def tensor(name: str) -> Tensor:
         size = shapes[name]
-        if size not in made:
-            made[size] = torch.empty(size, dtype=torch.bfloat16, device=processes.device).normal_(0.0, 0.02).cpu()
-        return made[size].clone()  # the format takes no two names for one memory
+        if size not in drawn:
+            drawn[size] = torch.empty(size, dtype=torch.bfloat16, device=processes.device).normal_(0.0, 0.02).cpu()
+        return drawn[size].clone()  # the format refuses two tensors that share memory
 
     for file in list(files)[processes.rank :: processes.world_size]:
         save_file({name: tensor(name) for name in files[file]}, folder / file, metadata={"format": "pt"})
@@ -136,7 +136,7 @@ def print_report(report: LoadReport, seconds: dict[str, float], imports_s: float
     )
     if layers < all_layers:
         whole = total + (all_layers / layers - 1) * (seconds["load"] + seconds["adapters and hashes"] + seconds["warm-up"])
-        print(f"LOAD projected to {all_layers} layers: {whole:.0f} s of the {LIMIT_S} s that the rules allow", flush=True)
+        print(f"LOAD extrapolated to {all_layers} layers: {whole:.0f} s of the {LIMIT_S} s that the rules allow", flush=True)
 
 
 if __name__ == "__main__":

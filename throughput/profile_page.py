@@ -15,15 +15,8 @@ from common.errors import DataError, RunError, StorageError
 
 TABLE = "profile.json"
 # Key of a row -> format.
-COLUMNS = {
-    "ms": ",.3f",
-    "share": ".1%",
-    "us_per_token": ".3f",
-    "kernel_ms": ",.3f",
-    "hidden_ms": ",.3f",
-    "launches": ",.0f",
-    "tflops": ".4g",
-}
+COLUMNS = {"ms": ",.3f", "share": ".1%", "us_per_token": ".3f", "kernel_ms": ",.3f", "hidden_ms": ",.3f"}
+COLUMNS |= {"launches": ",.0f", "tflops": ".4g"}
 PARTS = {"classes": "kernel class", "products": "matrix product, M x N x K", "others": "name in class other"}
 CLOCK_AGREES = 0.01  # the trace's step against the clock's
 OTHERS_PRINTED = 3

@@ -79,7 +79,7 @@ def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict
             "kernel_ms": row.kernel_ns / 1e6 / steps,
             "hidden_ms": row.hidden_ns / 1e6 / steps,
             "launches": row.launches / steps,
-            "tflops": row.flops / row.kernel_ns / 1e3 if row.flops else None,
+            "tflops": row.flops / row.kernel_ns / 1e3 if row.flops and row.kernel_ns else None,
         }
 
     return facts | {"window_ms": window_ns / 1e6 / steps} | {name: list(map(entry, part)) for name, part in rows.items()}

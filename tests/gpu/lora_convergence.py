@@ -1,63 +1,63 @@
 """Does LoRA on a base in FP8 train as on one in bf16? A model of the 70B's width and two layers, on the LoRA miniature's task.
 
-    PYTHONPATH=. python tests/gpu/lora_convergence --data-dir DIR --out losses.json [--steps 200] [--base-steps 300] [--small]
+    PYTHONPATH=.:tests/helpers python tests/gpu/lora_convergence.py --data-dir DIR --out losses.json [--steps 200] [--base-steps 300] [--small]
 
 Trains the base on documentation first, saves it as a Hugging Face checkpoint, loads it by the benchmark's own loader in bf16 and in FP8,
 and fine-tunes both with the same sequences, schedule and adapters, without dropout (its masks would differ). Prints the adapters' gradients of
 the first step as SQNR in dB, B filled with small random numbers so that A has a gradient, and the mean loss of the last 50 steps. Needs
-a GPU; `--small` is the same in miniature on a CPU, to see that it runs.
+a GPU; `--small` is the same in miniature on a CPU (there the "bf16" base is fp32), to see that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from common.training.optimizer import warmup_cosine
-from llama2_70b_lora.schedule import cosine_to_zero
+from signal_to_noise import sqnr_db
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from common.data import corpus
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_writer import save_base
+from common.model.fused_block import fused_llama
 from common.model.llama import Llama
-from common.model.lora import adapter_parameters, init_adapters
+from common.model.lora import adapter_parameters
 from common.model.shapes import LLAMA2_70B, ModelShape
 from common.sharding.processes import Processes, start_processes
 from common.training.loop import Batching, train_step
-from llama2_70b_lora import prepare
+from common.training.schedules import cosine_to_zero, warmup_cosine
+from llama2_70b_lora import miniature
 from llama2_70b_lora.data import GovReport, train_batches
-from llama2_70b_lora.miniature import BASE_SEQUENCE, base_batches, library_texts
+from llama2_70b_lora.miniature import BASE_SEQUENCE, base_batches
+from llama2_70b_lora.miniature_task import library_texts
 from llama2_70b_lora.rules import MINIATURE, Config
-from llama2_70b_lora.train import adapter_optimizer, build, frozen_base
+from llama2_70b_lora.train import assemble
 from llama31_8b.rules import CLOSED as PRETRAINING
 from llama31_8b.rules import Config as PretrainingConfig
-from llama31_8b.train import build as build_for_pretraining
+from llama31_8b.train import assemble as assemble_for_pretraining
 
 VOCAB = MINIATURE.shape.vocab_size
 BATCH, SEED = 8, 1
-ONE_GPU = {"gpu": "H200", "nodes": 1, "gpus_per_node": 1, "max_samples": 1, "precision": "bf16"}
+ONE = {"nodes": 1, "gpus_per_node": 1, "max_samples": 1}
 
 
 @dataclass(frozen=True)
 class Size:
     shape: ModelShape
-    kernels: str
+    gpu: str
     base_learning_rate: float
     learning_rate: float
 
 
 SIZES = {
-    "70B width": Size(replace(LLAMA2_70B, num_layers=2, vocab_size=VOCAB), "triton", 3e-4, 4e-4),
-    "small": Size(ModelShape(2, 64, 128, 4, 2, VOCAB, 10000.0), "reference", 4e-3, 4e-3),
+    "70B width": Size(replace(LLAMA2_70B, num_layers=2, vocab_size=VOCAB), "H200", 3e-4, 4e-4),
+    "small": Size(ModelShape(2, 64, 128, 4, 2, VOCAB, 10000.0), "CPU", 4e-3, 4e-3),
 }
 
 
@@ -69,25 +69,24 @@ def train_base(size: Size, data_dir: Path, folder: Path, steps: int, processes: 
     rules = replace(PRETRAINING, shape=size.shape, sequence_length=MINIATURE.sequence_length, init_std=init_std)
     batch = {"global_batch_size": 32, "micro_batch_size": 32, "eval_micro_batch_size": 32}
     rates = {"opt_base_learning_rate": size.base_learning_rate, "opt_learning_rate_warmup_steps": 20}
-    config = PretrainingConfig(kernels=size.kernels, fused_blocks=True, **ONE_GPU, **batch, **rates)  # type: ignore[arg-type]
-    model, optimizer = build_for_pretraining(config, rules, processes, SEED)
+    config = PretrainingConfig(gpu=size.gpu, **ONE, **batch, **rates)  # type: ignore[arg-type]
+    assembly = assemble_for_pretraining(config, rules, processes, SEED)
     tokenizer = corpus.load_sentencepiece(data_dir / "base" / "tokenizer.model")
     batches = (batch.to(processes.device) for batch in base_batches(library_texts().documentation, tokenizer))
     lr_at = warmup_cosine(size.base_learning_rate, size.base_learning_rate / 20, 20, steps)
     for step in range(steps):
-        loss, _ = train_step(model, optimizer, batches, Batching(32, 1, False), lr_at(step), 1, lambda phase: None)
+        loss, _ = train_step(assembly, batches, Batching(32, 1), lr_at(step), processes)
     print(f"base: loss {float(loss):.4f} after {steps} steps of {32 * BASE_SEQUENCE} tokens", flush=True)
-    whole = Llama(size.shape, rules.sequence_length).bfloat16()
-    state = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
-    whole.load_state_dict({name: tensor.bfloat16().cpu() for name, tensor in state.items()})
+    whole = fused_llama(size.shape, rules.sequence_length)
+    whole.load_state_dict({name: tensor.bfloat16().cpu() for name, tensor in assembly.model.state_dict().items()})
+    whole.bfloat16()
     save_base(whole, folder)
 
 
 def config_of(size: Size, in_fp8: bool) -> Config:
-    ways = {"fused_blocks": True, "fp8": "torch", "fp8_swiglu_input": True} if in_fp8 else {}
     batch = {"global_batch_size": BATCH, "micro_batch_size": BATCH, "eval_micro_batch_size": BATCH}
     rates = {"opt_base_learning_rate": size.learning_rate, "opt_learning_rate_training_steps": 1}
-    return Config(kernels=size.kernels, **ONE_GPU, **batch, **rates, **ways)  # type: ignore[arg-type]
+    return Config(gpu=size.gpu, fp8="torch" if in_fp8 else "", **ONE, **batch, **rates)  # type: ignore[arg-type]
 
 
 def fine_tune(
@@ -95,19 +94,12 @@ def fine_tune(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Gradients of the adapters at the start by name, fp32 on the CPU; training loss of each step."""
     config, rules = config_of(size, in_fp8), replace(MINIATURE, shape=size.shape, lora_dropout=0.0)
-    frozen = frozen_base(config, rules, processes)
-    model = build(config, rules, processes, frozen)
-    load_base(model, folder, None, frozen)
-    init_adapters(model, SEED)
+    fresh = lambda: assemble(config, rules, processes, SEED, lambda model, base: load_base(model, folder, None, base))[0]  # noqa: E731
     rows = GovReport.read(data_dir).open_rows("train")
     batches: Iterator[Tensor] = (torch.from_numpy(b).to(processes.device) for b in train_batches(rows, SEED, BATCH, BATCH, 0, 1))
-    gradients = first_gradients(model, next(batches))
-    init_adapters(model, SEED)
-    model.reset_scales()
-    optimizer, lr_at = adapter_optimizer(model, config, rules, processes), cosine_to_zero(size.learning_rate, steps, 0.0)
-    losses = [
-        train_step(model, optimizer, batches, Batching(BATCH, 1, False), lr_at(step), 1, lambda phase: None)[0] for step in range(steps)
-    ]
+    gradients = first_gradients(fresh().model, next(batches))
+    assembly, lr_at = fresh(), cosine_to_zero(size.learning_rate, steps)
+    losses = [train_step(assembly, batches, Batching(BATCH, 1), lr_at(step), processes)[0] for step in range(steps)]
     return gradients, torch.stack(losses).tolist()
 
 
@@ -124,10 +116,6 @@ def first_gradients(model: Llama, batch: Tensor) -> dict[str, Tensor]:
     return gradients
 
 
-def sqnr_db(value: Tensor, truth: Tensor) -> float:
-    return 20 * math.log10(float(truth.double().norm() / (value.double() - truth.double()).norm()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -137,7 +125,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     size = SIZES["small" if args.small else "70B width"]
-    prepare.miniature(args.data_dir)  # on the CPU: before there is a process group, which may know GPUs only
+    miniature.build(args.data_dir)  # on the CPU: before there is a process group, which may know GPUs only
     processes = start_processes("cpu" if args.small else "cuda", 600.0)
     folder = args.data_dir / f"base of width {size.shape.hidden_size}"
     with attention_backends(processes.device.type):

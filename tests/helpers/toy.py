@@ -65,6 +65,29 @@ except OSError as error:
 log("run_stop", status="success", samples_count=32)
 end("done", step=2)
 """
+# In place of launch/torchrun.py: the same processes, signals and findings, without the seconds that an import of torch takes.
+TORCHRUN = """
+import ctypes, json, os, signal, subprocess, sys, time
+folder, arguments = sys.argv[1], sys.argv[2:]
+value = lambda name: arguments[arguments.index(name) + 1]
+count, node = int(value("--nproc-per-node")), int(value("--node-rank")) if "--node-rank" in arguments else 0
+command = [sys.executable, *arguments[arguments.index("-m"):]]
+ranks = range(node * count, (node + 1) * count)
+children = {rank: subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}, start_new_session=True) for rank in ranks}
+def stop(number, frame):
+    for child in children.values():
+        child.terminate()
+signal.signal(signal.SIGTERM, stop)
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as launch/torchrun.py: it ends with its launcher
+while all(child.poll() in (None, 0) for child in children.values()) and None in [child.poll() for child in children.values()]:
+    time.sleep(0.02)
+codes = {rank: child.poll() for rank, child in children.items()}
+stop(None, None)
+failed = [{"rank": r, "pid": children[r].pid, "exit_code": code, "time": time.time()} for r, code in codes.items() if code]
+if failed:
+    open(os.path.join(folder, "torchrun.json"), "w").write(json.dumps(failed))
+sys.exit(1 if failed else 0)
+"""
 RULES = """
 from types import SimpleNamespace
 from common.config import RunConfig as Config
@@ -86,13 +109,12 @@ CHECK = "import os, sys; print('one finding'); sys.exit(int(os.environ.get('FIND
 REPORT = "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
 
 
-def make_project(root: Path) -> Path:
-    """The launcher and the toy in `root`."""
-    shutil.copytree(ROOT / "launch", root / "launch")
-    (root / "common").mkdir()
-    for path in (ROOT / "common").glob("*.py"):  # all that the launcher might ask for; none of it runs unless it is imported
-        shutil.copy(path, root / "common")
-    shutil.copy(ROOT / "run_and_time.sh", root)
+def make_project(root: Path, torchrun: str = "") -> Path:
+    """The launcher and the toy in `root`; `torchrun` replaces launch/torchrun.py."""
+    for room in ("launch", "records", "common"):
+        shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("run_and_time.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, root)
     config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
     config = re.sub("opt_learning_rate_warmup_steps = .*\n", "", config.replace("= 16\n", "= 8\n"))
     files = {
@@ -111,17 +133,19 @@ def make_project(root: Path) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
+    if torchrun:
+        (root / "launch/torchrun.py").write_text(torchrun)
     return root
 
 
-def door(project, cwd, *arguments, **variables):
-    """Start run_and_time.sh from `cwd` on a machine without GPUs."""
+def launch(project, cwd, *arguments, benchmark="toy", **variables):
+    """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb that takes none."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     keep = {key: value for key, value in os.environ.items() if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")}
     environment = (
         keep | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOGDIR": "out", "DATADIR": "data"} | variables
     )
-    command = [str(project / "run_and_time.sh"), "toy", *arguments]
+    command = [str(project / "run_and_time.sh"), *filter(None, [benchmark]), *arguments]
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -141,7 +165,7 @@ def _bytes(path):
         return b""
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -28,7 +28,7 @@ def data(miniature_data):
 
 
 class Started:
-    """A run through the door, in the background, with its files at hand."""
+    """A run by run_and_time.sh, in the background, with its files at hand."""
 
     def __init__(self, tmp_path, data, *settings, environment=None, arguments=(), preexec=None, ranks=1):
         self.log_dir = tmp_path / "results"

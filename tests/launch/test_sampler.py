@@ -89,11 +89,15 @@ def lines_of(path):
     return [json.loads(line) for line in text.splitlines()]
 
 
+def opened(path):
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+
 def record(tmp_path, samples=2, environment=None, **modules):
     """What the sampler writes until it is told to stop after `samples`."""
     source, why = sampler.open_source(environment or {}, loader(**modules))
     assert source is not None, why
-    worker = sampler.Sampler(source, sampler.Lines(tmp_path / sampler.NAME))
+    worker = sampler.Sampler(source, opened(tmp_path / sampler.NAME))
     worker.run(lambda seconds: worker.samples >= samples)
     return lines_of(tmp_path / sampler.NAME)
 
@@ -197,7 +201,7 @@ def test_a_slow_read_leads_to_no_burst(tmp_path):
         return 500_000
 
     source, _ = sampler.open_source({}, loader(pynvml=nvml(1, nvmlDeviceGetPowerUsage=slow_power)))
-    sampler.Sampler(source, sampler.Lines(tmp_path / "file"), clock=lambda: now[0]).run(closed)
+    sampler.Sampler(source, opened(tmp_path / "file"), clock=lambda: now[0]).run(closed)
     assert waits == [1.0, 0.0, 1.0, 1.0, 1.0]
 
 
@@ -235,7 +239,7 @@ def driver(tmp_path, monkeypatch):
 
 
 def test_it_runs_beside_and_ends_with_the_run(driver, capfd):
-    with sampler.beside(driver, wanted=True):
+    with sampler.sampling(driver, enabled=True):
         wait_until(lambda: (driver / sampler.NAME).is_file() and len((driver / sampler.NAME).read_text().splitlines()) >= 3)
     records = lines_of(driver / sampler.NAME)
     assert records[0]["event"] == "start" and records[-1]["event"] == "stop" and records[-1]["samples"] == len(of(records, "sample")) >= 2
@@ -243,7 +247,7 @@ def test_it_runs_beside_and_ends_with_the_run(driver, capfd):
 
 
 def test_it_is_not_started_where_there_is_no_gpu(driver):
-    with sampler.beside(driver, wanted=False):
+    with sampler.sampling(driver, enabled=False):
         pass
     assert list(driver.iterdir()) == []
 
@@ -252,7 +256,7 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from launch import sampler
-with sampler.beside(Path(sys.argv[1]), wanted=True):
+with sampler.sampling(Path(sys.argv[1]), enabled=True):
     print("started", flush=True)
     time.sleep(60)
 """
@@ -269,9 +273,9 @@ def test_a_killed_launcher_leaves_no_sampler(driver):
 
 def test_a_driver_that_hangs_does_not_hold_up_the_run(driver, monkeypatch, capfd):
     monkeypatch.setenv("HANG_S", "60")
-    monkeypatch.setattr(sampler, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(sampler, "END_S", 0.3)
     began = time.monotonic()
-    with sampler.beside(driver, wanted=True):
+    with sampler.sampling(driver, enabled=True):
         wait_until(lambda: (driver / sampler.NAME).is_file())
     assert time.monotonic() - began < 20 and alive(driver) == []
     assert "hung and was killed" in capfd.readouterr().err
@@ -280,7 +284,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_run(driver, monkeypatch, capfd
 def test_without_a_library_one_line_says_so_and_nothing_else_happens(driver, capfd):
     (driver.parent / "driver/pynvml.py").write_text("raise ImportError('there is none')")
     (driver.parent / "driver/amdsmi.py").write_text("raise KeyError('ROCM_PATH')")
-    with sampler.beside(driver, wanted=True):
+    with sampler.sampling(driver, enabled=True):
         wait_until(lambda: (driver / sampler.NAME).is_file() and (driver / sampler.NAME).read_text().endswith("\n"))
     (only,) = lines_of(driver / sampler.NAME)
     assert only["event"] == "note" and "there is none" in only["what"] and "ROCM_PATH" in only["what"]

@@ -1,6 +1,6 @@
-"""Several runs through the door: failures made from outside, a launcher that dies, two series at once. Nothing is lost, nothing mixed.
+"""Several runs through run_and_time.sh: failures made from outside, a launcher that dies, two series at once. Nothing is lost, nothing mixed.
 
-The toy of tests/helpers/toy.py under real torchrun, and one pair of runs of the real miniature.
+The toy of tests/helpers/toy.py under a stand-in for torchrun, and one pair of runs of the real miniature.
 """
 
 import json
@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import alive, door, finish, make_project, wait_until
+from toy import TORCHRUN, alive, finish, launch, make_project, wait_until
 
-from common.errors import ConfigError, StorageError
+from common.errors import ConfigError
 from launch import series
-from launch.verdict import read_result
+from launch.diagnosis import read_result
 from records import ledger
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ SMALL_DISK = 20_000  # bytes: enough for the ledger of five attempts, not for th
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    return make_project(tmp_path_factory.mktemp("with a blank"))
+    return make_project(tmp_path_factory.mktemp("with a blank"), torchrun=TORCHRUN)
 
 
 class Running:
@@ -38,7 +38,7 @@ class Running:
         self.cwd = cwd
         for attempt in held:
             (cwd / f"hold_{attempt}").write_text("")
-        self.process = door(project, cwd, *arguments, **({"TOY": "held"} | variables))
+        self.process = launch(project, cwd, *arguments, **({"TOY": "held"} | variables))
 
     def lines(self, event):
         path = self.cwd / "out/toy/attempts.jsonl"
@@ -109,14 +109,14 @@ def test_enough_is_enough(project, tmp_path):
     code, _, err = finish(running.process)
     assert code == 14 and "3 attempts, 1 of 3 good, 2 failed" in err and "--resume" in err
     assert [line["exit_code"] for line in running.lines("end")] == [14, 0, 14] and not running.lines("closed")
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 0 and "5 attempts, 3 of 3 good" in err, err
 
 
 def test_a_launcher_that_is_killed_is_resumed(project, tmp_path):
     running = Running(project, tmp_path, held=(2,), NEXP="3")
     lost = running.run_dir(2)
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 2 and "still running" in err
     running.process.kill()
     running.process.communicate()
@@ -125,10 +125,10 @@ def test_a_launcher_that_is_killed_is_resumed(project, tmp_path):
         (["--set", "max_samples=99"], "config was CPU_1x1.toml, now CPU_1x1+modified.toml"),
         ([], "NEXP was 3, now 2"),
     ):
-        code, _, err = finish(door(project, tmp_path, "--resume", *arguments, TOY="good", NEXP="" if arguments else "2"))
+        code, _, err = finish(launch(project, tmp_path, "--resume", *arguments, TOY="good", NEXP="" if arguments else "2"))
         assert code == 2 and words in err and (tmp_path / "out/toy/attempts.jsonl").read_bytes() == ledger_before
     log_of_the_lost = (lost / "result.txt").read_bytes()
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 0 and "4 attempts, 3 of 3 good, 1 failed" in err, err
     ends = running.lines("end")
     assert [(line["attempt"], line["kind"]) for line in ends] == [(1, "success"), (2, "lost"), (3, "success"), (4, "success")]
@@ -138,9 +138,9 @@ def test_a_launcher_that_is_killed_is_resumed(project, tmp_path):
         "kind"
     ] == "lost"
     assert not alive(lost)
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 2 and "nothing to resume" in err
-    code, _, err = finish(door(project, tmp_path, "--resume", TOY="good", NEXP="4"))
+    code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good", NEXP="4"))
     assert code == 0 and "5 attempts, 4 of 4 good, 1 failed" in err, "a larger NEXP adds runs"
 
 
@@ -166,40 +166,39 @@ def test_two_series_in_one_place_do_not_mix(project, tmp_path):
     assert len({line["run"] for line in ends}) == 4 == len({line["seed"] for line in ends})
 
 
-# --- the ledger by itself ---------------------------------------------------------------------------------------------
+# --- without a run ----------------------------------------------------------------------------------------------------
 
 
-def opened(path, number=1, **more):
-    return {"event": "start", "series": "s", "attempt": number, "run": f"r{number}", "seed": number} | more
+def test_what_can_be_requested():
+    request = series.request_from
+    assert request({}, None, False) == series.Request(1, 0), "a single run is not repeated"
+    assert request({"NEXP": "10"}, None, False) == series.Request(10, 2)
+    assert request({"NEXP": "10"}, 0, False) == series.Request(10, 0)
+    assert request({}, 3, False) == series.Request(1, 3)
+    assert request({"SEED": "7"}, None, False) == series.Request(1, 0, 7)
+    assert request({}, None, True) == series.Request(0, 2, None, True), "how many: the ledger knows"
 
 
-def test_a_line_cut_short_spoils_itself_only(tmp_path):
-    path = tmp_path / "toy" / ledger.NAME
-    ledger.append(path, {"event": "series", "series": "s", "goal": 2, "facts": {}})
-    ledger.append(path, opened(path))
-    with path.open("ab") as file:
-        file.write(b'{"event": "end", "ser')
-    ledger.append(path, opened(path, 2))
-    (record,) = ledger.read(path)
-    assert sorted(record.starts) == [1, 2] and not record.ends and record.seeds == {1, 2}
-    assert len(record.open_starts) == 2 and not ledger.read(tmp_path / "absent")
-
-
-def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path):
-    path = tmp_path / ledger.NAME
-    ledger.append(path, opened(path))
-    before, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
-    try:
-        with pytest.raises(StorageError, match="ledger") as caught:
-            ledger.append(path, opened(path, 2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.exit_code == 17 and path.read_bytes() == before
+@pytest.mark.parametrize(
+    ("environment", "max_failures", "resume"),
+    [
+        ({"NEXP": "0"}, None, False),
+        ({"NEXP": "ten"}, None, False),
+        ({"SEED": "-1"}, None, False),
+        ({"SEED": str(2**32)}, None, False),
+        ({"SEED": "7", "NEXP": "3"}, None, False),
+        ({"SEED": "7"}, 1, False),
+        ({"SEED": "7"}, None, True),
+        ({}, -1, False),
+    ],
+)
+def test_what_cannot_be_requested(environment, max_failures, resume):
+    with pytest.raises(ConfigError):
+        series.request_from(environment, max_failures, resume)
 
 
 def test_seeds_are_drawn_anew_until_one_is_new(tmp_path, monkeypatch):
-    record = ledger.Record("s", 10, {}, {1: opened(None, seed=7)})
+    record = ledger.Record("s", 10, {}, {1: {"seed": 7}})
     drawn = iter([7, 7, 8])
     monkeypatch.setattr(series.secrets, "randbits", lambda bits: next(drawn) if bits == 32 else None)
     assert series.Series(tmp_path, record, None).seed() == 8
@@ -208,7 +207,7 @@ def test_seeds_are_drawn_anew_until_one_is_new(tmp_path, monkeypatch):
 def test_resume_says_everything_that_changed(tmp_path):
     record = ledger.Record("s", 10, {"commit": "a", "gpus": "8 x MI355X", "config": "x"})
     with pytest.raises(ConfigError) as caught:
-        series._resumed(series.Series(tmp_path, record, None), {"commit": "b", "gpus": "4 x H200", "config": "x"}, series.Wish(0, 2))
+        series._resumed(series.Series(tmp_path, record, None), {"commit": "b", "gpus": "4 x H200", "config": "x"}, series.Request(0, 2))
     assert "commit was a, now b" in caught.value.what and "gpus was" in caught.value.what and "config" not in caught.value.what
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from common.training.schedules import cosine_to_zero
 from llama2_70b_lora.rules import CLOSED, MINIATURE
-from llama2_70b_lora.schedule import cosine_to_zero
 
 # Global batch, interval, skipped evaluations, first evaluation: what published v5.1 logs and the rules' formulas have.
 EVALUATIONS = [
@@ -48,18 +48,12 @@ def test_learning_rate_at_its_corners():
     assert lr_at(1023) > 0 and lr_at(1024) == lr_at(1025) == lr_at(100_000) == 0.0
 
 
-def test_warm_up_begins_at_zero_and_ends_at_the_base():
-    lr_at = cosine_to_zero(1.0, 101, 0.1)  # 10.1 steps, rounded up
-    assert [lr_at(step) for step in (0, 1, 10, 11)] == [0.0, 1 / 11, 10 / 11, 1.0]
-    assert lr_at(56) == pytest.approx(0.5) and lr_at(101) == 0.0
-
-
-@pytest.mark.parametrize(("steps", "ratio"), [(1024, 0.0), (800, 0.05), (7, 0.5), (1, 0.0), (10, 0.9)])
-def test_learning_rate_of_transformers(steps, ratio):
+@pytest.mark.parametrize("steps", [1024, 7, 1])
+def test_learning_rate_of_transformers(steps):
     transformers = pytest.importorskip("transformers")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=4e-4)
-    theirs = transformers.get_cosine_schedule_with_warmup(optimizer, math.ceil(steps * ratio), steps)
-    lr_at = cosine_to_zero(4e-4, steps, ratio)
+    theirs = transformers.get_cosine_schedule_with_warmup(optimizer, 0, steps)
+    lr_at = cosine_to_zero(4e-4, steps)
     for step in range(steps + 1):
         assert lr_at(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-18)
         optimizer.step()

@@ -45,7 +45,8 @@ def project(tmp_path_factory):
             shutil.copytree(path, folder / path.name, ignore=junk)
         elif path.is_file() and not path.name.startswith("."):
             shutil.copy(path, folder)
-    shutil.copytree(ROOT / "configs", folder / "configs")
+    for name in ("configs", "docs"):
+        shutil.copytree(ROOT / name, folder / name)
     (folder / ".gitignore").write_text("__pycache__/\n")
     (folder / "tests").mkdir()
     (folder / "tests" / "test_x.py").write_text("")
@@ -116,7 +117,7 @@ def test_the_tree_is_what_the_rules_want(submission, org_dir):
         for file in ("README.md", "setup.sh", "init_datasets.sh", "run_and_time.sh", f"{synthetic.SYSTEM}_torch_native.json"):
             assert (code / synthetic.SYSTEM / file).is_file(), file
         others = {path.name for path in code.rglob("*")}
-        assert not others & {"tests", "__pycache__", "x.pyc", "notes.txt", ".gitignore", "docs"}
+        assert not others & {"tests", "__pycache__", "x.pyc", "notes.txt", ".gitignore"}
         assert not (code / next(n for n in NAMES if n != name) / "train.py").exists()
         assert os.access(code / "run_and_time.sh", os.X_OK)
     assert forbidden_files.findings(org_dir) == []
@@ -139,6 +140,18 @@ def test_the_packaged_code_runs_by_itself(org_dir, name):
     code_check = [sys.executable, "-c", "import submission.check, submission.package, submission.report, submission.score"]
     assert subprocess.run(code_check, env=environment, cwd=code, timeout=60).returncode == 0
     assert subprocess.run(["bash", "-n", str(code / synthetic.SYSTEM / "run_and_time.sh")]).returncode == 0
+    preflight = [sys.executable, "-m", "launch", name, "preflight", "--quick", "--device", "cpu"]
+    done = subprocess.run(preflight, capture_output=True, text=True, env=environment, cwd=code, timeout=120)
+    assert "Traceback" not in done.stderr and " skipped" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_packaged_tree_has_its_license_and_no_broken_link(org_dir, name):
+    code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
+    pages = list(code.rglob("*.md"))
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()) if "://" not in link]
+    assert (code / "LICENSE").is_file() and len(links) > 20
+    assert [f"{page.relative_to(code)}: {link}" for page, link in links if not (page.parent / link).exists()] == []
 
 
 # Refusals. All of them come before anything is built, so the official checkers need not be asked.

@@ -1,50 +1,27 @@
 """Two "nodes" on this machine: two launches of run_and_time.sh that find each other as two hosts would.
 
-Once with everything real (torchrun, gloo, the trainer), to the losses of one process. The launchers' own part, who decides and what
-happens when a node fails, runs with a stand-in for torchrun and for the trainer, which needs no torch and a second.
+Once with real torchrun, gloo and trainer, to the losses of one process. What the launchers do, also when a node fails, is tested with
+stand-ins for torchrun and the trainer, which start within a second; the launchers' store is the real one.
 """
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from toy import ROOT, alive, finish, make_project, wait_until
+from toy import ROOT, TORCHRUN, alive, finish, make_project, wait_until
 
 from common.errors import ConfigError
-from launch import nodes
-from launch.supervise import Ending
+from launch import multi_node
+from launch.job import Node, node_from
+from launch.multi_node import LeaderEnded, NodeLost, Nodes
 
-TORCHRUN = """
-import ctypes, json, os, signal, subprocess, sys, time
-folder, arguments = sys.argv[1], sys.argv[2:]
-value = lambda name: arguments[arguments.index(name) + 1]
-count, node = int(value("--nproc-per-node")), int(value("--node-rank"))
-command = [sys.executable, *arguments[arguments.index("-m"):]]
-ranks = range(node * count, (node + 1) * count)
-children = {rank: subprocess.Popen(command, env=os.environ | {"RANK": str(rank)}, start_new_session=True) for rank in ranks}
-def stop(number, frame):
-    for child in children.values():
-        child.terminate()
-signal.signal(signal.SIGTERM, stop)
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as launch/torchrun.py: its launcher's death is its own
-while all(child.poll() in (None, 0) for child in children.values()) and None in [child.poll() for child in children.values()]:
-    time.sleep(0.02)
-codes = {rank: child.poll() for rank, child in children.items()}
-stop(None, None)
-failed = [{"rank": r, "pid": children[r].pid, "exit_code": code, "time": time.time()} for r, code in codes.items() if code]
-if failed:
-    open(os.path.join(folder, "torchrun.json"), "w").write(json.dumps(failed))
-sys.exit(1 if failed else 0)
-"""
 TRAINER = """
 import argparse, json, os, signal, sys, time
 from pathlib import Path
@@ -85,8 +62,10 @@ write_rank_record(run_dir, rank, "done", step=2)
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    root = make_project(tmp_path_factory.mktemp("cluster"))
-    (root / "launch/torchrun.py").write_text(TORCHRUN)
+    root = make_project(tmp_path_factory.mktemp("cluster"), torchrun=TORCHRUN)
+    source = (root / "launch/multi_node.py").read_text()
+    assert "LOST_S = 15.0" in source
+    (root / "launch/multi_node.py").write_text(source.replace("LOST_S = 15.0", "LOST_S = 4.0"))
     (root / "toy/train.py").write_text(TRAINER)
     config = (root / "configs/toy/CPU_1x1.toml").read_text()
     config = config.replace("nodes = 1", "nodes = 2").replace("micro_batch_size = 8\neval", "micro_batch_size = 4\neval")
@@ -108,7 +87,7 @@ def free_ports() -> int:
 
 
 def launch(project, cwd, node, port, *arguments, benchmark="toy", **variables):
-    """The door of one node, from a directory of its own: no disk is shared unless LOGDIR says so."""
+    """run_and_time.sh of one node, with its own LOGDIR."""
     names = ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXNGPU", "SLURM_NODEID")
     keep = {key: value for key, value in os.environ.items() if key not in names}
     ours = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -146,8 +125,8 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
     import torch
 
     project = make_project(tmp_path / "project")
-    shutil.copytree(ROOT / "llama31_8b", project / "llama31_8b")
-    shutil.copytree(ROOT / "common/kernels", project / "common/kernels")
+    for room in ("llama31_8b", "throughput"):
+        shutil.copytree(ROOT / room, project / room)
     with (project / "llama31_8b/rules.py").open("a") as file:
         file.write(SMALL)
     config = project / "configs/llama31_8b/CPU_2x2.toml"
@@ -192,7 +171,7 @@ def test_lora_on_two_nodes_trains_as_on_one_process(tmp_path, processes):
     from tiny import TINY_PROGRAM, free_port, rank_environment
 
     port = free_port()
-    command = [sys.executable, str(TINY_PROGRAM), "call", "test_two_nodes:on_four_ranks", str(tmp_path), "cpu"]
+    command = [sys.executable, str(TINY_PROGRAM), "call", "test_multi_node:on_four_ranks", str(tmp_path), "cpu"]
     environments = [rank_environment(rank, 4, port) | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
     started = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in environments]
     one = few_steps(processes, micro_batch_size=8)
@@ -226,13 +205,6 @@ def test_node_0_decides_and_has_the_results(project, tmp_path):
     assert seeds[0] | seeds[1] == {str(line["seed"]) for line in ledger(tmp_path) if line["event"] == "start"}
 
 
-def test_on_a_shared_disk_all_is_in_one_directory(project, tmp_path):
-    ends = [finish(process) for process in both(project, tmp_path, LOGDIR="out0")]
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    (run_dir,) = runs(tmp_path, 0)
-    assert (run_dir / "node_1/ranks/rank_2.json").is_file() and (run_dir / "ranks/rank_2.json").is_file()
-
-
 def test_other_code_on_a_node_is_refused(project, tmp_path):
     other = shutil.copytree(project, tmp_path / "other")
     with (other / "common/training/loop.py").open("a") as file:
@@ -257,17 +229,15 @@ def test_other_code_on_a_node_is_refused(project, tmp_path):
         ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "http"}, 2, "no port"),
     ],
 )
-def test_places_that_cannot_be(environment, count, words):
+def test_impossible_nodes(environment, count, words):
     with pytest.raises(ConfigError, match=words):
-        nodes.place_of(environment, count)
+        node_from(environment, count)
 
 
-def test_places():
-    assert nodes.place_of({"MASTER_ADDR": "elsewhere", "MASTER_PORT": "7"}, 1) == nodes.Place(), (
-        "a batch system may set what one node ignores"
-    )
-    assert nodes.place_of({"NODE_RANK": "1", "MASTER_ADDR": "a"}, 2) == nodes.Place(1, 2, "a", 29500)
-    assert nodes.place_of({"SLURM_NODEID": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7000"}, 4) == nodes.Place(3, 4, "a", 7000)
+def test_nodes():
+    assert node_from({"MASTER_ADDR": "elsewhere", "MASTER_PORT": "7"}, 1) == Node(), "a batch system may set what one node ignores"
+    assert node_from({"NODE_RANK": "1", "MASTER_ADDR": "a"}, 2) == Node(1, 2, "a", 29500)
+    assert node_from({"SLURM_NODEID": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7000"}, 4) == Node(3, 4, "a", 7000)
 
 
 def test_the_command_of_a_node(project, tmp_path):
@@ -288,12 +258,15 @@ def test_the_command_of_a_node(project, tmp_path):
     ],
 )
 def test_a_rank_of_node_1_fails_and_is_named_on_node_0(project, tmp_path, mode, code, kind, words):
-    ends = [finish(process) for process in both(project, tmp_path, TOY=mode)]
+    shared = {"LOGDIR": "out0"} if mode == "die" else {}  # the nodes may share a disk
+    ends = [finish(process) for process in both(project, tmp_path, TOY=mode, **shared)]
     assert [end[0] for end in ends] == [code, code], ends
     (run_dir,) = runs(tmp_path, 0)
     failure = json.loads((run_dir / "failure.json").read_text())
     assert (failure["kind"], failure["rank"]) == (kind, 3) and words in failure["what"]
     assert words in ends[0][2] and f"exit code {code}" in ends[1][2]
+    rank_2 = tmp_path / f"out{0 if shared else 1}/toy/{run_dir.name}/node_1/ranks/rank_2.heartbeat"
+    assert rank_2.read_text() == (run_dir / "ranks/rank_2.heartbeat").read_text()
     assert not alive(tmp_path)
 
 
@@ -319,37 +292,61 @@ def test_sigterm_to_node_0_ends_both(project, tmp_path):
     assert not alive(tmp_path)
 
 
-def test_strangers_at_the_port_do_no_harm(tmp_path):
-    """Noise, and a node that says what no launcher would; nothing outside of ranks/ can be written by another node."""
-    port = free_ports()
-    leader = nodes.Leader(nodes.Place(0, 2, "127.0.0.1", port), {"config": "a"})
-    gathering = threading.Thread(target=leader.gather)
-    gathering.start()
+@pytest.fixture
+def leader():
+    """Node 0 of two, one rank each."""
+    with Nodes(Node(0, 2, "127.0.0.1", free_ports()), ranks_per_node=1) as nodes:
+        nodes._put("left/1", "for the end of the test")
+        yield nodes
 
-    def call(*lines):
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                connection = socket.create_connection(("127.0.0.1", port + 1))
-                break
-            except ConnectionRefusedError:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-        for line in lines:
-            connection.sendall(line.encode() + b"\n")
-        return connection
 
-    call("GET / HTTP/1.1").close()
-    call("[]").close()
-    node = call('{"node": 1}', '{"facts": {"config": "a"}}')
-    gathering.join(20)
-    assert list(leader.wires) == [1]
-    node.sendall(b'{"cache": "no"}\n')
-    assert leader.prepare("run", 1, "fadvise") == "no", "the log must say so if the data stayed in the page cache of any node"
+def test_another_node_writes_the_files_of_its_own_ranks_only(tmp_path, leader):
     (tmp_path / "ranks").mkdir()
-    files = {"../result.txt": "forged", "rank_1.json": "{}", "rank_1.json/../../x": "", "config.toml": ""}
-    node.sendall(json.dumps({"ended": 0, "files": files, "exits": []}).encode() + b"\n")
-    assert leader.finish(tmp_path, 1, Ending(0)) == Ending(0)
+    leader.announce("run", 1)
+    leader._put("ready/1/1", "no")
+    assert leader.ready("fadvise") == "no", "the log must say so if the data stayed in the page cache of any node"
+    files = {"../result.txt": "forged", "rank_0.json": "{}", "rank_1.json": "{}", "rank_1.json/../../x": "", "config.toml": ""}
+    leader._put("status/1/1", {"time": 1.0, "files": files, "exit_code": 0})
+    leader.finish(tmp_path, stop=False)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == ["ranks/rank_1.json"]
-    leader.__exit__(None, None, None)
-    assert re.search('"do": "end"', node.makefile().read())
+    assert not leader.failed and not leader.lost
+
+
+def test_two_launchers_of_one_node_are_refused(leader):
+    second = Node(1, 2, "127.0.0.1", leader.node.port)
+    Nodes(second, 1).__enter__()
+    with pytest.raises(ConfigError, match="a second launcher is node 1"), Nodes(second, 1):
+        pass
+    with pytest.raises(ConfigError, match=r"port .* cannot be used"), Nodes(leader.node, 1):
+        pass
+
+
+def test_a_node_that_is_not_started_is_named(leader, monkeypatch):
+    monkeypatch.setattr(multi_node, "JOIN_S", 0.3)
+    leader.store.delete_key("left/1")
+    try:
+        with pytest.raises(NodeLost, match="node 1 did not write facts/1"):
+            leader.compare(dict)
+    finally:
+        leader._put("left/1", "")
+
+
+def test_the_others_end_with_the_exit_code_of_node_0(leader):
+    with pytest.raises(LeaderEnded) as caught, Nodes(Node(1, 2, "127.0.0.1", leader.node.port), 1) as other:
+        leader._put("end", {"exit_code": 17, "why": "disk full"})
+        other.next_run()
+    assert (caught.value.exit_code, caught.value.why) == (17, "disk full")
+
+
+def test_a_store_that_does_not_answer_is_a_lost_node(monkeypatch):
+    """As when node 0 loses power: the connection stays open, and calls block."""
+
+    class Silent:
+        def check(self, keys):
+            time.sleep(60)
+
+    nodes = Nodes(Node(1, 2, "127.0.0.1", 7000), 1)
+    nodes.store = Silent()
+    monkeypatch.setattr(Nodes._call, "__kwdefaults__", {"limit_s": 0.1})
+    with pytest.raises(NodeLost, match=r"node 0 .* is gone"):
+        nodes.next_run()

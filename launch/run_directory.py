@@ -1,4 +1,4 @@
-"""The directory of a run: made once and never overwritten, with what is needed to know later what ran."""
+"""The directory of a run: created once, never overwritten; it records which config and versions ran."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.errors import StorageError
 from common.hardware import Probe
 from launch.environment import requirements
 
-ENGINES = ("triton", "pytorch-triton-rocm", "transformer-engine", "amd-aiter", "flash-attn")  # optional, so in no requirements file
+OPTIONAL = ("triton", "pytorch-triton-rocm", "transformer-engine", "amd-aiter", "flash-attn")  # in no requirements file
 
 
 def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
@@ -32,7 +32,7 @@ def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
                 break
         except OSError as error:
             raise _cannot_write(folder, error) from None
-    raise StorageError(f"cannot create {folder}", "something is in the way", "choose another LOGDIR")
+    raise StorageError(f"cannot create {folder}", "a file or many directories of that name exist", "choose another LOGDIR")
 
 
 def require_writable(folder: Path) -> None:
@@ -54,19 +54,21 @@ def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
 
 def _cannot_write(path: Path, error: OSError) -> StorageError:
     return StorageError(
-        f"cannot write to {path}: {error.strerror}", "results must be kept, so nothing was started", "set LOGDIR to a place with room"
+        f"cannot write to {path}: {error.strerror}",
+        "results must be kept, so nothing was started",
+        "set LOGDIR to a writable directory with free space",
     )
 
 
 def versions(root: Path, found: Probe) -> dict:
-    """Python, packages, commit, GPUs and driver: enough to build the same again. No environment variables: they may hold secrets."""
-    names = [name for name, _ in requirements(root / "requirements.txt")] + list(ENGINES)
+    """Python, packages, commit, GPUs and driver: enough to reproduce the software. No environment variables: they may hold secrets."""
+    names = [name for name, _ in requirements(root / "requirements.txt")] + list(OPTIONAL)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: version for name in names if (version := _version(name))},
-        "commit": _git(root, "rev-parse", "HEAD"),
-        "dirty": None if (status := _git(root, "status", "--porcelain")) is None else bool(status),
+        "commit": git(root, "rev-parse", "HEAD"),
+        "dirty": None if (status := git(root, "status", "--porcelain")) is None else bool(status),
         "gpus": [str(device) for device in found.devices],
         "driver": found.driver or None,
     }
@@ -78,7 +80,7 @@ def _version(name: str) -> str | None:
     return None
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def git(root: Path, *arguments: str) -> str | None:
     """The output of git; None without git or outside of a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(root), *arguments]

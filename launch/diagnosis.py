@@ -1,7 +1,7 @@
-"""How a run ended, told truthfully: what its log says, and when it failed, which rank and why.
+"""How a run ended: what its log says, and after a failure which rank failed first, and why.
 
-torchrun answers every failure with exit code 1 and names, in most cases, a victim. The ranks' own records
-(`common.errors.write_rank_record`) say more; where a rank left none, torchrun.json has its exit code or signal.
+torchrun reports every failure with exit code 1 and usually names a victim. The ranks' own records (`common.errors.write_rank_record`)
+say more; where a rank left none, torchrun.json has its exit code or signal (torchrun_<n>.json for node n).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.errors import RankLost, RunError
 
 @dataclass(frozen=True)
 class Result:
-    """What `result.txt` says about its own run; times in seconds, None where the line is missing."""
+    """What `result.txt` says about its run; times in seconds, None where the line is missing."""
 
     start_s: float | None = None
     stop_s: float | None = None
@@ -46,14 +46,14 @@ def read_result(path: Path) -> Result:
 
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
-    """Why the ranks failed, and which one first: the error, and `rank`, `step`, `time` as far as known."""
+    """The error of the rank that failed first, and its `rank`, `step` and `time` as far as known."""
     records = {rank: _read_json(run_dir / "ranks" / f"rank_{rank}.json", {}) for rank in range(world_size)}
-    exits = {entry["rank"]: entry for entry in _read_json(run_dir / "torchrun.json", [])}
+    exits = {entry["rank"]: entry for path in run_dir.glob("torchrun*.json") for entry in _read_json(path, [])}
     failed = _earliest(record for record in records.values() if record.get("outcome") == "failed" and not record.get("secondary"))
     if failed:
         return _as_error(failed), failed
-    # Without a record: killed from outside, or dead before the trainer could listen. torchrun ends the others with SIGTERM,
-    # so a rank that died of that, or that torchrun does not list, is a victim if there is anyone else.
+    # Without a record: killed from outside, or dead before the trainer handled signals. torchrun ends the others with SIGTERM, so a rank
+    # that died of it, or that torchrun does not list, is a victim if there is another candidate.
     silent = [rank for rank, record in records.items() if not record and (rank in exits or not exits)]
     if silent:
         rank = min(silent, key=lambda r: (exits.get(r, {}).get("exit_code") == -signal.SIGTERM, exits.get(r, {}).get("time", 0)))
@@ -75,13 +75,13 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
 def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
     """failure.json: kind, exit_code, what, why, do, and rank, step, time (seconds since 1970) as far as known.
 
-    Does not raise: on a full disk the failure stands on stderr and in the ledger only.
+    Does not raise: on a full disk the failure is on stderr and in the ledger only.
     """
     known = {key: facts.get(key) for key in ("rank", "step")}
     text = json.dumps({**error.as_dict(), **known, "time": facts.get("time", time.time())}, indent=1)
     try:
         (run_dir / "failure.json").write_text(text + "\n")
-    except OSError as problem:  # the failure itself must still be told, and noted in the ledger
+    except OSError as problem:  # the failure itself must still be printed, and noted in the ledger
         print(f"note: failure.json could not be written: {problem}", file=sys.stderr, flush=True)
 
 

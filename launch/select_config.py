@@ -1,4 +1,4 @@
-"""Which config, on which device, under which name in the log, and why. Pure functions over a probe and an environment."""
+"""Select the config, its device and its name in the log, and say why. Pure functions of the GPUs found and the environment."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from common.hardware import Probe, config_name, config_path, identify
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     config: RunConfig
     path: Path
-    log_name: str  # config_filename in the log; says so if the run is not what the file says
+    log_name: str  # config_filename in the log; with +forced or +modified if the run does not follow a shipped file
     reason: str
     device: str  # "cpu" or "cuda"; ROCm's torch calls its device cuda as well
     found: str  # the GPUs, for people
-    notes: tuple[str, ...] = ()  # why this is no submission, and other things to say loudly
+    notes: tuple[str, ...] = ()  # why the run cannot be submitted
 
 
 def benchmarks(root: Path) -> list[str]:
-    """Packages beside this one that hold a benchmark: they have rules and a trainer."""
+    """Packages with rules and a trainer."""
     return sorted(path.parent.name for path in root.glob("*/rules.py") if (path.parent / "train.py").is_file())
 
 
@@ -36,64 +36,65 @@ def rules_of(benchmark: str, config: RunConfig):
     return module.MINIATURE if config.miniature else module.CLOSED
 
 
-def choose(root: Path, benchmark: str, wish: argparse.Namespace, environment: Mapping[str, str], found: Probe) -> Choice:
-    """Read the config that fits. `wish` has config, set and device from the command line.
+def select_config(root: Path, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str], found: Probe) -> Selection:
+    """Read the config that fits the machine. `options` has config, set and device from the command line.
 
     Raises ConfigError if config and machine do not fit, PreflightError if the GPU cannot be used.
     """
-    device = wish.device or ("cuda" if found.devices else "cpu")
+    device = options.device or ("cuda" if found.devices else "cpu")
     if device == "cuda" and not found.devices:
         raise PreflightError(
             "--device cuda, but no GPU is visible", "no driver answers, or *_VISIBLE_DEVICES hides all", "use --device cpu"
         )
     kind = identify(found, environment.get("GPU_KIND", "")) if device == "cuda" else None
-    path, reason = _file(root, benchmark, wish, environment, kind, len(found.devices))
-    config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config, dict(key_value(text) for text in wish.set))
-    if config.gpu == "CPU" and not wish.device:
+    path, reason = config_file(root, benchmark, options, environment, kind, len(found.devices))
+    config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config, dict(key_value(text) for text in options.set))
+    if config.gpu == "CPU" and not options.device:
         device, kind = "cpu", None
-    notes = _misfits(config, kind, wish, environment)
+    notes = _mismatches(config, kind, options, environment)
     _require_processes(config, kind, len(found.devices))
-    if wish.set:
-        notes.append(f"changed on the command line ({', '.join(wish.set)}): not for submission")
-    elif _other_than_ours(root, benchmark, path):
+    modified = bool(options.set)
+    if modified:
+        notes.append(f"changed on the command line ({', '.join(options.set)}): not for submission")
+    elif modified := _differs_from_shipped(root, benchmark, path):
         notes.append(f"{path} differs from the file of that name in configs/{benchmark}: not for submission")
-    modified = bool(wish.set) or _other_than_ours(root, benchmark, path)
     suffix = ("+forced" if config.gpu != _kind_name(kind) else "") + ("+modified" if modified else "")
-    return Choice(config, path, f"{path.stem}{suffix}{path.suffix}", reason, device, describe(found, kind), tuple(notes))
+    return Selection(config, path, f"{path.stem}{suffix}{path.suffix}", reason, device, describe(found, kind), tuple(notes))
 
 
-def _file(
-    root: Path, benchmark: str, wish: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
+def config_file(
+    root: Path, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
 ) -> tuple[Path, str]:
-    if wish.config:
-        return Path(wish.config), "given with --config"
+    """The config that --config, DGXSYSTEM, or else kind and number of GPUs select, and the reason. Raises ConfigError."""
+    if options.config:
+        return Path(options.config), "given with --config"
     if environment.get("DGXSYSTEM"):
         return config_path(root, benchmark, environment["DGXSYSTEM"].removesuffix(".toml")), "named by DGXSYSTEM"
-    count = _wanted_gpus(environment) or (visible if kind else 1)
+    count = requested_gpus(environment) or (visible if kind else 1)
     reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"
     return config_path(root, benchmark, config_name(kind, count)), reason
 
 
-def _other_than_ours(root: Path, benchmark: str, path: Path) -> bool:
-    """The log names the config by its file name alone: a file elsewhere that bears a name of ours must say what we say."""
-    ours = root / "configs" / benchmark / path.name
-    return ours.is_file() and ours.read_bytes() != path.read_bytes()
+def _differs_from_shipped(root: Path, benchmark: str, path: Path) -> bool:
+    """A custom file that reuses the name of a shipped one must be equal to it, since the log has only the name."""
+    shipped = root / "configs" / benchmark / path.name
+    return shipped.is_file() and shipped.read_bytes() != path.read_bytes()
 
 
-def _misfits(config: RunConfig, kind: GpuKind | None, wish: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
-    """Notes about a config for another GPU that was asked for with --config; otherwise that is an error."""
-    wanted = _wanted_gpus(environment)
-    if wanted and wanted != config.gpus_per_node:
+def _mismatches(config: RunConfig, kind: GpuKind | None, options: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
+    """A note if --config forces a config for another GPU. Raises ConfigError if the config is for another GPU or number of GPUs otherwise."""
+    requested = requested_gpus(environment)
+    if requested and requested != config.gpus_per_node:
         raise ConfigError(
-            f"DGXNGPU={wanted}, but the config is for {config.gpus_per_node}", "both say how many GPUs to use", "drop one of them"
+            f"DGXNGPU={requested}, but the config is for {config.gpus_per_node}", "both say how many GPUs to use", "unset one of them"
         )
     if config.gpu == _kind_name(kind):
         return []
-    if not wish.config:
+    if not options.config:
         raise ConfigError(
             f"the config is for {config.gpu}, this is {_kind_name(kind)}",
             "its numbers were chosen for another GPU, and the log would name a system that was not used",
-            "drop DGXSYSTEM, or force it with --config FILE",
+            "unset DGXSYSTEM, or force it with --config FILE",
         )
     return [f"a config for {config.gpu} forced onto {_kind_name(kind)}: not for submission"]
 
@@ -101,11 +102,11 @@ def _misfits(config: RunConfig, kind: GpuKind | None, wish: argparse.Namespace, 
 def _require_processes(config: RunConfig, kind: GpuKind | None, visible: int) -> None:
     if kind and config.gpus_per_node > visible:
         raise ConfigError(
-            f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", "use a config for fewer GPUs, or show more"
+            f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", "use a config for fewer GPUs, or make more visible"
         )
 
 
-def _wanted_gpus(environment: Mapping[str, str]) -> int:
+def requested_gpus(environment: Mapping[str, str]) -> int:
     """DGXNGPU, 0 if it is not set."""
     text = environment.get("DGXNGPU", "")
     if text and (not text.isdigit() or int(text) < 1):

@@ -1,0 +1,58 @@
+"""bench: throughput on synthetic tokens. profile: the same, then steps under torch's profiler and a page about them."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from common.errors import ConfigError
+from launch import diagnosis, run_directory
+from launch.console import print_stderr
+from launch.job import Job, torchrun_command, trainer_environment
+from launch.run import write_report
+from launch.supervise import supervise
+
+
+def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
+    arguments = ["-m", "throughput.bench", "--benchmark", job.benchmark]
+    arguments += ["--config", str(folder / job.selection.log_name), "--device", job.selection.device]
+    for name in ("steps", "warmup", "layers", "eval_sequences"):
+        if getattr(options, name) is not None:
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if getattr(options, "out", None):
+        arguments += ["--profile", str(options.out)]
+    return torchrun_command(job, folder, arguments)
+
+
+def bench(job: Job, options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        (folder / job.selection.log_name).write_text(job.config.as_toml())
+        ending = supervise(bench_command(job, folder, options), trainer_environment(job, "no"), folder)
+        if ending.signal_number:
+            return 128 + ending.signal_number
+        if ending.returncode == 0:
+            return 0
+        error, _ = diagnosis.diagnose(folder, job.config.world_size)
+        print_stderr(error.lines())
+        return error.exit_code
+
+
+def profile(job: Job, options: argparse.Namespace) -> int:
+    run_directory.require_writable(options.out)
+    if code := bench(job, options):
+        return code
+    write_report(options.out, "throughput.profile_page")
+    print_stderr(f"profile    {options.out}: profile.html, profile.json, and trace.json.gz for ui.perfetto.dev")
+    return 0
+
+
+def profile_directory(job: Job, out: Path | None) -> Path:
+    """`out`, or a new directory in LOGDIR/profiles. Raises ConfigError if it holds files."""
+    stem = f"{job.benchmark}_{Path(job.selection.log_name).stem}_{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (out or job.log_dir / "profiles" / stem).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists", "a profile is not overwritten", "name a new directory with --out")
+    return folder

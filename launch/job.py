@@ -1,0 +1,128 @@
+"""What one command works on: benchmark, config, directories and node; and how its trainer processes are started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import RunConfig
+from common.errors import ConfigError, DataError
+from common.hardware import Probe, probe
+from launch.console import print_stderr
+from launch.select_config import Selection, rules_of, select_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PORT = 29500  # torchrun's default, below the range of ephemeral ports
+
+
+@dataclass(frozen=True)
+class Node:
+    """The number of this node, how many there are, and where node 0 is."""
+
+    rank: int = 0
+    count: int = 1
+    address: str = "localhost"
+    port: int = PORT
+
+
+def node_from(environment: Mapping[str, str], count: int) -> Node:
+    """From NODE_RANK (or SLURM_NODEID), MASTER_ADDR and MASTER_PORT. Raises ConfigError if they do not fit `count` nodes."""
+    rank = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or ("0" if count == 1 else "")
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT") or str(PORT)
+    if not rank.isdigit() or int(rank) >= count:
+        what = f"NODE_RANK={rank} is no node of {count}" if rank else f"the config is for {count} nodes, and NODE_RANK is not set"
+        do = "set 0 to nodes - 1, a different number on each node, or use run.sub" if count > 1 else "use a config with more nodes"
+        raise ConfigError(what, "each node must know its number", do)
+    if count == 1:
+        return Node()
+    if not address:
+        what = f"the config is for {count} nodes, and MASTER_ADDR is not set"
+        raise ConfigError(what, "the other nodes must find node 0", "set it to the host of node 0, or use run.sub")
+    if not port.isdigit() or not 0 < int(port) < 65535:
+        raise ConfigError(f"MASTER_PORT={port} is no port", "this port and the next one are used", "choose one below 65535, or unset it")
+    return Node(int(rank), count, address, int(port))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all runs of one command share."""
+
+    benchmark: str
+    selection: Selection
+    gpus: Probe
+    data_dir: Path
+    log_dir: Path
+    environment: Mapping[str, str]
+    node: Node
+
+    @property
+    def config(self) -> RunConfig:
+        return self.selection.config
+
+    @property
+    def rules(self):
+        return rules_of(self.benchmark, self.config)
+
+    @property
+    def data_files(self) -> list[Path]:
+        return [self.data_dir / name for name in self.rules.data_files]
+
+
+def job_from(benchmark: str, options: argparse.Namespace) -> Job:
+    """Raises ConfigError or PreflightError if options, environment and machine do not fit each other."""
+    environment = os.environ
+    gpus = Probe("none") if options.device == "cpu" else probe()
+    selection = select_config(ROOT, benchmark, options, environment, gpus)
+    data_name = f"{benchmark}-miniature" if selection.config.miniature else benchmark
+    data_dir = Path(environment.get("DATADIR") or ROOT / "data" / data_name).absolute()
+    log_dir = Path(environment.get("LOGDIR") or ROOT / "results").absolute()
+    return Job(benchmark, selection, gpus, data_dir, log_dir, environment, node_from(environment, selection.config.nodes))
+
+
+def ensure_data(job: Job) -> None:
+    """Build the miniature's data if it is missing; for real data say how to get it. Raises DataError."""
+    missing = [path for path in job.data_files if not path.is_file()]
+    if not missing:
+        return
+    prepare = f"./run_and_time.sh {job.benchmark} prepare"
+    if not job.config.miniature:
+        why = f"{len(missing)} of {len(job.data_files)} data files are missing"
+        raise DataError(f"there is no {missing[0]}", why, f"set DATADIR, or see {prepare} --help")
+    print_stderr(f"building the miniature's data in {job.data_dir} (once)")
+    command = [sys.executable, "-m", f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)]
+    if subprocess.run(command, stdout=sys.stderr).returncode or not all(path.is_file() for path in job.data_files):
+        raise DataError("the miniature's data could not be built", "see the message above", f"try {prepare} miniature --data-dir DIR")
+
+
+def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
+    """Start `arguments` (-m MODULE ...) on the job's ranks, by way of launch.torchrun, which leaves its findings in `folder`.
+
+    Several nodes use the static rendezvous: c10d's numbers the nodes by host name, and rank 0 must be on node 0.
+    """
+    config, node = job.config, job.node
+    where = ["--rdzv-backend", "static", "--master-addr", node.address, "--master-port", str(node.port), "--node-rank", str(node.rank)]
+    nodes = ["--nnodes", str(config.nodes), *where] if config.nodes > 1 else ["--standalone", "--nnodes", "1"]
+    return [sys.executable, "-m", "launch.torchrun", str(folder), *nodes, "--nproc-per-node", str(config.gpus_per_node), *arguments]
+
+
+def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
+    arguments = ["--run-dir", str(run_dir), "--data-dir", str(job.data_dir), "--config-name", job.selection.log_name]
+    arguments += ["--seed", str(seed), "--device", job.selection.device]
+    return torchrun_command(job, run_dir, ["-m", f"{job.benchmark}.train", *arguments])
+
+
+def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
+    """The user's variables, the config's [env] (which wins: it is part of what is measured), and how the page cache was cleared."""
+    config = job.config
+    for name, value in config.env.items():
+        if job.environment.get(name, value) != value:
+            print_stderr(f"note: {name}={value} from the config replaces {job.environment[name]}")
+    threads = 1 if job.selection.device == "cuda" else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
+    paths = [str(ROOT), *filter(None, [job.environment.get("PYTHONPATH")])]
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "CACHE_CLEARED": cleared}
+    return {"OMP_NUM_THREADS": str(threads), **job.environment, **config.env, **ours}

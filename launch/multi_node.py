@@ -1,0 +1,248 @@
+"""Several nodes, one run: `./run_and_time.sh` is started on every node; the launcher of node 0 leads, the others follow.
+
+torchrun's static rendezvous at MASTER_PORT joins the ranks. The launchers share a torch.distributed.TCPStore that node 0 hosts at
+MASTER_PORT + 1, with JSON values. Node 0 chooses run directory and seed, judges the run and owns its results. <n> is a node, <k> a run:
+
+    joined/<n>      counter of the launchers that are node n: two of them have the same NODE_RANK
+    facts/<n>       config, code, packages, GPUs; written in the order of the nodes, since these may share a disk and build data on it
+    order/<k>       by node 0: run directory and seed
+    ready/<k>/<n>   how the data left the page cache of node n; the run starts when all nodes are ready
+    status/<k>/<n>  while the ranks of node n run: time and their files (heartbeats, records of failures); at the end their exit code
+    stop/<k>        by node 0: stop your ranks
+    end             by node 0: exit code and reason; there is no further run
+    left/<n>        why the launcher of node n ended
+
+Nothing read from the store is executed. Like torchrun's port this one asks for no password and belongs on a cluster's inner network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+
+from common.errors import ConfigError, Interrupted, RankLost, RunError
+from launch.job import Node
+from launch.supervise import GRACE_S
+
+JOIN_S = 1800.0  # for a node to be started, and to build the miniature's data
+READY_S = 900.0  # for a node to clear gigabytes from the page cache
+LOST_S = 15.0  # a node that gives no sign of life for this long during a run is lost
+ENDED_S = GRACE_S + 10.0  # for a node to stop its ranks
+VICTIMS_S = 5.0  # for the ranks of node 0 to end by themselves after those of another node failed
+POLL_S = 0.1
+RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|json|stack|traceback)")
+FILE_LIMIT = 2**18  # characters of a file that go to node 0
+
+
+class NodeLost(Interrupted):
+    """Without all of its nodes a series ends, as after a signal; `--resume` continues it."""
+
+    kind = "rank_lost"
+
+    def __init__(self, what: str, why: str):
+        RunError.__init__(self, what, why, "see that node's own messages; then start all nodes again")
+        self.exit_code = RankLost.exit_code
+
+
+class LeaderEnded(RunError):
+    """Node 0 ended the series; the other nodes end with its exit code, which may be 0."""
+
+    def __init__(self, exit_code: int, why: str):
+        super().__init__(f"node 0 ended with exit code {exit_code}", why)
+        self.exit_code = exit_code
+
+
+class Nodes:
+    """This launcher among those of all nodes, as a context manager; with a single node nothing is exchanged.
+
+    Methods raise NodeLost if a node that they wait for is gone, and on nodes other than 0 LeaderEnded.
+    """
+
+    def __init__(self, node: Node, ranks_per_node: int):
+        self.node, self.ranks_per_node, self.others = node, ranks_per_node, range(1, node.count)
+        self.exit_code = 1  # of node 0, for the others
+        self.run, self.store = 0, None
+        self.heard: dict[int, tuple[float, float]] = {}  # node: time in its last status, and when that changed on our clock
+        self.ended: dict[int, tuple[int, float]] = {}  # node: exit code of its ranks, and when we heard
+        self.lost: dict[int, NodeLost] = {}
+
+    def __enter__(self) -> Nodes:
+        if not self.others:
+            return self
+        try:
+            launchers = self._call("add", f"joined/{self.node.rank}", 1, limit_s=JOIN_S)
+        except NodeLost as error:
+            if self.node.rank:
+                raise
+            what = f"port {self.node.port + 1} cannot be used: another run on this machine?"
+            raise ConfigError(what, error.why, "set another MASTER_PORT on all nodes") from None
+        if launchers > 1:
+            raise ConfigError(f"a second launcher is node {self.node.rank}", "each node has its own number", "correct NODE_RANK")
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if self.node.rank:
+            with contextlib.suppress(NodeLost):
+                self._put(f"left/{self.node.rank}", str(error))
+        elif self.others:
+            code = error.exit_code if isinstance(error, RunError) else self.exit_code
+            self._put("end", {"exit_code": code, "why": str(error or "")})
+            joined = [node for node in self.others if node not in self.lost and self._get(f"joined/{node}")]
+            deadline = time.monotonic() + ENDED_S  # the store ends with this process: the others must read the above first
+            while time.monotonic() < deadline and any(self._get(f"left/{node}") is None for node in joined):
+                time.sleep(POLL_S)
+
+    def _call(self, method: str, *arguments, limit_s: float = LOST_S):
+        """Call the store in a thread: when the machine of node 0 loses power the call blocks for minutes, deaf to signals."""
+        answer: Future = Future()
+
+        def work() -> None:
+            try:
+                self.store = self.store or _connect(self.node)
+                answer.set_result(getattr(self.store, method)(*arguments))
+            except RuntimeError as error:  # such as torch.distributed.DistNetworkError
+                answer.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            return answer.result(limit_s)
+        except (RuntimeError, TimeoutError) as error:
+            why = f"its launcher ended, was killed or never started, or its machine cannot be reached: {str(error) or 'no answer'}"
+            raise NodeLost(f"node 0 ({self.node.address}, port {self.node.port + 1}) is gone", why) from None
+
+    def _put(self, key: str, value) -> None:
+        self._call("set", key, json.dumps(value))
+
+    def _get(self, key: str):
+        """None while the key does not exist."""
+        return json.loads(self._call("get", key)) if self._call("check", [key]) else None
+
+    def _wait(self, key: str, node: int, limit_s: float):
+        """The value of `key`, which `node` writes."""
+        deadline = time.monotonic() + limit_s
+        while (value := self._get(key)) is None:
+            if (why := self._get(f"left/{node}")) is not None:
+                raise NodeLost(f"node {node} is gone", f"its launcher ended: {why}")
+            if self.node.rank and (end := self._get("end")):
+                raise LeaderEnded(**end)
+            if time.monotonic() > deadline:
+                why = "it was not started, cannot reach node 0, or is stuck"
+                raise NodeLost(f"node {node} did not write {key} within {limit_s:.0f} s", why)
+            time.sleep(POLL_S)
+        return value
+
+    def compare(self, facts: Callable[[], dict]) -> None:
+        """Call `facts` on one node after another. Raises ConfigError on a node whose facts are not those of node 0, and on node 0."""
+        if not self.others:
+            facts()
+            return
+        found: list[dict] = []
+        for node in range(self.node.count):
+            if node == self.node.rank:
+                self._put(f"facts/{node}", facts())
+            found.append(self._wait(f"facts/{node}", node, JOIN_S))
+            different = [
+                f"{key} is {found[node].get(key)}, there {value}" for key, value in found[0].items() if found[node].get(key) != value
+            ]
+            if different and self.node.rank in (0, node):
+                why = "the nodes of a run need the same config, code, packages and GPUs"
+                raise ConfigError(f"node {node} is not like node 0: {'; '.join(different)}", why, "make them equal, then start all again")
+
+    def announce(self, run: str, seed: int) -> None:
+        """On node 0: the next run."""
+        self.run += 1
+        if self.others:
+            self._put(f"order/{self.run}", {"run": run, "seed": seed})
+
+    def next_run(self) -> tuple[str, int]:
+        """On the other nodes: run directory's name and seed."""
+        self.run += 1
+        order = self._wait(f"order/{self.run}", 0, float("inf"))
+        return Path(order["run"]).name, int(order["seed"])
+
+    def ready(self, cleared: str) -> str:
+        """Wait until all nodes are ready. How the data left the page cache: `no` if it stayed there on any node."""
+        if self.others:
+            self._put(f"ready/{self.run}/{self.node.rank}", cleared)
+            answers = [self._wait(f"ready/{self.run}/{node}", node, READY_S) for node in range(self.node.count)]
+            cleared = "no" if "no" in answers else cleared
+        self.heard, self.ended, self.lost = dict.fromkeys(self.others, (0.0, time.monotonic())), {}, {}
+        return cleared
+
+    def poll(self, run_dir: Path) -> bool:
+        """To be called several times a second while the ranks of this node run; True if they must be stopped."""
+        if self.node.rank:
+            self.publish(run_dir)
+            return any(self._get(key) is not None for key in (f"stop/{self.run}", "end"))
+        self._receive(run_dir)
+        failed = [when for exit_code, when in self.ended.values() if exit_code]
+        return bool(self.lost) or any(time.monotonic() - when > VICTIMS_S for when in failed)
+
+    @property
+    def failed(self) -> bool:
+        """The ranks of another node failed."""
+        return any(exit_code for exit_code, _ in self.ended.values())
+
+    def publish(self, run_dir: Path, exit_code: int | None = None) -> None:
+        """Give node 0 the files of this node's ranks; `exit_code` once they have ended."""
+        paths = [run_dir / "torchrun.json", *(run_dir / "ranks").iterdir()]
+        files = {path.name: path.read_text(errors="replace")[:FILE_LIMIT] for path in paths if path.is_file()}
+        self._put(f"status/{self.run}/{self.node.rank}", {"time": time.time(), "files": files, "exit_code": exit_code})
+
+    def _receive(self, run_dir: Path) -> None:
+        for node in self.others:
+            if node in self.ended or node in self.lost:
+                continue
+            status, (last, changed), now = self._get(f"status/{self.run}/{node}"), self.heard[node], time.monotonic()
+            if status and status["time"] != last:
+                self.heard[node] = (status["time"], now)
+                self._write(run_dir, node, status["files"])
+                if status["exit_code"] is not None:
+                    self.ended[node] = (status["exit_code"], now)
+            elif now - changed > LOST_S:
+                why = self._get(f"left/{node}") or "its launcher was killed, or its machine is down or cannot be reached"
+                self.lost[node] = NodeLost(f"node {node} is gone", f"no sign of life for {LOST_S:.0f} s: {why}")
+
+    def _write(self, run_dir: Path, node: int, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            match = RANK_FILE.fullmatch(name)
+            if name == "torchrun.json":
+                path = run_dir / f"torchrun_{node}.json"
+            elif match and int(match[1]) // self.ranks_per_node == node:
+                path = run_dir / "ranks" / name
+            else:
+                continue
+            if not path.is_file() or path.read_text() != text:  # the hang watch looks for changes
+                path.write_text(text)
+
+    def finish(self, run_dir: Path, stop: bool) -> None:
+        """On node 0: wait until the ranks of the other nodes have ended; with `stop` they are stopped first."""
+        if self.others and stop:
+            self._put(f"stop/{self.run}", True)
+        deadline = time.monotonic() + ENDED_S
+        while len(self.ended) + len(self.lost) < len(self.others) and time.monotonic() < deadline:
+            self._receive(run_dir)
+            time.sleep(POLL_S)
+        for node in set(self.others) - self.ended.keys() - self.lost.keys():
+            self.lost[node] = NodeLost(f"node {node} is gone", f"it did not end its ranks within {ENDED_S:.0f} s")
+
+
+def _connect(node: Node):
+    """The launchers' store: hosted by node 0, awaited by the others. Raises RuntimeError."""
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read at import: the launcher's own messages replace the store's stack traces
+    from torch.distributed import TCPStore
+
+    os.environ.pop("TORCH_CPP_LOG_LEVEL")
+    if level is not None:  # the ranks inherit what the user set
+        os.environ["TORCH_CPP_LOG_LEVEL"] = level
+    host, timeout = node.address if node.rank else "localhost", timedelta(seconds=JOIN_S)
+    return TCPStore(host, node.port + 1, is_master=node.rank == 0, wait_for_workers=False, timeout=timeout)

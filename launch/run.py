@@ -1,0 +1,141 @@
+"""Timed runs: on node 0 a series of them, each judged; on the other nodes the ranks of each run that node 0 starts."""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common.errors import CheckFailed, Interrupted, RunError
+from launch import diagnosis, page_cache, run_directory, sampler, series
+from launch.console import closing, print_stderr
+from launch.job import ROOT, Job, ensure_data, trainer_command, trainer_environment
+from launch.multi_node import LeaderEnded, Nodes
+from launch.supervise import BEFORE_COLLECTIVES, Ending, HangLimits, HangWatch, supervise
+
+STARTUP_S = 300.0  # until every rank has finished a step: kernels compile before the first one
+
+
+def run_all(job: Job, request: series.Request) -> int:
+    """The requested number of good runs, in a ledger. Returns the exit code of series.run; on the other nodes that of node 0."""
+    versions = run_directory.versions(ROOT, job.gpus)
+    facts = series.facts_of(job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark)
+
+    def shared_facts() -> dict:
+        """What must be equal on all nodes; data may lie elsewhere, and a copy of the code need not be a git repository."""
+        ensure_data(job)
+        return {key: value for key, value in facts.items() if key not in ("data", "commit")} | {"packages": versions["packages"]}
+
+    try:
+        with Nodes(job.node, job.config.gpus_per_node) as nodes:
+            nodes.compare(shared_facts)
+            while job.node.rank:  # until LeaderEnded
+                _run_ranks(job, versions, nodes)
+            execute = functools.partial(run_once, job, versions, nodes)
+            nodes.exit_code = series.run(job.log_dir, job.benchmark, job.selection, facts, request, execute)
+    except LeaderEnded as end:
+        print_stderr(end.what, *filter(None, [end.why]))
+        return end.exit_code
+    if request.goal > 1 or request.resume:
+        write_report(job.log_dir / job.benchmark)  # of the whole series, beside the ledger
+    return nodes.exit_code
+
+
+def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
+    """On a node other than 0: the ranks of the next run. They write to node_<n> in the run's directory, shared or not."""
+    name, seed = nodes.next_run()
+    run_dir = job.log_dir / job.benchmark / name / f"node_{job.node.rank}"
+    run_directory.require_writable(run_dir / "ranks")
+    cleared = _prepare(job, versions, nodes, run_dir, seed)
+    ending = _train(job, nodes, run_dir, seed, cleared)
+    code = 128 + ending.signal_number if ending.signal_number else ending.returncode
+    nodes.publish(run_dir, 0 if ending.stopped else code)  # stopped by node 0: that is no failure of this node
+    if ending.signal_number:
+        raise Interrupted(ending.signal_number)
+
+
+def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> series.Outcome:
+    """One timed run in `run_dir`. Good only if it reached the target and its log is clean."""
+    nodes.announce(run_dir.name, seed)
+    cleared = _prepare(job, versions, nodes, run_dir, seed)
+    if cleared == "no":
+        print_stderr("NOTE       the data is still in the page cache, and the log will say so: not for submission")
+    start_date = _date()
+    print(f"STARTING TIMING RUN AT {start_date}", flush=True)
+    ending = _train(job, nodes, run_dir, seed, cleared)
+    nodes.finish(run_dir, stop=ending.returncode != 0 or ending.signal_number != 0)
+    print(f"ENDING TIMING RUN AT {_date()}", flush=True)
+    result = diagnosis.read_result(run_dir / "result.txt")
+    if result.seconds is not None:
+        org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
+        print(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}", flush=True)
+    error = _judge(job, nodes, run_dir, ending, result)
+    write_report(run_dir)
+    print_stderr(*closing(result, run_dir, error.lines() if error else "", job.config.miniature))
+    return series.Outcome(error, result, cleared)
+
+
+def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> str:
+    """Write config and versions, clear the page cache, wait for the other nodes; how the cache was cleared."""
+    run_directory.write_facts(run_dir, job.config, versions)
+    print_stderr(f"run        {run_dir}, seed {seed}")
+    return nodes.ready(page_cache.clear(job.data_files))
+
+
+def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> Ending:
+    """Run the ranks of this node to their end. Node 0 alone judges whether the ranks, those of all nodes, hang."""
+    config, node = job.config, job.node
+    local_ranks = range(node.rank * config.gpus_per_node, (node.rank + 1) * config.gpus_per_node)
+    step_s = config.hang_timeout_s * BEFORE_COLLECTIVES if node.rank == 0 else math.inf
+    ranks = range(config.world_size) if node.rank == 0 else local_ranks
+    watch = HangWatch(run_dir / "ranks", ranks, HangLimits(max(step_s, STARTUP_S), step_s), local_ranks)
+    command, environment = trainer_command(job, run_dir, seed), trainer_environment(job, cleared)
+    with sampler.sampling(run_dir, enabled=job.selection.device == "cuda"):
+        return supervise(command, environment, run_dir, watch, functools.partial(nodes.poll, run_dir))
+
+
+def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result) -> RunError | None:
+    """What went wrong, also left in failure.json; None for a run that reached the target and passed the checks."""
+    facts: dict = {}
+    error: RunError | None
+    if ending.signal_number:
+        error = Interrupted(ending.signal_number)
+    elif nodes.lost:
+        error = next(iter(nodes.lost.values()))
+    elif ending.hang and not nodes.failed:
+        error, facts = ending.hang, ending.culprit or {}
+    elif ending.returncode == 0 and not nodes.failed and result.status == "success":
+        error = _check(run_dir)
+    else:
+        error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
+    if error:
+        diagnosis.write_failure(run_dir, error, facts)
+    return error
+
+
+def _check(run_dir: Path) -> RunError | None:
+    answer = _captured("submission.check", str(run_dir / "result.txt"))
+    (run_dir / "check.txt").write_text(answer.stdout)
+    if answer.returncode == 0:
+        return None
+    print_stderr(answer.stdout.rstrip())
+    why = "findings are listed above" if answer.returncode == CheckFailed.exit_code else f"the checks ended with code {answer.returncode}"
+    return CheckFailed("the target was reached, but the log is not clean", why, f"see {run_dir / 'check.txt'}")
+
+
+def write_report(folder: Path, module: str = "submission.report") -> None:
+    """A report is a convenience: without it the run is still valid."""
+    answer = _captured(module, str(folder))
+    if answer.returncode:
+        print_stderr("note: no report was written:", *answer.stdout.splitlines()[-1:])
+
+
+def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", module, argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _date() -> str:
+    return time.strftime("%Y-%m-%d %I:%M:%S %p")

@@ -1,0 +1,64 @@
+"""Which rank failed first, and why, from the records and exit codes of all."""
+
+import json
+
+import pytest
+
+from common.errors import RankLost, RunError, TargetMissed, write_rank_record
+from launch import diagnosis
+
+
+def mllog(key, time_ms, **metadata):
+    return ":::MLLOG " + json.dumps({"key": key, "time_ms": time_ms, "value": None, "metadata": metadata}) + "\n"
+
+
+def test_result_is_read_from_the_log(tmp_path):
+    log = tmp_path / "result.txt"
+    assert diagnosis.read_result(log).status == ""
+    log.write_text(mllog("run_start", 1000) + "noise\n:::MLLOG {broken\n")
+    assert diagnosis.read_result(log).seconds is None
+    log.write_text(mllog("run_start", 1000) + mllog("run_stop", 61000, status="success", samples_count=48))
+    result = diagnosis.read_result(log)
+    assert (result.seconds, result.status, result.samples) == (60.0, "success", 48)
+
+
+def exits(run_dir, *entries):
+    listed = [{"rank": rank, "pid": 100 + rank, "exit_code": code, "time": 10} for rank, code in entries]
+    (run_dir / "torchrun.json").write_text(json.dumps(listed))
+
+
+def test_the_earliest_failure_counts_and_not_its_victims(tmp_path):
+    write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True, time=1.0)
+    write_rank_record(tmp_path, 2, "failed", TargetMissed("too slow", "why", "do"), step=5, time=3.0)
+    write_rank_record(tmp_path, 1, "failed", RunError("boom"), step=4, time=2.0)
+    error, facts = diagnosis.diagnose(tmp_path, 4)
+    assert (error.what, error.exit_code, facts["step"]) == ("rank 1: boom", 1, 4)
+    diagnosis.write_failure(tmp_path, error, facts)
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert set(failure) == {"kind", "exit_code", "what", "why", "do", "rank", "step", "time"} and failure["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "words"),
+    [(-9, 14, "SIGKILL"), (-11, 14, "SIGSEGV"), (0, 14, "exit code 0"), (1, 1, "exit code 1"), (12, 12, "12")],
+)
+def test_a_rank_without_a_record_is_the_culprit(tmp_path, code, exit_code, words):
+    write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True)
+    exits(tmp_path, (2, -15), (1, code), (0, 14))
+    error, facts = diagnosis.diagnose(tmp_path, 3)
+    assert error.exit_code == exit_code and facts["rank"] == 1
+    assert "rank 1 (process 101)" in error.what and words in error.what + error.why
+
+
+def test_a_rank_that_ends_early_is_the_culprit(tmp_path):
+    write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True, time=2.0)
+    write_rank_record(tmp_path, 1, "done", step=3, time=1.0)
+    error, facts = diagnosis.diagnose(tmp_path, 2)
+    assert (error.exit_code, facts["rank"]) == (14, 1) and "as if done at step 3" in error.what
+
+
+def test_nothing_known_is_said_so(tmp_path):
+    for rank in (0, 1):
+        write_rank_record(tmp_path, rank, "done")
+    error, _ = diagnosis.diagnose(tmp_path, 2)
+    assert (error.kind, error.exit_code) == ("internal", 1)

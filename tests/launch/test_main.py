@@ -1,0 +1,135 @@
+"""The command line, and runs from the first line to the exit code: a toy benchmark that misbehaves as told, under real torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from toy import alive, finish, launch, make_project, wait_until
+
+from common import hardware
+from launch import diagnosis
+from launch.__main__ import version
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return make_project(tmp_path_factory.mktemp("with a blank"))
+
+
+def only_run(cwd):
+    (run_dir,) = [path for path in (cwd / "out" / "toy").iterdir() if path.is_dir()]
+    return run_dir
+
+
+def test_a_good_run(project, tmp_path):
+    code, out, err = finish(launch(project, tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5"))
+    assert code == 0, err
+    other = [line for line in out.splitlines() if not line.startswith(":::MLLOG")]
+    assert [line.partition(" AT ")[0].partition(",,")[0] for line in other] == ["STARTING TIMING RUN", "ENDING TIMING RUN", "RESULT,TOY"]
+    assert ",Us,20" in other[2]
+    assert err.startswith("No GPU found. THIS IS THE MINIATURE") and "target reached with 32 sequences" in err
+    assert err.count("progress line") == 2 and "prepared" in err
+    run_dir = only_run(tmp_path)
+    assert "seed5" in run_dir.name and not (run_dir / "failure.json").exists()
+    assert {"config.toml", "versions.json", "result.txt", "report.html", "check.txt"} <= {path.name for path in run_dir.iterdir()}
+    assert "CPU_1x1.toml" in out
+
+
+def test_a_killed_rank(project, tmp_path):
+    code, out, err = finish(launch(project, tmp_path, TOY="kill"))
+    failure = json.loads((only_run(tmp_path) / "failure.json").read_text())
+    assert (code, failure["kind"], failure["rank"]) == (14, "rank_lost", 1)
+    assert "error: rank 1 (process" in err and "Traceback" not in err and "FAILED" not in err
+    assert "RESULT" not in out or "aborted" in out
+
+
+def test_findings_are_no_success(project, tmp_path):
+    code, _, err = finish(launch(project, tmp_path, TOY="good", FINDINGS="20"))
+    assert code == 20 and "one finding" in err
+    end = json.loads((tmp_path / "out/toy/attempts.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["exit_code"], end["kind"], end["samples"]) == ("end", 20, "check_failed", 32)
+
+
+@pytest.mark.parametrize("verb", ["check", "report", "score", "describe", "package"])
+def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_path, verb):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    (project / "submission/score.py").write_text("import sys; print('score', sys.argv[1:])")
+    for name in ("describe", "package"):
+        (project / f"submission/{name}.py").write_text(f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)")
+    code, out, err = finish(launch(project, tmp_path, verb, str(tmp_path), "--some", "option", benchmark="", PYTHONPATH=str(tmp_path)))
+    wanted = {"check": (0, "one finding"), "report": (0, ""), "score": (0, f"score ['{tmp_path}', '--some', 'option']")}
+    assert (code, out.strip()) == wanted.get(verb, (20, f"{verb} ['{tmp_path}', '--some', 'option']")), err
+
+
+def test_killing_the_launcher_leaves_nothing_behind(project, tmp_path):
+    process = launch(project, tmp_path, TOY="wait")
+    wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting")))
+    process.kill()
+    process.communicate()
+    run_dir = only_run(tmp_path)
+    wait_until(lambda: not alive(run_dir))
+    assert diagnosis.read_result(run_dir / "result.txt").status == "aborted"
+
+
+def test_sigterm_to_the_launcher(project, tmp_path):
+    process = launch(project, tmp_path, TOY="wait")
+    wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting")))
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    run_dir = only_run(tmp_path)
+    assert code == 143 and time.monotonic() - began < 10
+    assert json.loads((run_dir / "failure.json").read_text())["kind"] == "interrupted" and "stopped by signal" in err
+    assert diagnosis.read_result(run_dir / "result.txt").status == "aborted"
+    assert not alive(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["dance"], 2, "unknown verb dance"),
+        (["score", "results"], 2, "./run_and_time.sh score"),
+        (["merge"], 2, "toy has no verb merge"),
+        (["--set", "micro_batch_size=3", "--print"], 2, "not a multiple"),
+        (["--config", "absent.toml"], 2, "no such config"),
+        (["--device", "cuda"], 18, "no GPU is visible"),
+        (["--set", "miniature=false"], 15, "data files are missing"),
+        (["run", "--steps", "3"], 2, "unrecognized"),
+    ],
+)
+def test_errors_before_anything_starts(project, tmp_path, arguments, code, words):
+    seen, out, err = finish(launch(project, tmp_path, *arguments))
+    assert (seen, out) == (code, "") and words in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_version(project, tmp_path):
+    code, out, _ = finish(launch(project, tmp_path, "--version", benchmark=""))
+    assert code == 0 and out == "mlperf-llama-training 0.1.0\n", "the copy is no git repository"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    assert f", commit {commit}" in version()
+
+
+def test_unknown_benchmark_lists_the_known(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for arguments in (["gpt5"], [], ["bench"]):
+        answer = subprocess.run([sys.executable, "-m", "launch", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert answer.returncode == 2 and "llama31_8b" in answer.stderr and not answer.stdout
+
+
+def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
+    code, out, _ = finish(launch(project, tmp_path, "bench", "--print", "--steps", "5", "--set", "micro_batch_size=4"))
+    assert code == 0 and not (tmp_path / "out").exists()
+    assert out.endswith("-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n")
+    assert "-m launch.torchrun DIR --standalone --nnodes 1 --nproc-per-node 2" in out
+
+
+def test_hardware_of_this_machine_is_readable():
+    assert hardware.probe({"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""}).vendor in ("none", "amd")

@@ -1,0 +1,40 @@
+"""The directory of a run: never reused, with the facts about what ran."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.config import load
+from common.errors import StorageError
+from common.gpu_kinds import GIB
+from common.hardware import Device, Probe
+from launch import run_directory
+from llama31_8b.rules import Config
+
+ROOT = Path(__file__).parents[2]
+H200X4 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4, "580.95.05")
+MI300X = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),) * 8)
+NOTHING = Probe("none")
+
+
+def test_run_directories_are_never_reused(tmp_path):
+    made = {run_directory.create(tmp_path, "toy", "CPU_1x1", 7) for _ in range(3)}
+    assert len(made) == 3 and all((path / "ranks").is_dir() for path in made)
+
+
+def test_unwritable_results_are_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError) as caught:
+        run_directory.create(tmp_path / "file", "toy", "CPU_1x1", 7)
+    assert caught.value.exit_code == 17
+
+
+def test_facts(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    config = load(ROOT / "configs/llama31_8b/H200_1x4.toml", Config)
+    run_directory.write_facts(tmp_path, config, run_directory.versions(ROOT, H200X4))
+    assert load(tmp_path / "config.toml", Config) == config
+    facts = json.loads((tmp_path / "versions.json").read_text())
+    assert facts["driver"] == "580.95.05" and len(facts["gpus"]) == 4 and "torch" in facts["packages"] and "dirty" in facts
+    assert "hf_secret" not in (tmp_path / "versions.json").read_text()

@@ -1,0 +1,37 @@
+"""The ledger keeps whole lines, whatever happens while one is written."""
+
+import resource
+
+import pytest
+
+from common.errors import StorageError
+from records import ledger
+
+
+def opened(path, number=1, **more):
+    return {"event": "start", "series": "s", "attempt": number, "run": f"r{number}", "seed": number} | more
+
+
+def test_a_line_cut_short_spoils_itself_only(tmp_path):
+    path = tmp_path / "toy" / ledger.NAME
+    ledger.append(path, {"event": "series", "series": "s", "goal": 2, "facts": {}})
+    ledger.append(path, opened(path))
+    with path.open("ab") as file:
+        file.write(b'{"event": "end", "ser')
+    ledger.append(path, opened(path, 2))
+    (record,) = ledger.read(path)
+    assert sorted(record.starts) == [1, 2] and not record.ends and record.seeds == {1, 2}
+    assert len(record.open_starts) == 2 and not ledger.read(tmp_path / "absent")
+
+
+def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path):
+    path = tmp_path / ledger.NAME
+    ledger.append(path, opened(path))
+    before, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
+    try:
+        with pytest.raises(StorageError, match="ledger") as caught:
+            ledger.append(path, opened(path, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.exit_code == 17 and path.read_bytes() == before
