@@ -196,7 +196,7 @@ def kinds_table(benchmark: str, config: RunConfig) -> str:
         here = replace(config, gpu=kind.name)
         work = workload(benchmark, here)
         fit = "yes" if plan.fits(plan.memory_peak(here, work), kind) else "NO"
-        scores = [f"{r.score:.2f} (batch {r.batch})" for r in published.published(benchmark, kind.name) if r.gpus == config.world_size]
+        scores = [f"{r.score:.2f} (batch {r.batch})" for r in published.published(benchmark, kind.name, config.world_size) if r.score]
         largest = str(plan.largest_micro_batch(here, work, kind))
         rows.append([kind.name, fit, largest, *_speed(estimate(benchmark, here, kind)), (scores or ["-"])[0]])
     return table(["GPU", "fits", "largest micro-batch", *SPEED, "best published score"], rows)

@@ -1,84 +1,148 @@
-"""`python -m submission.check LOG [--ruleset R]`: the official verdicts and our own findings about one log, as a table.
+"""`python -m submission.check LOG_OR_FOLDER ... [--ruleset R] [--werror]`: the official verdict and our own findings about MLPerf logs.
 
-The official checker is asked for every ruleset we know, side by side. All must let the log pass; with --ruleset the one asked for
-decides, and the others are there to see. A log of the miniature is held to the miniature's rules, unless --ruleset asks for the
-closed ones. Exit code: 0 clean (warnings allowed), 20 findings, 2 wrong usage, 18 no official checker to ask.
+An error breaks a rule; a warning is what the official tools accept and a reviewer would ask about; logs that this project wrote
+are held to its own habits besides (submission/own_log.py). Each finding names its line, rule and source. The round comes from the
+keys of the log, unless --ruleset asks for one; a miniature is held to the miniature's rules, unless --ruleset asks for the closed ones.
+The benchmark comes from the log. A folder stands for all result*.txt below it.
+
+Exit code: 0 all clean (warnings allowed, without --werror), 20 errors, 2 wrong usage or no readable log, 18 no official checker.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError
-from submission import checker, lint
+from submission import official_tools, own_log
+from submission.log import Log, read
+from submission.log_rules import BENCHMARKS, DISCLOSURE_KEYS, RULES, Finding, rules_of
+from submission.official_tools import CLOSED_RULESETS, RULESETS, Verdict
+
+PIPE_CLOSED = 141  # what a shell reports of a program that ends by SIGPIPE
+
+
+@dataclass(frozen=True)
+class Examined:
+    path: Path
+    title: str  # benchmark, division and round
+    verdict: Verdict  # official
+    findings: tuple[Finding, ...]  # official and ours, by line
+
+    def errors(self, werror: bool = False) -> list[Finding]:
+        return [finding for finding in self.findings if werror or not finding.warning]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.check", description="Check one MLPerf log: official rules and our own.")
-    parser.add_argument("log", type=Path, help="the result.txt of a run")
-    known = ", ".join(checker.CLOSED_RULESETS)
-    parser.add_argument("--ruleset", metavar="R", help=f"hold the log to this closed ruleset: {known}; default: to all")
+    parser = argparse.ArgumentParser(prog="submission.check", description="Check MLPerf logs: official rules and our own.")
+    parser.add_argument("paths", type=Path, nargs="+", metavar="LOG_OR_FOLDER", help="logs, or folders with result*.txt in them")
+    parser.add_argument("--ruleset", metavar="R", help=f"hold the logs to this closed ruleset: {', '.join(RULESETS)}")
+    parser.add_argument("--werror", action="store_true", help="warnings count as errors, also those of the official checker")
     options = parser.parse_args(arguments)
     try:
-        return check(options.log, options.ruleset)
+        code = _check_all(options.paths, options.ruleset, options.werror)
+        sys.stdout.flush()
+        return code
     except RunError as error:
         print(error.lines(), file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more when it ends
+        print("note: the output was closed before all was written", file=sys.stderr)
+        return PIPE_CLOSED
 
 
-def check(path: Path, ruleset: str | None) -> int:
-    """Print what is to be said about the log at `path`; return the exit code. Raises ConfigError, PreflightError."""
-    if ruleset not in (None, *checker.CLOSED_RULESETS):
+def _check_all(paths: list[Path], ruleset: str | None, werror: bool) -> int:
+    if ruleset not in (None, *RULESETS):
         why = "the official checker has no rules for these benchmarks there, and would break off"
-        raise ConfigError(f"unknown ruleset {ruleset}", why, f"choose one of {', '.join(checker.CLOSED_RULESETS)}")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such log", "it is not a file", "name the result.txt in a run's directory")
-    log = lint.Log(lint.parse(path)[0])
+        raise ConfigError(f"unknown ruleset {ruleset}", why, f"choose one of {', '.join(RULESETS)}")
+    logs = [log for path in paths for log in _logs(path)]
+    print(f"official checker: mlperf-logging {official_tools.checker_version()}{', warnings are errors (--werror)' if werror else ''}")
+    codes = []
+    for path in logs:
+        try:
+            examined = examine(path, ruleset)
+        except ConfigError as error:
+            if len(logs) == 1:
+                raise
+            print(error.lines(), file=sys.stderr)
+            codes.append(error.exit_code)
+            continue
+        print("\n".join(_lines(examined, werror)))
+        codes.append(CheckFailed.exit_code if examined.errors(werror) else 0)
+    if len(logs) > 1:
+        print(f"\n{len(logs)} logs, {codes.count(0)} clean")
+    return next((code for code in (ConfigError.exit_code, CheckFailed.exit_code) if code in codes), 0)
+
+
+def _logs(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted((log for log in path.rglob("result*.txt") if log.is_file()), key=lambda log: (log.parent, len(log.name), log.name))
+    if not found:
+        raise ConfigError(f"{path}: no log", "there is no result*.txt in it", "name a log, or the folder of a run or of a result set")
+    return found
+
+
+def examine(path: Path, ruleset: str | None = None, project_root: Path | None = own_log.PROJECT_ROOT, ours: bool | None = None) -> Examined:
+    """Everything that is to be said about the log at `path`. Raises ConfigError if it is no readable log, PreflightError without a checker.
+
+    `ruleset` asks for that round of the closed division; None takes what the log's keys say. `project_root`: where the config that
+    a log of ours names must be a file; None leaves that out. `ours`: whether the project's habits hold; None looks at the log.
+    """
+    log = read(path)
     division, benchmark = log.value("submission_division"), log.value("submission_benchmark")
-    findings = [_as_of(ruleset, finding) for finding in lint.lint(path, division="closed" if ruleset else None)]
-    print(f"{path}\n\nofficial checker (mlperf-logging {checker.checker_version()}; it counts lines from 0)")
-    if ruleset is None and division == "miniature":
-        print("  a miniature: no benchmark result, held to the project's own rule file")
-        verdicts = [checker.miniature_verdict(path, str(benchmark))]
+    ours = own_log.is_ours(log) if ours is None else ours
+    if ruleset is None and division == "miniature" and benchmark in BENCHMARKS:
+        title, verdict = "a miniature, no benchmark result", official_tools.miniature_verdict(path, benchmark, log)
     else:
-        verdicts = [checker.closed_verdict(path, name) for name in checker.CLOSED_RULESETS]
-    print("\n".join(_verdict_lines(verdicts, ruleset)))
-    print("\nour own checks")
-    print("\n".join(_finding_lines(findings)))
-    decisive = [verdict for verdict in verdicts if ruleset in (None, verdict.rules)]
-    clean = all(verdict.passed for verdict in decisive) and all(finding.warning for finding in findings)
-    print(f"\n{'CLEAN' if clean else 'NOT CLEAN'}")
-    return 0 if clean else CheckFailed.exit_code
+        held_to = ruleset or round_of(log, ours)
+        title = f"{division} division, held to {held_to}{'' if ruleset else ' by its keys'}"
+        verdict = official_tools.closed_verdict(path, held_to, log)
+    findings = list(verdict.complaints) + rule_findings(log, ours, "closed" if ruleset else None, project_root)
+    return Examined(path, f"{benchmark}, {title}", verdict, tuple(sorted(findings, key=lambda finding: finding.line)))
 
 
-def _as_of(ruleset: str | None, finding: lint.Finding) -> lint.Finding:
-    """What became mandatory with 6.1.0 cannot be missing in a log that is held to an earlier ruleset."""
-    earlier = ruleset not in (None, checker.CLOSED_RULESETS[-1])
-    new = finding.rule == "missing" and finding.source == lint.DISCLOSURE_SOURCE
-    return dataclasses.replace(finding, warning=True) if earlier and new else finding
+def rule_findings(log: Log, ours: bool, division: str | None = None, project_root: Path | None = None) -> list[Finding]:
+    """What the official checker does not say, by the rules of `division`, or of the one that the log names."""
+    rules = rules_of(log, division)
+    if rules is None:
+        named = f"{log.value('submission_benchmark')!r} in division {log.value('submission_division')!r}"
+        return [Finding(0, "benchmark", f"only the official checker was asked: no rules here for {named}", "submission/log_rules.py", True)]
+    findings = [finding for rule in (RULES + own_log.OWN_RULES if ours else RULES) for finding in rule.findings(log, rules, ours)]
+    if ours and project_root:
+        source = "OWN; TR mandatory disclosure (6.1)"
+        findings += [
+            Finding(line, "config_filename", message, source) for line, message in own_log.unknown_config(log, rules, project_root)
+        ]
+    return findings
 
 
-def _verdict_lines(verdicts: list[checker.Verdict], ruleset: str | None) -> list[str]:
-    lines = []
-    for verdict in verdicts:
-        asked = "  <- asked for" if verdict.rules == ruleset else ""
-        lines.append(f"  {verdict.rules:<10} {'passed' if verdict.passed else 'FAILED'}{asked}")
-        lines += [f"             {message}" for message in verdict.messages]
-    return lines
+def round_of(log: Log, ours: bool) -> str:
+    """The latest closed ruleset whose keys the log has. Ours have them all, and the keys of 5.1.0 and 6.0.0 are optional in the other."""
+    disclosed = [key for key in DISCLOSURE_KEYS if log.all(key)]
+    if ours or len(disclosed) == len(DISCLOSURE_KEYS):
+        return CLOSED_RULESETS[-1]
+    if disclosed:
+        return "6.0.0"
+    return "5.1.0" if log.all("submission_org") or log.all("submission_platform") else "5.0.0"
 
 
-def _finding_lines(findings: list[lint.Finding]) -> list[str]:
-    if not findings:
-        return ["  no findings"]
-    rows = [("line", "rule", "finding", "where the rule stands")]
-    for finding in findings:
-        message = f"(warning) {finding.message}" if finding.warning else finding.message
-        rows.append((str(finding.line or "-"), finding.rule, message, finding.source))
-    widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in enumerate((6, 15, 80))]
-    return ["  " + "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1])).rstrip() for row in rows]
+def _lines(examined: Examined, werror: bool) -> list[str]:
+    verdict, errors = examined.verdict, examined.errors(werror)
+    warned = sum(complaint.warning for complaint in verdict.complaints)
+    words = "FAILED" if not verdict.passed or (werror and warned) else "passed"
+    if warned:
+        words += f", {warned} warnings{' count as errors' if werror else ', errors with --werror'}"
+    lines = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
+    for finding in examined.findings:
+        place = f"{examined.path.name}:{finding.line}" if finding.line else f"{examined.path.name}"
+        severity = "warning" if finding.warning and not werror else "error"
+        lines.append(f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]")
+    return [*lines, f"  {'NOT CLEAN' if errors else 'CLEAN'}: {len(errors)} errors, {len(examined.findings) - len(errors)} warnings"]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """`python -m submission.describe --out FILE [--set KEY=VALUE ...] [--submitter ORG]`: the system description of this machine.
 
-Writes FILE with all keys that the official checker wants and the policy's extras, every value a string. What the machine
-does not tell is asked for by name. If FILE exists, its answers stay: only empty ones are filled, and --set replaces.
+Writes FILE with the keys that the official checker requires and those that the policy adds. If FILE exists, its answers stay:
+empty ones are filled, and --set replaces. An error is what makes an official tool fail or break off; what the policy asks for
+and no tool tests, such as an empty value, is a warning that names the key.
 
-Exit code: 0 complete and passed by the official checker, 20 something is still missing, 2 wrong usage, 18 no official checker.
+Exit code: 0 no error and the official checker passes (warnings allowed), 20 otherwise, 2 wrong usage, 18 no official checker.
 Sources: mlcommons/logging, system_desc_checker; mlcommons/policies, submission_rules.adoc, "System description".
 Standard library only.
 """
@@ -18,10 +19,10 @@ from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError, StorageError
 from common.hardware import probe
-from submission import machine, official
-from submission.checker import CLOSED_RULESETS
+from submission import machine, official_tools
+from submission.official_tools import CLOSED_RULESETS
 
-# Key -> may be empty. In the order of the checker, which wants all of them but the last three; those are the policy's.
+# Key -> may be empty by the policy. In the order of the checker, which requires them all except POLICY_KEYS.
 KEYS = {
     "submitter": False,
     "division": False,
@@ -60,6 +61,11 @@ KEYS = {
     "system_type_detail": False,
     "host_network_card_count": False,
 }
+POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
+JOINED_KEYS = (  # the checker joins these with commas: anything but a string is a TypeError
+    *("submitter", "system_name", "host_processor_model_name", "host_processor_core_count"),
+    *("accelerator_model_name", "accelerators_per_node", "framework"),
+)
 WHOLE_NUMBERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")  # the summarizer calls int() on them
 STATUS = {
     "onprem": "Available on-premise",
@@ -103,13 +109,12 @@ def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset
         raise StorageError(f"cannot write {path}", str(error), "make the directory, or choose another one") from error
     for key in ("accelerator_model_name", "accelerators_per_node", "host_processor_model_name", "operating_system", "framework"):
         print(f"{key:<28} {description[key] or '-'}", file=sys.stderr)
-    missing = problems(description)
-    if missing:
-        print(f"{path}: not complete; the machine does not tell, or it is not right:", file=sys.stderr)
-        print("\n".join(f"  {line}" for line in missing), file=sys.stderr)
+    for severity, lines in (("error", problems(description)), ("warning", questions(description))):
+        print("".join(f"{severity}: {line}\n" for line in lines), end="", file=sys.stderr)
+    if problems(description):
         return CheckFailed.exit_code
-    verdict = official.system_description(path, ruleset)
-    print(f"{path}: complete; official checker for {ruleset}: {'passed' if verdict.passed else 'FAILED'}")
+    verdict = official_tools.system_description(path, ruleset)
+    print(f"{path}: official checker for {ruleset}: {'passed' if verdict.passed else 'FAILED'}")
     print("".join(f"  {line}\n" for line in verdict.complaints), end="", file=sys.stderr)
     return 0 if verdict.passed else CheckFailed.exit_code
 
@@ -118,7 +123,7 @@ def compose(found: dict[str, str], earlier: dict[str, str], answers: dict[str, s
     """All keys in the checker's order: answers win over what the file said, and that over what the machine says."""
     description = {key: "" for key in KEYS} | {"division": "closed"}
     description |= found | {key: text for key, text in earlier.items() if not _is_open(text)} | answers
-    description["status"] = STATUS.get(description["status"].lower(), description["status"])
+    description["status"] = STATUS.get(str(description["status"]).lower(), description["status"])
     for key in earlier:
         if not _is_open(earlier[key]) and key not in answers and found.get(key, earlier[key]) != earlier[key]:
             print(f"note: {key} stays {earlier[key]!r} as in the file; this machine says {found[key]!r}", file=sys.stderr)
@@ -126,29 +131,33 @@ def compose(found: dict[str, str], earlier: dict[str, str], answers: dict[str, s
 
 
 def problems(description: dict) -> list[str]:
-    """What keeps a description from being submitted, one line per key, with the flag that answers it."""
-    lines = []
-    for key, may_be_empty in KEYS.items():
-        text = description.get(key)
-        if not isinstance(text, str):
-            lines.append(f"{key}: {'missing' if key not in description else f'{text!r} is no text'}")
-        elif _is_open(text) and not may_be_empty and not _answered_by_the_other(key, description):
-            lines.append(f"--set {key}=...   {HINTS.get(key, '')}".rstrip())
-        elif key in WHOLE_NUMBERS and not (text.isdigit() and int(text) > 0):
-            lines.append(f"{key}: {text!r} is no whole number from 1")
-    if isinstance(description.get("status"), str) and description["status"] and description["status"] not in STATUS.values():
-        lines.append(f"status: {description['status']!r} is none of {'; '.join(STATUS.values())}")
-    if description.get("division") != "closed":
-        # With `Closed` the package checker leaves out seeds and RCP and says SUCCESS.
-        lines.append(f"division: {description.get('division')!r}, not 'closed' in lower case")
+    """What makes an official tool fail, break off or skip its checks: one line per key."""
+    lines = [f"{key}: missing (system_desc_checker)" for key in KEYS if key not in description and key not in POLICY_KEYS]
+    for key in JOINED_KEYS:
+        if key in description and not isinstance(description[key], str):
+            lines.append(f"{key}: {description[key]!r} is not a string (system_desc_checker breaks off)")
+    for key in WHOLE_NUMBERS:
+        if key in description and not _is_whole_number(description[key]):
+            lines.append(f"{key}: {description[key]!r} is not a whole number (result_summarizer breaks off)")
+    if "status" in description and description["status"] not in STATUS.values():
+        lines.append(f"status: {description['status']!r} is none of {'; '.join(STATUS.values())} (system_desc_checker)")
+    if "division" in description and description["division"] != "closed":
+        lines.append(f"division: {description['division']!r}, not 'closed' (package_checker skips the seed and RCP checks)")
     return lines
+
+
+def questions(description: dict) -> list[str]:
+    """What the policy asks for and no tool tests, one line per key, with the flag that answers it."""
+    unanswered = [key for key, may_be_empty in KEYS.items() if not may_be_empty and _is_open(description.get(key))]
+    answerable = [key for key in unanswered if key != "status" and not _answered_by_the_other(key, description)]
+    return [f"--set {key}=...   {HINTS.get(key, '')}".rstrip() for key in answerable]
 
 
 def read(path: Path) -> dict[str, str]:
     """The description in `path`. Raises ConfigError if it is no JSON object."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: no system description", str(error), "make one with submission.describe") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: no system description", "it holds no JSON object", "make one with submission.describe")
@@ -162,7 +171,15 @@ def _answered_by_the_other(key: str, description: dict) -> bool:
 
 
 def _is_open(text: object) -> bool:
-    return isinstance(text, str) and text.strip().lower() in NOT_MEANT
+    return text is None or (isinstance(text, str) and text.strip().lower() in NOT_MEANT)
+
+
+def _is_whole_number(value: object) -> bool:
+    try:
+        int(value)  # type: ignore[call-overload]  # what the summarizer does; TypeError is the answer for the wrong type
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _answers(pairs: list[str]) -> dict[str, str]:

@@ -5,14 +5,12 @@ A file that is missing is no finding: the sampler is optional. Standard library 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
 
 from submission import plots
 from submission.plots import Axes, finite, median, number, table
-from submission.run_dir import Run
+from submission.runs import Run, read_lines
 
 NAME = "gpu_samples.jsonl"
 LOW_CLOCK = 0.95  # of the median GPU's: the same 5 % that names a slow rank (common/training/rank_comparison.py)
@@ -37,19 +35,13 @@ class Samples:
         return [(m, gpus[gpu]["throttle"]) for m, gpus in self.rows if gpu < len(gpus) and isinstance(gpus[gpu].get("throttle"), list)]
 
 
-def read_samples(folder: Path, run: Run) -> Samples | None:
+def read_samples(run: Run) -> Samples | None:
     """None if there is no file. Lines that are cut off or no objects are left out; only what lies within the timed run is kept."""
-    if not (folder / NAME).is_file():
+    if not (run.folder / NAME).is_file():
         return None
     samples, started = Samples(), None
     low, high = 0.0, float("inf")
-    for line in (folder / NAME).read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(record, dict):
-            continue
+    for record in read_lines(run.folder / NAME, []):
         if record.get("event") == "start" and finite(record.get("time")) and isinstance(record.get("gpus"), list):
             samples.source, samples.gpus, started = str(record.get("source")), record["gpus"], record["time"]
             low, high = _timed(run, started)
@@ -168,7 +160,11 @@ def _last_minute(samples: Samples) -> float:
 
 def ranks_compared(run: Run) -> str:
     """How often each rank was slower than the median rank by more than 5 % at the same GEMM; "" where ranks were not compared."""
-    records = [record for record in run.of("ranks") if isinstance(record.get("probe_ms"), list) and isinstance(record.get("slow"), list)]
+    records = [
+        record
+        for record in run.records
+        if record.get("event") == "ranks" and isinstance(record.get("probe_ms"), list) and isinstance(record.get("slow"), list)
+    ]
     records = [record for record in records if record["probe_ms"] and all(finite(ms) for ms in record["probe_ms"])]
     if not records:
         return ""

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from common.errors import CheckFailed
-from submission.lint import DISCLOSURE_KEYS, Log
+from submission.log import Log
+from submission.log_rules import DISCLOSURE_KEYS
 
-ROOMS = ("common", "launch", "submission", "system_tuning")
-TOP_FILES = ("README.md", "LICENSE", "Dockerfile", "pyproject.toml", "requirements.txt", "run.sub", "run_and_time.sh", "run_with_docker.sh")
-OF_OTHER_BENCHMARKS = ("__init__.py", "rules.py")  # submission/ reads the rules of all
+LEFT_OUT = ("tests", "run_tests.sh", "requirements-test.txt")  # and what begins with a dot, which the repo checker refuses
+OF_OTHER_BENCHMARKS = ("__init__.py", "rules.py", "README.md")  # submission/ reads the rules of all; the README links to both
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,9 @@ def _export(folder: Path, about: Implementation, commit: str) -> None:
 
 def _is_needed(path: PurePosixPath, benchmark: str, benchmarks: set[str]) -> bool:
     top = path.parts[0]
-    if len(path.parts) == 1:
-        return top in TOP_FILES
-    if top == "configs":
-        return path.parts[1] == benchmark
-    if top in benchmarks - {benchmark}:
-        return len(path.parts) == 2 and path.name in OF_OTHER_BENCHMARKS
-    return top in (*ROOMS, benchmark)
+    if top in LEFT_OUT or any(part.startswith(".") for part in path.parts):
+        return False
+    return top not in benchmarks - {benchmark} or (len(path.parts) == 2 and path.name in OF_OTHER_BENCHMARKS)
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """`python -m submission.package --benchmark B=DIR ... --system FILE.json --out DIR --org ORG`: series of ten runs -> a submission.
 
 Builds DIR/ORG with systems/, results/<system>/<benchmark>/result_0.txt .. result_9.txt and benchmarks/<benchmark>/implementations/,
-whose code is that of the commit that ran, out of git. Ten consecutive attempts are taken (submission/window.py says which, and the
+whose code is that of the commit that ran, out of git. Ten consecutive attempts are taken (submission/series.py says which, and the
 choice is printed). Then package checker, summarizer and repo checker judge it, and what they said is kept in DIR beside ORG.
 
 Exit code: 0 all of them said success, 20 they did not, or something must not be submitted; 2 wrong usage; 17 cannot be written;
@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError, StorageError
-from submission import checker, contraband, describe, implementation, lint, official, window
+from records import ledger
+from submission import check, describe, forbidden_files, implementation, official_tools, own_log
 from submission.implementation import Implementation
-from submission.window import Attempt, Window
+from submission.runs import Run
+from submission.series import MEDIAN, TenRuns, read_series, ten_runs, windows
 
-BENCHMARKS = tuple(checker.MINIATURES)
+BENCHMARKS = tuple(official_tools.MINIATURES)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
 PLACEHOLDERS = ("unnamed", "org", "yourorg", "your_org", "myorg", "example", "test", "todo", "none", "organisation", "organization")
 SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
@@ -39,11 +41,11 @@ class Request:
     system: Path
     out: Path
     org: str
-    ruleset: str = checker.CLOSED_RULESETS[-1]
+    ruleset: str = official_tools.CLOSED_RULESETS[-1]
     implementation: str = "torch_native"
-    window: str = "median"
+    window: str = MEDIAN
     series: str = ""
-    root: Path = lint.PROJECT_ROOT  # the project in its git repository
+    root: Path = own_log.PROJECT_ROOT  # the project in its git repository
 
     @property
     def system_name(self) -> str:
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--system", type=Path, required=True, metavar="FILE.json", help="made by submission.describe")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
     parser.add_argument("--org", required=True, help="as in the logs (MLPERF_SUBMISSION_ORG) and in the system's submitter")
-    parser.add_argument("--ruleset", choices=checker.CLOSED_RULESETS, default=Request.ruleset)
+    parser.add_argument("--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset)
     parser.add_argument("--implementation", default=Request.implementation, metavar="NAME")
     parser.add_argument(
         "--window", default="median", metavar="first|median|N", help="of more than ten attempts; N: the attempt it begins with"
@@ -94,7 +96,7 @@ def package(request: Request) -> int:
         raise StorageError(f"cannot write to {request.out.parent}", str(error), "choose another --out") from error
     try:
         _build(partial / request.org, request, chosen)
-        offences = contraband.findings(partial / request.org)
+        offences = forbidden_files.findings(partial / request.org)
         if offences:
             raise CheckFailed(f"{len(offences)} things must not be in a submission: {'; '.join(offences)}", "see there", "remove them")
         partial.chmod(0o755)
@@ -103,7 +105,7 @@ def package(request: Request) -> int:
         raise StorageError(f"cannot write {request.out}", str(error), "free space, or choose another --out") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return judge(request, sum(each.missed for each in chosen.values()))
+    return judge(request, sum(each.failed for each in chosen.values()))
 
 
 # What is asked for, and whether it fits together.
@@ -131,128 +133,130 @@ def _check_description(request: Request, description: dict) -> None:
         raise CheckFailed(what, "reviewers find the code by the submitter's name", "make them equal")
 
 
-def _chosen(request: Request, benchmark: str, description: dict) -> Window:
-    """The window of `benchmark` that is submitted; everything about it that can be wrong has been looked at."""
-    place, record = window.find_series(request.sources[benchmark], benchmark, request.series)
-    attempts = window.attempts_of(place, record)
-    _refuse_what_was_never_meant(attempts, benchmark)
-    found = window.windows(attempts, benchmark)
-    chosen = window.choose(found, attempts, request.window)
-    print(f"{benchmark}: series {record.id}, {len(attempts)} attempts, windows of ten: {len(found)}; {request.window}: {chosen.describe()}")
-    for attempt in attempts:
-        print(f"  {'*' if attempt in chosen.attempts else ' '} {attempt.describe()}")
-    median = window.choose(found, attempts, "median")
-    if chosen is not median:
+def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
+    """The ten runs of `benchmark` that are submitted; everything about them that can be wrong has been looked at."""
+    series = read_series([_folder(request.sources[benchmark], benchmark)], request.series)
+    _refuse_what_was_never_meant(series.runs, benchmark)
+    chosen, median = (ten_runs(series, wish, points=("pruned",)) for wish in (request.window, MEDIAN))
+    if chosen.invalid:
+        raise CheckFailed(f"{series.name} cannot be submitted", chosen.invalid, "run more: NEXP with --resume, or a new series")
+    count = sum(not window.invalid for window in windows(series, points=("pruned",)))
+    print(f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; {request.window}: {chosen.describe()}")
+    for run in series.runs:
+        print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
+    if chosen.runs != median.runs:
         print(f"  note: the rules want the median of a group of more than ten; that would be {median.describe()}")
-    _check_seeds(attempts)
+    _check_seeds(series.runs)
     _check_same(chosen)
-    for attempt in chosen.attempts:
-        _check_identity(request, attempt, description)
-        _check_log(request, attempt)
+    for run in chosen.runs:
+        _check_identity(request, run, description)
+        _check_log(request, run)
     return chosen
 
 
-def _refuse_what_was_never_meant(attempts: list[Attempt], benchmark: str) -> None:
-    for attempt in attempts:
-        division, logged = attempt.log.value("submission_division"), attempt.log.value("submission_benchmark")
+def _folder(source: Path, benchmark: str) -> Path:
+    """Of the ledger: LOGDIR/<benchmark>, which may be named by LOGDIR. Raises ConfigError if there is none."""
+    for folder in (source, source / benchmark):
+        if (folder / ledger.NAME).is_file():
+            return folder
+    raise ConfigError(f"{source}: no series of {benchmark}", f"there is no {ledger.NAME} in it", "name the LOGDIR of the series")
+
+
+def _refuse_what_was_never_meant(runs: list[Run], benchmark: str) -> None:
+    for run in runs:
+        division, logged = run.log.value("submission_division"), run.log.value("submission_benchmark")
         if logged not in (None, benchmark):
-            raise CheckFailed(f"{attempt.path} is a log of {logged}", f"it was given as one of {benchmark}", "correct --benchmark")
+            raise CheckFailed(f"{run.path} is a log of {logged}", f"it was given as one of {benchmark}", "correct --benchmark")
         if division == "miniature":
-            raise CheckFailed(f"{attempt.run_dir} is a miniature", "a toy with its own target is no benchmark result", "run the benchmark")
+            raise CheckFailed(f"{run.folder} is a miniature", "a toy with its own target is no benchmark result", "run the benchmark")
         if division not in (None, "closed"):
-            raise CheckFailed(f"{attempt.run_dir} is of division {division!r}", "this package makes closed submissions", "run it closed")
-        name = str(attempt.log.value("config_filename") or attempt.start.get("config", ""))
-        if "+" in name or attempt.start.get("modified"):
+            raise CheckFailed(f"{run.folder} is of division {division!r}", "this package makes closed submissions", "run it closed")
+        name = str(run.log.value("config_filename") or run.start.get("config", ""))
+        if "+" in name or run.start.get("modified"):
             why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
-            raise CheckFailed(f"{attempt.run_dir} ran with {name}", why, "write a config for it, commit it, and run the series with that")
+            raise CheckFailed(f"{run.folder} ran with {name}", why, "write a config for it, commit it, and run the series with that")
 
 
-def _check_seeds(attempts: list[Attempt]) -> None:
+def _check_seeds(runs: list[Run]) -> None:
     """Of the whole series: its runs must be independent, also those that are not submitted."""
-    seeds: dict[int, Attempt] = {}
+    seeds: dict[int, Run] = {}
     before = None
-    for attempt in attempts:
-        seed, logged = attempt.start.get("seed"), attempt.log.value("seed")
+    for run in runs:
+        seed, logged = run.start.get("seed"), run.log.value("seed")
         if type(seed) is not int or logged not in (None, seed):
             why = f"the ledger says {seed}: the log is not the one that this attempt wrote"
-            raise CheckFailed(f"{attempt.path}: seed {logged}", why, "submit logs as they were written")
+            raise CheckFailed(f"{run.path}: seed {logged}", why, "submit logs as they were written")
         if seed in seeds:
-            what = f"attempts {seeds[seed].number} and {attempt.number} have the same seed {seed}"
+            what = f"attempts {seeds[seed].number} and {run.number} have the same seed {seed}"
             raise CheckFailed(what, "the ten runs must be independent", "run a series without SEED")
         if before is not None and seed == before + 1:
-            what = f"attempts {attempt.number - 1} and {attempt.number} have the seeds {before} and {seed}"
+            what = f"attempts {run.number - 1} and {run.number} have the seeds {before} and {seed}"
             raise CheckFailed(
                 what, "these were chosen: seeds come from the clock or from the system's entropy", "run a series without SEED"
             )
-        seeds[seed], before = attempt, seed
+        seeds[seed], before = run, seed
 
 
-def _check_same(chosen: Window) -> None:
+def _check_same(chosen: TenRuns) -> None:
     """One system, one code, one configuration (rules, "Benchmark Results")."""
-    reference = chosen.attempts[0]
+    reference = chosen.runs[0]
     first = _versions(reference)
-    for attempt in chosen.attempts:
-        versions = _versions(attempt)
+    for run in chosen.runs:
+        versions = _versions(run)
         if versions.get("commit") is None or versions.get("dirty") is not False:
             why = "its versions.json names no commit" if versions.get("commit") is None else "there were changes that no commit holds"
-            raise CheckFailed(f"{attempt.run_dir}: nobody can say which code ran", why, "commit, and run the series from a clean tree")
+            raise CheckFailed(f"{run.folder}: nobody can say which code ran", why, "commit, and run the series from a clean tree")
         for key in SAME:
             if versions.get(key) != first.get(key):
-                what = (
-                    f"attempts {reference.number} and {attempt.number} ran with different {key}: {first.get(key)} and {versions.get(key)}"
-                )
+                what = f"attempts {reference.number} and {run.number} ran with different {key}: {first.get(key)} and {versions.get(key)}"
                 raise CheckFailed(what, "the ten runs must be of one system and one code", "run a series without changing anything")
-        if _config_text(attempt) != _config_text(reference):
-            what = f"attempts {reference.number} and {attempt.number} ran with different configs"
-            raise CheckFailed(
-                what, f"compare {reference.run_dir / 'config.toml'} and {attempt.run_dir / 'config.toml'}", "run a series with one"
-            )
+        if _config_text(run) != _config_text(reference):
+            what = f"attempts {reference.number} and {run.number} ran with different configs"
+            raise CheckFailed(what, f"compare {reference.folder / 'config.toml'} and {run.folder / 'config.toml'}", "run a series with one")
 
 
-def _versions(attempt: Attempt) -> dict:
-    return describe.read(attempt.run_dir / "versions.json") if (attempt.run_dir / "versions.json").is_file() else {}
+def _versions(run: Run) -> dict:
+    return describe.read(run.folder / "versions.json") if (run.folder / "versions.json").is_file() else {}
 
 
-def _config_text(attempt: Attempt) -> str:
-    path = attempt.run_dir / "config.toml"
+def _config_text(run: Run) -> str:
+    path = run.folder / "config.toml"
     if not path.is_file():
         raise CheckFailed(f"{path} is missing", "without it nobody can say what ran", "submit run directories as the launcher left them")
     return path.read_text()
 
 
-def _config(attempt: Attempt) -> dict:
+def _config(run: Run) -> dict:
     try:
-        config = tomllib.loads(_config_text(attempt))
+        config = tomllib.loads(_config_text(run))
         return {key: config[key] for key in ("nodes", "gpus_per_node", "gpu")}
     except (tomllib.TOMLDecodeError, KeyError) as error:
-        what = f"{attempt.run_dir / 'config.toml'} does not say where it ran"
+        what = f"{run.folder / 'config.toml'} does not say where it ran"
         raise CheckFailed(what, str(error), "submit run directories as the launcher left them") from None
 
 
-def _check_identity(request: Request, attempt: Attempt, description: dict) -> None:
+def _check_identity(request: Request, run: Run, description: dict) -> None:
     """Organisation and platform of the log, GPUs of the config, and the system description tell of the same machine."""
-    log, config = attempt.log, _config(attempt)
+    log, config = run.log, _config(run)
     org, platform = log.value("submission_org"), str(log.value("submission_platform"))
     if org != request.org:
-        raise CheckFailed(
-            f"{attempt.path}: submission_org is {org!r}, --org is {request.org!r}", "both are shown to reviewers", _rerun("ORG")
-        )
+        raise CheckFailed(f"{run.path}: submission_org is {org!r}, --org is {request.org!r}", "both are shown to reviewers", _rerun("ORG"))
     nodes, gpus, kind = config["nodes"], config["gpus_per_node"], config["gpu"]
     wanted = {"number_of_nodes": str(nodes), "accelerators_per_node": str(gpus)}
     for key, value in wanted.items():
         if description[key] != value:
-            why = f"{attempt.run_dir / 'config.toml'} ran on {nodes} x {gpus} {kind}"
+            why = f"{run.folder / 'config.toml'} ran on {nodes} x {gpus} {kind}"
             raise CheckFailed(f"{request.system}: {key} is {description[key]}, not {value}", why, "describe the system that ran")
     if not re.search(rf"\b{re.escape(kind)}\b", description["accelerator_model_name"]):
         what = f"{request.system}: accelerator_model_name is {description['accelerator_model_name']!r}"
-        raise CheckFailed(what, f"{attempt.run_dir} ran on {kind}", "describe the system that ran")
+        raise CheckFailed(what, f"{run.folder} ran on {kind}", "describe the system that ran")
     fitting = (request.system_name, description["system_name"], f"{nodes}x{gpus} {kind}")
     if platform not in fitting:
         why = f"of this system it would be one of {', '.join(map(repr, fitting))}"
-        raise CheckFailed(f"{attempt.path}: submission_platform is {platform!r}", why, _rerun("PLATFORM"))
-    torch = str((_versions(attempt).get("packages") or {}).get("torch") or "").split("+")[0]
+        raise CheckFailed(f"{run.path}: submission_platform is {platform!r}", why, _rerun("PLATFORM"))
+    torch = str((_versions(run).get("packages") or {}).get("torch") or "").split("+")[0]
     if torch and torch not in description["framework"]:
-        why = f"{attempt.run_dir} ran with torch {torch}"
+        why = f"{run.folder} ran with torch {torch}"
         raise CheckFailed(f"{request.system}: framework is {description['framework']!r}", why, "describe the system that ran")
 
 
@@ -260,33 +264,32 @@ def _rerun(variable: str) -> str:
     return f"a log is not edited: run the series with MLPERF_SUBMISSION_{variable} set"
 
 
-def _check_log(request: Request, attempt: Attempt) -> None:
-    """As submission.check does it: our lint, and the official checker. A run that missed its target fails the latter by nature."""
-    if attempt.path.is_symlink():
-        raise CheckFailed(f"{attempt.path} is a link", "a log is a file that a run has written", "submit run directories as they are")
-    found = [finding for finding in lint.lint(attempt.path, "closed", request.root) if not finding.warning]
-    complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
-    if not complaints and attempt.state == window.GOOD:
-        complaints = list(checker.closed_verdict(attempt.path, request.ruleset).messages)
-    if complaints:
-        raise CheckFailed(f"{attempt.path} is not clean", "; ".join(complaints), f"see python -m submission.check {attempt.path}")
+def _check_log(request: Request, run: Run) -> None:
+    """As submission.check does it. A run that missed its target fails the official checker by nature."""
+    if run.path.is_symlink():
+        raise CheckFailed(f"{run.path} is a link", "a log is a file that a run has written", "submit run directories as they are")
+    examined = check.examine(run.path, request.ruleset, request.root, ours=True)
+    found = [finding for finding in examined.errors() if run.status == "success" or finding not in examined.verdict.complaints]
+    if found:
+        complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
+        raise CheckFailed(f"{run.path} is not clean", "; ".join(complaints), f"see python -m submission.check {run.path}")
 
 
 # Building.
 
 
-def _build(org_dir: Path, request: Request, chosen: dict[str, Window]) -> None:
+def _build(org_dir: Path, request: Request, chosen: dict[str, TenRuns]) -> None:
     systems = org_dir / "systems"
     systems.mkdir(parents=True)
     shutil.copyfile(request.system, systems / request.system.name)
     for benchmark, ten in chosen.items():
         results = org_dir / "results" / request.system_name / benchmark
         results.mkdir(parents=True)
-        for index, attempt in enumerate(ten.attempts):
-            shutil.copyfile(attempt.path, results / f"result_{index}.txt")
+        for index, run in enumerate(ten.runs):
+            shutil.copyfile(run.path, results / f"result_{index}.txt")
         about = Implementation(benchmark, request.implementation, request.system_name, request.root)
         folder = org_dir / "benchmarks" / benchmark / "implementations" / request.implementation
-        implementation.write(folder, about, ten.attempts[0].log, _versions(ten.attempts[0]))
+        implementation.write(folder, about, ten.runs[0].log, _versions(ten.runs[0]))
 
 
 # Judging.
@@ -299,8 +302,8 @@ def judge(request: Request, missed: int = 0) -> int:
     """
     org_dir, names = request.out / request.org, list(request.sources)
     # In this order: the summarizer reads the RCP factor that the package checker has written.
-    answers = [official.package(org_dir, request.ruleset, len(names), missed)]
-    answers += [official.summary(org_dir, request.ruleset, names, missed), official.repository(org_dir, request.ruleset)]
+    answers = [official_tools.package(org_dir, request.ruleset, len(names), missed)]
+    answers += [official_tools.summary(org_dir, request.ruleset, names, missed), official_tools.repository(org_dir, request.ruleset)]
     for answer in answers:
         (request.out / f"{answer.tool}_{request.ruleset}.txt").write_text(answer.text)
         print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")

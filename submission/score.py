@@ -1,302 +1,225 @@
-"""`python -m submission.score DIR_OR_LOGS... [--rcp pruned|full|both] [--json]`: what a series of runs scores, and why.
+"""`python -m submission.score DIR_OR_LOGS... [--against B] [--json]`: what a series of runs scores, and why.
 
 Any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a folder of result_*.txt, or logs by name. Each run's
-minutes, samples and throughput; the score of the series with the RCP verdict; how lucky its seeds were; and how much of the
-difference to the published v5.1 result of the same GPU is throughput, samples, evaluation (formulae: records/published.py).
+minutes, samples and throughput; the score of the series with the official RCP checker's verdict; how lucky its seeds were; and how
+much of the difference to another result is throughput, samples and evaluation. B is such a directory too, or words that name a
+published result (`--against "AMD MI300X 5.1"`); so may be the first argument. Default: the best one published on the same GPUs.
 
-Score: mean of ten runs' minutes without the fastest and the slowest, times the RCP factor. One run that did not converge counts as
-the slowest; two make the result invalid. Of more than ten runs, the median window of ten consecutive ones is taken (MLPerf Training
-rules, "Benchmark Results"). The pruned RCPs decide, as in the official tools, unless only the full ones are asked for.
+Score: mean of ten runs' minutes without the fastest and the slowest, times the RCP factor; which ten, says submission/series.py.
+The pruned RCPs decide, as in the official tools, unless only the full ones are asked for.
 
-Exit code: 0 scored and RCP test passed (a miniature has none), 20 RCP test failed or series invalid, 2 wrong usage.
-Standard library only.
+Exit code: 0 scored and RCP test passed (a miniature has none), 20 RCP test failed or series invalid, 2 wrong usage, 18 no
+mlperf-logging. Needs mlperf-logging and the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError
-from records import rcp
-from records.published import Pace, Published, published, split
-from submission.runs import CLOSED, MINIATURE, Run, read_runs
-from submission.series import Series, median_window, pace, windows
+from records.rcp import SUBMISSION_RUNS
+from submission import against, rcp
+from submission.official_tools import CLOSED_RULESETS
+from submission.runs import NOT_STARTED, Run
+from submission.series import Series, TenRuns, check_same, pace, read_series, ten_runs, windows
+from submission.text import number, table
 
-# --- the command ------------------------------------------------------------------------------------------------------
+SHOWN_NOTES = 12
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        runs, notes = read_runs(options.logs, options.series)
-        for run in runs:
-            run.gpu, run.gpus = options.gpu or run.gpu, options.gpus or run.gpus
-        points = rcp.POINT_SETS if options.rcp == "both" else (options.rcp,)
-        found = windows(runs, points)
-        series = median_window(found)
-        against = _against(series, options.against)
+        code = _score(options)
+        sys.stdout.flush()
+        return code
     except RunError as error:
         print(error.lines(), file=sys.stderr)
         return error.exit_code
-    if options.json:
-        print(json.dumps(as_dict(found, series, against, notes), indent=1))
-    else:
-        print("\n".join(report(runs, found, series, against, notes)))
-    return 0 if series.passed else CheckFailed.exit_code
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="submission.score", description="Score a series of MLPerf result logs.")
-    parser.add_argument("logs", type=Path, nargs="+", metavar="DIR_OR_LOG", help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs")
+    parser.add_argument("logs", nargs="+", metavar="DIR_OR_LOG", help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs")
+    parser.add_argument("--against", metavar="B", help="another directory, or words of a published result; default: the best of the GPU")
+    parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default="", help="hold the logs to this; default: what their keys say")
     parser.add_argument("--rcp", choices=(*rcp.POINT_SETS, "both"), default="both", help="which convergence points; pruned decides")
     parser.add_argument("--gpu", type=str.upper, help="kind of GPU, such as H200, where the logs do not tell")
-    parser.add_argument("--gpus", type=positive_number, metavar="N", help="number of GPUs, where the logs do not tell")
-    parser.add_argument("--against", metavar="SUBMITTER", help="compare with this published result; default: the best of the GPU")
-    parser.add_argument("--series", metavar="ID", help="of the ledger; default: its newest series of more than one run")
+    parser.add_argument("--gpus", type=_positive_number, metavar="N", help="number of GPUs, where the logs do not tell")
+    parser.add_argument("--series", default="", metavar="ID", help="of the ledger; default: its newest series of more than one run")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
     return parser
 
 
-def positive_number(text: str) -> int:
+def _positive_number(text: str) -> int:
     if int(text) < 1:
         raise ValueError
     return int(text)
 
 
-def _against(series: Series, submitter: str | None) -> Published | None:
-    """The published result of the same GPUs to split against; None where there is none. Raises ConfigError."""
-    run = series.runs[0]
-    if run.division == "miniature":
-        return None
-    entries = [entry for entry in published(run.benchmark, run.gpu) if entry.gpus == run.gpus and entry.samples]
-    if submitter is None:
-        return entries[0] if entries else None
-    for entry in entries:
-        if submitter.lower() in entry.submitter.lower():
-            return entry
-    there = ", ".join(entry.submitter for entry in entries) or "none"
-    why = f"for {run.benchmark} on {run.gpus or '?'} x {run.gpu or 'an unknown GPU'} there are: {there}"
-    raise ConfigError(f"no published result by {submitter}", why, "name one of those")
+def _score(options: argparse.Namespace) -> int:
+    """Print what was asked for; return the exit code. Raises ConfigError, PreflightError."""
+    if len(options.logs) == 1 and options.against is not None and not Path(options.logs[0]).exists():
+        mine = against.find(options.logs[0])  # two published results
+        other = against.find(options.against, options.ruleset, mine)
+        print(json.dumps(against.as_dict(mine, other), indent=1) if options.json else "\n".join(against.lines(mine, other)))
+        return 0
+    series = read_series([Path(name) for name in options.logs], options.series, options.ruleset)
+    for run in series.runs:
+        run.gpu, run.gpus = options.gpu or run.gpu, options.gpus or run.gpus
+    check_same(series)
+    points = rcp.POINT_SETS if options.rcp == "both" else (options.rcp,)
+    ten = ten_runs(series, points=points)
+    mine = against.of_runs(series, ten)
+    compared = None
+    if options.against is not None:
+        compared = against.find(options.against, options.ruleset, mine)
+        if compared.benchmark != mine.benchmark:
+            why = "minutes of two benchmarks cannot be compared"
+            raise ConfigError(f"{options.against} is a result of {compared.benchmark}", why, f"name one of {mine.benchmark}")
+    elif not series.first.is_miniature:
+        compared = against.best_published(mine)
+    if options.json:
+        print(json.dumps(as_dict(series, ten, points) | {"against": against.as_dict(mine, compared)}, indent=1))
+    else:
+        comparison = against.lines(mine, compared, series.first)
+        print("\n".join([*report(series, ten, points), "", "against another result", *comparison]))
+    return 0 if ten.passed else CheckFailed.exit_code
 
 
-def as_dict(found: list[Series], series: Series, against: Published | None, notes: list[str]) -> dict:
-    """Everything for programs: `result` is the series or its median window, `windows` the scores of all windows of ten."""
-    mine, run = pace(series), series.runs[0]
+# --- for programs -----------------------------------------------------------------------------------------------------
+
+
+def as_dict(series: Series, ten: TenRuns, points: Sequence[str]) -> dict:
+    """`result` is the series or its median window, `windows` the scores of all windows of ten."""
+    run, mine = series.first, pace(ten)
+    result = {key: getattr(ten, key) for key in ("minutes", "score", "factor", "passed", "samples")}
+    found = [(window.runs[0].name, window.minutes, window.score, window.invalid or None) for window in windows(series, points)]
     return {
-        "benchmark": run.benchmark,
-        "division": run.division,
+        **{key: getattr(run, key) for key in ("benchmark", "division", "org", "ruleset", "gpu", "gpus")},
         "global_batch_size": run.batch,
-        "gpu": run.gpu,
-        "gpus": run.gpus,
         "runs": [_run_as_dict(run) for run in series.runs],
-        "result": {
-            "minutes": series.minutes,
-            "score": series.score,
-            "factor": series.factor,
-            "passed": series.passed,
-            "invalid": series.invalid or None,
-            "rcp": [_verdict_as_dict(verdict) for verdict in series.verdicts],
-            "pace": asdict(mine) if mine else None,
-        },
-        "windows": [{"first": window.runs[0].name, "minutes": window.minutes, "score": window.score} for window in found],
-        "published": asdict(against) if against else None,
-        "split": [asdict(part) for part in split(mine, against.pace)] if mine and against else None,
-        "notes": notes,
+        "result": result
+        | {"invalid": ten.invalid or None, "rcp": [asdict(verdict) for verdict in ten.verdicts], "pace": asdict(mine) if mine else None},
+        "windows": [dict(zip(("first", "minutes", "score", "invalid"), window, strict=True)) for window in found],
+        "notes": series.notes,
     }
 
 
 def _run_as_dict(run: Run) -> dict:
-    point = _point(run)
-    return {
-        "name": run.name,
-        "minutes": run.minutes,
-        "converged": run.converged,
-        "samples": run.samples,
-        "z": point.z_score(run.samples) if point and run.samples else None,
-        "samples_per_s": run.samples_per_s,
-        "tokens_per_s_per_gpu": _tokens_per_gpu(run, run.samples_per_s),
-        "evaluation_s": run.evaluation_s,
-        "notes": run.notes,
-    }
-
-
-def _verdict_as_dict(verdict: rcp.Verdict) -> dict:
-    point = verdict.point
-    facts = {"points": verdict.points, "passed": verdict.passed, "message": verdict.message, "mean": verdict.mean}
-    if point is None:
-        return facts
-    return facts | {"reference_mean": point.mean, "reference_sigma": point.sigma, "minimum": point.minimum, "factor": verdict.factor}
+    point, facts = _point(run), ("name", "number", "state", "reason", "minutes", "samples", "samples_per_s", "evaluation_s", "notes")
+    z = point.z_score(run.samples) if point and run.samples else None
+    rate = run.tokens_per_gpu(run.samples_per_s)
+    return {key: getattr(run, key) for key in facts} | {"converged": run.converged, "z": z, "tokens_per_s_per_gpu": rate}
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
-def report(runs: list[Run], found: list[Series], series: Series, against: Published | None, notes: list[str]) -> list[str]:
-    """The lines on stdout."""
-    first = runs[0]
+def report(series: Series, ten: TenRuns, points: Sequence[str]) -> list[str]:
+    """The lines on stdout, up to the comparison."""
+    first = series.first
     where = f"{first.gpus or 'unknown number'} x {first.gpu or 'unknown GPU'}"
-    lines = [f"{first.benchmark}, {first.division or 'no division'}, global batch {first.batch}: {len(runs)} runs, {where}", ""]
-    lines += _table(_run_rows(runs, series))
-    odd = [f"  {run.name}: {note}" for run in runs for note in run.notes]
-    lines += ["", *(f"  {note}" for note in notes), *_some(odd)] if notes or odd else []
+    lines = [f"{first.benchmark}, {first.division or 'no division'}, global batch {first.batch}: {len(series.runs)} runs, {where}", ""]
+    lines += table(_run_rows(series, ten))
+    odd = [f"  {run.name}: {note}" for run in series.runs for note in _notes(run)]
+    more = [f"  ... and {len(odd) - SHOWN_NOTES} more such notes; --json has all"] if len(odd) > SHOWN_NOTES else []
+    lines += ["", *(f"  {note}" for note in series.notes), *odd[:SHOWN_NOTES], *more] if series.notes or odd else []
+    found = windows(series, points)
     if len(found) > 1:
-        title = f"windows of {rcp.SUBMISSION_RUNS} consecutive runs; the median one is the result"
-        lines += ["", title, *_table(_window_rows(found, series))]
-    lines += ["", "score", *_score_lines(series), "", "samples to the target", *_luck_lines(series)]
-    lines += ["", "against the published v5.1 results", *_comparison_lines(series, against)]
-    return lines
+        title = f"windows of {SUBMISSION_RUNS} consecutive runs; the median one is the result"
+        lines += ["", title, *table(_window_rows(found, ten))]
+    return [*lines, "", "score", *_score_lines(ten), "", "samples to the target", *_luck_lines(ten)]
 
 
-def _some(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more such notes; --json has all"]
+def _notes(run: Run) -> list[str]:
+    if run.state == NOT_STARTED:
+        return [f"never started its clock, and is no run: {run.reason or 'its log ends before run_start'}"]
+    return run.notes + ([run.reason] if run.reason and not run.converged else [])
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """First column to the left, the others to the right, the last as it is."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True)), row[-1]]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return lines
-
-
-def _run_rows(runs: list[Run], series: Series) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("run", "minutes", "converged", "samples", "z", "seq/s", "tokens/s/GPU", "evaluation s", "")]
-    for run in runs:
-        point = _point(run)
+def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [("run", "minutes", "converged", "samples", "z", "seq/s", "tokens/s/GPU", "evaluation s", "")]
+    for run in series.runs:
+        point, rate = _point(run), run.samples_per_s
         z = point.z_score(run.samples) if point and run.samples and run.converged else None
-        rate = run.samples_per_s
-        cells = (_text(run.minutes, ".3f"), "yes" if run.converged else "NO", _text(run.samples, ",d"), _text(z, "+.2f"))
-        speed = (_text(rate, ".3f"), _text(_tokens_per_gpu(run, rate), ",.0f"), _text(run.evaluation_s, ".1f"))
-        rows.append((run.name, *cells, *speed, _role(run, series)))
+        cells = (number(run.minutes, ".3f"), "yes" if run.converged else "NO", number(run.samples, ",d"), number(z, "+.2f"))
+        speed = (number(rate, ".3f"), number(run.tokens_per_gpu(rate), ",.0f"), number(run.evaluation_s, ".1f"))
+        rows.append((run.name, *cells, *speed, _role(run, ten)))
     return rows
 
 
-def _role(run: Run, series: Series) -> str:
+def _role(run: Run, ten: TenRuns) -> str:
     """By identity: two runs may look the same."""
-    if not any(run is one for one in series.runs):
-        return "not in the median window"
-    if any(run is one for one in series.counted):
+    if not any(run is one for one in ten.runs):
+        return run.state if run.state == NOT_STARTED else "not in the median window"
+    if any(run is one for one in ten.counted):
         return ""
     if not run.converged:
-        return "did not converge"
-    minutes = [one.minutes or 0.0 for one in series.counted]
+        return run.state
+    minutes = [one.minutes or 0.0 for one in ten.counted]
     return "dropped: fastest" if minutes and (run.minutes or 0.0) <= min(minutes) else "dropped: slowest"
 
 
-def _window_rows(found: list[Series], chosen: Series) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("first run", "last run", "minutes", "factor", "score", "")]
+def _window_rows(found: list[TenRuns], chosen: TenRuns) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [("first run", "last run", "minutes", "factor", "score", "")]
     for window in found:
         why = window.invalid or ("" if window.passed else "RCP test failed")
-        names = (window.runs[0].name, window.runs[-1].name)
-        numbers = (_text(window.minutes, ".3f"), _text(window.factor, ".6f"), _text(window.score, ".3f"))
-        rows.append((*names, *numbers, why + ("  <- median" if window is chosen else "")))
+        numbers = (number(window.minutes, ".3f"), number(window.factor, ".6f"), number(window.score, ".3f"))
+        mark = "  <- median" if window.runs == chosen.runs else ""
+        rows.append((window.runs[0].name, window.runs[-1].name, *numbers, why + mark))
     return rows
 
 
-def _score_lines(series: Series) -> list[str]:
-    how = "without the fastest and the slowest run" if len(series.runs) >= 3 else "too few runs to drop the fastest and the slowest"
-    lines = [f"  mean of {len(series.counted)} runs   {_text(series.minutes, '.4f')} min, {how}"]
-    for verdict in series.verdicts:
+def _score_lines(ten: TenRuns) -> list[str]:
+    how = "without the fastest and the slowest run" if len(ten.runs) >= 3 else "too few runs to drop the fastest and the slowest"
+    lines = [f"  mean of {len(ten.counted)} runs   {number(ten.minutes, '.4f')} min, {how}"]
+    first = ten.runs[0] if ten.runs else None
+    for verdict in ten.verdicts:
         lines.append(f"  RCP {verdict.points:<8}    {'passed' if verdict.passed else 'FAILED'} ({verdict.message})")
-        if verdict.point:
-            point = verdict.point
-            lines.append(f"                  mean {verdict.mean:,.2f}; the lowest that passes {point.minimum:,.2f}")
+        point = _point(first, verdict.points) if first else None
+        if point and ten.samples is not None:
+            lines.append(f"                  mean {ten.samples:,.2f}; the lowest that passes {point.minimum:,.2f}")
             lines.append(f"                  reference {point.mean:,.2f} +- {point.sigma:,.2f}; factor {verdict.factor:.6f}")
-    if series.runs[0].division == "miniature":
-        lines.append("  a miniature: no RCP, no benchmark result, and nothing to submit")
-    elif series.invalid:
-        lines.append(f"  INVALID         {series.invalid}")
-    elif series.score is None:
+    if first is None or first.is_miniature:
+        lines.append("  a miniature: no RCP, no benchmark result, and nothing to submit" if first else "  no run started its clock")
+    elif ten.invalid:
+        lines.append(f"  INVALID         {ten.invalid}")
+    elif ten.score is None:
         lines.append("  NO SCORE        the RCP test failed: converging too fast counts as another algorithm, and is rejected")
     else:
-        lines.append(f"  score           {series.score:.4f} min = {series.minutes:.4f} x {series.factor:.6f}")
+        lines.append(f"  score           {ten.score:.4f} min = {ten.minutes:.4f} x {ten.factor:.6f}")
     return lines
 
 
-def _luck_lines(series: Series) -> list[str]:
-    point = _point(series.runs[0])
-    if not series.verdicts or point is None or series.verdicts[0].mean >= rcp.NOT_CONVERGED:
-        return ["  nothing to hold them against: too few runs, no RCP for this global batch, or a miniature"]
-    mean, runs = series.verdicts[0].mean, rcp.SUBMISSION_RUNS - 2
-    distance = (mean - point.mean) / (point.sigma * math.sqrt(1 / point.counted + 1 / runs))
-    tail = rcp.t_tail(abs(distance), point.counted + runs - 2)
-    chance = tail if distance < 0 else 1 - tail
-    lines = [f"  mean {mean:,.2f}: {(mean / point.mean - 1) * 100:+.2f} % against the reference, z {point.z_score(mean):+.2f}"]
+def _luck_lines(ten: TenRuns) -> list[str]:
+    run = ten.runs[0] if ten.runs else None
+    point = _point(run) if run else None
+    if run is None or point is None or ten.samples is None:
+        return ["  nothing to hold them against: too few runs that converged, no RCP for this global batch, or a miniature"]
+    chance = rcp.chance_of(ten.samples, point, run.benchmark, run.ruleset)
+    lines = [
+        f"  mean {ten.samples:,.2f}: {(ten.samples / point.mean - 1) * 100:+.2f} % against the reference, z {point.z_score(ten.samples):+.2f}"
+    ]
     lines.append(f"  ten runs of the reference would be this fast or faster in {chance * 100:.0f} % of the cases")
-    for samples in sorted({run.samples for run in series.runs if run.converged and run.samples}):
-        share, times = point.share_not_slower(samples), sum(run.samples == samples for run in series.runs if run.converged)
+    for samples in sorted({run.samples for run in ten.runs if run.converged and run.samples}):
+        share, times = point.share_not_slower(samples), sum(run.samples == samples for run in ten.runs if run.converged)
         of_reference = f"; {share * 100:.0f} % of the reference's runs needed no more" if share is not None else ""
         lines.append(f"  {times:>2} x {samples:,}, z {point.z_score(samples):+.2f}{of_reference}")
     return lines
 
 
-def _comparison_lines(series: Series, against: Published | None) -> list[str]:
-    run, mine = series.runs[0], pace(series)
-    if run.division == "miniature":
-        return ["  none: a miniature"]
-    if run.gpu is None or run.gpus is None:
-        return ["  unknown GPU or number of GPUs: name them with --gpu and --gpus"]
-    if against is None:
-        lines = [f"  no published result of {run.benchmark} on {run.gpus} x {run.gpu} to split a difference to"]
-        for entry in published(run.benchmark, run.gpu):
-            rate = entry.samples_per_s * CLOSED[run.benchmark].sequence_length / entry.gpus
-            ours = f"; yours {_tokens_per_gpu(run, mine.samples_per_s):,.0f}" if mine else ""
-            lines.append(f"  {entry.submitter}, {entry.gpus} GPUs: {entry.score:.3f} min, {rate:,.0f} tokens/s/GPU{ours}")
-        return lines
-    theirs = against.pace
-    lines = [f"  {against.submitter}, {against.gpus} x {against.gpu}, global batch {against.batch}: the split is against this one"]
-    others = [f"{entry.submitter} {entry.score:.3f}" for entry in published(run.benchmark, run.gpu) if entry.gpus == run.gpus]
-    lines += [f"  all of this GPU, minutes: {', '.join(others)}", ""]
-    if mine is None:
-        return [*lines, "  the logs have no training blocks, or no run converged: no split"]
-    return [*lines, *_table(_pace_rows(mine, theirs, series, against)), "", *_table(_split_rows(series, mine, against))]
-
-
-def _pace_rows(mine: Pace, theirs: Pace, series: Series, against: Published) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("", "yours", "published", "")]
-    rows.append(("seq/s, first block of each run left out", f"{mine.samples_per_s:.3f}", f"{theirs.samples_per_s:.3f}", ""))
-    rows.append(("samples to the target", f"{mine.samples:,.0f}", f"{theirs.samples:,.0f}", ""))
-    rows.append(("evaluations per run", _text(mine.evaluations, ".2f"), _text(theirs.evaluations, ".2f"), ""))
-    rows.append(("seconds per evaluation", _text(mine.evaluation_s, ".2f"), _text(theirs.evaluation_s, ".2f"), ""))
-    rows.append(("minutes without RCP factor", f"{mine.minutes:.3f}", f"{theirs.minutes:.3f}", ""))
-    rows.append(("score, minutes", _text(series.score, ".3f"), f"{against.score:.3f}", ""))
-    return rows
-
-
-def _split_rows(series: Series, mine: Pace, against: Published) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("what the difference is made of", "minutes", "factor on the time", "")]
-    for part in split(mine, against.pace):
-        rows.append((part.name, _signed(part.minutes), f"{part.factor:.4f}", ""))
-    rows.append(("together", _signed(mine.minutes - against.minutes), f"{mine.minutes / against.minutes:.4f}", "without RCP factor"))
-    if series.score is not None and series.factor is not None:
-        difference = (series.score - mine.minutes) - (against.score - against.minutes)
-        rows.append(("RCP factor", _signed(difference), f"{series.factor / against.factor:.4f}", ""))
-        rows.append(("score", _signed(series.score - against.score), f"{series.score / against.score:.4f}", ""))
-    return rows
-
-
-def _point(run: Run) -> rcp.Point | None:
-    return None if run.division == "miniature" or run.batch is None else rcp.point_at(run.benchmark, run.batch)
-
-
-def _tokens_per_gpu(run: Run, samples_per_s: float | None) -> float | None:
-    rules = (MINIATURE if run.division == "miniature" else CLOSED)[run.benchmark]
-    return None if samples_per_s is None or run.gpus is None else samples_per_s * rules.sequence_length / run.gpus
-
-
-def _signed(minutes: float) -> str:
-    return f"{round(minutes, 3) + 0.0:+.3f}"  # + 0.0: no minus before a zero
-
-
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _point(run: Run, points: str = rcp.POINT_SETS[0]) -> rcp.Point | None:
+    return None if run.is_miniature or run.batch is None else rcp.point_at(run.benchmark, run.batch, run.ruleset, points)
 
 
 if __name__ == "__main__":

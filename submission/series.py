@@ -1,27 +1,59 @@
-"""The score of a series of runs: which of them count, what their mean is, and what the RCP test makes of it.
+"""A series of runs, and which ten of it are the result. The one answer for score, package and report; docs/submission.md has the table.
 
-MLPerf Training rules, "Benchmark Results" and "Reference Convergence Points". Standard library only.
+The rules (MLPerf Training rules, "Benchmark Results", "Scoring"): ten independent runs, none picked; the mean of their minutes
+without the fastest and the slowest; one that did not converge may be the slowest; of a group of M > 10, the median of the windows of
+ten consecutive runs. So an attempt counts from its run_start on. One without run_stop has no result, and nobody can tell from
+outside whether it was ended for its loss: no window may hold it, and none leaps over it. One that never reached run_start was no run.
+A log that the official compliance checker refuses did not converge, as in mlcommons/logging, result_summarizer. In a folder of
+result_*.txt somebody chose already; a log without run_stop there is one that did not converge, as in that tool.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from records import rcp
+from common.errors import ConfigError
+from records import ledger
 from records.published import Pace
-from submission.runs import Run, steady_samples_per_s
+from records.rcp import SUBMISSION_RUNS, trimmed_mean
+from submission import intervals, rcp
+from submission.runs import FAILED, LOST, NOT_STARTED, Run, read_attempt, read_run
+
+MEDIAN = "median"
+SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")  # of the runs of a series
+
+
+@dataclass
+class Series:
+    """Runs in the order they ran in."""
+
+    name: str
+    runs: list[Run]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> list[Run]:
+        return [run for run in self.runs if run.converged]
+
+    @property
+    def first(self) -> Run:
+        """The first good run, else the first that says what it is; what is the same for all is read here."""
+        return next((run for run in (*self.good, *self.runs) if run.benchmark), self.runs[0])
 
 
 @dataclass(frozen=True)
-class Series:
-    """The score of the runs of one result. `minutes` is the mean of those that count, `score` that times the RCP factor."""
+class TenRuns:
+    """Runs scored as one result, be they ten or not. `minutes` is the mean of those that count, `score` that times the RCP factor."""
 
-    runs: list[Run]
-    counted: list[Run]  # without the fastest and the slowest
+    runs: tuple[Run, ...]
+    counted: tuple[Run, ...]  # without the fastest and the slowest, fastest first
     minutes: float | None
-    verdicts: list[rcp.Verdict]  # the first one decides; empty for a miniature
+    samples: float | None  # mean without the lowest and the highest, as the RCP checker takes it; None if two did not converge
+    verdicts: tuple[rcp.Verdict, ...]  # the first one decides; empty for a miniature
     invalid: str  # why these runs are no result; "" for a valid one
 
     @property
@@ -38,23 +70,70 @@ class Series:
     def passed(self) -> bool:
         return not self.invalid and all(verdict.passed for verdict in self.verdicts[:1])
 
+    @property
+    def failed(self) -> int:
+        return sum(run.state == FAILED for run in self.runs)
 
-def score_runs(runs: list[Run], points: Sequence[str] = rcp.POINT_SETS) -> Series:
-    """Score `runs` as one result, whatever their number; `invalid` says if it cannot be one."""
+    @property
+    def rank(self) -> float:
+        """What windows are ordered by: the score, whether or not the RCP test passes."""
+        return math.inf if self.minutes is None else self.minutes * (self.verdicts[0].factor if self.verdicts else 1.0)
+
+    def describe(self) -> str:
+        rcp_text = "" if self.passed else f", {self.invalid or 'fails the RCP test'}"
+        return f"attempts {self.runs[0].number} to {self.runs[-1].number}: {self.rank:.4f} min{rcp_text}"
+
+
+# Which ten.
+
+
+def ten_runs(series: Series, wish: str = MEDIAN, points: Sequence[str] = rcp.POINT_SETS) -> TenRuns:
+    """The ten that count; `invalid` if there are none. `wish`: median (of two in the middle the slower), first, or the number of the
+    attempt that a window begins with. Raises ConfigError for a window that is none."""
+    found = windows(series, points)
+    valid = [window for window in found if not window.invalid] or found
+    if wish == MEDIAN:
+        return sorted(valid, key=lambda window: window.rank)[len(valid) // 2]
+    match = valid[:1] if wish == "first" else [window for window in valid if str(window.runs[0].number) == wish]
+    if not match:
+        starts = ", ".join(str(window.runs[0].number) for window in valid)
+        raise ConfigError(f"--window {wish}", f"windows that can be submitted begin with attempt {starts}", f"choose one, or {MEDIAN}")
+    return match[0]
+
+
+def windows(series: Series, points: Sequence[str] = rcp.POINT_SETS) -> list[TenRuns]:
+    """Every ten consecutive runs in their order, valid or not; all runs if there are no more than ten."""
+    runs = [run for run in series.runs if run.state != NOT_STARTED]
+    slices = [runs[first : first + SUBMISSION_RUNS] for first in range(max(0, len(runs) - SUBMISSION_RUNS) + 1)]
+    whys = [_invalid(part) for part in slices]
+    if len(slices) > 1 and all(whys):
+        bad = "; ".join(run.describe() for run in series.runs if not run.converged)
+        good = f"{len(series.good)} of {len(series.runs)} are good"
+        whys = [f"no {SUBMISSION_RUNS} consecutive attempts can be submitted: {good}, one of ten may have failed; {bad}"] * len(slices)
+    return [score_runs(part, why, points) for part, why in zip(slices, whys, strict=True)]
+
+
+def _invalid(runs: list[Run]) -> str:
+    if lost := [run for run in runs if run.state == LOST]:
+        named = ", ".join(run.name for run in lost)
+        return f"{named} started its clock and left no run_stop: it has no result, and cannot be left out"
+    failed = [run for run in runs if not run.converged]
+    if len(failed) > 1:
+        names = ", ".join(run.name for run in failed)
+        return f"{len(failed)} runs did not converge, one may: {names}" + (f"; the first: {failed[0].reason}" if failed[0].reason else "")
+    return "" if len(runs) == SUBMISSION_RUNS else f"a result is {SUBMISSION_RUNS} runs, these are {len(runs)}"
+
+
+def score_runs(runs: list[Run], invalid: str = "", points: Sequence[str] = rcp.POINT_SETS) -> TenRuns:
+    """Score `runs` as one result, whatever their number."""
     counted = _counted(runs)
     minutes = sum(run.minutes or 0.0 for run in counted) / len(counted) if counted else None
-    failed = [run.name for run in runs if not run.converged]
-    invalid = ""
-    if len(failed) > 1:
-        invalid = f"{len(failed)} runs did not converge, one may: {', '.join(failed)}"
-    elif len(runs) != rcp.SUBMISSION_RUNS:
-        invalid = f"a result is {rcp.SUBMISSION_RUNS} runs, these are {len(runs)}"
-    verdicts = []
-    if len(runs) >= 3 and runs[0].division != "miniature":
-        samples = [float(run.samples or 0) if run.converged else rcp.NOT_CONVERGED for run in runs]
-        assert runs[0].batch is not None
-        verdicts = [rcp.judge(runs[0].benchmark, runs[0].batch, samples, name) for name in points]
-    return Series(runs, counted, minutes, verdicts, invalid)
+    samples = [float(run.samples or 0) if run.status == "success" else math.inf for run in runs]
+    mean = trimmed_mean(samples) if len(samples) >= 3 else math.inf
+    verdicts: list[rcp.Verdict] = []
+    if len(runs) >= 3 and not any(run.is_miniature or run.state == LOST for run in runs):
+        verdicts = [rcp.judge([run.path for run in runs], runs[0].ruleset, name) for name in points]
+    return TenRuns(tuple(runs), tuple(counted), minutes, mean if math.isfinite(mean) else None, tuple(verdicts), invalid)
 
 
 def _counted(runs: list[Run]) -> list[Run]:
@@ -68,30 +147,103 @@ def _counted(runs: list[Run]) -> list[Run]:
     return converged[1:-1] if len(converged) == len(runs) else converged[1:]
 
 
-def windows(runs: list[Run], points: Sequence[str] = rcp.POINT_SETS) -> list[Series]:
-    """Every ten consecutive runs, in order; all runs if there are no more than ten."""
-    last = max(0, len(runs) - rcp.SUBMISSION_RUNS)
-    return [score_runs(runs[first : first + rcp.SUBMISSION_RUNS], points) for first in range(last + 1)]
-
-
-def median_window(found: list[Series]) -> Series:
-    """The one to submit: of those that are valid, by score whether or not the RCP test passes; of two in the middle the slower."""
-
-    def minutes(series: Series) -> float:
-        return math.inf if series.minutes is None else series.minutes * (series.verdicts[0].factor if series.verdicts else 1.0)
-
-    fitting = [series for series in found if not series.invalid] or found
-    return sorted(fitting, key=minutes)[len(fitting) // 2]
-
-
-def pace(series: Series) -> Pace | None:
-    """What the minutes are made of; None if the logs do not have the lines for it."""
-    runs, rate = series.counted, steady_samples_per_s(series.counted)
-    if not runs or rate is None or series.minutes is None:
+def pace(ten: TenRuns) -> Pace | None:
+    """What the minutes are made of; None if the logs do not have the lines for it. The rate is without each run's first block, which
+    starts cold; with it where there is no other."""
+    runs = ten.counted
+    rate = intervals.rate([block for run in runs for block in run.blocks[1:] or run.blocks])
+    if not runs or rate is None or ten.minutes is None:
         return None
     samples = sum(run.trained or 0 for run in runs) / len(runs)
     evaluations = sum(len(run.evaluations) for run in runs)
     seconds = sum(run.evaluation_s or 0.0 for run in runs)
     if not evaluations:
-        return Pace(series.minutes, samples, rate, None, None)
-    return Pace(series.minutes, samples, rate, evaluations / len(runs), seconds / evaluations)
+        return Pace(ten.minutes, samples, rate, None, None)
+    return Pace(ten.minutes, samples, rate, evaluations / len(runs), seconds / evaluations)
+
+
+# Reading.
+
+
+def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> Series:
+    """The runs at `paths`. A path is a log, a folder of result_*.txt as in a submission, the directory of one of our runs, or our
+    LOGDIR/<benchmark>, whose ledger has series: `wanted` (an id or how it begins), else its newest of more than one run, else its
+    newest. `ruleset`: what the logs are held to; "": what their own keys say. Raises ConfigError where there is nothing to read.
+    """
+    runs: list[Run] = []
+    notes: list[str] = []
+    names = []
+    for path in paths:
+        name, found = _read(path, wanted, ruleset, notes)
+        names.append(name)
+        runs += found
+    for number, run in enumerate(runs, start=1):
+        run.number = run.number or number
+    if not runs:
+        raise ConfigError(f"there is no run in {', '.join(map(str, paths))}", "; ".join(notes), "let at least one run start")
+    return Series(", ".join(names), runs, notes)
+
+
+def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
+    name = path.resolve().name
+    if path.is_file():
+        return name, [read_run(path, ruleset)]
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such file or directory", "there is nothing to read", "name logs or a directory that has some")
+    if results := sorted(path.glob("result_*.txt"), key=_number):
+        return name, [read_run(result, ruleset) for result in results]
+    if (path / "result.txt").is_file():
+        return name, [read_run(path / "result.txt", ruleset)]
+    if record := _record(path / ledger.NAME, wanted):
+        notes.append(f"series {record.id} of {path / ledger.NAME}")
+        attempts = sorted(record.starts.items())
+        return f"series {record.id}", [_attempt(path, number, start, record.ends.get(number, {})) for number, start in attempts]
+    if results := sorted(path.glob("*/result.txt")):  # run directories begin with the date
+        notes.append(f"{path} has no ledger: all runs in it, in the order of their names")
+        return name, [read_attempt(result) for result in results]
+    inside = ", ".join(sorted(item.name for item in path.iterdir() if item.is_dir())) or "nothing"
+    raise ConfigError(f"{path} has no logs", f"there is {inside} in it", "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt")
+
+
+def _number(path: Path) -> tuple[int, str]:
+    digits = re.search(r"\d+", path.stem)
+    return int(digits[0]) if digits else 0, path.name
+
+
+def _attempt(folder: Path, number: int, start: dict, end: dict) -> Run:
+    return read_attempt(folder / str(start.get("run", "")) / "result.txt", number, start, end)
+
+
+def _record(path: Path, wanted: str) -> ledger.Record | None:
+    records = ledger.read(path)
+    if wanted:
+        found = [record for record in records if record.id.startswith(wanted)]
+        if len(found) != 1:
+            known = ", ".join(f"{record.id} ({record.goal} runs wanted)" for record in records) or "none"
+            why = f"{len(found) or 'none'} of its series begins so; they are: {known}"
+            raise ConfigError(f"{path}: no series {wanted}", why, "name one of those")
+        return found[0]
+    return ([record for record in records if record.goal > 1] or records or [None])[-1]  # type: ignore[list-item]
+
+
+def check_same(series: Series) -> None:
+    """Raises ConfigError for runs that cannot be one result: of two benchmarks, systems or submitters, or one run given twice."""
+    for what in SAME:
+        if len(found := {value for run in series.runs if (value := getattr(run, what)) not in (None, "")}) > 1:
+            why = "the runs of a series are of one submitter, one benchmark, one global batch and one system"
+            raise ConfigError(f"the logs differ in {what}: {', '.join(sorted(map(str, found)))}", why, "name the logs of one series")
+    seen: dict[object, Run] = {}
+    for run in series.runs:
+        times = [run.log.value("seed"), *(event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key))]
+        for sign in (run.path.resolve(), str(times) if len(times) > 2 else run.path.resolve()):
+            if (other := seen.setdefault(sign, run)) is not run:
+                what = f"{run.path} is the run of {other.path} again"
+                raise ConfigError(what, "the ten runs must be independent, and each counts once", "name every log once")
+    batches = [run for run in series.runs if run.benchmark and run.batch is None]
+    if batches:
+        raise ConfigError(f"{batches[0].path} has no global_batch_size", "the RCP test goes by it", "name complete logs")
+    seeds: dict[int, Run] = {}
+    for run in series.runs:
+        seed = run.log.value("seed")
+        if type(seed) is int and (other := seeds.setdefault(seed, run)) is not run:
+            series.notes.append(f"{other.name} and {run.name} have the same seed {seed}: the official seed checker may refuse them")

@@ -6,6 +6,7 @@ the published results. tests/test_docs.py fails where a page differs from what t
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -132,23 +133,33 @@ def environment_table(gpu: str) -> str:
 
 
 def published_table(gpu: str) -> str:
-    head = ["benchmark", "GPUs", "submitter", "global batch", "score, minutes", "samples/s", "evaluation, s"]
+    head = ["round", "benchmark", "GPUs", "submitter", "global batch", "score, minutes", "samples/s", "evaluation, s"]
     row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
-        *(r.benchmark, str(r.gpus), r.submitter, str(r.batch)),
+        *(r.round, r.benchmark, str(r.gpus), r.submitter, str(r.batch)),
         *(f"{r.score:.3f}", f"{r.samples_per_s:.3f}", f"{r.evaluation_s:.2f}"),
     ]
-    rows = [row(result) for result in RESULTS if result.gpu == gpu]
-    return markdown(head, rows) if rows else "None that we compare with (`records/published.py`).\n"
+    rows = [row(result) for result in RESULTS if result.gpu == gpu and result.score]
+    return markdown(head, rows) if rows else "None that we compare with (`records/published.json`).\n"
 
 
 def submitted_table(submitter: str) -> str:
-    """All results of one submitter, with the sequences to the target."""
-    head = ["benchmark", "GPU", "score, minutes", "without RCP factor", "sequences to the target", "samples/s", "step, ms", "evaluation, s"]
-    row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
-        *(r.benchmark, f"{r.gpus} x {r.gpu}", f"{r.score:.3f}", f"{r.minutes:.3f}", f"{r.samples:,}"),
-        *(f"{r.samples_per_s:.3f}", f"{r.batch / r.samples_per_s * 1e3:,.0f}", f"{r.evaluation_s:.2f}"),
+    """All results of ten runs of one submitter, with the sequences to the target."""
+    head = [
+        "round",
+        "benchmark",
+        "GPU",
+        "score, minutes",
+        "without RCP factor",
+        "sequences to the target",
+        "samples/s",
+        "step, ms",
+        "evaluation, s",
     ]
-    return markdown(head, [row(result) for result in RESULTS if result.submitter == submitter])
+    row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
+        *(r.round, r.benchmark, f"{r.gpus} x {r.gpu}", f"{r.score:.3f}", f"{r.minutes:.3f}", f"{r.samples:,.0f}"),
+        *(f"{r.samples_per_s:.3f}", f"{r.batch / (r.samples_per_s or math.nan) * 1e3:,.0f}", f"{r.evaluation_s:.2f}"),
+    ]
+    return markdown(head, [row(result) for result in RESULTS if result.submitter == submitter and result.score])
 
 
 def plan_table(benchmark: str, *gpus: str) -> str:

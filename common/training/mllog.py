@@ -5,7 +5,7 @@ for the rank. A line goes to the result file in one unbuffered, checked write, a
 never opened: no run overwrites or continues the log of another. Times come from the monotonic clock, anchored once to
 wall time, so that a clock correction during a run cannot change its result.
 
-Line format: mlcommons/logging, mllog/mllog.py. Rules of content: MLPerf Training rules; `submission/lint.py` checks them.
+Line format: mlcommons/logging, mllog/mllog.py. Rules of content: MLPerf Training rules; `submission.check` tests them.
 Standard library only.
 """
 

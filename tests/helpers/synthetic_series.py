@@ -18,7 +18,8 @@ import synthetic_log
 from common import config as configs
 from common.training import mllog
 from common.training.mllog import RunLog
-from records import ledger, rcp
+from records import ledger
+from records.rcp import mean_samples
 
 ROOT = Path(__file__).resolve().parents[2]
 ORG, CONFIG, SYSTEM = "Acme", "MI355X_1x8.toml", "MI355X_1x8_pytorch"
@@ -106,9 +107,9 @@ def evaluations_near_reference(benchmark: synthetic_log.Benchmark) -> list[int]:
     """Of ten runs that pass the RCP test: eight a little slower than the reference's mean, two a little faster."""
     rules, name = benchmark.rules.CLOSED, benchmark.rules.BENCHMARK
     batch = configs.load(ROOT / "configs" / name / CONFIG, benchmark.rules.Config).global_batch_size
-    point = rcp.point_at(name, batch)
-    assert point is not None
-    slower = math.ceil((point.mean - rules.first_evaluation(batch)) / rules.eval_interval(batch)) + 1
+    mean = mean_samples(name, batch)
+    assert mean is not None
+    slower = math.ceil((mean - rules.first_evaluation(batch)) / rules.eval_interval(batch)) + 1
     return [slower] * 4 + [slower - 1] * 2 + [slower] * 4
 
 

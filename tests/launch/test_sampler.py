@@ -16,7 +16,7 @@ from toy import alive, wait_until
 
 from launch import sampler
 from submission import gpu_samples, report
-from submission.run_dir import read_run
+from submission.runs import read_attempt
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -345,7 +345,7 @@ def run_dir(tmp_path):
 
 
 def run_start(run_dir):
-    return read_run(run_dir).log.first("run_start").time_ms / 1e3
+    return read_attempt(run_dir / "result.txt").log.first("run_start").time_ms / 1e3
 
 
 def page(run_dir):
@@ -405,7 +405,9 @@ def test_a_low_clock_and_heat_are_named(run_dir):
 
 def test_of_two_gpus_the_slower_one_is_named(run_dir):
     write(run_dir, start_at(run_start(run_dir)), *(sample(float(i), (1, 1, 1500), (1, 1, 1700)) for i in range(3)))
-    assert gpu_samples.findings(gpu_samples.read_samples(run_dir, read_run(run_dir)))[0].startswith("GPU 0: median clock 1,500 MHz")
+    assert gpu_samples.findings(gpu_samples.read_samples(read_attempt(run_dir / "result.txt")))[0].startswith(
+        "GPU 0: median clock 1,500 MHz"
+    )
 
 
 def test_cut_and_strange_lines_spoil_nothing(run_dir):

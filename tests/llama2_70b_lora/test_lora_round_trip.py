@@ -25,8 +25,8 @@ from common.model.initialization import copy_weight, init_weights
 from common.training.session import Session
 from llama2_70b_lora import train
 from llama2_70b_lora.rules import CLOSED, Config
-from submission.checker import CLOSED_RULESETS, closed_verdict
-from submission.lint import lint
+from submission.check import examine
+from submission.official_tools import CLOSED_RULESETS, closed_verdict
 
 SHAPE = replace(RULES.shape, vocab_size=VOCAB)
 TINY = replace(
@@ -110,7 +110,7 @@ def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, 
     text = log.read_text()
     assert '"samples_count": 1536' in text and '"samples_count": 1920' in text and '"samples_count": 1152' not in text
     assert [closed_verdict(log, ruleset).passed for ruleset in CLOSED_RULESETS] == [True] * 3
-    assert lint(log, project_root=ROOT) == []
+    assert examine(log, project_root=ROOT).findings == ()
 
 
 def test_a_missing_base_ends_the_run_before_the_clock(tmp_path, processes):

@@ -5,9 +5,10 @@ import json
 import pytest
 import synthetic_series
 
+from common.errors import ConfigError
 from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
-from submission import describe, machine
+from submission import describe, machine, official_tools
 
 NVIDIA_8 = Probe("nvidia", tuple(Device("NVIDIA H200", "sm_90", 141 * GIB) for _ in range(8)), "580.65")
 AMD_8 = Probe("amd", tuple(Device("AMD Instinct MI355X", "gfx950", 288 * GIB, 256) for _ in range(8)), "6.14.14")
@@ -131,19 +132,27 @@ def run(path, found, answers=None):
     return describe.describe(path, found, answers or {}, "6.1.0")
 
 
-def test_what_nobody_can_know_is_asked_for_by_name(server, tmp_path, capsys):
+def test_what_the_machine_does_not_say_is_asked_for_by_name(server, tmp_path, capsys):
     path = tmp_path / "MI355X.json"
-    assert run(path, machine.facts(server, AMD_8)) == 20
+    assert run(path, machine.facts(server, AMD_8)) == 20  # an empty status is an error of the official checker, the rest are warnings
     said = capsys.readouterr().err
-    assert "not complete" in said and all(f"--set {key}=" in said for key in ASKED)
+    assert "error: status: '' is none of" in said and all(f"warning: --set {key}=" in said for key in ("submitter", "cooling"))
     assert "--set hw_notes" not in said and "--set host_processor_model_name" not in said
     assert list(json.loads(path.read_text())) == list(describe.KEYS)
 
 
-def test_complete_it_passes_the_official_checker(server, tmp_path, capsys):
+def test_empty_answers_are_warnings_where_the_official_checker_passes(server, tmp_path, capsys):
+    path = tmp_path / "MI355X.json"
+    assert run(path, machine.facts(server, AMD_8), {"status": "onprem"}) == 0
+    said = capsys.readouterr()
+    assert "official checker for 6.1.0: passed" in said.out and "warning: --set cooling=" in said.err and "error:" not in said.err
+
+
+def test_complete_it_passes_without_a_warning(server, tmp_path, capsys):
     path = tmp_path / "MI355X.json"
     assert run(path, machine.facts(server, AMD_8), ASKED | {"framework": "PyTorch 2.13.0"}) == 0
-    assert "official checker for 6.1.0: passed" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "official checker for 6.1.0: passed" in said.out and "warning" not in said.err
     description = json.loads(path.read_text())
     assert description["status"] == "Available on-premise" and description["division"] == "closed"
     assert len(description) == 36 and all(isinstance(value, str) for value in description.values())
@@ -159,26 +168,51 @@ def test_answers_in_the_file_stay(server, tmp_path, capsys):
     assert "host_storage_type stays 'Lustre'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("status", "available", "status: 'available' is none of"),
-        ("division", "Closed", "not 'closed' in lower case"),
-        ("accelerators_per_node", "eight", "no whole number"),
-        ("accelerators_per_node", 8, "is no text"),
-        ("cooling", "TBD", "--set cooling="),
-        ("framework", None, "is no text"),
-    ],
-)
-def test_what_the_checker_would_not_or_not_clearly_refuse(key, value, said):
-    assert any(said in line for line in describe.problems(synthetic_series.DESCRIPTION | {key: value}))
+# key, value, what `problems` says; nothing where the official tools accept the value
+VALUES = [
+    ("status", "available", "status: 'available' is none of"),
+    ("division", "Closed", "not 'closed'"),
+    ("number_of_nodes", "eight", "not a whole number"),
+    ("accelerators_per_node", 8, "not a string"),
+    ("framework", None, "not a string"),
+    ("framework", "TBD", ""),
+    ("cooling", "TBD", ""),
+    ("number_of_nodes", 1, ""),
+    ("host_processors_per_node", 2, ""),
+    ("other_software_stack", {"python": "3.12", "rocm": "7.0"}, ""),
+    ("other_software_stack", [{"cuda_version": "13.0"}], ""),
+    ("host_network_card_count", None, ""),
+]
 
 
-def test_a_good_description_has_no_problems():
-    assert describe.problems(synthetic_series.DESCRIPTION) == []
+@pytest.mark.parametrize(("key", "value", "said"), VALUES)
+def test_an_error_is_what_an_official_tool_refuses(tmp_path, key, value, said):
+    description = synthetic_series.DESCRIPTION | {key: value}
+    assert [said in line for line in describe.problems(description)] == ([True] if said else [])
+    path = tmp_path / "system.json"
+    path.write_text(json.dumps(description))
+    if key not in ("division", "number_of_nodes"):  # package_checker and result_summarizer read those two
+        assert official_tools.system_description(path, "6.1.0").passed is (not said)
+
+
+def test_a_missing_field_is_an_error_only_if_the_official_checker_requires_it():
+    without = {key: text for key, text in synthetic_series.DESCRIPTION.items() if key not in ("sw_notes", "system_type")}
+    assert describe.problems(without) == ["sw_notes: missing (system_desc_checker)"]
+    assert describe.questions(without) == ["--set system_type=..."]
+
+
+def test_a_good_description_has_neither_errors_nor_warnings():
+    assert describe.problems(synthetic_series.DESCRIPTION) == describe.questions(synthetic_series.DESCRIPTION) == []
     without_cores = synthetic_series.DESCRIPTION | {"host_processor_core_count": ""}
-    assert describe.problems(without_cores) == []  # the policy wants cores or vCPUs
-    assert "missing" in describe.problems({k: v for k, v in synthetic_series.DESCRIPTION.items() if k != "sw_notes"})[0]
+    assert describe.questions(without_cores) == []  # the policy wants cores or vCPUs
+
+
+@pytest.mark.parametrize("text", ["", "[" * 200_000, "[]", "\xff"])
+def test_a_file_that_is_no_description_is_one_clear_error(tmp_path, text):
+    path = tmp_path / "system.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match="no system description"):
+        describe.read(path)
 
 
 @pytest.mark.parametrize("arguments", [["--out", "x.txt"], ["--out", "a b.json"], ["--out", "x.json", "--set", "colour=red"]])

@@ -1,15 +1,14 @@
-"""Every way to spoil a log that was seen to mislead an official tool, made from a good log: `check` names line, rule and source.
-
-The official checker is told to pass everything here: what it says itself stands in test_checker.py, and our own checks must not
-need its help.
-"""
+"""Every way to spoil a log that was seen to mislead an official tool, in two dialects: `check` names line, rule, source and severity."""
 
 import pytest
-from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, project_root, records, write_good, write_records
+from log_dialects import DIALECTS, write
+from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, project_root, records, write_good
 
 from common.training.mllog import TOKEN
-from submission import check, checker, lint
-from submission.lint import DISCLOSURE_KEYS
+from submission.check import examine
+from submission.log_rules import DISCLOSURE_KEYS
+
+pytest.importorskip("mlperf_logging")
 
 
 def put(key, value, occurrence=0):
@@ -38,9 +37,13 @@ def insert_after(where, **changes):
     return spoil
 
 
-def status_aborted(log):
-    log[-1]["metadata"]["status"] = "aborted"
-    return len(log)
+def stopped_as(status):
+    def spoil(log):
+        index = find(log, "run_stop")
+        log[index]["metadata"]["status"] = status
+        return index + 1
+
+    return spoil
 
 
 def evaluations_one_step_behind(log):
@@ -51,24 +54,39 @@ def evaluations_one_step_behind(log):
     return find(log, "eval_accuracy") + 1
 
 
+def evaluations_twice_as_far_apart(log):
+    for record in log:
+        if "samples_count" in record["metadata"]:
+            record["metadata"]["samples_count"] *= 2
+    return find(log, "eval_accuracy") + 1
+
+
 def nan_after_the_target(log):
     """One more block and evaluation after the one that reached the target."""
-    first = len(log) - 1 - log[::-1].index(next(r for r in reversed(log) if r["key"] == "block_start"))
-    again = [{**record, "time_ms": log[-2]["time_ms"]} for record in log[first:-1]]
-    log[-1:-1] = again
-    index = len(log) - 1 - next(i for i, record in enumerate(reversed(log)) if record["key"] == "eval_accuracy")
+    stop, last = find(log, "run_stop"), find(log, "eval_accuracy", -1)
+    first = max(index for index, record in enumerate(log) if record["key"] == "block_start")
+    log[stop:stop] = [{**record, "time_ms": log[stop]["time_ms"]} for record in log[first:stop]]
+    index = stop + last - first
     log[index]["value"] = float("nan")
     return index + 1
 
 
-def init_of_31_minutes(log):
-    stop = find(log, "init_stop")
-    for record in log[stop:]:
-        record["time_ms"] += 31 * 60_000
-    return stop + 1
+def target_reached_early(log):
+    log[find(log, "eval_accuracy", 1)]["value"] = 0.5
+    return find(log, "eval_accuracy", 2) + 1
 
 
-def swap_seed_file(log):
+def init_of(minutes):
+    def spoil(log):
+        stop = find(log, "init_stop")
+        for record in log[stop:]:
+            record["time_ms"] += minutes * 60_000
+        return stop + 1
+
+    return spoil
+
+
+def seed_without_its_file(log):
     log[find(log, "seed")]["metadata"].pop("file")
     return find(log, "seed") + 1
 
@@ -76,108 +94,132 @@ def swap_seed_file(log):
 def two_runs_in_one_file(log):
     first = len(log)
     log += [{**record, "time_ms": record["time_ms"] + 3_600_000} for record in log]
-    return first + find(log[:first], "run_start") + 1
+    return first + find(log[:first], "init_start") + 1
 
 
-custom = {"key": "tracked_stats", "event_type": "POINT_IN_TIME", "metadata": {"samples_count": 0}}
-COMMON, RCP, TR, LOG = "CC common.yaml", "RCP rcp_checker.py", "TR", "LOG"
-# what, how (returns the line), rule, where the rule stands (its beginning)
+def run_stop_before_run_start(log):
+    record = log.pop(find(log, "run_stop"))
+    index = find(log, "run_start")
+    log.insert(index, record)
+    return index + 1
+
+
+CUSTOM = {"key": "tracked_stats", "event_type": "POINT_IN_TIME", "metadata": {"samples_count": 0}}
+BOTH = (PRETRAINING, LORA)
+COMMON, LATEST, RCP, OWN = "/common.yaml", "training_6.1.0/common.yaml", "RCP rcp_checker.py", "OWN"
+# what, how (returns the line), rule, how its source begins or ends; and where a log of others differs: its rule and severity
+ERROR, WARNING = "error", "warning"
 MUTATIONS = [
-    ("precision word bf16", put("lowest_numerical_precision_in_linear", "bf16"), "disclosure", COMMON),
-    ("run_stop aborted though the target was reached", status_aborted, "status", "TR Run Results"),
-    ("run_stop missing", drop("run_stop"), "missing", COMMON),
-    ("NaN at the last evaluation", put("eval_accuracy", float("nan"), 3), "finite", LOG),
-    ("NaN after the target", nan_after_the_target, "finite", LOG),
-    ("run_start twice, same value", insert_after("run_start"), "repeated", COMMON),
-    ("cache_clear false", put("cache_clear", False), "cache_clear", "TR Data State"),
-    ("cache_clear absent", drop("cache_clear"), "missing", COMMON),
-    ("train_samples absent", drop("train_samples"), "missing", TR),
-    ("init of 31 minutes", init_of_31_minutes, "init_time", "TR Run Results"),
-    ("custom key that names the batch", insert_after("run_start", **custom, value={"global_batch_size_note": 7}), "reserved_word", RCP),
-    ("custom key that names the loss", insert_after("run_start", **custom, value={"best_eval_accuracy": 7}), "reserved_word", RCP),
-    ("custom key of its own that names it", insert_after("run_start", **custom | {"key": "my_eval_error"}), "reserved_word", RCP),
-    ("evaluation as a text", put("eval_accuracy", "3.9", 1), "eval_value", "CC eval_accuracy"),
-    ("two runs in one file", two_runs_in_one_file, "repeated", COMMON),
-    ("samples_count one step behind", evaluations_one_step_behind, "samples_count", "TR RCP Rules"),
-    ("seed of 15 bits as a text", put("seed", "31415"), "seed", "SEED"),
-    ("seed without its line of code", swap_seed_file, "seed", "SEED"),
-    ("config changed with --set", put("config_filename", "A_TEST_1x8+modified.toml"), "config_filename", "TR mandatory"),
-    ("config of another GPU", put("config_filename", "A_TEST_1x8+forced.toml"), "config_filename", "TR mandatory"),
-    *((f"{key} absent", drop(key), "missing", COMMON) for key in DISCLOSURE_KEYS),
+    ("precision word bf16", put("lowest_numerical_precision_in_linear", "bf16"), "value", LATEST, ERROR),
+    ("aborted though the target was reached", stopped_as("aborted"), "status", "TR Run Results", ERROR),
+    ("no status that a tool knows", stopped_as("fine"), "status", "TR Run Results", ERROR),
+    ("run_stop missing", drop("run_stop"), "missing", COMMON, ERROR),
+    ("run_stop before run_start", run_stop_before_run_start, "value", COMMON, ERROR),
+    ("NaN at an evaluation", put("eval_accuracy", float("nan"), 1), "finite", OWN, WARNING),
+    ("NaN at the last evaluation", put("eval_accuracy", float("nan"), 3), "finite", OWN, WARNING),
+    ("NaN after the target", nan_after_the_target, "finite", OWN, WARNING),
+    ("an evaluation after the target", target_reached_early, "after_target", "TR Run Results", WARNING),
+    ("run_start twice, same value", insert_after("run_start"), "repeated", COMMON, WARNING),
+    ("cache_clear false", put("cache_clear", False), "cache_clear", "TR Data State", ERROR),
+    ("cache_clear absent", drop("cache_clear"), "missing", COMMON, ERROR),
+    ("train_samples absent", drop("train_samples"), "missing", COMMON, ERROR),
+    ("empty organisation", put("submission_org", ""), "value", COMMON, ERROR),
+    ("init of 31 minutes", init_of(31), "value", COMMON, ERROR),
+    ("init of 40 minutes", init_of(40), "value", COMMON, ERROR),
+    (
+        "custom key that names the batch",
+        insert_after("run_start", **CUSTOM, value={"global_batch_size_note": 7}),
+        "reserved_word",
+        RCP,
+        ERROR,
+    ),
+    ("custom key that names the loss", insert_after("run_start", **CUSTOM, value={"best_eval_accuracy": 7}), "reserved_word", RCP, ERROR),
+    ("custom key of its own that names it", insert_after("run_start", **CUSTOM | {"key": "my_eval_error"}), "reserved_word", RCP, ERROR),
+    ("evaluation as a text", put("eval_accuracy", "3.9", 1), "eval_value", "CC eval_accuracy", ERROR),
+    ("two runs in one file", two_runs_in_one_file, "value", COMMON, ERROR),
+    ("samples_count one step behind", evaluations_one_step_behind, "samples_count", "TR RCP Rules", ERROR),
+    ("evaluation interval", evaluations_twice_as_far_apart, "eval_interval", "TR Quality measure", ERROR),
+    ("batch of -5", put("global_batch_size", -5), "batch", RCP, ERROR),
+    ("no seed", drop("seed"), "seed", "SEED", ERROR),
+    ("seed that is no number", put("seed", "abc"), "seed", "SEED", ERROR),
+    ("seed of 15 bits as a text", put("seed", "31415"), "odd_seed", "SEED", WARNING),
+    ("seed without its line of code", seed_without_its_file, "seed", "SEED", ERROR),
+    ("two seeds", insert_after("seed", value=99_999), "many_seeds", "SEED", WARNING),
+    ("learning rate unlike the reference's", put("opt_base_learning_rate", 5e-4), "learning_rate", "RCP Hyperparams", WARNING),
+    ("config changed with --set", put("config_filename", "A_TEST_1x8+modified.toml"), "config_filename", OWN, ERROR),
+    ("config of another GPU", put("config_filename", "A_TEST_1x8+forced.toml"), "config_filename", OWN, ERROR),
+    *((f"{key} absent", drop(key), "missing", LATEST, WARNING) for key in DISCLOSURE_KEYS),
 ]
-# The same for the lines of the file: how line n becomes another one.
-LINES = [
-    ("text after the JSON", "{line} done"),
-    ("text before the token", "rank 0: {line}"),
-    ("a second event on the line", "{line}{line}"),
-    ("cut in the middle", "{cut}"),
-    ("the token before something else", TOKEN + "load_state_dict"),
+OTHERS_RULE = {f"{key} absent": "disclosure" for key in DISCLOSURE_KEYS}  # they are held to 6.0.0 then
+ALWAYS_WARNING = ("learning rate unlike the reference's",)
+# Of one benchmark only.
+OF_ONE = [
+    (PRETRAINING, "clip 5", put("opt_gradient_clip_norm", 5.0), "value", "closed_llama31_8b.yaml"),
+    (PRETRAINING, "end learning rate", put("opt_end_learning_rate", 8e-6), "end_learning_rate", "TR Hyperparameters"),
+    (PRETRAINING, "decay steps", put("opt_learning_rate_decay_steps", 1_200_000), "value", "closed_llama31_8b.yaml"),
+    (LORA, "clip 5", put("opt_gradient_clip_norm", 5.0), "constant", "TR Hyperparameters"),
+    (LORA, "alpha 64", put("lora_alpha", 64), "constant", "TR Hyperparameters"),
+    (LORA, "decay 0.1", put("opt_adamw_weight_decay", 0.1), "constant", "TR Hyperparameters"),
+    (LORA, "rank 8", put("lora_rank", 8), "value", "closed_llama2_70b_lora.yaml"),
+    (LORA, "3900 sequences", put("train_samples", 3900), "constant", "TR Hyperparameters"),
+    (LORA, "170 sequences evaluated", put("eval_samples", 170), "constant", "TR Hyperparameters"),
 ]
+CASES = [(benchmark, *row) for benchmark in BENCHMARKS for row in MUTATIONS] + [(*row, ERROR) for row in OF_ONE]
+IDS = [f"{benchmark.rules.BENCHMARK}: {name}" for benchmark, name, *_ in CASES]
 
 
-@pytest.fixture
-def checked(tmp_path, monkeypatch, capsys):
-    """Call `check` on a log in a project that has the config the log names: exit code and what it printed."""
-    monkeypatch.setattr(checker, "checker_version", lambda: "4.1.68")
-    monkeypatch.setattr(checker, "closed_verdict", lambda path, ruleset: checker.Verdict(ruleset, True, ()))
-    ours, root = lint.lint, project_root(tmp_path)
-    monkeypatch.setattr(check.lint, "lint", lambda path, division=None: ours(path, division, project_root=root))
-
-    def call(path):
-        code = check.main([str(path)])
-        return code, capsys.readouterr().out
-
-    return call
-
-
-def refused(answer: tuple[int, str], line: int, rule: str, source: str) -> bool:
-    """Is there a row that begins with this line and rule, and says where the rule stands?"""
-    code, text = answer
-    rows = [row for row in text.splitlines() if row.split()[:2] == [str(line or "-"), rule] and "(warning)" not in row]
-    return code == 20 and text.endswith("NOT CLEAN\n") and any(source in row for row in rows)
-
-
-EACH = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
-
-
-@EACH
-def test_the_good_log_is_accepted(tmp_path, checked, benchmark):
-    code, text = checked(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED))
-    assert code == 0 and "no findings" in text and text.endswith("\nCLEAN\n")
-
-
-@EACH
-@pytest.mark.parametrize(("spoil", "rule", "source"), [row[1:] for row in MUTATIONS], ids=[row[0] for row in MUTATIONS])
-def test_a_spoiled_log_is_refused(tmp_path, checked, benchmark, spoil, rule, source):
-    log = records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED))
+def spoiled(tmp_path, benchmark, dialect, spoil):
+    """The findings on a spoiled log, as (line, rule, severity, source), and the line that was spoiled."""
+    change, options = DIALECTS[dialect]
+    log = change(records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED)))
     line = spoil(log)
-    answer = checked(write_records(tmp_path / "spoiled.txt", log))
-    assert refused(answer, line, rule, source), answer[1]
+    path = write(tmp_path / "result_0.txt", log, **options)
+    found = examine(path, project_root=project_root(tmp_path)).findings
+    return line, [(finding.line, finding.rule, "warning" if finding.warning else "error", finding.source) for finding in found]
 
 
-@EACH
-@pytest.mark.parametrize("spoil", [row[1] for row in LINES], ids=[row[0] for row in LINES])
+@pytest.mark.parametrize("dialect", ["ours", "srun"])
+@pytest.mark.parametrize(("benchmark", "name", "spoil", "rule", "source", "severity_of_others"), CASES, ids=IDS)
+def test_a_spoiled_log_is_refused_or_warned_about(tmp_path, dialect, benchmark, name, spoil, rule, source, severity_of_others):
+    line, found = spoiled(tmp_path, benchmark, dialect, spoil)
+    severity = WARNING if name in ALWAYS_WARNING else ERROR
+    if dialect != "ours" or name == "config_filename absent":  # by that key a log is known as ours
+        rule, severity = OTHERS_RULE.get(name, rule), severity_of_others
+    elif name == "run_start twice, same value":
+        rule, source = "once", OWN  # the official checker warns
+    assert any(row[:3] == (line, rule, severity) and source in row[3] for row in found), found
+
+
+# How line n of the file becomes another one; the rule in our logs and those of others, None where they may write so.
+LINES = [
+    ("text after the JSON", "{line} done", "line_format", "line_format", ERROR),
+    ("text before the token", "rank 0: {line}", "line_format", None, None),
+    ("a second event on the line", "{line}{line}", "line_format", "line_format", WARNING),
+    ("cut in the middle", "{cut}", "line_format", "line_format", ERROR),
+    ("the token before something else", TOKEN + "load_state_dict", "line_format", "line_format", ERROR),
+]
+
+
+@pytest.mark.parametrize("dialect", ["ours", "srun"])
+@pytest.mark.parametrize("benchmark", BOTH, ids=lambda benchmark: benchmark.rules.BENCHMARK)
+@pytest.mark.parametrize(
+    ("spoil", "rule", "rule_of_others", "severity_of_others"), [row[1:] for row in LINES], ids=[row[0] for row in LINES]
+)
 @pytest.mark.parametrize("key", ["eval_stop", "run_stop"])
-def test_a_spoiled_line_is_refused(tmp_path, checked, benchmark, key, spoil):
-    path = write_good(tmp_path / "spoiled.txt", benchmark.rules.CLOSED)
-    lines, index = path.read_text().splitlines(), find(records(path), key)
+def test_a_spoiled_line_is_found(tmp_path, dialect, benchmark, key, spoil, rule, rule_of_others, severity_of_others):
+    change, options = DIALECTS[dialect]
+    log = change(records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED)))
+    path = write(tmp_path / "result_0.txt", log, **options)
+    lines, index = path.read_text().splitlines(), find(log, key)
     lines[index] = spoil.format(line=lines[index], cut=lines[index][:60])
     path.write_text("\n".join(lines) + "\n")
-    answer = checked(path)
-    assert refused(answer, index + 1, "line_format", "CC mlp_parser"), answer[1]
+    found = [(f.line, f.rule, "warning" if f.warning else "error") for f in examine(path, project_root=project_root(tmp_path)).findings]
+    expected = (index + 1, rule, ERROR) if dialect == "ours" else (index + 1, rule_of_others, severity_of_others)
+    assert expected in found if expected[1] else found == []
 
 
-@pytest.mark.parametrize("seed", [0, 1, 42, 1234, 2**15 - 1, 1234567, 2**32 - 1])
-def test_a_seed_that_looks_chosen_is_a_warning(tmp_path, checked, seed):
-    log = records(write_good(tmp_path / "good.txt"))
-    line = put("seed", seed)(log)
-    code, text = checked(write_records(tmp_path / "spoiled.txt", log))
-    assert code == 0 and [row.split()[:3] for row in text.splitlines() if "warning" in row] == [[str(line), "seed", "(warning)"]]
-
-
-@pytest.mark.parametrize("benchmark", [PRETRAINING, LORA], ids=["8b", "lora"])
-def test_a_changed_config_is_refused_without_a_project_to_look_into(tmp_path, benchmark):
-    log = records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED))
-    line = put("config_filename", "H200_1x8+modified.toml")(log)
-    findings = lint.lint(write_records(tmp_path / "spoiled.txt", log), project_root=None)
-    assert [(finding.line, finding.rule) for finding in findings] == [(line, "config_filename")]
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
+def test_the_good_log_is_clean_in_every_dialect(tmp_path, benchmark, dialect):
+    _, found = spoiled(tmp_path, benchmark, dialect, lambda log: 0)
+    assert [row for row in found if row[1] != "repeated"] == [] and all(row[2] == WARNING for row in found)

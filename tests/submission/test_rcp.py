@@ -1,11 +1,16 @@
-"""Reference convergence points: our numbers against the published tables, and against the official checker's own."""
+"""The RCP test: the official checker, as we call it, against a second opinion by formulae of our own and the published tables."""
 
 import json
+import math
+import sys
 from pathlib import Path
 
 import pytest
+import rcp_formula as rcp
 
-from records import rcp
+from common.errors import PreflightError
+from records.rcp import mean_samples
+from submission import rcp as called
 
 _8B, LORA = "llama31_8b", "llama2_70b_lora"
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
@@ -79,18 +84,18 @@ def test_measured_points(benchmark, batch, mean, sigma, minimum, speedup, pruned
     assert [round(value, 2) for value in (point.mean, point.sigma, point.minimum)] == [mean, sigma, minimum]
     assert point.max_speedup == pytest.approx(speedup, abs=6e-6)
     assert (rcp.point_at(benchmark, batch, "pruned").counted == 18) is pruned
-    assert rcp.mean_samples(benchmark, batch) == point.mean
+    assert mean_samples(benchmark, batch) == point.mean
 
 
 @pytest.mark.parametrize("benchmark, batch, mean, minimum", INTERPOLATED)
 def test_interpolated_points(benchmark, batch, mean, minimum):
     point = rcp.point_at(benchmark, batch)
     assert (round(point.mean, 2), round(point.minimum, 2)) == (mean, minimum)
-    assert point.samples == () and point.share_not_slower(mean) is None
+    assert point.samples == () and called.point_at(benchmark, batch, "6.1.0").share_not_slower(mean) is None
 
 
 def test_a_batch_that_was_never_run_has_no_mean():
-    assert rcp.mean_samples(_8B, 24) is None and rcp.point_at(_8B, 129) is None
+    assert mean_samples(_8B, 24) is None and rcp.point_at(_8B, 129) is None
 
 
 @pytest.mark.parametrize("benchmark, batch, counts, passed, message, factor", CASES)
@@ -107,7 +112,7 @@ def test_the_band_of_lora_at_batch_32_is_the_wider_one_in_the_pruned_set():
 
 
 def test_where_a_run_lies():
-    point = rcp.point_at(_8B, 32)
+    point = called.point_at(_8B, 32, "6.1.0")
     assert point.share_not_slower(172_032) == 9 / 20 and point.share_not_slower(172_031) == 0
     assert point.z_score(point.mean + point.sigma) == pytest.approx(1)
 
@@ -147,19 +152,25 @@ def test_reference_runs_are_those_of_every_ruleset(benchmark):
 
 @pytest.mark.parametrize("benchmark", rcp.REFERENCE_RUNS)
 def test_every_batch_has_the_official_numbers(benchmark):
-    """Mean and minimum to the last bit. Sigma to the last but one: ours is rounded once, numpy's at every step."""
-    checker = official().RCP_Checker("training", "6.1.0", benchmark, False)
+    """Mean and minimum to the last bit. Sigma to the last but one: the formula is rounded once, numpy's at every step."""
     smallest, largest = min(rcp.REFERENCE_RUNS[benchmark]), max(rcp.REFERENCE_RUNS[benchmark])
     for points in rcp.POINT_SETS:
-        name = f"{points}_rcps"
-        for batch in range(smallest, largest + 1):
-            record = checker._find_rcp(batch, name)
-            if record is None:
-                low, high = checker._find_top_min_rcp(batch, name), checker._find_bottom_max_rcp(batch, name)
-                record = checker._create_interp_rcp(batch, low, high)[1]
-            point = rcp.point_at(benchmark, batch, points)
-            assert (point.mean, point.minimum, point.max_speedup) == (record["RCP Mean"], record["Min Epochs"], record["Max Speedup"])
-            assert point.sigma == pytest.approx(record["RCP Stdev"], rel=1e-15)
+        for batch in range(1, largest + 2):
+            official, formula = called.point_at(benchmark, batch, "6.1.0", points), rcp.point_at(benchmark, batch, points)
+            if formula is None:
+                assert official is None and batch > largest
+                continue
+            assert (official.mean, official.minimum, official.samples) == (formula.mean, formula.minimum, formula.samples)
+            assert official.sigma == pytest.approx(formula.sigma, rel=1e-15) and (official.batch == batch or batch < smallest)
+
+
+@pytest.mark.parametrize("batch", [16, 24])
+def test_the_chance_of_a_mean_is_that_of_the_t_distribution(batch):
+    official, formula = called.point_at(_8B, batch, "6.1.0"), rcp.point_at(_8B, batch)
+    for mean in (formula.minimum, 0.99 * formula.mean, formula.mean, 1.01 * formula.mean):
+        t = (mean - formula.mean) / (formula.sigma * math.sqrt(1 / formula.counted + 1 / 8))
+        tail = rcp.t_tail(abs(t), formula.counted + 6)
+        assert called.chance_of(mean, official, _8B, "6.1.0") == pytest.approx(tail if t < 0 else 1 - tail, rel=1e-9)
 
 
 def write_bare_log(path: Path, benchmark: str, batch: int, samples: float) -> None:
@@ -173,13 +184,25 @@ def write_bare_log(path: Path, benchmark: str, batch: int, samples: float) -> No
 @pytest.mark.parametrize("benchmark, batch, counts", [case[:3] for case in CASES])
 def test_the_official_checker_says_the_same(benchmark, batch, counts, tmp_path):
     samples = runs_of(counts)
-    for index, value in enumerate(samples):
-        write_bare_log(tmp_path / f"result_{index}.txt", benchmark, batch, value)
+    logs = [tmp_path / f"log {index}" for index in range(len(samples))]
+    for path, value in zip(logs, samples, strict=True):
+        write_bare_log(path, benchmark, batch, value)
     for points in rcp.POINT_SETS:
-        found = official().check_directory(str(tmp_path), "training", "6.1.0", False, False, rcp_pass=f"{points}_rcps", set_scaling=True)
-        verdict = rcp.judge(benchmark, batch, samples, points)
-        assert (verdict.passed, verdict.message, verdict.factor) == found
-        scaling = tmp_path / "scaling.json"
-        factor = json.loads(scaling.read_text())["scaling_factor"] if scaling.exists() else 1.0
-        assert factor == (verdict.factor if verdict.passed else 1.0)
-        scaling.unlink(missing_ok=True)
+        official, formula = called.judge(logs, "6.1.0", points), rcp.judge(benchmark, batch, samples, points)
+        assert (official.passed, official.message, official.factor) == (formula.passed, formula.message, formula.factor)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in logs}  # it writes scaling.json elsewhere
+
+
+def test_a_crash_of_the_official_checker_is_a_failure_in_one_line(tmp_path, caplog, capsys):
+    logs = [tmp_path / str(index) for index in range(3)]
+    for path in logs:
+        path.write_text(':::MLLOG {"key": "submission_benchmark", "value": "llama31_8b"}\n:::MLLOG {"key": "eval_accuracy"}\n')
+    verdict = called.judge(logs, "6.1.0")
+    assert not verdict.passed and verdict.message == "the official RCP checker broke off: KeyError: 'metadata'"
+    assert not caplog.records and capsys.readouterr() == ("", "")
+
+
+def test_without_the_official_package_there_is_one_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlperf_logging.rcp_checker", None)
+    with pytest.raises(PreflightError, match="official tools cannot be imported"):
+        called.judge([tmp_path / "log"] * 3, "6.1.0")

@@ -11,8 +11,8 @@ from page import Page
 from synthetic_log import records, start, write_good, write_records
 
 from llama31_8b import rules
-from records import rcp
-from submission import report, window
+from submission import rcp, report
+from submission.series import read_series, ten_runs
 
 
 def events(steps: int = 50, interval: int = 12288) -> list[dict]:
@@ -112,9 +112,34 @@ def test_all_text_is_escaped(run_dir):
     assert "<script" not in text and "&lt;script&gt;" in text
 
 
-def test_an_empty_directory_still_gets_a_report(tmp_path):
+def test_nothing_is_written_into_a_directory_that_is_no_run(tmp_path, capsys):
+    (tmp_path / "photo.jpg").touch()
+    for folder in (tmp_path, tmp_path / "result_0.txt"):
+        assert report.main([str(folder)]) == 2
+        assert "no such run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
+
+
+def test_a_run_that_failed_before_its_log_gets_a_report(tmp_path):
+    (tmp_path / "failure.json").write_text(json.dumps({"kind": "preflight", "what": "the GPU does not answer"}))
     text = page(tmp_path)
-    assert "run_stop is missing" in text and "result.txt is missing" in text and "events.jsonl is missing" in text
+    assert "Aborted: preflight" in text and "the GPU does not answer" in text
+    assert "result.txt is missing" in text and "events.jsonl is missing" in text
+
+
+def test_a_log_with_a_prefix_gives_the_same_page(run_dir):
+    text = page(run_dir)
+    path = run_dir / "result.txt"
+    path.write_text("".join(f"0: {line}\n" for line in path.read_text().splitlines()))
+    assert page(run_dir) == text
+
+
+def test_a_log_that_the_official_checker_refuses_is_no_good_run(run_dir):
+    log = records(run_dir / "result.txt")
+    log[synthetic_log.find(log, "opt_gradient_clip_norm")]["value"] = 5.0
+    write_records(run_dir / "result.txt", log)
+    text = page(run_dir)
+    assert "does not count: the official checker refuses its log" in text and "opt_gradient_clip_norm" in text
 
 
 @pytest.mark.parametrize("name", ["result.txt", "events.jsonl", "versions.json", "config.toml"])
@@ -183,7 +208,7 @@ def test_the_report_of_a_series_is_complete(series):
         "step time, ms",
     ):
         assert part in text
-    point = rcp.point_at("llama31_8b", 16)
+    point = rcp.point_at("llama31_8b", 16, "6.1.0")
     for part in (
         f"{point.mean:,.2f}",
         f"{point.minimum:,.2f}",
@@ -196,10 +221,7 @@ def test_the_report_of_a_series_is_complete(series):
         assert part in text
     assert text.count('<polyline class="run"') == 2 * 10 and text.count('<polyline class="run other"') == 2 * 2
     assert "differ" not in text and text.count('class="band"') == 3
-    place, record = window.find_series(series, "llama31_8b")
-    attempts = window.attempts_of(place, record)
-    score = window.choose(window.windows(attempts, "llama31_8b"), attempts, "median").score
-    assert f"{score:.3f} minutes" in text
+    assert f"{ten_runs(read_series([series])).score:.3f} minutes" in text
 
 
 def test_the_report_of_a_series_is_self_contained_and_small(series):
@@ -220,8 +242,8 @@ def test_a_series_without_ten_in_a_row_has_no_score(tmp_path):
     plans = synthetic_series.plans([13] * 12)
     plans[5].fails = "killed"
     text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans))
-    assert "11 of 12 attempts are good" in text and "no score: no 10 consecutive attempts" in text and "score if these were all" in text
-    assert "left no run_stop" in text and "died without a message" in text
+    assert "11 of 12 attempts are good" in text and "no score: no 10 consecutive attempts" in text and "<b>score</b>" not in text
+    assert ">lost<" in text and "died without a message" in text
 
 
 def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):
@@ -233,7 +255,7 @@ def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):
 def test_runs_without_a_ledger_are_a_series_too(series):
     (series / "attempts.jsonl").unlink()
     text = page(series)
-    assert "10 of 12 attempts are good" in text and "missed the target" in text
+    assert "10 of 12 attempts are good" in text and "did not converge" in text
 
 
 def test_the_series_that_is_asked_for(series, capsys):

@@ -14,17 +14,17 @@ from synthetic_series import DESCRIPTION, ORG, SYSTEM
 from common.config import load
 from common.sharding.processes import Heartbeat
 from common.training import loop
-from common.training.loop import Batching
+from common.training.loop import Batching, Goal, Reporting
 from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
 from llama2_70b_lora import log_keys as lora_keys
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import log_keys, rules
-from submission import official
-from submission.checker import CLOSED_RULESETS
-from submission.lint import PROJECT_ROOT, lint
-from submission.runs import read_runs
-from submission.series import score_runs
+from submission import official_tools
+from submission.check import examine
+from submission.official_tools import CLOSED_RULESETS
+from submission.own_log import PROJECT_ROOT
+from submission.series import read_series, ten_runs
 
 # Sequences to the target of ten runs, by benchmark: near the reference, so that the RCP test passes, with and without a factor.
 CONVERGED = {"llama31_8b": [147_456] + [159_744] * 8 + [172_032], "llama2_70b_lora": [2688] * 2 + [3072] * 6 + [3456] * 2}
@@ -36,6 +36,7 @@ def scripted():
     """The loop's two calls that compute, as scripts; the rest of it is real."""
     patch = pytest.MonkeyPatch()
     step = (torch.tensor(3.0), torch.tensor(0.5))
+    patch.setattr(loop, "LOG_EVERY_STEPS", 2000)
     patch.setattr(loop, "train_step", lambda *args: step)
     patch.setattr(loop, "evaluate", lambda model, batches, *rest: next(batches))
     yield
@@ -66,21 +67,14 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
         "max_samples": config.max_samples,
     }
     outcome = loop.train(
-        model=SimpleNamespace(scaling=None),
-        optimizer=None,
+        assembly=SimpleNamespace(model=None, fp8=None),
         lr_at=lambda step: 0.0,
         batches=iter(()),
         eval_batches=iter([closed.target_loss + 0.1] * above + [closed.target_loss]),
-        batching=Batching(batch, config.gradient_accumulation_steps, False),
-        eval_interval=interval,
-        first_evaluation=first,
-        target_loss=closed.target_loss,
-        max_samples=config.max_samples,
-        log_every_steps=2000,
+        batching=Batching(batch, config.gradient_accumulation_steps),
+        goal=Goal(interval, first, closed.target_loss, config.max_samples),
         processes=processes,
-        log=log,
-        meter=Meter(processes, Events(None), Progress(False), **sizes),
-        heartbeat=Heartbeat(None, 0),
+        reporting=Reporting(log, Meter(processes, Events(None), Progress(False), **sizes), Heartbeat(None, 0), None),
     )
     log.run_stop(outcome.samples, "success")
 
@@ -98,22 +92,22 @@ def org_dir(tmp_path_factory, processes, scripted):
     return org
 
 
-def test_our_lint_finds_nothing(org_dir):
+def test_our_checks_find_nothing(org_dir):
     for path in sorted(org_dir.glob("results/*/*/result_*.txt")):
-        assert lint(path) == [], path
+        assert examine(path).errors() == [], path
 
 
 @pytest.mark.parametrize("ruleset", CLOSED_RULESETS)
 def test_the_official_tools_say_success_and_our_numbers_are_theirs(org_dir, ruleset):
-    assert official.package(org_dir, ruleset, benchmarks=2).passed
-    summary = official.summary(org_dir, ruleset, list(CONVERGED))
-    assert summary.passed and official.repository(org_dir, ruleset).passed
+    assert official_tools.package(org_dir, ruleset, benchmarks=2).passed
+    summary = official_tools.summary(org_dir, ruleset, list(CONVERGED))
+    assert summary.passed and official_tools.repository(org_dir, ruleset).passed
     for benchmark, converged in CONVERGED.items():
         folder = org_dir / "results" / SYSTEM / benchmark
-        runs, notes = read_runs([folder])
-        series = score_runs(runs)
-        assert [run.samples for run in runs] == converged and series.passed, notes
-        assert series.score == pytest.approx(summary.scores[benchmark], abs=1e-9), "equal to the last digit of the summary"
+        series = read_series([folder])
+        ten = ten_runs(series)
+        assert [run.samples for run in series.runs] == converged and ten.passed, series.notes
+        assert ten.score == pytest.approx(summary.scores[benchmark], abs=1e-9), "equal to the last digit of the summary"
         scaling = folder / "scaling.json"
         factor = json.loads(scaling.read_text())["scaling_factor"] if scaling.is_file() else 1.0
-        assert series.factor == factor, benchmark
+        assert ten.factor == factor, benchmark

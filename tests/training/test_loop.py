@@ -28,8 +28,7 @@ from common.training.metrics import Meter
 from llama31_8b import train as trainer
 from llama31_8b.data import TrainData
 from llama31_8b.rules import CLOSED
-from submission import check, checker
-from submission.lint import lint
+from submission import check, official_tools
 
 
 @pytest.fixture(scope="module")
@@ -346,11 +345,11 @@ def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
 
 
 @pytest.mark.parametrize(("global_batch_size", "losses"), [(32, [3.9, 3.31, 3.3]), (16, [3.4, 3.2999])])
-def test_a_closed_log_passes_every_round_and_our_lint(processes, closed_data, tmp_path, capsys, global_batch_size, losses):
+def test_a_closed_log_passes_every_round_and_our_rules(processes, closed_data, tmp_path, capsys, global_batch_size, losses):
     path = closed_log(tmp_path / "run", closed_data, losses, global_batch_size)
-    verdicts = [checker.closed_verdict(path, ruleset) for ruleset in checker.CLOSED_RULESETS]
-    assert verdicts == [checker.Verdict(ruleset, True, ()) for ruleset in checker.CLOSED_RULESETS]
-    assert lint(path) == []
+    verdicts = [official_tools.closed_verdict(path, ruleset) for ruleset in official_tools.CLOSED_RULESETS]
+    assert verdicts == [official_tools.Verdict(ruleset, True, ()) for ruleset in official_tools.CLOSED_RULESETS]
+    assert check.examine(path).errors() == []
     assert check.main([str(path)]) == 0
     log = records(path)
     samples = [record["metadata"]["samples_count"] for record in log if record["key"] == "eval_accuracy"]
@@ -370,12 +369,12 @@ def test_a_closed_log_passes_every_round_and_our_lint(processes, closed_data, tm
 
 @pytest.mark.parametrize(
     ("rules", "finding"),
-    [({"eval_interval_samples": 6144}, "eval_interval"), ({"end_learning_rate_ratio": 0.01}, "learning_rate")],
+    [({"eval_interval_samples": 6144}, "eval_interval"), ({"end_learning_rate_ratio": 0.01}, "end_learning_rate")],
     ids=["interval of 6144", "end learning rate of 1 %"],
 )
 def test_what_the_official_checker_lets_pass_is_refused_by_ours(processes, closed_data, tmp_path, capsys, rules, finding):
     path = closed_log(tmp_path / "run", closed_data, [3.2], 32, **rules)
-    assert checker.closed_verdict(path, "6.1.0").passed
-    assert {found.rule for found in lint(path)} == {finding}
+    assert official_tools.closed_verdict(path, "6.1.0").passed
+    assert {found.rule for found in check.examine(path).errors()} == {finding}
     assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
     assert "passed" in capsys.readouterr().out

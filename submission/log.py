@@ -1,0 +1,152 @@
+"""The one reader of MLPerf log files: lines with the token `:::MLLOG`, as records.
+
+A record is the JSON object behind the last token of a line. Text before the token, such as the `0: ` of `srun -l`, is no part of it:
+the official parser strips it too (mlcommons/logging, compliance_checker/mlp_parser/ruleset_610.py). Lines end at LF, CRLF or CR.
+`events` streams, so that a log of 200 MB needs no memory; `read` keeps what the caller needs. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeGuard
+
+from common.errors import ConfigError
+
+TOKEN = ":::MLLOG"
+BOM = "\xef\xbb\xbf"  # of UTF-8, read as latin-1
+HEAD_BYTES = 4096  # where a file is looked at for what it is
+DO = "name MLPerf result logs, as text"
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"\xfd7zXZ": "xz", b"BZh": "bzip2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One record. `time_ms` counts from 1970; `line` from 1, as an editor counts."""
+
+    line: int
+    time_ms: float
+    key: str
+    value: object
+    metadata: dict
+    namespace: str
+    event_type: str
+    prefix: str  # the text before the token
+
+    @property
+    def samples(self):
+        """metadata's samples_count as it stands, or None."""
+        return self.metadata.get("samples_count")
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line with the token that holds no record, or one that the official parser would break off at."""
+
+    line: int
+    reason: str
+
+
+@dataclass
+class Log:
+    """The records of a log in their order, and by key."""
+
+    events: list[Event] = field(default_factory=list)
+    bad: list[BadLine] = field(default_factory=list)
+    by_key: dict[str, list[Event]] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for event in self.events:
+            self.by_key.setdefault(event.key, []).append(event)
+
+    def all(self, key: str) -> list[Event]:
+        return self.by_key.get(key, [])
+
+    def first(self, key: str) -> Event | None:
+        return self.all(key)[0] if self.all(key) else None
+
+    def value(self, key: str):
+        """The first value of `key`, or None."""
+        event = self.first(key)
+        return event.value if event else None
+
+    def number(self, key: str) -> float | None:
+        value = self.value(key)
+        return value if is_number(value) else None
+
+
+def read(path: Path, repeated: Collection[str] | None = None) -> Log:
+    """The records of `path`. With `repeated`: all records of these keys, and only the first one of any other, so that what a log
+    holds once per step takes no memory. Raises ConfigError as `events` does."""
+    kept, bad, seen = [], [], set()
+    for record in events(path):
+        if isinstance(record, BadLine):
+            bad.append(record)
+        elif repeated is None or record.key in repeated or record.key not in seen:
+            kept.append(record)
+            seen.add(record.key)
+    return Log(kept, bad)
+
+
+def events(path: Path) -> Iterator[Event | BadLine]:
+    """The records of `path` one by one. Raises ConfigError, at once, for what cannot be read or is no text."""
+    _check(path)
+    return _events(path)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """A finite int or float; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _check(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}", error.strerror or str(error), DO) from None
+    for magic, kind in MAGIC.items():
+        if head.startswith(magic):
+            raise ConfigError(f"{path} is compressed ({kind})", "the official tools read logs as text only", "decompress it first")
+    if not head:
+        raise ConfigError(f"{path} is empty", "a run writes its first line when it starts", DO)
+    if b"\0" in head:
+        raise ConfigError(f"{path} is a binary file", "it begins with NUL bytes, or holds some in its first lines", DO)
+
+
+def _events(path: Path) -> Iterator[Event | BadLine]:
+    line_feeds = returns = 0
+    # latin-1, as the official parser reads: no byte can fail. newline="" splits at CR, LF and CRLF, and leaves them on the line.
+    with path.open(encoding="latin-1", newline="") as file:
+        for text in file:
+            if TOKEN in text:
+                yield _record((line_feeds or returns) + 1, text)
+            if text.endswith("\n"):
+                line_feeds += 1
+            else:
+                returns += 1  # progress bars print these within a line; they count in a file that has no others
+
+
+def _record(line: int, text: str) -> Event | BadLine:
+    prefix, _, rest = text.rpartition(TOKEN)
+    prefix = prefix.removeprefix(BOM)
+    if not rest.startswith(" "):
+        return BadLine(line, "no blank after the token: the official parser does not see the line")
+    try:
+        record = json.loads(rest)
+    except ValueError as error:
+        return BadLine(line, f"not one JSON object and nothing else: {error}")
+    except RecursionError:
+        return BadLine(line, "not one JSON object and nothing else: it is nested too deeply")
+    if not isinstance(record, dict):
+        return BadLine(line, f"not one JSON object but {type(record).__name__}")
+    if missing := [key for key in ("time_ms", "key", "value", "metadata") if key not in record]:
+        return BadLine(line, f"a record without {', '.join(missing)}")
+    metadata = {} if record["metadata"] is None else record["metadata"]
+    if not is_number(record["time_ms"]) or type(record["key"]) is not str or type(metadata) is not dict:
+        return BadLine(line, "time_ms, key or metadata has the wrong type")
+    namespace, event_type = str(record.get("namespace") or ""), str(record.get("event_type") or "")
+    return Event(line, record["time_ms"], record["key"], record["value"], metadata, namespace, event_type, prefix)

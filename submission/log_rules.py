@@ -1,0 +1,299 @@
+"""Rules of the closed division that no official tool tests, for the log of anybody.
+
+Each rule is a function that yields (line, message), and a row of RULES that says where the rule is written and what a break of it is:
+an error, where the rules forbid it, or a warning, where the official tools accept it and a reviewer would ask.
+
+Where rules stand:
+  TR   mlcommons/training_policies, training_rules.adoc (v5.1 to v6.1)
+  CC   mlcommons/logging, compliance_checker
+  RCP  mlcommons/logging, rcp_checker
+  SEED mlcommons/logging, package_checker/seed_checker.py
+  REF  mlcommons/training, the benchmark's reference
+  OWN  submission/own_log.py: habits of the logs that this project writes
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from common.training.mllog import RESERVED_SUBSTRINGS
+from llama2_70b_lora import rules as llama2_70b_lora_rules
+from llama31_8b import rules as llama31_8b_rules
+from submission.log import TOKEN, Event, Log, is_number
+
+Rules = llama31_8b_rules.Rules | llama2_70b_lora_rules.Rules
+BENCHMARKS = {rules.BENCHMARK: rules for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
+
+ERROR, WARNING = "error", "warning"
+WARNING_OF_OTHERS = "warning of others"  # an error in our own logs: RunLog never writes it
+
+PRECISION_KEYS = tuple(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm"))
+PARALLELISM_KEYS = tuple(f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert"))
+DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
+# Key -> attribute of the benchmark's Rules, where the division fixes a value and the compliance checker lets any other pass.
+UNTESTED_CONSTANTS = {
+    "llama31_8b": {},
+    "llama2_70b_lora": {
+        "opt_gradient_clip_norm": "gradient_clip_norm",
+        "opt_adamw_weight_decay": "weight_decay",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "eval_samples": "eval_samples",
+        "train_samples": "train_samples",
+    },
+}
+# By global batch: "Hyperparams" of mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_<benchmark>.json.
+REFERENCE_LEARNING_RATES = {
+    "llama31_8b": {16: 4e-4, 32: 8e-4, 64: 8e-4, 96: 1e-3, 128: 2e-3},
+    "llama2_70b_lora": {8: 4e-4, 16: 4e-4, 32: 4e-4, 128: 1e-3},
+}
+
+Found = Iterator[tuple[int, str]]  # line of the file, or 0 for the log as a whole; what is wrong
+
+
+@dataclass(frozen=True)
+class Finding:
+    line: int  # of the file, from 1; 0: the log as a whole
+    rule: str
+    message: str
+    source: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    find: Callable[[Log, Rules], Found]
+    source: str
+    severity: str = ERROR
+
+    def findings(self, log: Log, rules: Rules, ours: bool) -> Iterator[Finding]:
+        warning = self.severity == WARNING or (self.severity == WARNING_OF_OTHERS and not ours)
+        return (Finding(line, self.name, message, self.source, warning) for line, message in self.find(log, rules))
+
+
+def rules_of(log: Log, division: str | None = None) -> Rules | None:
+    """Those that the log at hand is held to; None where there are none here. `division` goes before what the log says."""
+    benchmark = BENCHMARKS.get(str(log.value("submission_benchmark")))
+    division = division or log.value("submission_division")
+    if benchmark is None or division not in ("closed", "miniature"):
+        return None
+    return benchmark.CLOSED if division == "closed" else benchmark.MINIATURE
+
+
+# Evaluations.
+
+
+def wrong_interval(log: Log, rules: Rules) -> Found:
+    """The first evaluation that is not where the rules want it, or training to the end without the next one."""
+    batch = log.value("global_batch_size")
+    counts = _evaluations(log)
+    if not is_positive_int(batch) or _one_step_short(counts, batch, rules):
+        return
+    due, interval, last = rules.first_evaluation(batch), rules.eval_interval(batch), 0
+    for line, samples in counts:
+        if samples != due:
+            message = f"evaluation at {samples}, {samples - last} after {last}; at a global batch of {batch} it is due at {due}"
+            yield line, f"{message}, the interval is {interval}"
+            return
+        last, due = samples, due + interval
+    stop = log.first("run_stop")
+    if stop and type(stop.samples) is int and stop.samples >= due:
+        yield stop.line, f"training went on from {last} to {stop.samples} with no evaluation; one was due at {due}"
+
+
+def counted_short(log: Log, rules: Rules) -> Found:
+    """Evaluations at the right places, counted before the optimizer step: one global batch too few."""
+    batch, counts = log.value("global_batch_size"), _evaluations(log)
+    if is_positive_int(batch) and _one_step_short(counts, batch, rules):
+        line, samples = counts[0]
+        yield line, f"samples_count {samples} and all that follow are one global batch of {batch} short of what was trained"
+
+
+def _evaluations(log: Log) -> list[tuple[int, int]]:
+    """(line, samples_count) of the evaluations; what several processes log of one evaluation counts once."""
+    found: list[tuple[int, int]] = []
+    for event in log.all("eval_accuracy"):
+        if is_count(event.samples) and not (found and found[-1][1] == event.samples):
+            found.append((event.line, int(event.samples)))
+    return found
+
+
+def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> bool:
+    first, interval = rules.first_evaluation(batch) - batch, rules.eval_interval(batch)
+    return bool(counts) and all(samples == first + number * interval for number, (_, samples) in enumerate(counts))
+
+
+def no_loss(log: Log, rules: Rules) -> Found:
+    for event in log.all("eval_accuracy"):
+        if not _is_not_finite(event.value) and not (is_number(event.value) and event.value > 0):
+            yield event.line, f"eval_accuracy is {event.value!r}, not a positive number"
+
+
+def not_finite(log: Log, rules: Rules) -> Found:
+    for event in log.events:
+        if _is_not_finite(event.value):
+            yield event.line, f"{event.key} is {event.value}"
+
+
+def wrong_status(log: Log, rules: Rules) -> Found:
+    """success if and only if an evaluation reached the target."""
+    stop = log.first("run_stop")
+    if stop is None:
+        return
+    reached = any(_reaches(event, rules) for event in log.all("eval_accuracy"))
+    status = stop.metadata.get("status")
+    if (status == "success") != reached or status not in ("success", "aborted"):
+        yield stop.line, f"status is {status!r}, but the target of {rules.target_loss} was {'' if reached else 'not '}reached"
+
+
+def after_target(log: Log, rules: Rules) -> Found:
+    reached = next((event for event in log.all("eval_accuracy") if _reaches(event, rules)), None)
+    if reached is None:
+        return
+    for event in log.all("eval_accuracy"):
+        if event.line > reached.line and event.samples != reached.samples:
+            yield event.line, f"one more evaluation after line {reached.line} had reached the target"
+            return
+
+
+def _reaches(event: Event, rules: Rules) -> bool:
+    return is_number(event.value) and 0 < event.value <= rules.target_loss
+
+
+# Hyperparameters and data.
+
+
+def wrong_constant(log: Log, rules: Rules) -> Found:
+    for key, attribute in UNTESTED_CONSTANTS[str(log.value("submission_benchmark"))].items():
+        yield from unlike(log, key, getattr(rules, attribute), rules)
+
+
+def unlike(log: Log, key: str, wanted: object, rules: Rules) -> Found:
+    """Records of `key` with another value; 1 and 1.0 are the same, True and 1 or "1" and 1 are not."""
+    for event in log.all(key):
+        value = event.value
+        if value != wanted or isinstance(value, str) != isinstance(wanted, str) or isinstance(value, bool):
+            yield event.line, f"{key} is {value!r}, the {rules.division} division fixes {wanted!r}"
+
+
+def wrong_end_learning_rate(log: Log, rules: Rules) -> Found:
+    base, end = log.number("opt_base_learning_rate"), log.first("opt_end_learning_rate")
+    if not isinstance(rules, llama31_8b_rules.Rules) or base is None or end is None:
+        return
+    if not (is_number(end.value) and math.isclose(end.value, rules.end_learning_rate(base), rel_tol=1e-9)):
+        yield end.line, f"opt_end_learning_rate is {end.value!r}, not {rules.end_learning_rate_ratio} x {base}"
+
+
+def unlike_reference(log: Log, rules: Rules) -> Found:
+    batch, rate = log.value("global_batch_size"), log.first("opt_base_learning_rate")
+    known = REFERENCE_LEARNING_RATES[str(log.value("submission_benchmark"))]
+    wanted = known.get(batch) if is_positive_int(batch) and rules.division == "closed" else None
+    if rate and wanted and is_number(rate.value) and rate.value != wanted:
+        yield rate.line, f"base learning rate {rate.value!r}; the reference converged with {wanted:g} at a global batch of {batch}"
+
+
+def no_batch(log: Log, rules: Rules) -> Found:
+    for event in log.all("global_batch_size"):
+        if not is_positive_int(event.value):
+            yield event.line, f"global_batch_size is {event.value!r}, not a whole number from 1: there is no reference to compare with"
+
+
+def cache_kept(log: Log, rules: Rules) -> Found:
+    """A miniature may say so honestly: dropping the cache needs root."""
+    for event in log.all("cache_clear"):
+        if event.value is False and rules.division == "closed":
+            yield event.line, "cache_clear is false: the page cache was not dropped before the run"
+
+
+def partly_disclosed(log: Log, rules: Rules) -> Found:
+    present = [key for key in DISCLOSURE_KEYS if log.all(key)]
+    missing = [key for key in DISCLOSURE_KEYS if key not in present]
+    if present and missing:
+        yield 0, f"{len(present)} of the nine disclosure keys; 6.1.0 requires {', '.join(missing)} as well"
+
+
+# Seeds, and what the RCP checker misreads.
+
+
+def no_seed(log: Log, rules: Rules) -> Found:
+    if rules.division == "closed" and not log.all("seed"):
+        yield 0, "seed is missing"
+    for event in log.all("seed"):
+        if not _is_seed(event.value):
+            yield event.line, f"seed is {event.value!r}, not a whole number"
+        if "file" not in event.metadata or "lineno" not in event.metadata:
+            yield event.line, "seed without file and lineno in its metadata"
+
+
+def odd_seed(log: Log, rules: Rules) -> Found:
+    for event in log.all("seed"):
+        if _is_seed(event.value) and (type(event.value) is not int or not 0 <= event.value < 2**32):
+            yield event.line, f"seed is {event.value!r}, not a whole number of 32 bits"
+
+
+def many_seeds(log: Log, rules: Rules) -> Found:
+    seeds = {str(event.value): event for event in log.all("seed")}
+    if len(seeds) > 1:
+        yield list(seeds.values())[1].line, f"{len(seeds)} different seeds in one log"
+
+
+def two_on_a_line(log: Log, rules: Rules) -> Found:
+    for event in log.events:
+        if TOKEN in event.prefix:
+            yield event.line, f"two records on one line: the official parser sees the second one only, {event.key}"
+
+
+def misread(log: Log, rules: Rules) -> Found:
+    """The RCP checker finds events by substring: elsewhere in a line such a word makes it read a wrong number, or crash."""
+    for event in log.events:
+        text = json.dumps([event.key, event.value, event.metadata])
+        for word in RESERVED_SUBSTRINGS:
+            if word in text and event.key != word:
+                yield event.line, f"the line of {event.key} contains {word}"
+
+
+def _is_seed(value: object) -> bool:
+    try:
+        int(value)  # type: ignore[call-overload]  # as the seed checker does
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def is_positive_int(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def is_count(value: object) -> bool:
+    return is_number(value) and value >= 0 and value == int(value)
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+HYPERPARAMETERS = "TR Hyperparameters (no tool tests it)"
+RULES = (
+    Rule("eval_interval", wrong_interval, "TR Quality measure (the checker takes any interval)"),
+    Rule("samples_count", counted_short, "TR RCP Rules: training samples until convergence"),
+    Rule("eval_value", no_loss, "CC eval_accuracy"),
+    Rule("finite", not_finite, "OWN; the compliance checker ignores NaN if another evaluation passes", WARNING_OF_OTHERS),
+    Rule("status", wrong_status, "TR Run Results; RCP counts a run without success as one that did not converge"),
+    Rule("after_target", after_target, "TR Run Results: a run may stop at the target", WARNING_OF_OTHERS),
+    Rule("constant", wrong_constant, "TR Hyperparameters; REF llama2_70b_lora"),
+    Rule("end_learning_rate", wrong_end_learning_rate, HYPERPARAMETERS),
+    Rule("learning_rate", unlike_reference, "RCP Hyperparams (the checker does not compare them)", WARNING),
+    Rule("batch", no_batch, "RCP rcp_checker.py"),
+    Rule("cache_clear", cache_kept, "TR Data State (the checker takes any value)"),
+    Rule("disclosure", partly_disclosed, "CC training_6.1.0/common.yaml", WARNING),
+    Rule("seed", no_seed, "SEED; TR Random numbers"),
+    Rule("odd_seed", odd_seed, "SEED (converts it with int())", WARNING_OF_OTHERS),
+    Rule("many_seeds", many_seeds, "SEED (a warning there)", WARNING_OF_OTHERS),
+    Rule("line_format", two_on_a_line, "CC mlp_parser/ruleset_610.py", WARNING_OF_OTHERS),
+    Rule("reserved_word", misread, "RCP rcp_checker.py"),
+)

@@ -1,0 +1,283 @@
+"""The official tools of mlperf-logging: the compliance checker for one log, and the four that judge a whole submission.
+
+The compliance checker is called in this process, as the official package checker calls it, because only so its complaints come by
+key. A crash of it, RecursionError included, is its refusal. The other four run as programs and end with 0 whatever they found, so
+success is what each says in words, and nothing in its text that speaks against it. They leave log files where they are started,
+therefore each runs in a directory of its own. A miniature has a rule file of ours: the closed rules with the numbers of the
+benchmark's `rules.MINIATURE`, because the official files fix the sequence length and the target.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import json
+import logging
+import re
+import string
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from common.errors import ConfigError, PreflightError
+from llama2_70b_lora import rules as llama2_70b_lora_rules
+from llama31_8b import rules as llama31_8b_rules
+from submission.log import Log, read
+from submission.log_rules import Finding
+
+CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # those that know both benchmarks
+RULESETS = ("5.0.0", *CLOSED_RULESETS)
+OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
+INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
+TEMPLATES = Path(__file__).parent
+MINIATURES = {rules.BENCHMARK: rules.MINIATURE for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
+UNSEEN = "no blank after the token"  # how submission.log begins its reason for a line that the official parser skips
+
+LIMIT_S = 600.0
+BAD_LINE = re.compile(
+    r"\bERROR\b|Traceback|^\w*(Error|Exception)\b|Skipping benchmark|CHECKS FAILED|FOUND ERRORS|Compliance check failed in"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    rules: str  # a ruleset such as 6.1.0, or miniature
+    passed: bool
+    complaints: tuple[Finding, ...] = ()  # of rule missing, repeated, value, target, line_format or broke_off
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """Those that made it fail."""
+        return tuple(complaint.message for complaint in self.complaints if not complaint.warning)
+
+
+def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> Verdict:
+    """What the compliance checker says about the log at `path`. Raises PreflightError where there is no usable checker.
+
+    `log`: the same log, if it has been read already; the lines of complaints are looked up in it.
+    """
+    return _verdict(path, ruleset, f"training_{ruleset}/common.yaml", log)
+
+
+def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> Verdict:
+    """The same checker with the project's rules for the miniature. Raises PreflightError, ConfigError for an unknown benchmark."""
+    if benchmark not in MINIATURES:
+        known = ", ".join(MINIATURES)
+        raise ConfigError(f"{path}: no rules for a miniature of {benchmark!r}", f"known are {known}", "check the log's first lines")
+    with tempfile.TemporaryDirectory() as folder:
+        rule_file = Path(folder, f"miniature_{benchmark}.yaml")
+        rule_file.write_text(miniature_rules(benchmark))
+        return _verdict(path, "miniature", str(rule_file), log)
+
+
+def miniature_template(benchmark: str) -> string.Template:
+    return string.Template("\n".join((TEMPLATES / f"miniature_{part}.yaml").read_text() for part in ("common", benchmark)))
+
+
+def miniature_rules(benchmark: str) -> str:
+    """The rule file of the miniature, with the constants of the benchmark's `rules.MINIATURE` filled in under their own names."""
+    rules = MINIATURES[benchmark]
+    return miniature_template(benchmark).substitute(vars(rules), benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000)
+
+
+def checker_version() -> str:
+    """Version of the installed mlperf-logging. Raises PreflightError if there is none, or one too old to know 6.1.0."""
+    try:
+        version = importlib.metadata.version("mlperf-logging")
+    except importlib.metadata.PackageNotFoundError:
+        raise PreflightError(
+            "the official compliance checker is not installed", f"{sys.executable} has no mlperf-logging", INSTALL
+        ) from None
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if numbers < OLDEST_CHECKER:
+        raise PreflightError(f"mlperf-logging {version} is too old", "it lets logs pass that lack the keys of 6.1.0", INSTALL)
+    return version
+
+
+def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
+    checker_version()
+    from mlperf_logging.compliance_checker import mlp_compliance  # here: most verbs do without it
+
+    ruleset = rules if rules in RULESETS else CLOSED_RULESETS[-1]
+    checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
+    try:
+        with _silent_root_logger():
+            passed = mlp_compliance.main(str(path), config, checker)[0]
+    except Exception as error:  # whatever it is, the checker gave no verdict; the package checker would end here
+        why = f"{type(error).__name__} {str(error)[:200]}".strip()
+        return Verdict(rules, False, (Finding(0, "broke_off", f"the checker broke off without a verdict: {why}", "CC mlp_compliance.py"),))
+    finally:
+        mlp_compliance.enqueued_configs.clear()  # a crash leaves rule files for the next log there
+    texts = [(key, text, False) for key, text in checker.overwritable.items()] + [(None, text, False) for text in checker.not_overwritable]
+    texts += [(key, text, True) for key, text in checker.warnings.items()]
+    log = log or (read(path) if texts else Log())
+    return Verdict(
+        rules, passed, tuple(complaint for key, text, warning in texts for complaint in _complaints(log, rules, key, text, warning))
+    )
+
+
+@contextmanager
+def _silent_root_logger() -> Iterator[None]:
+    """The checker writes to the root logger, which would print; what it says is taken from its attributes."""
+    root, handler = logging.getLogger(), logging.NullHandler()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+
+
+def _complaints(log: Log, rules: str, key: str | None, text: str, warning: bool) -> Iterator[Finding]:
+    first = text.splitlines()[0]
+    quoted = re.search(r"'(\w+)'", first)
+    source = _source(rules, str(log.value("submission_benchmark")), key or (quoted[1] if quoted else "eval_accuracy"))
+    if text.startswith("Log lines had parsing errors"):
+        for bad in log.bad:
+            if not bad.reason.startswith(UNSEEN):
+                yield Finding(bad.line, "line_format", bad.reason, "CC mlp_parser/ruleset_610.py")
+    elif text.startswith("Required "):
+        events = log.all(key or "")
+        rule, line = ("repeated", events[1].line) if len(events) > 1 else ("missing", 0)
+        yield Finding(line, rule, f"{key} is missing" if key and not events else first, source, warning)
+    elif text.startswith("Failed checks for"):
+        last = log.all("eval_accuracy")[-1:]
+        yield Finding(last[0].line if last else 0, "target", f"no evaluation reached the target: {first}", source)
+    elif key:
+        line, value = _failed_line(log, key, text)
+        test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE)
+        message = f"{key} is {value}, the rule is: {(test[1] or test[2] or '').strip()}" if test else first
+        yield Finding(line, "value", message, source, warning)
+    else:
+        yield Finding(0, "value", first, source, warning)
+
+
+def _failed_line(log: Log, key: str, text: str) -> tuple[int, str]:
+    """Line in the file, and the value, of the record that a complaint quotes; the checker counts its own lines, from 0."""
+    quoted = next((line for line in text.splitlines() if line.startswith(":::MLLOG ")), "")
+    try:
+        record = json.loads(quoted.removeprefix(":::MLLOG "))
+    except (ValueError, RecursionError):
+        record = {}
+    events = [event for event in log.all(key) if event.time_ms == record.get("time_ms")] or log.all(key)
+    metadata = {name: value for name, value in (record.get("metadata") or {}).items() if name not in ("file", "lineno")}
+    value = json.dumps(record.get("value"))[:80] + (f" with {json.dumps(metadata)[:80]}" if metadata else "")
+    return (events[0].line if events else 0), value
+
+
+@cache
+def _source(rules: str, benchmark: str, key: str) -> str:
+    """The rule file that has the last word on `key`: a later one cancels what an earlier one said."""
+    if rules == "miniature":
+        return "submission/miniature_*.yaml"
+    from mlperf_logging import compliance_checker
+
+    folder = Path(compliance_checker.__file__).parent / f"training_{rules}"
+    found = "common.yaml"
+    for name in ("common.yaml", "closed_common.yaml", f"closed_{Path(benchmark).name}.yaml"):
+        if (folder / name).is_file() and re.search(rf"NAME:\s*{re.escape(key)}\s*$", (folder / name).read_text(), re.MULTILINE):
+            found = name
+    return f"CC training_{rules}/{found}"
+
+
+# Tools that judge a whole submission.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one tool said about one submission."""
+
+    tool: str
+    passed: bool
+    complaints: tuple[str, ...]
+    text: str  # all that it printed
+    scores: dict[str, float] = field(default_factory=dict)  # minutes by benchmark, of the summarizer
+
+
+def system_description(path: Path, ruleset: str) -> Answer:
+    """Raises PreflightError where mlperf-logging is missing or too old; so do the others here."""
+    text = _run("system_desc_checker", str(path.resolve()), "training", ruleset)
+    return _answer("system_desc_checker", text, "System description checker passed" in text)
+
+
+def package(org_dir: Path, ruleset: str, benchmarks: int, missed: int = 0) -> Answer:
+    """Number of files, compliance, seeds and RCP. `missed`: how many result sets hold the one run that olympic scoring forgives.
+
+    The checker skips what it does not know and forgives any one log; here each of `benchmarks` result sets must have passed
+    its RCP test, and no more logs may be forgiven than `missed`.
+    """
+    text = _run("package_checker", str(org_dir.resolve()), "training", ruleset)
+    passed = "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text and text.count("RCP Test Passed") == benchmarks
+    return _answer("package_checker", text, passed and text.count("accepting this under olympic scoring") == missed)
+
+
+def summary(org_dir: Path, ruleset: str, benchmarks: list[str], missed: int = 0) -> Answer:
+    """The score of each benchmark, with the RCP factor if the package checker ran before (it writes the factor that this one reads)."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder, "summary.csv")
+        text = _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
+        rows = list(csv.DictReader(table.open())) if table.is_file() else []
+    scores = {name: float(rows[0][name]) for name in benchmarks if len(rows) == 1 and rows[0].get(name)}
+    forgiven = text.count("Dropping non-converged run(s)") == missed == text.count("Compliance check failed in")
+    answer = _answer("result_summarizer", text, set(scores) == set(benchmarks) and forgiven, missed)
+    return Answer(answer.tool, answer.passed, answer.complaints, text, scores)
+
+
+def package_verdicts(org_dir: Path, ruleset: str) -> dict[tuple[str, str], str]:
+    """What the package checker says of each result set, by system and benchmark: passed, or its first complaint."""
+    parts = re.split(r"Running compliance checks in dir (.+)\n", _run("package_checker", str(org_dir.resolve()), "training", ruleset))
+    verdicts = {}
+    for folder, text in zip(parts[1::2], parts[2::2], strict=True):
+        text = text.partition("INFO - PACKAGE CHECKER FOUND ERRORS")[0]  # of the whole submission, whichever set comes last
+        bad = [line.strip() for line in text.splitlines() if re.search(r"\bERROR\b|Traceback|^\w*Error\b", line)]
+        passed = not bad and "RCP Test Passed" in text
+        verdicts[Path(folder).parent.name, Path(folder).name] = "passed" if passed else (bad or ["no RCP test"])[0][:60]
+    return verdicts
+
+
+def scores(org_dir: Path, ruleset: str) -> dict[tuple[str, str], float]:
+    """Minutes by system and benchmark, as the summarizer gives them."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder, "summary.csv")
+        _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
+        rows = list(csv.DictReader(table.open())) if table.is_file() else []
+    pairs = [(Path(row["details_url"]).stem, name, row.get(name)) for row in rows for name in MINIATURES]
+    return {(system, name): float(minutes) for system, name, minutes in pairs if minutes}
+
+
+def system_description_passes(path: Path) -> bool:
+    """What system_desc_checker says of one file, asked in this process: a repository has a hundred."""
+    from mlperf_logging.system_desc_checker.system_desc_checker import check_system_desc
+
+    try:
+        with _silent_root_logger():
+            return check_system_desc(str(path), "training", CLOSED_RULESETS[-1])[0]
+    except Exception:  # it breaks off at what is no string
+        return False
+
+
+def repository(org_dir: Path, ruleset: str) -> Answer:
+    text = _run("repo_checker", str(org_dir.resolve()), "training", ruleset)
+    return _answer("repo_checker", text, "ALL CHECKS PASSED." in text)
+
+
+def _answer(tool: str, text: str, said_success: bool, forgiven: int = 0) -> Answer:
+    bad = [line.strip() for line in text.splitlines() if BAD_LINE.search(line)]
+    passed = said_success and len(bad) <= forgiven
+    complaints = tuple(bad) if bad or passed else (f"{tool} did not say that all is well; its last words: {text.strip()[-300:]!r}",)
+    return Answer(tool, passed, () if passed else complaints, text)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    checker_version()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", f"mlperf_logging.{tool}", *arguments]
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return f"ERROR: {tool} gave no answer within {LIMIT_S:.0f} s"
+    return done.stdout

@@ -1,0 +1,82 @@
+"""`python -m submission.published_table --results DIR --round 5.1 [--out FILE]`: the rows of records/published.json from logs.
+
+DIR has the layout of mlcommons' training_results: <org>/results/<system>/<benchmark>/result_0.txt and <org>/systems/<system>.json.
+Each set of both benchmarks is scored as `score` does, and becomes one row; rows of other rounds in FILE stay. A set that cannot be
+read is named on stderr, and is no row. Exit code: 0, or 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from common.errors import ConfigError, RunError, StorageError
+from records.published import DATA, Published
+from submission.runs import CLOSED
+from submission.series import pace, read_series, ten_runs
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="submission.published_table", description="Make the table of published results from their logs.")
+    parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="a results repository")
+    parser.add_argument("--round", required=True, metavar="R", help="such as 5.1")
+    parser.add_argument("--source", default="", help="what to say of where DIR is from; default: mlcommons/training_results_vR")
+    parser.add_argument("--out", type=Path, default=DATA, metavar="FILE")
+    options = parser.parse_args(arguments)
+    try:
+        write(options.out, options.round, list(rows(options.results, options.round)), options.source)
+    except RunError as error:
+        print(error.lines(), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def rows(results: Path, round_: str) -> Iterator[Published]:
+    """One row per set below `results`. Raises ConfigError if there is none."""
+    folders = sorted(folder for name in CLOSED for folder in results.glob(f"*/results/*/{name}") if folder.is_dir())
+    if not folders:
+        raise ConfigError(
+            f"{results} has no results of {' or '.join(CLOSED)}", "it needs <org>/results/<system>/<benchmark>", "name another"
+        )
+    for folder in folders:
+        try:
+            yield row(folder, round_)
+        except RunError as error:
+            print(f"{folder}: {error.what}: {error.why}", file=sys.stderr)
+
+
+def row(folder: Path, round_: str) -> Published:
+    """The result in `folder`, of ten logs or fewer. Raises ConfigError for what cannot be read."""
+    ten = ten_runs(read_series([folder]), points=("pruned",))
+    first, rate = ten.runs[0], pace(ten)
+    if first.batch is None or ten.minutes is None:
+        raise ConfigError(f"{folder} has no result", ten.invalid or "no global batch", "leave it out")
+    about = (round_, first.benchmark, first.gpu or "", first.gpus or 0, folder.parents[2].name, folder.parent.name, first.batch)
+    found = (rate.samples, rate.samples_per_s, rate.evaluations, rate.evaluation_s) if rate else (None, None, None, None)
+    return Published(*about, len(ten.runs), _rounded(ten.score), _rounded(ten.minutes) or 0.0, *map(_rounded, found))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.7g}")
+
+
+def write(path: Path, round_: str, found: list[Published], source: str) -> None:
+    """Put `found` into the table at `path` in place of the rows of their round. Raises StorageError."""
+    columns = [column.name for column in fields(Published)]
+    table = json.loads(path.read_text()) if path.is_file() else {"sources": {}, "rows": []}
+    table["sources"][round_] = source or f"mlcommons/training_results_v{round_}, result logs and system descriptions"
+    kept = [row for row in table["rows"] if row[0] != round_] + [list(asdict(result).values()) for result in found]
+    lines = ",\n  ".join(json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]]))
+    text = f'{{"columns": {json.dumps(columns)},\n "sources": {json.dumps(table["sources"], indent=2)},\n "rows": [\n  {lines}]}}\n'
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}", error.strerror or str(error), "choose another --out") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""The page about one run: verdict, curves, evaluations, phases, GPUs and provenance; and what the page of a series takes from a run.
+
+Reads result.txt, events.jsonl, gpu_samples.jsonl, config.toml, versions.json and failure.json, each of which may be missing or cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+
+from submission import gpu_samples, plots, rcp
+from submission.plots import PHASES, Axes, finite, median, number, points, section, table
+from submission.runs import CLOSED, GOOD, LOST, NOT_STARTED, Run
+
+FACTS = (
+    *("submission_org", "submission_platform", "submission_division", "submission_status", "config_filename"),
+    *("global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "opt_base_learning_rate"),
+    *(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm")),
+)
+MEASURED = {"tokens_per_s_per_gpu": "tokens/s per GPU", "tflops_per_gpu": "TFLOP/s per GPU", "mfu": "MFU", "memory_gib": "GiB"}
+
+
+def render(run: Run) -> str:
+    """The page as HTML text. Raises PreflightError where mlperf-logging is missing and the run's verdict needs it."""
+    name = run.folder.resolve().name
+    sections = [
+        _banner(run),
+        section("Loss", _loss_plot(run)),
+        section("Evaluations", _evaluation_table(run)),
+        section("Where the time went", _phases(run)),
+        section("Step time", _step_times(run)),
+        section("GPUs during the run", gpu_samples.section(gpu_samples.read_samples(run))),
+        section("Ranks compared", gpu_samples.ranks_compared(run)),
+        section("Provenance", plots.facts(list((provenance(run, "seed")).items()))),
+        section("Config, as resolved", f"<pre>{escape(run.config)}</pre>" if run.config else ""),
+        section("Could not be read, or odd", "".join(f"<p class=dim>{escape(note)}</p>" for note in run.notes)),
+    ]
+    return plots.page(f"{run.benchmark or 'run'} · {name}", sections)
+
+
+# What both pages read out of a run.
+
+
+def rcp_point(run: Run) -> rcp.Point | None:
+    """The reference convergence point of its batch; None for a miniature, and where there is none."""
+    if run.is_miniature or run.benchmark not in CLOSED or run.batch is None:
+        return None
+    return rcp.point_at(run.benchmark, run.batch, run.ruleset)
+
+
+def of(run: Run, event: str) -> list[dict]:
+    return [record for record in run.records if record.get("event") == event]
+
+
+def measured(run: Run, key: str) -> list[float]:
+    """Of all recorded steps that have it: step_time_ms, memory_gib, ..."""
+    return [value for _, value in points(of(run, "step"), "samples", key)]
+
+
+def evaluations(run: Run) -> list[dict]:
+    """From the log, which is what counts; from events.jsonl if the log has none, and for how long each took."""
+    recorded = {record["samples"]: record for record in of(run, "eval") if finite(record.get("samples"))}
+    start, rows = run.log.first("run_start"), []
+    for event in run.log.all("eval_accuracy"):
+        seconds = recorded.get(event.samples, {}).get("seconds") if finite(event.samples) else None
+        minutes = (event.time_ms - start.time_ms) / 60_000 if start else None
+        rows.append({"samples": event.samples, "loss": event.value, "minutes": minutes, "seconds": seconds})
+    return rows or [{**record, "minutes": s / 60 if finite(s := record.get("time_s")) else None} for record in recorded.values()]
+
+
+def phases(run: Run) -> dict[str, float]:
+    """Seconds by phase."""
+    seconds = dict.fromkeys(PHASES, 0.0)
+    for record in of(run, "phase"):
+        if record.get("name") in PHASES and finite(record.get("seconds")):
+            seconds[record["name"]] += max(record["seconds"], 0.0)
+    if not seconds["train"] and not seconds["eval"]:  # a run that broke off has not summed them up; its log has the intervals
+        seconds["train"], seconds["eval"] = sum(block.seconds for block in run.blocks), run.evaluation_s or 0.0
+    return seconds
+
+
+def provenance(run: Run, *more: str) -> dict[str, str]:
+    """Of the log and versions.json, as text."""
+    facts = {key: str(value) for key in (*FACTS, *more) if (value := run.log.value(key)) is not None}
+    return facts | {str(key): value if isinstance(value, str) else json.dumps(value) for key, value in run.versions.items()}
+
+
+# Verdict.
+
+
+def _banner(run: Run) -> str:
+    kind, head = _verdict(run)
+    lines = [escape(head)]
+    if last := evaluations(run)[-1:]:
+        lines.append(f"last evaluation {number(last[0].get('loss'))}, target {number(run.target)}, at {number(last[0]['samples'])} samples")
+    if run.minutes is not None:
+        lines.append(f"{run.minutes:.2f} minutes from run_start to run_stop")
+    lines += [escape(f"{key}: {run.failure[key]}") for key in ("what", "why", "do") if run.failure.get(key)]
+    return (plots.MINIATURE_NOTICE if run.is_miniature else "") + plots.banner(kind, lines)
+
+
+def _verdict(run: Run) -> tuple[str, str]:
+    """Class of the banner, and its first line. The log decides, as it does in score and package; failure.json only explains."""
+    if run.state == GOOD:
+        return "good", "Target reached"
+    if run.status == "success" and not run.reached:
+        return "bad", "The log claims success, but no evaluation reached the target"
+    if run.status == "success":
+        return "bad", f"Target reached, but the run does not count: {run.reason}"
+    if run.failure.get("kind", "target_missed") != "target_missed":
+        return "bad", f"Aborted: {run.failure['kind']}"
+    if run.state in (LOST, NOT_STARTED) or not run.log.first("run_stop"):
+        return "bad", "The run did not end: run_stop is missing from its log"
+    return "bad", "Target not reached"
+
+
+# Curves.
+
+
+def _loss_plot(run: Run) -> str:
+    train, evaluated = points(of(run, "step"), "samples", "loss"), points(evaluations(run), "samples", "loss")
+    if not train and not evaluated:
+        return ""
+    reference = rcp_point(run)
+    samples = [x for x, _ in train + evaluated] + ([reference.mean] if reference else [])
+    losses = [y for _, y in train + evaluated] + ([run.target] if run.target is not None else [])
+    axes = Axes(0, max(*samples, 1), *plots.padded(min(losses), max(losses)))
+    legend = [("key-train", "&#9473; train"), ("key-eval", "&#9679; evaluation")]
+    body = axes.band(reference.minimum, reference.mean) if reference else ""
+    body += axes.line(plots.thinned(train), "curve") + axes.line(evaluated, "evalcurve")
+    body += "".join(axes.point(x, y, f"{y:.4f} at {x:.0f} samples") for x, y in evaluated)
+    if run.target is not None:
+        body += axes.level(run.target, "target")
+        legend.append(("key-target", f"&#9476; target {run.target}"))
+    if reference:
+        legend.append(("key-band", f"&#9608; RCP: least mean of a series {reference.minimum:,.0f} to reference mean {reference.mean:,.0f}"))
+    return axes.svg(body, "training sequences", "loss, nats per token") + plots.keys(legend)
+
+
+def _step_times(run: Run) -> str:
+    """Histogram of the step times, and the medians of what was measured besides."""
+    times = measured(run, "step_time_ms")
+    if not times:
+        return ""
+    facts = [f"median {number(median(times))} ms", f"slowest {number(max(times))} ms", f"{len(times)} steps recorded"]
+    facts += [f"median {number(median(values))} {unit}" for key, unit in MEASURED.items() if (values := measured(run, key))]
+    label = "step time, ms (the last bar holds the slowest percent too)"
+    return plots.histogram(times, label, "steps") + f"<p>{escape(' · '.join(facts))}</p>"
+
+
+def _phases(run: Run) -> str:
+    seconds = phases(run)
+    total = sum(seconds.values())
+    if not total:
+        return ""
+    rows = [[f"{plots.phase_key(name)} {name}", f"{value:.1f} s", f"{value / total:.1%}"] for name, value in seconds.items() if value]
+    return plots.phase_bar(seconds, total) + table(["phase", "time", "share"], rows)
+
+
+def _evaluation_table(run: Run) -> str:
+    rows = []
+    for row in evaluations(run):
+        loss = row.get("loss")
+        reached = "yes" if finite(loss) and run.target is not None and 0 < loss <= run.target else "no"
+        rows.append([number(row["samples"]), number(loss), reached, number(row["minutes"]), number(row.get("seconds"))])
+    return table(["samples", "loss", "target reached", "minutes on the clock", "took, s"], rows) if rows else ""

@@ -1,0 +1,174 @@
+"""`python -m submission.survey --results DIR [--ruleset R]`: our verdicts and scores beside the official ones, over a whole results repository.
+
+DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and <submitter>/results/<system>/<benchmark>/result_*.txt.
+One row for each result set of our benchmarks: verdict and score of the official tools and ours, and our findings by rule as the number
+of logs that have one. A set passes if at most one of its logs has an error: that one counts as the run that did not converge.
+
+Exit code: 0 every score is the official one to a relative 1e-9, 20 one is not, 2 wrong usage, 18 no official tools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.errors import CheckFailed, ConfigError, RunError
+from submission import describe, official_tools
+from submission.check import Examined, examine
+from submission.log_rules import BENCHMARKS, Finding
+from submission.official_tools import CLOSED_RULESETS, RULESETS
+from submission.rcp import POINT_SETS
+from submission.series import read_series, ten_runs
+
+TOLERANCE = 1e-9  # relative, of scores
+
+
+@dataclass
+class ResultSet:
+    """The logs of one system and benchmark, and what is said of them."""
+
+    submitter: str
+    system: str
+    benchmark: str
+    folder: Path
+    examined: list[Examined] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    official: str = "no verdict"  # passed, or why not
+    official_score: float | None = None
+    score: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return sum(bool(each.errors()) for each in self.examined) + len(self.unreadable) <= 1
+
+    @property
+    def scores_agree(self) -> bool:
+        if self.official_score is None or self.score is None:
+            return self.official_score is self.score
+        return math.isclose(self.official_score, self.score, rel_tol=TOLERANCE)
+
+    def logs_by_rule(self) -> Counter[str]:
+        """Logs that have a finding of the rule; those of our own rules, not what the official checker said."""
+        return Counter(name for each in self.examined for name in {_named(finding) for finding in _ours(each)})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="submission.survey", description="Hold our checks and scores against the official tools.")
+    parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="a checkout of mlcommons/training_results_v*")
+    parser.add_argument("--ruleset", choices=RULESETS, help="of that round; default: what the keys of the logs say")
+    options = parser.parse_args(arguments)
+    try:
+        official_tools.checker_version()
+        sets = find_sets(options.results)
+        for submitter in sorted({each.submitter for each in sets}):
+            print(f"reading {submitter}", file=sys.stderr)
+            _survey(options.results / submitter, [each for each in sets if each.submitter == submitter], options.ruleset)
+        print("\n".join([*table(sets), "", *summary(sets), _descriptions(options.results)]))
+    except RunError as error:
+        print(error.lines(), file=sys.stderr)
+        return error.exit_code
+    return 0 if all(each.scores_agree for each in sets) else CheckFailed.exit_code
+
+
+def find_sets(results: Path) -> list[ResultSet]:
+    """Every result set of our benchmarks below `results`. Raises ConfigError if there is none."""
+    folders = sorted(path for name in BENCHMARKS for path in results.glob(f"*/results/*/{name}") if any(path.glob("result_*.txt")))
+    if not folders:
+        why = f"there is no <submitter>/results/<system>/<benchmark>/result_*.txt of {', '.join(BENCHMARKS)} in it"
+        raise ConfigError(f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*")
+    return [ResultSet(path.parents[2].name, path.parent.name, path.name, path) for path in folders]
+
+
+def _survey(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None:
+    for each in sets:
+        for path in sorted(each.folder.glob("result_*.txt")):
+            try:
+                each.examined.append(examine(path, ruleset, project_root=None))
+            except ConfigError as error:
+                each.unreadable.append(error.what)
+        each.score = our_score(each.folder, ruleset)
+    rounds = Counter(examined.verdict.rules for each in sets for examined in each.examined)
+    _ask_official_tools(submitter, sets, ruleset or max(rounds, key=lambda name: rounds[name], default=CLOSED_RULESETS[-1]))
+
+
+def _ask_official_tools(submitter: Path, sets: list[ResultSet], ruleset: str) -> None:
+    """Package checker, which writes the RCP factors, and then the summarizer, on a copy that holds these sets only."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, submitter.name)
+        (copy / "systems").mkdir(parents=True)
+        for each in sets:
+            shutil.copytree(each.folder, copy / "results" / each.system / each.benchmark, ignore=shutil.ignore_patterns("scaling.json"))
+            description = submitter / "systems" / f"{each.system}.json"
+            if description.is_file():  # without it the package checker breaks off, and says so
+                shutil.copy(description, copy / "systems")
+        verdicts = official_tools.package_verdicts(copy, ruleset)
+        scores = official_tools.scores(copy, ruleset)
+    for each in sets:
+        each.official = verdicts.get((each.system, each.benchmark), "no verdict")
+        each.official_score = scores.get((each.system, each.benchmark))
+
+
+def our_score(folder: Path, ruleset: str | None) -> float | None:
+    """Minutes with the RCP factor, as submission.score gives them; None where it gives none."""
+    try:
+        return ten_runs(read_series([folder], ruleset=ruleset or ""), points=POINT_SETS[:1]).score
+    except RunError:
+        return None
+
+
+def table(sets: list[ResultSet]) -> list[str]:
+    rows = [("result set", "benchmark", "official", "ours", "official score", "our score", "our findings: logs by rule")]
+    for each in sorted(sets, key=lambda each: (each.benchmark, each.submitter, each.system)):
+        findings = ", ".join(f"{name} {count}" for name, count in sorted(each.logs_by_rule().items()))
+        verdict = "passed" if each.passed else "REFUSED"
+        scores = (_minutes(each.official_score), _minutes(each.score) + ("" if each.scores_agree else " !"))
+        rows.append((f"{each.submitter}/{each.system}", each.benchmark, each.official, verdict, *scores, findings or "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return ["  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1])) for row in rows]
+
+
+def summary(sets: list[ResultSet]) -> list[str]:
+    logs = sum(len(each.examined) for each in sets)
+    unlike = [each for each in sets if each.passed != (each.official == "passed")]
+    scored = [each for each in sets if each.official_score is not None]
+    lines = [
+        f"{len(sets)} sets, {logs} logs; the compliance checker passes {sum(e.verdict.passed for each in sets for e in each.examined)}",
+        f"verdicts: equal for {len(sets) - len(unlike)} sets, {len(unlike)} refused by us alone or passed by us alone",
+        f"scores: equal to a relative {TOLERANCE:g} for {sum(each.scores_agree for each in sets)} of {len(sets)} sets, {len(scored)} have one",
+        "",
+        "our findings: rule, sets and logs that have it, where the rule stands",
+    ]
+    found = {_named(finding): finding.source for each in sets for examined in each.examined for finding in _ours(examined)}
+    for name, source in sorted(found.items()):
+        counts = [each.logs_by_rule()[name] for each in sets]
+        lines.append(f"  {name:<24} {sum(map(bool, counts)):>4} {sum(counts):>5}  {source}")
+    return lines
+
+
+def _ours(examined: Examined) -> list[Finding]:
+    return [finding for finding in examined.findings if finding not in examined.verdict.complaints]
+
+
+def _named(finding: Finding) -> str:
+    return f"{finding.rule} (warning)" if finding.warning else finding.rule
+
+
+def _minutes(score: float | None) -> str:
+    return "-" if score is None else f"{score:.6f}"
+
+
+def _descriptions(results: Path) -> str:
+    paths = sorted(results.glob("*/systems/*.json"))
+    refused = [path for path in paths if describe.problems(describe.read(path))]
+    official = sum(official_tools.system_description_passes(path) for path in paths)
+    return f"\nsystem descriptions: {len(paths)}, the official checker passes {official}, ours has errors on {len(refused)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Logs as other submitters write them, made from the records of a synthetic log: what official tools accept and RunLog never writes.
+
+Seen in accepted submissions: `srun -l` puts the rank before the token; mlperf_common logs a block's size as its samples_count; NeMo
+logs accumulation steps as a float and train_samples after run_stop; each rank logs its own init_start; the disclosure keys came later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from synthetic_log import find, write_records
+
+from submission.log_rules import DISCLOSURE_KEYS
+
+# What RunLog logs for llama2_70b_lora and others do not, and what is ours in both.
+OURS = {"llama2_70b_lora": ("max_sequence_length", "opt_name", "opt_adamw_beta_1", "opt_adamw_beta_2", "opt_adamw_epsilon", "lora_dropout")}
+
+
+def srun(log: list[dict]) -> list[dict]:
+    """One record less of ours, blocks by size, a float, a time that goes back, a key after run_stop."""
+    benchmark = log[find(log, "submission_benchmark")]["value"]
+    changed = [dict(record) for record in log if record["key"] not in (*OURS.get(benchmark, ()), "target_accuracy")]
+    last = 0
+    for record in changed:
+        samples = record["metadata"].get("samples_count")
+        if record["key"] in ("block_start", "block_stop"):
+            stop = next(r for r in changed[changed.index(record) :] if r["key"] == "block_stop")["metadata"]["samples_count"]
+            record["metadata"] = {**record["metadata"], "samples_count": stop - last}
+        elif record["key"] == "eval_start":
+            last = samples
+        elif record["key"] == "gradient_accumulation_steps":
+            record["value"] = float(record["value"])
+        elif record["key"] == "config_filename":
+            record["value"] = "config_8x1.sh"
+    changed[find(changed, "seed")]["time_ms"] += 5
+    changed.append(changed.pop(find(changed, "train_samples")))
+    return changed
+
+
+def older(log: list[dict]) -> list[dict]:
+    """As `srun`, of a round that knew no disclosure keys."""
+    return [record for record in srun(log) if record["key"] not in DISCLOSURE_KEYS]
+
+
+def processes(log: list[dict]) -> list[dict]:
+    """Two ranks log what comes before the clock, and each evaluation, at slightly different times."""
+    changed = []
+    for record in older(log):
+        changed.append(record)
+        if record["key"] in ("cache_clear", "init_start", "eval_accuracy"):
+            changed.append({**record, "time_ms": record["time_ms"] - 3})
+    return changed
+
+
+def write(path: Path, log: list[dict], prefix: str = "", newline: str = "\n", noise: str = "") -> Path:
+    """`prefix` before each token, `noise` as a line before each record."""
+    lines = write_records(path, log).read_text().splitlines()
+    path.write_bytes("".join(f"{noise + newline if noise else ''}{prefix}{line}{newline}" for line in lines).encode())
+    return path
+
+
+# name -> (how the records change, how the file is written)
+DIALECTS = {
+    "ours": (lambda log: log, {}),
+    "srun": (srun, {"prefix": "0: "}),
+    "older": (older, {"prefix": "[1,0]<stdout>:"}),
+    "processes": (processes, {"noise": "step 5\rstep 6"}),
+    "crlf": (srun, {"newline": "\r\n"}),
+    "cr": (srun, {"newline": "\r"}),
+}

@@ -1,0 +1,189 @@
+"""The RCP test by formulae of our own: the second opinion that the official verdict is held against.
+
+The rule (MLPerf Training rules, "Reference Convergence Points"; mlcommons/logging, rcp_checker): per global batch the reference
+ran 20 times. A submission that converges so much faster that chance alone would do it in less than 5 % of the cases fails; one
+that is a little faster is brought back to the reference's mean by a factor on its score; a slower one keeps its time.
+
+The formulae below are the official ones, down to the order of operations, so that the numbers are equal to the last digit that
+the official tools print; the code is our own. Everything counts training sequences. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from records.rcp import REFERENCE_RUNS, SUBMISSION_RUNS, trimmed_mean
+
+SIGNIFICANCE = 0.05  # one-sided
+TOLERANCE = 1e-4  # sequences; the official bisection stops there
+NOT_CONVERGED = 1e9  # what a run that never reaches the target counts as; being the slowest, it is dropped
+
+POINT_SETS = ("pruned", "full")  # package checker and summarizer judge by the pruned set
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the reference needs at one global batch; sequences, except for the batch and the counts."""
+
+    batch: int
+    mean: float  # without the best and the worst run
+    sigma: float  # population standard deviation, of all runs
+    minimum: float  # the lowest mean of a submission that passes
+    counted: int  # reference runs that the test counts: 18 of a measured point, 20 of an interpolated one
+    samples: tuple[int, ...] = ()  # of the reference runs, ascending; empty for an interpolated point
+
+    @property
+    def max_speedup(self) -> float:
+        return self.mean / self.minimum
+
+    @property
+    def threshold(self) -> float:
+        """The number that a mean is compared with: `minimum`, after the official detour through the speed-up."""
+        return self.mean / self.max_speedup
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the RCP test says about a series."""
+
+    points: str  # pruned or full
+    passed: bool
+    message: str  # in the official checker's words
+    mean: float  # sequences, without the best and the worst run
+    point: Point | None  # what it was held against
+    factor: float  # the score is to be multiplied by it; at least 1, and of no meaning where the test failed
+
+
+def judge(benchmark: str, batch: int, samples: Sequence[float], points: str = "pruned") -> Verdict:
+    """The verdict over the runs of a series. `samples`: sequences to the target of each, NOT_CONVERGED where it was not reached.
+
+    At least three runs; two or more that did not converge fail. Batches between two points are interpolated; below the smallest
+    the series is held against the smallest; above the largest there is nothing to hold it against, and it fails.
+    """
+    mean = trimmed_mean(samples)
+    if sum(value >= NOT_CONVERGED for value in samples) > 1:
+        return Verdict(points, False, "Insufficient convergence", mean, None, 1.0)
+    point, message = _select(_points(benchmark, points), batch)
+    if point is None:
+        return Verdict(points, False, message, mean, None, 1.0)
+    passed = mean >= point.threshold
+    if batch < point.batch and not passed:
+        message = _missing(batch)
+    return Verdict(points, passed, message, mean, point, max(1.0, point.mean / mean))
+
+
+def point_at(benchmark: str, batch: int, points: str = "pruned") -> Point | None:
+    """The point that a series at `batch` is held against; None above the largest."""
+    return _select(_points(benchmark, points), batch)[0]
+
+
+def _select(points: Sequence[Point], batch: int) -> tuple[Point | None, str]:
+    lower = [point for point in points if point.batch < batch]
+    upper = [point for point in points if point.batch > batch]
+    exact = [point for point in points if point.batch == batch]
+    if exact:
+        return exact[0], "RCP found"
+    if lower and upper:
+        return _interpolated(batch, lower[-1], upper[0]), "RCP Interpolation"
+    if upper:
+        return upper[0], "RCP not found but slower convergence on smaller batch size"
+    return None, _missing(batch)
+
+
+def _missing(batch: int) -> str:
+    return f"Missing RCP, please submit RCP with BS = {batch}"
+
+
+@cache
+def _points(benchmark: str, points: str) -> tuple[Point, ...]:
+    assert points in POINT_SETS, points
+    measured = [_measured(batch, runs) for batch, runs in REFERENCE_RUNS[benchmark].items()]
+    return tuple(_pruned(measured) if points == "pruned" else measured)
+
+
+def _measured(batch: int, runs: Sequence[tuple[int, int]]) -> Point:
+    samples = sorted(value for value, count in runs for _ in range(count))
+    mean, sigma, counted = trimmed_mean(samples), statistics.pstdev(samples), len(samples) - 2
+    return Point(batch, mean, sigma, _minimum(mean, sigma, counted), counted, tuple(samples))
+
+
+def _interpolated(batch: int, low: Point, high: Point) -> Point:
+    """Mean and sigma on the straight line between two points. The test then counts all 20 runs, as the official checker does."""
+
+    def between(start: float, stop: float) -> float:
+        return (stop - start) / (high.batch - low.batch) * (batch - low.batch) + start
+
+    mean, sigma, counted = between(low.mean, high.mean), between(low.sigma, high.sigma), 2 * SUBMISSION_RUNS
+    return Point(batch, mean, sigma, _minimum(mean, sigma, counted), counted)
+
+
+def _pruned(points: list[Point]) -> list[Point]:
+    """Without the points that would make the test too easy: batches below that of the fastest point, and every point that is
+    slower than the line between its neighbours."""
+    fastest = min(points, key=lambda point: point.mean)
+    kept = [point for point in points if point.batch >= fastest.batch]
+    index = 1
+    while index < len(kept) - 1:
+        if kept[index].mean > _interpolated(kept[index].batch, kept[index - 1], kept[index + 1]).mean:
+            del kept[index]
+        else:
+            index += 1
+    return kept
+
+
+@cache
+def _minimum(mean: float, sigma: float, counted: int) -> float:
+    """The lowest mean that a pooled t-test does not call faster than the reference, both with the reference's sigma.
+
+    By bisection between 0 and `mean`, because the official number is where that stops, up to TOLERANCE beside
+    mean - t(0.95, counted + 8 - 2) * sigma * sqrt(1/counted + 1/8).
+    """
+    runs = SUBMISSION_RUNS - 2
+    margin = t_quantile(1 - SIGNIFICANCE, counted + runs - 2) * sigma * math.sqrt(1 / counted + 1 / runs)
+    low, high = 0.0, mean
+    middle = (low + high) / 2
+    while high - low > TOLERANCE:
+        if mean - middle < margin:
+            high = middle
+        else:
+            low = middle
+        middle = (low + high) / 2
+    return middle
+
+
+@cache
+def t_quantile(probability: float, freedom: int) -> float:
+    """The t that Student's distribution with `freedom` degrees stays below with `probability`, from 0.5 to 1 exclusive."""
+    low, high = 0.0, 1e6
+    while (middle := (low + high) / 2) not in (low, high):
+        if 1 - t_tail(middle, freedom) < probability:
+            low = middle
+        else:
+            high = middle
+    return middle
+
+
+def t_tail(t: float, freedom: int) -> float:
+    """P(T > t) for t >= 0: I_x(freedom/2, 1/2) / 2 at x = freedom / (freedom + t^2) (DLMF 8.17; Abramowitz, Stegun 26.7.1)."""
+    square = t * t
+    return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + square), square / (freedom + square)) / 2
+
+
+def _incomplete_beta(a: float, b: float, x: float, y: float) -> float:
+    """The regularized incomplete beta function I_x(a, b), y = 1 - x, by the continued fraction DLMF 8.17.22."""
+    if x <= 0 or y <= 0:
+        return 0.0 if x <= 0 else 1.0
+    if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side only
+        return 1 - _incomplete_beta(b, a, y, x)
+    front = math.exp(a * math.log(x) + b * math.log(y) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)) / a
+    value = 1.0
+    for m in range(60, 0, -1):  # from the inside out; 60 pairs are far more than a double can tell apart here
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        value = 1 + even / (1 + odd / value)
+    first = -(a + b) * x / (a + 1)
+    return front / (1 + first / value)

@@ -1,0 +1,201 @@
+"""The command: what it takes, what it prints, how it ends."""
+
+import gzip
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from log_dialects import DIALECTS, write
+from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, project_root, records, write_good, write_records
+
+from common.errors import PreflightError
+from submission import check, official_tools
+from submission.log_rules import DISCLOSURE_KEYS
+
+pytest.importorskip("mlperf_logging")
+ROOT = Path(__file__).resolve().parents[2]
+EACH = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
+
+
+def dialect(path, name, benchmark=PRETRAINING, spoil=None):
+    change, options = DIALECTS[name]
+    good = write_good(path.parent / f"good_{path.name}", benchmark.rules.CLOSED)
+    log = change(records(good))
+    good.unlink()
+    if spoil:
+        spoil(log)
+    return write(path, log, **options)
+
+
+def run(*paths, **options) -> subprocess.CompletedProcess:
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "submission.check", *map(str, paths)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, **options)
+
+
+def test_a_finding_names_severity_file_line_rule_and_source(tmp_path, capsys):
+    path = dialect(tmp_path / "result_0.txt", "srun", spoil=lambda log: log[find(log, "cache_clear")].update(value=False))
+    assert check.main([str(path)]) == 20
+    output = capsys.readouterr().out
+    assert re.search(r"error +result_0.txt:1 +cache_clear +cache_clear is false.*\[TR Data State.*\]", output)
+    assert "llama31_8b, closed division, held to 6.1.0 by its keys; official checker: passed" in output
+    assert output.endswith("NOT CLEAN: 1 errors, 0 warnings\n")
+
+
+def test_a_good_log_is_clean(tmp_path, capsys):
+    assert check.main([str(dialect(tmp_path / "result_0.txt", "srun"))]) == 0
+    assert capsys.readouterr().out.endswith("  CLEAN: 0 errors, 0 warnings\n")
+
+
+# which keys a log has -> the round it is held to
+ROUNDS = [("ours", (), "6.1.0"), ("srun", (), "6.1.0"), ("srun", DISCLOSURE_KEYS[:4], "6.0.0"), ("older", (), "5.1.0")]
+ROUNDS += [("older", ("submission_org", "submission_platform"), "5.0.0"), ("ours", DISCLOSURE_KEYS[:4], "6.1.0")]
+
+
+@pytest.mark.parametrize(("name", "without", "ruleset"), ROUNDS)
+def test_the_round_comes_from_the_keys_of_the_log_unless_it_is_asked_for(tmp_path, name, without, ruleset):
+    def spoil(log):
+        log[:] = [record for record in log if record["key"] not in without]
+
+    path = dialect(tmp_path / "result_0.txt", name, LORA, spoil)
+    assert check.examine(path, project_root=None).verdict.rules == ruleset
+    assert check.examine(path, "6.0.0", project_root=None).verdict.rules == "6.0.0"
+
+
+def test_werror_is_asked_for_and_said(tmp_path, capsys):
+    path = dialect(tmp_path / "result_0.txt", "processes", spoil=lambda log: log.append(dict(log[find(log, "run_start")])))
+    assert check.main([str(path)]) == 0
+    assert "passed, 1 warnings, errors with --werror" in capsys.readouterr().out
+    assert check.main([str(path), "--werror"]) == 20
+    assert "FAILED, 1 warnings count as errors" in capsys.readouterr().out
+
+
+@EACH
+def test_a_miniature_is_held_to_its_own_rules_unless_asked_otherwise(tmp_path, capsys, benchmark):
+    log = records(write_good(tmp_path / "good.txt", benchmark.rules.MINIATURE))
+    log[find(log, "cache_clear")]["value"] = False  # honest: no root, nothing dropped
+    path = write_records(tmp_path / "result.txt", log)
+    assert check.main([str(path)]) == 0 and "a miniature, no benchmark result" in capsys.readouterr().out
+    assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
+    closed = {(finding.line, finding.rule) for finding in check.examine(path, "6.1.0", None).findings}
+    assert {(find(log, "submission_division") + 1, "constant"), (1, "cache_clear")} <= closed
+    assert (find(log, "eval_accuracy") + 1, "eval_interval") in closed
+
+
+def test_folders_and_several_logs(tmp_path, capsys):
+    for run_name in ("a", "b"):
+        (tmp_path / run_name).mkdir()
+        dialect(tmp_path / run_name / "result.txt", "srun")
+    other = dialect(tmp_path / "b" / "result_10.txt", "older", spoil=lambda log: log[find(log, "cache_clear")].update(value=False))
+    assert check.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 20
+    output = capsys.readouterr().out
+    assert output.count("  CLEAN") == 2 and output.count("NOT CLEAN") == 1 and output.endswith("\n3 logs, 2 clean\n")
+    other.write_bytes(gzip.compress(b"x"))
+    assert check.main([str(tmp_path)]) == 2  # the others are still looked at
+    said = capsys.readouterr()
+    assert "compressed (gzip)" in said.err and said.out.count("  CLEAN") == 2
+
+
+JUNK = {
+    "empty": (b"", "is empty"),
+    "gzip": (gzip.compress(b":::MLLOG {}"), "compressed (gzip)"),
+    "binary": (b"\x7fELF\0\0\0" * 99, "is a binary file"),
+}
+
+
+@pytest.mark.parametrize("name", JUNK)
+def test_what_is_no_log_is_one_clear_error(tmp_path, name):
+    content, said = JUNK[name]
+    path = tmp_path / "result_0.txt"
+    path.write_bytes(content)
+    done = run(path)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("error:") == 1
+
+
+def test_a_text_without_records_and_deep_nesting_are_findings(tmp_path):
+    (tmp_path / "result_0.txt").write_text("hello\n")
+    (tmp_path / "result_1.txt").write_text(":::MLLOG " + "[" * 3000 + "\n")
+    done = run(tmp_path)
+    assert done.returncode == 20 and "Traceback" not in done.stderr
+    assert "No log lines detected" in done.stdout and "RecursionError" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["cr", "crlf"])
+def test_a_byte_order_mark_and_other_line_ends_change_nothing(tmp_path, name):
+    path = dialect(tmp_path / "result_0.txt", name)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert check.examine(path, project_root=None).findings == ()
+
+
+def test_junk_never_crashes(tmp_path):
+    counted = {"time_ms": 1, "event_type": "POINT_IN_TIME", "value": {"a": 1}, "metadata": {"samples_count": "x", "status": 1}}
+    keys = ("eval_accuracy", "block_start", "run_stop", "global_batch_size", "seed", "opt_base_learning_rate", "init_start", "init_stop")
+    keys += (
+        "opt_learning_rate_decay_steps",
+        "opt_learning_rate_training_steps",
+        "opt_learning_rate_warmup_factor",
+        "lora_rank",
+        "lora_alpha",
+    )
+    for benchmark in BENCHMARKS:
+        events = [[], 1, None, {"key": "seed"}, *({**counted, "key": key} for key in keys)]
+        events += [{**counted, "key": "submission_benchmark", "value": benchmark.rules.BENCHMARK}]
+        events += [
+            {**counted, "key": "submission_division", "value": "closed"},
+            {**counted, "key": "config_filename", "value": "A_1x8.toml"},
+        ]
+        path = write_records(tmp_path / "junk.txt", events)
+        assert check.examine(path).errors()
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path):
+    for number in range(3):
+        dialect(tmp_path / f"result_{number}.txt", "older", LORA, lambda log: log.extend([log[0]] * 400))
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "submission.check", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert "Traceback" not in said and "output was closed" in said and process.returncode == check.PIPE_CLOSED
+
+
+def test_check_imports_no_torch(tmp_path):
+    path = dialect(tmp_path / "result_0.txt", "srun")
+    code = f"import sys; from submission import check; code = check.main([{str(path)!r}]); sys.exit(code or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("ruleset", ["4.1.0", "6.1"])
+def test_an_unknown_ruleset_is_a_usage_error_with_the_list(tmp_path, capsys, ruleset):
+    assert check.main([str(tmp_path / "x.txt"), "--ruleset", ruleset]) == 2
+    message = capsys.readouterr().err
+    assert all(name in message for name in (ruleset, *official_tools.RULESETS))
+
+
+def test_what_is_not_there_is_a_usage_error(tmp_path, capsys):
+    assert check.main([str(tmp_path / "nothing.txt")]) == 2 and "cannot read" in capsys.readouterr().err
+    assert check.main([str(tmp_path)]) == 2 and "no log" in capsys.readouterr().err
+
+
+def test_without_the_official_checker_it_ends_with_its_own_code(tmp_path, monkeypatch, capsys):
+    def missing():
+        raise PreflightError("the official compliance checker is not installed", "", "")
+
+    monkeypatch.setattr(official_tools, "checker_version", missing)
+    assert check.main([str(write_good(tmp_path / "result.txt"))]) == PreflightError.exit_code
+
+
+def test_an_unknown_benchmark_is_left_to_the_official_checker(tmp_path):
+    path = dialect(tmp_path / "result_0.txt", "srun", spoil=lambda log: log[find(log, "submission_benchmark")].update(value="flux1"))
+    examined = check.examine(path, project_root=None)
+    assert ("benchmark", True) in {(finding.rule, finding.warning) for finding in examined.findings} and not examined.verdict.passed
+
+
+def test_the_config_that_a_log_of_ours_names_must_be_in_the_project(tmp_path):
+    path = write_good(tmp_path / "result.txt")
+    assert check.examine(path, project_root=project_root(tmp_path)).findings == ()
+    assert [finding.rule for finding in check.examine(path).findings] == ["config_filename"]  # A_TEST_1x8.toml

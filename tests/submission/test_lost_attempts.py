@@ -1,0 +1,134 @@
+"""Which attempts count: one answer from score, package and report, whatever became of a launcher (docs/submission.md has the table)."""
+
+import json
+
+import pytest
+import synthetic_log
+import synthetic_series as synthetic
+from synthetic_log import LORA
+
+from common.errors import CheckFailed
+from submission import describe, package, report, score
+from submission.runs import FAILED, GOOD, LOST, NOT_STARTED
+from submission.series import read_series, ten_runs
+
+NAME = LORA.rules.BENCHMARK
+FIFTH = 4  # the attempt that something happens to
+
+
+def cut_before(path, key: str) -> None:
+    """As a run leaves its log that is killed before it logs `key`."""
+    records = synthetic_log.records(path)
+    synthetic_log.write_records(path, records[: synthetic_log.find(records, key)])
+
+
+def ledger_lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+
+
+def killed_launcher(folder, run) -> None:
+    """The ledger has a start, and nobody was left to write an end."""
+    kept = [line for line in ledger_lines(folder) if (line["event"], line.get("attempt")) != ("end", FIFTH + 1)]
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+def resumed(folder, run) -> None:
+    """--resume entered the attempt as lost."""
+    lost = {"exit_code": 14, "kind": "lost", "reason": "its launcher ended without a word"}
+    lines = [line | lost if (line["event"], line.get("attempt")) == ("end", FIFTH + 1) else line for line in ledger_lines(folder)]
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def log_without(key: str):
+    return lambda folder, run: cut_before(run / "result.txt", key)
+
+
+def no_log(folder, run) -> None:
+    (run / "result.txt").unlink()
+
+
+def nothing(folder, run) -> None:
+    pass
+
+
+def in_vain(folder, run) -> None:
+    records = synthetic_log.records(run / "result.txt")
+    records[-1]["metadata"]["status"] = "aborted"
+    for record in records:
+        if record["key"] == "eval_accuracy":
+            record["value"] = 0.95
+    synthetic_log.write_records(run / "result.txt", records)
+
+
+def against_the_rules(folder, run) -> None:
+    records = synthetic_log.records(run / "result.txt")
+    records[synthetic_log.find(records, "lora_rank")]["value"] = 8
+    synthetic_log.write_records(run / "result.txt", records)
+
+
+# What became of the log, what the ledger knows, the state of the attempt, and whether there is a result.
+CASES = {
+    "a whole log and a start without an end": (nothing, killed_launcher, GOOD, True),
+    "a whole log that --resume calls lost": (nothing, resumed, GOOD, True),
+    "no run_stop and a start without an end": (log_without("run_stop"), killed_launcher, LOST, False),
+    "no run_stop and lost by --resume": (log_without("run_stop"), resumed, LOST, False),
+    "killed in init, and a start without an end": (log_without("init_stop"), killed_launcher, NOT_STARTED, True),
+    "killed in init, and lost by --resume": (log_without("init_stop"), resumed, NOT_STARTED, True),
+    "no log, and a start without an end": (no_log, killed_launcher, LOST, False),
+    "no log, and lost by --resume": (no_log, resumed, LOST, False),
+    "no log, and the launcher says why": (no_log, nothing, NOT_STARTED, True),
+    "aborted, and a start without an end": (in_vain, killed_launcher, FAILED, True),
+    "a log that the official checker refuses": (against_the_rules, nothing, FAILED, True),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def case(request, tmp_path):
+    """Folder of a series of twelve attempts, each slower than the one before, with what happened to the fifth; its state, and if there is a result."""
+    plans = synthetic.plans([evaluations for evaluations in synthetic.evaluations_near_reference(LORA)] + [7, 8])
+    folder = synthetic.write(tmp_path, LORA, plans)
+    spoil, forget, state, valid = request.param
+    run = folder / ledger_lines(folder)[1 + 2 * FIFTH]["run"]
+    spoil(folder, run)
+    forget(folder, run)
+    return folder, state, valid
+
+
+def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
+    folder, state, valid = case
+    series = read_series([folder])
+    chosen = ten_runs(series)
+    assert series.runs[FIFTH].state == state and len(series.runs) == 12
+    assert bool(chosen.invalid) != valid
+    capsys.readouterr()
+
+    code = score.main([str(folder), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"][FIFTH]["state"] == state and found["result"]["score"] == chosen.score
+    assert (code == 0) == valid == (found["result"]["invalid"] is None)
+
+    assert report.main([str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert (
+        (f"{chosen.score:.3f} minutes" in page)
+        if valid
+        else ("no score: no 10 consecutive attempts" in page and "<b>score</b>" not in page)
+    )
+    capsys.readouterr()
+
+    system = tmp_path / f"{synthetic.SYSTEM}.json"
+    system.write_text(json.dumps(synthetic.DESCRIPTION))
+    assert describe.problems(synthetic.DESCRIPTION) == []
+    request = package.Request({NAME: folder}, system, tmp_path / "out", synthetic.ORG)
+    with pytest.raises(CheckFailed) as refused:  # this repository has no such commit: the last thing that is looked at
+        package.package(request)
+    printed = capsys.readouterr().out
+    if not valid:
+        assert "no 10 consecutive attempts can be submitted" in refused.value.why
+    else:
+        taken = tuple(run.number for run in chosen.runs)
+        assert f"attempts {taken[0]} to {taken[-1]}: {chosen.rank:.4f} min" in printed
+        marked = [int(line.split()[2]) for line in printed.splitlines() if line.startswith("  * attempt")]
+        assert marked == list(taken)
+        assert (FIFTH + 1 in taken) == (state != NOT_STARTED)
+        assert state != NOT_STARTED or taken == (2, 3, 4, *range(6, 13))  # of two windows the slower one
