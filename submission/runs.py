@@ -12,7 +12,6 @@ import contextlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +19,10 @@ from pathlib import Path
 from common.errors import ConfigError
 from llama2_70b_lora import rules as llama2_70b_lora_rules
 from llama31_8b import rules as llama31_8b_rules
-from submission import log, official_tools
+from submission import intervals, log, official_tools
 from submission.check import round_of
-from submission.log import Event, Log
+from submission.intervals import Interval
+from submission.log import Log
 
 CLOSED = {rules.BENCHMARK: rules.CLOSED for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
 MINIATURE = {rules.BENCHMARK: rules.MINIATURE for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
@@ -32,24 +32,6 @@ REPEATED = frozenset({*INTERVALS, "eval_accuracy", "eval_error", "submission_ben
 
 # How a run ended, as docs/submission.md says it.
 GOOD, FAILED, LOST, NOT_STARTED = "good", "did not converge", "lost", "never started its clock"
-
-
-@dataclass(frozen=True)
-class Interval:
-    """From a start line to its stop line; counts of training sequences as logged, or as the evaluations tell."""
-
-    start_ms: float
-    stop_ms: float
-    start_samples: int | None
-    stop_samples: int | None
-
-    @property
-    def seconds(self) -> float:
-        return (self.stop_ms - self.start_ms) / 1000
-
-    @property
-    def samples(self) -> int:
-        return (self.stop_samples or 0) - (self.start_samples or 0)
 
 
 @dataclass
@@ -145,7 +127,7 @@ class Run:
     @property
     def samples_per_s(self) -> float | None:
         """Over all training blocks, evaluation excluded."""
-        return _rate(self.blocks)
+        return intervals.rate(self.blocks)
 
     @property
     def evaluation_s(self) -> float | None:
@@ -219,17 +201,6 @@ def read_lines(path: Path, notes: list[str]) -> list[dict]:
     return found
 
 
-def steady_samples_per_s(runs: Iterable[Run]) -> float | None:
-    """Sequences per second without each run's first block, which starts cold; with it where there is no other."""
-    steady = [run.blocks[1:] or run.blocks for run in runs]
-    return _rate([block for blocks in steady for block in blocks])
-
-
-def _rate(blocks: list[Interval]) -> float | None:
-    seconds, samples = sum(block.seconds for block in blocks), sum(block.samples for block in blocks)
-    return samples / seconds if seconds > 0 and samples > 0 else None
-
-
 # --- one log ----------------------------------------------------------------------------------------------------------
 
 
@@ -259,10 +230,8 @@ def _filled(run: Run, ruleset: str = "") -> Run:
     run.ruleset = ruleset or round_of(run.log, ours=False)
     run.notes += [f"line {bad.line}: {bad.reason}" for bad in run.log.bad[:3]]
     _read_result(run)
-    events = run.log.events
-    run.evaluations = _intervals(events, "eval", run.batch or 1)
-    blocks = _blocks(events, "block" if run.log.first("block_start") else "epoch")
-    run.blocks = [_without(block, run.evaluations) for block in blocks]
+    run.evaluations = intervals.evaluations(run.log.events, run.batch or 1)
+    run.blocks = intervals.training(run.log.events, run.evaluations)
     if run.blocks and run.samples is not None and run.trained != run.samples:
         run.notes.append(f"the last evaluation is logged at {run.samples:,} sequences, the blocks end at {run.trained:,}")
     _find_gpus(run)
@@ -272,14 +241,6 @@ def _filled(run: Run, ruleset: str = "") -> Run:
 def _last(records: Log, key: str):
     found = records.all(key)
     return found[-1].value if found else None
-
-
-def _samples(event: Event) -> int | None:
-    for key in ("samples_count", "epoch_num"):  # both benchmarks give sequences under either name
-        count = event.metadata.get(key)
-        if log.is_number(count):
-            return round(count)
-    return None
 
 
 def _read_result(run: Run) -> None:
@@ -297,57 +258,13 @@ def _read_result(run: Run) -> None:
             stopped, counted = event, last
     counted = counted if stopped else last
     if counted:
-        run.samples, run.loss = _samples(counted), counted.value if log.is_number(counted.value) else None
+        run.samples, run.loss = intervals.samples_of(counted), counted.value if log.is_number(counted.value) else None
     if run.log.events and stopped is None:
         run.notes.append("no run_stop: it was cut short")
     elif stopped and run.minutes is None:
         run.notes.append("run_stop stands before run_start, or there is no run_start")
     elif run.status == "success" and not run.reached:
         run.notes.append(f"says success, but no evaluation is at {run.target} or below: the compliance checker refuses it")
-
-
-def _blocks(events: list[Event], name: str) -> list[Interval]:
-    """Training intervals. Where the lines of a block carry no count so far (mlperf_common logs the block's size in both, others
-    the count at its start), a block ends at the count of the evaluation after it."""
-    starts, stops = ([_samples(event) or 0 for event in events if event.key == f"{name}_{end}"] for end in ("start", "stop"))
-    if max(stops, default=0) > max(starts, default=0):
-        return _intervals(events, name, 0)
-    found, done = [], 0
-    evaluated = [(event.time_ms, count) for event in events if event.key in ("eval_start", "eval_accuracy") and (count := _samples(event))]
-    for block in _intervals(events, name, 0, counted=False):
-        after = next((count for time_ms, count in evaluated if time_ms >= block.stop_ms and count > done), None)
-        if after is not None:
-            found.append(Interval(block.start_ms, block.stop_ms, done, after))
-            done = after
-    return found
-
-
-def _intervals(events: list[Event], name: str, batch: int, counted: bool = True) -> list[Interval]:
-    """Pairs of <name>_start and <name>_stop. Eight ranks may log each line, some of them late: what falls behind is left out.
-
-    `batch` 0: training intervals, which end beyond where they start; else evaluations, which may end up to one batch before.
-    """
-    found: list[Interval] = []
-    opened: Event | None = None
-    for event in events:
-        samples = _samples(event) if counted else None
-        if event.key == f"{name}_start" and opened is None:
-            done = found[-1].stop_samples if found else None
-            late = None not in (samples, done) and (samples < done if batch == 0 else samples <= done)  # type: ignore[operator]
-            opened = None if late else event
-        elif event.key == f"{name}_stop" and opened is not None:
-            before = _samples(opened) if counted else None
-            late = None not in (samples, before) and samples <= before - batch  # type: ignore[operator]
-            if not late and event.time_ms >= opened.time_ms:
-                found.append(Interval(opened.time_ms, event.time_ms, before, samples))
-                opened = None
-    return found
-
-
-def _without(block: Interval, evaluations: list[Interval]) -> Interval:
-    """`block` less the evaluations in it: some log one epoch around everything."""
-    inside = sum(e.stop_ms - e.start_ms for e in evaluations if block.start_ms <= e.start_ms and e.stop_ms <= block.stop_ms)
-    return Interval(block.start_ms, block.stop_ms - inside, block.start_samples, block.stop_samples)
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from common.errors import ConfigError
 from records import ledger
 from records.published import Pace
 from records.rcp import SUBMISSION_RUNS, trimmed_mean
-from submission import rcp
-from submission.runs import FAILED, LOST, NOT_STARTED, Run, read_attempt, read_run, steady_samples_per_s
+from submission import intervals, rcp
+from submission.runs import FAILED, LOST, NOT_STARTED, Run, read_attempt, read_run
 
 MEDIAN = "median"
 SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")  # of the runs of a series
@@ -119,7 +119,8 @@ def _invalid(runs: list[Run]) -> str:
         return f"{named} started its clock and left no run_stop: it has no result, and cannot be left out"
     failed = [run for run in runs if not run.converged]
     if len(failed) > 1:
-        return f"{len(failed)} runs did not converge, one may: {', '.join(run.name for run in failed)}"
+        names = ", ".join(run.name for run in failed)
+        return f"{len(failed)} runs did not converge, one may: {names}" + (f"; the first: {failed[0].reason}" if failed[0].reason else "")
     return "" if len(runs) == SUBMISSION_RUNS else f"a result is {SUBMISSION_RUNS} runs, these are {len(runs)}"
 
 
@@ -147,8 +148,10 @@ def _counted(runs: list[Run]) -> list[Run]:
 
 
 def pace(ten: TenRuns) -> Pace | None:
-    """What the minutes are made of; None if the logs do not have the lines for it."""
-    runs, rate = ten.counted, steady_samples_per_s(ten.counted)
+    """What the minutes are made of; None if the logs do not have the lines for it. The rate is without each run's first block, which
+    starts cold; with it where there is no other."""
+    runs = ten.counted
+    rate = intervals.rate([block for run in runs for block in run.blocks[1:] or run.blocks])
     if not runs or rate is None or ten.minutes is None:
         return None
     samples = sum(run.trained or 0 for run in runs) / len(runs)

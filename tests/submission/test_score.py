@@ -534,6 +534,14 @@ def test_wrong_usage_is_exit_code_2(what, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.parametrize("content", [b"", b"\x1f\x8b\x08 gzip", b"\0\1\2", b":::MLLOG " + b"[" * 100_000])
+def test_a_file_that_is_no_log_is_one_error(content, tmp_path, capsys):
+    (tmp_path / "result_0.txt").write_bytes(content)
+    for argument in (tmp_path, tmp_path / "result_0.txt"):
+        assert score.main([str(argument)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 3
+
+
 WITHOUT_TORCH = """
 import sys
 

@@ -14,7 +14,7 @@ from synthetic_series import DESCRIPTION, ORG, SYSTEM
 from common.config import load
 from common.sharding.processes import Heartbeat
 from common.training import loop
-from common.training.loop import Batching
+from common.training.loop import Batching, Goal, Reporting
 from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
 from llama2_70b_lora import log_keys as lora_keys
@@ -36,6 +36,7 @@ def scripted():
     """The loop's two calls that compute, as scripts; the rest of it is real."""
     patch = pytest.MonkeyPatch()
     step = (torch.tensor(3.0), torch.tensor(0.5))
+    patch.setattr(loop, "LOG_EVERY_STEPS", 2000)
     patch.setattr(loop, "train_step", lambda *args: step)
     patch.setattr(loop, "evaluate", lambda model, batches, *rest: next(batches))
     yield
@@ -66,21 +67,14 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
         "max_samples": config.max_samples,
     }
     outcome = loop.train(
-        model=SimpleNamespace(scaling=None),
-        optimizer=None,
+        assembly=SimpleNamespace(model=None, fp8=None),
         lr_at=lambda step: 0.0,
         batches=iter(()),
         eval_batches=iter([closed.target_loss + 0.1] * above + [closed.target_loss]),
-        batching=Batching(batch, config.gradient_accumulation_steps, False),
-        eval_interval=interval,
-        first_evaluation=first,
-        target_loss=closed.target_loss,
-        max_samples=config.max_samples,
-        log_every_steps=2000,
+        batching=Batching(batch, config.gradient_accumulation_steps),
+        goal=Goal(interval, first, closed.target_loss, config.max_samples),
         processes=processes,
-        log=log,
-        meter=Meter(processes, Events(None), Progress(False), **sizes),
-        heartbeat=Heartbeat(None, 0),
+        reporting=Reporting(log, Meter(processes, Events(None), Progress(False), **sizes), Heartbeat(None, 0), None),
     )
     log.run_stop(outcome.samples, "success")
 
