@@ -232,8 +232,7 @@ def package_verdicts(org_dir: Path, ruleset: str) -> dict[tuple[str, str], str]:
     parts = re.split(r"Running compliance checks in dir (.+)\n", _run("package_checker", str(org_dir.resolve()), "training", ruleset))
     verdicts = {}
     for folder, text in zip(parts[1::2], parts[2::2], strict=True):
-        text = text.partition("INFO - PACKAGE CHECKER FOUND ERRORS")[0]  # of the whole submission, whichever set comes last
-        bad = [line.strip() for line in text.splitlines() if re.search(r"\bERROR\b|Traceback|^\w*Error\b", line)]
+        bad = [line.strip() for line in text.splitlines() if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)]
         passed = not bad and "RCP Test Passed" in text
         verdicts[Path(folder).parent.name, Path(folder).name] = "passed" if passed else (bad or ["no RCP test"])[0][:60]
     return verdicts
