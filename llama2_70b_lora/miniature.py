@@ -27,8 +27,7 @@ from common.model.llama import Llama
 from common.sharding.adamw import AdamWSettings
 from common.sharding.processes import start_processes
 from common.sharding.replicated import ReplicatedOptimizer
-from common.training.build import Assembly
-from common.training.loop import Batching, next_token_pairs, train_step
+from common.training.loop import Assembly, Batching, next_token_pairs, train_step
 from common.training.schedules import warmup_cosine
 from llama2_70b_lora.convert import LOCK, parquet_rows, write_rows
 from llama2_70b_lora.data import SIDECAR, GovReport, tokens_path, validation_pairs

@@ -30,8 +30,8 @@ from common.sharding.adamw import AdamWSettings
 from common.sharding.frozen_base import FrozenBase
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
-from common.training.build import DTYPES, Assembly, build
-from common.training.loop import Goal, pad_for_ranks, train
+from common.training.build import DTYPES, build
+from common.training.loop import Assembly, Goal, pad_for_ranks, train
 from common.training.schedules import cosine_to_zero
 from common.training.session import Session, main
 from common.training.warmup import fingerprint

@@ -26,8 +26,8 @@ from common.sharding.adamw import AdamWSettings
 from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import make_reduce_scatter
 from common.sharding.zero import ZeroOptimizer
-from common.training.build import DTYPES, Assembly, build
-from common.training.loop import Goal, next_token_pairs, pad_for_ranks, train
+from common.training.build import DTYPES, build
+from common.training.loop import Assembly, Goal, next_token_pairs, pad_for_ranks, train
 from common.training.schedules import warmup_cosine
 from common.training.session import Session, main
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens

@@ -28,9 +28,8 @@ from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from common.model.llama import Llama
 from common.sharding.processes import Processes
-from common.training.build import Assembly
 from common.training.guard import run_guarded
-from common.training.loop import evaluate, pad_for_ranks, train_step
+from common.training.loop import Assembly, evaluate, pad_for_ranks, train_step
 from common.training.metrics import Meter, Rate, memory_gib
 from common.training.session import Session
 from common.training.warmup import synthetic_batches

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from common.kernels import quantize, rms_norm, rope, swiglu
 from common.kernels.attention import causal_attention
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, quantize_weight, wgrad
-from common.model.llama import Head, Llama
-from common.model.norm import RMSNorm
+from common.model.llama import Head, Llama, RMSNorm
 from common.model.shapes import ModelShape
 
 LINEARS = ("qkv", "o", "gate_up", "down")

@@ -16,8 +16,8 @@ from common.kernels import lora
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul
 from common.kernels.lora import Dropout, Norm, up_
 from common.model.fused_block import ENGINES, BlockQuantizers, FusedBlockFunction, Takeable, attend
+from common.model.llama import RMSNorm
 from common.model.lora import Adapter, AdapterSettings
-from common.model.norm import RMSNorm
 from common.model.shapes import ModelShape
 from common.sharding.activation_offload import ActivationOffloader
 

@@ -11,10 +11,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from common.kernels import cross_entropy
+from common.kernels import cross_entropy, rms_norm
 from common.kernels.rope import rope_tables
-from common.model.norm import RMSNorm
 from common.model.shapes import ModelShape
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float, kernels: str = "reference"):
+        super().__init__()
+        self.rms_norm = rms_norm.ENGINES[kernels]
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.eps = eps
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.rms_norm(x_BSD, self.weight, self.eps)
 
 
 class Head(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ModelShape:
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(f"heads do not divide the hidden size: {self}")
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 

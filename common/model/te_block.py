@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.kernels.attention import causal_attention
 from common.kernels.fp8 import HISTORY
 from common.kernels.rope import rope_reference
-from common.model.norm import RMSNorm
+from common.model.llama import RMSNorm
 from common.model.shapes import ModelShape
 
 VERSION = "2.20.2"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,10 @@ from common.kernels import accumulate
 from common.sharding.processes import Processes
 from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
 
+if TYPE_CHECKING:
+    from common.sharding.zero import Shard
+
 Accumulate = Callable[..., Tensor]  # an engine of kernels/accumulate.py
-
-
-class Shard(Protocol):
-    """This rank's part of a weight; see zero.Shard."""
-
-    master: Tensor  # fp32 [rows, ...]
-    gradient: Tensor | None  # fp32, like `master`
 
 
 class ReduceScatter(Protocol):

@@ -4,68 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.config import RunConfig
 from common.model.llama import Head, Llama
 from common.model.shapes import ModelShape
-from common.sharding.adamw import require_owner
+from common.training.loop import Assembly, Fp8State, Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Optimizer(Protocol):
-    """ZeroOptimizer or ReplicatedOptimizer."""
-
-    @property
-    def weights(self) -> list[Tensor]: ...
-    def step(self, learning_rate: float) -> Tensor: ...
-    def state_tensors(self) -> list[Tensor]: ...
-    def reset_state(self) -> None: ...
-
-
-class Fp8State(Protocol):
-    """The scales of a model: DelayedScaling or TransformerEngine."""
-
-    def allocate(self, device: torch.device) -> None: ...
-    def attach(self, model: nn.Module) -> None: ...
-    def step_done(self) -> None: ...
-    def tensors(self) -> list[Tensor]: ...
-    def reset(self) -> None: ...
-    def take_clipped(self) -> int | None: ...
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """What trains. Raises ValueError where a parameter trains that `optimizer` does not update."""
-
-    model: Llama
-    optimizer: Optimizer
-    fp8: Fp8State | None
-
-    def __post_init__(self) -> None:
-        require_owner(self.model, self.optimizer)
-
-    def step(self, learning_rate: float) -> Tensor:
-        """After the last backward of a step: update the weights, then the scales. Returns the gradient norm, fp32 [] on the device."""
-        norm = self.optimizer.step(learning_rate)
-        if self.fp8 is not None:
-            self.fp8.step_done()
-        return norm
-
-    def state_tensors(self) -> list[Tensor]:
-        """Everything that training changes in place: weights, optimizer state, scales."""
-        return [*self.optimizer.weights, *self.optimizer.state_tensors(), *(self.fp8.tensors() if self.fp8 is not None else [])]
-
-    def reset(self) -> None:
-        """Optimizer state and scales as before the first step. The weights stay."""
-        self.optimizer.reset_state()
-        if self.fp8 is not None:
-            self.fp8.reset()
 
 
 Trained = TypeVar("Trained", bound=Optimizer)

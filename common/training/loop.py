@@ -11,21 +11,72 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import NonFinite, TargetMissed
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model.llama import Llama
+from common.sharding.adamw import require_owner
 from common.sharding.processes import Heartbeat, Processes
-from common.training.build import Assembly
 from common.training.metrics import Meter
 from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison
 
 LOG_EVERY_STEPS = 10  # the host waits for the device only then, and at evaluations
+
+
+class Optimizer(Protocol):
+    """ZeroOptimizer or ReplicatedOptimizer."""
+
+    @property
+    def weights(self) -> list[Tensor]: ...
+    def step(self, learning_rate: float) -> Tensor: ...
+    def state_tensors(self) -> list[Tensor]: ...
+    def reset_state(self) -> None: ...
+
+
+class Fp8State(Protocol):
+    """The scales of a model: DelayedScaling or TransformerEngine."""
+
+    def allocate(self, device: torch.device) -> None: ...
+    def attach(self, model: nn.Module) -> None: ...
+    def step_done(self) -> None: ...
+    def tensors(self) -> list[Tensor]: ...
+    def reset(self) -> None: ...
+    def take_clipped(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What trains. Raises ValueError where a parameter trains that `optimizer` does not update."""
+
+    model: Llama
+    optimizer: Optimizer
+    fp8: Fp8State | None
+
+    def __post_init__(self) -> None:
+        require_owner(self.model, self.optimizer)
+
+    def step(self, learning_rate: float) -> Tensor:
+        """After the last backward of a step: update the weights, then the scales. Returns the gradient norm, fp32 [] on the device."""
+        norm = self.optimizer.step(learning_rate)
+        if self.fp8 is not None:
+            self.fp8.step_done()
+        return norm
+
+    def state_tensors(self) -> list[Tensor]:
+        """Everything that training changes in place: weights, optimizer state, scales."""
+        return [*self.optimizer.weights, *self.optimizer.state_tensors(), *(self.fp8.tensors() if self.fp8 is not None else [])]
+
+    def reset(self) -> None:
+        """Optimizer state and scales as before the first step. The weights stay."""
+        self.optimizer.reset_state()
+        if self.fp8 is not None:
+            self.fp8.reset()
 
 
 @dataclass(frozen=True)

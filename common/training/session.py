@@ -18,9 +18,8 @@ from common.config import RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.sharding.processes import Heartbeat, Processes, start_processes
-from common.training.build import Assembly
 from common.training.guard import run_guarded
-from common.training.loop import Batching, Outcome, Reporting
+from common.training.loop import Assembly, Batching, Outcome, Reporting
 from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison, compare_ranks

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from common.errors import PreflightError
 from common.sharding.processes import Processes
-from common.training.build import Assembly
-from common.training.loop import Batching, evaluate, train_step
+from common.training.loop import Assembly, Batching, evaluate, train_step
 
 TRAIN_STEPS, EVAL_STEPS = 2, 1
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from common.kernels.attention import causal_attention
 from common.kernels.rope import rope_reference
 from common.kernels.swiglu import swiglu_reference
-from common.model.llama import Head, Llama
-from common.model.norm import RMSNorm
+from common.model.llama import Head, Llama, RMSNorm
 from common.model.shapes import ModelShape
 
 

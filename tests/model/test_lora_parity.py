@@ -18,8 +18,7 @@ from common.model.llama import Llama
 from common.model.shapes import ModelShape
 from common.sharding.adamw import AdamWSettings
 from common.sharding.replicated import ReplicatedOptimizer
-from common.training.build import Assembly
-from common.training.loop import Batching, train_step
+from common.training.loop import Assembly, Batching, train_step
 from common.training.schedules import cosine_to_zero
 from llama2_70b_lora.rules import CLOSED
 
