@@ -106,7 +106,7 @@ NOT_QUICK = {  # files that train, start several processes, compile kernels, or 
         "launch/test_series.py",
         "launch/test_two_nodes.py",
     ),
-    *("model/test_lora.py", "model/test_lora_adapter.py", "model/test_lora_parity.py", "model/test_model.py", "model/test_weights.py"),
+    *("model/test_adapters.py", "model/test_lora_adapter.py", "model/test_lora_parity.py", "model/test_model.py", "model/test_weights.py"),
     *("submission/test_submission_of_the_loop.py", "training/test_loop.py"),
 }
 SLOW_FIXTURES = {"built", "checkpoints", "collectives", "copy", "documents", "megatron", "miniature_data", "two_ranks"}

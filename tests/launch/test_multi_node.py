@@ -151,7 +151,7 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
     assert {path.name for path in (run_dir / "ranks").glob("*.json")} == {f"rank_{rank}.json" for rank in range(4)}
 
 
-# Four ranks on two nodes, without launchers: what test_lora.py and test_loop.py say of two ranks on one node.
+# Four ranks on two nodes, without launchers: what test_adapters.py and test_loop.py say of two ranks on one node.
 
 
 def on_four_ranks(processes, folder):

@@ -1,0 +1,46 @@
+"""What ships is what runs: a run of the miniature builds the classes that every GPU config builds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lora_ranks import RULES as LORA_RULES
+from tiny import TINY
+
+from common.config import load
+from llama2_70b_lora import rules as lora_rules
+from llama2_70b_lora import train as lora
+from llama31_8b import rules as pretraining_rules
+from llama31_8b import train as pretraining
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = replace(TINY.shape, hidden_size=64, ffn_hidden_size=96, vocab_size=64)  # sizes that FP8 products take
+
+
+def assembled(benchmark, name, processes):
+    """The trainer's own assembly for a shipped config, at a size that a CPU holds."""
+    kind = pretraining_rules.Config if benchmark == "llama31_8b" else lora_rules.Config
+    config = load(ROOT / "configs" / benchmark / f"{name}.toml", kind)
+    if benchmark == "llama31_8b":
+        return pretraining.assemble(config, replace(TINY, shape=SHAPE), processes, 1)
+    return lora.assemble(config, replace(LORA_RULES, shape=SHAPE), processes, 1, lora.load_random)[0]
+
+
+def classes(assembly):
+    """Of the modules in order, of the optimizer, and the functions that a block's forward and backward are."""
+    block = assembly.model.blocks[0]
+    modules = [type(module) for module in assembly.model.modules() if not isinstance(module, torch.nn.ModuleList)]
+    return modules, type(assembly.optimizer), type(block).run, type(block).run_backward
+
+
+CONFIGS = [(path.parent.name, path.stem) for path in sorted((ROOT / "configs").glob("*/*.toml")) if path.stem != "CPU_1x1"]
+
+
+@pytest.mark.parametrize(("benchmark", "name"), CONFIGS)
+def test_the_miniature_builds_what_every_gpu_config_builds(processes, benchmark, name):
+    assert classes(assembled(benchmark, name, processes)) == classes(assembled(benchmark, "CPU_1x1", processes))
+
+
+def test_there_are_configs_to_compare():
+    assert len(CONFIGS) >= 18
