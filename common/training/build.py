@@ -45,8 +45,8 @@ def build(
     if fp8 is not None:
         fp8.allocate(device)
         fp8.attach(model)
-    if before_each_pass:
-        model.register_forward_pre_hook(lambda model, _: [start(model.training) for start in before_each_pass] and None)
+    for start_pass in before_each_pass:
+        model.register_forward_pre_hook(lambda model, _, start_pass=start_pass: start_pass(model.training))
     trained_by = optimizer(model)
     weights(model, trained_by)
     return Assembly(model, trained_by, fp8)
