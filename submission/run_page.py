@@ -9,7 +9,7 @@ import json
 from html import escape
 
 from submission import gpu_samples, plots, rcp
-from submission.plots import PHASES, Axes, finite, median, number, points, section, table
+from submission.plots import PHASES, Curve, finite, median, number, points, section, table
 from submission.runs import CLOSED, GOOD, LOST, NOT_STARTED, Run
 
 FACTS = (
@@ -25,15 +25,15 @@ def render(run: Run) -> str:
     name = run.folder.resolve().name
     sections = [
         _banner(run),
-        section("Loss", _loss_plot(run)),
+        section("Loss", _loss(run)),
         section("Evaluations", _evaluation_table(run)),
-        section("Where the time went", _phases(run)),
+        section("Where the time went", plots.phase_table([("", phases(run))])),
         section("Step time", _step_times(run)),
         section("GPUs during the run", gpu_samples.section(gpu_samples.read_samples(run))),
         section("Ranks compared", gpu_samples.ranks_compared(run)),
-        section("Provenance", plots.facts(list((provenance(run, "seed")).items()))),
+        section("Provenance", plots.facts(provenance(run, "seed").items())),
         section("Config, as resolved", f"<pre>{escape(run.config)}</pre>" if run.config else ""),
-        section("Could not be read, or odd", "".join(f"<p class=dim>{escape(note)}</p>" for note in run.notes)),
+        section("Could not be read, or odd", plots.notes(run.notes)),
     ]
     return plots.page(f"{run.benchmark or 'run'} · {name}", sections)
 
@@ -46,6 +46,12 @@ def rcp_point(run: Run) -> rcp.Point | None:
     if run.is_miniature or run.benchmark not in CLOSED or run.batch is None:
         return None
     return rcp.point_at(run.benchmark, run.batch, run.ruleset)
+
+
+def rcp_band(run: Run) -> tuple[float, float] | None:
+    """Training sequences: the least mean of a series that passes, and the reference's mean."""
+    point = rcp_point(run)
+    return (point.minimum, point.mean) if point else None
 
 
 def of(run: Run, event: str) -> list[dict]:
@@ -114,47 +120,27 @@ def _verdict(run: Run) -> tuple[str, str]:
     return "bad", "Target not reached"
 
 
-# Curves.
+# Charts.
 
 
-def _loss_plot(run: Run) -> str:
+def _loss(run: Run) -> str:
     train, evaluated = points(of(run, "step"), "samples", "loss"), points(evaluations(run), "samples", "loss")
-    if not train and not evaluated:
-        return ""
-    reference = rcp_point(run)
-    samples = [x for x, _ in train + evaluated] + ([reference.mean] if reference else [])
-    losses = [y for _, y in train + evaluated] + ([run.target] if run.target is not None else [])
-    axes = Axes(0, max(*samples, 1), *plots.padded(min(losses), max(losses)))
-    legend = [("key-train", "&#9473; train"), ("key-eval", "&#9679; evaluation")]
-    body = axes.band(reference.minimum, reference.mean) if reference else ""
-    body += axes.line(plots.thinned(train), "curve") + axes.line(evaluated, "evalcurve")
-    body += "".join(axes.point(x, y, f"{y:.4f} at {x:.0f} samples") for x, y in evaluated)
-    if run.target is not None:
-        body += axes.level(run.target, "target")
-        legend.append(("key-target", f"&#9476; target {run.target}"))
-    if reference:
-        legend.append(("key-band", f"&#9608; RCP: least mean of a series {reference.minimum:,.0f} to reference mean {reference.mean:,.0f}"))
-    return axes.svg(body, "training sequences", "loss, nats per token") + plots.keys(legend)
+    band = rcp_band(run)
+    curves = [Curve(train, "curve", "train"), Curve(evaluated, "run", "evaluation", dots=True)]
+    drawn = plots.chart(curves, ("training sequences", "loss, nats per token"), run.target, band)
+    entries = [("key-train", "&#9473; train"), ("key-eval", "&#9679; evaluation")]
+    return drawn and drawn + plots.legend(entries, run.target, band)
 
 
 def _step_times(run: Run) -> str:
-    """Histogram of the step times, and the medians of what was measured besides."""
+    """The step times, and the medians of what was measured besides."""
     times = measured(run, "step_time_ms")
     if not times:
         return ""
     facts = [f"median {number(median(times))} ms", f"slowest {number(max(times))} ms", f"{len(times)} steps recorded"]
     facts += [f"median {number(median(values))} {unit}" for key, unit in MEASURED.items() if (values := measured(run, key))]
-    label = "step time, ms (the last bar holds the slowest percent too)"
-    return plots.histogram(times, label, "steps") + f"<p>{escape(' · '.join(facts))}</p>"
-
-
-def _phases(run: Run) -> str:
-    seconds = phases(run)
-    total = sum(seconds.values())
-    if not total:
-        return ""
-    rows = [[f"{plots.phase_key(name)} {name}", f"{value:.1f} s", f"{value / total:.1%}"] for name, value in seconds.items() if value]
-    return plots.phase_bar(seconds, total) + table(["phase", "time", "share"], rows)
+    curve = Curve(points(of(run, "step"), "samples", "step_time_ms"), "curve", "step time")
+    return plots.chart([curve], ("training sequences", "step time, ms")) + f"<p>{escape(' · '.join(facts))}</p>"
 
 
 def _evaluation_table(run: Run) -> str:

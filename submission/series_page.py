@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from html import escape
 
-from records.rcp import trimmed_mean
 from submission import plots, rcp
-from submission.plots import Axes, median, number, points, section, table
-from submission.run_page import evaluations, measured, phases, provenance, rcp_point
+from submission.plots import Curve, median, number, points, section, table
+from submission.run_page import evaluations, measured, phases, provenance, rcp_band, rcp_point
 from submission.runs import GOOD, Run
 from submission.series import Series, TenRuns, ten_runs, windows
 
@@ -24,13 +23,12 @@ def render(series: Series) -> str:
     sections = [
         _banner(series, ten),
         section("Score", _score(series, ten, point)),
-        section("Evaluation loss of all runs, and near the target", _losses(series, point)),
-        section("Run by run", _run_by_run(series, point)),
+        section("Evaluation loss of all runs", _losses(series)),
         section("Step time, all runs", _step_times(series)),
-        section("Where the time went", _phases(series)),
+        section("Where the time went", plots.phase_table([(f"attempt {run.number}", phases(run)) for run in series.runs])),
         section("Attempts", _attempts(series, ten)),
         section("Provenance", _provenance(series)),
-        section("Could not be read, or odd", _notes(series)),
+        section("Could not be read, or odd", plots.notes(f"attempt {run.number}: {note}" for run in series.runs for note in run.notes)),
     ]
     return plots.page(f"{series.first.benchmark or 'runs'} · {series.name}", sections, wide=True)
 
@@ -69,106 +67,26 @@ def _score(series: Series, ten: TenRuns, point: rcp.Point | None) -> str:
     return table(["", ""], rows)
 
 
-# Curves.
-
-
-def _losses(series: Series, point: rcp.Point | None) -> str:
-    curves = [(run, points(evaluations(run), "samples", "loss")) for run in series.runs]
-    everything = [spot for _, curve in curves for spot in curve]
-    if not everything:
-        return ""
-    target = series.first.target
-    losses = [y for _, y in everything] + ([target] if target is not None else [])
-    samples = [x for x, _ in everything] + ([point.mean] if point else [])
-    whole = _curves(curves, Axes(0, 1.02 * max(*samples, 1), *plots.padded(min(losses), max(losses))), target, point)
-    axes = _near(curves, target, point)
-    near = _curves(curves, axes, target, point) if axes else ""
-    return f"<div class=two><div>{whole}</div><div>{near}</div></div>{_legend(series, target, point)}"
-
-
-def _curves(curves: list[tuple[Run, list[tuple[float, float]]]], axes: Axes, target: float | None, point: rcp.Point | None) -> str:
-    """Evaluations of all runs over each other, as far as they are within `axes`."""
-    body = axes.band(point.minimum, point.mean) if point else ""
-    if point and axes.x_low <= point.mean <= axes.x_high:
-        body += axes.upright(point.mean, "bandline")
-    for run, curve in curves:
-        seen = [(x, y) for x, y in curve if axes.holds(x, y)]
-        other = "" if run.state == GOOD else " other"
-        body += axes.line(seen, f"run{other}", f"attempt {run.number}")
-        body += "".join(axes.point(x, y, f"attempt {run.number}: {y:.4f} at {x:.0f}", f"point{other}", 2.6) for x, y in seen)
-    body += axes.level(target, "target") if target is not None else ""
-    return axes.svg(body, "training sequences", "evaluation loss, nats per token")
-
-
-def _near(curves: list[tuple[Run, list[tuple[float, float]]]], target: float | None, point: rcp.Point | None) -> Axes | None:
-    """From the last four evaluations before the first run got there, to the last evaluation of all."""
-    ends = [curve[-1][0] for run, curve in curves if curve and run.state == GOOD]
-    counts = sorted({x for _, curve in curves for x, _ in curve})
-    if not ends or target is None:
-        return None
-    low, high = [x for x in counts if x <= min(ends)][-4:][0], max(*counts, point.mean if point else 0)
-    losses = [y for _, curve in curves for x, y in curve if low <= x <= high] + [target]
-    return Axes(*plots.padded(low, high), *plots.padded(min(losses), max(losses))) if low < high else None
-
-
-def _legend(series: Series, target: float | None, point: rcp.Point | None) -> str:
-    entries = [("key-eval", "&#9679; good run")]
-    entries += [("key-dim", "&#9675; other attempt")] if len(series.good) < len(series.runs) else []
-    entries += [("key-target", f"&#9476; target {target}")] if target is not None else []
-    if point:
-        text = f"RCP band, from the least mean that passes, {point.minimum:,.0f}, to the reference's mean, {point.mean:,.0f}"
-        entries.append(("key-band", f"&#9608; {text}"))
-    return plots.keys(entries)
-
-
-# Run by run.
-
-
-def _run_by_run(series: Series, point: rcp.Point | None) -> str:
-    """Samples to the target and minutes of the good runs, by attempt."""
-    if not series.good:
-        return ""
-    band = (point.minimum / 1000, point.mean / 1000) if point else None
-    count = max(run.number for run in series.runs)
-    samples = _dots(count, [(run.number, (run.samples or 0) / 1000) for run in series.good], "thousand sequences to the target", band)
-    minutes = _dots(count, [(run.number, run.minutes or 0.0) for run in series.good], "minutes", None)
-    notes = ["blue: mean without fastest and slowest"] * (len(series.good) > 2) + ["violet: the RCP band"] * (point is not None)
-    return f"<div class=two><div>{samples}</div><div>{minutes}</div></div><p class=dim>{'; '.join(notes)}</p>"
-
-
-def _dots(count: int, data: list[tuple[float, float]], label: str, band: tuple[float, float] | None) -> str:
-    values = [y for _, y in data]
-    axes = Axes(0.4, count + 0.6, *plots.padded(min(*values, *(band or values)), max(*values, *(band or values))))
-    body = axes.band(*band, upright=False) if band else ""
-    body += axes.level(trimmed_mean(values), "mean") if len(values) > 2 else ""
-    body += "".join(axes.point(x, y, f"attempt {x}: {y:,.2f}", radius=5) for x, y in data)
-    return axes.svg(body, "attempt", label, whole_x=True)
+def _losses(series: Series) -> str:
+    """Evaluations of all runs over each other."""
+    target, band = series.first.target, rcp_band(series.first)
+    curves = [
+        Curve(
+            points(evaluations(run), "samples", "loss"), f"run{'' if run.state == GOOD else ' other'}", f"attempt {run.number}", dots=True
+        )
+        for run in series.runs
+    ]
+    drawn = plots.chart(curves, ("training sequences", "evaluation loss, nats per token"), target, band)
+    entries = [("key-eval", "&#9679; good run")] + [("dim", "&#9679; other attempt")] * (len(series.good) < len(series.runs))
+    return drawn and drawn + plots.legend(entries, target, band)
 
 
 def _step_times(series: Series) -> str:
-    by_run = [times for run in series.runs if (times := measured(run, "step_time_ms"))]
-    pooled = [time for times in by_run for time in times]
-    if not pooled:
+    medians = [median(times) for run in series.runs if (times := measured(run, "step_time_ms"))]
+    if not medians:
         return ""
-    medians = [median(times) for times in by_run]
-    facts = f"{len(pooled):,} steps recorded; medians of the runs from {number(min(medians))} to {number(max(medians))} ms"
-    facts += f" ({max(medians) / min(medians) - 1:.2%} apart)" if min(medians) > 0 else ""
-    chart = plots.histogram(pooled, "step time, ms (last bar: the slowest percent too)", "steps")
-    return f"<div class=solo>{chart}</div><p>{facts}</p>"
-
-
-def _phases(series: Series) -> str:
-    """One bar per attempt, all to the same scale; init and warm-up are before the clock."""
-    by_run = [(run, phases(run)) for run in series.runs]
-    longest = max((sum(seconds.values()) for _, seconds in by_run), default=0.0)
-    if not longest:
-        return ""
-    key = " &nbsp; ".join(f"{plots.phase_key(name)} {name}" for name in plots.PHASES)
-    rows = []
-    for run, seconds in by_run:
-        cells = [f"{seconds[name]:,.0f}" if seconds[name] else "-" for name in plots.PHASES]
-        rows.append([str(run.number), f'<div class="phases">{plots.phase_bar(seconds, longest, 22)}</div>', *cells])
-    return f"<p>{key}; seconds</p>" + table(["attempt", "", *plots.PHASES], rows, texts=(1,), kind="many bars")
+    apart = f" ({max(medians) / min(medians) - 1:.2%} apart)" if min(medians) > 0 else ""
+    return f"<p>medians of the runs from {number(min(medians))} to {number(max(medians))} ms{apart}</p>"
 
 
 # Tables.
@@ -222,8 +140,3 @@ def _config(series: Series) -> str:
         return ""
     note = "" if len(set(configs)) == 1 else plots.banner("warn", [f"{len(set(configs))} different configs; this is the first"])
     return f"<h2>Config, as resolved</h2>{note}<pre>{escape(configs[0])}</pre>"
-
-
-def _notes(series: Series) -> str:
-    lines = [f"attempt {run.number}: {note}" for run in series.runs for note in run.notes]
-    return "".join(f"<p class=dim>{escape(line)}</p>" for line in lines)

@@ -80,7 +80,7 @@ def test_phases_of_a_run_that_broke_off_come_from_its_log(run_dir):
     write_records(run_dir / "result.txt", log)
     (run_dir / "events.jsonl").write_text(json.dumps(events()[0]) + "\n")
     text = page(run_dir)
-    assert 'init</td><td class="n">30.0 s' in text and 'train</td><td class="n">4.0 s' in text and 'eval</td><td class="n">8.0 s' in text
+    assert '<td class="n">30.0</td><td class="n">0.0</td><td class="n">4.0</td><td class="n">8.0</td>' in text
 
 
 def test_a_run_that_gave_up_says_so(run_dir):
@@ -205,7 +205,7 @@ def test_the_report_of_a_series_is_complete(series):
         "RCP band",
         "minutes",
         "training sequences",
-        "step time, ms",
+        "step, ms",
     ):
         assert part in text
     point = rcp.point_at("llama31_8b", 16, "6.1.0")
@@ -219,8 +219,8 @@ def test_the_report_of_a_series_is_complete(series):
         assert part in text
     for part in (synthetic_series.COMMIT, "MI355X_1x8.toml", "2.13.0", "global_batch_size = 16", synthetic_series.SERIES):
         assert part in text
-    assert text.count('<polyline class="run"') == 2 * 10 and text.count('<polyline class="run other"') == 2 * 2
-    assert "differ" not in text and text.count('class="band"') == 3
+    assert text.count('<polyline class="run"') == 10 and text.count('<polyline class="run other"') == 2
+    assert "differ" not in text and text.count('class="band"') == 1
     assert f"{ten_runs(read_series([series])).score:.3f} minutes" in text
 
 
@@ -272,7 +272,7 @@ def test_the_series_that_is_asked_for(series, capsys):
 
 def test_a_run_of_a_series_has_its_own_report_with_the_band(series):
     text = page(sorted(series.glob("*/result.txt"))[0].parent)
-    assert "Target reached" in text and "RCP: least mean of a series" in text and text.count('class="band"') == 1
+    assert "Target reached" in text and "RCP band, from the least mean of a series" in text and text.count('class="band"') == 1
 
 
 def test_spoilt_files_of_a_series_do_not_stop_its_report(series):
