@@ -15,7 +15,7 @@ from records import published
 from records.published import Pace, Published
 from submission.runs import CLOSED, Run
 from submission.series import Series, TenRuns, check_same, pace, read_series, ten_runs
-from submission.text import number, signed, table
+from submission.terminal import number, signed, table
 
 ROUND = re.compile(r"v?\d\.\d")
 

@@ -11,18 +11,15 @@ Exit code: 0 all clean (warnings allowed, without --werror), 20 errors, 2 wrong 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import CheckFailed, ConfigError, RunError
-from submission import official_tools, own_log
+from common.errors import CheckFailed, ConfigError
+from submission import official_tools, own_log, terminal
 from submission.log import Log, read
 from submission.log_rules import BENCHMARKS, DISCLOSURE_KEYS, RULES, Finding, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS, Verdict
-
-PIPE_CLOSED = 141  # what a shell reports of a program that ends by SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -42,17 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ruleset", metavar="R", help=f"hold the logs to this closed ruleset: {', '.join(RULESETS)}")
     parser.add_argument("--werror", action="store_true", help="warnings count as errors, also those of the official checker")
     options = parser.parse_args(arguments)
-    try:
-        code = _check_all(options.paths, options.ruleset, options.werror)
-        sys.stdout.flush()
-        return code
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more when it ends
-        print("note: the output was closed before all was written", file=sys.stderr)
-        return PIPE_CLOSED
+    return terminal.run(lambda: _check_all(options.paths, options.ruleset, options.werror))
 
 
 def _check_all(paths: list[Path], ruleset: str | None, werror: bool) -> int:

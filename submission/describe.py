@@ -17,51 +17,25 @@ import os
 import sys
 from pathlib import Path
 
-from common.errors import CheckFailed, ConfigError, RunError, StorageError
+from common.errors import CheckFailed, ConfigError, StorageError
 from common.hardware import probe
-from submission import machine, official_tools
+from submission import machine, official_tools, terminal
 from submission.official_tools import CLOSED_RULESETS
 
-# Key -> may be empty by the policy. In the order of the checker, which requires them all except POLICY_KEYS.
-KEYS = {
-    "submitter": False,
-    "division": False,
-    "status": False,
-    "system_name": False,
-    "number_of_nodes": False,
-    "host_processors_per_node": False,
-    "host_processor_model_name": False,
-    "host_processor_core_count": False,
-    "host_processor_vcpu_count": False,
-    "host_processor_frequency": True,
-    "host_processor_caches": True,
-    "host_processor_interconnect": True,
-    "host_memory_capacity": False,
-    "host_storage_type": False,
-    "host_storage_capacity": False,
-    "host_networking": False,
-    "host_networking_topology": False,
-    "host_memory_configuration": False,
-    "accelerators_per_node": False,
-    "accelerator_model_name": False,
-    "accelerator_host_interconnect": False,
-    "accelerator_frequency": True,
-    "accelerator_on-chip_memories": True,
-    "accelerator_memory_configuration": False,
-    "accelerator_memory_capacity": False,
-    "accelerator_interconnect": False,
-    "accelerator_interconnect_topology": True,
-    "cooling": False,
-    "hw_notes": True,
-    "framework": False,
-    "other_software_stack": False,
-    "operating_system": False,
-    "sw_notes": True,
-    "system_type": False,
-    "system_type_detail": False,
-    "host_network_card_count": False,
-}
 POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
+KEYS = (  # in the order of the checker, which requires them all except POLICY_KEYS
+    *("submitter", "division", "status", "system_name", "number_of_nodes", "host_processors_per_node", "host_processor_model_name"),
+    *(f"host_processor_{fact}" for fact in ("core_count", "vcpu_count", "frequency", "caches", "interconnect")),
+    *("host_memory_capacity", "host_storage_type", "host_storage_capacity", "host_networking", "host_networking_topology"),
+    *("host_memory_configuration", "accelerators_per_node", "accelerator_model_name", "accelerator_host_interconnect"),
+    *("accelerator_frequency", "accelerator_on-chip_memories", "accelerator_memory_configuration", "accelerator_memory_capacity"),
+    *("accelerator_interconnect", "accelerator_interconnect_topology", "cooling", "hw_notes"),
+    *("framework", "other_software_stack", "operating_system", "sw_notes", *POLICY_KEYS),
+)
+MAY_BE_EMPTY = (  # by the policy
+    *("host_processor_frequency", "host_processor_caches", "host_processor_interconnect", "accelerator_frequency"),
+    *("accelerator_on-chip_memories", "accelerator_interconnect_topology", "hw_notes", "sw_notes"),
+)
 JOINED_KEYS = (  # the checker joins these with commas: anything but a string is a TypeError
     *("submitter", "system_name", "host_processor_model_name", "host_processor_core_count"),
     *("accelerator_model_name", "accelerators_per_node", "framework"),
@@ -90,13 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--submitter", default="", metavar="ORG")
     parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1])
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> int:
         answers = _answers(options.set) | ({"submitter": options.submitter} if options.submitter else {})
         found = machine.facts(Path("/"), probe(), os.environ.get("GPU_KIND", ""))
         return describe(options.out, found, answers, options.ruleset)
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
+
+    return terminal.run(work)
 
 
 def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset: str) -> int:
@@ -148,9 +122,9 @@ def problems(description: dict) -> list[str]:
 
 def questions(description: dict) -> list[str]:
     """What the policy asks for and no tool tests, one line per key, with the flag that answers it."""
-    unanswered = [key for key, may_be_empty in KEYS.items() if not may_be_empty and _is_open(description.get(key))]
-    answerable = [key for key in unanswered if key != "status" and not _answered_by_the_other(key, description)]
-    return [f"--set {key}=...   {HINTS.get(key, '')}".rstrip() for key in answerable]
+    unanswered = [key for key in KEYS if key not in (*MAY_BE_EMPTY, "status") and _is_open(description.get(key))]
+    counts = {"host_processor_core_count", "host_processor_vcpu_count"}  # the policy wants one of them
+    return [f"--set {key}=...   {HINTS.get(key, '')}".rstrip() for key in unanswered if key not in counts or counts <= {*unanswered}]
 
 
 def read(path: Path) -> dict[str, str]:
@@ -162,12 +136,6 @@ def read(path: Path) -> dict[str, str]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: no system description", "it holds no JSON object", "make one with submission.describe")
     return value
-
-
-def _answered_by_the_other(key: str, description: dict) -> bool:
-    """The policy wants the number of cores or of vCPUs."""
-    other = {"host_processor_core_count": "host_processor_vcpu_count", "host_processor_vcpu_count": "host_processor_core_count"}.get(key)
-    return other is not None and not _is_open(description.get(other))
 
 
 def _is_open(text: object) -> bool:

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import PreflightError
-from common.gpu_kinds import GIB, GpuKind
+from common.gpu_kinds import GIB
 from common.hardware import Probe, identify
 
 SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own sectors are
 NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")
+DISKS = {"nvme": "NVMe SSD", "vd": "virtual disk", "xvd": "virtual disk"}
+PACKAGES = {"triton": "Triton", "transformer-engine": "Transformer Engine", "amd-aiter": "AITER"}
 NO_CARDS = "ib"  # ib0, ib1 are InfiniBand ports and are counted as such
 
 
@@ -59,14 +61,15 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
 
     `found`: the GPUs (common.hardware.probe); `gpu_kind`: the variable GPU_KIND, for GPUs that do not name themselves.
     """
+    cpuinfo = _read(root / "proc/cpuinfo")
     known = {
-        **processors(root),
+        **processors(root, cpuinfo),
         **memory(root),
         **storage(root),
         **network(root),
         **accelerators(found, gpu_kind),
         **software(root, found),
-        **product(root),
+        **product(root, cpuinfo),
         "number_of_nodes": "1",
         "host_networking_topology": "N/A (single node)",
         "system_type": "datacenter",
@@ -74,45 +77,37 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
     return {key: text for key, text in known.items() if text}
 
 
-# Processors.
+# Processors and memory.
 
 
-def processors(root: Path) -> dict[str, str]:
-    blocks = [block for block in map(_key_values, _read(root / "proc/cpuinfo").split("\n\n")) if "processor" in block]
+def processors(root: Path, cpuinfo: str) -> dict[str, str]:
+    blocks = [block for block in map(_key_values, cpuinfo.split("\n\n")) if "processor" in block]
     if not blocks:
         return {}
-    first = blocks[0]
-    sockets = {block.get("physical id", "0") for block in blocks}
-    cores = int(first["cpu cores"]) if first.get("cpu cores", "").isdigit() else 0
-    answer = {
+    first, sockets = blocks[0], len({block.get("physical id", "0") for block in blocks})
+    cores, kilohertz = first.get("cpu cores", ""), _read(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
+    links = {"AuthenticAMD": "AMD Infinity Fabric", "GenuineIntel": "Intel UPI"}
+    return {
         "host_processor_model_name": " ".join(first.get("model name", "").split()),
-        "host_processors_per_node": str(len(sockets)),
-        "host_processor_core_count": str(cores) if cores else "",
+        "host_processors_per_node": str(sockets),
+        "host_processor_core_count": cores if cores.isdigit() and int(cores) else "",
         "host_processor_vcpu_count": str(len(blocks)),  # of the whole node
-        "host_processor_frequency": _frequency(root),
+        "host_processor_frequency": f"{int(kilohertz) / 1e6:.2f} GHz (maximum)" if kilohertz.isdigit() else "",
         "host_processor_caches": _caches(root),
-        "host_processor_interconnect": "N/A (one processor)",
+        "host_processor_interconnect": links.get(first.get("vendor_id", ""), "") if sockets > 1 else "N/A (one processor)",
     }
-    if len(sockets) > 1:
-        links = {"AuthenticAMD": "AMD Infinity Fabric", "GenuineIntel": "Intel UPI"}
-        answer["host_processor_interconnect"] = links.get(first.get("vendor_id", ""), "")
-    return answer
-
-
-def _frequency(root: Path) -> str:
-    """The highest one; the current one in /proc/cpuinfo says nothing."""
-    kilohertz = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
-    return f"{int(kilohertz) / 1e6:.2f} GHz (maximum)" if kilohertz.isdigit() else ""
 
 
 def _caches(root: Path) -> str:
     """Of one socket's first core, with how many logical processors share each."""
     parts = []
     for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size = (_read(index / name) for name in ("level", "type", "size"))
+        level, kind, size, cpus = (_read(index / name) for name in ("level", "type", "size", "shared_cpu_list"))
         if level and size:
+            ranges = [part.partition("-") for part in cpus.split(",") if part]
+            count = sum(int(high or low) - int(low) + 1 for low, _, high in ranges)
             letter = {"Data": "d", "Instruction": "i"}.get(kind, "")
-            parts.append(f"L{level}{letter} {_kibibytes(size)} per {_shared_by(_read(index / 'shared_cpu_list'))}")
+            parts.append(f"L{level}{letter} {_kibibytes(size)} per {'vCPU' if count == 1 else f'{count} vCPUs'}")
     return ", ".join(parts)
 
 
@@ -123,23 +118,15 @@ def _kibibytes(text: str) -> str:
     return f"{kib // 1024} MiB" if kib >= 1024 and kib % 1024 == 0 else f"{kib} KiB"
 
 
-def _shared_by(cpu_list: str) -> str:
-    count = 0
-    for part in filter(None, cpu_list.split(",")):
-        low, _, high = part.partition("-")
-        count += int(high or low) - int(low) + 1
-    return "vCPU" if count == 1 else f"{count} vCPUs"
-
-
-# Memory.
-
-
 def memory(root: Path) -> dict[str, str]:
-    installed = _memory_bytes(root)
-    return {
-        "host_memory_capacity": f"{installed / GIB:.0f} GB" if installed else "",
-        "host_memory_configuration": _memory_modules(root),
-    }
+    """Capacity, and modules such as `24 x 64 GB Registered-DDR5` from EDAC, which anyone may read; the firmware's table needs root."""
+    installed, modules = _memory_bytes(root), Counter[str]()
+    for module in (root / "sys/devices/system/edac/mc").glob("mc*/dimm*"):
+        size = _read(module / "size")  # MiB
+        if size.isdigit() and int(size):
+            modules[f"{int(size) // 1024} GB {_read(module / 'dimm_mem_type')}".strip()] += 1
+    capacity = f"{installed / GIB:.0f} GB" if installed else ""
+    return {"host_memory_capacity": capacity, "host_memory_configuration": _counted(modules)}
 
 
 def _memory_bytes(root: Path) -> int:
@@ -148,22 +135,10 @@ def _memory_bytes(root: Path) -> int:
     size, blocks = _read(folder / "block_size_bytes"), list(folder.glob("memory[0-9]*"))
     if size and blocks:  # hot-pluggable blocks, as lsmem counts them: exact
         return int(size, 16) * sum(_read(block / "online") != "0" for block in blocks)
-    total = _key_values(_read(root / "proc/meminfo")).get("MemTotal", "").split()
-    if not total:
-        return 0
+    total = _key_values(_read(root / "proc/meminfo")).get("MemTotal", "0").split()
     size_bytes = int(total[0]) * 1024
     grain = 16 * GIB if size_bytes > 60 * GIB else GIB
     return -(-size_bytes // grain) * grain
-
-
-def _memory_modules(root: Path) -> str:
-    """`24 x 64 GB Registered-DDR5` from EDAC, which anyone may read; the firmware's own table needs root."""
-    modules: Counter[str] = Counter()
-    for module in (root / "sys/devices/system/edac/mc").glob("mc*/dimm*"):
-        size = _read(module / "size")  # MiB
-        if size.isdigit() and int(size):
-            modules[f"{int(size) // 1024} GB {_read(module / 'dimm_mem_type')}".strip()] += 1
-    return _counted(modules)
 
 
 # Storage and network.
@@ -176,22 +151,12 @@ def storage(root: Path) -> dict[str, str]:
         sectors = _read(disk / "size")
         if NO_DISKS.match(disk.name) or not sectors.isdigit() or not int(sectors) or _read(disk / "removable") == "1":
             continue
-        kinds[_disk_kind(disk)] += 1
-        sizes[_decimal(int(sectors) * SECTOR)] += 1
+        spins = _read(disk / "queue/rotational") == "1"
+        named = [kind for prefix, kind in DISKS.items() if disk.name.startswith(prefix)]
+        kinds[(named or ["hard disk" if spins else "SATA/SAS SSD"])[0]] += 1
+        size = int(sectors) * SECTOR  # disks are sold by powers of ten
+        sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += 1
     return {"host_storage_type": ", ".join(sorted(kinds)), "host_storage_capacity": _counted(sizes)}
-
-
-def _disk_kind(disk: Path) -> str:
-    if disk.name.startswith("nvme"):
-        return "NVMe SSD"
-    if disk.name.startswith(("vd", "xvd")):
-        return "virtual disk"
-    return "hard disk" if _read(disk / "queue/rotational") == "1" else "SATA/SAS SSD"
-
-
-def _decimal(size: int) -> str:
-    """Disks are sold by powers of ten."""
-    return f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"
 
 
 def network(root: Path) -> dict[str, str]:
@@ -199,8 +164,7 @@ def network(root: Path) -> dict[str, str]:
     ports: Counter[str] = Counter()
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         if _read(port / "link_layer") == "InfiniBand":  # those of link layer Ethernet are below /sys/class/net as well
-            rate = _read(port / "rate").split(" (")[0]
-            ports[f"InfiniBand {rate}".strip()] += 1
+            ports[f"InfiniBand {_read(port / 'rate').split(' (')[0]}".strip()] += 1
     for card in sorted((root / "sys/class/net").glob("*")):
         if (card / "device").exists() and not card.name.startswith(NO_CARDS):
             speed = _read(card / "speed")  # Mb/s; -1 or an error where the link is down or virtual
@@ -208,70 +172,42 @@ def network(root: Path) -> dict[str, str]:
     return {"host_networking": _counted(ports), "host_network_card_count": str(ports.total()) if ports else ""}
 
 
-# Accelerators.
+# Accelerators, software and product.
 
 
 def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
     """Counts and names from the driver; the rest from GPU_TEXTS where the kind is known."""
-    count = len(found.devices)
+    count, kind = len(found.devices), None
     if not count:
         return {}
     with contextlib.suppress(PreflightError):
         kind = identify(found, gpu_kind)
-        if kind:
-            return _known_accelerators(kind, count)
-    names = sorted({device.name for device in found.devices if device.name})
-    gib = found.devices[0].memory_bytes / GIB
-    return {
-        "accelerators_per_node": str(count),
-        "accelerator_model_name": ", ".join(names),
-        "accelerator_memory_capacity": f"{gib:.0f} GB",
-    }
-
-
-def _known_accelerators(kind: GpuKind, count: int) -> dict[str, str]:
-    text = GPU_TEXTS[kind.name]
-    return {
-        "accelerators_per_node": str(count),
-        "accelerator_model_name": text.model,
-        "accelerator_memory_capacity": text.memory,
-        "accelerator_memory_configuration": text.memory_kind,
-        "accelerator_frequency": text.clock,
-        "accelerator_on-chip_memories": text.on_chip,
-        "accelerator_host_interconnect": text.host_interconnect,
-        "accelerator_interconnect": text.interconnect if count > 1 else "N/A (one accelerator)",
-        "accelerator_interconnect_topology": text.topology if count == 8 else "",
-    }
-
-
-# Software and product.
+    if kind is None:
+        names = sorted({device.name for device in found.devices if device.name})
+        facts = {"model_name": ", ".join(names), "memory_capacity": f"{found.devices[0].memory_bytes / GIB:.0f} GB"}
+    else:
+        text = GPU_TEXTS[kind.name]
+        facts = {"model_name": text.model, "memory_capacity": text.memory, "memory_configuration": text.memory_kind}
+        facts |= {"frequency": text.clock, "on-chip_memories": text.on_chip, "host_interconnect": text.host_interconnect}
+        facts["interconnect"] = text.interconnect if count > 1 else "N/A (one accelerator)"
+        facts["interconnect_topology"] = text.topology if count == 8 else ""
+    return {"accelerators_per_node": str(count)} | {f"accelerator_{key}": value for key, value in facts.items()}
 
 
 def software(root: Path, found: Probe) -> dict[str, str]:
     system = _key_values(_read(root / "etc/os-release"), "=")
     kernel = _read(root / "proc/sys/kernel/osrelease")
-    name = system.get("PRETTY_NAME", "").strip('"')
-    torch = _version("torch")
-    stack = [*_compute_stack(root, torch), *(f"{label} {v}" for label, v in _packages() if v)]
-    if found.driver:
-        stack.insert(0, f"{'amdgpu' if found.vendor == 'amd' else 'NVIDIA'} driver {found.driver}")
+    name, torch, rocm = system.get("PRETTY_NAME", "").strip('"'), _version("torch"), _read(root / "opt/rocm/.info/version")
+    stack = [f"{'amdgpu' if found.vendor == 'amd' else 'NVIDIA'} driver {found.driver}"] if found.driver else []
+    stack += [f"ROCm {rocm}"] if rocm else []
+    if cuda := re.search(r"\+cu(\d+)(\d)$", torch):  # the wheel brings its own
+        stack.append(f"CUDA {cuda[1]}.{cuda[2]}")
+    stack += [f"{label} {version}" for package, label in PACKAGES.items() if (version := _version(package))]
     return {
         "operating_system": f"{name}, Linux {kernel}" if name and kernel else name,
         "framework": f"PyTorch {torch}" if torch else "",
         "other_software_stack": ", ".join([*stack, f"Python {platform.python_version()}"]),
     }
-
-
-def _compute_stack(root: Path, torch: str) -> list[str]:
-    """ROCm as installed; CUDA as the torch wheel names it, since it brings its own."""
-    rocm = _read(root / "opt/rocm/.info/version")
-    cuda = re.search(r"\+cu(\d+)(\d)$", torch)
-    return ([f"ROCm {rocm}"] if rocm else []) + ([f"CUDA {cuda[1]}.{cuda[2]}"] if cuda else [])
-
-
-def _packages() -> list[tuple[str, str]]:
-    packages = ("triton", "Triton"), ("transformer-engine", "Transformer Engine"), ("amd-aiter", "AITER")
-    return [(label, _version(name)) for name, label in packages]
 
 
 def _version(package: str) -> str:
@@ -280,10 +216,9 @@ def _version(package: str) -> str:
     return ""
 
 
-def product(root: Path) -> dict[str, str]:
-    folder = root / "sys/class/dmi/id"
-    name = " ".join(filter(None, (_read(folder / "sys_vendor"), _read(folder / "product_name"))))
-    flags = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+def product(root: Path, cpuinfo: str) -> dict[str, str]:
+    name = " ".join(filter(None, (_read(root / "sys/class/dmi/id" / fact) for fact in ("sys_vendor", "product_name"))))
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     virtual = flags is not None and "hypervisor" in flags[1].split()
     return {"system_name": name, "system_type_detail": "virtual machine" if virtual else "bare metal" if flags else ""}
 

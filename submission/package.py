@@ -20,9 +20,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import CheckFailed, ConfigError, RunError, StorageError
+from common.errors import CheckFailed, ConfigError, StorageError
 from records import ledger
-from submission import check, describe, forbidden_files, implementation, official_tools, own_log
+from submission import check, describe, forbidden_files, implementation, official_tools, own_log, terminal
 from submission.implementation import Implementation
 from submission.runs import Run
 from submission.series import MEDIAN, TenRuns, read_series, ten_runs, windows
@@ -65,12 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
     options = vars(parser.parse_args(arguments))
-    try:
-        sources = _sources(options.pop("benchmark"))
-        return package(Request(sources=sources, **options))
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
+    return terminal.run(lambda: package(Request(sources=_sources(options.pop("benchmark")), **options)))
 
 
 def _sources(pairs: list[str]) -> dict[str, Path]:
@@ -137,10 +132,10 @@ def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
     """The ten runs of `benchmark` that are submitted; everything about them that can be wrong has been looked at."""
     series = read_series([_folder(request.sources[benchmark], benchmark)], request.series)
     _refuse_what_was_never_meant(series.runs, benchmark)
-    chosen, median = (ten_runs(series, wish, points=("pruned",)) for wish in (request.window, MEDIAN))
+    chosen, median = (ten_runs(series, wish) for wish in (request.window, MEDIAN))
     if chosen.invalid:
         raise CheckFailed(f"{series.name} cannot be submitted", chosen.invalid, "run more: NEXP with --resume, or a new series")
-    count = sum(not window.invalid for window in windows(series, points=("pruned",)))
+    count = sum(not window.invalid for window in windows(series))
     print(f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; {request.window}: {chosen.describe()}")
     for run in series.runs:
         print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, RunError, StorageError
 from records.published import DATA, Published
+from submission import terminal
 from submission.runs import CLOSED
 from submission.series import pace, read_series, ten_runs
 
@@ -27,22 +28,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--source", default="", help="what to say of where DIR is from; default: mlcommons/training_results_vR")
     parser.add_argument("--out", type=Path, default=DATA, metavar="FILE")
     options = parser.parse_args(arguments)
-    try:
-        write(options.out, options.round, list(rows(options.results, options.round)), options.source)
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
-    return 0
+    return terminal.run(lambda: write(options.out, options.round, list(rows(options.results, options.round)), options.source))
+
+
+def result_sets(results: Path) -> list[Path]:
+    """<submitter>/results/<system>/<benchmark> of our benchmarks below `results`. Raises ConfigError if there is none."""
+    folders = sorted(path for name in CLOSED for path in results.glob(f"*/results/*/{name}") if path.is_dir())
+    if not folders:
+        why = f"there is no <submitter>/results/<system>/<benchmark> of {', '.join(CLOSED)} in it"
+        raise ConfigError(f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*")
+    return folders
 
 
 def rows(results: Path, round_: str) -> Iterator[Published]:
     """One row per set below `results`. Raises ConfigError if there is none."""
-    folders = sorted(folder for name in CLOSED for folder in results.glob(f"*/results/*/{name}") if folder.is_dir())
-    if not folders:
-        raise ConfigError(
-            f"{results} has no results of {' or '.join(CLOSED)}", "it needs <org>/results/<system>/<benchmark>", "name another"
-        )
-    for folder in folders:
+    for folder in result_sets(results):
         try:
             yield row(folder, round_)
         except RunError as error:
@@ -51,7 +51,7 @@ def rows(results: Path, round_: str) -> Iterator[Published]:
 
 def row(folder: Path, round_: str) -> Published:
     """The result in `folder`, of ten logs or fewer. Raises ConfigError for what cannot be read."""
-    ten = ten_runs(read_series([folder]), points=("pruned",))
+    ten = ten_runs(read_series([folder]))
     first, rate = ten.runs[0], pace(ten)
     if first.batch is None or ten.minutes is None:
         raise ConfigError(f"{folder} has no result", ten.invalid or "no global batch", "leave it out")
@@ -64,7 +64,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.7g}")
 
 
-def write(path: Path, round_: str, found: list[Published], source: str) -> None:
+def write(path: Path, round_: str, found: list[Published], source: str) -> int:
     """Put `found` into the table at `path` in place of the rows of their round. Raises StorageError."""
     columns = [column.name for column in fields(Published)]
     table = json.loads(path.read_text()) if path.is_file() else {"sources": {}, "rows": []}
@@ -76,6 +76,7 @@ def write(path: Path, round_: str, found: list[Published], source: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise StorageError(f"cannot write {path}", error.strerror or str(error), "choose another --out") from None
+    return 0
 
 
 if __name__ == "__main__":

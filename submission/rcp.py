@@ -15,7 +15,7 @@ from common.errors import PreflightError
 from records.rcp import SUBMISSION_RUNS
 from submission.official_tools import INSTALL
 
-POINT_SETS = ("pruned", "full")  # package checker and summarizer judge by the pruned set
+POINTS = "pruned_rcps"  # by which package checker and summarizer judge
 DROPPED = 1  # runs at each end that olympic scoring drops
 
 
@@ -42,38 +42,37 @@ class Point:
 class Verdict:
     """What the RCP checker says about a series."""
 
-    points: str  # pruned or full
     passed: bool
     message: str  # in its words
     factor: float  # on the score, from 1; of no meaning where the test failed
 
 
-def judge(logs: Sequence[Path], ruleset: str, points: str = "pruned") -> Verdict:
+def judge(logs: Sequence[Path], ruleset: str) -> Verdict:
     """The verdict over the logs of a series, of at least three runs. Raises PreflightError without mlperf-logging."""
     with _silent(), tempfile.TemporaryDirectory() as folder:
         for index, path in enumerate(logs):
             Path(folder, f"result_{index}.txt").symlink_to(path.resolve())
         try:
             # set_scaling: it writes scaling.json into the folder; without, it removes /scaling.json.
-            answer = _rcp_checker().check_directory(folder, "training", ruleset, False, False, rcp_pass=f"{points}_rcps", set_scaling=True)
+            answer = _rcp_checker().check_directory(folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True)
         except PreflightError:
             raise
         except Exception as error:  # as above
-            return Verdict(points, False, f"the official RCP checker broke off: {type(error).__name__}: {error}", 1.0)
+            return Verdict(False, f"the official RCP checker broke off: {type(error).__name__}: {error}", 1.0)
     passed, message, factor = answer
-    return Verdict(points, bool(passed), message, float(factor))
+    return Verdict(bool(passed), message, float(factor))
 
 
 @cache
-def point_at(benchmark: str, batch: int, ruleset: str, points: str = "pruned") -> Point | None:
+def point_at(benchmark: str, batch: int, ruleset: str) -> Point | None:
     """The point that a series at `batch` is held against, as `check_directory` selects it; None above the largest."""
-    checker, name = _checker(benchmark, ruleset), f"{points}_rcps"
-    record = checker._find_rcp(batch, name)
+    checker = _checker(benchmark, ruleset)
+    record = checker._find_rcp(batch, POINTS)
     if record is None:
-        low, high = checker._find_top_min_rcp(batch, name), checker._find_bottom_max_rcp(batch, name)
+        low, high = checker._find_top_min_rcp(batch, POINTS), checker._find_bottom_max_rcp(batch, POINTS)
         if high is None:
             return None
-        record = checker._create_interp_rcp(batch, low, high)[1] if low else checker._find_min_rcp(name)
+        record = checker._create_interp_rcp(batch, low, high)[1] if low else checker._find_min_rcp(POINTS)
     mean, sigma, minimum = (float(record[key]) for key in ("RCP Mean", "RCP Stdev", "Min Epochs"))
     return Point(record["BS"], mean, sigma, minimum, tuple(sorted(record["Epochs to converge"])))
 
@@ -91,17 +90,11 @@ def _checker(benchmark: str, ruleset: str):
 
 
 def _rcp_checker() -> ModuleType:
-    with _imported():
-        from mlperf_logging.rcp_checker import rcp_checker
-    return rcp_checker
-
-
-@contextlib.contextmanager
-def _imported() -> Iterator[None]:
     try:
-        yield
+        from mlperf_logging.rcp_checker import rcp_checker
     except ImportError as error:
         raise PreflightError("the official tools cannot be imported", str(error), INSTALL) from None
+    return rcp_checker
 
 
 @contextlib.contextmanager

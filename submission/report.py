@@ -13,9 +13,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.errors import ConfigError, RunError, StorageError
+from common.errors import ConfigError, StorageError
 from records import ledger
-from submission import gpu_samples, run_page, series_page
+from submission import gpu_samples, run_page, series_page, terminal
 from submission.runs import read_attempt
 from submission.series import read_series
 
@@ -27,12 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, help="of a run, or LOGDIR/<benchmark>")
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger (how its id begins); default: the newest")
     options = parser.parse_args(arguments)
-    try:
-        print(write_page(options.directory / "report.html", page(options.directory, options.series)))
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
-    return 0
+    return terminal.run(lambda: write_page(options.directory / "report.html", page(options.directory, options.series)))
 
 
 def page(folder: Path, series: str = "") -> str:
@@ -45,13 +40,14 @@ def page(folder: Path, series: str = "") -> str:
     raise ConfigError(f"{folder}: no such run", why, "name the directory that a run has written, or LOGDIR/<benchmark>")
 
 
-def write_page(path: Path, text: str) -> Path:
+def write_page(path: Path, text: str) -> int:
     """Raises StorageError."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {path}", str(error), "free space, or make the directory writable") from error
-    return path
+    print(path)
+    return 0
 
 
 if __name__ == "__main__":

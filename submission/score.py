@@ -6,7 +6,7 @@ much of the difference to another result is throughput, samples and evaluation. 
 published result (`--against "AMD MI300X 5.1"`); so may be the first argument. Default: the best one published on the same GPUs.
 
 Score: mean of ten runs' minutes without the fastest and the slowest, times the RCP factor; which ten, says submission/series.py.
-The pruned RCPs decide, as in the official tools, unless only the full ones are asked for.
+The pruned RCPs decide, as in the official tools.
 
 Exit code: 0 scored and RCP test passed (a miniature has none), 20 RCP test failed or series invalid, 2 wrong usage, 18 no
 mlperf-logging. Needs mlperf-logging and the standard library.
@@ -16,48 +16,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common.errors import CheckFailed, ConfigError, RunError
+from common.errors import CheckFailed, ConfigError
 from records.rcp import SUBMISSION_RUNS
-from submission import against, rcp
+from submission import against, rcp, terminal
 from submission.official_tools import CLOSED_RULESETS
 from submission.runs import NOT_STARTED, Run
 from submission.series import Series, TenRuns, check_same, pace, read_series, ten_runs, windows
-from submission.text import number, table
+from submission.terminal import number, table
 
 SHOWN_NOTES = 12
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    try:
-        code = _score(options)
-        sys.stdout.flush()
-        return code
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="submission.score", description="Score a series of MLPerf result logs.")
     parser.add_argument("logs", nargs="+", metavar="DIR_OR_LOG", help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs")
     parser.add_argument("--against", metavar="B", help="another directory, or words of a published result; default: the best of the GPU")
     parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default="", help="hold the logs to this; default: what their keys say")
-    parser.add_argument("--rcp", choices=(*rcp.POINT_SETS, "both"), default="both", help="which convergence points; pruned decides")
     parser.add_argument("--gpu", type=str.upper, help="kind of GPU, such as H200, where the logs do not tell")
     parser.add_argument("--gpus", type=_positive_number, metavar="N", help="number of GPUs, where the logs do not tell")
     parser.add_argument("--series", default="", metavar="ID", help="of the ledger; default: its newest series of more than one run")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
-    return parser
+    return terminal.run(lambda: _score(parser.parse_args(arguments)))
 
 
 def _positive_number(text: str) -> int:
@@ -77,8 +61,7 @@ def _score(options: argparse.Namespace) -> int:
     for run in series.runs:
         run.gpu, run.gpus = options.gpu or run.gpu, options.gpus or run.gpus
     check_same(series)
-    points = rcp.POINT_SETS if options.rcp == "both" else (options.rcp,)
-    ten = ten_runs(series, points=points)
+    ten = ten_runs(series)
     mine = against.of_runs(series, ten)
     compared = None
     if options.against is not None:
@@ -89,27 +72,27 @@ def _score(options: argparse.Namespace) -> int:
     elif not series.first.is_miniature:
         compared = against.best_published(mine)
     if options.json:
-        print(json.dumps(as_dict(series, ten, points) | {"against": against.as_dict(mine, compared)}, indent=1))
+        print(json.dumps(as_dict(series, ten) | {"against": against.as_dict(mine, compared)}, indent=1))
     else:
         comparison = against.lines(mine, compared, series.first)
-        print("\n".join([*report(series, ten, points), "", "against another result", *comparison]))
+        print("\n".join([*report(series, ten), "", "against another result", *comparison]))
     return 0 if ten.passed else CheckFailed.exit_code
 
 
 # --- for programs -----------------------------------------------------------------------------------------------------
 
 
-def as_dict(series: Series, ten: TenRuns, points: Sequence[str]) -> dict:
+def as_dict(series: Series, ten: TenRuns) -> dict:
     """`result` is the series or its median window, `windows` the scores of all windows of ten."""
     run, mine = series.first, pace(ten)
     result = {key: getattr(ten, key) for key in ("minutes", "score", "factor", "passed", "samples")}
-    found = [(window.runs[0].name, window.minutes, window.score, window.invalid or None) for window in windows(series, points)]
+    found = [(window.runs[0].name, window.minutes, window.score, window.invalid or None) for window in windows(series)]
     return {
         **{key: getattr(run, key) for key in ("benchmark", "division", "org", "ruleset", "gpu", "gpus")},
         "global_batch_size": run.batch,
         "runs": [_run_as_dict(run) for run in series.runs],
         "result": result
-        | {"invalid": ten.invalid or None, "rcp": [asdict(verdict) for verdict in ten.verdicts], "pace": asdict(mine) if mine else None},
+        | {"invalid": ten.invalid or None, "rcp": asdict(ten.verdict) if ten.verdict else None, "pace": asdict(mine) if mine else None},
         "windows": [dict(zip(("first", "minutes", "score", "invalid"), window, strict=True)) for window in found],
         "notes": series.notes,
     }
@@ -125,7 +108,7 @@ def _run_as_dict(run: Run) -> dict:
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
-def report(series: Series, ten: TenRuns, points: Sequence[str]) -> list[str]:
+def report(series: Series, ten: TenRuns) -> list[str]:
     """The lines on stdout, up to the comparison."""
     first = series.first
     where = f"{first.gpus or 'unknown number'} x {first.gpu or 'unknown GPU'}"
@@ -134,7 +117,7 @@ def report(series: Series, ten: TenRuns, points: Sequence[str]) -> list[str]:
     odd = [f"  {run.name}: {note}" for run in series.runs for note in _notes(run)]
     more = [f"  ... and {len(odd) - SHOWN_NOTES} more such notes; --json has all"] if len(odd) > SHOWN_NOTES else []
     lines += ["", *(f"  {note}" for note in series.notes), *odd[:SHOWN_NOTES], *more] if series.notes or odd else []
-    found = windows(series, points)
+    found = windows(series)
     if len(found) > 1:
         title = f"windows of {SUBMISSION_RUNS} consecutive runs; the median one is the result"
         lines += ["", title, *table(_window_rows(found, ten))]
@@ -184,9 +167,9 @@ def _score_lines(ten: TenRuns) -> list[str]:
     how = "without the fastest and the slowest run" if len(ten.runs) >= 3 else "too few runs to drop the fastest and the slowest"
     lines = [f"  mean of {len(ten.counted)} runs   {number(ten.minutes, '.4f')} min, {how}"]
     first = ten.runs[0] if ten.runs else None
-    for verdict in ten.verdicts:
-        lines.append(f"  RCP {verdict.points:<8}    {'passed' if verdict.passed else 'FAILED'} ({verdict.message})")
-        point = _point(first, verdict.points) if first else None
+    if verdict := ten.verdict:
+        lines.append(f"  RCP test        {'passed' if verdict.passed else 'FAILED'} ({verdict.message})")
+        point = _point(first) if first else None
         if point and ten.samples is not None:
             lines.append(f"                  mean {ten.samples:,.2f}; the lowest that passes {point.minimum:,.2f}")
             lines.append(f"                  reference {point.mean:,.2f} +- {point.sigma:,.2f}; factor {verdict.factor:.6f}")
@@ -218,8 +201,8 @@ def _luck_lines(ten: TenRuns) -> list[str]:
     return lines
 
 
-def _point(run: Run, points: str = rcp.POINT_SETS[0]) -> rcp.Point | None:
-    return None if run.is_miniature or run.batch is None else rcp.point_at(run.benchmark, run.batch, run.ruleset, points)
+def _point(run: Run) -> rcp.Point | None:
+    return None if run.is_miniature or run.batch is None else rcp.point_at(run.benchmark, run.batch, run.ruleset)
 
 
 if __name__ == "__main__":

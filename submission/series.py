@@ -53,13 +53,13 @@ class TenRuns:
     counted: tuple[Run, ...]  # without the fastest and the slowest, fastest first
     minutes: float | None
     samples: float | None  # mean without the lowest and the highest, as the RCP checker takes it; None if two did not converge
-    verdicts: tuple[rcp.Verdict, ...]  # the first one decides; empty for a miniature
+    verdict: rcp.Verdict | None  # of the RCP checker; None for a miniature, and for fewer than three runs
     invalid: str  # why these runs are no result; "" for a valid one
 
     @property
     def factor(self) -> float | None:
         """None without a verdict that passed."""
-        return self.verdicts[0].factor if self.verdicts and self.verdicts[0].passed else None
+        return self.verdict.factor if self.verdict and self.verdict.passed else None
 
     @property
     def score(self) -> float | None:
@@ -68,7 +68,7 @@ class TenRuns:
 
     @property
     def passed(self) -> bool:
-        return not self.invalid and all(verdict.passed for verdict in self.verdicts[:1])
+        return not self.invalid and (self.verdict is None or self.verdict.passed)
 
     @property
     def failed(self) -> int:
@@ -77,7 +77,7 @@ class TenRuns:
     @property
     def rank(self) -> float:
         """What windows are ordered by: the score, whether or not the RCP test passes."""
-        return math.inf if self.minutes is None else self.minutes * (self.verdicts[0].factor if self.verdicts else 1.0)
+        return math.inf if self.minutes is None else self.minutes * (self.verdict.factor if self.verdict else 1.0)
 
     def describe(self) -> str:
         rcp_text = "" if self.passed else f", {self.invalid or 'fails the RCP test'}"
@@ -87,10 +87,10 @@ class TenRuns:
 # Which ten.
 
 
-def ten_runs(series: Series, wish: str = MEDIAN, points: Sequence[str] = rcp.POINT_SETS) -> TenRuns:
+def ten_runs(series: Series, wish: str = MEDIAN) -> TenRuns:
     """The ten that count; `invalid` if there are none. `wish`: median (of two in the middle the slower), first, or the number of the
     attempt that a window begins with. Raises ConfigError for a window that is none."""
-    found = windows(series, points)
+    found = windows(series)
     valid = [window for window in found if not window.invalid] or found
     if wish == MEDIAN:
         return sorted(valid, key=lambda window: window.rank)[len(valid) // 2]
@@ -101,7 +101,7 @@ def ten_runs(series: Series, wish: str = MEDIAN, points: Sequence[str] = rcp.POI
     return match[0]
 
 
-def windows(series: Series, points: Sequence[str] = rcp.POINT_SETS) -> list[TenRuns]:
+def windows(series: Series) -> list[TenRuns]:
     """Every ten consecutive runs in their order, valid or not; all runs if there are no more than ten."""
     runs = [run for run in series.runs if run.state != NOT_STARTED]
     slices = [runs[first : first + SUBMISSION_RUNS] for first in range(max(0, len(runs) - SUBMISSION_RUNS) + 1)]
@@ -110,7 +110,7 @@ def windows(series: Series, points: Sequence[str] = rcp.POINT_SETS) -> list[TenR
         bad = "; ".join(run.describe() for run in series.runs if not run.converged)
         good = f"{len(series.good)} of {len(series.runs)} are good"
         whys = [f"no {SUBMISSION_RUNS} consecutive attempts can be submitted: {good}, one of ten may have failed; {bad}"] * len(slices)
-    return [score_runs(part, why, points) for part, why in zip(slices, whys, strict=True)]
+    return [score_runs(part, why) for part, why in zip(slices, whys, strict=True)]
 
 
 def _invalid(runs: list[Run]) -> str:
@@ -124,16 +124,15 @@ def _invalid(runs: list[Run]) -> str:
     return "" if len(runs) == SUBMISSION_RUNS else f"a result is {SUBMISSION_RUNS} runs, these are {len(runs)}"
 
 
-def score_runs(runs: list[Run], invalid: str = "", points: Sequence[str] = rcp.POINT_SETS) -> TenRuns:
+def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     """Score `runs` as one result, whatever their number."""
     counted = _counted(runs)
     minutes = sum(run.minutes or 0.0 for run in counted) / len(counted) if counted else None
     samples = [float(run.samples or 0) if run.status == "success" else math.inf for run in runs]
     mean = trimmed_mean(samples) if len(samples) >= 3 else math.inf
-    verdicts: list[rcp.Verdict] = []
-    if len(runs) >= 3 and not any(run.is_miniature or run.state == LOST for run in runs):
-        verdicts = [rcp.judge([run.path for run in runs], runs[0].ruleset, name) for name in points]
-    return TenRuns(tuple(runs), tuple(counted), minutes, mean if math.isfinite(mean) else None, tuple(verdicts), invalid)
+    judged = len(runs) >= 3 and not any(run.is_miniature or run.state == LOST for run in runs)
+    verdict = rcp.judge([run.path for run in runs], runs[0].ruleset) if judged else None
+    return TenRuns(tuple(runs), tuple(counted), minutes, mean if math.isfinite(mean) else None, verdict, invalid)
 
 
 def _counted(runs: list[Run]) -> list[Run]:

@@ -13,13 +13,12 @@ from submission.run_page import evaluations, measured, phases, provenance, rcp_b
 from submission.runs import GOOD, Run
 from submission.series import Series, TenRuns, ten_runs, windows
 
-PRUNED = rcp.POINT_SETS[:1]
 HEADS = ("attempt", "state", "seed", "samples", "minutes", "init, s", "step, ms", "tok/s/GPU", "GiB", "exit", "reason")
 
 
 def render(series: Series) -> str:
     """The page as HTML text. Raises PreflightError where mlperf-logging is missing and a verdict needs it."""
-    ten, point = ten_runs(series, points=PRUNED), rcp_point(series.first)
+    ten, point = ten_runs(series), rcp_point(series.first)
     sections = [
         _banner(series, ten),
         section("Score", _score(series, ten, point)),
@@ -42,9 +41,9 @@ def _banner(series: Series, ten: TenRuns) -> str:
         return plots.MINIATURE_NOTICE + plots.banner("good" if series.good else "bad", [share])
     if ten.invalid:
         return plots.banner("warn" if series.good else "bad", [share, f"no score: {escape(ten.invalid)}"])
-    count = sum(not window.invalid for window in windows(series, PRUNED))
+    count = sum(not window.invalid for window in windows(series))
     extent = f"attempts {ten.runs[0].number} to {ten.runs[-1].number}" + (f", the median of {count} windows" if count > 1 else "")
-    test = "passed" if ten.passed else f"FAILED: {escape(ten.verdicts[0].message)}"
+    test = "passed" if ten.passed else f"FAILED: {escape(ten.verdict.message if ten.verdict else '')}"
     lines = [f"{ten.rank:.3f} minutes", f"score of {extent}; {share}", f"RCP test {test}"]
     return plots.banner("good" if ten.passed else "bad", lines)
 
@@ -56,8 +55,7 @@ def _score(series: Series, ten: TenRuns, point: rcp.Point | None) -> str:
     which = f"{len(ten.runs)} runs" if ten.invalid else "the ten runs"
     rows = [[f"mean of {which} without fastest and slowest", f"{number(ten.minutes)} min"]]
     rows += [["training sequences to the target, likewise", number(ten.samples)]]
-    if point and ten.verdicts:
-        verdict = ten.verdicts[0]
+    if point and (verdict := ten.verdict):
         rows += [[f"reference convergence point, global batch {point.batch}: mean", f"{point.mean:,.2f}"]]
         rows += [["least mean that passes", f"{point.minimum:,.2f}"]]
         rows += [["RCP test", f"{'passed' if verdict.passed else 'failed'} ({escape(verdict.message)})"]]

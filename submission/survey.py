@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError
-from submission import describe, official_tools
+from submission import describe, official_tools, terminal
 from submission.check import Examined, examine
-from submission.log_rules import BENCHMARKS, Finding
+from submission.log_rules import Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
-from submission.rcp import POINT_SETS
+from submission.published_table import result_sets
 from submission.series import read_series, ten_runs
+from submission.terminal import number
 
 TOLERANCE = 1e-9  # relative, of scores
 
@@ -63,26 +64,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="a checkout of mlcommons/training_results_v*")
     parser.add_argument("--ruleset", choices=RULESETS, help="of that round; default: what the keys of the logs say")
     options = parser.parse_args(arguments)
-    try:
-        official_tools.checker_version()
-        sets = find_sets(options.results)
-        for submitter in sorted({each.submitter for each in sets}):
-            print(f"reading {submitter}", file=sys.stderr)
-            _survey(options.results / submitter, [each for each in sets if each.submitter == submitter], options.ruleset)
-        print("\n".join([*table(sets), "", *summary(sets), _descriptions(options.results)]))
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
+    return terminal.run(lambda: survey(options.results, options.ruleset))
+
+
+def survey(results: Path, ruleset: str | None) -> int:
+    """Print the tables; return the exit code. Raises ConfigError, PreflightError."""
+    official_tools.checker_version()
+    sets = [
+        ResultSet(path.parents[2].name, path.parent.name, path.name, path)
+        for path in result_sets(results)
+        if any(path.glob("result_*.txt"))
+    ]
+    for submitter in sorted({each.submitter for each in sets}):
+        print(f"reading {submitter}", file=sys.stderr)
+        _survey(results / submitter, [each for each in sets if each.submitter == submitter], ruleset)
+    print("\n".join([*table(sets), "", *summary(sets), _descriptions(results)]))
     return 0 if all(each.scores_agree for each in sets) else CheckFailed.exit_code
-
-
-def find_sets(results: Path) -> list[ResultSet]:
-    """Every result set of our benchmarks below `results`. Raises ConfigError if there is none."""
-    folders = sorted(path for name in BENCHMARKS for path in results.glob(f"*/results/*/{name}") if any(path.glob("result_*.txt")))
-    if not folders:
-        why = f"there is no <submitter>/results/<system>/<benchmark>/result_*.txt of {', '.join(BENCHMARKS)} in it"
-        raise ConfigError(f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*")
-    return [ResultSet(path.parents[2].name, path.parent.name, path.name, path) for path in folders]
 
 
 def _survey(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None:
@@ -117,7 +114,7 @@ def _ask_official_tools(submitter: Path, sets: list[ResultSet], ruleset: str) ->
 def our_score(folder: Path, ruleset: str | None) -> float | None:
     """Minutes with the RCP factor, as submission.score gives them; None where it gives none."""
     try:
-        return ten_runs(read_series([folder], ruleset=ruleset or ""), points=POINT_SETS[:1]).score
+        return ten_runs(read_series([folder], ruleset=ruleset or "")).score
     except RunError:
         return None
 
@@ -127,10 +124,9 @@ def table(sets: list[ResultSet]) -> list[str]:
     for each in sorted(sets, key=lambda each: (each.benchmark, each.submitter, each.system)):
         findings = ", ".join(f"{name} {count}" for name, count in sorted(each.logs_by_rule().items()))
         verdict = "passed" if each.passed else "REFUSED"
-        scores = (_minutes(each.official_score), _minutes(each.score) + ("" if each.scores_agree else " !"))
+        scores = (number(each.official_score, ".6f"), number(each.score, ".6f") + ("" if each.scores_agree else " !"))
         rows.append((f"{each.submitter}/{each.system}", each.benchmark, each.official, verdict, *scores, findings or "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return ["  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1])) for row in rows]
+    return terminal.table(rows)
 
 
 def summary(sets: list[ResultSet]) -> list[str]:
@@ -157,10 +153,6 @@ def _ours(examined: Examined) -> list[Finding]:
 
 def _named(finding: Finding) -> str:
     return f"{finding.rule} (warning)" if finding.warning else finding.rule
-
-
-def _minutes(score: float | None) -> str:
-    return "-" if score is None else f"{score:.6f}"
 
 
 def _descriptions(results: Path) -> str:

@@ -43,7 +43,7 @@ def results(tmp_path_factory):
 def test_one_row_per_set_with_both_verdicts_and_scores(results, capsys):
     assert survey.main(["--results", str(results), "--ruleset", "5.1.0"]) == 0
     output = capsys.readouterr().out
-    rows = {line.split()[0].removeprefix("Acme/"): line for line in output.splitlines() if line.startswith("Acme/")}
+    rows = {line.split()[0].removeprefix("Acme/"): line for line in output.splitlines() if line.strip().startswith("Acme/")}
     assert set(rows) == set(SETS)
     scores = {name: re.findall(r"\d+\.\d{6}", row) for name, row in rows.items()}
     for name in ("good", "not_cleared"):

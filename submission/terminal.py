@@ -1,0 +1,44 @@
+"""How the commands here end, and their tables and numbers on a terminal. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from common.errors import RunError
+
+PIPE_CLOSED = 141  # what a shell reports of a program that ends by SIGPIPE
+
+
+def run(work: Callable[[], int]) -> int:
+    """The exit code of `work`; a RunError is printed, and a reader that leaves early, such as `head`, causes no traceback."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except RunError as error:
+        print(error.lines(), file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more when it ends
+        print("note: the output was closed before all was written", file=sys.stderr)
+        return PIPE_CLOSED
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines: the first column to the left, the others to the right, the last as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True)), row[-1]]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return lines
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def signed(minutes: float) -> str:
+    return f"{round(minutes, 3) + 0.0:+.3f}"  # + 0.0: no minus before a zero
