@@ -1,10 +1,11 @@
-"""Files of JSON lines that are only ever appended to: a line is there as a whole, or not at all."""
+"""Files of JSON lines that are only ever appended to: a line is there as a whole, or not at all. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+from pathlib import Path
 
 
 def append_line(descriptor: int, value: dict, sync: bool = False) -> None:
@@ -19,3 +20,18 @@ def append_line(descriptor: int, value: dict, sync: bool = False) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, end)
         raise
+
+
+def read(path: Path) -> tuple[list[dict], list[str]]:
+    """The JSON objects of `path`, one per line; and what could not be read, as text. Other JSON values are skipped. Raises OSError."""
+    found, notes = [], []
+    with path.open(errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                notes.append(f"{path.name} line {number} is cut off or spoilt")
+                continue
+            if isinstance(record, dict):
+                found.append(record)
+    return found, notes

@@ -19,14 +19,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import StorageError
-from records.json_lines import append_line
+from records import json_lines
 
 NAME = "attempts.jsonl"
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems without flock: some mounts of Lustre and NFS
@@ -70,7 +68,7 @@ def append(path: Path, line: dict) -> None:
             lock(descriptor, wait=True)
             if (end := os.fstat(descriptor).st_size) and os.pread(descriptor, 1, end - 1) != b"\n":
                 os.write(descriptor, b"\n")  # a line that a power failure cut short must not spoil the next one
-            append_line(descriptor, line, sync=True)
+            json_lines.append_line(descriptor, line, sync=True)
         finally:
             os.close(descriptor)  # and with it the lock
     except OSError as error:
@@ -93,7 +91,7 @@ def lock(descriptor: int, wait: bool) -> bool:
 def read(path: Path) -> list[Record]:
     """All series, the oldest first. Lines that were cut short, or are not of the ledger, are skipped."""
     records: dict[str, Record] = {}
-    for line in _lines(path):
+    for line in json_lines.read(path)[0] if path.exists() else ():
         with contextlib.suppress(KeyError, TypeError):
             _add(records, line)
     return list(records.values())
@@ -110,13 +108,3 @@ def _add(records: dict[str, Record], line: dict) -> None:
     elif event in ("start", "end"):
         kept = records[name].starts if event == "start" else records[name].ends
         kept[line["attempt"]] = line
-
-
-def _lines(path: Path) -> Iterator[dict]:
-    try:
-        text = path.read_text(errors="replace")
-    except FileNotFoundError:
-        return
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)

@@ -13,7 +13,8 @@ from pathlib import Path
 from common.errors import ConfigError
 from records import published
 from records.published import Pace, Published
-from submission.runs import CLOSED, Run
+from submission.log_rules import BENCHMARKS
+from submission.runs import Run
 from submission.series import Series, TenRuns, check_same, pace, read_series, ten_runs
 from submission.terminal import number, signed, table
 
@@ -39,7 +40,7 @@ class Result:
 
     @property
     def tokens_per_gpu(self) -> float | None:
-        return self.pace.samples_per_s * CLOSED[self.benchmark].sequence_length / self.gpus if self.pace and self.gpus else None
+        return self.pace.samples_per_s * BENCHMARKS[self.benchmark].CLOSED.sequence_length / self.gpus if self.pace and self.gpus else None
 
 
 def of_runs(series: Series, ten: TenRuns) -> Result:

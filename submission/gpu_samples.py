@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html import escape
 
+from records import json_lines
 from submission import plots
 from submission.plots import Curve, finite, median, number, span, table
-from submission.runs import Run, read_lines
+from submission.runs import Run
 
 NAME = "gpu_samples.jsonl"
 LOW_CLOCK = 0.95  # of the median GPU's: the same 5 % that names a slow rank (common/training/rank_comparison.py)
@@ -46,7 +47,7 @@ def read_samples(run: Run) -> Samples | None:
         return None
     samples, started = Samples(), None
     low, high = 0.0, float("inf")
-    for record in read_lines(run.folder / NAME, []):
+    for record in json_lines.read(run.folder / NAME)[0]:
         if record.get("event") == "start" and finite(record.get("time")) and isinstance(record.get("gpus"), list):
             samples.source, samples.gpus, started = str(record.get("source")), record["gpus"], record["time"]
             start, stop = run.log.first("run_start"), run.log.first("run_stop")

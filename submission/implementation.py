@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import string
 import subprocess
 import tarfile
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from common.errors import CheckFailed
 from submission.log import Log
 from submission.log_rules import DISCLOSURE_KEYS
 
+README = Path(__file__).with_name("implementation_readme.txt")
 LEFT_OUT = ("tests", "run_tests.sh", "requirements-test.txt")  # and what begins with a dot, which the repo checker refuses
 OF_OTHER_BENCHMARKS = ("__init__.py", "rules.py", "README.md")  # submission/ reads the rules of all; the README links to both
 
@@ -68,7 +70,7 @@ def _export(folder: Path, about: Implementation, commit: str) -> None:
 
 def _is_needed(path: PurePosixPath, benchmark: str, benchmarks: set[str]) -> bool:
     top = path.parts[0]
-    if top in LEFT_OUT or any(part.startswith(".") for part in path.parts):
+    if top in LEFT_OUT or top.startswith("."):
         return False
     return top not in benchmarks - {benchmark} or (len(path.parts) == 2 and path.name in OF_OTHER_BENCHMARKS)
 
@@ -100,28 +102,10 @@ def _facts(about: Implementation, log: Log, versions: dict, config: str) -> dict
 
 def _readme(about: Implementation, log: Log, versions: dict, config: str) -> str:
     packages = "\n".join(f"- {name} {version}" for name, version in (versions.get("packages") or {}).items())
-    return f"""# {about.benchmark} on {about.system}
-
-Implementation `{about.name}`, commit {versions["commit"]}. How the code is laid out: [README](../README.md); the benchmark, its data and
-what the rules fix: [{about.benchmark}](../{about.benchmark}/README.md).
-
-| | |
-|---|---|
-| config | [configs/{about.benchmark}/{config}](../configs/{about.benchmark}/{config}) |
-| global batch, learning rate | {log.value("global_batch_size")}, {log.value("opt_base_learning_rate")} |
-| number formats: linear, attention, communication | {", ".join(str(log.value(key)) for key in DISCLOSURE_KEYS[:3])} |
-
-## To run it again
-
-    ./setup.sh                            # packages, once
-    DATADIR=/path/to/data ./init_datasets.sh    # how to get the data; checks what is there
-    DATADIR=/path/to/data ./run_and_time.sh     # ten runs, each with its own log under LOGDIR
-
-Software of the runs:
-
-{packages}
-- Python {versions.get("python")}
-"""
+    facts = {name: log.value(key) for name, key in (("batch", "global_batch_size"), ("learning_rate", "opt_base_learning_rate"))}
+    facts |= {"formats": ", ".join(str(log.value(key)) for key in DISCLOSURE_KEYS[:3]), "packages": packages, "config": config}
+    facts |= {"commit": versions["commit"], "python": versions.get("python")}
+    return string.Template(README.read_text()).substitute(vars(about), **facts)
 
 
 def _scripts(about: Implementation, log: Log, config: str) -> dict[str, list[str]]:

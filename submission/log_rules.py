@@ -128,10 +128,15 @@ def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> 
     return bool(counts) and all(samples == first + number * interval for number, (_, samples) in enumerate(counts))
 
 
-def no_loss(log: Log, rules: Rules) -> Found:
-    for event in log.all("eval_accuracy"):
-        if not _is_not_finite(event.value) and not (is_number(event.value) and event.value > 0):
-            yield event.line, f"eval_accuracy is {event.value!r}, not a positive number"
+def unfit(fits: Callable[[object], bool], words: str, *keys: str) -> Callable[[Log, Rules], Found]:
+    """The rule that each value of `keys` fits; `words`: what it should be."""
+
+    def find(log: Log, rules: Rules) -> Found:
+        for event in (event for key in keys for event in log.all(key)):
+            if not fits(event.value):
+                yield event.line, f"{event.key} is {event.value!r}, not {words}"
+
+    return find
 
 
 def not_finite(log: Log, rules: Rules) -> Found:
@@ -197,12 +202,6 @@ def unlike_reference(log: Log, rules: Rules) -> Found:
         yield rate.line, f"base learning rate {rate.value!r}; the reference converged with {wanted:g} at a global batch of {batch}"
 
 
-def no_batch(log: Log, rules: Rules) -> Found:
-    for event in log.all("global_batch_size"):
-        if not is_positive_int(event.value):
-            yield event.line, f"global_batch_size is {event.value!r}, not a whole number from 1: there is no reference to compare with"
-
-
 def cache_kept(log: Log, rules: Rules) -> Found:
     """A miniature may say so honestly: dropping the cache needs root."""
     for event in log.all("cache_clear"):
@@ -223,17 +222,10 @@ def partly_disclosed(log: Log, rules: Rules) -> Found:
 def no_seed(log: Log, rules: Rules) -> Found:
     if rules.division == "closed" and not log.all("seed"):
         yield 0, "seed is missing"
+    yield from unfit(_is_seed, "a whole number", "seed")(log, rules)
     for event in log.all("seed"):
-        if not _is_seed(event.value):
-            yield event.line, f"seed is {event.value!r}, not a whole number"
         if "file" not in event.metadata or "lineno" not in event.metadata:
             yield event.line, "seed without file and lineno in its metadata"
-
-
-def odd_seed(log: Log, rules: Rules) -> Found:
-    for event in log.all("seed"):
-        if _is_seed(event.value) and (type(event.value) is not int or not 0 <= event.value < 2**32):
-            yield event.line, f"seed is {event.value!r}, not a whole number of 32 bits"
 
 
 def many_seeds(log: Log, rules: Rules) -> Found:
@@ -265,8 +257,17 @@ def _is_seed(value: object) -> bool:
     return True
 
 
+def _is_plain_seed(value: object) -> bool:
+    """What is no seed at all is another rule's."""
+    return not _is_seed(value) or (type(value) is int and 0 <= value < 2**32)
+
+
 def is_positive_int(value: object) -> bool:
     return type(value) is int and value >= 1
+
+
+def is_positive(value: object) -> bool:
+    return is_number(value) and value > 0
 
 
 def is_count(value: object) -> bool:
@@ -281,18 +282,22 @@ HYPERPARAMETERS = "TR Hyperparameters (no tool tests it)"
 RULES = (
     Rule("eval_interval", wrong_interval, "TR Quality measure (the checker takes any interval)"),
     Rule("samples_count", counted_short, "TR RCP Rules: training samples until convergence"),
-    Rule("eval_value", no_loss, "CC eval_accuracy"),
+    Rule(
+        "eval_value",
+        unfit(lambda loss: is_positive(loss) or _is_not_finite(loss), "a positive number", "eval_accuracy"),
+        "CC eval_accuracy",
+    ),
     Rule("finite", not_finite, "OWN; the compliance checker ignores NaN if another evaluation passes", WARNING_OF_OTHERS),
     Rule("status", wrong_status, "TR Run Results; RCP counts a run without success as one that did not converge"),
     Rule("after_target", after_target, "TR Run Results: a run may stop at the target", WARNING_OF_OTHERS),
     Rule("constant", wrong_constant, "TR Hyperparameters; REF llama2_70b_lora"),
     Rule("end_learning_rate", wrong_end_learning_rate, HYPERPARAMETERS),
     Rule("learning_rate", unlike_reference, "RCP Hyperparams (the checker does not compare them)", WARNING),
-    Rule("batch", no_batch, "RCP rcp_checker.py"),
+    Rule("batch", unfit(is_positive_int, "a whole number from 1: there is no reference", "global_batch_size"), "RCP rcp_checker.py"),
     Rule("cache_clear", cache_kept, "TR Data State (the checker takes any value)"),
     Rule("disclosure", partly_disclosed, "CC training_6.1.0/common.yaml", WARNING),
     Rule("seed", no_seed, "SEED; TR Random numbers"),
-    Rule("odd_seed", odd_seed, "SEED (converts it with int())", WARNING_OF_OTHERS),
+    Rule("odd_seed", unfit(_is_plain_seed, "a whole number of 32 bits", "seed"), "SEED (converts it with int())", WARNING_OF_OTHERS),
     Rule("many_seeds", many_seeds, "SEED (a warning there)", WARNING_OF_OTHERS),
     Rule("line_format", two_on_a_line, "CC mlp_parser/ruleset_610.py", WARNING_OF_OTHERS),
     Rule("reserved_word", misread, "RCP rcp_checker.py"),

@@ -13,7 +13,6 @@ import importlib.metadata
 import platform
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import PreflightError
@@ -27,32 +26,27 @@ PACKAGES = {"triton": "Triton", "transformer-engine": "Transformer Engine", "amd
 NO_CARDS = "ib"  # ib0, ib1 are InfiniBand ports and are counted as such
 
 
-@dataclass(frozen=True)
-class GpuText:
-    """What a system description says about one kind of GPU and no driver tells."""
-
-    model: str
-    memory: str
-    memory_kind: str
-    clock: str  # highest engine clock
-    on_chip: str
-    interconnect: str
-    topology: str  # of eight in one node
-    host_interconnect: str = "PCIe Gen5 x16"
-
-
+# What a system description says about one kind of GPU and no driver tells: these keys, after `accelerator_`.
 # AMD: data sheets of MI300X, MI325X, MI350X and MI355X ("Peak Engine Clock", "Infinity Cache", "Infinity Fabric Links");
 # NVIDIA: data sheets of H100 and H200 SXM, and the Hopper architecture white paper (L2 cache, NVLink 4).
-_FABRIC = "AMD Infinity Fabric (XGMI)"
-_MESH = "8 accelerators fully connected"
-_NVLINK = ("NVLink 4", "8 accelerators through NVSwitch")
+GPU_KEYS = (
+    "model_name",
+    "memory_capacity",
+    "memory_configuration",
+    "frequency",
+    "on-chip_memories",
+    "interconnect",
+    "interconnect_topology",
+)
+_MESH = ("256 MB Infinity Cache", "AMD Infinity Fabric (XGMI)", "8 accelerators fully connected")
+_NVLINK = ("50 MB L2", "NVLink 4", "8 accelerators through NVSwitch")
 GPU_TEXTS = {
-    "MI300X": GpuText("AMD Instinct MI300X", "192 GB", "HBM3", "2100 MHz", "256 MB Infinity Cache", _FABRIC, _MESH),
-    "MI325X": GpuText("AMD Instinct MI325X", "256 GB", "HBM3e", "2100 MHz", "256 MB Infinity Cache", _FABRIC, _MESH),
-    "MI350X": GpuText("AMD Instinct MI350X", "288 GB", "HBM3e", "2200 MHz", "256 MB Infinity Cache", _FABRIC, _MESH),
-    "MI355X": GpuText("AMD Instinct MI355X", "288 GB", "HBM3e", "2400 MHz", "256 MB Infinity Cache", _FABRIC, _MESH),
-    "H100": GpuText("NVIDIA H100 SXM", "80 GB", "HBM3", "1980 MHz", "50 MB L2", *_NVLINK),
-    "H200": GpuText("NVIDIA H200 SXM", "141 GB", "HBM3e", "1980 MHz", "50 MB L2", *_NVLINK),
+    "MI300X": ("AMD Instinct MI300X", "192 GB", "HBM3", "2100 MHz", *_MESH),
+    "MI325X": ("AMD Instinct MI325X", "256 GB", "HBM3e", "2100 MHz", *_MESH),
+    "MI350X": ("AMD Instinct MI350X", "288 GB", "HBM3e", "2200 MHz", *_MESH),
+    "MI355X": ("AMD Instinct MI355X", "288 GB", "HBM3e", "2400 MHz", *_MESH),
+    "H100": ("NVIDIA H100 SXM", "80 GB", "HBM3", "1980 MHz", *_NVLINK),
+    "H200": ("NVIDIA H200 SXM", "141 GB", "HBM3e", "1980 MHz", *_NVLINK),
 }
 
 
@@ -186,11 +180,9 @@ def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
         names = sorted({device.name for device in found.devices if device.name})
         facts = {"model_name": ", ".join(names), "memory_capacity": f"{found.devices[0].memory_bytes / GIB:.0f} GB"}
     else:
-        text = GPU_TEXTS[kind.name]
-        facts = {"model_name": text.model, "memory_capacity": text.memory, "memory_configuration": text.memory_kind}
-        facts |= {"frequency": text.clock, "on-chip_memories": text.on_chip, "host_interconnect": text.host_interconnect}
-        facts["interconnect"] = text.interconnect if count > 1 else "N/A (one accelerator)"
-        facts["interconnect_topology"] = text.topology if count == 8 else ""
+        facts = dict(zip(GPU_KEYS, GPU_TEXTS[kind.name], strict=True)) | {"host_interconnect": "PCIe Gen5 x16"}
+        facts["interconnect"] = facts["interconnect"] if count > 1 else "N/A (one accelerator)"
+        facts["interconnect_topology"] = facts["interconnect_topology"] if count == 8 else ""
     return {"accelerators_per_node": str(count)} | {f"accelerator_{key}": value for key, value in facts.items()}
 
 

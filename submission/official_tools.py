@@ -25,17 +25,14 @@ from functools import cache
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
-from llama2_70b_lora import rules as llama2_70b_lora_rules
-from llama31_8b import rules as llama31_8b_rules
 from submission.log import Log, read
-from submission.log_rules import Finding
+from submission.log_rules import BENCHMARKS, Finding
 
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # those that know both benchmarks
 RULESETS = ("5.0.0", *CLOSED_RULESETS)
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
 INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
 TEMPLATES = Path(__file__).parent
-MINIATURES = {rules.BENCHMARK: rules.MINIATURE for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
 UNSEEN = "no blank after the token"  # how submission.log begins its reason for a line that the official parser skips
 
 LIMIT_S = 600.0
@@ -66,8 +63,8 @@ def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> Verdict:
 
 def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> Verdict:
     """The same checker with the project's rules for the miniature. Raises PreflightError, ConfigError for an unknown benchmark."""
-    if benchmark not in MINIATURES:
-        known = ", ".join(MINIATURES)
+    if benchmark not in BENCHMARKS:
+        known = ", ".join(BENCHMARKS)
         raise ConfigError(f"{path}: no rules for a miniature of {benchmark!r}", f"known are {known}", "check the log's first lines")
     with tempfile.TemporaryDirectory() as folder:
         rule_file = Path(folder, f"miniature_{benchmark}.yaml")
@@ -81,7 +78,7 @@ def miniature_template(benchmark: str) -> string.Template:
 
 def miniature_rules(benchmark: str) -> str:
     """The rule file of the miniature, with the constants of the benchmark's `rules.MINIATURE` filled in under their own names."""
-    rules = MINIATURES[benchmark]
+    rules = BENCHMARKS[benchmark].MINIATURE
     return miniature_template(benchmark).substitute(vars(rules), benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000)
 
 
@@ -217,10 +214,7 @@ def package(org_dir: Path, ruleset: str, benchmarks: int, missed: int = 0) -> An
 
 def summary(org_dir: Path, ruleset: str, benchmarks: list[str], missed: int = 0) -> Answer:
     """The score of each benchmark, with the RCP factor if the package checker ran before (it writes the factor that this one reads)."""
-    with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder, "summary.csv")
-        text = _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
-        rows = list(csv.DictReader(table.open())) if table.is_file() else []
+    text, rows = _summarize(org_dir, ruleset)
     scores = {name: float(rows[0][name]) for name in benchmarks if len(rows) == 1 and rows[0].get(name)}
     forgiven = text.count("Dropping non-converged run(s)") == missed == text.count("Compliance check failed in")
     answer = _answer("result_summarizer", text, set(scores) == set(benchmarks) and forgiven, missed)
@@ -240,23 +234,16 @@ def package_verdicts(org_dir: Path, ruleset: str) -> dict[tuple[str, str], str]:
 
 def scores(org_dir: Path, ruleset: str) -> dict[tuple[str, str], float]:
     """Minutes by system and benchmark, as the summarizer gives them."""
-    with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder, "summary.csv")
-        _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
-        rows = list(csv.DictReader(table.open())) if table.is_file() else []
-    pairs = [(Path(row["details_url"]).stem, name, row.get(name)) for row in rows for name in MINIATURES]
+    pairs = [(Path(row["details_url"]).stem, name, row.get(name)) for row in _summarize(org_dir, ruleset)[1] for name in BENCHMARKS]
     return {(system, name): float(minutes) for system, name, minutes in pairs if minutes}
 
 
-def system_description_passes(path: Path) -> bool:
-    """What system_desc_checker says of one file, asked in this process: a repository has a hundred."""
-    from mlperf_logging.system_desc_checker.system_desc_checker import check_system_desc
-
-    try:
-        with _silent_root_logger():
-            return check_system_desc(str(path), "training", CLOSED_RULESETS[-1])[0]
-    except Exception:  # it breaks off at what is no string
-        return False
+def _summarize(org_dir: Path, ruleset: str) -> tuple[str, list[dict[str, str]]]:
+    """What the summarizer prints, and the rows of its table, one per system."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder, "summary.csv")
+        text = _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
+        return text, list(csv.DictReader(table.open())) if table.is_file() else []
 
 
 def repository(org_dir: Path, ruleset: str) -> Answer:

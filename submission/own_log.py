@@ -8,13 +8,13 @@ Standard library only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from common.training.mllog import END, POINT, START
-from llama31_8b import rules as llama31_8b_rules
-from submission.log import TOKEN, Event, Log, is_number
-from submission.log_rules import DISCLOSURE_KEYS, WARNING, Found, Rule, Rules, is_positive_int, unlike
+from submission import official_tools
+from submission.log import TOKEN, Log, is_number
+from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, unfit, unlike
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +modified, +forced
@@ -25,19 +25,6 @@ WELL_KNOWN_SEEDS = frozenset({123456, 1234567, 12345678, 123456789, 1234567890, 
 STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
 
 SUBMISSION_KEYS = tuple(f"submission_{part}" for part in ("benchmark", "org", "division", "status", "platform"))
-COMMON_KEYS = (
-    *("global_batch_size", "gradient_accumulation_steps", "max_sequence_length", "train_samples", "eval_samples"),
-    *("opt_name", "opt_base_learning_rate", "opt_gradient_clip_norm"),
-    *("opt_adamw_beta_1", "opt_adamw_beta_2", "opt_adamw_epsilon", "opt_adamw_weight_decay"),
-)
-LLAMA31_8B_KEYS = (
-    *("max_steps", "opt_end_learning_rate"),
-    *("opt_learning_rate_warmup_steps", "opt_learning_rate_decay_steps", "opt_learning_rate_decay_schedule"),
-)
-LLAMA2_70B_LORA_KEYS = (
-    *("opt_learning_rate_training_steps", "opt_learning_rate_warmup_factor"),
-    *("lora_rank", "lora_alpha", "lora_dropout"),
-)
 # Key -> attribute of Rules: what neither the compliance checker nor log_rules.UNTESTED_CONSTANTS holds to a value.
 OWN_CONSTANTS = {
     "submission_division": "division",
@@ -48,13 +35,11 @@ OWN_CONSTANTS = {
     "opt_adamw_epsilon": "adam_epsilon",
     "target_accuracy": "target_loss",
 }
-INIT_KEYS = frozenset(
-    {*SUBMISSION_KEYS, "seed", *COMMON_KEYS, *LLAMA31_8B_KEYS, *LLAMA2_70B_LORA_KEYS, "target_accuracy", *DISCLOSURE_KEYS}
-)
 EVENT_TYPES = {
     **{f"{interval}_start": START for interval in ("init", "run", "block", "eval")},
     **{f"{interval}_stop": END for interval in ("init", "run", "block", "eval")},
 }
+CLOCK_KEYS = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
 # (where the run stands, key) -> where it stands then. What is not here is out of order.
 TRANSITIONS = {
@@ -78,10 +63,15 @@ def is_ours(log: Log) -> bool:
     return log.value("submission_division") == "miniature" or (isinstance(name, str) and CONFIG_NAME.fullmatch(name) is not None)
 
 
+@cache
+def init_keys(benchmark: str) -> tuple[str, ...]:
+    """What a log of ours says once, during initialization: the keys of the miniature's rule file, and two that no checker demands."""
+    demanded = re.findall(r"NAME: (\w+)", official_tools.miniature_template(benchmark).template)
+    return (*(key for key in demanded if key not in (*CLOCK_KEYS, *EVENT_TYPES, "eval_accuracy")), "seed", "submission_status")
+
+
 def not_once(log: Log, rules: Rules) -> Found:
-    own = LLAMA31_8B_KEYS if isinstance(rules, llama31_8b_rules.Rules) else LLAMA2_70B_LORA_KEYS
-    clock = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
-    for key in (*clock, *SUBMISSION_KEYS, "seed", *COMMON_KEYS, *own, *DISCLOSURE_KEYS):
+    for key in (*CLOCK_KEYS, *init_keys(str(log.value("submission_benchmark")))):
         found = log.all(key)
         if not found:
             yield 0, f"{key} is missing"
@@ -102,21 +92,13 @@ def wrong_event_type(log: Log, rules: Rules) -> Found:
             yield event.line, f"{event.key} is logged as {event.event_type!r}, not {wanted}"
 
 
-def no_text(log: Log, rules: Rules) -> Found:
-    for event in _events(log, SUBMISSION_KEYS):
-        if not isinstance(event.value, str) or not event.value.strip():
-            yield event.line, f"{event.key} is {event.value!r}, not a text"
-        elif event.key == "submission_status" and event.value not in STATUS_WORDS:
-            yield event.line, f"submission_status is {event.value!r}, not one of {' '.join(STATUS_WORDS)}"
-
-
 def out_of_order(log: Log, rules: Rules) -> Found:
     """Initialization, clock, blocks and evaluations follow each other and close; run_stop is last."""
-    state = "nothing"
+    state, early = "nothing", {"target_accuracy", *(key for benchmark in BENCHMARKS for key in init_keys(benchmark))}
     for event in log.events:
         if state == "stopped":
             yield event.line, f"{event.key} after run_stop"
-        elif event.key in INIT_KEYS:
+        elif event.key in early:
             if state != "init":
                 yield event.line, f"{event.key} outside init_start .. init_stop"
         elif (state, event.key) in TRANSITIONS:
@@ -168,25 +150,18 @@ def unknown_config(log: Log, rules: Rules, project_root: Path) -> Found:
 
 
 def wrong_batch(log: Log, rules: Rules) -> Found:
-    for event in _events(log, ("gradient_accumulation_steps", "train_samples")):
-        if not is_positive_int(event.value):
-            yield event.line, f"{event.key} is {event.value!r}, not a whole number from 1"
     sizes = [log.value(key) for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size")]
     if all(is_positive_int(size) for size in sizes) and sizes[0] % (sizes[1] * sizes[2]):
         message = f"global batch {sizes[0]} is no multiple of gradient_accumulation_steps {sizes[1]} x micro_batch_size {sizes[2]}"
         yield line_of(log, "global_batch_size"), message
 
 
-def wrong_schedule(log: Log, rules: Rules) -> Found:
-    base = log.value("opt_base_learning_rate")
-    if not (is_number(base) and base > 0):
-        yield line_of(log, "opt_base_learning_rate"), f"base learning rate {base!r}"
-    for event in log.all("opt_learning_rate_training_steps"):
-        if not is_positive_int(event.value):
-            yield event.line, f"{event.key} is {event.value!r}, not a whole number from 1"
-    for event in log.all("opt_learning_rate_warmup_factor"):
-        if not (is_number(event.value) and 0 <= event.value < 1):
-            yield event.line, f"{event.key} is {event.value!r}, not a share of the training steps"
+def is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def is_share(value: object) -> bool:
+    return is_number(value) and 0 <= value < 1
 
 
 def long_init(log: Log, rules: Rules) -> Found:
@@ -206,22 +181,23 @@ def line_of(log: Log, key: str) -> int:
     return event.line if event else 0
 
 
-def _events(log: Log, keys: tuple[str, ...]) -> Iterator[Event]:
-    return (event for key in keys for event in log.all(key))
-
-
+TR_HYPERPARAMETERS = "OWN; TR Hyperparameters"
 OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
     Rule("line_format", prefixed, "OWN (the official parser strips it)"),
     Rule("event_type", wrong_event_type, "OWN (no checker reads it)"),
-    Rule("submission", no_text, "OWN; CC common.yaml"),
+    Rule("submission", unfit(is_text, "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"),
+    Rule("submission", unfit(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"), "OWN; CC common.yaml"),
     Rule("order", out_of_order, "OWN; TR Run Results"),
     Rule("time", back_in_time, "OWN"),
     Rule("samples_count", wrong_samples, "OWN; TR RCP Rules"),
     Rule("chosen_seed", chosen_seed, "TR Random numbers (a constant seed is not allowed)", WARNING),
     Rule("config_filename", changed_config, "OWN; TR mandatory disclosure (6.1)"),
+    Rule("batch", unfit(is_positive_int, "a whole number from 1", "gradient_accumulation_steps", "train_samples"), "OWN"),
     Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),
-    Rule("schedule", wrong_schedule, "OWN; TR Hyperparameters"),
+    Rule("schedule", unfit(is_positive, "a positive number", "opt_base_learning_rate"), TR_HYPERPARAMETERS),
+    Rule("schedule", unfit(is_positive_int, "a whole number from 1", "opt_learning_rate_training_steps"), TR_HYPERPARAMETERS),
+    Rule("schedule", unfit(is_share, "a share of the training steps", "opt_learning_rate_warmup_factor"), TR_HYPERPARAMETERS),
     Rule("init_time", long_init, "OWN; TR Run Results", WARNING),
-    Rule("constant", wrong_constant_of_ours, "OWN; TR Hyperparameters"),
+    Rule("constant", wrong_constant_of_ours, TR_HYPERPARAMETERS),
 )

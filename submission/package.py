@@ -24,12 +24,13 @@ from common.errors import CheckFailed, ConfigError, StorageError
 from records import ledger
 from submission import check, describe, forbidden_files, implementation, official_tools, own_log, terminal
 from submission.implementation import Implementation
+from submission.log_rules import BENCHMARKS
 from submission.runs import Run
-from submission.series import MEDIAN, TenRuns, read_series, ten_runs, windows
+from submission.series import TenRuns, read_series, ten_runs, windows
 
-BENCHMARKS = tuple(official_tools.MINIATURES)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
 PLACEHOLDERS = ("unnamed", "org", "yourorg", "your_org", "myorg", "example", "test", "todo", "none", "organisation", "organization")
+AS_LEFT = "submit run directories as the launcher left them"
 SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
 
 
@@ -43,7 +44,6 @@ class Request:
     org: str
     ruleset: str = official_tools.CLOSED_RULESETS[-1]
     implementation: str = "torch_native"
-    window: str = MEDIAN
     series: str = ""
     root: Path = own_log.PROJECT_ROOT  # the project in its git repository
 
@@ -60,9 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--org", required=True, help="as in the logs (MLPERF_SUBMISSION_ORG) and in the system's submitter")
     parser.add_argument("--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset)
     parser.add_argument("--implementation", default=Request.implementation, metavar="NAME")
-    parser.add_argument(
-        "--window", default="median", metavar="first|median|N", help="of more than ten attempts; N: the attempt it begins with"
-    )
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
     options = vars(parser.parse_args(arguments))
     return terminal.run(lambda: package(Request(sources=_sources(options.pop("benchmark")), **options)))
@@ -92,8 +89,8 @@ def package(request: Request) -> int:
     try:
         _build(partial / request.org, request, chosen)
         offences = forbidden_files.findings(partial / request.org)
-        if offences:
-            raise CheckFailed(f"{len(offences)} things must not be in a submission: {'; '.join(offences)}", "see there", "remove them")
+        what = f"{len(offences)} things must not be in a submission: {'; '.join(offences)}"
+        _demand(not offences, what, "see there", "remove them")
         partial.chmod(0o755)
         partial.rename(request.out)
     except OSError as error:
@@ -104,6 +101,11 @@ def package(request: Request) -> int:
 
 
 # What is asked for, and whether it fits together.
+
+
+def _demand(holds: bool, what: str, why: str, do: str) -> None:
+    if not holds:
+        raise CheckFailed(what, why, do)
 
 
 def _check_names(request: Request) -> None:
@@ -120,29 +122,26 @@ def _check_names(request: Request) -> None:
 
 def _check_description(request: Request, description: dict) -> None:
     problems = describe.problems(description)
-    if problems:
-        do = f"complete it: python -m submission.describe --out {request.system} ..."
-        raise CheckFailed(f"{request.system} cannot be submitted", "; ".join(problems), do)
-    if description["submitter"] != request.org:
-        what = f"{request.system}: submitter is {description['submitter']!r}, --org is {request.org!r}"
-        raise CheckFailed(what, "reviewers find the code by the submitter's name", "make them equal")
+    do = f"complete it: python -m submission.describe --out {request.system} ..."
+    _demand(not problems, f"{request.system} cannot be submitted", "; ".join(problems), do)
+    what = f"{request.system}: submitter is {description['submitter']!r}, --org is {request.org!r}"
+    _demand(description["submitter"] == request.org, what, "reviewers find the code by the submitter's name", "make them equal")
 
 
 def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
     """The ten runs of `benchmark` that are submitted; everything about them that can be wrong has been looked at."""
     series = read_series([_folder(request.sources[benchmark], benchmark)], request.series)
-    _refuse_what_was_never_meant(series.runs, benchmark)
-    chosen, median = (ten_runs(series, wish) for wish in (request.window, MEDIAN))
-    if chosen.invalid:
-        raise CheckFailed(f"{series.name} cannot be submitted", chosen.invalid, "run more: NEXP with --resume, or a new series")
+    for run in series.runs:
+        _refuse_what_was_never_meant(run, benchmark)
+    chosen = ten_runs(series)
+    _demand(not chosen.invalid, f"{series.name} cannot be submitted", chosen.invalid, "run more: NEXP with --resume, or a new series")
     count = sum(not window.invalid for window in windows(series))
-    print(f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; {request.window}: {chosen.describe()}")
+    print(f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; median: {chosen.describe()}")
     for run in series.runs:
         print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
-    if chosen.runs != median.runs:
-        print(f"  note: the rules want the median of a group of more than ten; that would be {median.describe()}")
     _check_seeds(series.runs)
-    _check_same(chosen)
+    for run in chosen.runs:
+        _check_same(chosen.runs[0], run)
     for run in chosen.runs:
         _check_identity(request, run, description)
         _check_log(request, run)
@@ -157,117 +156,88 @@ def _folder(source: Path, benchmark: str) -> Path:
     raise ConfigError(f"{source}: no series of {benchmark}", f"there is no {ledger.NAME} in it", "name the LOGDIR of the series")
 
 
-def _refuse_what_was_never_meant(runs: list[Run], benchmark: str) -> None:
-    for run in runs:
-        division, logged = run.log.value("submission_division"), run.log.value("submission_benchmark")
-        if logged not in (None, benchmark):
-            raise CheckFailed(f"{run.path} is a log of {logged}", f"it was given as one of {benchmark}", "correct --benchmark")
-        if division == "miniature":
-            raise CheckFailed(f"{run.folder} is a miniature", "a toy with its own target is no benchmark result", "run the benchmark")
-        if division not in (None, "closed"):
-            raise CheckFailed(f"{run.folder} is of division {division!r}", "this package makes closed submissions", "run it closed")
-        name = str(run.log.value("config_filename") or run.start.get("config", ""))
-        if "+" in name or run.start.get("modified"):
-            why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
-            raise CheckFailed(f"{run.folder} ran with {name}", why, "write a config for it, commit it, and run the series with that")
+def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
+    division, logged = run.log.value("submission_division"), run.log.value("submission_benchmark")
+    given = f"it was given as one of {benchmark}"
+    _demand(logged in (None, benchmark), f"{run.path} is a log of {logged}", given, "correct --benchmark")
+    toy = "a toy with its own target is no benchmark result"
+    _demand(division != "miniature", f"{run.folder} is a miniature", toy, "run the benchmark")
+    closed = "this package makes closed submissions"
+    _demand(division in (None, "closed"), f"{run.folder} is of division {division!r}", closed, "run it closed")
+    name = str(run.log.value("config_filename") or run.start.get("config", ""))
+    why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
+    do = "write a config for it, commit it, and run the series with that"
+    _demand("+" not in name and not run.start.get("modified"), f"{run.folder} ran with {name}", why, do)
 
 
 def _check_seeds(runs: list[Run]) -> None:
     """Of the whole series: its runs must be independent, also those that are not submitted."""
     seeds: dict[int, Run] = {}
-    before = None
+    before, do = None, "run a series without SEED"
     for run in runs:
         seed, logged = run.start.get("seed"), run.log.value("seed")
         if type(seed) is not int or logged not in (None, seed):
             why = f"the ledger says {seed}: the log is not the one that this attempt wrote"
             raise CheckFailed(f"{run.path}: seed {logged}", why, "submit logs as they were written")
-        if seed in seeds:
-            what = f"attempts {seeds[seed].number} and {run.number} have the same seed {seed}"
-            raise CheckFailed(what, "the ten runs must be independent", "run a series without SEED")
-        if before is not None and seed == before + 1:
-            what = f"attempts {run.number - 1} and {run.number} have the seeds {before} and {seed}"
-            raise CheckFailed(
-                what, "these were chosen: seeds come from the clock or from the system's entropy", "run a series without SEED"
-            )
-        seeds[seed], before = run, seed
+        other = seeds.setdefault(seed, run)
+        what = f"attempts {other.number} and {run.number} have the same seed {seed}"
+        _demand(other is run, what, "the ten runs must be independent", do)
+        what = f"attempts {run.number - 1} and {run.number} have the seeds {before} and {seed}"
+        why = "these were chosen: seeds come from the clock or from the system's entropy"
+        _demand(before is None or seed != before + 1, what, why, do)
+        before = seed
 
 
-def _check_same(chosen: TenRuns) -> None:
+def _check_same(first: Run, run: Run) -> None:
     """One system, one code, one configuration (rules, "Benchmark Results")."""
-    reference = chosen.runs[0]
-    first = _versions(reference)
-    for run in chosen.runs:
-        versions = _versions(run)
-        if versions.get("commit") is None or versions.get("dirty") is not False:
-            why = "its versions.json names no commit" if versions.get("commit") is None else "there were changes that no commit holds"
-            raise CheckFailed(f"{run.folder}: nobody can say which code ran", why, "commit, and run the series from a clean tree")
-        for key in SAME:
-            if versions.get(key) != first.get(key):
-                what = f"attempts {reference.number} and {run.number} ran with different {key}: {first.get(key)} and {versions.get(key)}"
-                raise CheckFailed(what, "the ten runs must be of one system and one code", "run a series without changing anything")
-        if _config_text(run) != _config_text(reference):
-            what = f"attempts {reference.number} and {run.number} ran with different configs"
-            raise CheckFailed(what, f"compare {reference.folder / 'config.toml'} and {run.folder / 'config.toml'}", "run a series with one")
-
-
-def _versions(run: Run) -> dict:
-    return describe.read(run.folder / "versions.json") if (run.folder / "versions.json").is_file() else {}
-
-
-def _config_text(run: Run) -> str:
-    path = run.folder / "config.toml"
-    if not path.is_file():
-        raise CheckFailed(f"{path} is missing", "without it nobody can say what ran", "submit run directories as the launcher left them")
-    return path.read_text()
-
-
-def _config(run: Run) -> dict:
-    try:
-        config = tomllib.loads(_config_text(run))
-        return {key: config[key] for key in ("nodes", "gpus_per_node", "gpu")}
-    except (tomllib.TOMLDecodeError, KeyError) as error:
-        what = f"{run.folder / 'config.toml'} does not say where it ran"
-        raise CheckFailed(what, str(error), "submit run directories as the launcher left them") from None
+    commit, dirty = run.versions.get("commit"), run.versions.get("dirty")
+    why = "its versions.json names no commit" if commit is None else "there were changes that no commit holds"
+    do = "commit, and run the series from a clean tree"
+    _demand(commit is not None and dirty is False, f"{run.folder}: nobody can say which code ran", why, do)
+    both = f"attempts {first.number} and {run.number} ran with different"
+    for key in SAME:
+        mine, theirs = run.versions.get(key), first.versions.get(key)
+        why = "the ten runs must be of one system and one code"
+        _demand(mine == theirs, f"{both} {key}: {theirs} and {mine}", why, "run a series without changing anything")
+    why = "without it nobody can say what ran"
+    _demand(bool(run.config), f"{run.folder / 'config.toml'} is missing", why, AS_LEFT)
+    why = f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}"
+    _demand(run.config == first.config, f"{both} configs", why, "run a series with one")
 
 
 def _check_identity(request: Request, run: Run, description: dict) -> None:
     """Organisation and platform of the log, GPUs of the config, and the system description tell of the same machine."""
-    log, config = run.log, _config(run)
-    org, platform = log.value("submission_org"), str(log.value("submission_platform"))
-    if org != request.org:
-        raise CheckFailed(f"{run.path}: submission_org is {org!r}, --org is {request.org!r}", "both are shown to reviewers", _rerun("ORG"))
-    nodes, gpus, kind = config["nodes"], config["gpus_per_node"], config["gpu"]
-    wanted = {"number_of_nodes": str(nodes), "accelerators_per_node": str(gpus)}
-    for key, value in wanted.items():
-        if description[key] != value:
-            why = f"{run.folder / 'config.toml'} ran on {nodes} x {gpus} {kind}"
-            raise CheckFailed(f"{request.system}: {key} is {description[key]}, not {value}", why, "describe the system that ran")
-    if not re.search(rf"\b{re.escape(kind)}\b", description["accelerator_model_name"]):
-        what = f"{request.system}: accelerator_model_name is {description['accelerator_model_name']!r}"
-        raise CheckFailed(what, f"{run.folder} ran on {kind}", "describe the system that ran")
+    rerun, do = "a log is not edited: run the series with MLPERF_SUBMISSION_{} set", "describe the system that ran"
+    org, platform = run.log.value("submission_org"), str(run.log.value("submission_platform"))
+    what = f"{run.path}: submission_org is {org!r}, --org is {request.org!r}"
+    _demand(org == request.org, what, "both are shown to reviewers", rerun.format("ORG"))
+    try:
+        config = tomllib.loads(run.config)
+        nodes, gpus, kind = (config[key] for key in ("nodes", "gpus_per_node", "gpu"))
+    except (tomllib.TOMLDecodeError, KeyError) as error:
+        raise CheckFailed(f"{run.folder / 'config.toml'} does not say where it ran", str(error), AS_LEFT) from None
+    why = f"{run.folder / 'config.toml'} ran on {nodes} x {gpus} {kind}"
+    for key, value in (("number_of_nodes", str(nodes)), ("accelerators_per_node", str(gpus))):
+        _demand(description[key] == value, f"{request.system}: {key} is {description[key]}, not {value}", why, do)
+    model = description["accelerator_model_name"]
+    named = re.search(rf"\b{re.escape(kind)}\b", model) is not None
+    _demand(named, f"{request.system}: accelerator_model_name is {model!r}", why, do)
     fitting = (request.system_name, description["system_name"], f"{nodes}x{gpus} {kind}")
-    if platform not in fitting:
-        why = f"of this system it would be one of {', '.join(map(repr, fitting))}"
-        raise CheckFailed(f"{run.path}: submission_platform is {platform!r}", why, _rerun("PLATFORM"))
-    torch = str((_versions(run).get("packages") or {}).get("torch") or "").split("+")[0]
-    if torch and torch not in description["framework"]:
-        why = f"{run.folder} ran with torch {torch}"
-        raise CheckFailed(f"{request.system}: framework is {description['framework']!r}", why, "describe the system that ran")
-
-
-def _rerun(variable: str) -> str:
-    return f"a log is not edited: run the series with MLPERF_SUBMISSION_{variable} set"
+    why = f"of this system it would be one of {', '.join(map(repr, fitting))}"
+    _demand(platform in fitting, f"{run.path}: submission_platform is {platform!r}", why, rerun.format("PLATFORM"))
+    torch = str((run.versions.get("packages") or {}).get("torch") or "").split("+")[0]
+    what = f"{request.system}: framework is {description['framework']!r}"
+    _demand(torch in description["framework"], what, f"{run.folder} ran with torch {torch}", do)
 
 
 def _check_log(request: Request, run: Run) -> None:
     """As submission.check does it. A run that missed its target fails the official checker by nature."""
-    if run.path.is_symlink():
-        raise CheckFailed(f"{run.path} is a link", "a log is a file that a run has written", "submit run directories as they are")
+    linked = run.path.is_symlink()
+    _demand(not linked, f"{run.path} is a link", "a log is a file that a run has written", "submit run directories as they are")
     examined = check.examine(run.path, request.ruleset, request.root, ours=True)
     found = [finding for finding in examined.errors() if run.status == "success" or finding not in examined.verdict.complaints]
-    if found:
-        complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
-        raise CheckFailed(f"{run.path} is not clean", "; ".join(complaints), f"see python -m submission.check {run.path}")
+    complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
+    _demand(not found, f"{run.path} is not clean", "; ".join(complaints), f"see python -m submission.check {run.path}")
 
 
 # Building.
@@ -284,7 +254,7 @@ def _build(org_dir: Path, request: Request, chosen: dict[str, TenRuns]) -> None:
             shutil.copyfile(run.path, results / f"result_{index}.txt")
         about = Implementation(benchmark, request.implementation, request.system_name, request.root)
         folder = org_dir / "benchmarks" / benchmark / "implementations" / request.implementation
-        implementation.write(folder, about, ten.runs[0].log, _versions(ten.runs[0]))
+        implementation.write(folder, about, ten.runs[0].log, ten.runs[0].versions)
 
 
 # Judging.

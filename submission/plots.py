@@ -1,7 +1,6 @@
 """Pieces of a self-contained page: style, one kind of line chart as inline SVG, tables, numbers for people. No script, nothing from outside.
 
-Everything is drawn in a view box of WIDTH x HEIGHT units that scales with the page; on a narrow screen the style makes the text
-in it larger, and tables scroll inside their own box. Standard library only.
+Charts have a view box of WIDTH x HEIGHT units that scales with the page (page.css). Standard library only.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from statistics import median_high as median
 
 from submission.log import is_number as finite
@@ -20,37 +20,7 @@ MAX_POINTS = 800  # of a curve; a run of 10,000 steps needs no more on 680 pixel
 PHASES = ("init", "warmup", "train", "eval")
 SPAN = "least / median / most"
 
-STYLE = """
-:root { color-scheme: light dark; --text:#1b1f24; --dim:#5b6470; --page:#ffffff; --card:#f4f5f7; --line:#d5d9de; --on:#ffffff;
-  --train:#2166ac; --eval:#b2182b; --target:#1a7f37; --good:#1a7f37; --bad:#b2182b; --warn:#8a5a00;
-  --init:#8073ac; --warmup:#b8860b; --band:#7b5ea7; }
-@media (prefers-color-scheme: dark) { :root { --text:#e4e7eb; --dim:#9aa4b0; --page:#14171a; --card:#1e2327; --line:#3a4249;
-  --train:#78b4e8; --eval:#f08070; --target:#5fc57a; --good:#237a3b; --bad:#a32a36; --init:#a99bd6; --warmup:#d9b44a; --band:#b39ddb; } }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 800px; margin: 0 auto; padding: 16px; }
-body.wide { max-width: 1100px; }
-h1 { font-size: 22px; overflow-wrap: anywhere; } h2 { font-size: 17px; margin-top: 32px; }
-.banner { color: var(--on); padding: 12px 16px; border-radius: 6px; margin: 12px 0; overflow-wrap: anywhere; } .banner b { font-size: 18px; }
-.good { background: var(--good); } .bad { background: var(--bad); } .warn { background: var(--warn); } .dim { color: var(--dim); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: 3px 12px 3px 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
-th { color: var(--dim); font-weight: 600; overflow-wrap: normal; }
-td.n, th.n { text-align: right; } td.n { white-space: nowrap; }
-.facts td:first-child { overflow-wrap: normal; width: 32%; }
-.many th, .many td { overflow-wrap: normal; white-space: nowrap; }
-.many td.t { white-space: normal; min-width: 180px; } .many td.t, .many th.t { text-align: left; padding-left: 8px; }
-pre { background: var(--card); padding: 12px; border-radius: 6px; overflow-x: auto; font-size: 13px; }
-svg { width: 100%; height: auto; overflow: visible; } svg text { fill: var(--dim); font: 12px system-ui, sans-serif; }
-.axis { stroke: var(--line); } .target { stroke: var(--target); stroke-dasharray: 6 4; } .band { fill: var(--band); fill-opacity: 0.16; }
-polyline { fill: none; stroke-width: 1.3; stroke-opacity: 0.7; } .curve, .gpu { stroke: var(--train); } .run { stroke: var(--eval); }
-.run.other { stroke: var(--dim); stroke-dasharray: 3 3; } .point { fill: var(--eval); } .point.other { fill: var(--dim); }
-.key-train { color: var(--train); } .key-eval { color: var(--eval); } .key-target { color: var(--target); } .key-band { color: var(--band); }
-.p-init { fill: var(--init); } .p-warmup { fill: var(--warmup); } .p-train { fill: var(--train); } .p-eval { fill: var(--eval); }
-.bars .phases { min-width: 200px; } .bars td.t { width: 50%; padding-right: 12px; }
-.keys span { margin-right: 14px; }
-@media (max-width: 560px) { svg text { font-size: 22px; } .keys span { display: block; } }
-"""
+STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def page(title: str, sections: list[str], wide: bool = False) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from common.errors import ConfigError, RunError, StorageError
 from records.published import DATA, Published
 from submission import terminal
-from submission.runs import CLOSED
+from submission.log_rules import BENCHMARKS
 from submission.series import pace, read_series, ten_runs
 
 
@@ -33,9 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def result_sets(results: Path) -> list[Path]:
     """<submitter>/results/<system>/<benchmark> of our benchmarks below `results`. Raises ConfigError if there is none."""
-    folders = sorted(path for name in CLOSED for path in results.glob(f"*/results/*/{name}") if path.is_dir())
+    folders = sorted(path for name in BENCHMARKS for path in results.glob(f"*/results/*/{name}") if path.is_dir())
     if not folders:
-        why = f"there is no <submitter>/results/<system>/<benchmark> of {', '.join(CLOSED)} in it"
+        why = f"there is no <submitter>/results/<system>/<benchmark> of {', '.join(BENCHMARKS)} in it"
         raise ConfigError(f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*")
     return folders
 

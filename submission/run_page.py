@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from html import escape
 
-from submission import gpu_samples, plots, rcp
+from submission import gpu_samples, plots
 from submission.plots import PHASES, Curve, finite, median, number, points, section, table
-from submission.runs import CLOSED, GOOD, LOST, NOT_STARTED, Run
+from submission.runs import GOOD, LOST, NOT_STARTED, Run
 
 FACTS = (
     *("submission_org", "submission_platform", "submission_division", "submission_status", "config_filename"),
@@ -41,17 +41,9 @@ def render(run: Run) -> str:
 # What both pages read out of a run.
 
 
-def rcp_point(run: Run) -> rcp.Point | None:
-    """The reference convergence point of its batch; None for a miniature, and where there is none."""
-    if run.is_miniature or run.benchmark not in CLOSED or run.batch is None:
-        return None
-    return rcp.point_at(run.benchmark, run.batch, run.ruleset)
-
-
 def rcp_band(run: Run) -> tuple[float, float] | None:
     """Training sequences: the least mean of a series that passes, and the reference's mean."""
-    point = rcp_point(run)
-    return (point.minimum, point.mean) if point else None
+    return (run.point.minimum, run.point.mean) if run.point else None
 
 
 def of(run: Run, event: str) -> list[dict]:

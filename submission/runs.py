@@ -17,15 +17,13 @@ from functools import cached_property
 from pathlib import Path
 
 from common.errors import ConfigError
-from llama2_70b_lora import rules as llama2_70b_lora_rules
-from llama31_8b import rules as llama31_8b_rules
-from submission import intervals, log, official_tools
+from records import json_lines
+from submission import intervals, log, official_tools, rcp
 from submission.check import round_of
 from submission.intervals import Interval
 from submission.log import Log
+from submission.log_rules import BENCHMARKS
 
-CLOSED = {rules.BENCHMARK: rules.CLOSED for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
-MINIATURE = {rules.BENCHMARK: rules.MINIATURE for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
 GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)
 INTERVALS = tuple(f"{name}_{end}" for name in ("init", "run", "block", "epoch", "eval") for end in ("start", "stop"))
 REPEATED = frozenset({*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"})
@@ -86,11 +84,18 @@ class Run:
     @property
     def rules(self):
         """Of its benchmark and division; None where we have none."""
-        return (MINIATURE if self.is_miniature else CLOSED).get(self.benchmark)
+        named = BENCHMARKS.get(self.benchmark)
+        return named and (named.MINIATURE if self.is_miniature else named.CLOSED)
 
     @property
     def target(self) -> float | None:
         return self.rules.target_loss if self.rules else self.log.number("target_accuracy")
+
+    @property
+    def point(self) -> rcp.Point | None:
+        """The reference convergence point of its batch; None for a miniature, and where there is none."""
+        known = not self.is_miniature and self.benchmark in BENCHMARKS and self.batch is not None
+        return rcp.point_at(self.benchmark, self.batch, self.ruleset) if known else None  # type: ignore[arg-type]
 
     @cached_property
     def status(self) -> str:
@@ -168,7 +173,12 @@ class Run:
     @cached_property
     def records(self) -> list[dict]:
         """The lines of events.jsonl."""
-        return read_lines(self.folder / "events.jsonl", self.notes)
+        try:
+            records, notes = json_lines.read(self.folder / "events.jsonl")
+        except OSError:
+            records, notes = [], ["events.jsonl is missing"]
+        self.notes += notes
+        return records
 
     def _object(self, name: str) -> dict:
         try:
@@ -183,32 +193,14 @@ class Run:
         return value
 
 
-def read_lines(path: Path, notes: list[str]) -> list[dict]:
-    """The JSON objects of `path`, one per line; what cannot be read goes to `notes`."""
-    found = []
-    try:
-        with path.open(errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    notes.append(f"{path.name} line {number} is cut off or spoilt")
-                    continue
-                if isinstance(record, dict):
-                    found.append(record)
-    except OSError:
-        notes.append(f"{path.name} is missing")
-    return found
-
-
 # --- one log ----------------------------------------------------------------------------------------------------------
 
 
 def read_run(path: Path, ruleset: str = "") -> Run:
     """The run in the log at `path`. Raises ConfigError if that is no MLPerf log of one of our benchmarks."""
     run = Run(path, log.read(path, REPEATED))
-    if run.benchmark not in CLOSED:
-        what = f"{path} is no log of {' or '.join(CLOSED)}"
+    if run.benchmark not in BENCHMARKS:
+        what = f"{path} is no log of {' or '.join(BENCHMARKS)}"
         raise ConfigError(what, f"its submission_benchmark is {run.benchmark or 'missing'}", "name MLPerf result logs")
     return _filled(run, ruleset)
 

@@ -99,7 +99,7 @@ def as_dict(series: Series, ten: TenRuns) -> dict:
 
 
 def _run_as_dict(run: Run) -> dict:
-    point, facts = _point(run), ("name", "number", "state", "reason", "minutes", "samples", "samples_per_s", "evaluation_s", "notes")
+    point, facts = run.point, ("name", "number", "state", "reason", "minutes", "samples", "samples_per_s", "evaluation_s", "notes")
     z = point.z_score(run.samples) if point and run.samples else None
     rate = run.tokens_per_gpu(run.samples_per_s)
     return {key: getattr(run, key) for key in facts} | {"converged": run.converged, "z": z, "tokens_per_s_per_gpu": rate}
@@ -121,7 +121,7 @@ def report(series: Series, ten: TenRuns) -> list[str]:
     if len(found) > 1:
         title = f"windows of {SUBMISSION_RUNS} consecutive runs; the median one is the result"
         lines += ["", title, *table(_window_rows(found, ten))]
-    return [*lines, "", "score", *_score_lines(ten), "", "samples to the target", *_luck_lines(ten)]
+    return [*lines, "", *score_lines(ten)]
 
 
 def _notes(run: Run) -> list[str]:
@@ -133,7 +133,7 @@ def _notes(run: Run) -> list[str]:
 def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("run", "minutes", "converged", "samples", "z", "seq/s", "tokens/s/GPU", "evaluation s", "")]
     for run in series.runs:
-        point, rate = _point(run), run.samples_per_s
+        point, rate = run.point, run.samples_per_s
         z = point.z_score(run.samples) if point and run.samples and run.converged else None
         cells = (number(run.minutes, ".3f"), "yes" if run.converged else "NO", number(run.samples, ",d"), number(z, "+.2f"))
         speed = (number(rate, ".3f"), number(run.tokens_per_gpu(rate), ",.0f"), number(run.evaluation_s, ".1f"))
@@ -163,13 +163,18 @@ def _window_rows(found: list[TenRuns], chosen: TenRuns) -> list[Sequence[str]]:
     return rows
 
 
+def score_lines(ten: TenRuns) -> list[str]:
+    """How the score comes about, and how lucky its seeds were."""
+    return ["score", *_score_lines(ten), "", "samples to the target", *_luck_lines(ten)]
+
+
 def _score_lines(ten: TenRuns) -> list[str]:
     how = "without the fastest and the slowest run" if len(ten.runs) >= 3 else "too few runs to drop the fastest and the slowest"
     lines = [f"  mean of {len(ten.counted)} runs   {number(ten.minutes, '.4f')} min, {how}"]
     first = ten.runs[0] if ten.runs else None
     if verdict := ten.verdict:
         lines.append(f"  RCP test        {'passed' if verdict.passed else 'FAILED'} ({verdict.message})")
-        point = _point(first) if first else None
+        point = first.point if first else None
         if point and ten.samples is not None:
             lines.append(f"                  mean {ten.samples:,.2f}; the lowest that passes {point.minimum:,.2f}")
             lines.append(f"                  reference {point.mean:,.2f} +- {point.sigma:,.2f}; factor {verdict.factor:.6f}")
@@ -186,7 +191,7 @@ def _score_lines(ten: TenRuns) -> list[str]:
 
 def _luck_lines(ten: TenRuns) -> list[str]:
     run = ten.runs[0] if ten.runs else None
-    point = _point(run) if run else None
+    point = run.point if run else None
     if run is None or point is None or ten.samples is None:
         return ["  nothing to hold them against: too few runs that converged, no RCP for this global batch, or a miniature"]
     chance = rcp.chance_of(ten.samples, point, run.benchmark, run.ruleset)
@@ -199,10 +204,6 @@ def _luck_lines(ten: TenRuns) -> list[str]:
         of_reference = f"; {share * 100:.0f} % of the reference's runs needed no more" if share is not None else ""
         lines.append(f"  {times:>2} x {samples:,}, z {point.z_score(samples):+.2f}{of_reference}")
     return lines
-
-
-def _point(run: Run) -> rcp.Point | None:
-    return None if run.is_miniature or run.batch is None else rcp.point_at(run.benchmark, run.batch, run.ruleset)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
 from submission.runs import FAILED, LOST, NOT_STARTED, Run, read_attempt, read_run
 
-MEDIAN = "median"
 SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")  # of the runs of a series
 
 
@@ -87,18 +86,11 @@ class TenRuns:
 # Which ten.
 
 
-def ten_runs(series: Series, wish: str = MEDIAN) -> TenRuns:
-    """The ten that count; `invalid` if there are none. `wish`: median (of two in the middle the slower), first, or the number of the
-    attempt that a window begins with. Raises ConfigError for a window that is none."""
+def ten_runs(series: Series) -> TenRuns:
+    """The ten that count, the median window, of two in the middle the slower; `invalid` if there are none."""
     found = windows(series)
     valid = [window for window in found if not window.invalid] or found
-    if wish == MEDIAN:
-        return sorted(valid, key=lambda window: window.rank)[len(valid) // 2]
-    match = valid[:1] if wish == "first" else [window for window in valid if str(window.runs[0].number) == wish]
-    if not match:
-        starts = ", ".join(str(window.runs[0].number) for window in valid)
-        raise ConfigError(f"--window {wish}", f"windows that can be submitted begin with attempt {starts}", f"choose one, or {MEDIAN}")
-    return match[0]
+    return sorted(valid, key=lambda window: window.rank)[len(valid) // 2]
 
 
 def windows(series: Series) -> list[TenRuns]:

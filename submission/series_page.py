@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from html import escape
 
-from submission import plots, rcp
+from submission import plots
 from submission.plots import Curve, median, number, points, section, table
-from submission.run_page import evaluations, measured, phases, provenance, rcp_band, rcp_point
+from submission.run_page import evaluations, measured, phases, provenance, rcp_band
 from submission.runs import GOOD, Run
+from submission.score import score_lines
 from submission.series import Series, TenRuns, ten_runs, windows
 
 HEADS = ("attempt", "state", "seed", "samples", "minutes", "init, s", "step, ms", "tok/s/GPU", "GiB", "exit", "reason")
@@ -18,10 +19,10 @@ HEADS = ("attempt", "state", "seed", "samples", "minutes", "init, s", "step, ms"
 
 def render(series: Series) -> str:
     """The page as HTML text. Raises PreflightError where mlperf-logging is missing and a verdict needs it."""
-    ten, point = ten_runs(series), rcp_point(series.first)
+    ten = ten_runs(series)
     sections = [
         _banner(series, ten),
-        section("Score", _score(series, ten, point)),
+        section("Score", f"<pre>{escape(chr(10).join(score_lines(ten)))}</pre>"),
         section("Evaluation loss of all runs", _losses(series)),
         section("Step time, all runs", _step_times(series)),
         section("Where the time went", plots.phase_table([(f"attempt {run.number}", phases(run)) for run in series.runs])),
@@ -46,23 +47,6 @@ def _banner(series: Series, ten: TenRuns) -> str:
     test = "passed" if ten.passed else f"FAILED: {escape(ten.verdict.message if ten.verdict else '')}"
     lines = [f"{ten.rank:.3f} minutes", f"score of {extent}; {share}", f"RCP test {test}"]
     return plots.banner("good" if ten.passed else "bad", lines)
-
-
-def _score(series: Series, ten: TenRuns, point: rcp.Point | None) -> str:
-    """How the score comes about; of whatever good runs there are while there are no ten."""
-    if len(ten.counted) < 1 or len(series.good) < 3:
-        return ""
-    which = f"{len(ten.runs)} runs" if ten.invalid else "the ten runs"
-    rows = [[f"mean of {which} without fastest and slowest", f"{number(ten.minutes)} min"]]
-    rows += [["training sequences to the target, likewise", number(ten.samples)]]
-    if point and (verdict := ten.verdict):
-        rows += [[f"reference convergence point, global batch {point.batch}: mean", f"{point.mean:,.2f}"]]
-        rows += [["least mean that passes", f"{point.minimum:,.2f}"]]
-        rows += [["RCP test", f"{'passed' if verdict.passed else 'failed'} ({escape(verdict.message)})"]]
-        rows += [["factor on the score", f"{verdict.factor:.6f}"]]
-    if ten.score is not None:
-        rows += [["<b>score</b>", f"<b>{ten.score:.4f} min</b>"]]
-    return table(["", ""], rows)
 
 
 def _losses(series: Series) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError
-from submission import describe, official_tools, terminal
+from submission import official_tools, terminal
 from submission.check import Examined, examine
 from submission.log_rules import Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
@@ -78,7 +78,7 @@ def survey(results: Path, ruleset: str | None) -> int:
     for submitter in sorted({each.submitter for each in sets}):
         print(f"reading {submitter}", file=sys.stderr)
         _survey(results / submitter, [each for each in sets if each.submitter == submitter], ruleset)
-    print("\n".join([*table(sets), "", *summary(sets), _descriptions(results)]))
+    print("\n".join([*table(sets), "", *summary(sets)]))
     return 0 if all(each.scores_agree for each in sets) else CheckFailed.exit_code
 
 
@@ -153,13 +153,6 @@ def _ours(examined: Examined) -> list[Finding]:
 
 def _named(finding: Finding) -> str:
     return f"{finding.rule} (warning)" if finding.warning else finding.rule
-
-
-def _descriptions(results: Path) -> str:
-    paths = sorted(results.glob("*/systems/*.json"))
-    refused = [path for path in paths if describe.problems(describe.read(path))]
-    official = sum(official_tools.system_description_passes(path) for path in paths)
-    return f"\nsystem descriptions: {len(paths)}, the official checker passes {official}, ours has errors on {len(refused)}"
 
 
 if __name__ == "__main__":

@@ -384,7 +384,6 @@ def test_the_command_line(case, capsys):
     arguments = ["--system", str(case.request.system), "--out", str(case.folder / "out"), "--org", "Acme"]
     assert package.main(["--benchmark", "resnet=x", *arguments]) == 2
     assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'nothing'}", *arguments]) == 2
-    assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments, "--window", "7"]) == 2
     assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments, "--series", "2027"]) == 2
     assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments]) == 20  # this repository has no such commit
     assert "has no commit" in capsys.readouterr().err
@@ -433,8 +432,8 @@ def test_links_and_big_files_are_seen(tmp_path):
 # Windows.
 
 
-def chosen(case, wish="median") -> TenRuns:
-    return ten_runs(read_series([case.folder / "logs" / NAMES[1]]), wish)
+def chosen(case) -> TenRuns:
+    return ten_runs(read_series([case.folder / "logs" / NAMES[1]]))
 
 
 def more(case, count):
@@ -448,15 +447,12 @@ def test_of_more_than_ten_the_median_window_is_taken(case):
     found = windows(read_series([case.folder / "logs" / NAMES[1]], synthetic.SERIES[:8]))
     assert [each.runs[0].number for each in found] == [1, 2, 3, 4, 5]
     assert sorted(each.rank for each in found)[2] == chosen(case).rank
-    assert chosen(case, "first").runs[0].number == 1 and chosen(case, "4").runs[0].number == 4
-    with pytest.raises(ConfigError, match="--window 6"):
-        chosen(case, "6")
 
 
 def test_of_two_windows_the_slower_one_is_the_median(case):
     more(case, 1)
     case.write()
-    assert chosen(case).runs[0].number == 2 and chosen(case).rank > chosen(case, "first").rank
+    assert chosen(case).runs[0].number == 2 and chosen(case).rank > windows(read_series([case.folder / "logs" / NAMES[1]]))[0].rank
 
 
 def test_two_that_missed_the_target_are_one_too_many(case):
