@@ -99,13 +99,8 @@ def rule_findings(log: Log, ours: bool, division: str | None = None, project_roo
     if rules is None:
         named = f"{log.value('submission_benchmark')!r} in division {log.value('submission_division')!r}"
         return [Finding(0, "benchmark", f"only the official checker was asked: no rules here for {named}", "submission/log_rules.py", True)]
-    findings = [finding for rule in (RULES + own_log.OWN_RULES if ours else RULES) for finding in rule.findings(log, rules, ours)]
-    if ours and project_root:
-        source = "OWN; TR mandatory disclosure (6.1)"
-        findings += [
-            Finding(line, "config_filename", message, source) for line, message in own_log.unknown_config(log, rules, project_root)
-        ]
-    return findings
+    applied = RULES + own_log.own_rules(project_root) if ours else RULES
+    return [finding for rule in applied for finding in rule.findings(log, rules, ours)]
 
 
 def round_of(log: Log, ours: bool) -> str:

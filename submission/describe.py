@@ -75,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset: str) -> int:
     """Write the description to `path` and say what is missing; return the exit code. Raises ConfigError, StorageError, PreflightError."""
-    _check_name(path)
+    if path.suffix != ".json" or " " in path.name or path.name.startswith("."):
+        why = "its name is the system's id: the repo checker refuses blanks and leading dots, the package checker reads *.json"
+        raise ConfigError(f"--out {path}", why, "choose a name such as MI355X_1x8_pytorch.json")
     description = compose(found, read(path) if path.exists() else {}, answers)
     try:
         path.write_text(json.dumps(description, indent=4) + "\n")
@@ -158,12 +160,6 @@ def _answers(pairs: list[str]) -> dict[str, str]:
             raise ConfigError(f"--set {pair}", f"it is not KEY=VALUE with one of the keys {', '.join(KEYS)}", "correct the key")
         answers[key] = value.strip()
     return answers
-
-
-def _check_name(path: Path) -> None:
-    if path.suffix != ".json" or " " in path.name or path.name.startswith("."):
-        why = "its name is the system's id: the repo checker refuses blanks and leading dots, the package checker reads *.json"
-        raise ConfigError(f"--out {path}", why, "choose a name such as MI355X_1x8_pytorch.json")
 
 
 if __name__ == "__main__":

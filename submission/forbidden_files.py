@@ -5,7 +5,6 @@ Names and sizes as the repo checker of mlperf-logging wants them; links it judge
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,29 +29,18 @@ PATTERNS = {kind: re.compile(pattern) for kind, pattern in SECRETS.items()}
 
 def findings(root: Path) -> list[str]:
     """One line per offence below `root`, which itself is looked at by name only."""
-    return [f"{Path(path).relative_to(root.parent)}: {offence}" for path in _walk(root) for offence in _offences(path)]
+    paths = (root, *sorted(root.rglob("*")))
+    return [f"{path.relative_to(root.parent)}: {offence}" for path in paths for offence in _offences(path)]
 
 
-def _walk(root: Path) -> Iterator[str]:
-    yield str(root)
-    for folder, names, files in os.walk(root):
-        names.sort()
-        yield from (os.path.join(folder, name) for name in sorted(names + files))
-
-
-def _offences(path: str) -> Iterator[str]:
-    name = os.path.basename(path)
-    yield from name_offences(name)
-    if os.path.islink(path):
+def _offences(path: Path) -> Iterator[str]:
+    yield from name_offences(path.name)
+    if path.is_symlink():
         yield "is a link"
-        return
-    if not os.path.isfile(path):
-        return
-    if os.path.getsize(path) > SIZE_LIMIT:
-        yield f"is {os.path.getsize(path) / 2**20:.0f} MB, the limit is {SIZE_LIMIT >> 20} MB"
-        return
-    with open(path, "rb") as file:
-        yield from secrets_in(file.read())
+    elif path.is_file() and (size := path.stat().st_size) > SIZE_LIMIT:
+        yield f"is {size / 2**20:.0f} MB, the limit is {SIZE_LIMIT >> 20} MB"
+    elif path.is_file():
+        yield from secrets_in(path.read_bytes())
 
 
 def name_offences(name: str) -> Iterator[str]:

@@ -50,21 +50,17 @@ def training(events: list[Event], around: list[Interval]) -> list[Interval]:
     return [_without(block, around) for block in _blocks(events, name)]
 
 
-def evaluations(events: list[Event], batch: int) -> list[Interval]:
-    return _intervals(events, "eval", batch)
-
-
 def _blocks(events: list[Event], name: str) -> list[Interval]:
     """Training intervals. Where the lines of a block carry no count so far (mlperf_common logs the block's size in both, others
     the count at its start), a block ends at the count of the evaluation after it."""
     starts, stops = ([samples_of(event) or 0 for event in events if event.key == f"{name}_{end}"] for end in ("start", "stop"))
     if max(stops, default=0) > max(starts, default=0):
-        return _intervals(events, name, 0)
+        return pairs(events, name, 0)
     found, done = [], 0
     evaluated = [
         (event.time_ms, count) for event in events if event.key in ("eval_start", "eval_accuracy") and (count := samples_of(event))
     ]
-    for block in _intervals(events, name, 0, counted=False):
+    for block in pairs(events, name, 0, counted=False):
         after = next((count for time_ms, count in evaluated if time_ms >= block.stop_ms and count > done), None)
         if after is not None:
             found.append(Interval(block.start_ms, block.stop_ms, done, after))
@@ -72,7 +68,7 @@ def _blocks(events: list[Event], name: str) -> list[Interval]:
     return found
 
 
-def _intervals(events: list[Event], name: str, batch: int, counted: bool = True) -> list[Interval]:
+def pairs(events: list[Event], name: str, batch: int, counted: bool = True) -> list[Interval]:
     """Pairs of <name>_start and <name>_stop. Eight ranks may log each line, some of them late: what falls behind is left out.
 
     `batch` 0: training intervals, which end beyond where they start; else evaluations, which may end up to one batch before.

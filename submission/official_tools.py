@@ -90,8 +90,7 @@ def checker_version() -> str:
         raise PreflightError(
             "the official compliance checker is not installed", f"{sys.executable} has no mlperf-logging", INSTALL
         ) from None
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    if numbers < OLDEST_CHECKER:
+    if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < OLDEST_CHECKER:
         raise PreflightError(f"mlperf-logging {version} is too old", "it lets logs pass that lack the keys of 6.1.0", INSTALL)
     return version
 
@@ -103,29 +102,29 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
     ruleset = rules if rules in RULESETS else CLOSED_RULESETS[-1]
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
     try:
-        with _silent_root_logger():
+        with silent():
             passed = mlp_compliance.main(str(path), config, checker)[0]
     except Exception as error:  # whatever it is, the checker gave no verdict; the package checker would end here
         why = f"{type(error).__name__} {str(error)[:200]}".strip()
         return Verdict(rules, False, (Finding(0, "broke_off", f"the checker broke off without a verdict: {why}", "CC mlp_compliance.py"),))
     finally:
         mlp_compliance.enqueued_configs.clear()  # a crash leaves rule files for the next log there
-    texts = [(key, text, False) for key, text in checker.overwritable.items()] + [(None, text, False) for text in checker.not_overwritable]
+    texts = [(key, text, False) for key, text in (*checker.overwritable.items(), *((None, text) for text in checker.not_overwritable))]
     texts += [(key, text, True) for key, text in checker.warnings.items()]
     log = log or (read(path) if texts else Log())
-    return Verdict(
-        rules, passed, tuple(complaint for key, text, warning in texts for complaint in _complaints(log, rules, key, text, warning))
-    )
+    return Verdict(rules, passed, tuple(complaint for text in texts for complaint in _complaints(log, rules, *text)))
 
 
 @contextmanager
-def _silent_root_logger() -> Iterator[None]:
-    """The checker writes to the root logger, which would print; what it says is taken from its attributes."""
-    root, handler = logging.getLogger(), logging.NullHandler()
+def silent() -> Iterator[None]:
+    """The official modules write to the root logger, and give it a handler that prints where it has none."""
+    root, handler, before = logging.getLogger(), logging.NullHandler(), logging.root.manager.disable
     root.addHandler(handler)
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.disable(before)
         root.removeHandler(handler)
 
 
@@ -144,13 +143,11 @@ def _complaints(log: Log, rules: str, key: str | None, text: str, warning: bool)
     elif text.startswith("Failed checks for"):
         last = log.all("eval_accuracy")[-1:]
         yield Finding(last[0].line if last else 0, "target", f"no evaluation reached the target: {first}", source)
-    elif key:
-        line, value = _failed_line(log, key, text)
-        test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE)
+    else:
+        line, value = _failed_line(log, key, text) if key else (0, "")
+        test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE) if key else None
         message = f"{key} is {value}, the rule is: {(test[1] or test[2] or '').strip()}" if test else first
         yield Finding(line, "value", message, source, warning)
-    else:
-        yield Finding(0, "value", first, source, warning)
 
 
 def _failed_line(log: Log, key: str, text: str) -> tuple[int, str]:

@@ -141,12 +141,17 @@ def changed_config(log: Log, rules: Rules) -> Found:
         yield line_of(log, "config_filename"), f"config_filename is {name!r}: changed with --set, or forced onto another GPU"
 
 
-def unknown_config(log: Log, rules: Rules, project_root: Path) -> Found:
-    name, benchmark = log.value("config_filename"), log.value("submission_benchmark")
-    if rules.division != "closed" or name is None or any(mark in str(name) for mark in CHANGED):
-        return
-    if not isinstance(name, str) or Path(name).name != name or not (project_root / "configs" / str(benchmark) / name).is_file():
-        yield line_of(log, "config_filename"), f"config_filename is {name!r}, which is no file in configs/{benchmark}/"
+def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
+    """With `project_root`, the config that a log names must be a file there."""
+
+    def unknown_config(log: Log, rules: Rules) -> Found:
+        name, folder = log.value("config_filename"), f"configs/{log.value('submission_benchmark')}"
+        if project_root is None or rules.division != "closed" or name is None or any(mark in str(name) for mark in CHANGED):
+            return
+        if not isinstance(name, str) or Path(name).name != name or not (project_root / folder / name).is_file():
+            yield line_of(log, "config_filename"), f"config_filename is {name!r}, which is no file in {folder}/"
+
+    return (*OWN_RULES, Rule("config_filename", unknown_config, "OWN; TR mandatory disclosure (6.1)"))
 
 
 def wrong_batch(log: Log, rules: Rules) -> Found:
@@ -154,14 +159,6 @@ def wrong_batch(log: Log, rules: Rules) -> Found:
     if all(is_positive_int(size) for size in sizes) and sizes[0] % (sizes[1] * sizes[2]):
         message = f"global batch {sizes[0]} is no multiple of gradient_accumulation_steps {sizes[1]} x micro_batch_size {sizes[2]}"
         yield line_of(log, "global_batch_size"), message
-
-
-def is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def is_share(value: object) -> bool:
-    return is_number(value) and 0 <= value < 1
 
 
 def long_init(log: Log, rules: Rules) -> Found:
@@ -186,7 +183,9 @@ OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
     Rule("line_format", prefixed, "OWN (the official parser strips it)"),
     Rule("event_type", wrong_event_type, "OWN (no checker reads it)"),
-    Rule("submission", unfit(is_text, "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"),
+    Rule(
+        "submission", unfit(lambda value: isinstance(value, str) and bool(value.strip()), "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"
+    ),
     Rule("submission", unfit(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"), "OWN; CC common.yaml"),
     Rule("order", out_of_order, "OWN; TR Run Results"),
     Rule("time", back_in_time, "OWN"),
@@ -197,7 +196,11 @@ OWN_RULES = (
     Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),
     Rule("schedule", unfit(is_positive, "a positive number", "opt_base_learning_rate"), TR_HYPERPARAMETERS),
     Rule("schedule", unfit(is_positive_int, "a whole number from 1", "opt_learning_rate_training_steps"), TR_HYPERPARAMETERS),
-    Rule("schedule", unfit(is_share, "a share of the training steps", "opt_learning_rate_warmup_factor"), TR_HYPERPARAMETERS),
+    Rule(
+        "schedule",
+        unfit(lambda value: is_number(value) and 0 <= value < 1, "a share of the steps", "opt_learning_rate_warmup_factor"),
+        TR_HYPERPARAMETERS,
+    ),
     Rule("init_time", long_init, "OWN; TR Run Results", WARNING),
     Rule("constant", wrong_constant_of_ours, TR_HYPERPARAMETERS),
 )

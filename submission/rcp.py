@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +11,7 @@ from types import ModuleType
 
 from common.errors import PreflightError
 from records.rcp import SUBMISSION_RUNS
-from submission.official_tools import INSTALL
+from submission.official_tools import INSTALL, silent
 
 POINTS = "pruned_rcps"  # by which package checker and summarizer judge
 DROPPED = 1  # runs at each end that olympic scoring drops
@@ -49,7 +47,7 @@ class Verdict:
 
 def judge(logs: Sequence[Path], ruleset: str) -> Verdict:
     """The verdict over the logs of a series, of at least three runs. Raises PreflightError without mlperf-logging."""
-    with _silent(), tempfile.TemporaryDirectory() as folder:
+    with silent(), tempfile.TemporaryDirectory() as folder:
         for index, path in enumerate(logs):
             Path(folder, f"result_{index}.txt").symlink_to(path.resolve())
         try:
@@ -95,14 +93,3 @@ def _rcp_checker() -> ModuleType:
     except ImportError as error:
         raise PreflightError("the official tools cannot be imported", str(error), INSTALL) from None
     return rcp_checker
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """The official modules log every step to the root logger."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

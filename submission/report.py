@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, help="of a run, or LOGDIR/<benchmark>")
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger (how its id begins); default: the newest")
     options = parser.parse_args(arguments)
-    return terminal.run(lambda: write_page(options.directory / "report.html", page(options.directory, options.series)))
+    return terminal.run(lambda: write(options.directory, options.series))
 
 
 def page(folder: Path, series: str = "") -> str:
@@ -40,8 +40,9 @@ def page(folder: Path, series: str = "") -> str:
     raise ConfigError(f"{folder}: no such run", why, "name the directory that a run has written, or LOGDIR/<benchmark>")
 
 
-def write_page(path: Path, text: str) -> int:
-    """Raises StorageError."""
+def write(folder: Path, series: str) -> int:
+    """Raises ConfigError, StorageError."""
+    path, text = folder / "report.html", page(folder, series)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -222,7 +222,7 @@ def _filled(run: Run, ruleset: str = "") -> Run:
     run.ruleset = ruleset or round_of(run.log, ours=False)
     run.notes += [f"line {bad.line}: {bad.reason}" for bad in run.log.bad[:3]]
     _read_result(run)
-    run.evaluations = intervals.evaluations(run.log.events, run.batch or 1)
+    run.evaluations = intervals.pairs(run.log.events, "eval", run.batch or 1)
     run.blocks = intervals.training(run.log.events, run.evaluations)
     if run.blocks and run.samples is not None and run.trained != run.samples:
         run.notes.append(f"the last evaluation is logged at {run.samples:,} sequences, the blocks end at {run.trained:,}")

@@ -188,7 +188,8 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
     if record := _record(path / ledger.NAME, wanted):
         notes.append(f"series {record.id} of {path / ledger.NAME}")
         attempts = sorted(record.starts.items())
-        return f"series {record.id}", [_attempt(path, number, start, record.ends.get(number, {})) for number, start in attempts]
+        logs = [(path / str(start.get("run", "")) / "result.txt", number, start) for number, start in attempts]
+        return f"series {record.id}", [read_attempt(log, number, start, record.ends.get(number, {})) for log, number, start in logs]
     if results := sorted(path.glob("*/result.txt")):  # run directories begin with the date
         notes.append(f"{path} has no ledger: all runs in it, in the order of their names")
         return name, [read_attempt(result) for result in results]
@@ -199,10 +200,6 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
 def _number(path: Path) -> tuple[int, str]:
     digits = re.search(r"\d+", path.stem)
     return int(digits[0]) if digits else 0, path.name
-
-
-def _attempt(folder: Path, number: int, start: dict, end: dict) -> Run:
-    return read_attempt(folder / str(start.get("run", "")) / "result.txt", number, start, end)
 
 
 def _record(path: Path, wanted: str) -> ledger.Record | None:
