@@ -20,6 +20,7 @@ from pathlib import Path
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.hardware import probe
 from submission import machine, official_tools, terminal
+from submission.log_rules import converts_to_int
 from submission.official_tools import CLOSED_RULESETS
 
 POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
@@ -113,7 +114,7 @@ def problems(description: dict) -> list[str]:
         if key in description and not isinstance(description[key], str):
             lines.append(f"{key}: {description[key]!r} is not a string (system_desc_checker breaks off)")
     for key in WHOLE_NUMBERS:
-        if key in description and not _is_whole_number(description[key]):
+        if key in description and not converts_to_int(description[key]):
             lines.append(f"{key}: {description[key]!r} is not a whole number (result_summarizer breaks off)")
     if "status" in description and description["status"] not in STATUS.values():
         lines.append(f"status: {description['status']!r} is none of {'; '.join(STATUS.values())} (system_desc_checker)")
@@ -142,14 +143,6 @@ def read(path: Path) -> dict[str, str]:
 
 def _is_open(text: object) -> bool:
     return text is None or (isinstance(text, str) and text.strip().lower() in NOT_MEANT)
-
-
-def _is_whole_number(value: object) -> bool:
-    try:
-        int(value)  # type: ignore[call-overload]  # what the summarizer does; TypeError is the answer for the wrong type
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _answers(pairs: list[str]) -> dict[str, str]:

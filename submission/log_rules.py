@@ -222,7 +222,7 @@ def partly_disclosed(log: Log, rules: Rules) -> Found:
 def no_seed(log: Log, rules: Rules) -> Found:
     if rules.division == "closed" and not log.all("seed"):
         yield 0, "seed is missing"
-    yield from unfit(_is_seed, "a whole number", "seed")(log, rules)
+    yield from unfit(converts_to_int, "a whole number", "seed")(log, rules)
     for event in log.all("seed"):
         if "file" not in event.metadata or "lineno" not in event.metadata:
             yield event.line, "seed without file and lineno in its metadata"
@@ -249,9 +249,9 @@ def misread(log: Log, rules: Rules) -> Found:
                 yield event.line, f"the line of {event.key} contains {word}"
 
 
-def _is_seed(value: object) -> bool:
+def converts_to_int(value: object) -> bool:
     try:
-        int(value)  # type: ignore[call-overload]  # as the seed checker does
+        int(value)  # type: ignore[call-overload]  # as the seed checker and the summarizer do
     except (TypeError, ValueError, OverflowError):
         return False
     return True
@@ -259,7 +259,7 @@ def _is_seed(value: object) -> bool:
 
 def _is_plain_seed(value: object) -> bool:
     """What is no seed at all is another rule's."""
-    return not _is_seed(value) or (type(value) is int and 0 <= value < 2**32)
+    return not converts_to_int(value) or (type(value) is int and 0 <= value < 2**32)
 
 
 def is_positive_int(value: object) -> bool:

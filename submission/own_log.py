@@ -41,20 +41,16 @@ EVENT_TYPES = {
 }
 CLOCK_KEYS = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
-# (where the run stands, key) -> where it stands then. What is not here is out of order.
+# Where the run stands -> key -> where it stands then. What is not here is out of order.
 TRANSITIONS = {
-    ("nothing", "cache_clear"): "nothing",
-    ("nothing", "init_start"): "init",
-    ("init", "init_stop"): "ready",
-    ("ready", "run_start"): "running",
-    ("running", "block_start"): "block",
-    ("block", "block_stop"): "running",
-    ("running", "eval_start"): "eval",
-    ("eval", "eval_accuracy"): "evaluated",
-    ("evaluated", "eval_stop"): "running",
-    ("eval", "eval_stop"): "evaluation broken off",
-    ("evaluation broken off", "run_stop"): "stopped",
-    ("running", "run_stop"): "stopped",
+    "nothing": {"cache_clear": "nothing", "init_start": "init"},
+    "init": {"init_stop": "ready"},
+    "ready": {"run_start": "running"},
+    "running": {"block_start": "block", "eval_start": "eval", "run_stop": "stopped"},
+    "block": {"block_stop": "running"},
+    "eval": {"eval_accuracy": "evaluated", "eval_stop": "evaluation broken off"},
+    "evaluated": {"eval_stop": "running"},
+    "evaluation broken off": {"run_stop": "stopped"},
 }
 
 
@@ -101,8 +97,8 @@ def out_of_order(log: Log, rules: Rules) -> Found:
         elif event.key in early:
             if state != "init":
                 yield event.line, f"{event.key} outside init_start .. init_stop"
-        elif (state, event.key) in TRANSITIONS:
-            state = TRANSITIONS[state, event.key]
+        elif event.key in TRANSITIONS[state]:
+            state = TRANSITIONS[state][event.key]
         elif event.key in ("cache_clear", *EVENT_TYPES, "eval_accuracy"):
             yield event.line, f"{event.key} while the run stands at: {state}"
 

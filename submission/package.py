@@ -25,7 +25,7 @@ from records import ledger
 from submission import check, describe, forbidden_files, implementation, official_tools, own_log, terminal
 from submission.implementation import Implementation
 from submission.log_rules import BENCHMARKS
-from submission.runs import Run
+from submission.runs import FAILED, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
@@ -97,7 +97,7 @@ def package(request: Request) -> int:
         raise StorageError(f"cannot write {request.out}", str(error), "free space, or choose another --out") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return judge(request, sum(each.failed for each in chosen.values()))
+    return judge(request, sum(run.state == FAILED for ten in chosen.values() for run in ten.runs))
 
 
 # What is asked for, and whether it fits together.

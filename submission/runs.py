@@ -268,16 +268,10 @@ def _find_gpus(run: Run) -> None:
         config = tomllib.loads(run.config)
         run.gpu, run.gpus = config["gpu"], config["nodes"] * config["gpus_per_node"]
         return
-    system = run.path.resolve().parent.parent  # <org>/results/<system>/<benchmark>/result_0.txt
+    model, system = "", run.path.resolve().parent.parent  # <org>/results/<system>/<benchmark>/result_0.txt
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         text = json.loads((system.parent.parent / "systems" / f"{system.name}.json").read_text(encoding="utf-8-sig"))
         run.gpus = int(text["number_of_nodes"]) * int(text["accelerators_per_node"])
-        run.gpu = gpu_kind(str(text["accelerator_model_name"]))
-    if run.gpu is None and (named := GPU_NAME.search(str(run.log.value("submission_platform") or ""))):
-        run.gpu = named[0].upper()
-
-
-def gpu_kind(model: str) -> str:
-    """`NVIDIA H200-SXM5-141GB` -> H200; a name that we do not know stays as it is."""
-    named = GPU_NAME.search(model)
-    return named[0].upper() if named else model
+        model = str(text["accelerator_model_name"])
+    named = GPU_NAME.search(model or str(run.log.value("submission_platform") or ""))
+    run.gpu = named[0].upper() if named else model or None  # `NVIDIA H200-SXM5-141GB` -> H200; an unknown name stays as it is

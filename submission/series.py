@@ -21,7 +21,7 @@ from records import ledger
 from records.published import Pace
 from records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
-from submission.runs import FAILED, LOST, NOT_STARTED, Run, read_attempt, read_run
+from submission.runs import LOST, NOT_STARTED, Run, read_attempt, read_run
 
 SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")  # of the runs of a series
 
@@ -68,10 +68,6 @@ class TenRuns:
     @property
     def passed(self) -> bool:
         return not self.invalid and (self.verdict is None or self.verdict.passed)
-
-    @property
-    def failed(self) -> int:
-        return sum(run.state == FAILED for run in self.runs)
 
     @property
     def rank(self) -> float:

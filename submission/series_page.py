@@ -24,7 +24,6 @@ def render(series: Series) -> str:
         _banner(series, ten),
         section("Score", f"<pre>{escape(chr(10).join(score_lines(ten)))}</pre>"),
         section("Evaluation loss of all runs", _losses(series)),
-        section("Step time, all runs", _step_times(series)),
         section("Where the time went", plots.phase_table([(f"attempt {run.number}", phases(run)) for run in series.runs])),
         section("Attempts", _attempts(series, ten)),
         section("Provenance", _provenance(series)),
@@ -61,14 +60,6 @@ def _losses(series: Series) -> str:
     drawn = plots.chart(curves, ("training sequences", "evaluation loss, nats per token"), target, band)
     entries = [("key-eval", "&#9679; good run")] + [("dim", "&#9679; other attempt")] * (len(series.good) < len(series.runs))
     return drawn and drawn + plots.legend(entries, target, band)
-
-
-def _step_times(series: Series) -> str:
-    medians = [median(times) for run in series.runs if (times := measured(run, "step_time_ms"))]
-    if not medians:
-        return ""
-    apart = f" ({max(medians) / min(medians) - 1:.2%} apart)" if min(medians) > 0 else ""
-    return f"<p>medians of the runs from {number(min(medians))} to {number(max(medians))} ms{apart}</p>"
 
 
 # Tables.
