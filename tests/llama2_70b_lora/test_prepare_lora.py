@@ -521,7 +521,7 @@ def test_the_miniature_is_built_once(built, copy, capsys):
     assert capsys.readouterr().err.count("complete and verified") == 2
 
 
-@pytest.mark.parametrize("name", ["govreport-train.bin", "parquet/train-00000-of-00001.parquet"])
+@pytest.mark.parametrize("name", ["govreport-train.bin", "govreport.json"])
 def test_damaged_data_are_built_again_without_training(built, copy, name, capsys):
     (copy / "mine.txt").write_text("keep me")
     flip(copy / name, 100)
