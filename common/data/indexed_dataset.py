@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import struct
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,7 @@ class Index:
         return Tokens(self)
 
 
-class Tokens:
+class Tokens(AbstractContextManager):
     """The open `.bin`.
 
     Reads with `pread`, not through a memory map: a failing disk then raises an error instead of killing the process with SIGBUS,
@@ -89,9 +90,9 @@ class Tokens:
     """
 
     def __init__(self, index: Index):
-        self.index, self.path, self._file = index, tokens_path(index.prefix), -1
+        self.index, self.path = index, tokens_path(index.prefix)
         try:
-            self._file = os.open(self.path, os.O_RDONLY)
+            self._file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise _cannot_open(self.path, error) from error
 
@@ -104,7 +105,7 @@ class Tokens:
         size, data = count * itemsize, b""
         while len(data) < size:  # one pread returns at most 2 GiB
             try:
-                part = os.pread(self._file, size - len(data), first * itemsize + len(data))
+                part = os.pread(self._file.fileno(), size - len(data), first * itemsize + len(data))
             except OSError as error:
                 what = f"{self.path}: {error.strerror}"
                 raise StorageError(what, f"reading token {first} failed", "check the disk or the mount") from error
@@ -118,19 +119,8 @@ class Tokens:
         """`count` token ids of one sequence from its token `offset` on."""
         return self.read(int(self.index.sequence_offsets[sequence]) // self.index.dtype.itemsize + offset, count)
 
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __del__(self):
-        self.close()
-
-    def __enter__(self) -> Tokens:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
 
 
 def index_path(prefix: Path) -> Path:
