@@ -34,7 +34,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, N, D: 34 bytes
 DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 TOKEN_DTYPE_CODES = (3, 4, 5, 8)  # token ids are 16 bits or more, and integers
-CHUNK = 1 << 22  # entries checked or written at a time: 32 MiB of int64
+CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
 
 
 class Index:
