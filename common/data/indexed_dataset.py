@@ -54,11 +54,11 @@ class Index:
         """Read and check `<prefix>.idx`; never opens the `.bin`. Raises DataError."""
         prefix = Path(prefix)
         path = index_path(prefix)
-        dtype, num_sequences, num_boundaries = _read_header(path)
         try:
-            raw = np.memmap(path, dtype=np.uint8, mode="r")
+            raw = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
         except OSError as error:
             raise _cannot_open(path, error) from error
+        dtype, num_sequences, num_boundaries = _read_header(path, raw)
         lengths = np.frombuffer(raw, "<i4", num_sequences, HEADER.size)
         offsets = np.frombuffer(raw, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
         boundaries = np.frombuffer(raw, "<i8", num_boundaries, HEADER.size + 12 * num_sequences)
@@ -131,17 +131,12 @@ def tokens_path(prefix: Path) -> Path:
     return Path(f"{prefix}.bin")
 
 
-def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """dtype, N and D of `path`, after checking magic, version, dtype code and file size."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEADER.size)
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise _cannot_open(path, error) from error
-    if len(head) < HEADER.size:
-        raise wrong(path, f"a header of {HEADER.size} bytes", f"{len(head)} bytes in all")
-    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(head)
+def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
+    """dtype, N and D of an `.idx`, after checking magic, version, dtype code and file size. `raw`: its bytes."""
+    size = len(raw)
+    if size < HEADER.size:
+        raise wrong(path, f"a header of {HEADER.size} bytes", f"{size} bytes in all")
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack_from(raw)
     if magic != MAGIC:
         raise wrong(path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: this is no Megatron index")
     if version != VERSION:
@@ -161,12 +156,10 @@ def _check_boundaries(path: Path, boundaries: np.ndarray, num_sequences: int) ->
     if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != num_sequences:
         got = f"{boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "no boundaries"
         raise wrong(path, f"document boundaries from 0 to {num_sequences}", got)
-    for start in range(0, len(boundaries) - 1, CHUNK):
-        part = boundaries[start : start + CHUNK + 1]
-        falling = part[1:] < part[:-1]
-        if falling.any():
-            at = start + int(falling.argmax())
-            raise wrong(path, "document boundaries that never fall", f"{boundaries[at]} then {boundaries[at + 1]} at document {at}")
+    falling = boundaries[1:] < boundaries[:-1]
+    if falling.any():
+        at = int(falling.argmax())
+        raise wrong(path, "document boundaries that never fall", f"{boundaries[at]} then {boundaries[at + 1]} at document {at}")
 
 
 def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:
