@@ -136,7 +136,7 @@ def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
     size = len(raw)
     if size < HEADER.size:
         raise wrong(path, f"a header of {HEADER.size} bytes", f"{size} bytes in all")
-    magic, version, code, num_sequences, num_boundaries = HEADER.unpack_from(raw)
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
         raise wrong(path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: this is no Megatron index")
     if version != VERSION:
