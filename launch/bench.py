@@ -1,4 +1,4 @@
-"""bench: throughput on synthetic tokens. profile: the same, then steps under torch's profiler and a page about them."""
+"""bench: throughput on synthetic tokens. profile: the same, then steps under torch's profiler and a table of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from common.errors import ConfigError
 from launch import diagnosis, run_directory
 from launch.console import print_stderr
 from launch.job import Job, torchrun_command, trainer_environment
-from launch.run import write_report
 from launch.supervise import supervise
 
 
@@ -44,8 +43,7 @@ def profile(job: Job, options: argparse.Namespace) -> int:
     run_directory.require_writable(options.out)
     if code := bench(job, options):
         return code
-    write_report(options.out, "throughput.profile_page")
-    print_stderr(f"profile    {options.out}: profile.html, profile.json, and trace.json.gz for ui.perfetto.dev")
+    print_stderr(f"profile    {options.out}: profile.json, and trace.json.gz for ui.perfetto.dev")
     return 0
 
 

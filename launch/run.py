@@ -126,9 +126,9 @@ def _check(run_dir: Path) -> RunError | None:
     return CheckFailed("the target was reached, but the log is not clean", why, f"see {run_dir / 'check.txt'}")
 
 
-def write_report(folder: Path, module: str = "submission.report") -> None:
+def write_report(folder: Path) -> None:
     """A report is a convenience: without it the run is still valid."""
-    answer = _captured(module, str(folder))
+    answer = _captured("submission.report", str(folder))
     if answer.returncode:
         print_stderr("note: no report was written:", *answer.stdout.splitlines()[-1:])
 

@@ -27,12 +27,14 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from common.config import share_of_rank
+from common.data.manifest import write_whole
 from common.errors import DataError, StorageError
 
 SIDECAR = "govreport.json"
@@ -85,10 +87,7 @@ class GovReport:
         """All of it or nothing, under a temporary name first."""
         table = {"format": FORMAT, "dtype": DTYPE.str, **asdict(self)}
         del table["folder"]
-        path = self.folder / SIDECAR
-        temporary = path.with_name(path.name + ".partial")
-        temporary.write_text(json.dumps(table, indent=2) + "\n")
-        temporary.replace(path)
+        write_whole(self.folder / SIDECAR, json.dumps(table, indent=2).encode() + b"\n")
 
     def check(self, sequence_length: int, vocab_size: int, train_samples: int, eval_samples: int) -> None:
         """Raise DataError unless the data are those of the rules."""
@@ -104,7 +103,7 @@ class GovReport:
         return Rows(self, split)
 
 
-class Rows:
+class Rows(AbstractContextManager):
     """An open token file: `rows[i]` is int32 [2, sequence], the token ids and the label of each position, -100 where none counts.
 
     Read with `pread`, not through a memory map: a failing disk then raises instead of killing the process with SIGBUS. What is
@@ -118,8 +117,8 @@ class Rows:
         self._row_bytes = 2 * govreport.sequence_length * DTYPE.itemsize
         expected = self._count * self._row_bytes
         try:
-            self._file = os.open(self.path, os.O_RDONLY)
-            got = os.fstat(self._file).st_size
+            self._file = self.path.open("rb", buffering=0)
+            got = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise DataError(
                 f"{self.path}: cannot be opened: {error.strerror}", f"{SIDECAR} is there", "check DATADIR, or " + REBUILD
@@ -142,25 +141,15 @@ class Rows:
         if not 0 <= i < self._count:
             raise IndexError(f"row {i} of {self._count}")
         try:
-            raw = os.pread(self._file, self._row_bytes, i * self._row_bytes)
+            raw = os.pread(self._file.fileno(), self._row_bytes, i * self._row_bytes)
         except OSError as error:
             raise StorageError(f"{self.path}: {error.strerror}", f"reading row {i} failed", "check the disk or the mount") from error
         if len(raw) != self._row_bytes:
             raise DataError(f"{self.path}: ends in row {i}", "the file became shorter while it was open", REBUILD)
         return np.frombuffer(raw, DTYPE).reshape(2, self.sequence_length)
 
-    def close(self) -> None:
-        if getattr(self, "_file", -1) >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    __del__ = close
-
-    def __enter__(self) -> Rows:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
 
 
 def next_token_labels(stored: np.ndarray) -> np.ndarray:

@@ -29,17 +29,16 @@ from common.sharding.processes import start_processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training.loop import Assembly, Batching, next_token_pairs, train_step
 from common.training.schedules import warmup_cosine
-from llama2_70b_lora.convert import LOCK, parquet_rows, write_rows
+from llama2_70b_lora.convert import LOCK, write_rows
 from llama2_70b_lora.data import SIDECAR, GovReport, tokens_path, validation_pairs
-from llama2_70b_lora.miniature_task import library_texts, train_tokenizer, write_parquet
+from llama2_70b_lora.miniature_task import library_texts, packed_task, train_tokenizer
 from llama2_70b_lora.rules import MINIATURE, Rules
-from llama2_70b_lora.verify import SPLITS
+from llama2_70b_lora.verify import SPLITS, RowSource
 
 RECIPE = 1  # raise when texts, packing or the base's training change: existing files are then built again
 TOKENIZER, BASE_MANIFEST = "tokenizer.model", "manifest.json"
 BASE_SHARDS = 3
 DATA_MANIFEST = "miniature-govreport.json"  # not the name of the 8B miniature's, which may be in the same folder
-PARQUET = {split: f"parquet/{split}-00000-of-00001.parquet" for split in SPLITS}
 
 # 655,360 tokens of documentation, 0.7 of a pass: under a minute on two cores. With 410,000 tokens attention has learned too little for
 # adapters to change: they gained 0.1 nats instead of 0.3. Sequences of 64 instead of 128 made the base 0.08 nats better.
@@ -81,7 +80,7 @@ def _build_base(folder: Path) -> Manifest:
 
 
 def _data_recipe(base: Path) -> Recipe:
-    files = (SIDECAR, *(tokens_path(Path(), split).name for split in SPLITS), *PARQUET.values())
+    files = (SIDECAR, *(tokens_path(Path(), split).name for split in SPLITS))
     source = f"{_source('documented code')}, tokenizer {sha256_of(base / TOKENIZER)}"
     return Recipe("miniature data", source, MINIATURE.shape.vocab_size, files, DATA_MANIFEST, LOCK)
 
@@ -89,8 +88,9 @@ def _data_recipe(base: Path) -> Recipe:
 def _build_data(data_dir: Path) -> Manifest:
     base = data_dir / "base"
     recipe = _data_recipe(base)
-    write_parquet(data_dir / "parquet", corpus.load_sentencepiece(base / TOKENIZER), library_texts())
-    write_rows(data_dir, recipe.source, {split: parquet_rows([data_dir / name]) for split, name in PARQUET.items()}, MINIATURE)
+    packed = packed_task(corpus.load_sentencepiece(base / TOKENIZER), library_texts())
+    rows: dict[str, RowSource] = {split: ((f"{split} row {i}", row) for i, row in enumerate(array)) for split, array in packed.items()}
+    write_rows(data_dir, recipe.source, rows, MINIATURE)
     model = fused_llama(MINIATURE.shape, MINIATURE.sequence_length)
     load_base(model, base, base / BASE_MANIFEST)
     loss = evaluation_loss(model, validation_pairs(GovReport.read(data_dir)))

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-from pyarrow import parquet
 
 from common.data import corpus
 from common.errors import DataError
@@ -100,19 +98,15 @@ def pack(pairs: list[Pair], tokenizer: Any, sequence_length: int, mask_prompts: 
     return packed[[not all_masked(row) for row in packed]]  # a row with nothing but a prompt has no loss
 
 
-def write_parquet(folder: Path, tokenizer: Any, texts: LibraryTexts, rules: Rules = MINIATURE) -> None:
-    """Write the task in GovReport's layout: train- and validation-00000-of-00001.parquet, columns input_ids and labels. Raises DataError."""
-    folder.mkdir(parents=True, exist_ok=True)
+def packed_task(tokenizer: Any, texts: LibraryTexts, rules: Rules = MINIATURE) -> dict[str, np.ndarray]:
+    """The rows of both splits, int32 [rows, 2, sequence]. Raises DataError if the library has too little documented code."""
+    packed = {}
     for split, pairs, rows in (("train", texts.train, rules.train_samples), ("validation", texts.validation, rules.eval_samples)):
-        packed = pack(pairs, tokenizer, rules.sequence_length, mask_prompts=split == "validation")
-        if len(packed) < rows:
+        packed[split] = pack(pairs, tokenizer, rules.sequence_length, mask_prompts=split == "validation")[:rows]
+        if len(packed[split]) < rows:
             raise DataError(
-                f"the miniature needs {rows} {split} sequences, and only {len(packed)} could be made",
+                f"the miniature needs {rows} {split} sequences, and only {len(packed[split])} could be made",
                 "this Python's standard library has too little documented code",
                 "use a full Python, e.g. Debian's python3 instead of python3-minimal",
             )
-        columns = {name: list(packed[:rows, i]) for i, name in enumerate(("input_ids", "labels"))}
-        path = folder / f"{split}-00000-of-00001.parquet"
-        temporary = path.with_name(path.name + ".partial")
-        parquet.write_table(pyarrow.table(columns), temporary)
-        temporary.replace(path)
+    return packed

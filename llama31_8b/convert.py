@@ -6,10 +6,11 @@ import gzip
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from common.data import corpus
 from common.data.indexed_dataset import Index, index_path, tokens_path
@@ -24,14 +25,12 @@ CHECKPOINT_SECONDS = 10.0
 
 @dataclass
 class Checkpoint:
-    """Progress of a conversion: the partial output holds all text before `position` of input `file`, and nothing after it."""
+    """Progress of a conversion: the partial output holds the first `read` documents of the inputs, and nothing of the others."""
 
     job: dict[str, Any]  # inputs with sizes, tokenizer, key: only the same job can continue
-    file: int = 0  # number of the current input
-    position: int = 0  # its next byte, after decompression
-    documents: int = 0
+    read: int = 0
+    documents: int = 0  # written: those without a token are left out, as Megatron's preprocessor does
     tokens: int = 0
-    empty: int = 0  # documents without a token, left out as Megatron's preprocessor does
 
     @classmethod
     def load(cls, path: Path, job: dict[str, Any]) -> Checkpoint:
@@ -58,7 +57,8 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str, ch
 
     `.jsonl` and `.json` files have one object per line, as C4 does, with the document in `key`; in `.txt` files blank lines separate
     documents. All are streamed, and may be compressed (`.gz`). A killed conversion continues from `<prefix>.checkpoint.json` when it is
-    started again with the same arguments. Raises ConfigError, DataError, StorageError.
+    started again with the same arguments: it reads what is converted already once more, but does not tokenize it. Raises ConfigError,
+    DataError, StorageError.
     """
     tokenizer = corpus.load_sentencepiece(tokenizer_path)
     job = {"inputs": [_input_facts(path) for path in inputs], "tokenizer_sha256": sha256_of(tokenizer_path), "key": key}
@@ -67,9 +67,9 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str, ch
         checkpoint_path = Path(f"{prefix}.checkpoint.json")
         state = Checkpoint.load(checkpoint_path, job)
         if index_path(prefix).exists() or (tokens_path(prefix).exists() and not checkpoint_path.exists()):
-            return _already_there(prefix, checkpoint_path, state)
-        if state.documents:
-            say(f"continuing after {state.documents:,} documents")
+            return _already_there(prefix, checkpoint_path)
+        if state.read:
+            say(f"continuing after {state.read:,} documents")
         writer = Writer(prefix, tokenizer.vocab_size(), state.documents, state.tokens)
 
         def save() -> None:
@@ -83,7 +83,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str, ch
             writer.close()
         checkpoint_path.unlink()
     counts = f"{index.num_documents:,} documents, {index.num_tokens:,} tokens as {index.dtype.name}"
-    say(f"{prefix}: {counts}; {state.empty} empty documents left out")
+    say(f"{prefix}: {counts}; {state.read - state.documents} empty documents left out")
     return index
 
 
@@ -95,7 +95,7 @@ def _input_facts(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: cannot be opened: {error.strerror}", "it was given as --input", "check the name") from error
 
 
-def _reader_of(path: Path) -> Callable[[IO[bytes], Path, int, str], Iterator[tuple[int, str]]]:
+def _reader_of(path: Path) -> Callable[[Iterable[bytes], Path, str], Iterator[str]]:
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".json")):
         return _json_documents
@@ -104,18 +104,17 @@ def _reader_of(path: Path) -> Callable[[IO[bytes], Path, int, str], Iterator[tup
     raise ConfigError(f"{path}: unknown kind of input", "its name does not end in .jsonl, .json or .txt (or .gz)", "rename or convert it")
 
 
-def _already_there(prefix: Path, checkpoint_path: Path, state: Checkpoint) -> Index:
+def _already_there(prefix: Path, checkpoint_path: Path) -> Index:
     """The output exists. If a kill came after the last rename, only the checkpoint is left over; otherwise it is not ours to overwrite."""
-    if checkpoint_path.exists():
-        index = Index.read(prefix)
-        if (index.num_documents, index.num_tokens) == (state.documents, state.tokens):
-            index.check_token_file_size()
-            Path(f"{prefix}.lengths.partial").unlink(missing_ok=True)
-            checkpoint_path.unlink()
-            say(f"{prefix}: was complete already")
-            return index
-    do = "remove it yourself, or choose another --output-prefix"
-    raise StorageError(f"{prefix}.bin/.idx: exists already", "nothing is overwritten", do)
+    if not checkpoint_path.exists():
+        do = "remove it yourself, or choose another --output-prefix"
+        raise StorageError(f"{prefix}.bin/.idx: exists already", "nothing is overwritten", do)
+    index = Index.read(prefix)
+    index.check_token_file_size()
+    Path(f"{prefix}.lengths.partial").unlink(missing_ok=True)
+    checkpoint_path.unlink()
+    say(f"{prefix}: was complete already")
+    return index
 
 
 def _encode_all(
@@ -128,79 +127,59 @@ def _encode_all(
     checkpoint_seconds: float,
 ) -> None:
     """Encode from `state` to the end of the last input; `save` every `checkpoint_seconds` and at the end."""
-    sizes = [path.stat().st_size for path in inputs]
-    bar, saved = Bar("converting", sum(sizes)), time.monotonic()
-    while state.file < len(inputs):
-        for position, texts, raw_position in _batches(inputs[state.file], state.position, key):
-            for ids in tokenizer.encode(texts):
-                if ids:
-                    writer.add(ids)
-                else:
-                    state.empty += 1
-            state.position = position
-            bar.at(sum(sizes[: state.file]) + raw_position)
-            if time.monotonic() - saved >= checkpoint_seconds:
-                save()
-                saved = time.monotonic()
-        state.file, state.position = state.file + 1, 0
+    bar, saved = Bar("converting", sum(path.stat().st_size for path in inputs)), time.monotonic()
+    documents = islice(_documents(inputs, key), state.read, None)
+    while batch := list(islice(documents, BATCH_DOCUMENTS)):
+        for ids in tokenizer.encode([text for text, _ in batch]):
+            if ids:
+                writer.add(ids)
+        state.read += len(batch)
+        bar.at(batch[-1][1])
+        if time.monotonic() - saved >= checkpoint_seconds:
+            save()
+            saved = time.monotonic()
     save()
     bar.finish()
 
 
-def _batches(path: Path, position: int, key: str) -> Iterator[tuple[int, list[str], int]]:
-    """(next byte after decompression, up to BATCH_DOCUMENTS texts, byte in the file as stored) from `position` on."""
-    with path.open("rb") as raw:
-        file: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-        texts: list[str] = []
-        try:
-            file.seek(position)
-            for after, text in _reader_of(path)(file, path, position, key):
-                position = after
-                texts.append(text)
-                if len(texts) == BATCH_DOCUMENTS:
-                    yield position, texts, raw.tell()
-                    texts = []
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            what = f"{path}: broken gzip after byte {position}: {error}"
-            raise DataError(what, "the file is cut off or damaged", "fetch it again") from error
-        if texts:
-            yield position, texts, raw.tell()
+def _documents(inputs: list[Path], key: str) -> Iterator[tuple[str, int]]:
+    """Every document, and the number of bytes read so far, as stored."""
+    done = 0
+    for path in inputs:
+        with path.open("rb") as raw:
+            file: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            try:
+                for text in _reader_of(path)(file, path, key):
+                    yield text, done + raw.tell()
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise DataError(f"{path}: broken gzip: {error}", "the file is cut off or damaged", "fetch it again") from error
+        done += path.stat().st_size
 
 
-def _json_documents(file: IO[bytes], path: Path, position: int, key: str) -> Iterator[tuple[int, str]]:
-    for line in file:
-        start, position = position, position + len(line)
+def _json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)[key]
         except (ValueError, KeyError, TypeError) as error:
             why, do = f"each line must be a JSON object with the key {key}", "repair the line, or name the right key with --jsonl-key"
-            raise DataError(f"{path}: byte {start}: no document: {error!r}", why, do) from error
+            raise DataError(f"{path}: line {number}: no document: {error!r}", why, do) from error
         if not isinstance(text, str):
-            what = f"{path}: byte {start}: {key} is {type(text).__name__}, not text"
+            what = f"{path}: line {number}: {key} is {type(text).__name__}, not text"
             raise DataError(what, "a document must be a string", "repair the line")
-        yield position, text
+        yield text
 
 
-def _text_documents(file: IO[bytes], path: Path, position: int, key: str) -> Iterator[tuple[int, str]]:
-    block: list[bytes] = []
-    start = position
-    for line in file:
-        position += len(line)
+def _text_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
+    block: list[str] = []
+    for number, line in enumerate(chain(file, [b"\n"]), start=1):  # a blank line ends the last document too
         if line.strip():
-            block.append(line)
-            continue
-        if block:
-            yield position, _decoded(block, path, start)
-        block, start = [], position
-    if block:
-        yield position, _decoded(block, path, start)
-
-
-def _decoded(block: list[bytes], path: Path, start: int) -> str:
-    try:
-        return b"".join(block).decode().rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        what = f"{path}: byte {start + error.start}: not UTF-8"
-        raise DataError(what, "the text has another encoding", "convert it to UTF-8 first") from error
+            try:
+                block.append(line.decode())
+            except UnicodeDecodeError as error:
+                what = f"{path}: line {number}: not UTF-8"
+                raise DataError(what, "the text has another encoding", "convert it to UTF-8 first") from error
+        elif block:
+            yield "".join(block).rstrip("\r\n")
+            block = []

@@ -3,7 +3,6 @@
     plan                    the config that fits this machine; all configs where there is no GPU
     plan --config FILE      one config
     plan --all              a table of all configs of the benchmark
-    plan --all --markdown   the same table, and one per GPU kind, written into docs/plan.md
     plan ... --set K=V      with one value changed
 
 Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The formulas are in plan/estimate.py.
@@ -42,8 +41,6 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     if path is None:
         loaded = load_all(root, benchmark, overrides)
         print(all_table(benchmark, loaded), "", SOURCES, sep="\n")
-        if options.markdown:
-            write_markdown(root / "docs/plan.md", benchmark, loaded)
     else:
         loaded = {path.stem: configs.load(path, config_class(benchmark), overrides)}
         print("\n".join(describe(benchmark, str(path), loaded[path.stem])))
@@ -56,12 +53,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--config", metavar="FILE", help="this TOML")
     which.add_argument("--all", action="store_true", help="all configs of the benchmark")
-    parser.add_argument("--markdown", action="store_true", help="with --all: write the tables of docs/plan.md")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value")
-    options = parser.parse_args(arguments)
-    if options.markdown and (options.set or not options.all):
-        parser.error("--markdown is for the shipped configs: use it with --all and without --set")
-    return options
+    return parser.parse_args(arguments)
 
 
 def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> Path | None:
@@ -217,28 +210,6 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     memory, usable = plan.memory_peak(config, work), plan.usable_bytes(kind)
     sizes = [f"{gib(size):.1f}" for size in (memory.allocated, memory.needed, usable)]
     return [*row, *sizes, "yes" if plan.fits(memory, kind) else "NO", *_speed(estimate(benchmark, config, kind))]
-
-
-def write_markdown(page: Path, benchmark: str, loaded: dict[str, RunConfig]) -> None:
-    """Replace what is between the markers of this benchmark in `page`."""
-    begin, end = f"<!-- made by: {benchmark} plan --all --markdown -->\n", "<!-- end -->"
-    before, _, rest = page.read_text().partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise ConfigError(f"{page} has no place for the tables", f"there is no {begin.strip()} with {end} behind it", "put the lines back")
-    page.write_text(before + begin + markdown(benchmark, loaded) + end + after)
-
-
-def markdown(benchmark: str, loaded: dict[str, RunConfig]) -> str:
-    eight = loaded["H200_1x8"]
-    parts = [
-        f"\n## {benchmark}: all configs",
-        all_table(benchmark, loaded),
-        f"## {benchmark}: the settings of `H200_1x8.toml` on 8 GPUs of every kind",
-        kinds_table(benchmark, eight),
-        target_line(benchmark, eight),
-    ]
-    return "\n\n".join(parts) + "\n\n"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import house  # noqa: E402
 
 from common.config import RunConfig  # noqa: E402
 from common.gpu_kinds import GIB, KINDS, fp8_family  # noqa: E402
-from plan.command import all_table, load_all  # noqa: E402
+from plan.command import all_table, kinds_table, load_all, target_line  # noqa: E402
 from records.published import RESULTS, Published  # noqa: E402
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").rglob("*.md")})
@@ -168,6 +168,20 @@ def plan_table(benchmark: str, *gpus: str) -> str:
     return "".join(f"{line}\n" for line in all_table(benchmark, chosen).splitlines() if line.startswith("|"))
 
 
+def plan_page(benchmark: str) -> str:
+    """`plan --all`, and the settings of one config on every kind of GPU."""
+    loaded = load_all(ROOT, benchmark)
+    eight = loaded["H200_1x8"]
+    parts = [
+        f"\n## {benchmark}: all configs",
+        all_table(benchmark, loaded),
+        f"## {benchmark}: the settings of `H200_1x8.toml` on 8 GPUs of every kind",
+        kinds_table(benchmark, eight),
+        target_line(benchmark, eight),
+    ]
+    return "\n\n".join(parts) + "\n\n"
+
+
 def comparison_table(old: str, benchmark: str, name: str) -> str:
     """`old` with the last column of the lines that follow from the config written again; other lines stay."""
     config = load_all(ROOT, benchmark)[name]
@@ -212,6 +226,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "published": published_table,
     "submitted": submitted_table,
     "plan": plan_table,
+    "plan_page": plan_page,
 }
 
 

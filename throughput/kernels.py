@@ -10,25 +10,21 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from common.kernels import accumulate, adamw, cross_entropy, rms_norm, rope, swiglu
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer
+from common.kernels.fp8 import DelayedScaling
 from common.kernels.quantize import quantize_triton
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 
 FP32, BF16, FP8 = 4, 2, 1  # bytes
 SEQUENCE = 8192
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    launch: Callable[[], object]
-    moved: int  # bytes read and written, each value once
+GIB = 1 << 30
+Case = tuple[str, Callable[[], object], int]  # name, launch, and the bytes that it must read and write, each value once
 
 
 def median_us(launch: Callable[[], object], repeats: int = 30) -> float:
@@ -43,137 +39,99 @@ def median_us(launch: Callable[[], object], repeats: int = 30) -> float:
     return statistics.median(1e3 * a.elapsed_time(b) for a, b in pairwise(marks))
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of copying 1 GiB."""
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (1e-6 * median_us(lambda: target.copy_(source)))
+def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*size, device="cuda", dtype=dtype)
 
 
-class Setting:
-    """Random tensors of one model's sizes, and quantizers for the results of the kernels."""
+def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Case]:
+    """Kernels with a result in FP8, `transposed`: in both layouts, and the same with a result in bf16."""
+    scaling = DelayedScaling()
+    forward = scaling.quantizer(transposed=transposed)
+    gradient = scaling.quantizer(gradient=True, transposed=transposed)
+    kept = scaling.quantizer(transposed=False)
+    scaling.allocate(torch.device("cuda"))
+    out = FP8 * (2 if transposed else 1)  # bytes per element of a quantized tensor
+    hidden, ffn, heads, kv_heads = shape.hidden_size, shape.ffn_hidden_size, shape.num_heads, shape.num_kv_heads
+    n, m = tokens * hidden, tokens * ffn
 
-    def __init__(self, shape: ModelShape, tokens: int, transposed: bool):
-        self.shape, self.tokens, self.transposed = shape, tokens, transposed
-        self.out = FP8 * (2 if transposed else 1)  # bytes per element of a quantized tensor
-        self.scaling = DelayedScaling()
-        self.forward, self.backward = (
-            self.scaling.quantizer(transposed=transposed),
-            self.scaling.quantizer(gradient=True, transposed=transposed),
-        )
-        self.kept = self.scaling.quantizer(transposed=False)
-        self.scaling.allocate(torch.device("cuda"))
+    def warmed(launch: Callable[..., object], *arguments: object) -> Callable[[], object]:
+        """The launch, after a first step that found its scales: what is timed is the one pass of later steps."""
+        launch(*arguments)
+        scaling.step_done()
+        return partial(launch, *arguments)
 
-    def random(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+    x, y, g, weight = draw(tokens, hidden), draw(tokens, hidden), draw(tokens, hidden), draw(hidden)
+    norm, norm_backward = rms_norm.add_rms_norm_triton, rms_norm.rms_norm_backward_triton
+    residual, _, rstd = norm(x, y, weight, 1e-5, None)
+    backward = (y, residual, rstd, weight, g)
+    yield "quantize", warmed(quantize_triton, x, forward), n * (BF16 + out)
+    yield "norm, FP8", warmed(norm, x, None, weight, 1e-5, forward), n * (BF16 + out)
+    yield "add + norm, FP8", warmed(norm, x, y, weight, 1e-5, forward), n * (3 * BF16 + out)
+    yield "add + norm, bf16", partial(norm, x, y, weight, 1e-5, None), n * 4 * BF16
+    yield "norm backward, FP8", warmed(norm_backward, *backward, gradient, transposed), n * (4 * BF16 + out)
+    yield "norm backward, bf16", partial(norm_backward, *backward, None, transposed), n * 4 * BF16
 
-    def warmed(self, launch: Callable[[], object]) -> Callable[[], object]:
-        """`launch`, after a first step that found its scales: what is timed is the one pass of later steps."""
-        launch()
-        self.scaling.step_done()
-        return launch
+    cos, sin = rope.rope_tables(shape, SEQUENCE, "cuda")
+    qkv = draw(tokens, shape.qkv_size)
+    turned = 2 * BF16 * tokens * (heads + kv_heads) * shape.head_dim
+    yield "rope", partial(rope.rope_packed_triton_, qkv, cos, sin, heads, kv_heads), turned
+    d_q, d_k, d_v = (draw(tokens // SEQUENCE, SEQUENCE, count, shape.head_dim) for count in (heads, kv_heads, kv_heads))
+    rope_backward = partial(rope.rope_packed_backward_triton, d_q, d_k, d_v, cos, sin)
+    yield "rope backward, FP8", warmed(rope_backward, gradient), qkv.numel() * (BF16 + out)
+    yield "rope backward, bf16", partial(rope_backward, None), qkv.numel() * 2 * BF16
 
-
-def row_wise(s: Setting) -> Iterator[Case]:
-    hidden, n = s.shape.hidden_size, s.tokens * s.shape.hidden_size
-    x, y, g = (s.random(s.tokens, hidden) for _ in range(3))
-    weight = torch.rand(hidden, device="cuda", dtype=torch.bfloat16) + 0.5
-
-    def norm(branch: torch.Tensor | None, quantizer: Quantizer | None) -> tuple[torch.Tensor, QuantizedTensor, torch.Tensor]:
-        return rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, quantizer)
-
-    residual, _, rstd = norm(y, None)
-
-    def backward(quantizer: Quantizer | None) -> object:
-        return rms_norm.rms_norm_backward_triton(y, residual, rstd, weight, g, quantizer, s.transposed)
-
-    yield Case("quantize", s.warmed(lambda: quantize_triton(x, s.forward)), n * (BF16 + s.out))
-    yield Case("norm, FP8", s.warmed(lambda: norm(None, s.forward)), n * (BF16 + s.out))
-    yield Case("add + norm, FP8", s.warmed(lambda: norm(y, s.forward)), n * (3 * BF16 + s.out))
-    yield Case("add + norm, bf16", lambda: norm(y, None), n * 4 * BF16)
-    yield Case("norm backward, FP8", s.warmed(lambda: backward(s.backward)), n * (4 * BF16 + s.out))
-    yield Case("norm backward, bf16", lambda: backward(None), n * 4 * BF16)
-
-
-def rotation(s: Setting) -> Iterator[Case]:
-    heads, kv_heads, head_dim = s.shape.num_heads, s.shape.num_kv_heads, s.shape.head_dim
-    cos, sin = rope.rope_tables(s.shape, SEQUENCE, "cuda")
-    qkv = s.random(s.tokens, s.shape.qkv_size)
-    turned = 2 * BF16 * s.tokens * (heads + kv_heads) * head_dim
-    yield Case("rope", lambda: rope.rope_packed_triton_(qkv, cos, sin, heads, kv_heads), turned)
-    d_q, d_k, d_v = (s.random(s.tokens // SEQUENCE, SEQUENCE, count, head_dim) for count in (heads, kv_heads, kv_heads))
-
-    def backward(quantizer: Quantizer | None) -> object:
-        return rope.rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, quantizer)
-
-    yield Case("rope backward, FP8", s.warmed(lambda: backward(s.backward)), qkv.numel() * (BF16 + s.out))
-    yield Case("rope backward, bf16", lambda: backward(None), qkv.numel() * 2 * BF16)
+    gate_up, d_h = draw(tokens, 2 * ffn), draw(tokens, ffn)
+    swiglu_forward, swiglu_backward = swiglu.swiglu_quantized_triton, swiglu.swiglu_quantized_backward_triton
+    yield "swiglu, FP8", warmed(swiglu_forward, gate_up, forward, None), m * (2 * BF16 + out)
+    yield "swiglu, FP8, input kept in FP8", warmed(swiglu_forward, gate_up, forward, kept), m * (2 * BF16 + out + 2 * FP8)
+    kept_input = swiglu_forward(gate_up, forward, kept)[1]
+    yield "swiglu backward, FP8", warmed(swiglu_backward, d_h, gate_up, gradient), m * (3 * BF16 + 2 * out)
+    yield "swiglu backward, FP8, input kept in FP8", partial(swiglu_backward, d_h, kept_input, gradient), m * (BF16 + 2 * FP8 + 2 * out)
 
 
-def feed_forward(s: Setting) -> Iterator[Case]:
-    ffn, m = s.shape.ffn_hidden_size, s.tokens * s.shape.ffn_hidden_size
-    gate_up, d_h = s.random(s.tokens, 2 * ffn), s.random(s.tokens, ffn)
-
-    def forward(kept_quantizer: Quantizer | None) -> tuple[QuantizedTensor, torch.Tensor | QuantizedTensor]:
-        return swiglu.swiglu_quantized_triton(gate_up, s.forward, kept_quantizer)
-
-    def backward(kept: torch.Tensor | QuantizedTensor) -> object:
-        return swiglu.swiglu_quantized_backward_triton(d_h, kept, s.backward)
-
-    yield Case("swiglu, FP8", s.warmed(lambda: forward(None)), m * (2 * BF16 + s.out))
-    yield Case("swiglu, FP8, input kept in FP8", s.warmed(lambda: forward(s.kept)), m * (2 * BF16 + s.out + 2 * FP8))
-    kept = forward(s.kept)[1]
-    yield Case("swiglu backward, FP8", s.warmed(lambda: backward(gate_up)), m * (3 * BF16 + 2 * s.out))
-    yield Case("swiglu backward, FP8, input kept in FP8", lambda: backward(kept), m * (BF16 + 2 * FP8 + 2 * s.out))
-
-
-def loss(s: Setting) -> Iterator[Case]:
-    logits = s.random(1, SEQUENCE, s.shape.vocab_size)
-    labels = torch.randint(0, s.shape.vocab_size, (1, SEQUENCE), device="cuda")
-    yield Case("cross entropy forward", lambda: cross_entropy.cross_entropy_forward(logits, labels), logits.numel() * BF16)
+def loss(shape: ModelShape) -> Iterator[Case]:
+    logits, labels = draw(1, SEQUENCE, shape.vocab_size), torch.randint(0, shape.vocab_size, (1, SEQUENCE), device="cuda")
+    yield "cross entropy forward", partial(cross_entropy.cross_entropy_forward, logits, labels), logits.numel() * BF16
     _, largest, total = cross_entropy.cross_entropy_forward(logits, labels)
-    upstream = torch.ones(1, device="cuda")
-
-    def backward() -> None:
-        cross_entropy.cross_entropy_backward(logits, labels, largest, total, upstream)
-
-    yield Case("cross entropy backward", backward, logits.numel() * 2 * BF16)
+    backward = partial(cross_entropy.cross_entropy_backward, logits, labels, largest, total, torch.ones(1, device="cuda"))
+    yield "cross entropy backward", backward, logits.numel() * 2 * BF16
 
 
-def update(s: Setting) -> Iterator[Case]:
+def update(shape: ModelShape) -> Iterator[Case]:
     """Of the gate_up of one layer, halved between two ranks."""
-    if not s.transposed:  # its matrices do not train
-        return
-    size = (s.shape.ffn_hidden_size, s.shape.hidden_size)
-    weight, gradient, first = (torch.randn(*size, device="cuda") for _ in range(3))
-    second, rounded, one = first.square(), s.random(*size), torch.ones((), device="cuda")
-    step = adamw.Step(1e-4, (0.9, 0.95), 1e-5, one, one, torch.zeros((), device="cuda"))
-    moved = weight.numel() * (7 * FP32 + BF16)
-    yield Case("AdamW, and the weight rounded", lambda: adamw.adamw_triton(weight, gradient, first, second, rounded, 0.1, step), moved)
-    part, others = s.random(*size), s.random(1, *size)
-    yield Case("accumulate", lambda: accumulate.accumulate_triton(gradient, part), part.numel() * (2 * FP32 + BF16))
-    both = part.numel() * (2 * FP32 + 2 * BF16)
-    yield Case("accumulate, two ranks' mean", lambda: accumulate.accumulate_triton(gradient, part, others), both)
+    size = (shape.ffn_hidden_size, shape.hidden_size)
+    weight, gradient, first = (draw(*size, dtype=torch.float32) for _ in range(3))
+    one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    state = (weight, gradient, first, first.square(), draw(*size))
+    step = adamw.Step(1e-4, (0.9, 0.95), 1e-5, one, one, zero)
+    yield "AdamW, and the weight rounded", partial(adamw.adamw_triton, *state, 0.1, step), weight.numel() * (7 * FP32 + BF16)
+    part, others = draw(*size), draw(1, *size)
+    yield "accumulate", partial(accumulate.accumulate_triton, gradient, part), part.numel() * (2 * FP32 + BF16)
+    mean_of_two = partial(accumulate.accumulate_triton, gradient, part, others)
+    yield "accumulate, two ranks' mean", mean_of_two, part.numel() * (2 * FP32 + 2 * BF16)
+
+
+def report(cases: Iterator[Case], title: str, copy: float, only: str) -> None:
+    """A line per case with `only` in its name. `copy`: bytes per second of a plain copy."""
+    for name, launch, moved in cases:
+        if only in name:
+            us = median_us(launch)
+            rate = moved / (1e-6 * us)
+            print(f"{title} {name:42} {us:8.1f} us  {rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     only = parser.parse_args().only
-    copy = copy_bandwidth()
+    source = draw(GIB // FP32, dtype=torch.float32)
+    copy = 2 * GIB / (1e-6 * median_us(partial(torch.empty_like(source).copy_, source)))
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s")
     for shape, tokens, transposed in ((LLAMA31_8B, 16384, True), (LLAMA2_70B, 8192, False)):
-        setting = Setting(shape, tokens, transposed)
-        for case in (case for part in (row_wise, rotation, feed_forward, loss, update) for case in part(setting)):
-            if only not in case.name:
-                continue
-            us = median_us(case.launch)
-            rate = case.moved / (1e-6 * us)
-            layout = "both layouts" if transposed else "rowwise"
-            print(
-                f"D {shape.hidden_size} {layout:16} {case.name:42} {us:8.1f} us  {rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy",
-                flush=True,
-            )
+        title = f"D {shape.hidden_size} {'both layouts' if transposed else 'rowwise':16}"
+        report(quantizing(shape, tokens, transposed), title, copy, only)
+        report(loss(shape), title, copy, only)
+    report(update(LLAMA31_8B), f"D {LLAMA31_8B.hidden_size} {'':16}", copy, only)  # the matrices of 70B do not train
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Writes random weights in bf16 as safetensors shards in MLCommons' layout, one per layer (1.71 GB each at 70B) and one for the rest, and drops
 them from the page cache. Then does what `llama2_70b_lora.train` does before `run_start`: imports, the base, adapters, hashes of the frozen
-tensors, the synthetic warm-up. Prints rank 0's times, and extrapolates them if `--layers` is less than the model has. `--keep` leaves the
-shards in the folder, and a folder that has shards is used as it is.
+tensors, the synthetic warm-up. Prints rank 0's times, and extrapolates them from `--layers` to all. `--keep` leaves the shards in the folder,
+and a folder that has shards is used as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,55 +41,43 @@ from llama2_70b_lora.train import assemble, base_fingerprints
 LIMIT_S = 30 * 60  # of the closed division for init_start to init_stop (mlcommons/training_policies, training_rules.adoc)
 
 
-def shard_of(name: str, num_layers: int) -> str:
-    """File of a tensor: one for each layer, the last one for the rest."""
-    number = int(name.split(".")[2]) if name.startswith("model.layers.") else num_layers
-    return f"model-{number + 1:05d}-of-{num_layers + 1:05d}.safetensors"
-
-
 def write_shards(folder: Path, shape: ModelShape, processes: Processes) -> None:
     """Rank r writes shards r, r + ranks and so on. All layers get the same values, because drawing them takes longer than writing them."""
-    shapes = tensor_shapes(shape, FUSED)
-    files: dict[str, list[str]] = {}
-    for name in shapes:
-        files.setdefault(shard_of(name, shape.num_layers), []).append(name)
+    shapes, shards = tensor_shapes(shape, FUSED), shape.num_layers + 1
+    numbers = {name: int(name.split(".")[2]) if name.startswith("model.layers.") else shape.num_layers for name in shapes}
+    weight_map = {name: f"model-{number + 1:05d}-of-{shards:05d}.safetensors" for name, number in numbers.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    drawn: dict[tuple[int, ...], Tensor] = {}
 
-    def tensor(name: str) -> Tensor:
-        size = shapes[name]
-        if size not in drawn:
-            drawn[size] = torch.empty(size, dtype=torch.bfloat16, device=processes.device).normal_(0.0, 0.02).cpu()
-        return drawn[size].clone()  # the format refuses two tensors that share memory
+    @cache
+    def drawn(size: tuple[int, ...]) -> Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device=processes.device).normal_(0.0, 0.02).cpu()
 
-    for file in list(files)[processes.rank :: processes.world_size]:
-        save_file({name: tensor(name) for name in files[file]}, folder / file, metadata={"format": "pt"})
+    for file in sorted(set(weight_map.values()))[processes.rank :: processes.world_size]:
+        names = [name for name in shapes if weight_map[name] == file]
+        tensors = {name: drawn(shapes[name]).clone() for name in names}  # the format refuses two tensors that share memory
+        save_file(tensors, folder / file, metadata={"format": "pt"})
     if processes.rank == 0:
-        weight_map = {name: file for file, names in files.items() for name in names}
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     processes.barrier()
 
 
-def start_run(config: Config, rules: Rules, folder: Path, processes: Processes) -> tuple[LoadReport, dict[str, float]]:
-    """What a run does between init_start and run_start. Seconds by phase."""
-    marks = [("", time.monotonic())]
-    mark = lambda name: marks.append((name, time.monotonic()))  # noqa: E731
+def start_run(config: Config, rules: Rules, folder: Path, processes: Processes) -> tuple[LoadReport, list[float]]:
+    """What a run does between init_start and run_start. Seconds before the load, of the load, and after it."""
+    marks, reports = [time.monotonic()], []
     torch.manual_seed(1 + processes.rank)
-    reports: list[LoadReport] = []
 
     def load(model: Llama, base: FrozenBase) -> None:
-        mark("build")
+        marks.append(time.monotonic())
         reports.append(load_base(model, folder, None, base))
-        mark("load")
+        marks.append(time.monotonic())
 
     assembly, base = assemble(config, rules, processes, 1, load)
     base_fingerprints(assembly.model, base)
-    mark("adapters and hashes")
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
     warm_up(assembly, batching, (config.micro_batch_size, config.eval_micro_batch_size), processes, lambda phase: None)
     processes.barrier()
-    mark("warm-up")
-    return reports[0], {name: after - before for (_, before), (name, after) in pairwise(marks)}
+    marks.append(time.monotonic())
+    return reports[0], [after - before for before, after in pairwise(marks)]
 
 
 def process_age_s() -> float:
@@ -116,27 +105,26 @@ def main() -> None:
     page_cache.clear(sorted(args.folder.glob("*.safetensors"))[processes.rank :: processes.world_size])
     processes.barrier()
     with attention_backends(processes.device.type):
-        report, seconds = start_run(config, cut, args.folder, processes)
+        report, (build_s, *rest) = start_run(config, cut, args.folder, processes)
     if processes.rank == 0:
-        print_report(report, seconds, imports_s, layers, rules.shape.num_layers, args.folder)
+        print_report(report, [imports_s + build_s, *rest], layers, rules.shape.num_layers, args.folder)
     processes.barrier()
     if processes.rank == 0 and not args.keep:
         shutil.rmtree(args.folder)
     torch.distributed.destroy_process_group()
 
 
-def print_report(report: LoadReport, seconds: dict[str, float], imports_s: float, layers: int, all_layers: int, folder: Path) -> None:
-    total = imports_s + sum(seconds.values())
+def print_report(report: LoadReport, seconds: list[float], layers: int, all_layers: int, folder: Path) -> None:
+    """`seconds`: before the load, imports included; of the load; of adapters, hashes and warm-up. The last two grow with the layers."""
+    before, load, after = seconds
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e9
-    phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
     print(
-        f"LOAD {layers} layers, {stored:.1f} GB on disk: {total:.1f} s to run_start = imports {imports_s:.1f}, {phases}; "
-        f"{stored / seconds['load']:.2f} GB/s, {report.bytes / 1e9:.1f} GB read by rank 0, at most {report.peak_host_bytes / 2**30:.1f} GiB of host memory",
+        f"LOAD {layers} layers, {stored:.1f} GB on disk: {sum(seconds):.1f} s to run_start = imports and build {before:.1f}, load {load:.1f}, "
+        f"adapters, hashes and warm-up {after:.1f}; {stored / load:.2f} GB/s, {report.bytes / 1e9:.1f} GB read by rank 0, "
+        f"at most {report.peak_host_bytes / 2**30:.1f} GiB of host memory; extrapolated to {all_layers} layers: "
+        f"{before + all_layers / layers * (load + after):.0f} s of the {LIMIT_S} s that the rules allow",
         flush=True,
     )
-    if layers < all_layers:
-        whole = total + (all_layers / layers - 1) * (seconds["load"] + seconds["adapters and hashes"] + seconds["warm-up"])
-        print(f"LOAD extrapolated to {all_layers} layers: {whole:.0f} s of the {LIMIT_S} s that the rules allow", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,16 @@ from common.errors import StorageError
 from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import StepClock
-from throughput import profile_page, trace
+from throughput import trace
 from throughput.kernel_time import Row, breakdown
 
-TRACE = "trace.json.gz"
+TRACE, TABLE = "trace.json.gz", "profile.json"
+# Key of a row -> format.
+COLUMNS = {"ms": ",.3f", "share": ".1%", "us_per_token": ".3f", "kernel_ms": ",.3f", "hidden_ms": ",.3f"}
+COLUMNS |= {"launches": ",.0f", "tflops": ".4g"}
+PARTS = {"classes": "kernel class", "products": "matrix product, M x N x K", "others": "name in class other"}
+CLOCK_AGREES = 0.01  # the trace's step against the clock's
+OTHERS_PRINTED = 3
 
 
 def record(step: Callable[[], object], steps: int, folder: Path, processes: Processes) -> float:
@@ -47,7 +53,7 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(folder / TRACE))
         except OSError as error:
-            raise StorageError(f"cannot write {folder / TRACE}", str(error), "free space, or choose another --out") from error
+            raise _cannot_write(folder / TRACE, error) from error
     processes.barrier()  # no rank may leave the group before rank 0 has written
     return statistics.mean(times_ms)
 
@@ -63,8 +69,15 @@ def summarize(folder: Path, model: Llama, micro_batch_tokens: int, facts: dict, 
         events, start_ns, end_ns, steps = trace.timeline(json.load(file), roles)
     table = document(breakdown(events, start_ns, end_ns), end_ns - start_ns, steps, facts)
     table |= {"clock_ms": clock_ms, "bench_ms": bench_ms}
-    profile_page.write(folder / profile_page.TABLE, json.dumps(table, indent=1) + "\n")
-    return profile_page.text(table)
+    try:
+        (folder / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _cannot_write(folder / TABLE, error) from error
+    return text(table)
+
+
+def _cannot_write(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write {path}", str(error), "free space, or choose another --out")
 
 
 def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict) -> dict:
@@ -83,3 +96,33 @@ def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict
         }
 
     return facts | {"window_ms": window_ns / 1e6 / steps} | {name: list(map(entry, part)) for name, part in rows.items()}
+
+
+def _heading(profile: dict) -> list[str]:
+    """What was profiled, its step, and a NOTE if trace and clock disagree."""
+    over_clock, cost = profile["window_ms"] / profile["clock_ms"] - 1, profile["clock_ms"] / profile["bench_ms"] - 1
+    what = "ops of the main thread, each without the ops it calls" if profile["device"] == "cpu" else "kernels"
+    lines = [
+        f"PROFILE {profile['benchmark']} {profile['config']} {profile['precision']}, {profile['layers']} layers, rank 0 of "
+        f"{profile['world_size']} on {profile['device']}, torch {profile['torch']}, {profile['steps']} steps of "
+        f"{profile['tokens_per_step_per_rank']:,} tokens; {what}",
+        f"step {profile['window_ms']:.2f} ms in the trace, {profile['clock_ms']:.2f} by the clock ({over_clock:+.2%}), "
+        f"{profile['bench_ms']:.2f} without profiler (which costs {cost:+.1%})",
+    ]
+    note = f"NOTE: trace and clock differ by more than {CLOCK_AGREES:.0%}; the table is of the trace's step"
+    return [*lines, note] if abs(over_clock) > CLOCK_AGREES else lines
+
+
+def _cells(row: dict) -> list[str]:
+    return [row["name"], *("" if row[key] is None else format(row[key], form) for key, form in COLUMNS.items())]
+
+
+def text(profile: dict) -> str:
+    """For a terminal."""
+    lines = _heading(profile)
+    for part, title in PARTS.items():
+        rows = profile[part][:OTHERS_PRINTED] if part == "others" else profile[part]
+        width = min(60, max([len(title), *(len(row["name"]) for row in rows)]))
+        table = [[title, *COLUMNS], *map(_cells, rows)] if rows else []
+        lines += ["", *(f"{name[:width]:{width}}" + "".join(f"{cell:>13}" for cell in rest) for name, *rest in table)]
+    return "\n".join(lines)

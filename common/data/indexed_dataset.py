@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import struct
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, N, D: 34 bytes
 DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 TOKEN_DTYPE_CODES = (3, 4, 5, 8)  # token ids are 16 bits or more, and integers
-CHUNK = 1 << 22  # entries checked or written at a time: 32 MiB of int64
+CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
 
 
 class Index:
@@ -53,11 +54,11 @@ class Index:
         """Read and check `<prefix>.idx`; never opens the `.bin`. Raises DataError."""
         prefix = Path(prefix)
         path = index_path(prefix)
-        dtype, num_sequences, num_boundaries = _read_header(path)
         try:
-            raw = np.memmap(path, dtype=np.uint8, mode="r")
+            raw = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
         except OSError as error:
             raise _cannot_open(path, error) from error
+        dtype, num_sequences, num_boundaries = _read_header(path, raw)
         lengths = np.frombuffer(raw, "<i4", num_sequences, HEADER.size)
         offsets = np.frombuffer(raw, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
         boundaries = np.frombuffer(raw, "<i8", num_boundaries, HEADER.size + 12 * num_sequences)
@@ -81,7 +82,7 @@ class Index:
         return Tokens(self)
 
 
-class Tokens:
+class Tokens(AbstractContextManager):
     """The open `.bin`.
 
     Reads with `pread`, not through a memory map: a failing disk then raises an error instead of killing the process with SIGBUS,
@@ -89,9 +90,9 @@ class Tokens:
     """
 
     def __init__(self, index: Index):
-        self.index, self.path, self._file = index, tokens_path(index.prefix), -1
+        self.index, self.path = index, tokens_path(index.prefix)
         try:
-            self._file = os.open(self.path, os.O_RDONLY)
+            self._file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise _cannot_open(self.path, error) from error
 
@@ -104,7 +105,7 @@ class Tokens:
         size, data = count * itemsize, b""
         while len(data) < size:  # one pread returns at most 2 GiB
             try:
-                part = os.pread(self._file, size - len(data), first * itemsize + len(data))
+                part = os.pread(self._file.fileno(), size - len(data), first * itemsize + len(data))
             except OSError as error:
                 what = f"{self.path}: {error.strerror}"
                 raise StorageError(what, f"reading token {first} failed", "check the disk or the mount") from error
@@ -118,19 +119,8 @@ class Tokens:
         """`count` token ids of one sequence from its token `offset` on."""
         return self.read(int(self.index.sequence_offsets[sequence]) // self.index.dtype.itemsize + offset, count)
 
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __del__(self):
-        self.close()
-
-    def __enter__(self) -> Tokens:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
 
 
 def index_path(prefix: Path) -> Path:
@@ -141,17 +131,12 @@ def tokens_path(prefix: Path) -> Path:
     return Path(f"{prefix}.bin")
 
 
-def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """dtype, N and D of `path`, after checking magic, version, dtype code and file size."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEADER.size)
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise _cannot_open(path, error) from error
-    if len(head) < HEADER.size:
-        raise wrong(path, f"a header of {HEADER.size} bytes", f"{len(head)} bytes in all")
-    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(head)
+def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
+    """dtype, N and D of an `.idx`, after checking magic, version, dtype code and file size. `raw`: its bytes."""
+    size = len(raw)
+    if size < HEADER.size:
+        raise wrong(path, f"a header of {HEADER.size} bytes", f"{size} bytes in all")
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
         raise wrong(path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: this is no Megatron index")
     if version != VERSION:
@@ -171,12 +156,10 @@ def _check_boundaries(path: Path, boundaries: np.ndarray, num_sequences: int) ->
     if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != num_sequences:
         got = f"{boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "no boundaries"
         raise wrong(path, f"document boundaries from 0 to {num_sequences}", got)
-    for start in range(0, len(boundaries) - 1, CHUNK):
-        part = boundaries[start : start + CHUNK + 1]
-        falling = part[1:] < part[:-1]
-        if falling.any():
-            at = start + int(falling.argmax())
-            raise wrong(path, "document boundaries that never fall", f"{boundaries[at]} then {boundaries[at + 1]} at document {at}")
+    falling = boundaries[1:] < boundaries[:-1]
+    if falling.any():
+        at = int(falling.argmax())
+        raise wrong(path, "document boundaries that never fall", f"{boundaries[at]} then {boundaries[at + 1]} at document {at}")
 
 
 def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from common.data.indexed_dataset import CHUNK, DTYPE_CODES, HEADER, MAGIC, VERSION, Index, index_path, tokens_path, wrong
+from common.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION, Index, index_path, tokens_path, wrong
 from common.errors import StorageError
 
 UINT16_VOCAB_LIMIT = 65500  # megatron-core, DType.optimal_dtype
@@ -92,13 +92,9 @@ class Writer:
         with self._partial_index.open("wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
             file.write(lengths.tobytes())
-            offset = 0
-            for start in range(0, len(lengths), CHUNK):
-                ends = offset + np.cumsum(lengths[start : start + CHUNK], dtype=np.int64) * self.dtype.itemsize
-                file.write(np.concatenate(([offset], ends[:-1])).astype("<i8").tobytes())
-                offset = int(ends[-1])
-            for start in range(0, len(lengths) + 1, CHUNK):
-                file.write(np.arange(start, min(start + CHUNK, len(lengths) + 1), dtype="<i8").tobytes())
+            ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+            file.write((ends - lengths * self.dtype.itemsize).tobytes())
+            file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
             _sync(file)
 
 

@@ -108,7 +108,7 @@ class Read:
 def _reads(name: str, first: int, target: Tensor, checkpoint: Checkpoint, shape: ModelShape) -> Iterator[Read]:
     """What to read for the rows [first, first + len(target)) of parameter `name`; rows beyond its last one are left alone."""
     begin = 0
-    for part in parts_of(name, shape, checkpoint.layout):
+    for part in parts_of(shape, checkpoint.layout)[name]:
         low, high = max(first, begin), min(first + len(target), begin + part.rows)
         if low < high:
             yield Read(checkpoint.tensors[part.name], low - begin, target[low - first : high - first])

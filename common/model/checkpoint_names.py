@@ -19,6 +19,7 @@ one tensor of the checkpoint or several, concatenated along dimension 0.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from common.model.shapes import ModelShape
@@ -28,51 +29,39 @@ FUSED, ORDINARY = "fused", "ordinary"
 
 
 class Part(NamedTuple):
-    """A tensor of the checkpoint; it is the next `rows` rows of one of our parameters."""
+    """A tensor of the checkpoint; its rows are the next ones of one of our parameters."""
 
     name: str
-    rows: int
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
 
 
-def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Our name -> shape of all parameters of a model without adapters."""
-    hidden, ffn, vocab = shape.hidden_size, shape.ffn_hidden_size, shape.vocab_size
-    block: dict[str, tuple[int, ...]] = {
-        "attention_norm": (hidden,),
-        "qkv": (shape.qkv_size, hidden),
-        "o": (hidden, hidden),
-        "ffn_norm": (hidden,),
-        "gate_up": (2 * ffn, hidden),
-        "down": (hidden, ffn),
+@cache
+def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
+    """Our name of each parameter of a model without adapters -> the tensors of the checkpoint that, concatenated, are that parameter."""
+    hidden, ffn, keys = shape.hidden_size, shape.ffn_hidden_size, shape.num_kv_heads * shape.head_dim
+    split = {"q_proj": hidden, "k_proj": keys, "v_proj": keys}
+    projections = split if layout == ORDINARY else {"qkv_proj": shape.qkv_size}
+    block = {
+        "attention_norm": [Part("input_layernorm", (hidden,))],
+        "qkv": [Part(f"self_attn.{name}", (rows, hidden)) for name, rows in projections.items()],
+        "o": [Part("self_attn.o_proj", (hidden, hidden))],
+        "ffn_norm": [Part("post_attention_layernorm", (hidden,))],
+        "gate_up": [Part(f"mlp.{name}", (ffn, hidden)) for name in ("gate_proj", "up_proj")],
+        "down": [Part("mlp.down_proj", (hidden, ffn))],
     }
-    blocks = {f"blocks.{layer}.{name}.weight": size for layer in range(shape.num_layers) for name, size in block.items()}
-    return {"embedding.weight": (vocab, hidden), **blocks, "head.norm.weight": (hidden,), "head.output.weight": (vocab, hidden)}
-
-
-def parts_of(name: str, shape: ModelShape, layout: str) -> list[Part]:
-    """The tensors of the checkpoint that, concatenated, are our parameter `name`."""
-    hidden, ffn, vocab = shape.hidden_size, shape.ffn_hidden_size, shape.vocab_size
-    outside_blocks = {
-        "embedding.weight": [Part("model.embed_tokens.weight", vocab)],
-        "head.norm.weight": [Part("model.norm.weight", hidden)],
-        "head.output.weight": [Part("lm_head.weight", vocab)],
-    }
-    if name in outside_blocks:
-        return outside_blocks[name]
-    _, layer, kind, _ = name.split(".")
-    keys = shape.num_kv_heads * shape.head_dim
-    split = [Part("self_attn.q_proj", hidden), Part("self_attn.k_proj", keys), Part("self_attn.v_proj", keys)]
-    in_block = {
-        "attention_norm": [Part("input_layernorm", hidden)],
-        "qkv": split if layout == ORDINARY else [Part("self_attn.qkv_proj", shape.qkv_size)],
-        "o": [Part("self_attn.o_proj", hidden)],
-        "ffn_norm": [Part("post_attention_layernorm", hidden)],
-        "gate_up": [Part("mlp.gate_proj", ffn), Part("mlp.up_proj", ffn)],
-        "down": [Part("mlp.down_proj", hidden)],
-    }
-    return [Part(f"model.layers.{layer}.{part.name}.weight", part.rows) for part in in_block[kind]]
+    found = {"embedding.weight": [Part("model.embed_tokens.weight", (shape.vocab_size, hidden))]}
+    for layer in range(shape.num_layers):
+        for name, parts in block.items():
+            found[f"blocks.{layer}.{name}.weight"] = [Part(f"model.layers.{layer}.{part.name}.weight", part.shape) for part in parts]
+    found["head.norm.weight"] = [Part("model.norm.weight", (hidden,))]
+    found["head.output.weight"] = [Part("lm_head.weight", (shape.vocab_size, hidden))]
+    return found
 
 
 def tensor_shapes(shape: ModelShape, layout: str) -> dict[str, tuple[int, ...]]:
     """Name -> shape of all tensors that a checkpoint of this layout must have."""
-    return {part.name: (part.rows, *size[1:]) for name, size in parameter_shapes(shape).items() for part in parts_of(name, shape, layout)}
+    return {part.name: part.shape for parts in parts_of(shape, layout).values() for part in parts}

@@ -23,7 +23,7 @@ def save_base(model: Llama, folder: Path, *, shards: int = 3, layout: str = FUSE
         raise ValueError("only Llama 2 can be written: this model scales its rotation frequencies")
     tensors = {}
     for name, parameter in model.named_parameters():
-        parts = parts_of(name, model.shape, layout)
+        parts = parts_of(model.shape, layout)[name]
         for part, rows in zip(parts, parameter.split([part.rows for part in parts]), strict=True):
             tensors[part.name] = rows.to("cpu", dtype or rows.dtype).clone()  # the format refuses two tensors that share memory
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,7 @@
 We train one adapter on the fused query, key and value projection, A [rank, hidden] and B [query, key and value rows, rank], and one on the
 output projection. In `peft` q_proj, k_proj and v_proj have an adapter each: all three get the same A, and their rows of B.
 
-    python -m common.model.peft_adapter merge --base DIR --adapter DIR --out DIR
-
-writes W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the checkpoint's dtype, for a Hugging Face safetensors
+`merge` writes W + (alpha / rank) * B @ A, computed in fp32 and rounded once to the checkpoint's dtype, for a Hugging Face safetensors
 checkpoint with fused (`qkv_proj`, MLCommons') or ordinary projections. Merging is for export only: training never adds B @ A to W, because
 the updates of single steps are far below half a unit in the last place of W and would be rounded away.
 
@@ -14,7 +12,6 @@ Formats: peft, `PeftModel.save_pretrained` and `LoraConfig` (0.21); transformers
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -26,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.errors import ConfigError, DataError, RunError
+from common.errors import ConfigError, DataError
 from common.model.checkpoint_reader import DTYPES, StoredTensor, read_tensors
 from common.model.shapes import ModelShape
 
@@ -184,23 +181,3 @@ def _read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise DataError(f"{path}: not a JSON object", "the file is damaged or is something else", "check the directory's contents")
     return content
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="common.model.peft_adapter", description="Work with a trained adapter.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    merging = verbs.add_parser("merge", help="write a checkpoint with the adapter merged into it")
-    merging.add_argument("--base", type=Path, required=True, help="Hugging Face safetensors checkpoint, fused qkv_proj or ordinary")
-    merging.add_argument("--adapter", type=Path, required=True, help=f"directory with {CONFIG} and {WEIGHTS}")
-    merging.add_argument("--out", type=Path, required=True, help="new directory")
-    options = parser.parse_args(arguments)
-    try:
-        merge(options.base, options.adapter, options.out)
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -36,8 +36,7 @@ def test_round_trip_and_dtype(tmp_path, vocab_size, name, code):
 
 
 def test_index_of_many_chunks(tmp_path, monkeypatch):
-    for module in ("indexed_dataset", "indexed_dataset_writer"):
-        monkeypatch.setattr(f"common.data.{module}.CHUNK", 7)
+    monkeypatch.setattr("common.data.indexed_dataset.CHUNK", 7)
     lengths = np.random.RandomState(0).randint(1, 9, 50)
     index = write(tmp_path / "c", [np.arange(n) for n in lengths])
     np.testing.assert_array_equal(index.sequence_lengths, lengths)

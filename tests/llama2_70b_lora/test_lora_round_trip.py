@@ -17,13 +17,12 @@ from tiny import ROOT
 
 from common.config import from_table
 from common.errors import RunError
-from common.model import peft_adapter as adapter
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_writer import save_base
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.training.session import Session
-from llama2_70b_lora import train
+from llama2_70b_lora import merge, train
 from llama2_70b_lora.rules import CLOSED, Config
 from submission.check import examine
 from submission.official_tools import CLOSED_RULESETS, closed_verdict
@@ -84,7 +83,7 @@ def test_peft_and_the_merged_checkpoint_give_the_logits_of_the_run(tmp_path, pro
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
     peft = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(ordinary, dtype=torch.float32), run_dir / "adapter").eval()
     merged = tmp_path / "merged"
-    assert adapter.main(["merge", "--base", str(base), "--adapter", str(run_dir / "adapter"), "--out", str(merged)]) == 0
+    assert merge.main(["--base", str(base), "--adapter", str(run_dir / "adapter"), "--out", str(merged)]) == 0
     ours = fused_llama(SHAPE, LENGTH)
     load_base(ours, merged)
     with torch.no_grad():

@@ -273,7 +273,7 @@ def test_a_file_of_numpy_1_is_read(tmp_path):
         at = shift.index(b"\x80\x04\x95") + 3
         length = int.from_bytes(shift[at : at + 8], "little") - (len(raw) - len(shift))
         source.write_bytes(shift[:at] + length.to_bytes(8, "little") + shift[at + 8 :])
-    assert len(packed_npy.read_packed(source)) == 9
+    assert len(list(packed_npy.read_packed(source))) == 9
 
 
 class Payload:
@@ -329,12 +329,16 @@ def test_a_bare_payload_without_an_array(tmp_path, capsys):
 
 NPY = {
     "truncated": (lambda path: os.truncate(path, path.stat().st_size - 10), "not a packed array"),
-    "no npy": (lambda path: path.write_bytes(b"PK\x03\x04" * 10), "no .npy file"),
-    "plain numbers": (lambda path: np.save(path, np.zeros(3)), "its header says"),
+    "no npy": (lambda path: path.write_bytes(b"PK\x03\x04" * 10), "not a packed array"),
+    "plain numbers": (lambda path: np.save(path, np.zeros(3)), "expected an array of dicts, got one of float64"),
     "no dicts": (lambda path: np.save(path, np.array([1, None], dtype=object), allow_pickle=True), "expected an array of dicts"),
     "no mask": (lambda path: np.save(path, np.array([{"input_ids": [1]}] * 2, dtype=object), allow_pickle=True), "loss_mask is no list"),
     "text": (
         lambda path: np.save(path, np.array([{"input_ids": ["a"], "loss_mask": [1]}] * 2, dtype=object), allow_pickle=True),
+        "input_ids is no list of whole numbers",
+    ),
+    "ragged": (
+        lambda path: np.save(path, np.array([{"input_ids": [1, [2]], "loss_mask": [1]}] * 2, dtype=object), allow_pickle=True),
         "input_ids is no list of whole numbers",
     ),
     "fractions": (
@@ -517,7 +521,7 @@ def test_the_miniature_is_built_once(built, copy, capsys):
     assert capsys.readouterr().err.count("complete and verified") == 2
 
 
-@pytest.mark.parametrize("name", ["govreport-train.bin", "parquet/train-00000-of-00001.parquet"])
+@pytest.mark.parametrize("name", ["govreport-train.bin", "govreport.json"])
 def test_damaged_data_are_built_again_without_training(built, copy, name, capsys):
     (copy / "mine.txt").write_text("keep me")
     flip(copy / name, 100)

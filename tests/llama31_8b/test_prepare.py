@@ -234,11 +234,11 @@ def test_a_checkpoint_of_another_conversion_is_refused(built, tmp_path, monkeypa
 
 
 BROKEN = {
-    "x.jsonl": (b'{"text": "good"}\n{"text": \n', "byte 17: no document"),
+    "x.jsonl": (b'{"text": "good"}\n{"text": \n', "line 2: no document"),
     "y.jsonl": (b'{"body": "good"}\n', "KeyError"),
     "z.jsonl": (b'{"text": 5}\n', "text is int, not text"),
     "l.jsonl": (b"[1]\n", "no document"),
-    "t.txt": (b"fine\n\nnot fine \xff\n", "byte 15: not UTF-8"),
+    "t.txt": (b"fine\n\nnot fine \xff\n", "line 3: not UTF-8"),
     "e.jsonl": (b"", "at least one document"),
     "g.jsonl.gz": (gzip.compress(b'{"text": "good"}\n' * 1000)[:-20], "broken gzip"),
     "h.jsonl.gz": (b"no gzip at all", "broken gzip"),

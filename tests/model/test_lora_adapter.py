@@ -14,6 +14,7 @@ from common.model import peft_adapter as adapter
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape
+from llama2_70b_lora import merge
 
 SHAPE = ModelShape(3, 32, 48, 4, 2, 61, 10000.0)
 RANK, ALPHA, LENGTH = 4, 10, 17
@@ -84,8 +85,8 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def merged(made):
     for layout in ("ordinary", "fused"):
-        command = ["merge", "--base", made[0] / layout, "--adapter", made[0] / "adapter", "--out", made[0] / f"merged_{layout}"]
-        assert adapter.main([str(word) for word in command]) == 0
+        command = ["--base", made[0] / layout, "--adapter", made[0] / "adapter", "--out", made[0] / f"merged_{layout}"]
+        assert merge.main([str(word) for word in command]) == 0
     return made[0]
 
 
@@ -225,6 +226,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(made, tmp_path,
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    command = ["merge", "--base", str(tmp_path), "--adapter", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]
-    assert adapter.main(command) == DataError.exit_code
+    command = ["--base", str(tmp_path), "--adapter", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]
+    assert merge.main(command) == DataError.exit_code
     assert "adapter_config.json" in capsys.readouterr().err

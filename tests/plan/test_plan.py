@@ -392,24 +392,6 @@ def test_the_config_of_this_machine(capsys, monkeypatch):
         planned(capsys, LORA)
 
 
-def test_markdown_replaces_only_what_is_between_the_markers(tmp_path, capsys):
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs/plan.md"
-    page.write_text(f"before\n<!-- made by: {PRETRAINING} plan --all --markdown -->\nold\n<!-- end -->\nafter\n")
-    assert command.main(tmp_path, PRETRAINING, ["--all", "--markdown"]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text and "| H200_1x4 " in text
-    with pytest.raises(configs.ConfigError, match="no place for the tables"):
-        command.main(tmp_path, LORA, ["--all", "--markdown"])
-
-
-@pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_the_tables_of_the_page_are_made_of_todays_configs(benchmark):
-    made = command.markdown(benchmark, command.load_all(ROOT, benchmark))
-    assert made in (ROOT / "docs/plan.md").read_text(), f"write them anew: ./run_and_time.sh {benchmark} plan --all --markdown"
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -417,7 +399,6 @@ def test_the_tables_of_the_page_are_made_of_todays_configs(benchmark):
         (["--all", "--config", "x.toml"], 2, "not allowed with"),
         (["--all", "--set", "speed=11"], 2, "unknown key speed"),
         (["--all", "--set", "micro_batch_size"], 2, "micro_batch_size is a int"),
-        (["--all", "--markdown", "--set", "micro_batch_size=1"], 2, "without --set"),
         (["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"], 2, "known are MI300X"),
         (["--config", "configs/llama31_8b/CPU_1x1.toml"], 0, ""),
     ],

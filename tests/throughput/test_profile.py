@@ -8,7 +8,6 @@ import gzip
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import CheckFailed, DataError
+from common.errors import CheckFailed
 from common.model.shapes import ModelShape
-from throughput import profile_page
+from throughput import profiling
 from throughput.kernel_time import CLASSES, Event, breakdown, class_of, class_of_name, exposed_ns
 from throughput.profiling import TRACE, document
 from throughput.trace import Roles, timeline
@@ -346,7 +345,7 @@ def test_on_a_cpu_each_op_has_the_time_it_calls_no_other():
     assert rows["idle"].exposed_ns == 35_000 and rows["GEMM"].flops == 2 * 16 * 60 * 40
 
 
-# --- the document and its page ----------------------------------------------------------------------------------------
+# --- the document and its table ----------------------------------------------------------------------------------------
 
 FACTS = {"benchmark": "llama31_8b", "config": "H200_1x4", "precision": "bf16", "layers": 2, "world_size": 4, "device": "NVIDIA H200"}
 FACTS |= {"torch": "2.11", "steps": 2, "tokens_per_step_per_rank": 1000}
@@ -367,41 +366,9 @@ def test_the_document_is_per_step():
 
 
 def test_the_table_names_unknown_kernels_and_says_where_the_clock_disagrees():
-    shown = profile_page.text(table())
+    shown = profiling.text(table())
     assert "<new>" in shown and "NOTE" not in shown and "qkv: 1 x 2 x 3" in shown and "costs +25.0%" in shown
-    assert "NOTE: trace and clock differ" in profile_page.text(table(clock_ms=0.0506))
-
-
-def self_contained(page):
-    return not any(word in page for word in ("<script", "http", "src=", "href=", "url(", "@import"))
-
-
-def page_of(folder):
-    """`python -m throughput.profile_page folder`, where torch cannot be imported."""
-    (folder / "torch.py").write_text("raise ImportError('the page needs no torch')")
-    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "throughput.profile_page", str(folder)]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
-
-
-def test_the_page(tmp_path):
-    found = table()
-    found["products"].append({**found["products"][0], "name": "gemm<int>"})
-    (tmp_path / "profile.json").write_text(json.dumps(found))
-    done = page_of(tmp_path)
-    assert done.returncode == 0 and done.stdout.strip() == str(tmp_path / "profile.html"), done.stderr
-    page = (tmp_path / "profile.html").read_text()
-    assert page.count("<tr>") == 3 + len(CLASSES) + 2 + 1 and self_contained(page)
-    assert "&lt;new&gt;" in page and "<new>" not in page and "<int>" not in page and "qkv: 1 x 2 x 3" in page
-    assert re.search(r"60\.00%, transparent 0\)\">GEMM</td>", page), "a bar as long as the class's share"
-
-
-def test_no_profile_no_page(tmp_path):
-    for content in (None, "{}"):
-        if content:
-            (tmp_path / "profile.json").write_text(content)
-        done = page_of(tmp_path)
-        assert done.returncode == DataError.exit_code and "cannot read" in done.stderr and not (tmp_path / "profile.html").exists()
+    assert "NOTE: trace and clock differ" in profiling.text(table(clock_ms=0.0506))
 
 
 # --- the verb ---------------------------------------------------------------------------------------------------------
@@ -436,7 +403,6 @@ def test_profile_of_the_miniature(tmp_path):
     roles = {row["name"].split(":")[0] for row in found["products"]}
     assert {f"{role}{way}" for role in ("qkv", "o", "gate_up", "down", "head") for way in ("", " dgrad", " wgrad")} <= roles
     assert (found["layers"], found["steps"], found["tokens_per_step_per_rank"]) == (2, 1, 16 * 128)
-    assert self_contained((folder / "profile.html").read_text())
     assert "BENCH llama31_8b" in done.stdout and "PROFILE llama31_8b" in done.stdout and str(folder) in done.stderr
 
 
