@@ -21,9 +21,8 @@ from common.kernels.attention import attention_backends
 from common.kernels.fp8 import DelayedScaling, fp8_dtypes
 from common.model.checkpoint_loader import LoadReport, load_base
 from common.model.fused_lora_block import FusedLoraBlock
-from common.model.initialization import init_adapters
 from common.model.llama import Head, Llama
-from common.model.lora import AdapterSettings, adapter_parameters
+from common.model.lora import AdapterSettings, adapter_parameters, init_adapters
 from common.model.peft_adapter import save_peft_adapter
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
 from common.sharding.adamw import AdamWSettings

@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from common.model.lora import adapter_parameters
-
 
 def init_weights(model: nn.Module, num_layers: int, seed: int, std: float, set_weight: Callable[[nn.Parameter, Tensor], None]) -> None:
     """N(0, std), output projections of each block N(0, std / sqrt(2 * num_layers)), norms 1; handed to `set_weight(parameter, full)`.
@@ -37,18 +35,6 @@ def init_weights(model: nn.Module, num_layers: int, seed: int, std: float, set_w
 
     with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
         list(pool.map(fill, model.named_parameters()))
-
-
-@torch.no_grad()
-def init_adapters(model: nn.Module, seed: int) -> None:
-    """A: Kaiming uniform with a = sqrt(5), i.e. U(-1/sqrt(in), 1/sqrt(in)), as peft and NeMo do; B: zero, so the model starts as its base."""
-    for name, parameter in adapter_parameters(model).items():
-        full = torch.zeros(parameter.shape)
-        if name.endswith(".lora_a"):
-            bound = 1 / math.sqrt(parameter.shape[1])
-            full.uniform_(-bound, bound, generator=torch.Generator().manual_seed(parameter_seed(seed, name)))
-            full += 0.0  # no -0.0: see init_weights
-        parameter.copy_(full)
 
 
 @torch.no_grad()

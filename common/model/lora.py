@@ -6,10 +6,13 @@ and B train: fp32, whole on every rank, so only they have optimizer state and on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from common.model.initialization import parameter_seed
 
 
 @dataclass(frozen=True)
@@ -33,3 +36,15 @@ class Adapter(nn.Module):
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter of all adapters, names as in `model.named_parameters()`."""
     return {name: p for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """A: Kaiming uniform with a = sqrt(5), i.e. U(-1/sqrt(in), 1/sqrt(in)), as peft and NeMo do; B: zero, so the model starts as its base."""
+    for name, parameter in adapter_parameters(model).items():
+        full = torch.zeros(parameter.shape)
+        if name.endswith(".lora_a"):
+            bound = 1 / math.sqrt(parameter.shape[1])
+            full.uniform_(-bound, bound, generator=torch.Generator().manual_seed(parameter_seed(seed, name)))
+            full += 0.0  # no -0.0: see init_weights
+        parameter.copy_(full)

@@ -9,7 +9,7 @@ from lora_ranks import RULES, few_steps
 from tiny import call_on_ranks
 
 from common.model.fused_block import fused_llama
-from common.model.initialization import init_adapters
+from common.model.lora import init_adapters
 from common.model.shapes import LLAMA2_70B
 
 

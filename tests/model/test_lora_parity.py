@@ -13,8 +13,8 @@ from test_model import assert_near, pair
 
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model import peft_adapter as adapter
-from common.model.initialization import init_adapters
 from common.model.llama import Llama
+from common.model.lora import init_adapters
 from common.model.shapes import ModelShape
 from common.sharding.adamw import AdamWSettings
 from common.sharding.replicated import ReplicatedOptimizer
