@@ -84,11 +84,10 @@ def train_batches(
     share of them and cuts it into micro-batches. So 2 ranks train on what 1 process does, and 4 micro-batches of 1 are 1 of 4.
     Ends when fewer than a global batch are left. Raises ConfigError if the ranks cannot get whole micro-batches.
     """
-    share = share_of_rank(global_batch_size, micro_batch_size, world_size)
-    for step_start in range(start_sample, len(data) - global_batch_size + 1, global_batch_size):
-        first = step_start + rank * share
-        for start in range(first, first + share, micro_batch_size):
-            yield np.stack([data[i] for i in range(start, start + micro_batch_size)])
+    share = share_of_rank(global_batch_size, micro_batch_size, world_size)  # here, so that it raises before the first batch
+    firsts = (step + rank * share for step in range(start_sample, len(data) - global_batch_size + 1, global_batch_size))
+    starts = (start for first in firsts for start in range(first, first + share, micro_batch_size))
+    return (np.stack([data[i] for i in range(start, start + micro_batch_size)]) for start in starts)
 
 
 def validation_tokens(prefix: Path, sequence_length: int, eval_samples: int, vocab_size: int) -> np.ndarray:
