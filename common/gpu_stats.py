@@ -81,11 +81,15 @@ def nvidia_stats(rows: list[list[str]]) -> dict[str, GpuStats]:
     """`rows`: the answer to FIELDS, with [N/A] for what a card does not have. NVML's PCI domain has eight digits, Linux's has four."""
     stats = {}
     for pci, utilization, uncorrected, corrected, reasons in (row for row in rows if len(row) == 5):
-        bits = _number(reasons)
-        names = None if bits is None else tuple(name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit)
         domain, _, rest = pci.lower().partition(":")
-        stats[f"{domain[-4:]}:{rest}"] = GpuStats(_number(utilization), _number(uncorrected), _number(corrected), names)
+        stats[f"{domain[-4:]}:{rest}"] = GpuStats(_number(utilization), _number(uncorrected), _number(corrected), throttle_reasons(reasons))
     return stats
+
+
+def throttle_reasons(text: str) -> tuple[str, ...] | None:
+    """The names of the bits that nvidia-smi gives as 0x0000000000000004."""
+    bits = _number(text)
+    return None if bits is None else tuple(name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit)
 
 
 def _amd_stats(card: Path) -> GpuStats:

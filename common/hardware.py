@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
@@ -39,6 +39,7 @@ class Device:
     memory_bytes: int
     compute_units: int = 0  # 0: the driver does not say (nvidia-smi)
     partition: str = ""  # "MIG", "CPX", ...; "" for a whole card
+    address: str = field(default="", compare=False)  # where the sampler reads it: NVIDIA's UUID, AMD's folder of the card in /sys
 
     def __str__(self) -> str:
         parts = [self.name or "no name", self.arch, f"{self.memory_bytes / GIB:.0f} GiB"]
@@ -226,7 +227,7 @@ def nvidia_probe(rows: list[list[str]], env: Mapping[str, str]) -> Probe:
     devices, uuids = [], []
     for uuid, name, memory, capability, mig, _ in rows:
         partition = "MIG" if mig == "Enabled" or " MIG " in name else ""
-        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory)) * 2**20, 0, partition))
+        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory)) * 2**20, 0, partition, uuid))
         uuids.append(uuid)
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
@@ -276,7 +277,7 @@ def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
         name = AMD_PRODUCTS.get(facts.get("device_id", 0), name)
     mode = read_text(card / "current_compute_partition")
     units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)
-    return Device(name, arch, memory, units, mode if mode not in ("", "SPX") else "")
+    return Device(name, arch, memory, units, mode if mode != "SPX" else "", str(card))
 
 
 def _key_values(path: Path) -> dict[str, int]:

@@ -1,41 +1,60 @@
 """Samples power, temperature, clocks and memory of the GPUs once a second during a run: `python -m launch.sampler FILE`.
 
-A separate process, so that a driver that hangs or a library that crashes cannot hold up a run. It ends when its standard input closes,
-thus also when the launcher is killed. FILE, gpu_samples.jsonl, has one object a line:
+A separate process, so that a driver that hangs cannot hold up a run. It ends when its standard input closes, thus also when the launcher
+is killed. FILE, gpu_samples.jsonl, has one object a line:
 
-    {"event": "start", "source": "nvml", "time": UNIX_TIME, "period_s": 1.0, "gpus": [{"index", "id", "name", "power_limit_w"}]}
-    {"event": "sample", "time_s": SECONDS_SINCE_START, "gpus": [{"power_w", "temperature_c", "clock_mhz", "memory_clock_mhz",
-                                                                 "memory_gib", "throttle": ["power cap"]}]}
+    {"event": "start", "source": "nvidia-smi", "time": UNIX_TIME, "period_s": 1.0, "gpus": [{"id", "name"}]}
+    {"event": "sample", "time_s": SECONDS_SINCE_START, "gpus": [{"power_w", "power_limit_w", "temperature_c", "clock_mhz",
+                                                                 "memory_clock_mhz", "memory_gib", "throttle": ["power cap"]}]}
     {"event": "note", "what": WHY_SOMETHING_IS_MISSING}    {"event": "stop", "time_s", "samples"}
 
 `gpus` are those that the ranks see, in their order: entry k belongs to local rank k. null: the driver does not report it. These are the
-driver's numbers for finding a slow or hot GPU, not a power measurement by MLPerf's rules. NVML (`nvidia-ml-py`) was tried on an H100;
-amdsmi was written from its documentation and never run: we have no AMD GPU.
+driver's numbers for finding a slow or hot GPU, not a power measurement by MLPerf's rules. nvidia-smi was tried on an H200, where a call
+takes 0.03 s; the files of amdgpu were taken from the kernel's documentation and never read: we have no AMD GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
-from common.gpu_kinds import GIB
-from common.gpu_stats import NVML_THROTTLE_REASONS
-from common.hardware import visible_indices
+from common.errors import PreflightError
+from common.gpu_stats import DriverError, ask_nvidia_smi, read_text, throttle_reasons
+from common.hardware import Probe, probe
 from launch.console import print_stderr
 from records.json_lines import append_line
 
 NAME = "gpu_samples.jsonl"  # submission/gpu_samples.py reads it
 PERIOD_S = 1.0
-END_S = 5.0  # for the sampler to end: a read of eight GPUs takes some 20 ms, one of a hung driver never ends
+END_S = 5.0  # for the sampler to end; a call of a hung driver never ends
 NICE = 10  # below the ranks in priority
+SOURCES = {"nvidia": "nvidia-smi", "amd": "amdgpu's files in /sys"}
+
+# Name in the sample: field of nvidia-smi, and what to divide it by
+NVIDIA = {
+    "power_w": ("power.draw", 1),
+    "power_limit_w": ("enforced.power.limit", 1),
+    "temperature_c": ("temperature.gpu", 1),
+    "clock_mhz": ("clocks.sm", 1),
+    "memory_clock_mhz": ("clocks.mem", 1),
+    "memory_gib": ("memory.used", 2**10),
+}
+# Name in the sample: files of a card, the first that exists counts, and what to divide by (kernel documentation, gpu/amdgpu/thermal)
+AMD = {
+    "power_w": (("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
+    "power_limit_w": (("hwmon/hwmon*/power1_cap",), 1e6),
+    "temperature_c": (("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"), 1e3),  # junction, edge
+    "clock_mhz": (("hwmon/hwmon*/freq1_input",), 1e6),
+    "memory_clock_mhz": (("hwmon/hwmon*/freq2_input",), 1e6),
+    "memory_gib": (("mem_info_vram_used",), 2**30),
+}
 
 
 # --- the launcher's side ----------------------------------------------------------------------------------------------
@@ -68,7 +87,7 @@ def _end(process: subprocess.Popen) -> None:
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # with nvidia-smi
         with contextlib.suppress(subprocess.TimeoutExpired):  # inside a driver call it may not even die
             process.wait(1.0)
         print_stderr("note: the GPU sampler hung and was killed: the driver may be in trouble")
@@ -77,164 +96,60 @@ def _end(process: subprocess.Popen) -> None:
         print_stderr(f"note: the GPU sampler ended early with code {process.returncode}; the run is not affected")
 
 
-# --- sources: the driver's libraries. `describe` and `read` raise whatever these raise --------------------------------
-
-
-class Nvml:
-    name = "nvml"
-
-    def __init__(self, nvml: ModuleType, environment):
-        nvml.nvmlInit()
-        self.nvml = nvml
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        self.indices = visible_indices(len(handles), environment.get("CUDA_VISIBLE_DEVICES"), uuids)  # as the driver counts
-        self.handles, self.uuids = handles, uuids
-        # Throttle is the name until 2023.
-        self.reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None) or nvml.nvmlDeviceGetCurrentClocksThrottleReasons
-
-    def describe(self, index: int) -> dict:
-        handle = self.handles[index]
-        limit_w = self.nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
-        return {"id": self.uuids[index], "name": _text(self.nvml.nvmlDeviceGetName(handle)), "power_limit_w": limit_w}
-
-    def read(self, index: int) -> dict[str, Callable[[], object]]:
-        nvml, handle = self.nvml, self.handles[index]
-        return {
-            "power_w": lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, 1),
-            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-            "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
-            "memory_gib": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB, 2),
-            "throttle": lambda: [name for bit, name in NVML_THROTTLE_REASONS.items() if self.reasons(handle) & bit],
-        }
-
-
-# gpu_metrics 1.6 and later (MI300 and MI350): counters that grow while the limit lowers the clock
-AMD_COUNTERS = {
-    "ppt_residency_acc": "power cap",
-    "socket_thm_residency_acc": "thermal (socket)",
-    "hbm_thm_residency_acc": "thermal (memory)",
-    "vr_thm_residency_acc": "thermal (regulator)",
-    "prochot_residency_acc": "thermal (hardware)",
-}
-
-
-class AmdSmi:
-    name = "amdsmi"
-
-    def __init__(self, smi: ModuleType, environment):
-        smi.amdsmi_init()
-        self.smi, self.handles = smi, list(smi.amdsmi_get_processor_handles())
-        chosen = list(range(len(self.handles)))  # ROCR_VISIBLE_DEVICES cuts first, as in common/hardware.py
-        for value in (
-            environment.get("ROCR_VISIBLE_DEVICES"),
-            environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES")),
-        ):
-            chosen = [chosen[i] for i in visible_indices(len(chosen), value)]
-        self.indices = chosen
-        self.counters: dict[int, dict[str, int]] = {}
-
-    def describe(self, index: int) -> dict:
-        handle = self.handles[index]
-        name = self.smi.amdsmi_get_gpu_asic_info(handle)["market_name"]
-        return {"id": self.smi.amdsmi_get_gpu_device_bdf(handle), "name": name, "power_limit_w": None}
-
-    def read(self, index: int) -> dict[str, Callable[[], object]]:
-        handle = self.handles[index]
-        metrics = self.smi.amdsmi_get_gpu_metrics_info(handle)
-        return {
-            "power_w": lambda: _first(metrics, "current_socket_power", "average_socket_power"),
-            "temperature_c": lambda: _first(metrics, "temperature_hotspot", "temperature_edge"),
-            "clock_mhz": lambda: _mean(metrics.get("current_gfxclks")) or _first(metrics, "current_gfxclk"),
-            "memory_clock_mhz": lambda: _first(metrics, "current_uclk"),
-            "memory_gib": lambda: round(self.smi.amdsmi_get_gpu_memory_usage(handle, self.smi.AmdSmiMemoryType.VRAM) / GIB, 2),
-            "throttle": lambda: self._throttle(index, metrics),
-        }
-
-    def _throttle(self, index: int, metrics: dict) -> list[str] | None:
-        """The limits whose counter has grown since the last sample; None if there is nothing to compare."""
-        now = {name: int(metrics[name]) for name in AMD_COUNTERS if _number(metrics.get(name)) is not None}
-        before, self.counters[index] = self.counters.get(index, {}), now
-        common = now.keys() & before.keys()
-        return [reason for name, reason in AMD_COUNTERS.items() if name in common and now[name] > before[name]] if common else None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _number(value: object) -> float | None:
-    """None for "N/A" or all bits set, which is how amdsmi reports a missing value."""
-    missing = not isinstance(value, int | float) or value in (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
-    return None if missing else value  # type: ignore[return-value]
-
-
-def _first(metrics: dict, *names: str) -> float | None:
-    return next((number for name in names if (number := _number(metrics.get(name))) is not None), None)
-
-
-def _mean(values: object) -> float | None:
-    """Mean over the dies of a GPU, each of which has a clock."""
-    numbers = [number for value in values if (number := _number(value)) is not None] if isinstance(values, list) else []
-    return round(sum(numbers) / len(numbers)) if numbers else None
-
-
-def open_source(environment, load: Callable[[str], ModuleType] = importlib.import_module) -> tuple[Nvml | AmdSmi | None, str]:
-    """The first library that is installed and sees GPUs; None and the reason if there is none."""
-    reasons = []
-    for module, kind in (("pynvml", Nvml), ("amdsmi", AmdSmi)):
-        try:
-            source: Nvml | AmdSmi = kind(load(module), environment)  # type: ignore[operator]
-        except Exception as error:  # a driver's library may raise anything
-            reasons.append(f"{module}: {error or type(error).__name__}")
-            continue
-        if source.indices:
-            return source, ""
-        reasons.append(f"{module}: no GPU that the ranks see")
-    return None, f"no sampler: neither NVML (pip install nvidia-ml-py) nor amdsmi can be used ({'; '.join(reasons)})"
-
-
 # --- the sampler ------------------------------------------------------------------------------------------------------
 
 
-class Sampler:
-    """Writes what a source reads to `file`, a descriptor. A value that cannot be read is null, and the reason is noted once."""
+def read(found: Probe) -> list[dict]:
+    """One record per GPU of `found`. Raises DriverError."""
+    if found.vendor == "amd":
+        return [_read_amd(Path(device.address)) for device in found.devices]
+    fields = ["uuid", "clocks_event_reasons.active", *(field for field, _ in NVIDIA.values())]
+    rows = {uuid: (reasons, values) for uuid, reasons, *values in ask_nvidia_smi(",".join(fields), os.environ)}
+    return [_read_nvidia(*rows[device.address]) if device.address in rows else {} for device in found.devices]
 
-    def __init__(self, source: Nvml | AmdSmi, file: int, clock: Callable[[], float] = time.monotonic):
-        self.source, self.file, self.clock = source, file, clock
-        self.noted: set[str] = set()
-        self.samples = 0
 
-    def run(self, closed: Callable[[float], bool], period_s: float = PERIOD_S) -> None:
-        """Sample until `closed(seconds)`, which waits at most that long, says that the launcher has closed our input."""
-        gpus = [{"index": index, **self._described(index)} for index in self.source.indices]
-        began = self.clock()
-        _write(self.file, "start", source=self.source.name, time=time.time(), period_s=period_s, gpus=gpus)
-        due = began
-        while True:
-            _write(self.file, "sample", time_s=round(self.clock() - began, 3), gpus=[self._sample(index) for index in self.source.indices])
-            self.samples += 1
-            due = max(due + period_s, self.clock())  # no burst after a slow read
-            if closed(due - self.clock()):
-                break
-        _write(self.file, "stop", time_s=round(self.clock() - began, 3), samples=self.samples)
+def _read_nvidia(reasons: str, values: list[str]) -> dict:
+    sample = {name: _scaled(text, unit) for (name, (_, unit)), text in zip(NVIDIA.items(), values, strict=True)}
+    return {**sample, "throttle": throttle_reasons(reasons)}
 
-    def _described(self, index: int) -> dict:
-        return self._guarded(f"GPU {index}", lambda: self.source.describe(index)) or {"id": None, "name": None, "power_limit_w": None}
 
-    def _sample(self, index: int) -> dict:
-        reads = self._guarded(f"GPU {index}", lambda: self.source.read(index)) or {}
-        return {name: self._guarded(f"{name} of GPU {index}", read) for name, read in reads.items()}
+def _read_amd(card: Path) -> dict:
+    sample = {}
+    for name, (patterns, unit) in AMD.items():
+        texts = [read_text(path) for pattern in patterns for path in sorted(card.glob(pattern))]
+        sample[name] = _scaled(next(filter(None, texts), ""), unit)
+    return {**sample, "throttle": None}
 
-    def _guarded(self, what: str, read: Callable):
+
+def _scaled(text: str, unit: float) -> float | None:
+    """None for "[N/A]", and for a file that is not there."""
+    try:
+        return round(float(text) / unit, 2)
+    except ValueError:
+        return None
+
+
+def sample(found: Probe, file: int, closed: Callable[[float], bool], clock: Callable[[], float] = time.monotonic) -> None:
+    """Write samples to `file`, a descriptor, until `closed(seconds)`, which waits at most that long, says that our input is closed."""
+    gpus = [{"id": device.address, "name": device.name} for device in found.devices]
+    _write(file, "start", source=SOURCES[found.vendor], time=time.time(), period_s=PERIOD_S, gpus=gpus)
+    began = due = clock()
+    samples, noted = 0, set()
+    while True:
+        time_s = round(clock() - began, 3)
         try:
-            return read()
-        except Exception as error:  # a GPU that fell off the bus, a counter that this driver lacks
-            if what not in self.noted:
-                self.noted.add(what)
-                _write(self.file, "note", what=f"{what} cannot be read: {error or type(error).__name__}")
-            return None
+            values = read(found)
+        except DriverError as error:
+            values = [{} for _ in gpus]
+            if str(error) not in noted:
+                _write(file, "note", what=f"the GPUs cannot be read: {error}")
+            noted.add(str(error))
+        _write(file, "sample", time_s=time_s, gpus=values)
+        samples += 1
+        due = max(due + PERIOD_S, clock())  # no burst after a slow read
+        if closed(due - clock()):
+            break
+    _write(file, "stop", time_s=round(clock() - began, 3), samples=samples)
 
 
 def _write(file: int, event: str, **values) -> None:
@@ -250,11 +165,14 @@ def main(path: Path) -> int:
     os.nice(NICE)
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        source, why_not = open_source(os.environ)
-        if source is None:
-            _write(file, "note", what=why_not)
+        try:
+            found, why_not = probe(), "no GPU that the ranks see"
+        except PreflightError as error:
+            found, why_not = Probe("none"), error.what
+        if found.devices:
+            sample(found, file, _input_closed)
         else:
-            Sampler(source, file).run(_input_closed)
+            _write(file, "note", what=f"no sampler: {why_not}")
     except OSError as error:
         print(f"note: GPU samples end here: {error}", file=sys.stderr, flush=True)
         return 1
