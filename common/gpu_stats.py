@@ -66,6 +66,12 @@ def read_text(path: Path) -> str:
         return ""
 
 
+def key_values(path: Path) -> dict[str, int]:
+    """The lines `name number` of a file in /proc or /sys."""
+    lines = [line.split() for line in read_text(path).splitlines()]
+    return {line[0]: int(line[1]) for line in lines if len(line) >= 2 and line[1].isdigit()}
+
+
 def read_gpus(vendor: str, environment: Mapping[str, str] = os.environ, sysfs: Path = Path("/sys")) -> dict[str, GpuStats]:
     """All GPUs of the machine by PCI address (0000:1b:00.0); {} if the driver does not answer."""
     if vendor == "amd":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, KINDS, GpuKind
-from common.gpu_stats import DriverError, ask_nvidia_smi, read_text
+from common.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
 
 # PCI device number -> product (pci.ids, vendor 1002). The driver gives the number even where it gives no product name.
 AMD_PRODUCTS = {
@@ -264,12 +264,12 @@ def _kfd_nodes(sysfs: Path) -> list[Path]:
 
 def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
     """None for a CPU, and for a GPU that this container may not see (the kernel then refuses to show its properties)."""
-    facts = _key_values(node / "properties")
+    facts = key_values(node / "properties")
     if not facts.get("simd_count"):
         return None
     target = facts.get("gfx_target_version", 0)  # 90402 is gfx942, 90010 is gfx90a: the last two digits are hexadecimal
     arch = f"gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}"
-    banks = [_key_values(path) for path in (node / "mem_banks").glob("*/properties")]
+    banks = [key_values(path) for path in (node / "mem_banks").glob("*/properties")]
     memory = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2))  # public and private HBM
     card = sysfs / f"class/drm/renderD{facts.get('drm_render_minor', 0)}/device"
     name = read_text(card / "product_name")
@@ -278,11 +278,6 @@ def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
     mode = read_text(card / "current_compute_partition")
     units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)
     return Device(name, arch, memory, units, mode if mode != "SPX" else "", str(card))
-
-
-def _key_values(path: Path) -> dict[str, int]:
-    lines = [line.split() for line in read_text(path).splitlines()]
-    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
 
 
 def visible_indices(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:

@@ -17,6 +17,7 @@ from launch.console import print_stderr
 from launch.select_config import Selection, rules_of, select_config
 
 ROOT = Path(__file__).resolve().parents[1]
+ONE_NODE = ["--standalone", "--nnodes", "1"]
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
 
 
@@ -78,10 +79,14 @@ def job_from(benchmark: str, options: argparse.Namespace) -> Job:
     environment = os.environ
     gpus = Probe("none") if options.device == "cpu" else probe()
     selection = select_config(ROOT, benchmark, options, environment, gpus)
-    data_name = f"{benchmark}-miniature" if selection.config.miniature else benchmark
-    data_dir = Path(environment.get("DATADIR") or ROOT / "data" / data_name).absolute()
-    log_dir = Path(environment.get("LOGDIR") or ROOT / "results").absolute()
-    return Job(benchmark, selection, gpus, data_dir, log_dir, environment, node_from(environment, selection.config.nodes))
+    folders = directories(benchmark, selection.config.miniature, environment)
+    return Job(benchmark, selection, gpus, *folders, environment, node_from(environment, selection.config.nodes))
+
+
+def directories(benchmark: str, miniature: bool, environment: Mapping[str, str]) -> tuple[Path, Path]:
+    """Those of data and results: DATADIR and LOGDIR, or their defaults in the project."""
+    data = environment.get("DATADIR") or ROOT / "data" / (f"{benchmark}-miniature" if miniature else benchmark)
+    return Path(data).absolute(), Path(environment.get("LOGDIR") or ROOT / "results").absolute()
 
 
 def ensure_data(job: Job) -> None:
@@ -100,14 +105,18 @@ def ensure_data(job: Job) -> None:
 
 
 def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
-    """Start `arguments` (-m MODULE ...) on the job's ranks, by way of launch.torchrun, which leaves its findings in `folder`.
-
-    Several nodes use the static rendezvous: c10d's numbers the nodes by host name, and rank 0 must be on node 0.
+    """Start `arguments` (-m MODULE ...) on the job's ranks. Several nodes use the static rendezvous: c10d's numbers the nodes by host name, and
+    rank 0 must be on node 0.
     """
     config, node = job.config, job.node
     where = ["--rdzv-backend", "static", "--master-addr", node.address, "--master-port", str(node.port), "--node-rank", str(node.rank)]
-    nodes = ["--nnodes", str(config.nodes), *where] if config.nodes > 1 else ["--standalone", "--nnodes", "1"]
-    return [sys.executable, "-m", "launch.torchrun", str(folder), *nodes, "--nproc-per-node", str(config.gpus_per_node), *arguments]
+    nodes = ["--nnodes", str(config.nodes), *where] if config.nodes > 1 else ONE_NODE
+    return torchrun(folder, config.gpus_per_node, arguments, nodes)
+
+
+def torchrun(folder: Path, processes: int, arguments: list[str], nodes: list[str] = ONE_NODE) -> list[str]:
+    """By way of launch.torchrun, which leaves its findings in `folder`."""
+    return [sys.executable, "-m", "launch.torchrun", str(folder), *nodes, "--nproc-per-node", str(processes), *arguments]
 
 
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
@@ -123,6 +132,11 @@ def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
         if job.environment.get(name, value) != value:
             print_stderr(f"note: {name}={value} from the config replaces {job.environment[name]}")
     threads = 1 if job.selection.device == "cuda" else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
-    paths = [str(ROOT), *filter(None, [job.environment.get("PYTHONPATH")])]
-    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "CACHE_CLEARED": cleared}
-    return {"OMP_NUM_THREADS": str(threads), **job.environment, **config.env, **ours}
+    return rank_environment(job.environment, config.env, threads) | {"CACHE_CLEARED": cleared}
+
+
+def rank_environment(environment: Mapping[str, str], config_env: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The user's variables, those of the config, and what finds the project's modules, and only those, from any directory."""
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return {"OMP_NUM_THREADS": str(threads), **environment, **config_env, **ours}

@@ -24,7 +24,9 @@ def clear(files: Iterable[Path]) -> str:
     paths = list(files)
     with contextlib.suppress(OSError, AttributeError):
         for path in paths:
-            _advise(path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if not any(map(resident, paths)):
             return "fadvise"
     with contextlib.suppress(OSError):
@@ -35,41 +37,23 @@ def clear(files: Iterable[Path]) -> str:
     return "no"
 
 
-def _advise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
 def resident(path: Path) -> int:
     """Pages of `path` that are in memory; 0 also where the kernel does not tell (mm/mincore.c: it tells owners and writers only)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        status = os.fstat(descriptor)
-        if not (os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)):
-            return 0
-        return sum(_resident(descriptor, start, min(CHUNK, status.st_size - start)) for start in range(0, status.st_size, CHUNK))
-    finally:
-        os.close(descriptor)
+    status = path.stat()
+    if not (os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)):
+        return 0
+    with path.open("rb") as file:
+        return sum(_resident(file.fileno(), start, min(CHUNK, status.st_size - start)) for start in range(0, status.st_size, CHUNK))
 
 
 def _resident(descriptor: int, start: int, length: int) -> int:
-    """Through the C library, since mmap.mmap gives no address for mincore. Maps the pages without touching them."""
+    """Maps the pages without touching them. A private mapping, because ctypes gives the address of a writable buffer only."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    address = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, start)
-    if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "mmap")
-    area = (ctypes.c_void_p(address), ctypes.c_size_t(length))
-    try:
-        pages = -(-length // mmap.PAGESIZE)
-        answer = ctypes.create_string_buffer(pages)
-        if libc.mincore(*area, answer):
-            raise OSError(ctypes.get_errno(), "mincore")
-        return sum(byte & 1 for byte in answer.raw[:pages]) if any(answer.raw[:pages]) else 0
-    finally:
-        libc.munmap(*area)
+    answer = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+    with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start) as area:
+        first = ctypes.c_char.from_buffer(area)
+        failed = libc.mincore(ctypes.byref(first), ctypes.c_size_t(length), answer)
+        del first  # a mapping with a pointer into it cannot be closed
+    if failed:
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(byte & 1 for byte in answer.raw) if any(answer.raw) else 0

@@ -14,7 +14,7 @@ from launch import diagnosis, page_cache, run_directory, sampler, series
 from launch.console import closing, print_stderr
 from launch.job import ROOT, Job, ensure_data, trainer_command, trainer_environment
 from launch.multi_node import LeaderEnded, Nodes
-from launch.supervise import BEFORE_COLLECTIVES, Ending, HangLimits, HangWatch, supervise
+from launch.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, supervise
 
 STARTUP_S = 300.0  # until every rank has finished a step: kernels compile before the first one
 
@@ -91,7 +91,7 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     local_ranks = range(node.rank * config.gpus_per_node, (node.rank + 1) * config.gpus_per_node)
     step_s = config.hang_timeout_s * BEFORE_COLLECTIVES if node.rank == 0 else math.inf
     ranks = range(config.world_size) if node.rank == 0 else local_ranks
-    watch = HangWatch(run_dir / "ranks", ranks, HangLimits(max(step_s, STARTUP_S), step_s), local_ranks)
+    watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
     command, environment = trainer_command(job, run_dir, seed), trainer_environment(job, cleared)
     with sampler.sampling(run_dir, enabled=job.selection.device == "cuda"):
         return supervise(command, environment, run_dir, watch, functools.partial(nodes.poll, run_dir))

@@ -53,11 +53,8 @@ def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"cannot write to {path}: {error.strerror}",
-        "results must be kept, so nothing was started",
-        "set LOGDIR to a writable directory with free space",
-    )
+    what, do = f"cannot write to {path}: {error.strerror}", "set LOGDIR to a writable directory with free space"
+    return StorageError(what, "results must be kept, so nothing was started", do)
 
 
 def versions(root: Path, found: Probe) -> dict:
@@ -66,7 +63,7 @@ def versions(root: Path, found: Probe) -> dict:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in names if (version := _version(name))},
+        "packages": {name: version for name in names if (version := version_of(name))},
         "commit": git(root, "rev-parse", "HEAD"),
         "dirty": None if (status := git(root, "status", "--porcelain")) is None else bool(status),
         "gpus": [str(device) for device in found.devices],
@@ -74,7 +71,8 @@ def versions(root: Path, found: Probe) -> dict:
     }
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from common.errors import Hang
 
@@ -37,23 +38,16 @@ class Ending:
     stopped: bool = False
 
 
-@dataclass(frozen=True)
-class HangLimits:
-    startup_s: float  # until every rank has finished a step: imports, kernel compilation, first collectives
-    step_s: float
-
-
 class HangWatch:
     """Tells when no heartbeat has changed for too long. Compares file times only for change, so clocks may jump.
 
-    `ranks` are watched through their files in `folder`; only `local_ranks` have processes on this machine.
+    `ranks` are watched through their files in `folder`; only `local_ranks` have processes on this machine. `startup_s` counts until every
+    rank has finished a step (imports, kernel compilation, first collectives), then `step_s`.
     """
 
-    def __init__(
-        self, folder: Path, ranks: range, limits: HangLimits, local_ranks: range | None = None, clock: Callable[[], float] = time.monotonic
-    ):
-        self.folder, self.ranks, self.limits, self.clock = folder, ranks, limits, clock
-        self.local_ranks = ranks if local_ranks is None else local_ranks
+    def __init__(self, folder: Path, ranks: range, local_ranks: range, startup_s: float, step_s: float, clock=time.monotonic):
+        self.folder, self.ranks, self.local_ranks, self.clock = folder, ranks, local_ranks, clock
+        self.startup_s, self.step_s = startup_s, step_s
         self.last_change = clock()
         self.modified: dict[int, int] = {}
         self.beats: dict[int, dict] = {}
@@ -68,14 +62,13 @@ class HangWatch:
                     self.modified[rank], self.last_change = modified, self.clock()
                     self.beats[rank] = json.loads(path.read_text())
         started = len(self.beats) == len(self.ranks) and all(beat["step"] > 0 for beat in self.beats.values())
-        return self.clock() - self.last_change > (self.limits.step_s if started else self.limits.startup_s)
+        return self.clock() - self.last_change > (self.step_s if started else self.startup_s)
 
     def explain(self) -> tuple[Hang, dict]:
         """The error, and the last heartbeat of the culprit: a stopped process, else a silent one, else the one furthest behind."""
         silent_s = self.clock() - self.last_change
-        stopped = [
-            self.beats[rank] for rank in self.local_ranks if rank in self.beats and process_state(self.beats[rank]["pid"]) in ("T", "t")
-        ]
+        local_beats = [self.beats[rank] for rank in self.local_ranks if rank in self.beats]
+        stopped = [beat for beat in local_beats if process_state(beat["pid"]) in ("T", "t")]
         unheard = [rank for rank in self.ranks if rank not in self.beats]
         if stopped:
             culprit = stopped[0]
@@ -106,20 +99,22 @@ def supervise(
     *,
     poll_s: float = POLL_S,
     grace_s: float = GRACE_S,
+    stdout: TextIO | None = None,
 ) -> Ending:
-    """Run `command` to its end, or until `watch` sees a hang or `stop` returns True.
+    """Run `command` to its end, or until `watch` sees a hang or `stop`, which is called every `poll_s`, returns True.
 
     SIGINT, SIGTERM and SIGHUP are passed on as one SIGTERM; a second one kills at once. Whatever happens, no process of this run is
     left when the function returns or raises.
     """
     with _signals_noted() as received:
-        process = subprocess.Popen(command, env=environment | {MARK: str(run_dir)}, start_new_session=True)
+        process = subprocess.Popen(command, env=environment | {MARK: str(run_dir)}, stdout=stdout, start_new_session=True)
         try:
             while not _ended(process, poll_s) and not received:
                 hangs, stopped = watch is not None and watch.look(), stop()
-                if watch and (hangs or stopped):
-                    hang, culprit = watch.explain() if not stopped else (None, None)
-                    watch.ask_for_stacks()
+                if hangs or stopped:
+                    hang, culprit = watch.explain() if watch and not stopped else (None, None)
+                    if watch:
+                        watch.ask_for_stacks()
                     return Ending(-signal.SIGKILL, hang=hang, culprit=culprit, stopped=stopped)
             if received:
                 _stop(process, received, grace_s)

@@ -8,12 +8,10 @@ not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a w
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,19 +20,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common import config as configs
-from common.errors import ConfigError, PreflightError, RunError
+from common.errors import ConfigError, Interrupted, PreflightError, RunError
 from common.gpu_kinds import GpuKind
 from common.gpu_stats import read_gpus
 from common.hardware import Probe, identify, probe
 from gemm_tuning.file import configured, read_tuned, require_same_versions
+from launch.job import ROOT, directories, rank_environment, torchrun
 from launch.select_config import benchmarks, config_file, requested_gpus
+from launch.supervise import supervise
 from plan import estimate as plan
 from plan.command import workload
 from preflight import gpus, host
 from preflight.check_row import CheckRow, graded, overall, skipped, table
 from preflight.measured import Measured, limit_s, read_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 SECONDS, QUICK_SECONDS = 3.0, 0.5
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 END_S = 45.0  # torchrun gives its ranks 30 s to end
@@ -133,12 +132,12 @@ def requested_run(options: argparse.Namespace, environment: Mapping[str, str], k
 
 
 def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) -> list[CheckRow]:
-    data = environment.get("DATADIR") or ROOT / "data" / (f"{benchmark}-miniature" if request.miniature else benchmark)
+    data_dir, log_dir = directories(benchmark, request.miniature, environment)
     rows = host.judge(host.read(), request.count, request.device, request.nodes, request.pinned_bytes)
-    rows += host.judge_read_folder("DATADIR", Path(data).absolute(), request.miniature)
+    rows += host.judge_read_folder("DATADIR", data_dir, request.miniature)
     if environment.get("MODEL"):
         rows += host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), request.miniature)
-    return [*rows, host.judge_log_folder(Path(environment.get("LOGDIR") or ROOT / "results").absolute())]
+    return [*rows, host.judge_log_folder(log_dir)]
 
 
 def judge_gemm_tuning(request: Request, rank: Measured | None) -> list[CheckRow]:
@@ -197,27 +196,20 @@ def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
 
 def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], None]) -> list[Measured]:
     """One process per GPU, started by launch.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S."""
-    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        size = ["--standalone", "--nnodes", "1", "--nproc-per-node", str(request.count)]
-        work = ["-m", "preflight.measure", folder, request.device, str(seconds)]
-        # torchrun leaves an empty folder in TMPDIR.
-        ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "TMPDIR": folder}
-        env = {"OMP_NUM_THREADS": "1", **environment, **request.env, **ours}
-        process = subprocess.Popen([sys.executable, "-m", "launch.torchrun", folder, *size, *work], env=env, stdout=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="preflight-") as name:
+        folder = Path(name)
+        command = torchrun(folder, request.count, ["-m", "preflight.measure", name, request.device, str(seconds)])
+        env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}  # torchrun leaves an empty folder there
         deadline = time.monotonic() + limit_s(seconds) + END_S  # the ranks have their own limit; this one is for torchrun
-        try:
-            while time.monotonic() < deadline:
-                meanwhile()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(SAMPLE_S)
-                    break
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-            process.kill()  # does nothing if it has ended
-        return read_ranks(Path(folder))
+
+        def is_late() -> bool:
+            meanwhile()
+            return time.monotonic() > deadline
+
+        ending = supervise(command, env, folder, stop=is_late, poll_s=SAMPLE_S, stdout=sys.stderr)
+        if ending.signal_number:
+            raise Interrupted(ending.signal_number)
+        return read_ranks(folder)
 
 
 if __name__ == "__main__":

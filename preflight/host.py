@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import mmap
 import os
 import platform
@@ -13,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.gpu_kinds import GIB
-from common.gpu_stats import read_text
+from common.gpu_stats import key_values, read_text
+from launch.environment import OLDEST_TORCH
+from launch.run_directory import version_of
 from preflight.check_row import CheckRow, at_least, graded, skipped
 
 MB = 10**6
@@ -44,18 +45,13 @@ def read(root: Path = Path("/")) -> Host:
 
 def available_memory(root: Path) -> int:
     """MemAvailable, or what the control group has left if that is less; its page cache counts as available."""
-    machine = _numbers(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
+    machine = key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
     group = root / "sys/fs/cgroup"
     limit, used = read_text(group / "memory.max"), read_text(group / "memory.current")
     if not limit.isdigit() or not used.isdigit():
         return machine
-    kept = int(used) - _numbers(group / "memory.stat").get("inactive_file", 0)
+    kept = int(used) - key_values(group / "memory.stat").get("inactive_file", 0)
     return min(machine, max(int(limit) - kept, 0))
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    lines = [line.split() for line in read_text(path).splitlines()]
-    return {line[0]: int(line[1]) for line in lines if len(line) >= 2 and line[1].isdigit()}
 
 
 def nearest(path: Path) -> Path:
@@ -155,7 +151,6 @@ def judge_log_folder(folder: Path) -> CheckRow:
 
 # --- software ---------------------------------------------------------------------------------------------------------
 
-OLDEST_TORCH = (2, 9)  # as launch/environment.py requires
 Stack = tuple[str, str, str, str]  # Python (major.minor), torch (without its local part), "CUDA 13.0" or "ROCm 7.2" or "CPU", triton
 # Trained and tested by us with exactly these. Nothing was ever run on ROCm, so it has no line.
 TESTED = {
@@ -169,17 +164,9 @@ TESTED_DRIVERS = {"nvidia": "580"}  # branch; CUDA 13.0 needs it or a newer one
 def installed(cuda: str | None, hip: str | None) -> Stack:
     """`cuda` and `hip`: torch.version's in a process that imported torch; None if no process could."""
     backend = f"CUDA {cuda}" if cuda else f"ROCm {'.'.join(hip.split('.')[:2])}" if hip else UNKNOWN if cuda is None else "CPU"
-    return ".".join(platform.python_version_tuple()[:2]), _version("torch"), backend, _version("triton", "pytorch-triton-rocm")
-
-
-def _version(*names: str) -> str:
-    """Version of the first of these packages that is installed, without its local part; "" if none is."""
-    for name in names:
-        try:
-            return importlib.metadata.version(name).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    torch, triton = (version_of(name) for name in ("torch", "triton"))
+    python, triton = ".".join(platform.python_version_tuple()[:2]), triton or version_of("pytorch-triton-rocm")
+    return python, (torch or "").partition("+")[0], backend, (triton or "").partition("+")[0]
 
 
 def judge_software(stack: Stack) -> CheckRow:

@@ -12,9 +12,9 @@ from toy import alive
 
 from common.errors import Hang
 from launch import supervise
-from launch.supervise import HangLimits, HangWatch
+from launch.supervise import HangWatch
 
-LIMITS = HangLimits(startup_s=8.0, step_s=0.6)
+LIMITS = {"startup_s": 8.0, "step_s": 0.6}
 
 
 def start(tmp_path, script, watch=None, ranks=1, **options):
@@ -67,7 +67,7 @@ def test_a_stopped_rank_is_named(tmp_path):
             time.sleep(60)
         wait_for_the_others()
     """
-    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(3), LIMITS), ranks=3)
+    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3)
     assert ending.hang and ending.hang.exit_code == 13
     assert ending.culprit["rank"] == 1 and "SIGSTOP" in ending.hang.why
     assert "wait_for_the_others" in (tmp_path / "ranks" / "rank_0.stack").read_text()
@@ -80,14 +80,14 @@ def test_the_rank_furthest_behind_is_named(tmp_path):
             beat(step)
         time.sleep(60)
     """
-    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(2), LIMITS), ranks=2)
+    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(2), range(2), **LIMITS), ranks=2)
     assert isinstance(ending.hang, Hang) and ending.culprit["rank"] == 0 and "step 2" in ending.hang.why
     assert not alive(tmp_path)
 
 
 def test_hang_limits(tmp_path):
     now = [0.0]
-    watch = HangWatch(tmp_path, range(2), HangLimits(startup_s=100, step_s=10), clock=lambda: now[0])
+    watch = HangWatch(tmp_path, range(2), range(2), startup_s=100, step_s=10, clock=lambda: now[0])
 
     def beat(rank, step):
         (tmp_path / f"rank_{rank}.heartbeat").write_text(
