@@ -44,7 +44,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
 
 from common.errors import ConfigError, Interrupted, RunError
 from launch import series
@@ -60,29 +59,18 @@ PACKAGE = "mlperf-llama-training"
 USAGE = "./run_and_time.sh <benchmark> [verb] [options]; --help says more"
 
 
-class Verb(NamedTuple):
-    """`module` gets `arguments` and the rest of the command line; in both, {} stands for the benchmark."""
-
-    needs_benchmark: bool
-    module: str = ""  # "": done in this process
-    arguments: tuple[str, ...] = ()
-
-
-VERBS = {
-    "run": Verb(True),
-    "prepare": Verb(True, "{}.prepare"),
-    "bench": Verb(True),
-    "profile": Verb(True),
-    "plan": Verb(True, "plan.command", ("{}",)),
-    "preflight": Verb(True, "preflight", ("{}",)),
-    "gemms": Verb(True, "gemm_tuning.cli", ("{}",)),
-    "merge": Verb(True, "{}.merge"),
-    **{name: Verb(False, f"submission.{name}") for name in ("check", "report", "score", "describe", "package")},
+OF_LOGS = {name: f"submission.{name}" for name in ("check", "report", "score", "describe", "package")}
+OF_A_BENCHMARK = {  # the module that does it: "" for this process, {} for the benchmark; another module gets the benchmark's name first
+    **dict.fromkeys(("run", "bench", "profile"), ""),
+    **{"prepare": "{}.prepare", "merge": "{}.merge"},
+    **{"plan": "plan.command", "preflight": "preflight", "gemms": "gemm_tuning.cli"},
 }
+VERBS = OF_A_BENCHMARK | OF_LOGS
 
 
 def main(arguments: list[str]) -> int:
-    _end_by_exception()
+    for number in handled_signals():
+        signal.signal(number, _interrupt)
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__ + f"\nBenchmarks: {', '.join(benchmarks(ROOT))}")
         return 0
@@ -91,7 +79,7 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         benchmark, name, rest = _split(arguments)
-        if VERBS[name].module:
+        if VERBS[name]:
             return _run_module(benchmark, name, rest)
         return _run_here(benchmark, name, _parse(name, rest))
     except RunError as error:
@@ -99,12 +87,8 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
 
 
-def _end_by_exception() -> None:
-    def interrupt(number: int, frame) -> None:
-        raise Interrupted(number)
-
-    for number in handled_signals():
-        signal.signal(number, interrupt)
+def _interrupt(number: int, frame) -> None:
+    raise Interrupted(number)
 
 
 def version() -> str:
@@ -120,31 +104,30 @@ def version() -> str:
 def _split(arguments: list[str]) -> tuple[str, str, list[str]]:
     """Benchmark ("" for a verb that takes none), verb, and the rest. Raises ConfigError."""
     known = benchmarks(ROOT)
-    first = arguments[0] if arguments else ""
-    if first in VERBS and not VERBS[first].needs_benchmark:
-        return "", first, arguments[1:]
-    if first in VERBS:
+    first, *rest = arguments or [""]
+    if first in OF_LOGS:
+        return "", first, rest
+    if first in OF_A_BENCHMARK:
         raise ConfigError(f"{first} needs a benchmark", f"there are: {', '.join(known)}", f"./run_and_time.sh <benchmark> {first} ...")
     if first not in known:
         what = f"unknown benchmark or verb {first}" if first else "which benchmark?"
-        alone = ", ".join(name for name, verb in VERBS.items() if not verb.needs_benchmark)
-        raise ConfigError(what, f"benchmarks: {', '.join(known)}; verbs without a benchmark: {alone}", USAGE)
-    if len(arguments) == 1 or arguments[1].startswith("-"):
-        return first, "run", arguments[1:]
-    name = arguments[1]
+        raise ConfigError(what, f"benchmarks: {', '.join(known)}; verbs without a benchmark: {', '.join(OF_LOGS)}", USAGE)
+    if not rest or rest[0].startswith("-"):
+        return first, "run", rest
+    name, *rest = rest
     if name not in VERBS:
         raise ConfigError(f"unknown verb {name}", f"there are: {', '.join(VERBS)}", USAGE)
-    if not VERBS[name].needs_benchmark:
+    if name in OF_LOGS:
         raise ConfigError(f"{name} takes no benchmark", "what it reads names the benchmark", f"./run_and_time.sh {name} ...")
-    return first, name, arguments[2:]
+    return first, name, rest
 
 
 def _run_module(benchmark: str, name: str, rest: list[str]) -> int:
-    _, module, arguments = VERBS[name]
-    if "{}" in module and not (ROOT / benchmark / module.removeprefix("{}.")).with_suffix(".py").is_file():
-        raise ConfigError(f"{benchmark} has no verb {name}", f"it has no module {module.format(benchmark)}", "see --help")
-    words = [argument.format(benchmark) for argument in arguments]
-    return subprocess.run([sys.executable, "-m", module.format(benchmark), *words, *rest]).returncode
+    module = VERBS[name].format(benchmark)
+    if module == f"{benchmark}.{name}" and not (ROOT / benchmark / f"{name}.py").is_file():
+        raise ConfigError(f"{benchmark} has no verb {name}", f"it has no module {module}", "see --help")
+    words = [benchmark] if benchmark and not module.startswith(f"{benchmark}.") else []
+    return subprocess.run([sys.executable, "-m", module, *words, *rest]).returncode
 
 
 def _parse(name: str, rest: list[str]) -> argparse.Namespace:

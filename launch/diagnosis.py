@@ -49,25 +49,28 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
     """The error of the rank that failed first, and its `rank`, `step` and `time` as far as known."""
     records = {rank: _read_json(run_dir / "ranks" / f"rank_{rank}.json", {}) for rank in range(world_size)}
     exits = {entry["rank"]: entry for path in run_dir.glob("torchrun*.json") for entry in _read_json(path, [])}
-    failed = _earliest(record for record in records.values() if record.get("outcome") == "failed" and not record.get("secondary"))
-    if failed:
+
+    def earliest(outcome: str, secondary: bool = False) -> dict | None:
+        ended = [record for record in records.values() if record.get("outcome") == outcome and bool(record.get("secondary")) == secondary]
+        return min(ended, key=lambda record: record.get("time", 0), default=None)
+
+    if failed := earliest("failed"):
         return _as_error(failed), failed
     # Without a record: killed from outside, or dead before the trainer handled signals. torchrun ends the others with SIGTERM, so a rank
     # that died of it, or that torchrun does not list, is a victim if there is another candidate.
     silent = [rank for rank, record in records.items() if not record and (rank in exits or not exits)]
     if silent:
         rank = min(silent, key=lambda r: (exits.get(r, {}).get("exit_code") == -signal.SIGTERM, exits.get(r, {}).get("time", 0)))
-        return _died_silently(rank, run_dir, exits.get(rank)), {"rank": rank, **_last_beat(run_dir, rank)}
-    secondary = _earliest(record for record in records.values() if record.get("outcome") == "failed")
-    early = _earliest(record for record in records.values() if record.get("outcome") == "done")
-    if secondary and early:
+        return _died_silently(rank, run_dir, exits.get(rank)), {
+            **_read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {}),
+            "rank": rank,
+        }
+    secondary = earliest("failed", secondary=True)
+    if secondary and (early := earliest("done")):
         what = f"rank {early['rank']} ended as if done at step {early.get('step')}, while others were still training"
         return RankLost(what, secondary["what"], "this is a defect: keep the run directory and report it"), early
-    interrupted = _earliest(record for record in records.values() if record.get("outcome") == "interrupted")
-    if interrupted:
-        return _as_error(interrupted), interrupted
-    if secondary:
-        return _as_error(secondary), secondary
+    if other := earliest("interrupted") or secondary:
+        return _as_error(other), other
     what = "the processes ended without reaching the target and without a reason"
     return RunError(what, "no rank left a record of a failure", f"see {run_dir}/torchrun.log, and report this as a defect"), {}
 
@@ -85,10 +88,6 @@ def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
         print(f"note: failure.json could not be written: {problem}", file=sys.stderr, flush=True)
 
 
-def _earliest(records) -> dict | None:
-    return min(records, key=lambda record: record.get("time", 0), default=None)
-
-
 def _as_error(record: dict) -> RunError:
     error = RunError(f"rank {record['rank']}: {record['what']}", record.get("why", ""), record.get("do", ""))
     error.kind, error.exit_code = record["kind"], record["exit_code"]
@@ -97,9 +96,8 @@ def _as_error(record: dict) -> RunError:
 
 def _died_silently(rank: int, run_dir: Path, ended: dict | None) -> RunError:
     if ended is None:
-        return RankLost(
-            f"rank {rank} ended without a message", "it left no record and torchrun did not see it fail", f"see {run_dir}/torchrun.log"
-        )
+        why = "it left no record and torchrun did not see it fail"
+        return RankLost(f"rank {rank} ended without a message", why, f"see {run_dir}/torchrun.log")
     who, code = f"rank {rank} (process {ended['pid']})", ended["exit_code"]
     if code > 0:
         error = RunError(f"{who} ended with exit code {code} and left no record", "its own message stands above", "correct what that names")
@@ -108,15 +106,8 @@ def _died_silently(rank: int, run_dir: Path, ended: dict | None) -> RunError:
     if code == -signal.SIGKILL:
         why = "SIGKILL: someone killed it, or the kernel did because the host ran out of memory (see dmesg)"
         return RankLost(f"{who} died without a message", why, "make host memory free, then start again")
-    name = signal.Signals(-code).name if code < 0 else "exit code 0"
-    return RankLost(
-        f"{who} died without a message", f"{name}: a crash in native code, or a device that was lost", "check the GPU and the kernel log"
-    )
-
-
-def _last_beat(run_dir: Path, rank: int) -> dict:
-    beat = _read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {})
-    return {"step": beat.get("step"), "time": beat.get("time", time.time())}
+    why = f"{signal.Signals(-code).name if code < 0 else 'exit code 0'}: a crash in native code, or a device that was lost"
+    return RankLost(f"{who} died without a message", why, "check the GPU and the kernel log")
 
 
 def _read_json(path: Path, default):

@@ -55,7 +55,8 @@ def python_for(path: Path, folder: Path) -> Path:
     lacking = missing(requirements(path))
     if not lacking:
         return Path(sys.executable)
-    python, stamp, digest = folder / "bin" / "python", folder / f"{path.name}.sha256", _digest(path)
+    digest = hashlib.sha256("\n".join(line for _, line in requirements(path)).encode()).hexdigest()
+    python, stamp = folder / "bin" / "python", folder / f"{path.name}.sha256"
     if stamp.is_file() and stamp.read_text() == digest and shutil.which(python):
         return python
     own_torch = "torch" not in dict(lacking)
@@ -105,10 +106,6 @@ def _make_or_repair(folder: Path, python: Path) -> None:
     folder.mkdir()
     mark.write_text("")
     venv.create(folder, with_pip=True)
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256("\n".join(line for _, line in requirements(path)).encode()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from launch.job import ROOT, Job, ensure_data, trainer_command, trainer_environm
 from launch.multi_node import LeaderEnded, Nodes
 from launch.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, supervise
 
+DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step: kernels compile before the first one
 
 
@@ -63,11 +64,11 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     if cleared == "no":
         print_stderr("NOTE       the data is still in the page cache, and the log will say so: not for submission")
-    start_date = _date()
+    start_date = time.strftime(DATE)
     print(f"STARTING TIMING RUN AT {start_date}", flush=True)
     ending = _train(job, nodes, run_dir, seed, cleared)
     nodes.finish(run_dir, stop=ending.returncode != 0 or ending.signal_number != 0)
-    print(f"ENDING TIMING RUN AT {_date()}", flush=True)
+    print(f"ENDING TIMING RUN AT {time.strftime(DATE)}", flush=True)
     result = diagnosis.read_result(run_dir / "result.txt")
     if result.seconds is not None:
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
@@ -135,7 +136,3 @@ def write_report(folder: Path) -> None:
 
 def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", module, argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def _date() -> str:
-    return time.strftime("%Y-%m-%d %I:%M:%S %p")

@@ -43,20 +43,23 @@ def select_config(root: Path, benchmark: str, options: argparse.Namespace, envir
     """
     device = options.device or ("cuda" if found.devices else "cpu")
     if device == "cuda" and not found.devices:
-        raise PreflightError(
-            "--device cuda, but no GPU is visible", "no driver answers, or *_VISIBLE_DEVICES hides all", "use --device cpu"
-        )
+        why = "no driver answers, or *_VISIBLE_DEVICES hides all"
+        raise PreflightError("--device cuda, but no GPU is visible", why, "use --device cpu")
     kind = identify(found, environment.get("GPU_KIND", "")) if device == "cuda" else None
     path, reason = config_file(root, benchmark, options, environment, kind, len(found.devices))
     config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config, dict(key_value(text) for text in options.set))
     if config.gpu == "CPU" and not options.device:
         device, kind = "cpu", None
     notes = _mismatches(config, kind, options, environment)
-    _require_processes(config, kind, len(found.devices))
+    if kind and config.gpus_per_node > (visible := len(found.devices)):
+        do = "use a config for fewer GPUs, or make more visible"
+        raise ConfigError(f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", do)
+    shipped = root / "configs" / benchmark / path.name  # must be equal, since the log has only the name
     modified = bool(options.set)
-    if modified:
+    if options.set:
         notes.append(f"changed on the command line ({', '.join(options.set)}): not for submission")
-    elif modified := _differs_from_shipped(root, benchmark, path):
+    elif shipped.is_file() and shipped.read_bytes() != path.read_bytes():
+        modified = True
         notes.append(f"{path} differs from the file of that name in configs/{benchmark}: not for submission")
     suffix = ("+forced" if config.gpu != _kind_name(kind) else "") + ("+modified" if modified else "")
     return Selection(config, path, f"{path.stem}{suffix}{path.suffix}", reason, device, describe(found, kind), tuple(notes))
@@ -75,35 +78,19 @@ def config_file(
     return config_path(root, benchmark, config_name(kind, count)), reason
 
 
-def _differs_from_shipped(root: Path, benchmark: str, path: Path) -> bool:
-    """A custom file that reuses the name of a shipped one must be equal to it, since the log has only the name."""
-    shipped = root / "configs" / benchmark / path.name
-    return shipped.is_file() and shipped.read_bytes() != path.read_bytes()
-
-
 def _mismatches(config: RunConfig, kind: GpuKind | None, options: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
     """A note if --config forces a config for another GPU. Raises ConfigError if the config is for another GPU or number of GPUs otherwise."""
     requested = requested_gpus(environment)
     if requested and requested != config.gpus_per_node:
-        raise ConfigError(
-            f"DGXNGPU={requested}, but the config is for {config.gpus_per_node}", "both say how many GPUs to use", "unset one of them"
-        )
+        what = f"DGXNGPU={requested}, but the config is for {config.gpus_per_node}"
+        raise ConfigError(what, "both say how many GPUs to use", "unset one of them")
     if config.gpu == _kind_name(kind):
         return []
     if not options.config:
-        raise ConfigError(
-            f"the config is for {config.gpu}, this is {_kind_name(kind)}",
-            "its numbers were chosen for another GPU, and the log would name a system that was not used",
-            "unset DGXSYSTEM, or force it with --config FILE",
-        )
+        why = "its numbers were chosen for another GPU, and the log would name a system that was not used"
+        do = "unset DGXSYSTEM, or force it with --config FILE"
+        raise ConfigError(f"the config is for {config.gpu}, this is {_kind_name(kind)}", why, do)
     return [f"a config for {config.gpu} forced onto {_kind_name(kind)}: not for submission"]
-
-
-def _require_processes(config: RunConfig, kind: GpuKind | None, visible: int) -> None:
-    if kind and config.gpus_per_node > visible:
-        raise ConfigError(
-            f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", "use a config for fewer GPUs, or make more visible"
-        )
 
 
 def requested_gpus(environment: Mapping[str, str]) -> int:
