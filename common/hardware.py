@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,32 +66,33 @@ def identify(found: Probe, override: str = "") -> GpuKind | None:
     """
     if not found.devices:
         return None
-    _refuse_partitions(found)
+    if mode := next((device.partition for device in found.devices if device.partition), ""):
+        raise _partitioned(f"partition mode {mode}")
+    if len(found.devices) > MAX_GPUS:
+        raise _partitioned(f"{len(found.devices)} devices in one node")
     if override:
         return _overridden(found, override)
     kinds = {_kind_name(device, found) for device in found.devices}
     if len(kinds) > 1:
-        raise PreflightError(
+        what, why = (
             f"different kinds of GPU in one run: {', '.join(sorted(kinds))}",
-            "all would wait for the slowest, and MLPerf requires one kind of system",
-            f"choose one kind with {_visible_variable(found.vendor)}",
+            "MLPerf requires one kind, and all would wait for the slowest",
         )
+        variable = "HIP_VISIBLE_DEVICES" if found.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+        raise PreflightError(what, why, f"choose one kind with {variable}")
     return KINDS[kinds.pop()]
 
 
 def _overridden(found: Probe, override: str) -> GpuKind:
     kind = KINDS.get(override)
     if kind is None:
-        raise PreflightError(
-            f"GPU_KIND={override} is unknown", f"the known kinds are {', '.join(KINDS)}", "set GPU_KIND to one of them, or unset it"
-        )
+        known = f"the known kinds are {', '.join(KINDS)}"
+        raise PreflightError(f"GPU_KIND={override} is unknown", known, "set GPU_KIND to one of them, or unset it")
     if kind.vendor != found.vendor or any(not device.arch.startswith(kind.arch) for device in found.devices):
-        raise PreflightError(
-            f"GPU_KIND={override} does not fit the GPU",
-            f"{override} is {kind.arch}; this machine has: {_listing(found)}",
-            "correct or unset GPU_KIND",
-        )
-    _refuse_less_than_whole(found, kind)
+        why = f"{override} is {kind.arch}; this machine has: {_listing(found)}"
+        raise PreflightError(f"GPU_KIND={override} does not fit the GPU", why, "correct or unset GPU_KIND")
+    for device in found.devices:
+        _refuse_less_than_whole(device, kind)
     return kind
 
 
@@ -98,7 +100,7 @@ def _kind_name(device: Device, found: Probe) -> str:
     name = _named_kind(device) or _unnamed_kind(device)
     if name is None or not device.arch.startswith(KINDS[name].arch):
         raise _unknown(found)
-    _refuse_less_than_whole(found, KINDS[name], device)
+    _refuse_less_than_whole(device, KINDS[name])
     return name
 
 
@@ -127,28 +129,16 @@ def _unnamed_kind(device: Device) -> str | None:
     return None
 
 
-def _refuse_partitions(found: Probe) -> None:
-    mode = next((device.partition for device in found.devices if device.partition), "")
-    if mode:
-        raise _partitioned(f"partition mode {mode}")
-    if len(found.devices) > MAX_GPUS:
-        raise _partitioned(f"{len(found.devices)} devices in one node")
-
-
-def _refuse_less_than_whole(found: Probe, kind: GpuKind, only: Device | None = None) -> None:
-    for device in (only,) if only else found.devices:
-        if device.compute_units not in (0, kind.compute_units):
-            raise _partitioned(f"{device.compute_units} of the {kind.compute_units} compute units of an {kind.name}")
-        if device.memory_bytes < WHOLE_CARD * kind.memory_bytes:
-            raise _partitioned(f"{device.memory_bytes / GIB:.0f} of the {kind.memory_bytes / GIB:.0f} GiB of an {kind.name}")
+def _refuse_less_than_whole(device: Device, kind: GpuKind) -> None:
+    if device.compute_units not in (0, kind.compute_units):
+        raise _partitioned(f"{device.compute_units} of the {kind.compute_units} compute units of an {kind.name}")
+    if device.memory_bytes < WHOLE_CARD * kind.memory_bytes:
+        raise _partitioned(f"{device.memory_bytes / GIB:.0f} of the {kind.memory_bytes / GIB:.0f} GiB of an {kind.name}")
 
 
 def _partitioned(sign: str) -> PreflightError:
-    return PreflightError(
-        f"a GPU is partitioned: {sign}",
-        "all configs and peaks are for whole cards",
-        "undo the partitioning: SPX and NPS1 on AMD (amd-smi set --compute-partition SPX), MIG off on NVIDIA (nvidia-smi -mig 0)",
-    )
+    do = "undo the partitioning: SPX and NPS1 on AMD (amd-smi set --compute-partition SPX), MIG off on NVIDIA (nvidia-smi -mig 0)"
+    return PreflightError(f"a GPU is partitioned: {sign}", "all configs and peaks are for whole cards", do)
 
 
 def _unknown(found: Probe) -> PreflightError:
@@ -160,9 +150,7 @@ def _unknown(found: Probe) -> PreflightError:
 
 
 def _listing(found: Probe) -> str:
-    counts: dict[str, int] = {}
-    for device in found.devices:
-        counts[str(device)] = counts.get(str(device), 0) + 1
+    counts = Counter(map(str, found.devices))
     return "; ".join(f"{count} x ({text})" for text, count in counts.items())
 
 
@@ -177,11 +165,9 @@ def config_path(root: Path, benchmark: str, name: str) -> Path:
     """configs/<benchmark>/<name>.toml. Raises ConfigError that lists the configs that exist."""
     path = root / "configs" / benchmark / f"{name}.toml"
     if not path.is_file():
-        raise ConfigError(
-            f"there is no config {name} for {benchmark}",
-            f"configs/{benchmark} holds {', '.join(config_names(root, benchmark)) or 'none'}",
-            "set DGXSYSTEM to one of them, or DGXNGPU to a number of GPUs that has one, or give a file with --config",
-        )
+        why = f"configs/{benchmark} holds {', '.join(config_names(root, benchmark)) or 'none'}"
+        do = "set DGXSYSTEM to one of them, or DGXNGPU to a number of GPUs that has one, or give a file with --config"
+        raise ConfigError(f"there is no config {name} for {benchmark}", why, do)
     return path
 
 
@@ -224,42 +210,34 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
 
 def nvidia_probe(rows: list[list[str]], env: Mapping[str, str]) -> Probe:
     """`rows`: nvidia-smi's answer to NVIDIA_FIELDS, memory in MiB. CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
-    devices, uuids = [], []
+    devices = []
     for uuid, name, memory, capability, mig, _ in rows:
         partition = "MIG" if mig == "Enabled" or " MIG " in name else ""
         devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory)) * 2**20, 0, partition, uuid))
-        uuids.append(uuid)
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
-    visible = visible_indices(len(devices), env.get("CUDA_VISIBLE_DEVICES"), uuids)
+    visible = visible_indices(len(devices), env.get("CUDA_VISIBLE_DEVICES"), [device.address for device in devices])
     return Probe("nvidia" if visible else "none", tuple(devices[i] for i in visible), rows[0][5] if rows else "")
 
 
 def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
     """The kernel's view of AMD GPUs (kfd topology), in the order in which HIP counts them."""
-    devices = [device for device in map(lambda node: _read_kfd_node(node, sysfs), _kfd_nodes(sysfs)) if device]
+    nodes = sorted((sysfs / "class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name))
+    devices = [device for node in nodes if (device := _read_kfd_node(node, sysfs))]
     if not devices:
         return Probe("none")
     kfd = dev / "kfd"
     if not os.access(kfd, os.R_OK | os.W_OK):
-        raise PreflightError(
-            f"there are {len(devices)} AMD GPUs, but this process may not open {kfd}",
-            "the container was started without the devices, or the user is not in the groups render and video"
-            if not kfd.exists()
-            else "the user is not in the groups render and video",
-            "start the container with --device /dev/kfd --device /dev/dri and these groups, or run the miniature with --device cpu",
-        )
+        why = "" if kfd.exists() else "the container was started without the devices, or "
+        why += "the user is not in the groups render and video"
+        do = "start the container with --device /dev/kfd --device /dev/dri and these groups, or run the miniature with --device cpu"
+        raise PreflightError(f"there are {len(devices)} AMD GPUs, but this process may not open {kfd}", why, do)
     chosen = list(range(len(devices)))
     # ROCR_VISIBLE_DEVICES applies first; HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, then counts what is left.
     for value in (env.get("ROCR_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))):
         chosen = [chosen[i] for i in visible_indices(len(chosen), value)]
     version = read_text(sysfs / "module/amdgpu/version")
     return Probe("amd" if chosen else "none", tuple(devices[i] for i in chosen), version)
-
-
-def _kfd_nodes(sysfs: Path) -> list[Path]:
-    nodes = (sysfs / "class/kfd/kfd/topology/nodes").glob("[0-9]*")
-    return sorted(nodes, key=lambda path: int(path.name))
 
 
 def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
@@ -292,7 +270,3 @@ def visible_indices(count: int, value: str | None, uuids: list[str] | None = Non
             break
         chosen.append(index)
     return chosen
-
-
-def _visible_variable(vendor: str) -> str:
-    return "HIP_VISIBLE_DEVICES" if vendor == "amd" else "CUDA_VISIBLE_DEVICES"

@@ -50,22 +50,21 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
     records = {rank: _read_json(run_dir / "ranks" / f"rank_{rank}.json", {}) for rank in range(world_size)}
     exits = {entry["rank"]: entry for path in run_dir.glob("torchrun*.json") for entry in _read_json(path, [])}
 
-    def earliest(outcome: str, secondary: bool = False) -> dict | None:
-        ended = [record for record in records.values() if record.get("outcome") == outcome and bool(record.get("secondary")) == secondary]
+    def earliest(outcome: str, no_victims: bool = False) -> dict | None:
+        ended = [record for record in records.values() if record.get("outcome") == outcome]
+        ended = [record for record in ended if not (no_victims and record.get("secondary"))]
         return min(ended, key=lambda record: record.get("time", 0), default=None)
 
-    if failed := earliest("failed"):
+    if failed := earliest("failed", no_victims=True):
         return _as_error(failed), failed
     # Without a record: killed from outside, or dead before the trainer handled signals. torchrun ends the others with SIGTERM, so a rank
     # that died of it, or that torchrun does not list, is a victim if there is another candidate.
     silent = [rank for rank, record in records.items() if not record and (rank in exits or not exits)]
     if silent:
         rank = min(silent, key=lambda r: (exits.get(r, {}).get("exit_code") == -signal.SIGTERM, exits.get(r, {}).get("time", 0)))
-        return _died_silently(rank, run_dir, exits.get(rank)), {
-            **_read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {}),
-            "rank": rank,
-        }
-    secondary = earliest("failed", secondary=True)
+        beat = _read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {})
+        return _died_silently(rank, run_dir, exits.get(rank)), {**beat, "rank": rank}
+    secondary = earliest("failed")
     if secondary and (early := earliest("done")):
         what = f"rank {early['rank']} ended as if done at step {early.get('step')}, while others were still training"
         return RankLost(what, secondary["what"], "this is a defect: keep the run directory and report it"), early

@@ -88,31 +88,24 @@ class Series:
         self.folder, self.record, self.selection = folder, record, selection
         self.path = folder / ledger.NAME
 
-    def append(self, event: str, **line) -> dict:
-        full = {"event": event, "series": self.record.id, **line}
-        ledger.append(self.path, full)
-        return full
+    def append(self, event: str, **facts) -> dict:
+        line = {"event": event, "series": self.record.id, **facts}
+        ledger.append(self.path, line)
+        self.record.add(line)
+        return line
 
     def start(self, run_dir: Path, seed: int) -> dict:
-        number, selection = max(self.record.starts, default=0) + 1, self.selection
+        name, selection = run_dir.name, self.selection
         about = {"config": selection.log_name, "modified": selection.log_name != selection.path.name, "commit": self.record.facts["commit"]}
-        line = self.append("start", attempt=number, run=run_dir.name, seed=seed, started=_now(), **about)
-        self.record.starts[number] = line
-        return line
+        return self.append("start", attempt=self.record.next_attempt, run=name, seed=seed, started=_now(), **about)
 
     def end(self, start: dict, outcome: Outcome) -> None:
         error, result = outcome.error, outcome.result
-        line = start | {
-            "event": "end",
-            "exit_code": error.exit_code if error else 0,
-            "kind": error.kind if error else "success",
-            "reason": error.what if error else "",
-            "minutes": None if result.seconds is None else round(result.seconds / 60, 6),
-            "samples": result.samples,
-            "cache": outcome.cache,
-        }
-        ledger.append(self.path, line)
-        self.record.ends[start["attempt"]] = line
+        minutes = None if result.seconds is None else round(result.seconds / 60, 6)
+        ending = {"exit_code": 0, "kind": "success", "reason": "", "minutes": minutes, "samples": result.samples, "cache": outcome.cache}
+        if error:
+            ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
+        self.append(**start | ending | {"event": "end"})
 
     def seed(self) -> int:
         """32 bits from the system's random source that no run of this series has had."""
@@ -141,8 +134,9 @@ def _attempts(series: Series, log_dir: Path, benchmark: str, request: Request, e
     failed: list[int] = []  # exit codes of this command's failures
     while len(record.good) < record.goal:
         if record.goal > 1:
-            number = max(record.starts, default=0) + 1
-            print_stderr(f"attempt    {number}; {len(record.good)} of {record.goal} runs are good, {len(record.failed)} failed")
+            print_stderr(
+                f"attempt    {record.next_attempt}; {len(record.good)} of {record.goal} runs are good, {len(record.failed)} failed"
+            )
         seed = series.seed() if request.seed is None else request.seed
         run_dir = run_directory.create(log_dir, benchmark, series.selection.path.stem, seed)
         start = series.start(run_dir, seed)
@@ -154,7 +148,6 @@ def _attempts(series: Series, log_dir: Path, benchmark: str, request: Request, e
         if len(failed) > request.max_failures:
             return failed[0]
     series.append("closed")
-    record.closed = True
     return 0
 
 
@@ -228,12 +221,10 @@ def _resumed(series: Series, facts: dict, request: Request) -> Series:
         changed.append(f"NEXP was {record.goal}, now {request.goal}")
     if changed:
         why = "the runs of a series must be of the same system, code and configuration"
-        raise ConfigError(
-            f"cannot resume series {record.id}: {'; '.join(changed)}", why, "undo that, or start a new series without --resume"
-        )
+        do = "undo that, or start a new series without --resume"
+        raise ConfigError(f"cannot resume series {record.id}: {'; '.join(changed)}", why, do)
     if request.goal > record.goal:
         series.append("goal", goal=request.goal)
-        record.goal, record.closed = request.goal, False
     for start in record.open_starts:
         _enter_as_lost(series, start)
     print_stderr(f"series     {record.id} resumed after {len(record.ends)} attempts, {len(record.good)} of {record.goal} good")

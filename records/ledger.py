@@ -41,6 +41,21 @@ class Record:
     ends: dict[int, dict] = field(default_factory=dict)
     closed: bool = False
 
+    def add(self, line: dict) -> None:
+        """Enter a line of this series. Raises KeyError if it is not one."""
+        event = line["event"]
+        if event == "goal":
+            self.goal, self.closed = line["goal"], False
+        elif event == "closed":
+            self.closed = True
+        elif event in ("start", "end"):
+            kept = self.starts if event == "start" else self.ends
+            kept[line["attempt"]] = line
+
+    @property
+    def next_attempt(self) -> int:
+        return max(self.starts, default=0) + 1
+
     @property
     def good(self) -> list[dict]:
         return [end for end in self.ends.values() if end["exit_code"] == 0]
@@ -93,18 +108,8 @@ def read(path: Path) -> list[Record]:
     records: dict[str, Record] = {}
     for line in json_lines.read(path)[0] if path.exists() else ():
         with contextlib.suppress(KeyError, TypeError):
-            _add(records, line)
+            name = line["series"]
+            if line["event"] == "series":
+                records[name] = Record(name, line["goal"], line["facts"])
+            records[name].add(line)
     return list(records.values())
-
-
-def _add(records: dict[str, Record], line: dict) -> None:
-    event, name = line["event"], line["series"]
-    if event == "series":
-        records[name] = Record(name, line["goal"], line["facts"])
-    elif event == "goal":
-        records[name].goal, records[name].closed = line["goal"], False
-    elif event == "closed":
-        records[name].closed = True
-    elif event in ("start", "end"):
-        kept = records[name].starts if event == "start" else records[name].ends
-        kept[line["attempt"]] = line

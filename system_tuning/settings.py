@@ -41,14 +41,17 @@ class Found:
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
+AMD = "AMD's MLPerf Training v5.1 submission, runtime_tunables.sh"
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     name: str
     what: str
     benefit: str
     risk: str
-    source: str
     find: Callable[[Host, str], Found]  # the second argument is the value for thp_defrag
+    source: str = AMD
     is_one_shot: bool = False  # leaves nothing behind, so there is nothing to revert
     is_default: bool = True
 
@@ -132,16 +135,14 @@ def _thp(file: str, want: str = "") -> Callable[[Host, str], Found]:
     return find
 
 
-AMD = "AMD's MLPerf Training v5.1 submission, runtime_tunables.sh"
-
 SETTINGS = (
     Setting(
         "page_cache",
         "sync, then drop the page cache, dentries and inodes once",
         "the MLPerf rules require cold caches; more free huge pages. Not measured",
         "the next reads of every program on this host come from disk",
-        f"{AMD}; NVIDIA's run.sub does the same",
         _page_cache,
+        f"{AMD}; NVIDIA's run.sub does the same",
         is_one_shot=True,
     ),
     Setting(
@@ -149,15 +150,14 @@ SETTINGS = (
         "disable the CPU idle states deeper than C1",
         "leaving a deep state takes tens to hundreds of us (shown), which delays the first work after a wait. Not measured",
         "more power and heat when idle, less headroom for the busy cores to boost",
-        f"{AMD} (by index 2; here by name and exit latency)",
         _idle_states,
+        f"{AMD} (by index 2; here by name and exit latency)",
     ),
     Setting(
         "governor",
         "CPU frequency governor performance",
         "the threads that launch kernels keep the highest clock. Not measured",
         "more power",
-        AMD,
         _governor,
     ),
     Setting(
@@ -165,15 +165,14 @@ SETTINGS = (
         "disable automatic NUMA balancing, which samples accesses by unmapping pages",
         "+50 % throughput of two half-size all-reduces, one user's measurement (ROCm/rccl#1562); AMD's training guide asks for it",
         "remote memory stays remote: bind processes to the GPU's node; by AMD's guide some workloads lose",
-        f"{AMD}; ROCm documentation, prerequisite system validation before training; kernel admin guide (off when bound)",
         _one_file("/proc/sys/kernel/numa_balancing", "0"),
+        f"{AMD}; ROCm documentation, prerequisite system validation before training; kernel admin guide (off when bound)",
     ),
     Setting(
         "nmi_watchdog",
         "disable the hard-lockup watchdog: frees one performance counter and its interrupt per CPU",
         "not measured",
         "a CPU that hangs with interrupts off is no longer reported",
-        AMD,
         _one_file("/proc/sys/kernel/nmi_watchdog", "0"),
     ),
     Setting(
@@ -181,7 +180,6 @@ SETTINGS = (
         "transparent huge pages for all anonymous memory",
         "fewer TLB misses in large host buffers. Not measured",
         "sparse mappings use more memory",
-        AMD,
         _thp("enabled", "always"),
     ),
     Setting(
@@ -189,15 +187,14 @@ SETTINGS = (
         "make huge pages in the background; only memory that asked for them (madvise) waits",
         "huge pages sooner, without the stalls of AMD's choice, always. Not measured",
         "kcompactd uses CPU time; with --thp-defrag always any page fault may stop to compact memory",
-        f"{AMD} (always); kernel admin guide, transhuge (defer+madvise since Linux 4.11)",
         _thp("defrag"),
+        f"{AMD} (always); kernel admin guide, transhuge (defer+madvise since Linux 4.11)",
     ),
     Setting(
         "aslr",
         "disable address-space randomization on the whole host; only with --only aslr",
         "said to make runs vary less; nobody has shown a benefit",
         "SECURITY: every process started afterwards is easier to attack; `setarch -R COMMAND` does it for one process",
-        AMD,
         _one_file("/proc/sys/kernel/randomize_va_space", "0"),
         is_default=False,
     ),
