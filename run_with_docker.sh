@@ -140,9 +140,9 @@ trap 'pass_on INT' INT
 trap 'pass_on TERM' TERM
 trap 'pass_on HUP' HUP
 trap '"$engine" rm --force "$name" > /dev/null 2>&1 || true' EXIT
-code=0
 while kill -0 "$client" 2> /dev/null; do # a signal interrupts `wait`, not the container
-    code=0
-    wait "$client" || code=$?
+    wait "$client" || true
 done
+code=0
+wait "$client" || code=$? # bash keeps the status of a client that has ended, also of one that ended before the loop
 exit "$code"
