@@ -49,8 +49,7 @@ def measure(found: Measured, folder: Path, device: str, seconds: float) -> None:
     place = look(found, device)
     torch.manual_seed(found.rank)
     if int(os.environ["WORLD_SIZE"]) > 1:
-        found.phase = "start of the process group"
-        found.write(folder)
+        found.write(folder, "start of the process group")
         dist.init_process_group("gloo" if device == "cpu" else "nccl", device_id=place if device == "cuda" else None)
     try:
         fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(found.arch)]
@@ -61,8 +60,7 @@ def measure(found: Measured, folder: Path, device: str, seconds: float) -> None:
         left_out = {*(["FP8 GEMM"] if found.fp8_error else []), *([] if dist.is_initialized() else ["all-reduce", "all-gather"])}
         for name, prepare in works(place, fp8).items():
             if name not in left_out:
-                found.phase = name
-                found.write(folder)
+                found.write(folder, name)
                 work, amount = prepare()
                 found.speeds[name] = amount / median_s(work, place, seconds)
     finally:

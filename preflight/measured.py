@@ -41,8 +41,9 @@ class Measured:
         """`GPU 3 (GPU-8f2..., 0000:1b:00.0)`: the visible index, and how the driver names the card."""
         return f"GPU {self.rank} ({', '.join(filter(None, (self.uuid, self.pci))) or 'no address'})"
 
-    def write(self, folder: Path) -> None:
-        """Replace the rank's file as a whole, so that a reader never sees half of it."""
+    def write(self, folder: Path, phase: str = "") -> None:
+        """Replace the rank's file as a whole, so that a reader never sees half of it; with `phase`, that begins now."""
+        self.phase = phase or self.phase
         temporary = folder / f".rank_{self.rank}.tmp"
         temporary.write_text(json.dumps(asdict(self)))
         temporary.rename(folder / f"rank_{self.rank}.json")
