@@ -37,12 +37,8 @@ def requirements(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def missing(required: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The packages that the running Python lacks. Any version will do, since containers have their own; torch must be recent enough."""
-    return [(name, line) for name, line in required if not _has(name)]
-
-
 def _has(name: str) -> bool:
+    """Whether the running Python has a package. Any version will do, since containers have their own; torch must be recent enough."""
     if name in PROGRAMS:
         return shutil.which(Path(sysconfig.get_path("scripts")) / PROGRAMS[name]) is not None
     if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None:
@@ -52,7 +48,7 @@ def _has(name: str) -> bool:
 
 def python_for(path: Path, folder: Path) -> Path:
     """The Python to run with. Exits with a message if the package index cannot have the right torch for this machine."""
-    lacking = missing(requirements(path))
+    lacking = [(name, line) for name, line in requirements(path) if not _has(name)]
     if not lacking:
         return Path(sys.executable)
     digest = hashlib.sha256("\n".join(line for _, line in requirements(path)).encode()).hexdigest()

@@ -149,9 +149,8 @@ class Nodes:
             if node == self.node.rank:
                 self._put(f"facts/{node}", facts())
             found.append(self._wait(f"facts/{node}", node, JOIN_S))
-            different = [
-                f"{key} is {found[node].get(key)}, there {value}" for key, value in found[0].items() if found[node].get(key) != value
-            ]
+            here = found[node]
+            different = [f"{key} is {here.get(key)}, there {value}" for key, value in found[0].items() if here.get(key) != value]
             if different and self.node.rank in (0, node):
                 why = "the nodes of a run need the same config, code, packages and GPUs"
                 raise ConfigError(f"node {node} is not like node 0: {'; '.join(different)}", why, "make them equal, then start all again")

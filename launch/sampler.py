@@ -63,21 +63,20 @@ AMD = {
 @contextlib.contextmanager
 def sampling(run_dir: Path, enabled: bool) -> Iterator[None]:
     """Sample into `run_dir` while the block runs. A failure of the sampler does not affect the run."""
-    process = _start(run_dir / NAME) if enabled else None
+    if not enabled:
+        yield
+        return
+    process = _start(run_dir / NAME)
     try:
         yield
     finally:
-        if process is not None:
-            _end(process)
+        _end(process)
 
 
-def _start(path: Path) -> subprocess.Popen | None:
+def _start(path: Path) -> subprocess.Popen:
+    """In a session of its own: Ctrl-C is for the launcher, which then closes the pipe."""
     command = [sys.executable, "-m", "launch.sampler", str(path)]
-    try:  # a session of its own: Ctrl-C is for the launcher, which then closes the pipe
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-    except OSError as error:
-        print_stderr(f"note: no GPU samples: the sampler did not start: {error.strerror}")
-        return None
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def _end(process: subprocess.Popen) -> None:

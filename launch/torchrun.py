@@ -28,10 +28,8 @@ def main(folder: Path, arguments: list[str]) -> int:
     try:
         torch.distributed.run.main(arguments)
     except ChildFailedError as error:
-        failures = [
-            {"rank": rank, "pid": failure.pid, "exit_code": failure.exitcode, "time": failure.timestamp}
-            for rank, failure in error.failures.items()
-        ]
+        ended = error.failures.items()
+        failures = [{"rank": rank, "pid": end.pid, "exit_code": end.exitcode, "time": end.timestamp} for rank, end in ended]
         (folder / "torchrun.json").write_text(json.dumps(failures))
         return 1
     except SignalException as error:

@@ -187,6 +187,5 @@ def judge_driver(vendor: str, driver: str) -> CheckRow:
     tested = TESTED_DRIVERS.get(vendor)
     expected = f"{tested}.x, as tested" if tested else "we never tried any"
     untried = tested is None or driver.split(".")[0] != tested
-    return graded(
-        "driver", driver or "the driver does not report it", expected, "never tried: check the other rows carefully", warn=untried
-    )
+    do = "never tried: check the other rows carefully"
+    return graded("driver", driver or "the driver does not report it", expected, do, warn=untried)
