@@ -170,6 +170,8 @@ def call(function: str, folder: Path, device: str) -> None:
     result = getattr(importlib.import_module(module), name)(processes, folder)
     torch.save(result, folder / f"rank_{processes.rank}.pt")
     torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then end an interpreter that is shutting down with std::terminate
 
 
 def train_watched(opens: Path, arguments: list[str]) -> None:
