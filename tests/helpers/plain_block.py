@@ -58,12 +58,3 @@ class LoRALinear(nn.Module):
 def plain_llama(shape: ModelShape, max_sequence_length: int) -> Llama:
     """A Llama of plain blocks, fp32 on the CPU, weights undefined."""
     return Llama(shape, max_sequence_length, [Block(shape) for _ in range(shape.num_layers)], Head(shape, "reference"))
-
-
-def add_adapters(model: Llama, rank: int, alpha: float, dropout: float) -> list[nn.Parameter]:
-    """Freeze `model` and put adapters on every plain block's qkv and o projection, in place. Returns the parameters that train."""
-    model.requires_grad_(False)
-    for block in model.blocks:
-        for name in ("qkv", "o"):
-            setattr(block, name, LoRALinear(getattr(block, name), rank, alpha, dropout))
-    return [parameter for name, parameter in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))]
