@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Entry point: ./run_and_time.sh <benchmark> [run|prepare|bench|profile|preflight|plan] [options], or
-# ./run_and_time.sh check|report|score|describe|package [options]; --help says more.
+# ./run_and_time.sh check|report|score|describe|package|throughput [options]; --help says more.
 # Needs bash, python3 >= 3.11 and git. Uses the current Python if it has what requirements.txt lists, else makes .venv.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)

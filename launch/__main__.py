@@ -19,6 +19,10 @@ Verbs that read logs, without a benchmark and without torch; each is passed on t
     describe ...    the system description of this machine
     package ...     the tree of a submission, checked
 
+A verb that measures this machine, without a benchmark:
+
+    throughput ...  matrix products, training steps of many models, several GPUs: passed on to throughput, whose --help says more
+
 --version prints the version and, in a git repository, the commit.
 
 Environment: SEED, NEXP, DATADIR, LOGDIR, DGXSYSTEM, DGXNGPU, GPU_KIND, MLPERF_SUBMISSION_ORG, MLPERF_SUBMISSION_PLATFORM.
@@ -65,7 +69,8 @@ OF_A_BENCHMARK = {  # the module that does it: "" for this process, {} for the b
     **{"prepare": "{}.prepare", "merge": "{}.merge"},
     **{"plan": "plan.command", "preflight": "preflight", "gemms": "gemm_tuning.cli"},
 }
-VERBS = OF_A_BENCHMARK | OF_LOGS
+WITHOUT_BENCHMARK = OF_LOGS | {"throughput": "throughput"}
+VERBS = OF_A_BENCHMARK | WITHOUT_BENCHMARK
 
 
 def main(arguments: list[str]) -> int:
@@ -105,20 +110,21 @@ def _split(arguments: list[str]) -> tuple[str, str, list[str]]:
     """Benchmark ("" for a verb that takes none), verb, and the rest. Raises ConfigError."""
     known = benchmarks(ROOT)
     first, *rest = arguments or [""]
-    if first in OF_LOGS:
+    if first in WITHOUT_BENCHMARK:
         return "", first, rest
     if first in OF_A_BENCHMARK:
         raise ConfigError(f"{first} needs a benchmark", f"there are: {', '.join(known)}", f"./run_and_time.sh <benchmark> {first} ...")
     if first not in known:
         what = f"unknown benchmark or verb {first}" if first else "which benchmark?"
-        raise ConfigError(what, f"benchmarks: {', '.join(known)}; verbs without a benchmark: {', '.join(OF_LOGS)}", USAGE)
+        raise ConfigError(what, f"benchmarks: {', '.join(known)}; verbs without a benchmark: {', '.join(WITHOUT_BENCHMARK)}", USAGE)
     if not rest or rest[0].startswith("-"):
         return first, "run", rest
     name, *rest = rest
     if name not in VERBS:
         raise ConfigError(f"unknown verb {name}", f"there are: {', '.join(VERBS)}", USAGE)
-    if name in OF_LOGS:
-        raise ConfigError(f"{name} takes no benchmark", "what it reads names the benchmark", f"./run_and_time.sh {name} ...")
+    if name in WITHOUT_BENCHMARK:
+        why = "what it reads names the benchmark" if name in OF_LOGS else "it measures the machine"
+        raise ConfigError(f"{name} takes no benchmark", why, f"./run_and_time.sh {name} ...")
     return first, name, rest
 
 

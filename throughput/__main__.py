@@ -1,0 +1,62 @@
+"""How fast is this machine? `python3 -m throughput <what> [options]`, or ./run_and_time.sh throughput <what> [options].
+
+    {whats}
+
+`<what> --help` lists its options. Each measurement writes a directory (--out; default: a new one in LOGDIR/throughput) with result.json,
+which grows row by row, table.md and page.html. A row that fails, such as one out of memory, says so, and the measurement goes on.
+Needs torch, on a GPU Triton; no data, no weights, no network. docs/throughput.md says what each number means.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from common.hardware import probe
+from submission import terminal
+from throughput import options
+
+# what -> one line about it. throughput/<what>.py has add_arguments(parser), measure(options, result), which adds rows to the Result, and
+# TABLES (throughput/tables.py), which say what the rows mean. Those of WITHOUT_RESULT have add_arguments and main(options) instead.
+MEASUREMENTS = {
+    "mlp": "training steps of a small MLP on one GPU",
+}
+WITHOUT_RESULT: dict[str, str] = {}
+WHATS = MEASUREMENTS | WITHOUT_RESULT
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] in ([], ["-h"], ["--help"]):
+        print((__doc__ or "").format(whats="\n    ".join(f"{name:10}{text}" for name, text in WHATS.items())))
+        return 0 if arguments else 2
+    return terminal.run(lambda: start(arguments))
+
+
+def start(arguments: list[str]) -> int:
+    """Raises RunError, ConfigError among them."""
+    what = options.choose("measurement", arguments[0], WHATS)
+    module = importlib.import_module(f"throughput.{what}")
+    parser = options.Parser(prog=f"./run_and_time.sh throughput {what}", description=module.__doc__, allow_abbrev=False)
+    module.add_arguments(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a new directory for the result; default: one in LOGDIR/throughput")
+    if what in WITHOUT_RESULT:
+        return module.main(parser.parse_args(arguments[1:]))
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm's are cuda as well)")
+    chosen = parser.parse_args(arguments[1:])
+    found = probe(os.environ)
+    chosen.device = options.device_of(chosen.device, found)
+    if hasattr(chosen, "gpus"):
+        options.check_gpus(chosen.gpus, chosen.device, found)
+    from throughput import machine, result
+
+    facts, versions = machine.facts(found, chosen.device), machine.versions(found)
+    made = result.Result(what, module.TABLES, chosen.out or result.default_directory(what), chosen.device, facts, versions)
+    module.measure(chosen, made)
+    made.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

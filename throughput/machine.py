@@ -1,0 +1,62 @@
+"""Facts of this machine and its software for a result: from torch, the driver and Linux. What cannot be read is missing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import PreflightError
+from common.gpu_kinds import GIB
+from common.gpu_stats import DriverError
+from common.hardware import Probe, identify
+from launch import run_directory, sampler
+from submission import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+OF_LINUX = {  # key of a system description -> ours
+    "host_processor_model_name": "cpu",
+    "host_processors_per_node": "cpu_sockets",
+    "host_processor_core_count": "cpu_cores_per_socket",
+    "host_memory_capacity": "host_memory",
+    "operating_system": "os",
+}
+
+
+def facts(found: Probe, device: str) -> dict[str, Any]:
+    """GPU name, kind ("unknown" if it is not in common/gpu_kinds.py), count, memory and power limit; CPU; operating system."""
+    of_linux = machine.facts(Path("/"), found, os.environ.get("GPU_KIND", ""))
+    known: dict[str, Any] = {name: of_linux[key] for key, name in OF_LINUX.items() if key in of_linux}
+    if device == "cpu":
+        return {"gpu": "none: measured on the CPU", **known, "threads": torch.get_num_threads()}
+    facts = {"gpu": torch.cuda.get_device_name(), "kind": kind_of(found), "gpus": torch.cuda.device_count()}
+    facts["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
+    return facts | power_limit(found) | known
+
+
+def kind_of(found: Probe) -> str:
+    try:
+        kind = identify(found, os.environ.get("GPU_KIND", ""))
+    except PreflightError:  # unknown, partitioned or mixed: then no percentage of a peak is printed
+        return "unknown"
+    return kind.name if kind else "unknown"
+
+
+def power_limit(found: Probe) -> dict[str, float]:
+    try:
+        limits = {sample.get("power_limit_w") for sample in sampler.read(found)} - {None}
+    except DriverError:
+        return {}
+    return {"power_limit_w": min(limits)} if limits else {}
+
+
+def versions(found: Probe) -> dict[str, Any]:
+    """Commit ("modified" after it if files were changed), driver, Python, packages, CUDA or ROCm of torch."""
+    known = run_directory.versions(ROOT, found)
+    commit = f"{known['commit'][:12]}{', modified' if known['dirty'] else ''}" if known["commit"] else "unknown"
+    library = {"rocm": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    packages = {name: known["packages"][name] for name in ("torch", "triton", "pytorch-triton-rocm", "numpy") if name in known["packages"]}
+    named = {"commit": commit, "driver": known["driver"], "python": known["python"], **packages, **library}
+    return {name: value for name, value in named.items() if value}

@@ -1,0 +1,82 @@
+"""Training steps of an MLP of three linear layers, 4096 -> 8192 -> 8192 -> 4096 with ReLU between them: 134 M parameters."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from throughput import options as common
+from throughput.result import Measured, Result
+from throughput.tables import Beside, Column, Table
+from throughput.timing import spread, step_ms
+
+SIZES = {"cuda": (4096, 8192, 8192, 4096), "cpu": (512, 1024, 1024, 512)}
+STEPS = {"cuda": 100, "cpu": 5}
+
+TABLES = (
+    Table(
+        "mlp",
+        "Training steps of an MLP",
+        (
+            Column("model", "Linear layers"),
+            Column("precision", "Weights, state"),
+            Column("parameters", "Parameters", "", ",d"),
+            Column("batch", "Batch", "", ",d"),
+            Column("samples", "Steps", "", "d"),
+            Column("ms", "Step", "ms", ".3f"),
+            Column("ms_p10", "10th percentile", "ms", ".3f"),
+            Column("ms_p90", "90th percentile", "ms", ".3f"),
+            Column("samples_per_s", "Samples/s", "", ",.0f"),
+            Column("tflops", "TFLOP/s", "", ".4g"),
+            Column("percent", "% of peak", "%", ".1f"),
+        ),
+        (
+            "A step: forward, mean squared error against a random target in fp32, backward, AdamW (fused on a GPU). Weights, gradients and "
+            "the optimizer's two moments are in the dtype of the row; biases as well. Gradients are dropped before each forward.",
+            "Samples/s = batch / median step time. TFLOP/s = 6 x parameters x samples/s / 1e12: two operations for each weight in the "
+            "forward, four in the backward; the optimizer is not counted.",
+        ),
+        published=(Beside("mlp", ("model", "batch"), "samples_per_s"),),
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    steps = {"default": None, "help": "timed steps, 100 on a GPU and 5 on a CPU if it is left out; their median counts"}
+    common.add(parser, "warmup", batch={"type": common.whole, "default": 256, "metavar": "N"}, steps=steps)
+
+
+def measure(options: argparse.Namespace, result: Result) -> None:
+    sizes = SIZES[options.device]
+    options.steps = options.steps or STEPS[options.device]
+    for precision in ("bf16", "fp32"):
+        row = {"table": "mlp", "model": "-".join(map(str, sizes)), "precision": precision, "batch": options.batch}
+        result.attempt(row, lambda precision=precision: run(sizes, precision, options, result))
+
+
+def run(sizes: tuple[int, ...], precision: str, options: argparse.Namespace, result: Result) -> Measured:
+    torch.manual_seed(0)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    layers = [nn.Linear(wide, out, device=options.device, dtype=dtype) for wide, out in zip(sizes[:-1], sizes[1:], strict=True)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=options.device == "cuda")
+    x, target = (torch.randn(options.batch, size, device=options.device, dtype=dtype) for size in (sizes[0], sizes[-1]))
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        y = x
+        for layer in layers[:-1]:
+            y = F.relu(layer(y))
+        loss = F.mse_loss(layers[-1](y).float(), target.float())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    times = step_ms(step, options.device, options.warmup, options.steps)
+    count, rate = sum(parameter.numel() for parameter in parameters), 1e3 * options.batch / spread(times)["ms"]
+    tflops = 6 * count * rate / 1e12
+    percent = result.percent(tflops, precision) if precision == "bf16" else None  # no peak of fp32 is in common/gpu_kinds.py
+    return {"parameters": count, "samples_per_s": rate, "tflops": tflops, "percent": percent}, times

@@ -1,0 +1,72 @@
+"""Options that several measurements take, under one name and with one meaning; and the reading of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from common.errors import ConfigError
+from common.hardware import Probe
+
+MAX = "max"  # --batch max: the largest that fits, found by trying
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in the three lines of every error of this package."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, "the command line is not understood", f"{self.prog} --help says more")
+
+
+def whole(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)
+
+
+def whole_or_max(text: str) -> int | str:
+    return MAX if text == MAX else whole(text)
+
+
+def counts(text: str) -> list[int]:
+    return [whole(part) for part in text.split(",")]
+
+
+COMMON: dict[str, dict[str, Any]] = {
+    "precision": {"choices": ("bf16", "fp8"), "default": "bf16", "help": "of the matrix products"},
+    "seq": {"type": whole, "metavar": "N", "help": "tokens of a sequence"},
+    "batch": {"type": whole_or_max, "metavar": "N|max", "help": "per GPU; max: the largest that fits, found by trying"},
+    "gpus": {"type": counts, "metavar": "N,N,...", "default": [1], "help": "numbers of GPUs to measure, e.g. 1,2,4"},
+    "warmup": {"type": whole, "metavar": "N", "default": 5, "help": "steps before the timed ones"},
+    "steps": {"type": whole, "metavar": "N", "default": 20, "help": "timed steps; their median counts"},
+}
+
+
+def add(parser: argparse.ArgumentParser, *names: str, **changes: dict[str, Any]) -> None:
+    """The options `names` of COMMON; `changes`: of a name's settings, e.g. add(parser, "steps", seq={"default": 1024})."""
+    for name in (*names, *(name for name in changes if name not in names)):
+        parser.add_argument(f"--{name}", **COMMON[name] | changes.get(name, {}))
+
+
+def device_of(option: str | None, found: Probe) -> str:
+    """The device "cuda" (also ROCm's) or "cpu". Raises ConfigError for "cuda" without a GPU."""
+    if option == "cuda" and not found.devices:
+        raise ConfigError("--device cuda", "this machine shows no GPU", "leave the option out to measure the CPU")
+    return option or ("cuda" if found.devices else "cpu")
+
+
+def check_gpus(wanted: list[int], device: str, found: Probe) -> None:
+    """On a CPU a "GPU" is a process. Raises ConfigError if there are fewer than the largest number wanted."""
+    there = (os.cpu_count() or 1) if device == "cpu" else len(found.devices)
+    if max(wanted) > there:
+        kind = "CPU cores" if device == "cpu" else "GPUs"
+        raise ConfigError(f"--gpus {max(wanted)}", f"there are {there} {kind}", "ask for fewer")
+
+
+def choose(option: str, value: str, known: Iterable[str]) -> str:
+    """`value` of `option` (such as --model), which must be in `known`. Raises ConfigError that lists them."""
+    if value not in known:
+        raise ConfigError(f"unknown {option} {value}", f"there are: {', '.join(known)}", "name one of them")
+    return value

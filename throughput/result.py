@@ -1,0 +1,155 @@
+"""The result of one measurement: a directory with result.json, which grows row by row, and table.md and page.html made of it.
+
+result.json: `what`, `status` ("running" until `finish`), `started` (Unix time), `command`, `machine`, `versions`, `tables` (what the rows
+mean, throughput/tables.py), `notes` (name -> value, e.g. roofs of a plot) and `rows`. A row is flat: "table", the keys of that table's
+columns, "source": "measured", and, where something was timed, "ms", "ms_p10", "ms_p90" and "samples". A row that failed has "error".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, DataError, RunError, StorageError
+from common.gpu_kinds import KINDS
+from throughput.tables import Table
+from throughput.timing import spread
+
+NAME = "result.json"
+Measured = tuple[dict[str, Any], list[float]]  # values of a row, and samples in ms
+
+
+def default_directory(what: str) -> Path:
+    """LOGDIR/throughput/<what>-<time>; LOGDIR is `results` if it is not set."""
+    return Path(os.environ.get("LOGDIR") or "results") / "throughput" / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+class Result:
+    """`machine` and `versions`: throughput/machine.py. `device`: "cuda" or "cpu". Raises ConfigError if `folder` holds files."""
+
+    def __init__(self, what: str, tables: tuple[Table, ...], folder: Path, device: str, machine: dict[str, Any], versions: dict[str, Any]):
+        self.folder, self.device, self.tables = folder, device, {table.name: table for table in tables}
+        command = shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])
+        self.data: dict[str, Any] = {"what": what, "status": "running", "started": time.time(), "device": device, "command": command}
+        self.data |= {"machine": machine, "versions": versions, "tables": [table.as_dict() for table in tables], "notes": {}, "rows": []}
+        claim(folder)
+        self._write()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.data["rows"]
+
+    def peak(self, precision: str) -> float | None:
+        """Dense peak of one GPU in TFLOP/s for "fp8", else for 16 bits; None if the kind of GPU is not known, and on a CPU."""
+        kind = KINDS.get(self.data["machine"].get("kind") or "") if self.device == "cuda" else None
+        if kind is None:
+            return None
+        return kind.peak_fp8_tflops if precision.startswith("fp8") else kind.peak_bf16_tflops
+
+    def percent(self, tflops: float, precision: str) -> float | None:
+        """Of that peak."""
+        peak = self.peak(precision)
+        return 100 * tflops / peak if peak else None
+
+    def add(self, row: dict[str, Any], samples_ms: list[float] | None = None) -> None:
+        """Append `row`, a flat dict with "table" (the first table if it has none), print it in one line, and save. On `samples_ms` it
+        gets "ms", "ms_p10", "ms_p90" and "samples".
+        """
+        row = {"table": next(iter(self.tables)), "source": "measured"} | row | (spread(samples_ms) if samples_ms else {})
+        self.rows.append(row)
+        self._write()
+        print(line(row, self.tables[row["table"]]), flush=True)
+
+    def attempt(self, row: dict[str, Any], work: Callable[[], Measured]) -> bool:
+        """Add `row` with what `work` returns. Where that fails, a row that says so, and the measurement goes on: out of memory, a product
+        that the device or torch does not have. A RunError, which is for the user, is raised.
+        """
+        try:
+            values, samples_ms = work()
+        except RunError:
+            raise
+        except Exception as error:  # whatever a library or driver raises
+            self.add(row | {"error": why_failed(error)})
+            return False
+        self.add(row | values, samples_ms)
+        return True
+
+    def note(self, name: str, value: Any) -> None:
+        self.data["notes"][name] = value
+
+    def finish(self) -> None:
+        """Write table.md and page.html. Raises RunError if no row was measured."""
+        from throughput import page
+
+        self.data["status"] = "finished"
+        self._write()
+        page.write(self.folder, [self.data])
+        if self.rows and all("error" in row for row in self.rows):
+            raise RunError("nothing was measured", f"each of the {len(self.rows)} rows failed", f"see {self.folder / NAME}")
+
+    def _write(self) -> None:
+        write_json(self.folder / NAME, self.data)
+
+
+def why_failed(error: Exception) -> str:
+    """One line."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "out of memory"
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
+
+
+def line(row: dict[str, Any], table: Table) -> str:
+    """`row` as one line of progress."""
+    known = [column for column in table.columns if row.get(column.key) not in (None, "")]
+    values = [(column, value_text(row[column.key], column.format, column.unit)) for column in known]
+    cells = [f"{column.title} {text}" if column.format else text for column, text in values]
+    return ", ".join([*cells, *([row["error"]] if "error" in row else [])])
+
+
+def value_text(value: Any, form: str = "", unit: str = "") -> str:
+    """A dash for what is missing; text stays as it is."""
+    if value is None or value == "":
+        return "-"
+    text = str(value) if isinstance(value, str) else format(value, form)
+    return f"{text} {unit}" if unit else text
+
+
+def claim(folder: Path) -> None:
+    """Make `folder`. Raises ConfigError if it holds files, StorageError if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            return
+    except OSError as error:
+        raise StorageError(f"cannot write to {folder}", error.strerror or str(error), "name another directory with --out") from None
+    raise ConfigError(f"{folder} holds files", "a result is never overwritten", "name a new directory with --out")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replaced as a whole, so that a reader never sees half of it. Raises StorageError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        temporary.rename(path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}", error.strerror or str(error), "free space, or name another directory") from None
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The content of a result.json; its tables as Table. Raises DataError."""
+    path = folder / NAME
+    try:
+        data = json.loads(path.read_text())
+        data["tables"] = [Table.from_dict(table) for table in data["tables"]]
+        if not {"what", "machine", "versions", "rows", "notes"} <= data.keys():
+            raise KeyError("what, machine, versions, rows or notes")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path} is no result of a measurement", why, "name the directory of a result, as printed at its end") from None
+    return data

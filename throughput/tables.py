@@ -1,0 +1,60 @@
+"""What a measurement declares of its rows, so that result.json alone is enough to make its tables and page again. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Column:
+    """One value of a row: its key there, the head of the column, unit, and Python format ("" for text)."""
+
+    key: str
+    title: str
+    unit: str = ""
+    format: str = ""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """`bars`: y of each row, named by x; `lines`: y over the number x; `roofline`: the same with both axes logarithmic and the roofs of
+    the result's note of that name. One color per value of `by`.
+    """
+
+    kind: str
+    title: str
+    x: str
+    y: str
+    by: str
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A table of published.json shown under the measured one; in rows that agree with it in `match`, its `value` stands beside ours."""
+
+    table: str
+    match: tuple[str, ...]
+    value: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows with "table": name. `formulas`: in words, one line each, printed under it. `sort`: key of the column to sort by, largest first."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    formulas: tuple[str, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    published: tuple[Beside, ...] = ()
+    sort: str = ""
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(fields: dict) -> Table:
+        """Raises TypeError or KeyError if `fields` are not those of `as_dict`."""
+        parts = {"columns": Column, "plots": Plot, "published": Beside}
+        made = {name: tuple(kind(**part) for part in fields[name]) for name, kind in parts.items()}
+        return Table(**fields | made | {"formulas": tuple(fields["formulas"])})

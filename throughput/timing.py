@@ -1,0 +1,47 @@
+"""Times of a call in milliseconds: a kernel with cold caches, or a training step as it follows the step before."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from preflight.measure import times_s
+
+WARMUP_MS, REPEAT_MS = 30.0, 200.0
+
+
+def kernel_ms(work: Callable[[], object], device: str, warmup_ms: float = WARMUP_MS, repeat_ms: float = REPEAT_MS) -> list[float]:
+    """Each call of about `repeat_ms` in all, after `warmup_ms` of calls that do not count. On a GPU Triton's do_bench: events around
+    each call, the L2 cache overwritten before it.
+    """
+    if device == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(work, warmup=warmup_ms, rep=repeat_ms, return_mode="all")
+    end = time.perf_counter() + 1e-3 * warmup_ms
+    work()
+    while time.perf_counter() < end:
+        work()
+    times: list[float] = []
+    while not times or sum(times) < repeat_ms:
+        times += [1e3 * seconds for seconds in times_s(work, 1, torch.device(device))]
+    return times
+
+
+def step_ms(step: Callable[[], object], device: str, warmup: int, steps: int) -> list[float]:
+    """Each of `steps` calls, which follow each other without a pause, after `warmup` calls."""
+    place = torch.device(device)
+    times_s(step, warmup, place)
+    return [1e3 * seconds for seconds in times_s(step, steps, place)]
+
+
+def spread(samples_ms: list[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile, and number of samples, under the keys of a row."""
+    low, high = samples_ms[0], samples_ms[0]
+    if len(samples_ms) > 1:
+        deciles = statistics.quantiles(samples_ms, n=10, method="inclusive")
+        low, high = deciles[0], deciles[-1]
+    return {"ms": statistics.median(samples_ms), "ms_p10": low, "ms_p90": high, "samples": len(samples_ms)}
