@@ -23,7 +23,9 @@ from throughput import options
 MEASUREMENTS = {
     "mlp": "training steps of a small MLP on one GPU",
 }
-WITHOUT_RESULT: dict[str, str] = {}
+WITHOUT_RESULT = {
+    "compare": "results of the same measurement beside each other",
+}
 WHATS = MEASUREMENTS | WITHOUT_RESULT
 
 

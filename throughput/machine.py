@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.errors import PreflightError
-from common.gpu_kinds import GIB
+from common.gpu_kinds import GIB, KINDS
 from common.gpu_stats import DriverError
 from common.hardware import Probe, identify
 from launch import run_directory, sampler
@@ -26,14 +26,18 @@ OF_LINUX = {  # key of a system description -> ours
 
 
 def facts(found: Probe, device: str) -> dict[str, Any]:
-    """GPU name, kind ("unknown" if it is not in common/gpu_kinds.py), count, memory and power limit; CPU; operating system."""
+    """GPU name, kind ("unknown" if it is not in common/gpu_kinds.py), dense peaks of a known kind, count, memory and power limit; CPU;
+    operating system.
+    """
     of_linux = machine.facts(Path("/"), found, os.environ.get("GPU_KIND", ""))
     known: dict[str, Any] = {name: of_linux[key] for key, name in OF_LINUX.items() if key in of_linux}
     if device == "cpu":
         return {"gpu": "none: measured on the CPU", **known, "threads": torch.get_num_threads()}
-    facts = {"gpu": torch.cuda.get_device_name(), "kind": kind_of(found), "gpus": torch.cuda.device_count()}
-    facts["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
-    return facts | power_limit(found) | known
+    gpu = {"gpu": torch.cuda.get_device_name(), "kind": kind_of(found), "gpus": torch.cuda.device_count()}
+    gpu["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
+    if kind := KINDS.get(gpu["kind"]):
+        gpu |= {"peak_tflops_16_bits": kind.peak_bf16_tflops, "peak_tflops_fp8": kind.peak_fp8_tflops}
+    return gpu | power_limit(found) | known
 
 
 def kind_of(found: Probe) -> str:

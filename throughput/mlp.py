@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from throughput import options as common
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Table
+from throughput.tables import Beside, Column, Plot, Table
 from throughput.timing import spread, step_ms
 
 SIZES = {"cuda": (4096, 8192, 8192, 4096), "cpu": (512, 1024, 1024, 512)}
@@ -31,14 +32,17 @@ TABLES = (
             Column("ms_p90", "90th percentile", "ms", ".3f"),
             Column("samples_per_s", "Samples/s", "", ",.0f"),
             Column("tflops", "TFLOP/s", "", ".4g"),
-            Column("percent", "% of peak", "%", ".1f"),
+            Column("percent", "% of peak", "", ".1f"),
         ),
-        (
+        keys=("model", "precision", "batch"),
+        value="samples_per_s",
+        formulas=(
             "A step: forward, mean squared error against a random target in fp32, backward, AdamW (fused on a GPU). Weights, gradients and "
             "the optimizer's two moments are in the dtype of the row; biases as well. Gradients are dropped before each forward.",
             "Samples/s = batch / median step time. TFLOP/s = 6 x parameters x samples/s / 1e12: two operations for each weight in the "
             "forward, four in the backward; the optimizer is not counted.",
         ),
+        plots=(Plot("bars", "Samples per second", "model", "samples_per_s", "precision"),),
         published=(Beside("mlp", ("model", "batch"), "samples_per_s"),),
     ),
 )
@@ -60,7 +64,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 def run(sizes: tuple[int, ...], precision: str, options: argparse.Namespace, result: Result) -> Measured:
     torch.manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-    layers = [nn.Linear(wide, out, device=options.device, dtype=dtype) for wide, out in zip(sizes[:-1], sizes[1:], strict=True)]
+    layers = [nn.Linear(wide, out, device=options.device, dtype=dtype) for wide, out in pairwise(sizes)]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=options.device == "cuda")
     x, target = (torch.randn(options.batch, size, device=options.device, dtype=dtype) for size in (sizes[0], sizes[-1]))
@@ -78,5 +82,5 @@ def run(sizes: tuple[int, ...], precision: str, options: argparse.Namespace, res
     times = step_ms(step, options.device, options.warmup, options.steps)
     count, rate = sum(parameter.numel() for parameter in parameters), 1e3 * options.batch / spread(times)["ms"]
     tflops = 6 * count * rate / 1e12
-    percent = result.percent(tflops, precision) if precision == "bf16" else None  # no peak of fp32 is in common/gpu_kinds.py
-    return {"parameters": count, "samples_per_s": rate, "tflops": tflops, "percent": percent}, times
+    values = {"parameters": count, "samples_per_s": rate, "tflops": tflops, "percent": result.percent(tflops, precision)}
+    return values, times

@@ -1,10 +1,114 @@
-"""table.md and page.html of one result, or of several beside each other."""
+"""page.html of sections (throughput/report.py): a jinja2 template, and plots that matplotlib draws as SVG inside of it. Nothing from outside."""
 
 from __future__ import annotations
 
+import io
+import re
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+
+import jinja2
+import matplotlib
+
+matplotlib.use("svg")
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from submission.plots import STYLE
+from throughput.report import Drawing, Section
+
+INK = "#0a0b0c"  # of axes and text: replaced by the page's own color, which changes with the scheme
+COLORS = ("#2f7ed8", "#d9622b", "#2e9e5b", "#9d6bd0", "#b8860b", "#c2407e")  # each at least 3:1 on white and on #14171a
+MARKERS = "osD^vP"
+STYLES = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "throughput",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), INK),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "grid.alpha": 0.25,
+    "grid.color": INK,
+}
 
 
-def write(folder: Path, results: list[dict[str, Any]]) -> None:
-    """Follows."""
+def html(title: str, sections: list[Section]) -> str:
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(template).render(title=title, sections=sections, style=Markup(STYLE), draw=svg)
+
+
+def svg(drawing: Drawing) -> Markup:
+    with rc_context(STYLES):
+        figure = Figure(figsize=(5.2, _height(drawing)), layout="constrained")
+        axes = figure.add_subplot()
+        {"bars": _bars, "lines": _lines, "roofline": _roofline}[drawing.plot.kind](axes, drawing)
+        axes.set_title(drawing.plot.title, fontsize=10, loc="left")
+        if len({by for _, _, by in drawing.points}) > 1 or drawing.plot.kind == "roofline":
+            figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    body = text.getvalue()
+    body = re.sub(r"<metadata>.*?</metadata>", "", body[body.index("<svg") :], flags=re.DOTALL)
+    body = re.sub(
+        r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" role="img" xmlns:xlink="http://www.w3.org/1999/xlink">', body, count=1
+    )
+    return Markup(body.replace(INK, "var(--text)"))
+
+
+def _height(drawing: Drawing) -> float:
+    return 1.2 + 0.19 * len(drawing.points) if drawing.plot.kind == "bars" else 3.4
+
+
+def _grouped(drawing: Drawing) -> dict[str, list[tuple]]:
+    groups: dict[str, list[tuple]] = {}
+    for x, y, by in drawing.points:
+        groups.setdefault(by, []).append((x, y))
+    return groups
+
+
+def _bars(axes: Axes, drawing: Drawing) -> None:
+    """Horizontal, one place for each x with a bar for each group, in the order of the points from the top."""
+    groups, names = _grouped(drawing), list(dict.fromkeys(str(x) for x, _, _ in drawing.points))
+    width = 0.8 / len(groups)
+    for index, (color, (by, points)) in enumerate(zip(cycle(COLORS), groups.items(), strict=False)):
+        places = [names.index(str(x)) + width * (index + 0.5) - 0.4 for x, _ in points]
+        axes.barh(places, [y for _, y in points], height=0.92 * width, color=color, label=by)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(drawing.labels[1])
+    axes.grid(axis="x")
+
+
+def _lines(axes: Axes, drawing: Drawing) -> None:
+    for color, marker, (by, points) in zip(cycle(COLORS), cycle(MARKERS), _grouped(drawing).items(), strict=False):
+        points.sort()
+        axes.plot([x for x, _ in points], [y for _, y in points], color=color, marker=marker, markersize=4, label=by)
+    axes.set_xlabel(drawing.labels[0])
+    axes.set_ylabel(drawing.labels[1])
+    axes.set_ylim(bottom=0)
+    axes.grid()
+
+
+def _roofline(axes: Axes, drawing: Drawing) -> None:
+    """`roofs`: {"bandwidth": [name, bytes per second / 1e12], "peaks": [[name, TFLOP/s], ...]}; at most the bandwidth without a peak."""
+    groups = _grouped(drawing)
+    for color, marker, (by, points) in zip(cycle(COLORS), cycle(MARKERS), groups.items(), strict=False):
+        axes.plot([x for x, _ in points], [y for _, y in points], marker, color=color, markersize=4, label=by)
+    xs = [x for x, _, _ in drawing.points]
+    left, right = min(xs) / 8, max(xs) * 2
+    name, bandwidth = drawing.roofs["bandwidth"]
+    top = max([level for _, level in drawing.roofs["peaks"]] or [left * bandwidth, *(y for _, y, _ in drawing.points)])
+    ridge = min(right, top / bandwidth)
+    axes.plot([min(left, ridge / 4), ridge], [bandwidth * min(left, ridge / 4), bandwidth * ridge], color=INK, linewidth=1, label=name)
+    for style, (name, level) in zip(("--", ":", "-."), drawing.roofs["peaks"], strict=False):
+        axes.plot([level / bandwidth, right], [level, level], style, color=INK, linewidth=1, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(drawing.labels[0])
+    axes.set_ylabel(drawing.labels[1])
+    axes.grid(which="major")

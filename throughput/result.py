@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, DataError, RunError, StorageError
-from common.gpu_kinds import KINDS
+from throughput import report
 from throughput.tables import Table
 from throughput.timing import spread
 
@@ -45,16 +45,13 @@ class Result:
     def rows(self) -> list[dict[str, Any]]:
         return self.data["rows"]
 
-    def peak(self, precision: str) -> float | None:
-        """Dense peak of one GPU in TFLOP/s for "fp8", else for 16 bits; None if the kind of GPU is not known, and on a CPU."""
-        kind = KINDS.get(self.data["machine"].get("kind") or "") if self.device == "cuda" else None
-        if kind is None:
-            return None
-        return kind.peak_fp8_tflops if precision.startswith("fp8") else kind.peak_bf16_tflops
-
     def percent(self, tflops: float, precision: str) -> float | None:
-        """Of that peak."""
-        peak = self.peak(precision)
+        """TFLOP/s of one GPU as a percentage of the dense peak that the machine's facts name, in "bf16", "fp16" or "fp8"; None for other
+        precisions, where no peak is known, and on a CPU.
+        """
+        peak = self.data["machine"].get(
+            {"bf16": "peak_tflops_16_bits", "fp16": "peak_tflops_16_bits", "fp8": "peak_tflops_fp8"}.get(precision)
+        )
         return 100 * tflops / peak if peak else None
 
     def add(self, row: dict[str, Any], samples_ms: list[float] | None = None) -> None:
@@ -84,12 +81,10 @@ class Result:
         self.data["notes"][name] = value
 
     def finish(self) -> None:
-        """Write table.md and page.html. Raises RunError if no row was measured."""
-        from throughput import page
-
+        """Write table.md and page.html, and say where they are. Raises RunError if no row was measured."""
         self.data["status"] = "finished"
         self._write()
-        page.write(self.folder, [self.data])
+        report.write(self.folder, self.data["what"], report.sections(read(self.folder)))
         if self.rows and all("error" in row for row in self.rows):
             raise RunError("nothing was measured", f"each of the {len(self.rows)} rows failed", f"see {self.folder / NAME}")
 
@@ -107,17 +102,8 @@ def why_failed(error: Exception) -> str:
 def line(row: dict[str, Any], table: Table) -> str:
     """`row` as one line of progress."""
     known = [column for column in table.columns if row.get(column.key) not in (None, "")]
-    values = [(column, value_text(row[column.key], column.format, column.unit)) for column in known]
-    cells = [f"{column.title} {text}" if column.format else text for column, text in values]
+    cells = [f"{column.title} {column.text(row)} {column.unit}".rstrip() if column.format else column.text(row) for column in known]
     return ", ".join([*cells, *([row["error"]] if "error" in row else [])])
-
-
-def value_text(value: Any, form: str = "", unit: str = "") -> str:
-    """A dash for what is missing; text stays as it is."""
-    if value is None or value == "":
-        return "-"
-    text = str(value) if isinstance(value, str) else format(value, form)
-    return f"{text} {unit}" if unit else text
 
 
 def claim(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,11 +15,22 @@ class Column:
     unit: str = ""
     format: str = ""
 
+    def text(self, row: dict[str, Any]) -> str:
+        """Of this row's value, without the unit; a dash where it has none."""
+        value = row.get(self.key)
+        if value is None or value == "":
+            return "-"
+        return value if isinstance(value, str) else format(value, self.format)
+
+    @property
+    def head(self) -> str:
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
 
 @dataclass(frozen=True)
 class Plot:
-    """`bars`: y of each row, named by x; `lines`: y over the number x; `roofline`: the same with both axes logarithmic and the roofs of
-    the result's note of that name. One color per value of `by`.
+    """`bars`: y of each row, named by its x; `lines`: y over the number x; `roofline`: TFLOP/s y over arithmetic intensity x, under the
+    roofs of the result's note "roofline" (throughput/gemm.py). One color per value of `by`. x, y and `by` are keys of columns.
     """
 
     kind: str
@@ -39,11 +51,15 @@ class Beside:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows with "table": name. `formulas`: in words, one line each, printed under it. `sort`: key of the column to sort by, largest first."""
+    """Rows with "table": name. `keys`: the columns that say what was measured, `value`: the one that two results are compared by; both
+    are keys of columns. `formulas`: in words, one line each, printed under it. `sort`: key of the column to sort by, largest first.
+    """
 
     name: str
     title: str
     columns: tuple[Column, ...]
+    keys: tuple[str, ...]
+    value: str
     formulas: tuple[str, ...] = ()
     plots: tuple[Plot, ...] = ()
     published: tuple[Beside, ...] = ()
@@ -57,4 +73,4 @@ class Table:
         """Raises TypeError or KeyError if `fields` are not those of `as_dict`."""
         parts = {"columns": Column, "plots": Plot, "published": Beside}
         made = {name: tuple(kind(**part) for part in fields[name]) for name, kind in parts.items()}
-        return Table(**fields | made | {"formulas": tuple(fields["formulas"])})
+        return Table(**fields | made | {name: tuple(fields[name]) for name in ("keys", "formulas")})

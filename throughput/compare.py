@@ -1,0 +1,40 @@
+"""Results of the same measurement beside each other: table.md and page.html. Of one result: makes its own two files again."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from common.errors import ConfigError
+from throughput import report, result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="directories of results; the first is what others are divided by"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Raises DataError for what is no result, ConfigError for results of different measurements."""
+    found = [result.read(folder) for folder in options.folders]
+    kinds = sorted({data["what"] for data in found})
+    if len(kinds) > 1:
+        raise ConfigError(f"results of {' and '.join(kinds)}", "they have no row in common", "compare results of the same measurement")
+    if len(found) == 1 and not options.out:
+        report.write(options.folders[0], kinds[0], report.sections(found[0]))
+        return 0
+    folder = options.out or result.default_directory("compare")
+    result.claim(folder)
+    labels = named(options.folders, [data["machine"].get("kind") or "CPU" for data in found])
+    report.write(folder, f"{kinds[0]}: {len(found)} results", report.compared(list(zip(labels, found, strict=True))))
+    return 0
+
+
+def named(folders: list[Path], kinds: list[str]) -> list[str]:
+    """The kind of GPU if it tells the results apart, else with the name of the directory, else with a number."""
+    names = [f"{kind} {folder.resolve().name}" for kind, folder in zip(kinds, folders, strict=True)]
+    for labels in (kinds, names):
+        if len(set(labels)) == len(labels):
+            return labels
+    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]

@@ -1,0 +1,50 @@
+"""Numbers that others published, from published.json: never ours, and never measured by this package. Standard library only.
+
+Each table has a title, the source with the machine and date as it states them, what it does not say (`notes`), columns as
+throughput/tables.py declares them, and flat rows; "gpu" names the kind of GPU of a row.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from throughput.tables import Beside, Column
+
+
+@dataclass(frozen=True)
+class Published:
+    title: str
+    source: str
+    notes: tuple[str, ...]
+    columns: tuple[Column, ...]
+    rows: tuple[dict[str, Any], ...]
+
+    def column(self, key: str) -> Column:
+        return next(column for column in self.columns if column.key == key)
+
+
+@cache
+def tables() -> dict[str, Published]:
+    data = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return {
+        name: Published(
+            table["title"],
+            table["source"],
+            tuple(table["notes"]),
+            tuple(Column(*column) for column in table["columns"]),
+            tuple(dict(zip((column[0] for column in table["columns"]), row, strict=True)) for row in table["rows"]),
+        )
+        for name, table in data.items()
+    }
+
+
+def beside(row: dict[str, Any], wanted: Beside) -> str:
+    """`MI300X 542.9; MI325X 643.0`: the published values of the rows that agree with `row`, or a dash."""
+    table = tables()[wanted.table]
+    column = table.column(wanted.value)
+    same = [other for other in table.rows if all(other[key] == row.get(key) for key in wanted.match) and other[wanted.value] is not None]
+    return "; ".join(f"{other['gpu']} {column.text(other)}" for other in same) or "-"

@@ -1,0 +1,197 @@
+"""table.md and page.html: sections of text made of one result, or of several of the same kind. Standard library only; the page needs more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import StorageError
+from throughput import published
+from throughput.tables import Column, Plot, Table
+
+NEEDED_BY_PAGE = ("jinja2", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A plot and its points (x, y, value of `by`). `roofs`: the note "roofline" of the result, for a plot of that kind."""
+
+    plot: Plot
+    labels: tuple[str, str]
+    points: tuple[tuple[Any, float, str], ...]
+    roofs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table in text. `mark`: "measured here", or "published" and by whom; `numbers`: which columns hold numbers."""
+
+    title: str
+    mark: str
+    heads: tuple[str, ...]
+    numbers: tuple[bool, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    drawings: tuple[Drawing, ...] = ()
+
+
+# --- one result -------------------------------------------------------------------------------------------------------
+
+
+def sections(data: dict[str, Any]) -> list[Section]:
+    """Of what `result.read` returned: machine and software, then each table and what others published of it."""
+    made = [facts([("", data)])]
+    for table in data["tables"]:
+        made += measured(table, data) + [of_published(wanted.table) for wanted in table.published]
+    return made
+
+
+def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
+    """A row for each fact, a column for each (label, result)."""
+    columns = [described(data) for _, data in results]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = tuple((name.replace("_", " "), *(column.get(name, "-") for column in columns)) for name in names)
+    heads = ("", *(label or data["what"] for label, data in results))
+    return Section("Machine and software", "", heads, (False,) * len(heads), rows)
+
+
+def described(data: dict[str, Any]) -> dict[str, str]:
+    known = {"command": data.get("command", "-"), **data["machine"], **data["versions"]}
+    if data.get("status") != "finished":
+        known["status"] = "the measurement did not end: rows may be missing"
+    if data["machine"].get("kind") == "unknown":
+        known["peak"] = "unknown for this GPU: no percentage of a peak is given"
+    return {name: str(value) for name, value in known.items()}
+
+
+def rows_of(table: Table, data: dict[str, Any]) -> list[dict[str, Any]]:
+    """In the table's order; rows that failed come last in a sorted table."""
+    rows = [row for row in data["rows"] if row.get("table") == table.name]
+    return sorted(rows, key=lambda row: -(row.get(table.sort) or 0.0)) if table.sort else rows
+
+
+def measured(table: Table, data: dict[str, Any]) -> list[Section]:
+    """The section of a table; none if it has no rows."""
+    rows = rows_of(table, data)
+    if not rows:
+        return []
+    cells = [[column.text(row) for column in table.columns] for row in rows]
+    heads, numbers = [column.head for column in table.columns], [bool(column.format) for column in table.columns]
+    for wanted in table.published:
+        beside = [published.beside(row, wanted) for row in rows]
+        if wanted.match and set(beside) != {"-"}:
+            column = published.tables()[wanted.table].column(wanted.value)
+            _append(heads, numbers, cells, f"{column.head}, published", beside)
+    if any("error" in row for row in rows):
+        _append(heads, numbers, cells, "not measured, because", [row.get("error", "") for row in rows])
+    drawings = tuple(drawing for plot in table.plots if (drawing := drawn(plot, table, rows, data["notes"])))
+    return [Section(table.title, "measured here", tuple(heads), tuple(numbers), tuple(map(tuple, cells)), table.formulas, drawings)]
+
+
+def _append(heads: list[str], numbers: list[bool], cells: list[list[str]], head: str, column: list[str]) -> None:
+    heads.append(head)
+    numbers.append(False)
+    for row, cell in zip(cells, column, strict=True):
+        row.append(cell)
+
+
+def drawn(plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]) -> Drawing | None:
+    """None if no row has both values."""
+    points = tuple((row[plot.x], row[plot.y], str(row.get(plot.by, ""))) for row in rows if _has(row, plot.x) and _has(row, plot.y))
+    heads = {column.key: column.head for column in table.columns}
+    return Drawing(plot, (heads[plot.x], heads[plot.y]), points, notes.get("roofline", {})) if points else None
+
+
+def _has(row: dict[str, Any], key: str) -> bool:
+    return row.get(key) not in (None, "")
+
+
+def of_published(name: str) -> Section:
+    table = published.tables()[name]
+    rows = tuple(tuple(column.text(row) for column in table.columns) for row in table.rows)
+    numbers = tuple(bool(column.format) for column in table.columns)
+    return Section(table.title, f"published: {table.source}", tuple(column.head for column in table.columns), numbers, rows, table.notes)
+
+
+# --- several results --------------------------------------------------------------------------------------------------
+
+
+def compared(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
+    """Of (label, result) of the same `what`: each table's `value` for each of its `keys`, and the ratio to the first result."""
+    made = [facts(results)]
+    tables = {table.name: table for _, data in results for table in data["tables"]}
+    for table in tables.values():
+        keyed = [{tuple(row.get(key) for key in table.keys): row for row in rows_of(table, data)} for _, data in results]
+        keys = list(dict.fromkeys(key for rows in keyed for key in rows))
+        if keys:
+            made.append(_side_by_side(table, [label for label, _ in results], keyed, keys))
+            made += [of_published(wanted.table) for wanted in table.published]
+    return made
+
+
+def _side_by_side(table: Table, labels: list[str], keyed: list[dict[tuple, dict]], keys: list[tuple]) -> Section:
+    by_key = {column.key: column for column in table.columns}
+    named, value = [by_key[key] for key in table.keys], by_key[table.value]
+    ratio = Column("ratio", "ratio", "", ".3f")
+    heads = [column.head for column in named] + [f"{label}: {value.head}" for label in labels]
+    heads += [f"{label} / {labels[0]}" for label in labels[1:]]
+    cells = []
+    for key in keys:
+        found = [rows.get(key, {}) for rows in keyed]
+        first = found[0].get(table.value)
+        ratios = [{"ratio": row[table.value] / first} if first and row.get(table.value) else {} for row in found[1:]]
+        values = [row["error"] if "error" in row else value.text(row) for row in found]
+        cells.append((*(column.text(dict(zip(table.keys, key, strict=True))) for column in named), *values, *map(ratio.text, ratios)))
+    points = tuple(
+        (" ".join(str(part) for part in key), rows[key][table.value], label)
+        for label, rows in zip(labels, keyed, strict=True)
+        for key in keys
+        if rows.get(key, {}).get(table.value) is not None
+    )
+    plot = Plot("bars", value.head, "row", table.value, "result")
+    drawings = (Drawing(plot, ("", value.head), points, {}),) if points else ()
+    numbers = tuple(bool(column.format) for column in named) + (True,) * (len(heads) - len(named))
+    return Section(table.title, "measured here", tuple(heads), numbers, tuple(cells), table.formulas, drawings)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, title: str, made: list[Section]) -> None:
+    """table.md and, where jinja2 and matplotlib are installed, page.html in `folder`; says where they are. Raises StorageError."""
+    _write_text(folder / "table.md", markdown(title, made))
+    try:
+        from throughput import page
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED_BY_PAGE:
+            raise
+        print(f"result: {folder}, table.md. No page, since {error.name} is missing: where it is, throughput compare {folder} makes it")
+        return
+    _write_text(folder / "page.html", page.html(title, made))
+    print(f"result: {folder}, table.md, page.html")
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}", error.strerror or str(error), "free space, or name another directory") from None
+
+
+def markdown(title: str, made: list[Section]) -> str:
+    parts = [f"# {title}\n"]
+    for section in made:
+        parts.append(f"## {section.title}\n")
+        parts += [f"{section.mark[:1].upper()}{section.mark[1:]}.\n"] if section.mark else []
+        line: Callable[[Iterable[str]], str] = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"  # noqa: E731
+        rule = line("---:" if number else "---" for number in section.numbers)
+        parts.append("\n".join([line(section.heads), rule, *map(line, section.rows)]) + "\n")
+        parts += [f"{note}\n" for note in section.notes]
+    return "\n".join(parts)
+
+
+def relabeled(made: list[Section], what: str) -> list[Section]:
+    """With `what` before each title, for a page of several measurements."""
+    return [replace(section, title=f"{what}: {section.title}") for section in made]
