@@ -21,6 +21,7 @@ from throughput import options
 # what -> one line about it. throughput/<what>.py has add_arguments(parser), measure(options, result), which adds rows to the Result, and
 # TABLES (throughput/tables.py), which say what the rows mean. Those of WITHOUT_RESULT have add_arguments and main(options) instead.
 MEASUREMENTS = {
+    "gemm": "matrix products in FP16, BF16 and FP8, and copies of memory",
     "mlp": "training steps of a small MLP on one GPU",
 }
 WITHOUT_RESULT = {

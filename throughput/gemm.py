@@ -1,0 +1,258 @@
+"""Matrix products of one GPU in FP16, BF16 and FP8, through torch's calls and the BLAS libraries behind them; and copies of memory."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.errors import ConfigError
+from common.kernels.fp8 import fp8_dtypes
+from throughput.result import Measured, Result
+from throughput.tables import Beside, Column, Plot, Table
+from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, spread
+
+# (M, K, N) -> what it is: 16,384 tokens of Llama 70B (hidden 8192, FFN 28672, 64 and 8 heads of 128) cut by tensor parallelism 8, and
+# squares. SemiAnalysis' choice, from a published article (published.json, gemm_llama_70b).
+SHAPES = {
+    (4096, 4096, 4096): "square 4K",
+    (8192, 8192, 8192): "square 8K",
+    (16384, 16384, 16384): "square 16K",
+    (16384, 8192, 1280): "fused QKV",
+    (16384, 1024, 8192): "attention output",
+    (16384, 8192, 7168): "FFN GEMM 1",
+    (16384, 3584, 8192): "FFN GEMM 2",
+}
+CPU_DIVISOR = 32  # of each size
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+SCALINGS = {"tensor": None, "row": 1}  # of FP8 -> dimension over which one scale is found
+COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
+HOST_BYTES = 2**28
+TIMES = (
+    Column("ms", "Median", "ms", ".3f"),
+    Column("ms_p10", "10th percentile", "ms", ".3f"),
+    Column("ms_p90", "90th percentile", "ms", ".3f"),
+    Column("samples", "Samples", "", "d"),
+)
+METHOD = (
+    f"Each call is timed by itself for {REPEAT_MS:.0f} ms in all, after {WARMUP_MS:.0f} ms of calls that do not count; on a GPU with events and "
+    "an L2 cache that was overwritten before the call (Triton's do_bench). Inputs are normal(0, 1)."
+)
+
+TABLES = (
+    Table(
+        "gemm",
+        "Matrix products",
+        (
+            Column("shape", "M x K x N"),
+            Column("description", "Product"),
+            Column("precision", "Precision"),
+            Column("call", "Call"),
+            Column("library", "Library"),
+            *TIMES,
+            Column("tflops", "TFLOP/s", "", ",.4g"),
+            Column("percent", "% of peak", "", ".1f"),
+            Column("intensity", "Intensity", "FLOP/byte", ",.0f"),
+        ),
+        keys=("shape", "precision", "call", "library"),
+        value="tflops",
+        formulas=(
+            METHOD,
+            "TFLOP/s = 2 M K N / median / 1e12. % of peak: of the dense peak of the GPU's kind in this precision, named above. Intensity = "
+            "2 M K N / bytes, where A, B and the result are moved once.",
+            "matmul: torch.matmul(A [M, K], B [K, N]); linear: F.linear(A [M, K], W [N, K]); _scaled_mm: A [M, K] and W [N, K] in FP8 (e4m3) "
+            "with one scale per tensor, or per row of A and of W, result in bf16, use_fast_accum. Quantization is not timed.",
+            "Library: the one that torch was asked to prefer (torch.backends.cuda.preferred_blas_library); it may use another where that one "
+            "has no such product. _scaled_mm has no choice.",
+        ),
+        plots=(Plot("roofline", "Roofline: products and measured copy bandwidth", "intensity", "tflops", "precision"),),
+        published=(
+            Beside("gemm_llama_70b", ("shape", "precision", "call"), "tflops"),
+            Beside("gemm_square", ("shape", "precision", "call"), "tflops"),
+            Beside("gemm_libraries", (), "tflops"),
+        ),
+        sort="tflops",
+    ),
+    Table(
+        "summary",
+        "Average and best of the shapes",
+        (
+            Column("precision", "Precision"),
+            Column("call", "Call"),
+            Column("library", "Library"),
+            Column("shapes", "Shapes measured", "", "d"),
+            Column("average", "Average TFLOP/s", "", ",.4g"),
+            Column("best", "Best TFLOP/s", "", ",.4g"),
+            Column("best_percent", "Best, % of peak", "", ".1f"),
+            Column("best_shape", "Best shape"),
+        ),
+        keys=("precision", "call", "library"),
+        value="average",
+        formulas=("Average: of the shapes' TFLOP/s, each shape once.",),
+        published=(Beside("gemm_gpus", (), "tflops"),),
+        sort="average",
+    ),
+    Table(
+        "copy",
+        "Copies of memory",
+        (Column("copy", "Copy"), Column("mebibytes", "Size", "MiB", ",d"), *TIMES, Column("gbps", "GB/s", "", ",.1f")),
+        keys=("copy",),
+        value="gbps",
+        formulas=(
+            "GB/s = bytes / median / 1e9. In a memory, a byte that is read and written counts twice; between host and device, once. "
+            "Host memory is pinned.",
+        ),
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precision", choices=(*DTYPES, "fp8"), help="only this one; default: all")
+    parser.add_argument("--shape", metavar="MxKxN", help="only this shape, e.g. 8192x8192x8192; default: the seven of docs/throughput.md")
+
+
+def measure(options: argparse.Namespace, result: Result) -> None:
+    torch.manual_seed(0)
+    device = options.device
+    copies(device, result)
+    for shape, description in shapes(options.shape, device).items():
+        for precision, call, library in ways(device, options.precision):
+            row = {"table": "gemm", "shape": "x".join(map(str, shape)), "description": description, "precision": precision}
+            row |= {"call": call, "library": library}
+            result.attempt(row, partial(product, shape, precision, call, library, result))
+    summarize(result)
+    note_roofs(result)
+
+
+def shapes(wanted: str | None, device: str) -> dict[tuple[int, int, int], str]:
+    """`wanted`, or all; smaller ones on a CPU. Raises ConfigError if `wanted` is no shape."""
+    if wanted:
+        sizes = wanted.lower().split("x")
+        if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
+            raise ConfigError(f"--shape {wanted}", "a product has three sizes of at least 1", "write MxKxN, such as 8192x8192x8192")
+        m, k, n = map(int, sizes)
+        return {(m, k, n): SHAPES.get((m, k, n), "as asked for")}
+    if device == "cuda":
+        return dict(SHAPES)
+    small = {tuple(size // CPU_DIVISOR for size in shape): f"{text} / {CPU_DIVISOR}" for shape, text in SHAPES.items()}
+    return cast(dict[tuple[int, int, int], str], small)
+
+
+def ways(device: str, precision: str | None) -> Iterator[tuple[str, str, str]]:
+    """Precision, call and library ("" where there is no choice) of each way to compute a product."""
+    names = libraries() if device == "cuda" else [""]
+    for dtype in DTYPES:
+        for call in ("matmul", "linear"):
+            yield from ((dtype, call, name) for name in names if precision in (None, dtype))
+    if precision in (None, "fp8"):
+        yield from (("fp8", f"_scaled_mm, scale per {scaling}", "") for scaling in SCALINGS)
+
+
+def libraries() -> list[str]:
+    """The names that torch.backends.cuda.preferred_blas_library takes."""
+    return ["hipblas", "hipblaslt", "ck"] if torch.version.hip else ["cublas", "cublaslt"]
+
+
+@contextlib.contextmanager
+def preferred(library: str) -> Iterator[None]:
+    """torch prefers `library` in the block, if it is not "". Raises RuntimeError if torch does not take it on this GPU."""
+    if not library:
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    try:
+        taken = torch.backends.cuda.preferred_blas_library(library).name.lower()
+        if taken != library.replace("hip", "cu"):
+            raise RuntimeError(f"torch took {taken} instead of {library}")
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def product(shape: tuple[int, int, int], precision: str, call: str, library: str, result: Result) -> Measured:
+    m, k, n = shape
+    work, width = launch_of(shape, precision, call, result.device)
+    with preferred(library):
+        times = kernel_ms(work, result.device)
+    flops, seconds = 2 * m * k * n, 1e-3 * spread(times)["ms"]
+    tflops = flops / seconds / 1e12
+    values = {"tflops": tflops, "percent": result.percent(tflops, precision)}
+    return values | {"intensity": flops / (width * (m * k + k * n) + 2 * m * n)}, times
+
+
+def launch_of(shape: tuple[int, int, int], precision: str, call: str, device: str) -> tuple[Callable[[], Tensor], int]:
+    """The call with its operands, and the bytes of an element of these."""
+    m, k, n = shape
+    if precision == "fp8":
+        dimension = SCALINGS[call.rpartition(" ")[2]]
+        (a, scale_a), (w, scale_w) = (quantized(torch.randn(rows, k, device=device), dimension) for rows in (m, n))
+        options: Any = {"scale_a": scale_a, "scale_b": scale_w.t(), "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return partial(torch._scaled_mm, a, w.t(), **options), 1
+    draw = partial(torch.randn, device=device, dtype=DTYPES[precision])
+    if call == "matmul":
+        return partial(torch.matmul, draw(m, k), draw(k, n)), 2
+    return partial(F.linear, draw(m, k), draw(n, k)), 2
+
+
+def quantized(x: Tensor, dimension: int | None) -> tuple[Tensor, Tensor]:
+    """x [rows, columns] in e4m3, and the fp32 scale that multiplies it back: a scalar, or [rows, 1] with `dimension` 1."""
+    dtype = fp8_dtypes(x.device)[0]
+    largest = x.abs().amax() if dimension is None else x.abs().amax(dimension, keepdim=True)
+    scale = largest.float() / torch.finfo(dtype).max
+    return (x / scale).to(dtype), scale
+
+
+def copies(device: str, result: Result) -> None:
+    """Rows of the table "copy": within the memory, and on a GPU from and to the host's."""
+    size, host_size = COPY_BYTES[device], HOST_BYTES
+
+    def within() -> Measured:
+        return timed(torch.randint(256, (size,), device=device, dtype=torch.uint8), device, 2)
+
+    def between(to_device: bool) -> Measured:
+        host = torch.randint(256, (host_size,), dtype=torch.uint8, pin_memory=True)
+        return timed(host, device, 1) if to_device else timed(host.to(device), "cpu", 1)
+
+    def timed(source: Tensor, target_device: str, counted: int) -> Measured:
+        target = torch.empty(source.shape, dtype=source.dtype, device=target_device, pin_memory=device != target_device)
+        times = kernel_ms(lambda: target.copy_(source, non_blocking=True), device)
+        return {"gbps": counted * source.nbytes / spread(times)["ms"] / 1e6}, times
+
+    name = "within device memory" if device == "cuda" else "within host memory"
+    result.attempt({"table": "copy", "copy": name, "mebibytes": size >> 20}, within)
+    if device == "cuda":
+        for name, to_device in (("host to device", True), ("device to host", False)):
+            result.attempt({"table": "copy", "copy": name, "mebibytes": host_size >> 20}, partial(between, to_device))
+
+
+def summarize(result: Result) -> None:
+    groups: dict[tuple, list[dict]] = {}
+    for row in result.rows:
+        if row["table"] == "gemm" and "error" not in row:
+            groups.setdefault((row["precision"], row["call"], row["library"]), []).append(row)
+    for (precision, call, library), rows in groups.items():
+        best = max(rows, key=lambda row: row["tflops"])
+        values = {"precision": precision, "call": call, "library": library, "shapes": len(rows)}
+        values |= {"average": statistics.mean(row["tflops"] for row in rows), "best": best["tflops"]}
+        result.add({"table": "summary", **values, "best_percent": best["percent"], "best_shape": best["shape"]})
+
+
+def note_roofs(result: Result) -> None:
+    """The note "roofline": TB/s of a copy within the memory, and the named peaks of the machine's kind."""
+    copy = next((row["gbps"] for row in result.rows if row["table"] == "copy" and "gbps" in row), None)
+    if copy is None:
+        return
+    machine = result.data["machine"]
+    peaks = [
+        [f"{machine['kind']}, dense peak {name}: {machine[key]:,.0f}", machine[key]]
+        for name, key in (("16 bits", "peak_tflops_16_bits"), ("FP8", "peak_tflops_fp8"))
+        if key in machine
+    ]
+    result.note("roofline", {"bandwidth": [f"copy, measured: {copy:,.0f} GB/s", copy / 1e3], "peaks": peaks})
