@@ -41,11 +41,13 @@ class Section:
 
 
 def sections(data: dict[str, Any]) -> list[Section]:
-    """Of what `result.read` returned: machine and software, then each table and what others published of it."""
-    made = [facts([("", data)])]
-    for table in data["tables"]:
-        made += measured(table, data) + [of_published(wanted.table) for wanted in table.published]
-    return made
+    """Of what `result.read` returned: machine and software, each table, then what others published of it."""
+    return [facts([("", data)]), *(part for table in data["tables"] for part in measured(table, data)), *others(data["tables"])]
+
+
+def others(tables: Iterable[Table]) -> list[Section]:
+    """The published tables that `tables` name, each once."""
+    return [of_published(name) for name in dict.fromkeys(wanted.table for table in tables for wanted in table.published)]
 
 
 def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
@@ -79,22 +81,23 @@ def measured(table: Table, data: dict[str, Any]) -> list[Section]:
         return []
     cells = [[column.text(row) for column in table.columns] for row in rows]
     heads, numbers = [column.head for column in table.columns], [bool(column.format) for column in table.columns]
+    place = [column.key for column in table.columns].index(table.value) + 1
     for wanted in table.published:
         beside = [published.beside(row, wanted) for row in rows]
         if wanted.match and set(beside) != {"-"}:
-            column = published.tables()[wanted.table].column(wanted.value)
-            _append(heads, numbers, cells, f"{column.head}, published", beside)
+            head = published.tables()[wanted.table].column(wanted.value).head
+            _insert(heads, numbers, cells, place, f"{head}, published", beside)
     if any("error" in row for row in rows):
-        _append(heads, numbers, cells, "not measured, because", [row.get("error", "") for row in rows])
+        _insert(heads, numbers, cells, len(heads), "not measured, because", [row.get("error", "") for row in rows])
     drawings = tuple(drawing for plot in table.plots if (drawing := drawn(plot, table, rows, data["notes"])))
     return [Section(table.title, "measured here", tuple(heads), tuple(numbers), tuple(map(tuple, cells)), table.formulas, drawings)]
 
 
-def _append(heads: list[str], numbers: list[bool], cells: list[list[str]], head: str, column: list[str]) -> None:
-    heads.append(head)
-    numbers.append(False)
+def _insert(heads: list[str], numbers: list[bool], cells: list[list[str]], place: int, head: str, column: list[str]) -> None:
+    heads.insert(place, head)
+    numbers.insert(place, False)
     for row, cell in zip(cells, column, strict=True):
-        row.append(cell)
+        row.insert(place, cell)
 
 
 def drawn(plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]) -> Drawing | None:
@@ -127,8 +130,7 @@ def compared(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
         keys = list(dict.fromkeys(key for rows in keyed for key in rows))
         if keys:
             made.append(_side_by_side(table, [label for label, _ in results], keyed, keys))
-            made += [of_published(wanted.table) for wanted in table.published]
-    return made
+    return made + others(tables.values())
 
 
 def _side_by_side(table: Table, labels: list[str], keyed: list[dict[tuple, dict]], keys: list[tuple]) -> Section:
