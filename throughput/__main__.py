@@ -25,6 +25,7 @@ MEASUREMENTS = {
     "mlp": "training steps of a small MLP on one GPU",
 }
 WITHOUT_RESULT = {
+    "suite": "all of the above in one sitting, one page of them; goes on where it was interrupted",
     "compare": "results of the same measurement beside each other",
 }
 WHATS = MEASUREMENTS | WITHOUT_RESULT

@@ -14,7 +14,7 @@ from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table
 from throughput.timing import spread, step_ms
 
-SIZES = {"cuda": (4096, 8192, 8192, 4096), "cpu": (512, 1024, 1024, 512)}
+SIZES = {"cuda": (4096, 8192, 8192, 4096), "cpu": (256, 512, 512, 256)}
 STEPS = {"cuda": 100, "cpu": 5}
 
 TABLES = (

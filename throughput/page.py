@@ -15,6 +15,7 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from submission.plots import STYLE
 from throughput.report import Drawing, Section
@@ -109,6 +110,10 @@ def _roofline(axes: Axes, drawing: Drawing) -> None:
         axes.plot([level / bandwidth, right], [level, level], style, color=INK, linewidth=1, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:,.4g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(drawing.labels[0])
     axes.set_ylabel(drawing.labels[1])
     axes.grid(which="major")

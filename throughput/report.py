@@ -55,7 +55,7 @@ def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
     columns = [described(data) for _, data in results]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = tuple((name.replace("_", " "), *(column.get(name, "-") for column in columns)) for name in names)
-    heads = ("", *(label or data["what"] for label, data in results))
+    heads = ("", *(label for label, _ in results))
     return Section("Machine and software", "", heads, (False,) * len(heads), rows)
 
 

@@ -71,6 +71,10 @@ class Table:
     @staticmethod
     def from_dict(fields: dict) -> Table:
         """Raises TypeError or KeyError if `fields` are not those of `as_dict`."""
-        parts = {"columns": Column, "plots": Plot, "published": Beside}
-        made = {name: tuple(kind(**part) for part in fields[name]) for name, kind in parts.items()}
+        beside = (part | {"match": tuple(part["match"])} for part in fields["published"])
+        made = {
+            "columns": tuple(Column(**part) for part in fields["columns"]),
+            "plots": tuple(Plot(**part) for part in fields["plots"]),
+            "published": tuple(Beside(**part) for part in beside),
+        }
         return Table(**fields | made | {name: tuple(fields[name]) for name in ("keys", "formulas")})

@@ -1,0 +1,112 @@
+"""The command line of `throughput`: names, options, directories, and what every measurement declares of its rows."""
+
+import importlib
+import json
+
+import pytest
+
+from common.errors import ConfigError
+from common.hardware import Device, Probe
+from launch.__main__ import _split
+from throughput import options, published
+from throughput.__main__ import MEASUREMENTS, WHATS, main
+
+MLP = ["mlp", "--device", "cpu", "--steps", "1", "--warmup", "1", "--batch", "2"]
+
+
+def three_lines(capsys) -> list[str]:
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:7] for line in lines] == ["error: ", "  why: ", "  do:  "]
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none"], "none"),
+        (["mlp", "--steps", "0"], "0 is no whole number"),
+        (["mlp", "--none"], "--none"),
+        (["mlp", "--device", "tpu"], "tpu"),
+        (["gemm", "--precision", "fp4"], "fp4"),
+        (["gemm", "--device", "cpu", "--shape", "12x0x3"], "--shape 12x0x3"),
+        (["suite", "--device", "cpu", "--gpus", "1,99999"], "--gpus 99999"),
+    ],
+)
+def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said):
+    assert main([*arguments, *(["--out", str(tmp_path / "out")] if "--device" in arguments else [])]) == 2
+    assert said in three_lines(capsys)[0]
+
+
+def test_without_words_it_lists_the_measurements(capsys):
+    assert main([]) == 2 and main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in WHATS)
+
+
+def test_the_launcher_passes_it_on_without_a_benchmark():
+    assert _split(["throughput", "gemm", "--help"]) == ("", "throughput", ["gemm", "--help"])
+    with pytest.raises(ConfigError, match="takes no benchmark"):
+        _split(["llama31_8b", "throughput"])
+
+
+def test_a_result_is_written_once(tmp_path, capsys):
+    assert main([*MLP, "--out", str(tmp_path / "a")]) == 0
+    before = (tmp_path / "a" / "result.json").read_bytes()
+    data = json.loads(before)
+    assert (
+        data["status"] == "finished"
+        and data["machine"]
+        and data["versions"]["torch"]
+        and data["command"].startswith("python3 -m throughput")
+    )
+    assert (tmp_path / "a" / "table.md").is_file() and (tmp_path / "a" / "page.html").is_file()
+    capsys.readouterr()
+    assert main([*MLP, "--out", str(tmp_path / "a")]) == 2
+    assert "holds files" in three_lines(capsys)[0]
+    assert (tmp_path / "a" / "result.json").read_bytes() == before
+
+
+def test_without_out_it_goes_to_logdir(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    assert main(MLP) == 0
+    assert [path.parent.name[:4] for path in tmp_path.glob("throughput/*/result.json")] == ["mlp-"]
+
+
+@pytest.mark.parametrize("what", MEASUREMENTS)
+def test_what_a_measurement_declares_fits_together(what):
+    """Keys of tables and plots are columns; published tables exist and have the columns they are matched by."""
+    module = importlib.import_module(f"throughput.{what}")
+    module.add_arguments(options.Parser())
+    for table in module.TABLES:
+        keys = [column.key for column in table.columns]
+        assert len(keys) == len(set(keys)) and {*table.keys, table.value, *filter(None, [table.sort])} <= set(keys)
+        assert {key for plot in table.plots for key in (plot.x, plot.y, plot.by)} <= set(keys)
+        assert isinstance(table.formulas, tuple)
+        for wanted in table.published:
+            columns = {column.key for column in published.tables()[wanted.table].columns}
+            assert {*wanted.match, wanted.value} <= columns and set(wanted.match) <= set(keys)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_options_of_all_measurements():
+    parser = options.Parser()
+    options.add(parser, "precision", "steps", seq={"default": 1024}, batch={}, gpus={})
+    chosen = parser.parse_args(["--batch", "max", "--gpus", "1,2,4"])
+    assert (chosen.precision, chosen.steps, chosen.seq, chosen.batch, chosen.gpus) == ("bf16", 20, 1024, "max", [1, 2, 4])
+    assert parser.parse_args(["--batch", "8"]).batch == 8
+    for words in (["--batch", "some"], ["--gpus", "1,,2"], ["--gpus", "0"], ["--precision", "int8"]):
+        with pytest.raises(ConfigError):
+            parser.parse_args(words)
+
+
+def test_gpus_and_device_must_be_there():
+    two = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 2**37),) * 2)
+    options.check_gpus([1, 2], "cuda", two)
+    with pytest.raises(ConfigError, match="--gpus 4"):
+        options.check_gpus([1, 4], "cuda", two)
+    assert options.device_of(None, two) == "cuda" and options.device_of("cpu", two) == "cpu"
+    assert options.device_of(None, Probe("none")) == "cpu"
+    with pytest.raises(ConfigError):
+        options.device_of("cuda", Probe("none"))

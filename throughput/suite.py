@@ -1,0 +1,158 @@
+"""All measurements in one sitting, each in a process of its own, and one page of them. Started again with the same --out, it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, DataError, Interrupted, RunError
+from common.hardware import probe
+from launch.supervise import supervise
+from throughput import options as common
+from throughput import report, result
+from throughput.report import Section
+
+NAME = "suite.json"
+SCHEDULED = 60.0  # seconds: below that the time left is not worth a line
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command. `words` follow `python3 -m throughput`, `quick` those of --quick ("" leaves it out); {gpus} stands for 1,2,4 or what
+    --gpus says. `seconds`, `quick_seconds`: expected on an H200, for the time left.
+    """
+
+    name: str
+    words: str
+    quick: str
+    seconds: float
+    quick_seconds: float
+
+
+PARTS = (
+    Part("gemm", "gemm", "gemm", 60, 60),
+    Part("mlp", "mlp", "mlp", 20, 20),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="ten minutes on one H200: fewer models and batches")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm's are cuda as well)")
+    common.add(parser, gpus={"default": None, "help": "numbers of GPUs to measure; default: 1, 2, 4, ... up to all"})
+
+
+def main(options: argparse.Namespace) -> int:
+    """The exit code: 0 if every part ended with 0, else that of the first that did not. Raises RunError."""
+    found = probe(os.environ)
+    device = common.device_of(options.device, found)
+    gpus = options.gpus or doubled(len(found.devices) if device == "cuda" else 1)
+    common.check_gpus(gpus, device, found)
+    folder = options.out or result.default_directory("suite")
+    asked = {"quick": options.quick, "device": device, "gpus": gpus}
+    ended = resume(folder, asked)
+    for number, part in enumerate(chosen(options.quick)):
+        if part.name in ended:
+            print(f"suite: {part.name} is done", flush=True)
+            continue
+        print(f"suite: part {number + 1} of {len(chosen(options.quick))}, {part.name}{time_left(ended, options.quick)}", flush=True)
+        ended[part.name] = run(part, folder, asked)
+        result.write_json(folder / NAME, asked | {"parts": ended})
+    report.write(folder, "suite", sections(folder, ended))
+    failed = next((part["exit_code"] for part in ended.values() if part["exit_code"]), 0)
+    return 128 - failed if failed < 0 else failed  # as a shell counts signals
+
+
+def chosen(quick: bool) -> list[Part]:
+    return [part for part in PARTS if part.quick or not quick]
+
+
+def doubled(count: int) -> list[int]:
+    """1, 2, 4, ... and `count` itself."""
+    return sorted({count, *(2**power for power in range(count.bit_length()) if 2**power <= count)})
+
+
+def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
+    """The parts that have ended in `folder`, which is made if it is not there; what an interrupted part left is moved aside. Raises
+    ConfigError if it holds anything else, or a suite that was asked for something else.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        result.claim(folder)
+        result.write_json(path, asked | {"parts": {}})
+        return {}
+    try:
+        before = json.loads(path.read_text())
+        ended = dict(before.pop("parts"))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} cannot be read", f"{type(error).__name__}: {error}", "name a new directory with --out") from None
+    if before != asked:
+        why = f"it was started with {before}, and now with {asked}"
+        raise ConfigError(f"{folder} holds another suite", why, "repeat its options, or name a new directory with --out")
+    for part in PARTS:
+        left = folder / part.name
+        if left.exists() and part.name not in ended:
+            left.rename(folder / f"{part.name}.interrupted-{time.strftime('%Y%m%d-%H%M%S')}")
+    return ended
+
+
+def run(part: Part, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """Its command, exit code and seconds. Raises Interrupted."""
+    words = (part.quick if asked["quick"] else part.words).format(gpus=",".join(map(str, asked["gpus"])))
+    command = ["-m", "throughput", *words.split(), "--device", asked["device"], "--out", str(folder / part.name)]
+    began = time.monotonic()
+    ending = supervise([sys.executable, *command], dict(os.environ), (folder / part.name).absolute())
+    if ending.signal_number:
+        raise Interrupted(ending.signal_number)
+    return {"command": shlex.join(["python3", *command]), "exit_code": ending.returncode, "seconds": round(time.monotonic() - began, 1)}
+
+
+def time_left(ended: dict[str, dict], quick: bool) -> str:
+    """In words; the expected seconds, corrected by how the ended parts kept to theirs."""
+    expected = {part.name: part.quick_seconds if quick else part.seconds for part in chosen(quick)}
+    spent, planned = sum(ended[name]["seconds"] for name in ended), sum(expected[name] for name in ended)
+    left = sum(seconds for name, seconds in expected.items() if name not in ended) * (spent / planned if planned else 1.0)
+    return f"; about {max(left / 60, 1):.0f} min left" if left > SCHEDULED else ""
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def sections(folder: Path, ended: dict[str, dict]) -> list[Section]:
+    """Machine, a row for each part, each part's tables, and what others published of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ended:
+        try:
+            found[name] = result.read(folder / name)
+        except RunError:  # it ended before it wrote one; its row says how
+            continue
+    made = (
+        [report.facts([("", next(iter(found.values())) | {"command": shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])})])]
+        if found
+        else []
+    )
+    made.append(parts_section(ended, found))
+    for name, data in found.items():
+        made += report.relabeled([part for table in data["tables"] for part in report.measured(table, data)], name)
+    return made + report.others(table for data in found.values() for table in data["tables"])
+
+
+def parts_section(ended: dict[str, dict], found: dict[str, dict[str, Any]]) -> Section:
+    rows = []
+    for name, part in ended.items():
+        measured = [row for row in found.get(name, {}).get("rows", [])]
+        failed = sum("error" in row for row in measured)
+        how = "ended" if part["exit_code"] == 0 else f"failed, {how_it_failed(part['exit_code'])}"
+        rows.append((name, how, f"{part['seconds']:,.0f}", str(len(measured) - failed), str(failed), part["command"]))
+    heads = ("Part", "", "Seconds", "Rows measured", "Rows failed", "Command")
+    return Section("Parts", "measured here", heads, (False, False, True, True, True, False), tuple(rows))
+
+
+def how_it_failed(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
