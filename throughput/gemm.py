@@ -168,7 +168,8 @@ def preferred(library: str) -> Iterator[None]:
         return
     before = torch.backends.cuda.preferred_blas_library()
     try:
-        taken = torch.backends.cuda.preferred_blas_library(library).name.lower()
+        backend: Any = torch.backends.cuda.preferred_blas_library(library)  # torch's type stub lacks the name
+        taken = backend.name.lower()
         if taken != library.replace("hip", "cu"):
             raise RuntimeError(f"torch took {taken} instead of {library}")
         yield

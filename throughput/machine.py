@@ -33,7 +33,7 @@ def facts(found: Probe, device: str) -> dict[str, Any]:
     known: dict[str, Any] = {name: of_linux[key] for key, name in OF_LINUX.items() if key in of_linux}
     if device == "cpu":
         return {"gpu": "none: measured on the CPU", **known, "threads": torch.get_num_threads()}
-    gpu = {"gpu": torch.cuda.get_device_name(), "kind": kind_of(found), "gpus": torch.cuda.device_count()}
+    gpu: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "kind": kind_of(found), "gpus": torch.cuda.device_count()}
     gpu["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
     if kind := KINDS.get(gpu["kind"]):
         gpu |= {"peak_tflops_16_bits": kind.peak_bf16_tflops, "peak_tflops_fp8": kind.peak_fp8_tflops}
@@ -50,7 +50,7 @@ def kind_of(found: Probe) -> str:
 
 def power_limit(found: Probe) -> dict[str, float]:
     try:
-        limits = {sample.get("power_limit_w") for sample in sampler.read(found)} - {None}
+        limits = [limit for sample in sampler.read(found) if (limit := sample.get("power_limit_w"))]
     except DriverError:
         return {}
     return {"power_limit_w": min(limits)} if limits else {}

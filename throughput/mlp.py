@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -58,7 +59,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     options.steps = options.steps or STEPS[options.device]
     for precision in ("bf16", "fp32"):
         row = {"table": "mlp", "model": "-".join(map(str, sizes)), "precision": precision, "batch": options.batch}
-        result.attempt(row, lambda precision=precision: run(sizes, precision, options, result))
+        result.attempt(row, partial(run, sizes, precision, options, result))
 
 
 def run(sizes: tuple[int, ...], precision: str, options: argparse.Namespace, result: Result) -> Measured:
