@@ -80,7 +80,7 @@ def _bars(axes: Axes, drawing: Drawing) -> None:
         places = [names.index(str(x)) + width * (index + 0.5) - 0.4 for x, _ in points]
         axes.barh(places, [y for _, y in points], height=0.92 * width, color=color, label=by)
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel(drawing.labels[1])
     axes.grid(axis="x")
 
@@ -112,7 +112,7 @@ def _roofline(axes: Axes, drawing: Drawing) -> None:
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter("{x:,.4g}")
+        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
         axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(drawing.labels[0])
     axes.set_ylabel(drawing.labels[1])

@@ -12,6 +12,7 @@ from throughput import published
 from throughput.tables import Column, Plot, Table
 
 NEEDED_BY_PAGE = ("jinja2", "matplotlib")
+MAX_BARS = 20  # rows of a comparison that has a plot
 
 
 @dataclass(frozen=True)
@@ -75,29 +76,29 @@ def rows_of(table: Table, data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def measured(table: Table, data: dict[str, Any]) -> list[Section]:
-    """The section of a table; none if it has no rows."""
+    """The section of a table; none if it has no rows. A row that failed says why in place of the table's value."""
     rows = rows_of(table, data)
     if not rows:
         return []
-    cells = [[column.text(row) for column in table.columns] for row in rows]
-    heads, numbers = [column.head for column in table.columns], [bool(column.format) for column in table.columns]
-    place = [column.key for column in table.columns].index(table.value) + 1
-    for wanted in table.published:
-        beside = [published.beside(row, wanted) for row in rows]
-        if wanted.match and set(beside) != {"-"}:
-            head = published.tables()[wanted.table].column(wanted.value).head
-            _insert(heads, numbers, cells, place, f"{head}, published", beside)
-    if any("error" in row for row in rows):
-        _insert(heads, numbers, cells, len(heads), "not measured, because", [row.get("error", "") for row in rows])
+    parts: list[tuple[str, bool, list[str]]] = []  # head, whether numbers, cells
+    for column in table.columns:
+        failed = [row.get("error", "") if column.key == table.value else "" for row in rows]
+        cells = [error or column.text(row) for error, row in zip(failed, rows, strict=True)]
+        parts += [(column.head, bool(column.format), cells), *beside(column, table, rows)]
     drawings = tuple(drawing for plot in table.plots if (drawing := drawn(plot, table, rows, data["notes"])))
-    return [Section(table.title, "measured here", tuple(heads), tuple(numbers), tuple(map(tuple, cells)), table.formulas, drawings)]
+    heads, numbers, columns = zip(*parts, strict=True)
+    return [Section(table.title, "measured here", heads, numbers, tuple(zip(*columns, strict=True)), table.formulas, drawings)]
 
 
-def _insert(heads: list[str], numbers: list[bool], cells: list[list[str]], place: int, head: str, column: list[str]) -> None:
-    heads.insert(place, head)
-    numbers.insert(place, False)
-    for row, cell in zip(cells, column, strict=True):
-        row.insert(place, cell)
+def beside(column: Column, table: Table, rows: list[dict[str, Any]]) -> list[tuple[str, bool, list[str]]]:
+    """Published values that stand to the right of `column`: of the same key, or, where no column has it, beside the table's value."""
+    parts, keys = [], {own.key for own in table.columns}
+    for wanted in table.published:
+        if wanted.match and column.key == (wanted.value if wanted.value in keys else table.value):
+            cells = [published.beside(row, wanted) for row in rows]
+            head = published.tables()[wanted.table].column(wanted.value).head
+            parts += [(f"{head}, published", False, cells)] if set(cells) != {"-"} else []
+    return parts
 
 
 def drawn(plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]) -> Drawing | None:
@@ -153,7 +154,7 @@ def _side_by_side(table: Table, labels: list[str], keyed: list[dict[tuple, dict]
         if rows.get(key, {}).get(table.value) is not None
     )
     plot = Plot("bars", value.head, "row", table.value, "result")
-    drawings = (Drawing(plot, ("", value.head), points, {}),) if points else ()
+    drawings = (Drawing(plot, ("", value.head), points, {}),) if 0 < len(keys) <= MAX_BARS and points else ()
     numbers = tuple(bool(column.format) for column in named) + (True,) * (len(heads) - len(named))
     return Section(table.title, "measured here", tuple(heads), numbers, tuple(cells), table.formulas, drawings)
 
