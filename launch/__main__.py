@@ -44,10 +44,10 @@ import argparse
 import importlib.metadata
 import os
 import signal
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import NoReturn
 
 from common.errors import ConfigError, Interrupted, RunError
 from launch import series
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
     try:
         benchmark, name, rest = _split(arguments)
         if VERBS[name]:
-            return _run_module(benchmark, name, rest)
+            _run_module(benchmark, name, rest)
         return _run_here(benchmark, name, _parse(name, rest))
     except RunError as error:
         print_stderr(error.lines())
@@ -128,12 +128,13 @@ def _split(arguments: list[str]) -> tuple[str, str, list[str]]:
     return first, name, rest
 
 
-def _run_module(benchmark: str, name: str, rest: list[str]) -> int:
+def _run_module(benchmark: str, name: str, rest: list[str]) -> NoReturn:
+    """In place of this process, so that a signal reaches the module, which may have processes of its own to end."""
     module = VERBS[name].format(benchmark)
     if module == f"{benchmark}.{name}" and not (ROOT / benchmark / f"{name}.py").is_file():
         raise ConfigError(f"{benchmark} has no verb {name}", f"it has no module {module}", "see --help")
     words = [benchmark] if benchmark and not module.startswith(f"{benchmark}.") else []
-    return subprocess.run([sys.executable, "-m", module, *words, *rest]).returncode
+    os.execv(sys.executable, [sys.executable, "-m", module, *words, *rest])
 
 
 def _parse(name: str, rest: list[str]) -> argparse.Namespace:

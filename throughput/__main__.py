@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 
+from common.errors import Interrupted
 from common.hardware import probe
+from launch.supervise import handled_signals
 from submission import terminal
 from throughput import options
 
@@ -62,5 +65,11 @@ def start(arguments: list[str]) -> int:
     return 0
 
 
+def interrupt(number: int, frame: object) -> None:
+    raise Interrupted(number)
+
+
 if __name__ == "__main__":
+    for signal_number in handled_signals():
+        signal.signal(signal_number, interrupt)
     sys.exit(main(sys.argv[1:]))

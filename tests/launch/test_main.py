@@ -68,6 +68,17 @@ def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_
     assert (code, out.strip()) == wanted.get(verb, (20, f"{verb} ['{tmp_path}', '--some', 'option']")), err
 
 
+def test_a_signal_reaches_the_module_of_a_verb(project, tmp_path):
+    """It is not killed before it has ended its own processes."""
+    stub = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', *sys.argv[1:], flush=True); time.sleep(60)"
+    (project / "throughput").mkdir(exist_ok=True)
+    (project / "throughput/__main__.py").write_text(stub)
+    process = launch(project, tmp_path, "throughput", "gemm", benchmark="")
+    assert process.stdout.readline() == "ready gemm\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 7
+
+
 def test_killing_the_launcher_leaves_nothing_behind(project, tmp_path):
     process = launch(project, tmp_path, TOY="wait")
     wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting")))

@@ -2,6 +2,10 @@
 
 import importlib
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,7 @@ from launch.__main__ import _split
 from throughput import options, published
 from throughput.__main__ import MEASUREMENTS, WHATS, main
 
+ROOT = Path(__file__).parents[2]
 MLP = ["mlp", "--device", "cpu", "--steps", "1", "--warmup", "1", "--batch", "2"]
 
 
@@ -64,6 +69,17 @@ def test_a_result_is_written_once(tmp_path, capsys):
     assert main([*MLP, "--out", str(tmp_path / "a")]) == 2
     assert "holds files" in three_lines(capsys)[0]
     assert (tmp_path / "a" / "result.json").read_bytes() == before
+
+
+def test_a_signal_ends_it_in_three_lines_and_keeps_what_was_measured(tmp_path):
+    command = [sys.executable, "-m", "throughput", "gemm", "--device", "cpu", "--out", str(tmp_path / "a")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and err.startswith("error: stopped by signal 15\n") and "Traceback" not in err
+    data = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert data["status"] == "running" and data["rows"]
 
 
 def test_without_out_it_goes_to_logdir(tmp_path, monkeypatch):
