@@ -22,7 +22,7 @@ def main(options: argparse.Namespace) -> int:
     if len(kinds) > 1:
         raise ConfigError(f"results of {' and '.join(kinds)}", "they have no row in common", "compare results of the same measurement")
     if len(found) == 1 and not options.out:
-        report.write(options.folders[0], kinds[0], report.sections(found[0]))
+        report.write(options.folders[0], report.title(kinds[0], found[0]), report.sections(found[0]))
         return 0
     folder = options.out or result.default_directory("compare")
     result.claim(folder)

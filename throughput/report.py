@@ -41,6 +41,10 @@ class Section:
 # --- one result -------------------------------------------------------------------------------------------------------
 
 
+def title(what: str, data: dict[str, Any]) -> str:
+    return f"{what}: {'CPU' if data.get('device') == 'cpu' else data['machine'].get('gpu', 'unknown GPU')}"
+
+
 def sections(data: dict[str, Any]) -> list[Section]:
     """Of what `result.read` returned: machine and software, each table, then what others published of it."""
     return [facts([("", data)]), *(part for table in data["tables"] for part in measured(table, data)), *others(data["tables"])]

@@ -84,7 +84,7 @@ class Result:
         """Write table.md and page.html, and say where they are. Raises RunError if no row was measured."""
         self.data["status"] = "finished"
         self._write()
-        report.write(self.folder, self.data["what"], report.sections(read(self.folder)))
+        report.write(self.folder, report.title(self.data["what"], self.data), report.sections(read(self.folder)))
         if self.rows and all("error" in row for row in self.rows):
             raise RunError("nothing was measured", f"each of the {len(self.rows)} rows failed", f"see {self.folder / NAME}")
 
