@@ -139,42 +139,7 @@ def test_writer_refuses_ids_that_do_not_fit(tmp_path):
         writer.add([])
     with pytest.raises(DataError, match="at least one document"):
         writer.finish()
-    writer.close()
     assert not (tmp_path / "p.idx").exists() and not (tmp_path / "p.bin").exists()
-
-
-def test_writer_goes_on_from_a_flush(tmp_path):
-    write(tmp_path / "whole", DOCUMENTS * 3)
-    first = Writer(tmp_path / "p", 500)
-    for document in DOCUMENTS:
-        first.add(document)
-    point = first.flush()
-    first.add([99, 98])  # after the last flush: must vanish
-    first.close()
-    second = Writer(tmp_path / "p", 500, *point)
-    for document in DOCUMENTS * 2:
-        second.add(document)
-    second.finish()
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"p{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-
-
-def test_writer_killed_between_its_two_renames(tmp_path):
-    writer = Writer(tmp_path / "p", 500)
-    for document in DOCUMENTS:
-        writer.add(document)
-    point = writer.flush()
-    writer.close()
-    (tmp_path / "p.bin.partial").rename(tmp_path / "p.bin")
-    assert Writer(tmp_path / "p", 500, *point).finish().num_tokens == 9
-
-
-def test_writer_refuses_a_point_it_never_reached(tmp_path):
-    write(tmp_path / "p")
-    (tmp_path / "q.bin.partial").write_bytes(b"12")
-    (tmp_path / "q.lengths.partial").write_bytes(b"1234")
-    with pytest.raises(DataError, match="at least the 18 bytes of the checkpoint, got 2"):
-        Writer(tmp_path / "q", 500, 3, 9)
 
 
 def test_header_is_34_bytes():

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from checkpoint_writer import save_base
 from signal_to_noise import sqnr_db
 from torch import Tensor
 
 from common.data import corpus
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
-from common.model.checkpoint_writer import save_base
 from common.model.fused_block import fused_llama
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters

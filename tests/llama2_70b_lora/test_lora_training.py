@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from checkpoint_writer import save_base
 from lora_ranks import RULES, few_steps, lora_config
 from tiny import call_on_ranks
 
@@ -16,7 +17,6 @@ from common.kernels.fp8 import Quantizer
 from common.kernels.quantize import quantize_reference
 from common.model import checkpoint_loader, checkpoint_names
 from common.model.checkpoint_loader import load_base
-from common.model.checkpoint_writer import save_base
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.sharding.activation_offload import ActivationOffloader
