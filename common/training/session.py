@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from common import config as configs
 from common.config import RunConfig
-from common.data.prefetch import Prefetcher
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.sharding.processes import Heartbeat, Processes, start_processes
@@ -117,7 +116,7 @@ class Session:
         rules: Any,
         lr_at: Callable[[int], float],
         processes: Processes,
-        open_data: Callable[[], tuple[Prefetcher, list[Tensor]]],
+        open_data: Callable[[], tuple[Iterator[Tensor], list[Tensor]]],
     ) -> None:
         """From the synthetic steps to run_stop. `open_data` opens the token files, when the clock runs: training micro-batches, and all of
         an evaluation.
@@ -138,7 +137,6 @@ class Session:
         minutes = self.log.run_stop(outcome.samples, "success")
         self.events.write("verdict", status="success", samples=outcome.samples, loss=outcome.loss, minutes=minutes)
         self.heartbeat.beat(self.step(), "done")
-        batches.close()
 
     # Failure.
 
