@@ -69,7 +69,7 @@ def _build_base(folder: Path) -> dict[str, PairFacts]:
     sources = [source for source, _ in texts.train[:VOCABULARY_SOURCES]]
     corpus.train_sentencepiece([*texts.documentation, *sources], MINIATURE.shape.vocab_size, folder / TOKENIZER)
     model = train_base(texts.documentation, corpus.load_sentencepiece(folder / TOKENIZER))
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, parts in parts_of(model.shape, FUSED).items():  # in bf16 and with fused projections, as MLCommons' checkpoint
         rows = model.get_parameter(name).detach().bfloat16().split([part.rows for part in parts])
         tensors |= {part.name: values.clone() for part, values in zip(parts, rows, strict=True)}
