@@ -60,7 +60,8 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
                 raise DataError(what, "every row must be a list of integers", OWN_FILES)
             rows[:, number] = values.cast(pyarrow.int32()).to_numpy().reshape(-1, rules.sequence_length)
     except (pyarrow.ArrowException, KeyError, OSError) as error:  # damage inside a file can be any of them
-        what = f"{path}: cannot be read as GovReport: {str(error).splitlines()[0]}"
+        first_line, _, _ = str(error).partition("\n")
+        what = f"{path}: cannot be read as GovReport: {first_line}"
         raise DataError(what, "the file is missing, damaged or of another kind", "check DATADIR, or see prepare fetch") from error
     check_rows(rows, split, rules, str(path))
     return rows
