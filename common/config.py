@@ -129,17 +129,6 @@ def from_table(table: dict, kind: type[C], source: str) -> C:
         raise ConfigError(f"{source}: {error.what}", error.why, error.do) from None
 
 
-def share_of_rank(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Sequences of a global batch that each rank takes. Raises ConfigError unless they are whole micro-batches."""
-    if global_batch_size % (micro_batch_size * world_size):
-        raise ConfigError(
-            f"global batch {global_batch_size} cannot be shared out",
-            f"it is no multiple of micro-batch x processes = {micro_batch_size} x {world_size}",
-            "change global_batch_size or micro_batch_size",
-        )
-    return global_batch_size // world_size
-
-
 def _checked(value, type_name: str, key: str, source: str):
     if type_name == "float" and type(value) is int:
         value = float(value)

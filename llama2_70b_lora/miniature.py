@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from common.data import corpus
-from common.data.manifest import Manifest, sha256_of
-from common.data.preparation import Bar, Recipe, build_once, manifest_of, say
-from common.model.checkpoint_loader import load_base
-from common.model.checkpoint_names import CONFIG, INDEX
-from common.model.checkpoint_writer import save_base
+from common.data.manifest import PairFacts, sha256_of
+from common.data.preparation import Bar, Recipe, build_once
+from common.errors import StorageError
+from common.model.checkpoint_names import FUSED, SINGLE, parts_of
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.llama import Llama
@@ -29,15 +29,12 @@ from common.sharding.processes import start_processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training.loop import Assembly, Batching, next_token_pairs, train_step
 from common.training.schedules import warmup_cosine
-from llama2_70b_lora.convert import LOCK, write_rows
-from llama2_70b_lora.data import SIDECAR, GovReport, tokens_path, validation_pairs
-from llama2_70b_lora.miniature_task import library_texts, packed_task, train_tokenizer
-from llama2_70b_lora.rules import MINIATURE, Rules
-from llama2_70b_lora.verify import SPLITS, RowSource
+from llama2_70b_lora.data import check_rows, write_rows
+from llama2_70b_lora.miniature_task import library_texts, pack
+from llama2_70b_lora.rules import DATA_FILES, MINIATURE, Rules
 
 RECIPE = 1  # raise when texts, packing or the base's training change: existing files are then built again
 TOKENIZER, BASE_MANIFEST = "tokenizer.model", "manifest.json"
-BASE_SHARDS = 3
 DATA_MANIFEST = "miniature-govreport.json"  # not the name of the 8B miniature's, which may be in the same folder
 
 # 655,360 tokens of documentation, 0.7 of a pass: under a minute on two cores. With 410,000 tokens attention has learned too little for
@@ -49,6 +46,7 @@ BASE_LEARNING_RATE = 4e-3
 BASE_WARMUP_STEPS = 20
 BASE_SEED = 1
 INIT_STD = 0.02
+VOCABULARY_SOURCES = 1500  # training sources for the vocabulary: without code in it, the loss is 0.1 nats worse and more pairs are too long
 
 
 def build(data_dir: Path) -> None:
@@ -56,46 +54,36 @@ def build(data_dir: Path) -> None:
 
     Two steps, so that the base is not trained again after an interruption of the second, or damage to its files.
     """
-    base = data_dir / "base"
-    build_once(base, _base_recipe(), _build_base)
-    build_once(data_dir, _data_recipe(base), _build_data)
+    base, library, size = data_dir / "base", f"of the standard library of Python {platform.python_version()}", MINIATURE.shape.vocab_size
+    source = f"documentation {library}, recipe {RECIPE}"
+    build_once(base, Recipe("miniature base", source, size, (TOKENIZER, SINGLE), BASE_MANIFEST), _build_base)
+    source = f"documented code {library}, recipe {RECIPE}, tokenizer {sha256_of(base / TOKENIZER)}"
+    build_once(data_dir, Recipe("miniature data", source, size, tuple(DATA_FILES.values()), DATA_MANIFEST), _build_data)
 
 
-def _source(what: str) -> str:
-    return f"{what} of the standard library of Python {platform.python_version()}, recipe {RECIPE}"
-
-
-def _base_recipe() -> Recipe:
-    shards = [f"model-{number:05d}-of-{BASE_SHARDS:05d}.safetensors" for number in range(1, BASE_SHARDS + 1)]
-    files = (TOKENIZER, *shards, INDEX, CONFIG)
-    return Recipe("miniature base", _source("documentation"), MINIATURE.shape.vocab_size, files, BASE_MANIFEST, ".base.lock")
-
-
-def _build_base(folder: Path) -> Manifest:
+def _build_base(folder: Path) -> dict[str, PairFacts]:
+    if others := [path for path in folder.glob("*.safetensors") if path.name != SINGLE]:
+        why = "they are somebody else's, or of an earlier version"
+        raise StorageError(f"{folder}: has other weights: {others[0].name}", why, "remove them, or name another folder")
     texts = library_texts()
-    tokenizer = train_tokenizer(texts, folder / TOKENIZER)
-    model = train_base(texts.documentation, tokenizer)
-    save_base(model, folder, shards=BASE_SHARDS, dtype=torch.bfloat16)  # as MLCommons' checkpoint
-    return manifest_of(folder, _base_recipe())
+    sources = [source for source, _ in texts.train[:VOCABULARY_SOURCES]]
+    corpus.train_sentencepiece([*texts.documentation, *sources], MINIATURE.shape.vocab_size, folder / TOKENIZER)
+    model = train_base(texts.documentation, corpus.load_sentencepiece(folder / TOKENIZER))
+    tensors: dict[str, Tensor] = {}
+    for name, parts in parts_of(model.shape, FUSED).items():  # in bf16 and with fused projections, as MLCommons' checkpoint
+        rows = model.get_parameter(name).detach().bfloat16().split([part.rows for part in parts])
+        tensors |= {part.name: values.clone() for part, values in zip(parts, rows, strict=True)}
+    save_file(tensors, folder / SINGLE)
+    return {}
 
 
-def _data_recipe(base: Path) -> Recipe:
-    files = (SIDECAR, *(tokens_path(Path(), split).name for split in SPLITS))
-    source = f"{_source('documented code')}, tokenizer {sha256_of(base / TOKENIZER)}"
-    return Recipe("miniature data", source, MINIATURE.shape.vocab_size, files, DATA_MANIFEST, LOCK)
-
-
-def _build_data(data_dir: Path) -> Manifest:
-    base = data_dir / "base"
-    recipe = _data_recipe(base)
-    packed = packed_task(corpus.load_sentencepiece(base / TOKENIZER), library_texts())
-    rows: dict[str, RowSource] = {split: ((f"{split} row {i}", row) for i, row in enumerate(array)) for split, array in packed.items()}
-    write_rows(data_dir, recipe.source, rows, MINIATURE)
-    model = fused_llama(MINIATURE.shape, MINIATURE.sequence_length)
-    load_base(model, base, base / BASE_MANIFEST)
-    loss = evaluation_loss(model, validation_pairs(GovReport.read(data_dir)))
-    say(f"evaluation loss of the base alone: {loss:.4f}; the target for the adapters is {MINIATURE.target_loss}")
-    return manifest_of(data_dir, recipe)
+def _build_data(data_dir: Path) -> dict[str, PairFacts]:
+    tokenizer, texts = corpus.load_sentencepiece(data_dir / "base" / TOKENIZER), library_texts()
+    for split, pairs, count in (("train", texts.train, MINIATURE.train_samples), ("validation", texts.validation, MINIATURE.eval_samples)):
+        rows = pack(pairs, tokenizer, MINIATURE.sequence_length, mask_prompts=split == "validation")[:count]
+        check_rows(rows, split, MINIATURE, f"the {split} rows made of this Python's library")
+        write_rows(data_dir, split, rows)
+    return {}
 
 
 def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Llama:
@@ -112,7 +100,6 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
     for step in range(BASE_STEPS):
         train_step(assembly, batches, Batching(BASE_BATCH, 1), lr_at(step), processes)
         bar.at(step + 1)
-    bar.finish()
     if alone:
         torch.distributed.destroy_process_group()
     return model
@@ -128,13 +115,3 @@ def base_batches(texts: list[str], tokenizer: Any) -> Iterator[Tensor]:
         order = random.permutation(len(windows))
         for start in range(0, len(order) - BASE_BATCH + 1, BASE_BATCH):
             yield torch.from_numpy(next_token_pairs(windows[order[start : start + BASE_BATCH]]))
-
-
-@torch.no_grad()
-def evaluation_loss(model: Llama, pairs: np.ndarray) -> float:
-    """The benchmark's metric on int32 [rows, 2, sequence]: the mean over the rows of a row's mean loss over the tokens that count."""
-    losses = []
-    for batch in torch.from_numpy(pairs).split(16):
-        loss_sum, count = model(*batch.unbind(1))
-        losses.append((loss_sum / count).double())
-    return float(torch.cat(losses).mean())

@@ -15,20 +15,16 @@ import ast
 import hashlib
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.data import corpus
-from common.errors import DataError
-from llama2_70b_lora.data import IGNORE_INDEX, all_masked
-from llama2_70b_lora.rules import MINIATURE, Rules
+from llama2_70b_lora.data import IGNORE_INDEX
 
 PROMPT = "### Document the following source:\n{source}\n### Docstring:\n"
 MIN_ANSWER = 20  # characters: shorter docstrings say nothing to learn
 MAX_LINES = 60  # of source without its docstring; a sequence has some 700 characters
-VOCABULARY_SOURCES = 1500  # training sources for the vocabulary: without code in it, the loss is 0.1 nats worse and more pairs are too long
 
 Pair = tuple[str, str]  # source, answer
 
@@ -47,13 +43,6 @@ def library_texts() -> LibraryTexts:
     documents = corpus.documents()
     documentation, _ = corpus.split(documents)
     return LibraryTexts(documentation, *documented_code(corpus.held_out_sources(documents)))
-
-
-def train_tokenizer(texts: LibraryTexts, path: Path, rules: Rules = MINIATURE) -> Any:
-    """Train a SentencePiece vocabulary on documentation and code, write it to `path`, and load it."""
-    sources = [source for source, _ in texts.train[:VOCABULARY_SOURCES]]
-    corpus.train_sentencepiece([*texts.documentation, *sources], rules.shape.vocab_size, path)
-    return corpus.load_sentencepiece(path)
 
 
 def documented_code(held_out: set[str]) -> tuple[list[Pair], list[Pair]]:
@@ -95,18 +84,4 @@ def pack(pairs: list[Pair], tokenizer: Any, sequence_length: int, mask_prompts: 
     rows = len(ids) // sequence_length
     packed = np.array([ids[: rows * sequence_length], labels[: rows * sequence_length]], np.int32)
     packed = packed.reshape(2, rows, sequence_length).transpose(1, 0, 2)
-    return packed[[not all_masked(row) for row in packed]]  # a row with nothing but a prompt has no loss
-
-
-def packed_task(tokenizer: Any, texts: LibraryTexts, rules: Rules = MINIATURE) -> dict[str, np.ndarray]:
-    """The rows of both splits, int32 [rows, 2, sequence]. Raises DataError if the library has too little documented code."""
-    packed = {}
-    for split, pairs, rows in (("train", texts.train, rules.train_samples), ("validation", texts.validation, rules.eval_samples)):
-        packed[split] = pack(pairs, tokenizer, rules.sequence_length, mask_prompts=split == "validation")[:rows]
-        if len(packed[split]) < rows:
-            raise DataError(
-                f"the miniature needs {rows} {split} sequences, and only {len(packed[split])} could be made",
-                "this Python's standard library has too little documented code",
-                "use a full Python, e.g. Debian's python3 instead of python3-minimal",
-            )
-    return packed
+    return packed[(packed[:, 1, 1:] != IGNORE_INDEX).any(axis=1)]  # a row with nothing but a prompt has no loss

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from common.errors import DataError
+from common.errors import DataError, StorageError
+from llama2_70b_lora.data import IGNORE_INDEX, check_rows, write_rows
+from llama2_70b_lora.rules import DATA_FILES, Rules
 
 NUMBERS = {order + code for order in "<>|" for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
 ALLOWED = {("numpy", "dtype"), ("numpy", "ndarray")}
@@ -95,19 +97,31 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(what, "the file is missing, incomplete, damaged or of another kind", "check the path, or fetch it again") from error
 
 
-def as_row(packed: dict[str, Any], where: str) -> np.ndarray:
-    """One dict -> int64 [2, sequence]: ids, and labels with -100 where loss_mask is 0. Raises DataError."""
+def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarray:
+    """One dict -> int32 [2, sequence]: ids, and labels with -100 where loss_mask is 0. Raises DataError."""
     parts = []
     for key in ("input_ids", "loss_mask"):
         try:
             row = np.asarray(packed.get(key))
         except ValueError:  # lists of several lengths
             row = np.array(None)
-        if row.ndim != 1 or row.dtype.kind not in "iufb" or not np.array_equal(row, row.astype(np.int64)):
-            raise DataError(f"{where}: {key} is no list of whole numbers", "it is no packed GovReport, or damaged", "fetch it again")
-        parts.append(row.astype(np.int64))
+        if row.shape != (sequence_length,) or row.dtype.kind not in "iufb" or not np.array_equal(row, row.astype(np.int32)):
+            what = f"{where}: {key} is no list of {sequence_length} whole numbers"
+            raise DataError(what, "it is no packed GovReport, or damaged", "fetch it again")
+        parts.append(row.astype(np.int32))
     ids, mask = parts
-    if ids.shape != mask.shape or not np.isin(mask, (0, 1)).all():
-        what = f"{where}: {len(ids)} input_ids and {len(mask)} loss_mask, values {np.unique(mask)[:4].tolist()}"
-        raise DataError(what, "there must be a 0 or a 1 for each id", "fetch it again")
-    return np.stack((ids, np.where(mask == 1, ids, -100)))
+    if not np.isin(mask, (0, 1)).all():
+        raise DataError(f"{where}: loss_mask has the values {np.unique(mask)[:4].tolist()}", "each must be 0 or 1", "fetch it again")
+    return np.stack((ids, np.where(mask == 1, ids, IGNORE_INDEX)))
+
+
+def convert_npy(npy_dir: Path, data_dir: Path, rules: Rules) -> None:
+    """Write AMD's train.npy and validation.npy as MLCommons' parquet files. Raises DataError, and StorageError where such files exist."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    for split, name in DATA_FILES.items():
+        if (data_dir / name).exists():
+            raise StorageError(f"{data_dir / name}: exists already", "nothing is overwritten", "choose another --data-dir")
+        source = npy_dir / f"{split}.npy"
+        rows = [as_row(packed, f"{source}: row {i}", rules.sequence_length) for i, packed in enumerate(read_packed(source))]
+        check_rows(np.array(rows), split, rules, str(source))
+        write_rows(data_dir, split, np.array(rows))

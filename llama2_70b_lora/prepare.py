@@ -1,14 +1,13 @@
-"""Data and base weights of `llama2_70b_lora`: convert MLCommons' files, verify them, say how to get them, build the miniature's.
+"""Data and base weights of `llama2_70b_lora`: say how to get them, verify them, convert AMD's files, build the miniature's.
 
     python -m llama2_70b_lora.prepare miniature --data-dir D
-    python -m llama2_70b_lora.prepare convert --parquet-dir P --data-dir D        MLCommons' parquet files to flat int32
-    python -m llama2_70b_lora.prepare convert-npy --npy-dir P --data-dir D        AMD's packed train.npy and validation.npy
+    python -m llama2_70b_lora.prepare convert-npy --npy-dir P --data-dir D        AMD's packed train.npy and validation.npy to parquet
     python -m llama2_70b_lora.prepare verify --data-dir D [--weights W [--manifest M.json]] [--full]
     python -m llama2_70b_lora.prepare write-manifest --weights W --output M.json
     python -m llama2_70b_lora.prepare fetch --data-dir D --weights W
 
 No verb deletes or overwrites a file that it did not create. Messages go to stderr; the exit code is that of the kind of failure
-(common/errors.py). torch and pyarrow are imported only by the verbs that need them.
+(common/errors.py). torch is imported only by the verbs that need it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import sys
 from pathlib import Path
 
 from common.data.preparation import require_free_space, run_to_exit_code, say
-from llama2_70b_lora.data import SIDECAR
-from llama2_70b_lora.rules import CLOSED, MINIATURE, Rules
-from llama2_70b_lora.verify import verify, write_manifest
+from llama2_70b_lora.packed_npy import convert_npy
+from llama2_70b_lora.rules import CLOSED, DATA_FILES, MINIATURE, Rules
+from llama2_70b_lora.verify import verify_data, verify_weights, write_manifest
 
 DATA_REPOSITORY = "regisss/scrolls_gov_report_preprocessed_mlperf_2"
 DATA_REVISION = "21ff1233ee3e87bc780ab719c755170148aba1cb"
 WEIGHTS_REPOSITORY = "regisss/llama2-70b-fused-qkv-mlperf"
 WEIGHTS_REVISION = "647cb0c8858ddefd10231a20ddfa68e4eb5e850e"
-DATA_BYTES = 1_000_000_000  # parquet and converted files together, rounded up: 4,074 rows of 64 KiB are 267 MB
+DATA_BYTES = 1_000_000_000  # rounded up: 4,074 rows of 64 KiB are 267 MB as int32
 WEIGHTS_BYTES = 138_000_000_000  # 68,976,648,192 parameters in bf16
 
 
@@ -43,7 +42,7 @@ def miniature(data_dir: Path) -> None:
 
 def fetch(data_dir: Path, weights: Path) -> None:
     """Print how to get MLCommons' data and base weights. Downloads nothing. Raises PreflightError if the disk has too little space."""
-    present = {"data": (data_dir / SIDECAR).exists(), "weights": any(weights.glob("*.safetensors"))}
+    present = {"data": all((data_dir / name).exists() for name in DATA_FILES.values()), "weights": any(weights.glob("*.safetensors"))}
     missing = [name for name, there in present.items() if not there]
     check = f"python -m llama2_70b_lora.prepare verify --data-dir {data_dir} --weights {weights}"
     if not missing:
@@ -63,13 +62,12 @@ def fetch(data_dir: Path, weights: Path) -> None:
    The names are `Llama2-70b-fused-qkv-mlperf` (weights) and `scrolls_gov_report_8k` (data). If access is refused, ask MLCommons.
 2. The author of the reference has the same files on the Hugging Face hub, which decides whether you may download them. At these revisions:
      hf download {DATA_REPOSITORY} --repo-type dataset \\
-       --revision {DATA_REVISION} --local-dir {data_dir}/parquet
+       --revision {DATA_REVISION} --local-dir {data_dir}
      hf download {WEIGHTS_REPOSITORY} \\
        --revision {WEIGHTS_REVISION} --include "*.safetensors" "*.json" --local-dir {weights}
    About {WEIGHTS_BYTES / 1e9:.0f} GB, without the repository's .py files, which are not needed. Ordinary Llama-2-70B weights with q_proj,
    k_proj and v_proj (safetensors) work too, but not for a submission.
-3. Convert the data, and check everything:
-     python -m llama2_70b_lora.prepare convert --parquet-dir {data_dir}/parquet --data-dir {data_dir}
+3. Move {" and ".join(DATA_FILES.values())} up to {data_dir}, if they are in a folder inside it, and check everything:
      {check}
    No SHA-256 of the weights is published. Write your own once, and check this and other copies with it later:
      python -m llama2_70b_lora.prepare write-manifest --weights {weights} --output llama2_70b.json
@@ -80,13 +78,10 @@ Training needs no tokenizer: it reads token ids only."""
     )
 
 
-def convert(args: argparse.Namespace, rules: Rules) -> None:
-    from llama2_70b_lora import convert
-
-    if args.command == "convert":
-        convert.convert(args.parquet_dir, args.data_dir, rules)
-    else:
-        convert.convert_npy(args.npy_dir, args.data_dir, rules)
+def verify(args: argparse.Namespace, rules: Rules) -> None:
+    verify_data(args.data_dir, rules)
+    if args.weights is not None:
+        verify_weights(args.weights, args.manifest, args.full, rules)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -101,16 +96,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     small.add_argument("--miniature", action="store_true", help="of the miniature's sizes")
     verb = verbs.add_parser("miniature", parents=[data], help="build the CPU miniature's base and data")
     verb.set_defaults(work=lambda args, rules: miniature(args.data_dir))
-    verb = verbs.add_parser("convert", parents=[data], help="MLCommons' parquet files to flat int32")
-    verb.add_argument("--parquet-dir", type=Path, required=True)
-    verb.set_defaults(work=convert)
-    verb = verbs.add_parser("convert-npy", parents=[data], help="AMD's packed .npy files to flat int32")
+    verb = verbs.add_parser("convert-npy", parents=[data], help="AMD's packed .npy files to parquet")
     verb.add_argument("--npy-dir", type=Path, required=True)
-    verb.set_defaults(work=convert)
-    verb = verbs.add_parser("verify", parents=[data, weights, small], help="check converted data and weights")
+    verb.set_defaults(work=lambda args, rules: convert_npy(args.npy_dir, args.data_dir, rules))
+    verb = verbs.add_parser("verify", parents=[data, weights, small], help="check data and weights")
     verb.add_argument("--manifest", type=Path, help="written by write-manifest")
     verb.add_argument("--full", action="store_true", help="read every byte of the weights too")
-    verb.set_defaults(work=lambda args, rules: verify(args.data_dir, args.weights, args.manifest, args.full, rules))
+    verb.set_defaults(work=verify)
     verb = verbs.add_parser("write-manifest", parents=[small], help="write sizes and SHA-256 of weights (reads every byte)")
     verb.add_argument("--weights", type=Path, required=True)
     verb.add_argument("--output", type=Path, required=True)

@@ -13,6 +13,7 @@ from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.model.shapes import LLAMA2_70B, ModelShape
 
 BENCHMARK = "llama2_70b_lora"
+DATA_FILES = {"train": "train-00000-of-00001.parquet", "validation": "validation-00000-of-00001.parquet"}  # as MLCommons names them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Rules:
     init_limit_s: float = 1800.0
 
     # Files of DATADIR that a run reads; the base weights are in $MODEL, or in DATADIR/base without it.
-    data_files: tuple[str, ...] = ("govreport.json", "govreport-train.bin", "govreport-validation.bin")
+    data_files: tuple[str, ...] = tuple(DATA_FILES.values())
 
     @property
     def flops_per_token(self) -> int:
@@ -72,6 +73,16 @@ class Rules:
     def first_evaluation(self, global_batch_size: int) -> int:
         """Train sequences before the first evaluation: (S + 1) intervals."""
         return (self.skipped_evaluations(global_batch_size) + 1) * self.eval_interval(global_batch_size)
+
+    def own_log_keys(self, config: Config) -> list[tuple[str, int | float | str]]:
+        """See common/training/log_keys.py."""
+        return [
+            ("opt_learning_rate_training_steps", config.opt_learning_rate_training_steps),
+            ("opt_learning_rate_warmup_factor", self.warmup_factor),
+            ("lora_rank", self.lora_rank),
+            ("lora_alpha", self.lora_alpha),
+            ("lora_dropout", self.lora_dropout),
+        ]
 
 
 CLOSED = Rules(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,12 +31,11 @@ from common.sharding.frozen_base import FrozenBase
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training.build import DTYPES, build
-from common.training.loop import Assembly, Goal, pad_for_ranks, train
+from common.training.loop import Assembly, pad_for_ranks
 from common.training.schedules import cosine_to_zero
 from common.training.session import Session, main
 from common.training.warmup import fingerprint
-from llama2_70b_lora.data import GovReport, train_batches, validation_pairs
-from llama2_70b_lora.log_keys import hyperparameters
+from llama2_70b_lora.data import next_token_labels, read_rows, train_batches
 from llama2_70b_lora.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 
 HIGH_PRIORITY_COMPUTE = False  # only gathers of a sharded base run beside the compute stream
@@ -100,9 +100,7 @@ def run(session: Session) -> None:
     assert isinstance(config, Config)
     rules = MINIATURE if config.miniature else CLOSED
     processes = session.start(HIGH_PRIORITY_COMPUTE)
-    govreport = GovReport.read(data_dir)  # the sidecar alone: no token file is opened before the clock starts
-    govreport.check(rules.sequence_length, rules.shape.vocab_size, rules.train_samples, rules.eval_samples)
-    session.log_submission(BENCHMARK, rules.division, hyperparameters(config, rules, govreport.train.rows, session.args.config_name))
+    session.log_submission(BENCHMARK, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
     with attention_backends(processes.device.type):
         reports: list[LoadReport] = []
@@ -112,24 +110,17 @@ def run(session: Session) -> None:
         )
         before = base_fingerprints(assembly.model, base)
         session.phase_done("init", base_bytes=reports[0].bytes, base_seconds=reports[0].seconds)
-        session.warm_up(assembly, processes)
-        session.make_meter(rules.sequence_length, rules.flops_per_token, processes)
-        session.start_clock(processes)
-        batches, validation = open_data(config, govreport, seed, processes)
         lr_at = cosine_to_zero(config.opt_base_learning_rate, config.opt_learning_rate_training_steps)
-        size = config.global_batch_size
-        goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
-        session.succeed(train(assembly, lr_at, batches, validation, session.batching, goal, processes, session.reporting))
-        batches.close()
+        session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes))
     save_adapter(session, assembly.model, rules, base, before)
 
 
-def open_data(config: Config, govreport: GovReport, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
+def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
     """Training micro-batches, read ahead, and the evaluation set on the device. The clock runs."""
-    rows = govreport.open_rows("train")
+    rows = read_rows(data_dir, "train", rules)
     pairs = train_batches(rows, seed, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size)
-    validation = pad_for_ranks(validation_pairs(govreport), processes, config.eval_micro_batch_size)
-    return Prefetcher(pairs, processes.device), validation
+    validation = next_token_labels(read_rows(data_dir, "validation", rules))
+    return Prefetcher(pairs, processes.device), pad_for_ranks(validation, processes, config.eval_micro_batch_size)
 
 
 def save_adapter(session: Session, model: Llama, rules: Rules, base: FrozenBase, base_before: list[int]) -> None:
@@ -140,9 +131,7 @@ def save_adapter(session: Session, model: Llama, rules: Rules, base: FrozenBase,
         raise RunError("the frozen base changed during training", "its bits differ from those loaded", "this is a defect: report it")
     if session.rank == 0:
         tensors = {name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()}
-        save_peft_adapter(
-            session.args.run_dir / "adapter", tensors, rules.shape, rules.lora_rank, rules.lora_alpha, rules.lora_dropout, "base"
-        )
+        save_peft_adapter(session.args.run_dir / "adapter", tensors, rules.shape, rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
 
 
 def assemble_random(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:

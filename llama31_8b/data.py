@@ -31,7 +31,6 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config import share_of_rank
 from common.data.indexed_dataset import Index, index_path, tokens_path
 from common.errors import DataError
 
@@ -75,17 +74,15 @@ class TrainData:
         return sample
 
 
-def train_batches(
-    data: TrainData, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int, start_sample: int = 0
-) -> Iterator[np.ndarray]:
+def train_batches(data: TrainData, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> Iterator[np.ndarray]:
     """This rank's micro-batches, int32 [micro_batch_size, sequence_length + 1]; `global/(micro*world)` of them make a step.
 
-    Step s holds the samples start_sample + s*GBS .. + GBS - 1, whatever the number of processes: each rank takes a contiguous
+    Step s holds the samples s*GBS .. + GBS - 1, whatever the number of processes: each rank takes a contiguous
     share of them and cuts it into micro-batches. So 2 ranks train on what 1 process does, and 4 micro-batches of 1 are 1 of 4.
-    Ends when fewer than a global batch are left. Raises ConfigError if the ranks cannot get whole micro-batches.
+    Ends when fewer than a global batch are left.
     """
-    share = share_of_rank(global_batch_size, micro_batch_size, world_size)  # here, so that it raises before the first batch
-    firsts = (step + rank * share for step in range(start_sample, len(data) - global_batch_size + 1, global_batch_size))
+    share = global_batch_size // world_size
+    firsts = (step + rank * share for step in range(0, len(data) - global_batch_size + 1, global_batch_size))
     starts = (start for first in firsts for start in range(first, first + share, micro_batch_size))
     return (np.stack([data[i] for i in range(start, start + micro_batch_size)]) for start in starts)
 
@@ -129,34 +126,23 @@ def build_order(index: Index, sequence_length: int, num_samples: int, seed: int)
             "one pass must hold at least one whole sequence and its last label",
             "check the data and max_samples",
         )
-    epochs, first_part = _epochs(tokens, sequence_length, num_samples)
+    epochs = -(-(num_samples * sequence_length + 1) // tokens)
+    before_final = _whole_sequences((epochs - 1) * tokens, sequence_length)  # samples
+    separate = epochs > 1 and num_samples - before_final < int(FINAL_EPOCH_THRESHOLD * _whole_sequences(tokens, sequence_length))
     random = np.random.RandomState(seed)
-    document_order = _document_order(index.num_sequences, epochs, first_part is not None, random)
+    document_order = np.tile(np.arange(index.num_sequences, dtype=np.int32), epochs)
+    _shuffle(document_order, (epochs - 1) * index.num_sequences if separate else len(document_order), random)
     sample_starts = _sample_starts(index.sequence_lengths, document_order, sequence_length)
-    sample_order = _sample_order(len(sample_starts) - 1, first_part, random)
+    samples = len(sample_starts) - 1
+    sample_order = np.arange(samples, dtype=np.uint32 if samples < 2**32 - 2 else np.int64)
+    _shuffle(sample_order, before_final if separate else samples, random)
     return document_order, sample_starts, sample_order
 
 
-def _epochs(tokens: int, sequence_length: int, num_samples: int) -> tuple[int, int | None]:
-    """Steps 1 and 2: the number of epochs, and a (samples before a separately shuffled final epoch) or None."""
-    epochs = -(-(num_samples * sequence_length + 1) // tokens)
-    if epochs == 1:
-        return 1, None
-    before_final = _whole_sequences((epochs - 1) * tokens, sequence_length)
-    from_final = num_samples - before_final
-    separate = from_final < int(FINAL_EPOCH_THRESHOLD * _whole_sequences(tokens, sequence_length))
-    return epochs, before_final if separate else None
-
-
-def _document_order(documents: int, epochs: int, separate_final: bool, random: np.random.RandomState) -> np.ndarray:
-    """Step 3, int32 [epochs * documents]."""
-    parts = [epochs - 1, 1] if separate_final else [epochs]
-    order = np.tile(np.arange(documents, dtype=np.int32), epochs)
-    start = 0
-    for passes in parts:
-        random.shuffle(order[start : start + passes * documents])  # a view: shuffled in place
-        start += passes * documents
-    return order
+def _shuffle(order: np.ndarray, first: int, random: np.random.RandomState) -> None:
+    """Shuffle the `first` entries in place, then the others by themselves; where there are none, nothing is drawn."""
+    random.shuffle(order[:first])
+    random.shuffle(order[first:])
 
 
 def _sample_starts(lengths: np.ndarray, document_order: np.ndarray, sequence_length: int) -> np.ndarray:
@@ -176,16 +162,6 @@ def _sample_starts(lengths: np.ndarray, document_order: np.ndarray, sequence_len
         parts.append(np.stack([first + position, starts - (ends[position] - chunk[position])], axis=1))
         next_start += sequence_length * len(starts)
     return np.concatenate(parts)
-
-
-def _sample_order(samples: int, first_part: int | None, random: np.random.RandomState) -> np.ndarray:
-    """Step 5, [samples]."""
-    order = np.arange(samples, dtype=np.uint32 if samples < 2**32 - 2 else np.int64)
-    split = samples if first_part is None else first_part
-    random.shuffle(order[:split])
-    if split < samples:
-        random.shuffle(order[split:])
-    return order
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:

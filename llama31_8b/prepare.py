@@ -17,17 +17,15 @@ import sys
 from pathlib import Path
 
 from common.data import corpus
-from common.data.indexed_dataset import index_path, tokens_path
 from common.data.indexed_dataset_writer import Writer
-from common.data.manifest import Manifest, PairFacts
-from common.data.preparation import Recipe, build_once, manifest_of, require_free_space, run_to_exit_code, say
+from common.data.manifest import PairFacts
+from common.data.preparation import Recipe, build_once, require_free_space, run_to_exit_code, say
 from llama31_8b.convert import convert
 from llama31_8b.rules import CLOSED, MINIATURE
 from llama31_8b.verify import verify
 
 MINIATURE_RECIPE = 1  # raise it when the corpus, the vocabulary or the format changes: existing data is then built again
 MINIATURE_MANIFEST = "miniature.json"
-MINIATURE_LOCK = ".miniature.lock"
 TOKENIZER = "tokenizer.model"
 SHIPPED_MANIFEST = Path(__file__).with_name("manifest.json")
 
@@ -57,20 +55,12 @@ If access is refused, ask MLCommons (https://training.mlcommons-storage.org)."""
 
 def miniature(data_dir: Path) -> None:
     """Corpus, vocabulary and both .bin/.idx pairs in `data_dir`, the manifest last. Does nothing where they are complete."""
-    build_once(data_dir, _miniature_recipe(), _build_miniature)
-
-
-def _pair_files(folder: Path, rules) -> list[Path]:
-    return [path(folder / prefix) for prefix in (rules.train_prefix, rules.validation_prefix) for path in (tokens_path, index_path)]
-
-
-def _miniature_recipe() -> Recipe:
-    files = (TOKENIZER, *(path.name for path in _pair_files(Path(), MINIATURE)))
     source = f"documentation of the standard library of Python {platform.python_version()}, recipe {MINIATURE_RECIPE}"
-    return Recipe("miniature data", source, MINIATURE.shape.vocab_size, files, MINIATURE_MANIFEST, MINIATURE_LOCK)
+    files = (TOKENIZER, *MINIATURE.data_files)
+    build_once(data_dir, Recipe("miniature data", source, MINIATURE.shape.vocab_size, files, MINIATURE_MANIFEST), _build_miniature)
 
 
-def _build_miniature(data_dir: Path) -> Manifest:
+def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
     train, validation = corpus.split(corpus.documents())
     corpus.train_sentencepiece(train, MINIATURE.shape.vocab_size, data_dir / TOKENIZER)
     tokenizer = corpus.load_sentencepiece(data_dir / TOKENIZER)
@@ -82,7 +72,7 @@ def _build_miniature(data_dir: Path) -> Manifest:
         index = writer.finish()
         pairs[prefix] = PairFacts(index.dtype.name, index.num_documents, index.num_tokens)
         say(f"{prefix}: {index.num_documents} documents, {index.num_tokens} tokens")
-    return manifest_of(data_dir, _miniature_recipe(), pairs)
+    return pairs
 
 
 # ---- fetch
@@ -90,7 +80,7 @@ def _build_miniature(data_dir: Path) -> Manifest:
 
 def fetch(data_dir: Path) -> None:
     """Print how to get MLCommons' files into `data_dir`, if there is space for them. Downloads nothing. Raises PreflightError."""
-    missing = ", ".join(path.name for path in _pair_files(data_dir, CLOSED) if not path.exists())
+    missing = ", ".join(name for name in CLOSED.data_files if not (data_dir / name).exists())
     check = f"python -m llama31_8b.prepare verify --data-dir {data_dir}"
     if not missing:
         say(f"{data_dir}: all four files are there. Check them:\n  {check} --full")

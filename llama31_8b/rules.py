@@ -79,11 +79,19 @@ class Rules:
     def first_evaluation(self, global_batch_size: int) -> int:
         return self.eval_interval(global_batch_size)
 
-    def decay_steps(self, warmup_steps: int) -> int:
-        return self.max_steps - warmup_steps
-
     def end_learning_rate(self, base_learning_rate: float) -> float:
         return base_learning_rate * self.end_learning_rate_ratio
+
+    def own_log_keys(self, config: Config) -> list[tuple[str, int | float | str]]:
+        """See common/training/log_keys.py."""
+        warmup_steps = config.opt_learning_rate_warmup_steps
+        return [
+            ("opt_end_learning_rate", self.end_learning_rate(config.opt_base_learning_rate)),
+            ("opt_learning_rate_warmup_steps", warmup_steps),  # the checker computes the next line's value from this one
+            ("opt_learning_rate_decay_steps", self.max_steps - warmup_steps),
+            ("opt_learning_rate_decay_schedule", self.decay_schedule),
+            ("max_steps", self.max_steps),
+        ]
 
 
 CLOSED = Rules(

@@ -27,11 +27,10 @@ from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import make_reduce_scatter
 from common.sharding.zero import ZeroOptimizer
 from common.training.build import DTYPES, build
-from common.training.loop import Assembly, Goal, next_token_pairs, pad_for_ranks, train
+from common.training.loop import Assembly, next_token_pairs, pad_for_ranks
 from common.training.schedules import warmup_cosine
 from common.training.session import Session, main
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
-from llama31_8b.log_keys import hyperparameters
 from llama31_8b.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 
 if TYPE_CHECKING:
@@ -85,22 +84,14 @@ def run(session: Session) -> None:
     rules = MINIATURE if config.miniature else CLOSED
     processes = session.start(HIGH_PRIORITY_COMPUTE)
     # Document lengths are metadata: the .idx may be read before the clock starts, the tokens may not.
-    train_samples = sequences_in(data_dir / rules.train_prefix, rules.sequence_length)
-    session.log_submission(BENCHMARK, rules.division, hyperparameters(config, rules, train_samples, session.args.config_name))
+    session.log_submission(BENCHMARK, rules, sequences_in(data_dir / rules.train_prefix, rules.sequence_length))
     torch.manual_seed(seed)  # nothing draws from it, but the digest of the warm-up covers the generator
+    base = config.opt_base_learning_rate
+    lr_at = warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps)
     with attention_backends(processes.device.type):
         assembly = assemble(config, rules, processes, seed)
         session.phase_done("init")
-        session.warm_up(assembly, processes)
-        session.make_meter(rules.sequence_length, rules.flops_per_token, processes)
-        session.start_clock(processes)
-        batches, validation = open_data(config, rules, data_dir, seed, processes)
-        base = config.opt_base_learning_rate
-        lr_at = warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps)
-        size = config.global_batch_size
-        goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
-        session.succeed(train(assembly, lr_at, batches, validation, session.batching, goal, processes, session.reporting))
-        batches.close()
+        session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes))
 
 
 def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:

@@ -117,7 +117,7 @@ def test_the_test_sees_imports():
 LIGHT_ROOMS = ("launch", "plan", "preflight", "records", "submission", "system_tuning", "gemm_tuning")
 NEED_TORCH_SOMETIMES = {"launch.multi_node"}  # imports it in a function that only a run of several nodes calls
 NEED_TORCH = {"launch.torchrun", "preflight.measure", "gemm_tuning.tune"}  # these run in processes that import torch anyway
-LIGHT = [*sorted(BASE), "common.training.mllog", *(f"{name}.{module}" for name in sorted(BENCHMARKS) for module in ("rules", "log_keys"))]
+LIGHT = [*sorted(BASE), "common.training.mllog", "common.training.log_keys", *(f"{name}.rules" for name in sorted(BENCHMARKS))]
 LIGHT += [module_of(path).removesuffix(".__init__") for path in SOURCES if path.relative_to(ROOT).parts[0] in LIGHT_ROOMS]
 LIGHT = sorted({name for name in LIGHT if name not in NEED_TORCH and importlib.util.find_spec(name)})
 

@@ -97,24 +97,20 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
 
     model = io.BytesIO()
     lines = (line for text in texts for line in text.splitlines() if line)
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=0.9995,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            add_dummy_prefix=False,
-            num_threads=1,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        what = f"no vocabulary of {vocab_size} pieces can be trained: {error}"
-        raise DataError(what, "the text is too small for it", "ask for fewer pieces") from error
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        character_coverage=0.9995,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        add_dummy_prefix=False,
+        num_threads=1,
+        minloglevel=2,
+    )
     write_whole(path, model.getvalue())
 
 
@@ -123,22 +119,13 @@ def load_sentencepiece(path: Path) -> Any:
     import sentencepiece
 
     try:
-        model = Path(path).read_bytes()
-    except OSError as error:
-        what = f"{path}: cannot be opened: {error.strerror}"
-        raise DataError(what, "no tokenizer there", "check the path, or build it with prepare") from error
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        loaded = bool(model) and processor.LoadFromSerializedProto(model)
-    except RuntimeError:
-        loaded = False
-    if not loaded:
+        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except RuntimeError as error:
         raise DataError(
-            f"{path}: expected a SentencePiece model, got something else",
-            "Llama 3's tokenizer.model is a tiktoken list of base64 lines, which this package does not read",
+            f"{path}: expected a SentencePiece model: {error}",
+            "it is missing, or of another kind: Llama 3's tokenizer.model is a tiktoken list of base64 lines, which this package does not read",
             "take a SentencePiece model, or use MLCommons' tokenized files",
-        )
-    return processor
+        ) from error
 
 
 def _module_documents(root: Path) -> Iterator[Document]:

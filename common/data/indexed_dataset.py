@@ -32,8 +32,7 @@ from common.errors import DataError, StorageError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, N, D: 34 bytes
-DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-TOKEN_DTYPE_CODES = (3, 4, 5, 8)  # token ids are 16 bits or more, and integers
+DTYPE_CODES = {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # of token ids: integers of 16 bits or more; Megatron has others too
 CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
 
 
@@ -141,14 +140,12 @@ def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
         raise wrong(path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: this is no Megatron index")
     if version != VERSION:
         raise wrong(path, f"version {VERSION}", f"version {version}")
-    if code not in TOKEN_DTYPE_CODES:
-        known = ", ".join(f"{c} ({np.dtype(DTYPE_CODES[c]).name})" for c in TOKEN_DTYPE_CODES)
-        name = f" ({np.dtype(DTYPE_CODES[code]).name})" if code in DTYPE_CODES else ""
-        raise wrong(path, f"a dtype code of token ids: {known}", f"code {code}{name}")
+    if code not in DTYPE_CODES:
+        known = ", ".join(f"{known} ({np.dtype(name).name})" for known, name in DTYPE_CODES.items())
+        raise wrong(path, f"a dtype code of token ids: {known}", f"code {code}")
     expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
     if size != expected:
-        hint = " (a multimodal file, which has one more byte per sequence?)" if size == expected + num_sequences else ""
-        raise wrong(path, f"{expected} bytes for {num_sequences} sequences and {num_boundaries} boundaries", f"{size} bytes{hint}")
+        raise wrong(path, f"{expected} bytes for {num_sequences} sequences and {num_boundaries} boundaries", f"{size} bytes")
     return np.dtype(DTYPE_CODES[code]), num_sequences, num_boundaries
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common.errors import DataError
-
-HASH_CHUNK = 1 << 22  # bytes
 
 
 @dataclass(frozen=True)
@@ -60,16 +57,10 @@ def write_whole(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def sha256_of(path: Path, show: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file in hexadecimal; `show` is called with the number of bytes read so far."""
-    digest, done = hashlib.sha256(), 0
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK):
-            digest.update(chunk)
-            done += len(chunk)
-            if show is not None:
-                show(done)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def facts_of(path: Path) -> FileFacts:

@@ -14,14 +14,13 @@ from torch import Tensor
 class Prefetcher:
     """Iterates over `batches` (int32 arrays), yielding the same as tensors on `device`. An error in the thread is raised here.
 
-    No worker processes: a batch is some 100 KB, and a thread cannot be left behind by a crash.
+    No worker processes: a batch is some 100 KB, and a daemon thread ends with the process, whatever it waits for.
     """
 
     def __init__(self, batches: Iterator[np.ndarray], device: torch.device, depth: int = 4):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.ready: queue.Queue = queue.Queue(depth)
-        self.stopped = threading.Event()
         self.ahead: Tensor | BaseException | None = None
         self.thread = threading.Thread(target=self._read, args=(batches,), name="prefetch", daemon=True)
         self.thread.start()
@@ -32,19 +31,10 @@ class Prefetcher:
         try:
             for batch in batches:
                 tensor = torch.from_numpy(batch)
-                self._put(tensor.pin_memory() if self.stream is not None else tensor)
-                if self.stopped.is_set():
-                    return
-            self._put(StopIteration())
+                self.ready.put(tensor.pin_memory() if self.stream is not None else tensor)
+            self.ready.put(StopIteration())
         except BaseException as error:  # handed to the training thread, which raises it
-            self._put(error)
-
-    def _put(self, item) -> None:
-        while not self.stopped.is_set():
-            try:
-                return self.ready.put(item, timeout=0.2)
-            except queue.Full:
-                continue
+            self.ready.put(error)
 
     def _fetch(self) -> Tensor | BaseException:
         item = self.ready.get()
@@ -66,6 +56,3 @@ class Prefetcher:
             batch.record_stream(torch.cuda.current_stream())
             self.ahead = self._fetch()
         return batch
-
-    def close(self) -> None:
-        self.stopped.set()

@@ -1,4 +1,4 @@
-"""What the `prepare` programs share: build a folder once, a lock, a progress bar, exit codes. Standard library only.
+"""What the `prepare` programs share: build a folder once, a lock, progress, exit codes. Standard library only.
 
 All text goes to stderr; stdout is for the log.
 """
@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from common.data.manifest import Manifest, PairFacts, facts_of
 from common.errors import DataError, Interrupted, PreflightError, RunError, StorageError
+
+BAR_SECONDS = 5.0
 
 
 def say(text: str) -> None:
@@ -42,29 +43,18 @@ def run_to_exit_code(work: Callable[[], object]) -> int:
 
 
 class Bar:
-    """Progress of a long piece of work: a bar that rewrites itself on a terminal, a line every 15 seconds elsewhere."""
+    """Progress of a long piece of work: a line every five seconds."""
 
-    def __init__(self, title: str, total: int, unit: str = "bytes", stream: TextIO | None = None, every_s: float | None = None):
-        self.title, self.total, self.unit, self.stream = title, max(total, 1), unit, stream or sys.stderr
-        self.on_terminal = self.stream.isatty()
-        self.every_s = every_s if every_s is not None else (0.2 if self.on_terminal else 15.0)
+    def __init__(self, title: str, total: int, unit: str):
+        self.title, self.total, self.unit = title, total, unit
         self.began = self.shown = time.monotonic()
 
     def at(self, done: int) -> None:
-        if time.monotonic() - self.shown >= self.every_s:
-            self.shown = time.monotonic()
-            self._write(done, "" if self.on_terminal else "\n")
-
-    def finish(self) -> None:
-        if self.on_terminal:
-            self._write(self.total, "\n")
-
-    def _write(self, done: int, end: str) -> None:
-        share, spent = min(done / self.total, 1.0), time.monotonic() - self.began
-        left = f", {spent * (1 - share) / share:.0f} s left" if share > 0 else ""
-        bar = f"\r\x1b[K[{'#' * int(30 * share):.<30}] " if self.on_terminal else ""
-        self.stream.write(f"{bar}{self.title} {100 * share:3.0f} % ({done:,} of {self.total:,} {self.unit}{left}){end}")
-        self.stream.flush()
+        now = time.monotonic()
+        if now - self.shown >= BAR_SECONDS and done:
+            self.shown = now
+            left_s = (now - self.began) * (self.total - done) / done
+            say(f"{self.title} {done / self.total:.0%} ({done:,} of {self.total:,} {self.unit}, {left_s:.0f} s left)")
 
 
 @contextmanager
@@ -101,43 +91,31 @@ class Recipe:
     vocab_size: int
     files: tuple[str, ...]  # names, relative to the folder
     manifest: str  # written last: where it exists, the files are complete
-    lock: str
 
 
-def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], Manifest]) -> None:
-    """Let `build` make the recipe's files in `folder`, then write the manifest it returns; do nothing where they are complete.
+def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, PairFacts]]) -> None:
+    """Let `build` make the recipe's files in `folder`, then write their manifest; do nothing where they are complete.
 
-    A kill at any point leaves a folder without manifest, which the next call builds again. Raises StorageError if files of these names
-    are in a folder where this recipe was never built: they belong to somebody else.
+    `build` returns what it knows of .bin/.idx pairs. A kill at any point leaves a folder without manifest, which the next call builds again.
+    Raises StorageError if files of these names are in a folder where this recipe was never built: they belong to somebody else.
     """
+    manifest, lock = folder / recipe.manifest, folder / f".{recipe.manifest}.lock"
     if not _defect(folder, recipe):  # before the lock, since the folder may be read-only
         say(f"{recipe.title} in {folder}: complete and verified")
         return
-    _refuse_foreign_files(folder, recipe)
-    with locked(folder / recipe.lock):
-        defect = _defect(folder, recipe)
-        if not defect:
-            say(f"{recipe.title} in {folder}: another process has built it")
+    foreign = [folder / name for name in recipe.files if (folder / name).exists()]
+    if foreign and not manifest.exists() and not lock.exists():
+        raise StorageError(f"{foreign[0]}: exists already", "it was not made here, and nothing is overwritten", "name another folder")
+    with locked(lock):
+        if not (defect := _defect(folder, recipe)):  # another process has built it meanwhile
             return
         say(f"{recipe.title} in {folder}: building ({defect})")
         began = time.monotonic()
-        (folder / recipe.manifest).unlink(missing_ok=True)  # a kill from here on must not leave a manifest of older files
-        build(folder).write(folder / recipe.manifest)
+        manifest.unlink(missing_ok=True)  # a kill from here on must not leave a manifest of older files
+        pairs = build(folder)
+        files = {name: facts_of(folder / name) for name in recipe.files}
+        Manifest(recipe.source, recipe.vocab_size, files, pairs).write(manifest)
         say(f"{recipe.title}: built in {time.monotonic() - began:.1f} s")
-
-
-def manifest_of(folder: Path, recipe: Recipe, pairs: dict[str, PairFacts] | None = None) -> Manifest:
-    """The manifest of files that were just built."""
-    return Manifest(recipe.source, recipe.vocab_size, {name: facts_of(folder / name) for name in recipe.files}, pairs or {})
-
-
-def _refuse_foreign_files(folder: Path, recipe: Recipe) -> None:
-    ours = (folder / recipe.lock).exists() or (folder / recipe.manifest).exists()
-    for name in recipe.files:
-        if not ours and (folder / name).exists():
-            raise StorageError(
-                f"{folder / name}: exists already", "it was not made here, and nothing is overwritten", "name another folder"
-            )
 
 
 def _defect(folder: Path, recipe: Recipe) -> str:

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from common.errors import StorageError
 from common.model.checkpoint_names import parts_of
-from common.model.checkpoint_reader import DTYPES, Checkpoint, StoredTensor, check_hashes, open_checkpoint, refuse, thread_count
+from common.model.checkpoint_reader import DTYPES, Checkpoint, StoredTensor, check_hashes, open_checkpoint, refuse
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
 from common.sharding.frozen_base import FrozenBase
+from common.sharding.processes import thread_count
 
 CHUNK = 64 << 20  # bytes read at a time
 

@@ -7,7 +7,6 @@ data_offsets [begin, end) relative to byte 8 + N; then the data, without holes. 
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 from collections.abc import Iterable
@@ -22,13 +21,12 @@ from safetensors import SafetensorError, safe_open
 
 from common.data.manifest import Manifest, sha256_of
 from common.errors import WeightsError
-from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, SINGLE, tensor_shapes
+from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, tensor_shapes
 from common.model.shapes import ModelShape
+from common.sharding.processes import thread_count
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # name in safetensors -> torch
-PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed from rope_theta; in old files
-MAX_THREADS = 8  # per rank
 FETCH_AGAIN = "fetch the checkpoint again: python -m llama2_70b_lora.prepare fetch"
 CHECK_MODEL = "check that it is the right model: Llama 2 70B, without biases and adapters"
 
@@ -57,7 +55,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path, shape: ModelShape) -> Checkpoint:
     """Read and check the headers of the checkpoint in `folder`, not its data: a fraction of a second. Raises WeightsError.
 
-    Checked: the index and its shards, headers and file sizes, the layout, names, shapes and dtypes of all tensors, and config.json if there
+    Checked: headers and file sizes, that the index names no other tensors, the layout, names, shapes and dtypes of all tensors, and config.json if there
     is one, because head counts, norm epsilon and rotation base do not show in the shapes.
     """
     tensors, files = read_tensors(folder)
@@ -68,55 +66,28 @@ def open_checkpoint(folder: Path, shape: ModelShape) -> Checkpoint:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
-    """Name -> place of all tensors of the checkpoint in `folder`, and its files. Raises WeightsError where files and index disagree."""
-    weight_map, files = _find_files(folder)
+    """Name -> place of all tensors in the safetensors files of `folder`, and these files.
+
+    Raises WeightsError where there are none, where two have the same tensor, or where an index names tensors that none has.
+    """
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    if not files:
+        why = "reading a pickle can execute code" if any(folder.glob("*.bin")) else "the base weights should be in this folder"
+        refuse(f"{folder}: has no safetensors files", why, f"check the path, or {FETCH_AGAIN}")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, stored in read_header(file).items():
             if name in tensors:
-                refuse(f"{file}: {name} is in {tensors[name].file.name} too", "each tensor must be in one shard only", FETCH_AGAIN)
+                what = f"{file}: {name} is in {tensors[name].file.name} too"
+                refuse(what, "the folder has files of two checkpoints", "move those away that you do not need")
             tensors[name] = stored
-    for name, file_name in weight_map.items():
-        if name not in tensors or tensors[name].file.name != file_name:
-            refuse(f"{folder / file_name}: {name} is not in it", f"{INDEX} says it is", FETCH_AGAIN)
-    return tensors, tuple(files)
-
-
-def _find_files(folder: Path) -> tuple[dict[str, str], list[Path]]:
-    """(tensor name -> shard name, empty for a single file; the shards)."""
-    try:
-        present = {path.name for path in folder.iterdir()}
-    except OSError as error:
-        refuse(
-            f"{folder}: cannot be read: {error.strerror}", "the base weights should be in this folder", f"check the path, or {FETCH_AGAIN}"
-        )
-    if INDEX in present and SINGLE in present:
-        refuse(f"{folder}: has both {INDEX} and {SINGLE}", "these may be two checkpoints", "move the one away that you do not need")
-    if SINGLE in present:
-        return {}, [folder / SINGLE]
-    if INDEX not in present:
-        _refuse_without_index(folder, present)
-    weight_map = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-        refuse(f"{folder / INDEX}: has no weight_map of tensor names to file names", "the file is damaged or no index", FETCH_AGAIN)
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if Path(name).name != name or Path(name).suffix != ".safetensors":
-            pickled = Path(name).suffix in PICKLES
-            why = "reading a pickle can execute code" if pickled else "a shard must be a .safetensors file in the same folder"
-            refuse(f"{folder / INDEX}: refuses {name!r} as a shard", why, "use the safetensors version of the checkpoint")
-    if missing := [name for name in names if name not in present]:
-        refuse(f"{folder}: {len(missing)} of {len(names)} shards are missing: {_some(missing)}", "the download is incomplete", FETCH_AGAIN)
-    return weight_map, [folder / name for name in names]
-
-
-def _refuse_without_index(folder: Path, present: set[str]) -> NoReturn:
-    if pickles := sorted(name for name in present if Path(name).suffix in PICKLES):
-        what = f"{folder}: has only pickled weights ({_some(pickles)})"
-        refuse(what, "reading a pickle can execute code", "use the safetensors version of the checkpoint")
-    shards = sorted(name for name in present if name.endswith(".safetensors"))
-    why = f"there are {len(shards)} shards ({_some(shards)}) without an index" if shards else "there are no safetensors files"
-    refuse(f"{folder}: has neither {INDEX} nor {SINGLE}", why, f"check the path, or {FETCH_AGAIN}")
+    if (folder / INDEX).exists():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        missing = [name for name in weight_map if name not in tensors] if isinstance(weight_map, dict) else [INDEX]
+        if missing:
+            what = f"{folder}: {len(missing)} tensors of {INDEX} are in no file: {some(missing)}"
+            refuse(what, "a file is missing, or the index is damaged", FETCH_AGAIN)
+    return tensors, files
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -146,14 +117,14 @@ def _layout(folder: Path, tensors: Iterable[str]) -> str:
         what = f"{folder}: mixes two layouts (qkv_proj and {', '.join(sorted(ordinary))})"
         refuse(what, "the folder has files of two checkpoints, or a conversion was interrupted", FETCH_AGAIN)
     if "qkv_proj" not in kinds and not ordinary:
-        what = f"{folder}: has no attention projections, but {_some(sorted(tensors))}"
+        what = f"{folder}: has no attention projections, but {some(sorted(tensors))}"
         refuse(what, "this is no Llama under Hugging Face's names", FETCH_AGAIN)
     return ORDINARY if ordinary else FUSED
 
 
 def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], layout: str) -> None:
     if missing := [name for name in expected if name not in tensors]:
-        what = f"{folder}: {len(missing)} of {len(expected)} tensors are missing: {_some(missing)}"
+        what = f"{folder}: {len(missing)} of {len(expected)} tensors are missing: {some(missing)}"
         refuse(what, f"the {layout} layout of this model needs them", f"{CHECK_MODEL}; or {FETCH_AGAIN}")
     for name, stored in tensors.items():
         if name not in expected:
@@ -172,7 +143,7 @@ def _check_config(path: Path, shape: ModelShape) -> None:
     """That the model computes what config.json says; keys that are not in it are not checked."""
     if not path.exists():
         return
-    config = _read_json(path)
+    config = read_json(path)
     rope = config.get("rope_parameters")  # where transformers 5 has rope_theta
     config |= rope if isinstance(rope, dict) else {}
     expected: dict[str, object] = {
@@ -225,22 +196,17 @@ def check_hashes(checkpoint: Checkpoint, manifest_path: Path, device: torch.devi
         differs = summed.cpu()
     if wrong := [file.name for file, flag in zip(checkpoint.files, differs.tolist(), strict=True) if flag]:
         refuse(
-            f"{checkpoint.folder}: the SHA-256 of {_some(wrong)} differs from {manifest_path}",
+            f"{checkpoint.folder}: the SHA-256 of {some(wrong)} differs from {manifest_path}",
             "the file is damaged or changed",
             FETCH_AGAIN,
         )
 
 
-def thread_count() -> int:
-    """Threads that a rank reads and hashes with."""
-    return max(2, min(MAX_THREADS, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
     except OSError as error:
-        refuse(f"{path}: cannot be read: {error.strerror}", "it belongs to the base weights", "check the file and the disk")
+        refuse(f"{path}: cannot be read: {error.strerror}", "it belongs to the weights", "check the path and the disk")
     except (ValueError, RecursionError) as error:
         refuse(f"{path}: no valid JSON: {error}", "the file is damaged", FETCH_AGAIN)
     if not isinstance(content, dict):
@@ -248,7 +214,7 @@ def _read_json(path: Path) -> dict:
     return content
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

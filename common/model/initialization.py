@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
+
+from common.sharding.processes import thread_count
 
 
 def init_weights(model: nn.Module, num_layers: int, seed: int, std: float, set_weight: Callable[[nn.Parameter, Tensor], None]) -> None:
@@ -19,8 +20,6 @@ def init_weights(model: nn.Module, num_layers: int, seed: int, std: float, set_w
     8.0e9 numbers take some 60 core-seconds, hence the threads.
     """
     residual_std = std / math.sqrt(2 * num_layers)
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = max(1, min(8, (os.cpu_count() or 1) // local_world))
 
     def fill(named: tuple[str, nn.Parameter]) -> None:
         name, parameter = named
@@ -33,7 +32,7 @@ def init_weights(model: nn.Module, num_layers: int, seed: int, std: float, set_w
             full += 0.0  # a drawn -0.0 becomes 0.0: a step at learning rate 0 would flip its sign bit (warmup.py compares bits)
         set_weight(parameter, full)
 
-    with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
+    with torch.no_grad(), ThreadPoolExecutor(thread_count()) as pool:
         list(pool.map(fill, model.named_parameters()))
 
 

@@ -76,6 +76,11 @@ def start_processes(device_type: str, timeout_s: float, high_priority_compute: b
     return Processes(rank, world_size, device, mesh_of(device_type, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
 
 
+def thread_count() -> int:
+    """Threads in which a rank reads, hashes or draws weights: its share of the host's cores, from 2 to 8."""
+    return max(2, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
 def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMesh:
     """One node: ("data",), weights are sharded over all ranks. Several: (nodes, ranks of one) as ("replicate", "shard").
 

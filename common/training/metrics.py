@@ -19,33 +19,22 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-from common.errors import NonFinite, StorageError
+from common.errors import NonFinite
 from common.sharding.processes import Processes
+from common.training.mllog import LineFile
 
 
 class Events:
     """events.jsonl of a run: one JSON object per line, written by rank 0, each line whole when it is there at all."""
 
     def __init__(self, path: Path | None):
-        self.path = path
-        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644) if path is not None else None
+        self.file = LineFile(path) if path is not None else None
 
     def write(self, event: str, **values) -> None:
-        if self.fd is None:
-            return
-        # JSON has no NaN and no infinity: null stands for them.
-        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
-        line = (json.dumps({"event": event, **values}, allow_nan=False) + "\n").encode()
-        end = os.lseek(self.fd, 0, os.SEEK_CUR)
-        try:
-            while line:
-                line = line[os.write(self.fd, line) :]  # a short write: the next one tells why
-        except OSError as error:
-            os.ftruncate(self.fd, end)  # no cut line
-            os.lseek(self.fd, end, os.SEEK_SET)
-            raise StorageError(
-                f"{self.path}: cannot write: {error.strerror}", "the disk is full or gone", "free space and start again"
-            ) from None
+        if self.file is not None:
+            # JSON has no NaN and no infinity: null stands for them.
+            values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
+            self.file.write((json.dumps({"event": event, **values}, allow_nan=False) + "\n").encode())
 
 
 class Progress:

@@ -44,8 +44,7 @@ class RunLog:
     def __init__(self, path: Path | None):
         """Create `path`, which must not exist. None: a rank that does not write."""
         self._wall_at_anchor_ns, self._monotonic_at_anchor_ns = time.time_ns(), time.monotonic_ns()
-        self._path = path
-        self._fd = None if path is None else _create(path)
+        self._file = None if path is None else LineFile(path)
         self._state = "created"  # -> init -> ready -> running <-> block | eval -> evaluated -> running; -> stopped
         self._written_once: set[str] = set()
         self._samples = 0
@@ -190,45 +189,51 @@ class RunLog:
         time_ms = (self._wall_at_anchor_ns + elapsed_ns) // 1_000_000
         record = {"namespace": "", "time_ms": time_ms, "event_type": event_type, "key": key, "value": value}
         line = _encode({**record, "metadata": {**(metadata or {}), **_caller()}})
-        if self._fd is not None:
-            self._write_file(line)
+        if self._file is not None:
+            self._file.write(line)
         self._state = enter or self._state  # between the two writes: the file holds the line, whatever becomes of stdout
-        if self._fd is not None:
+        if self._file is not None:
             _write_all(STDOUT_FD, line, "stdout")
         return time_ms
 
-    def _write_file(self, line: bytes) -> None:
-        assert self._fd is not None
+    def _finish(self) -> None:
+        """The last line is out: bring the file to the disk, close it."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+class LineFile:
+    """A file that this process creates, and that gets whole lines. Raises StorageError; a line that fails leaves nothing behind."""
+
+    def __init__(self, path: Path):
+        """`path` must not exist."""
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            raise StorageError(
+                f"{path} exists already", "a run never overwrites or continues the log of another", "give the run a directory of its own"
+            ) from None
+        except OSError as error:
+            raise _storage_error(str(path), error) from error
+
+    def write(self, line: bytes) -> None:
         end = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
-            _write_all(self._fd, line, str(self._path))
+            _write_all(self._fd, line, str(self.path))
         except StorageError:
-            os.ftruncate(self._fd, end)  # a cut line would make the whole log unreadable for the checker
+            os.ftruncate(self._fd, end)  # a cut line would make the whole file unreadable
             os.lseek(self._fd, end, os.SEEK_SET)
             raise
 
-    def _finish(self) -> None:
-        """The last line is out: bring the file to the disk, close it."""
-        fd, self._fd = self._fd, None
-        if fd is None:
-            return
+    def close(self) -> None:
         try:
-            os.fsync(fd)
+            os.fsync(self._fd)
         except OSError as error:
-            raise _storage_error(str(self._path), error) from error
+            raise _storage_error(str(self.path), error) from error
         finally:
-            os.close(fd)
-
-
-def _create(path: Path) -> int:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        raise StorageError(
-            f"{path} exists already", "a run never overwrites or continues the log of another", "give the run a directory of its own"
-        ) from None
-    except OSError as error:
-        raise _storage_error(str(path), error) from error
+            os.close(self._fd)
 
 
 def _write_all(fd: int, line: bytes, name: str) -> None:

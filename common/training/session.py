@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from common import config as configs
 from common.config import RunConfig
@@ -19,7 +22,8 @@ from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.sharding.processes import Heartbeat, Processes, start_processes
 from common.training.guard import run_guarded
-from common.training.loop import Assembly, Batching, Outcome, Reporting
+from common.training.log_keys import hyperparameters
+from common.training.loop import Assembly, Batching, Goal, Reporting, train
 from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison, compare_ranks
@@ -60,37 +64,24 @@ class Session:
             )
         return processes
 
-    def log_submission(self, benchmark: str, division: str, hyperparameters: list) -> None:
-        environment = os.environ
+    def log_submission(self, benchmark: str, rules: Any, train_samples: int) -> None:
+        """`rules`: the benchmark's Rules. `train_samples`: training sequences in the data set."""
         platform = f"{self.config.nodes}x{self.config.gpus_per_node} {self.config.gpu}"
         self.log.submission(
             benchmark=benchmark,
-            org=environment.get("MLPERF_SUBMISSION_ORG", "unnamed"),
-            platform=environment.get("MLPERF_SUBMISSION_PLATFORM", platform),
-            division=division,
+            org=os.environ.get("MLPERF_SUBMISSION_ORG", "unnamed"),
+            platform=os.environ.get("MLPERF_SUBMISSION_PLATFORM", platform),
+            division=rules.division,
             status="onprem",
         )
         self.log.seed(self.args.seed)
-        self.log.hyperparameters(hyperparameters)
+        self.log.hyperparameters(hyperparameters(self.config, rules, train_samples, self.args.config_name))
 
     def phase_done(self, name: str, **facts) -> None:
         """Note a phase before the clock: seconds since the last one."""
         now = time.monotonic()
         self.events.write("phase", name=name, seconds=now - self.began, time_s=0.0, **facts)
         self.began = now
-
-    def warm_up(self, assembly: Assembly, processes: Processes) -> None:
-        """Synthetic steps; the digest of the unchanged state goes into the events."""
-        sizes = (self.config.micro_batch_size, self.config.eval_micro_batch_size)
-        digest = warm_up(assembly, self.batching, sizes, processes, partial(self.heartbeat.beat, 0))
-        self.phase_done("warmup", state_digest=digest)
-
-    def start_clock(self, processes: Processes) -> None:
-        """From here on time counts, and from here on token files may be opened."""
-        processes.barrier()
-        self.log.init_stop()
-        self.log.run_start()
-        self.heartbeat.beat(0, "open data")
 
     def make_meter(self, sequence_length: int, flops_per_token: int, processes: Processes) -> Meter:
         config = self.config
@@ -117,17 +108,37 @@ class Session:
     def batching(self) -> Batching:
         return Batching(self.config.global_batch_size, self.config.gradient_accumulation_steps)
 
-    @property
-    def reporting(self) -> Reporting:
-        assert self.meter is not None
-        return Reporting(self.log, self.meter, self.heartbeat, self.ranks)
+    # Warm-up, clock, training, success.
 
-    # The end.
-
-    def succeed(self, outcome: Outcome) -> None:
+    def train(
+        self,
+        assembly: Assembly,
+        rules: Any,
+        lr_at: Callable[[int], float],
+        processes: Processes,
+        open_data: Callable[[], tuple[Iterator[Tensor], list[Tensor]]],
+    ) -> None:
+        """From the synthetic steps to run_stop. `open_data` opens the token files, when the clock runs: training micro-batches, and all of
+        an evaluation.
+        """
+        config, beat = self.config, partial(self.heartbeat.beat, 0)
+        digest = warm_up(assembly, self.batching, (config.micro_batch_size, config.eval_micro_batch_size), processes, beat)
+        self.phase_done("warmup", state_digest=digest)
+        meter = self.make_meter(rules.sequence_length, rules.flops_per_token, processes)
+        processes.barrier()
+        self.log.init_stop()
+        self.log.run_start()
+        beat("open data")
+        batches, validation = open_data()
+        size = config.global_batch_size
+        goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
+        reporting = Reporting(self.log, meter, self.heartbeat, self.ranks)
+        outcome = train(assembly, lr_at, batches, validation, self.batching, goal, processes, reporting)
         minutes = self.log.run_stop(outcome.samples, "success")
         self.events.write("verdict", status="success", samples=outcome.samples, loss=outcome.loss, minutes=minutes)
         self.heartbeat.beat(self.step(), "done")
+
+    # Failure.
 
     def abort(self) -> None:
         self.progress.close()

@@ -88,10 +88,10 @@ DAMAGE = {
     "magic": (lambda raw: raw.__setitem__(slice(0, 4), b"MMAP"), "no Megatron index"),
     "version": (lambda raw: raw.__setitem__(9, 2), "expected version 1, got version 2"),
     "dtype": (lambda raw: raw.__setitem__(17, 9), "got code 9"),
-    "float": (lambda raw: raw.__setitem__(17, 7), r"got code 7 \(float32\)"),
+    "float": (lambda raw: raw.__setitem__(17, 7), "got code 7"),
     "truncated": (lambda raw: raw[:-1], "expected 102 bytes for 3 sequences and 4 boundaries, got 101"),
     "header": (lambda raw: raw[:20], "a header of 34 bytes, got 20"),
-    "multimodal": (lambda raw: raw + b"\0\0\0", "multimodal"),
+    "multimodal": (lambda raw: raw + b"\0\0\0", "expected 102 bytes .*got 105 bytes"),
     "count": (lambda raw: raw.__setitem__(slice(18, 26), struct.pack("<Q", 2**40)), "expected 13194139533378 bytes"),
     "length": (lambda raw: raw.__setitem__(slice(38, 42), struct.pack("<i", -1)), "-1 for sequence 1"),
     "first offset": (lambda raw: raw.__setitem__(slice(46, 54), struct.pack("<q", 2)), "sequence 0 at byte 0 .*got byte 2"),
@@ -139,42 +139,7 @@ def test_writer_refuses_ids_that_do_not_fit(tmp_path):
         writer.add([])
     with pytest.raises(DataError, match="at least one document"):
         writer.finish()
-    writer.close()
     assert not (tmp_path / "p.idx").exists() and not (tmp_path / "p.bin").exists()
-
-
-def test_writer_goes_on_from_a_flush(tmp_path):
-    write(tmp_path / "whole", DOCUMENTS * 3)
-    first = Writer(tmp_path / "p", 500)
-    for document in DOCUMENTS:
-        first.add(document)
-    point = first.flush()
-    first.add([99, 98])  # after the last flush: must vanish
-    first.close()
-    second = Writer(tmp_path / "p", 500, *point)
-    for document in DOCUMENTS * 2:
-        second.add(document)
-    second.finish()
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"p{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-
-
-def test_writer_killed_between_its_two_renames(tmp_path):
-    writer = Writer(tmp_path / "p", 500)
-    for document in DOCUMENTS:
-        writer.add(document)
-    point = writer.flush()
-    writer.close()
-    (tmp_path / "p.bin.partial").rename(tmp_path / "p.bin")
-    assert Writer(tmp_path / "p", 500, *point).finish().num_tokens == 9
-
-
-def test_writer_refuses_a_point_it_never_reached(tmp_path):
-    write(tmp_path / "p")
-    (tmp_path / "q.bin.partial").write_bytes(b"12")
-    (tmp_path / "q.lengths.partial").write_bytes(b"1234")
-    with pytest.raises(DataError, match="at least the 18 bytes of the checkpoint, got 2"):
-        Writer(tmp_path / "q", 500, 3, 9)
 
 
 def test_header_is_34_bytes():

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from checkpoint_writer import save_base
 from signal_to_noise import sqnr_db
 from torch import Tensor
 
 from common.data import corpus
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
-from common.model.checkpoint_writer import save_base
 from common.model.fused_block import fused_llama
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters
@@ -33,7 +33,7 @@ from common.sharding.processes import Processes, start_processes
 from common.training.loop import Batching, train_step
 from common.training.schedules import cosine_to_zero, warmup_cosine
 from llama2_70b_lora import miniature
-from llama2_70b_lora.data import GovReport, train_batches
+from llama2_70b_lora.data import read_rows, train_batches
 from llama2_70b_lora.miniature import BASE_SEQUENCE, base_batches
 from llama2_70b_lora.miniature_task import library_texts
 from llama2_70b_lora.rules import MINIATURE, Config
@@ -95,7 +95,7 @@ def fine_tune(
     """Gradients of the adapters at the start by name, fp32 on the CPU; training loss of each step."""
     config, rules = config_of(size, in_fp8), replace(MINIATURE, shape=size.shape, lora_dropout=0.0)
     fresh = lambda: assemble(config, rules, processes, SEED, lambda model, base: load_base(model, folder, None, base))[0]  # noqa: E731
-    rows = GovReport.read(data_dir).open_rows("train")
+    rows = read_rows(data_dir, "train", MINIATURE)
     batches: Iterator[Tensor] = (torch.from_numpy(b).to(processes.device) for b in train_batches(rows, SEED, BATCH, BATCH, 0, 1))
     gradients = first_gradients(fresh().model, next(batches))
     assembly, lr_at = fresh(), cosine_to_zero(size.learning_rate, steps)

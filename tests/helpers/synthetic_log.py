@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 from common import config
+from common.training.log_keys import hyperparameters
 from common.training.mllog import TOKEN, RunLog
-from llama2_70b_lora import log_keys as lora_log_keys
 from llama2_70b_lora import rules as lora_rules
-from llama31_8b import log_keys, rules
+from llama31_8b import rules
 from llama31_8b.rules import Config
 
 CONFIG_FILENAME = "A_TEST_1x8.toml"
@@ -22,7 +22,6 @@ class Benchmark:
     """What the log of one benchmark is made of."""
 
     rules: ModuleType
-    log_keys: ModuleType
     config: dict  # the keys of its config that decide convergence
     train_samples: int
 
@@ -32,12 +31,8 @@ class Benchmark:
         return config.from_table(table | ({"global_batch_size": global_batch_size} if global_batch_size else {}), self.rules.Config, "test")
 
 
-PRETRAINING = Benchmark(
-    rules, log_keys, {"global_batch_size": 32, "opt_base_learning_rate": 8e-4, "opt_learning_rate_warmup_steps": 128}, 1_574_207
-)
-LORA = Benchmark(
-    lora_rules, lora_log_keys, {"global_batch_size": 8, "opt_base_learning_rate": 4e-4, "opt_learning_rate_training_steps": 1024}, 3901
-)
+PRETRAINING = Benchmark(rules, {"global_batch_size": 32, "opt_base_learning_rate": 8e-4, "opt_learning_rate_warmup_steps": 128}, 1_574_207)
+LORA = Benchmark(lora_rules, {"global_batch_size": 8, "opt_base_learning_rate": 4e-4, "opt_learning_rate_training_steps": 1024}, 3901)
 BENCHMARKS = (PRETRAINING, LORA)
 
 
@@ -64,7 +59,7 @@ def start(path: Path | None, rules_=rules.CLOSED, global_batch_size: int | None 
     """A log up to run_start."""
     benchmark, log = benchmark_of(rules_), RunLog(path)
     train_samples = getattr(rules_, "train_samples", benchmark.train_samples)
-    pairs = benchmark.log_keys.hyperparameters(benchmark.run_config(global_batch_size), rules_, train_samples, CONFIG_FILENAME)
+    pairs = hyperparameters(benchmark.run_config(global_batch_size), rules_, train_samples, CONFIG_FILENAME)
     log.cache_clear(True)
     log.init_start()
     name, division = benchmark.rules.BENCHMARK, rules_.division

@@ -17,6 +17,7 @@ import synthetic_log
 
 from common import config as configs
 from common.training import mllog
+from common.training.log_keys import hyperparameters
 from common.training.mllog import RunLog
 from records import ledger
 from records.rcp import mean_samples
@@ -179,7 +180,7 @@ def _run(run_dir: Path, benchmark, rules, config, plan: Plan, clock: Clock) -> i
     log.submission(benchmark=benchmark.rules.BENCHMARK, org=plan.org, platform=plan.platform, division=rules.division, status="onprem")
     log.seed(plan.seed)
     train_samples = getattr(rules, "train_samples", benchmark.train_samples)
-    log.hyperparameters(benchmark.log_keys.hyperparameters(config, rules, train_samples, plan.config_name))
+    log.hyperparameters(hyperparameters(config, rules, train_samples, plan.config_name))
     log.init_stop()
     log.run_start()
     batch, before = config.global_batch_size, 0

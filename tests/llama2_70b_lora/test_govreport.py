@@ -1,37 +1,42 @@
-"""GovReport at run time: order, batches, labels as Hugging Face means them, and files that are not what the sidecar says."""
+"""GovReport at run time: order, batches, labels as Hugging Face means them, and files that are not what the rules say."""
 
-import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
-from common.errors import ConfigError, DataError, StorageError
+from common.errors import DataError
 from common.kernels import cross_entropy
 from common.model.checkpoint_loader import load_base
 from common.model.fused_block import fused_llama
 from common.model.shapes import ModelShape
 from llama2_70b_lora import data
-from llama2_70b_lora.data import GovReport, Split, row_order, tokens_path, train_batches, validation_pairs
+from llama2_70b_lora.data import next_token_labels, read_rows, row_order, train_batches, write_rows
+from llama2_70b_lora.rules import CLOSED, DATA_FILES
 
 VOCAB, LENGTH, ROWS = 61, 12, 10
+RULES = replace(CLOSED, shape=ModelShape(1, 32, 48, 4, 2, VOCAB, 10000.0), sequence_length=LENGTH, train_samples=ROWS, eval_samples=3)
 
 
 def write(folder, train=None, validation=None):
-    """A data folder; row i of the training set is full of i, unless given."""
+    """A data folder; row i of the training set is full of i, unless given. Returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     same = np.arange(ROWS)[:, None, None] * np.ones((1, 2, LENGTH), np.int64)
-    arrays = {"train": same if train is None else train, "validation": same[:3] + 20 if validation is None else validation}
-    for split, rows in arrays.items():
-        tokens_path(folder, split).write_bytes(rows.astype("<i4").tobytes())
-    govreport = GovReport(folder, "test", LENGTH, VOCAB, *(Split(len(rows), "") for rows in arrays.values()))
-    govreport.write()
-    return govreport
+    write_rows(folder, "train", same if train is None else train)
+    write_rows(folder, "validation", same[:3] + 20 if validation is None else validation)
+    return folder
+
+
+def train_rows(folder):
+    return read_rows(write(folder), "train", RULES)
 
 
 def numbers(batches, count):
@@ -59,25 +64,12 @@ def test_seeds_differ_and_repeat():
 @pytest.mark.parametrize(("world", "micro"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)])
 def test_a_global_batch_is_the_same_for_any_ranks(tmp_path, world, micro):
     """Six steps of 4 of 10 rows: batches hold the end of one epoch and the beginning of the next."""
-    govreport = write(tmp_path)
-    per_rank = [
-        numbers(train_batches(govreport.open_rows("train"), 7, 4, micro, rank, world), 24 // (world * micro)) for rank in range(world)
-    ]
+    rows = train_rows(tmp_path)
+    per_rank = [numbers(train_batches(rows, 7, 4, micro, rank, world), 24 // (world * micro)) for rank in range(world)]
     passes = 4 // (world * micro)
     steps = [[n for rank in per_rank for part in rank[s * passes : (s + 1) * passes] for n in part] for s in range(6)]
     expected = list(islice(row_order(ROWS, 7), 24))
     assert steps == [expected[i : i + 4] for i in range(0, 24, 4)]
-
-
-def test_going_on_in_the_middle(tmp_path):
-    rows = write(tmp_path).open_rows("train")
-    whole = numbers(train_batches(rows, 7, 4, 2, 1, 2), 8)
-    assert numbers(train_batches(rows, 7, 4, 2, 1, 2, start_sample=12), 5) == whole[3:]
-
-
-def test_ranks_that_cannot_share(tmp_path):
-    with pytest.raises(ConfigError, match="global batch 4 cannot be shared out"):
-        next(train_batches(write(tmp_path).open_rows("train"), 7, 4, 3, 0, 1))
 
 
 # ---- labels
@@ -87,11 +79,13 @@ def test_labels_move_left_by_one(tmp_path):
     rows = np.zeros((1, 2, LENGTH), np.int64)
     rows[0, 0] = np.arange(LENGTH)
     rows[0, 1] = [-100, -100, 2, 3, -100, 5, *[-100] * 5, 11]
-    pairs = validation_pairs(write(tmp_path, validation=rows))
+    stored = read_rows(write(tmp_path, train=rows), "train", replace(RULES, train_samples=1))
+    assert np.array_equal(stored, rows) and stored.dtype == np.int32
+    pairs = next_token_labels(stored)
     assert pairs.dtype == np.int32 and pairs.shape == (1, 2, LENGTH)
     assert pairs[0, 0].tolist() == list(range(LENGTH))
     assert pairs[0, 1].tolist() == [-100, 2, 3, -100, 5, *[-100] * 5, 11, -100]
-    assert next(train_batches(write(tmp_path, train=rows).open_rows("train"), 1, 1, 1, 0, 1)).tolist() == pairs.tolist()
+    assert next(train_batches(stored, 1, 1, 1, 0, 1)).tolist() == pairs.tolist()
 
 
 def test_the_loss_is_that_of_hugging_face(tmp_path):
@@ -107,7 +101,7 @@ def test_the_loss_is_that_of_hugging_face(tmp_path):
     random = np.random.default_rng(0)
     rows = np.repeat(random.integers(VOCAB, size=(4, 1, LENGTH)), 2, axis=1)
     rows[:3, 1][random.random((3, LENGTH)) < 0.6] = -100
-    pairs = torch.from_numpy(validation_pairs(write(tmp_path, validation=rows)))
+    pairs = torch.from_numpy(next_token_labels(rows.astype(np.int32)))
     with torch.no_grad():
         loss_sum, count = ours(*pairs.unbind(1))
         expected = [theirs(torch.tensor(ids)[None], labels=torch.tensor(labels)[None]).loss for ids, labels in rows]
@@ -121,20 +115,6 @@ def test_the_ignored_label_is_that_of_the_loss():
 # ---- files
 
 
-def test_counts_come_from_the_sidecar_alone(tmp_path):
-    write(tmp_path)
-    for split in ("train", "validation"):
-        tokens_path(tmp_path, split).unlink()
-    found = GovReport.read(tmp_path)
-    assert (found.train.rows, found.validation.rows) == (ROWS, 3)
-    found.check(LENGTH, VOCAB, ROWS, 3)
-    for wrong, message in (((8192, VOCAB, ROWS, 3), "sequence length: expected 8192, got 12"), ((LENGTH, VOCAB, 9, 3), "train sequences")):
-        with pytest.raises(DataError, match=message):
-            found.check(*wrong)
-    with pytest.raises(DataError, match=r"train.bin: cannot be opened"):
-        found.open_rows("train")
-
-
 def test_reading_needs_no_torch():
     code = "import sys; import llama2_70b_lora.data; print('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
@@ -142,71 +122,69 @@ def test_reading_needs_no_torch():
     assert done.stdout.strip() == "False", done.stderr
 
 
-def edit(folder, **changes):
-    path = folder / data.SIDECAR
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+# What MLCommons' files are, in types that other writers choose.
+@pytest.mark.parametrize(
+    "kind", [pyarrow.list_(pyarrow.int64()), pyarrow.large_list(pyarrow.int16()), pyarrow.list_(pyarrow.int32(), LENGTH)], ids=str
+)
+def test_every_type_of_integer_lists_is_read(tmp_path, kind):
+    rows = np.repeat(np.random.default_rng(0).integers(VOCAB, size=(ROWS, 1, LENGTH)), 2, axis=1)
+    rows[3, 1, :6] = -100
+    columns = {name: pyarrow.array([list(map(int, row[i])) for row in rows], kind) for i, name in enumerate(data.COLUMNS)}
+    parquet.write_table(pyarrow.table(columns), tmp_path / DATA_FILES["train"], row_group_size=4)
+    assert np.array_equal(read_rows(tmp_path, "train", RULES), rows)
 
 
-SIDECARS = {
-    "missing": (lambda d: (d / data.SIDECAR).unlink(), "cannot be opened: No such file"),
-    "no JSON": (lambda d: (d / data.SIDECAR).write_text("{"), "not a sidecar"),
-    "a list": (lambda d: (d / data.SIDECAR).write_text("[]"), "not a sidecar"),
-    "another key": (lambda d: edit(d, more=1), "not a sidecar"),
-    "another format": (lambda d: edit(d, format=2), "expected format 1 of <i4, got"),
-    "another dtype": (lambda d: edit(d, dtype="<i8"), "expected format 1 of <i4, got"),
-    "no count": (lambda d: edit(d, train={"rows": "10", "sha256": ""}), "cannot be lengths and counts"),
+def rewritten(path):
+    raw = bytearray(path.read_bytes())
+    raw[4:300] = bytes(296)
+    path.write_bytes(raw)
+
+
+def other_columns(ids, labels):
+    return lambda path: parquet.write_table(pyarrow.table({"input_ids": ids, "labels": labels}), path)
+
+
+FILES = {
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 40), "cannot be read as GovReport"),
+    "empty": (lambda path: os.truncate(path, 0), "cannot be read as GovReport"),
+    "overwritten": (rewritten, "cannot be read as GovReport|position|tokens|input_ids"),
+    "text": (lambda path: path.write_text("input_ids,labels\n"), "cannot be read as GovReport"),
+    "missing": (lambda path: path.unlink(), "cannot be read as GovReport: .*No such file"),
+    "no labels": (lambda path: parquet.write_table(parquet.read_table(path).drop_columns("labels"), path), "cannot be read as GovReport"),
+    "text column": (other_columns(["a"], ["b"]), "cannot be read as GovReport"),
+    "texts": (other_columns([["1"] * LENGTH], [["1"] * LENGTH]), "input_ids has values of type string"),
+    "holes": (other_columns([[None] * LENGTH], [[1] * LENGTH]), "input_ids has values of type"),
+    "missing rows": (other_columns([None, [1] * LENGTH], [[1] * LENGTH] * 2), "row 0: expected 12 input_ids, got nan"),
+    "unequal": (other_columns([[1] * LENGTH], [[1] * (LENGTH - 1)]), "row 0: expected 12 labels, got 11"),
+    "too wide": (other_columns([[2**32 + 1] * LENGTH], [[1] * LENGTH]), "cannot be read as GovReport: Integer value 4294967297"),
+    "too few": (other_columns([[1] * LENGTH] * 9, [[1] * LENGTH] * 9), "expected 10 sequences, got 9"),
 }
 
 
-@pytest.mark.parametrize("kind", SIDECARS)
-def test_broken_sidecar(tmp_path, kind):
-    write(tmp_path)
-    damage, message = SIDECARS[kind]
-    damage(tmp_path)
-    with pytest.raises(DataError, match=message):
-        GovReport.read(tmp_path)
-
-
-@pytest.mark.parametrize("size", [0, ROWS * 2 * LENGTH * 4 - 1, ROWS * 2 * LENGTH * 4 + 8])
-def test_a_file_of_another_size(tmp_path, size):
-    govreport = write(tmp_path)
-    os.truncate(tokens_path(tmp_path, "train"), size)
-    with pytest.raises(DataError, match=rf"train.bin: expected 960 bytes \(10 rows\), got {size}"):
-        govreport.open_rows("train")
-
-
-def test_a_file_that_shrinks_and_a_disk_that_fails(tmp_path, monkeypatch):
-    rows = write(tmp_path).open_rows("train")
-    os.truncate(tokens_path(tmp_path, "train"), 100)
-    with pytest.raises(DataError, match="ends in row 9"):
-        rows[9]
-    with pytest.raises(IndexError):
-        rows[10]
-
-    def broken(*args):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(data.os, "pread", broken)
-    with pytest.raises(StorageError, match="Input/output error"):
-        rows[0]
+@pytest.mark.parametrize("kind", FILES)
+def test_a_damaged_file_is_named(tmp_path, kind):
+    damage, message = FILES[kind]
+    path = write(tmp_path) / DATA_FILES["train"]
+    damage(path)
+    with pytest.raises(DataError, match=message) as caught:
+        read_rows(tmp_path, "train", RULES)
+    assert str(path) in caught.value.what
 
 
 ROWS_WRONG = {
-    "id too high": ((0, 3), VOCAB, "row 4: expected a token id from 0 to 60, got 61"),
-    "id negative": ((0, 3), -1, "row 4: expected a token id from 0 to 60, got -1"),
-    "label too high": ((1, 3), 32000, "row 4: expected a label from 0 to 60 or -100, got 32000"),
-    "label negative": ((1, 3), -1, "row 4: expected a label from 0 to 60 or -100, got -1"),
-    "all masked": ((1, slice(None)), -100, "row 4: all labels are masked"),
-    "all masked but the first": ((1, slice(1, None)), -100, "row 4: all labels are masked"),
+    "id too high": ((slice(None), 3), VOCAB, "row 4, position 3: expected a token id from 0 to 60, got 61"),
+    "id negative": ((slice(None), 3), -1, "row 4, position 3: expected a token id from 0 to 60, got -1"),
+    "label of another token": ((1, 3), 2, "row 4, position 3: expected the token id of the same position or -100 as label, got 2"),
+    "label negative": ((1, 3), -1, "row 4, position 3: expected the token id of the same position or -100 as label, got -1"),
+    "all masked": ((1, slice(None)), -100, "all labels are masked in 1 sequences, the first is row 4"),
+    "all masked but the first": ((1, slice(1, None)), -100, "all labels are masked in 1 sequences, the first is row 4"),
 }
 
 
 @pytest.mark.parametrize("kind", ROWS_WRONG)
-def test_a_bad_row_is_named_when_it_is_read(tmp_path, kind):
+def test_a_bad_row_is_named(tmp_path, kind):
     place, value, message = ROWS_WRONG[kind]
     rows = np.ones((ROWS, 2, LENGTH), np.int64)
     rows[(4, *place)] = value
-    found = write(tmp_path, train=rows).open_rows("train")
-    assert found[3].tolist() == [[1] * LENGTH, [*[1] * (LENGTH - 1), -100]]
     with pytest.raises(DataError, match=message):
-        found[4]
+        read_rows(write(tmp_path, train=rows), "train", RULES)

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from checkpoint_writer import save_base
 from lora_ranks import RULES, TABLE
 from safetensors.torch import load_file
 from test_govreport import LENGTH, VOCAB, write
@@ -18,9 +19,9 @@ from tiny import ROOT
 from common.config import from_table
 from common.errors import RunError
 from common.model.checkpoint_loader import load_base
-from common.model.checkpoint_writer import save_base
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
+from common.training.log_keys import hyperparameters
 from common.training.session import Session
 from llama2_70b_lora import merge, train
 from llama2_70b_lora.rules import CLOSED, Config
@@ -98,8 +99,8 @@ def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, 
     closed = replace(CLOSED, shape=SHAPE, sequence_length=LENGTH)
     monkeypatch.setattr("common.training.loop.train_step", lambda *args: (torch.tensor(1.2), torch.tensor(0.1)))
     monkeypatch.setattr("common.training.loop.evaluate", lambda *args: next(losses))
-    monkeypatch.setattr(Session, "warm_up", lambda *args: None)
-    monkeypatch.setattr(train, "hyperparameters", lambda config, rules, *rest: REAL_KEYS(config, CLOSED, *rest))
+    monkeypatch.setattr("common.training.session.warm_up", lambda *args: None)
+    monkeypatch.setattr("common.training.session.hyperparameters", lambda config, rules, *rest: hyperparameters(config, CLOSED, *rest))
     monkeypatch.setenv("CACHE_CLEARED", "fadvise")
     run_dir, error = start(
         tmp_path, closed, processes, miniature=False, opt_base_learning_rate=4e-4, opt_learning_rate_training_steps=1024, max_samples=6144
@@ -110,6 +111,19 @@ def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, 
     assert '"samples_count": 1536' in text and '"samples_count": 1920' in text and '"samples_count": 1152' not in text
     assert [closed_verdict(log, ruleset).passed for ruleset in CLOSED_RULESETS] == [True] * 3
     assert examine(log, project_root=ROOT).findings == ()
+
+
+def test_no_data_file_is_opened_before_the_clock(tmp_path, processes, monkeypatch):
+    started = []
+
+    def watched(*args, read=train.read_rows):
+        started.append("run_start" in (tmp_path / "run" / "result.txt").read_text())
+        return read(*args)
+
+    monkeypatch.setattr(train, "read_rows", watched)
+    with mock.patch("common.training.session.train", side_effect=RunError("stop here")):
+        start(tmp_path, TINY, processes)
+    assert started == [True, True]
 
 
 def test_a_missing_base_ends_the_run_before_the_clock(tmp_path, processes):
@@ -123,6 +137,3 @@ def test_a_base_that_changed_fails_the_run(tmp_path, processes):
     with mock.patch.object(train, "base_fingerprints", lambda *_: next(digests)):
         run_dir, error = start(tmp_path, TINY, processes)
     assert error is not None and "base changed" in error.what and not (run_dir / "adapter").exists()
-
-
-REAL_KEYS = train.hyperparameters

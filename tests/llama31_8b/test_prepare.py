@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -151,86 +150,18 @@ def test_convert_of_plain_text_takes_blocks(built, tmp_path):
     assert [tokenizer.decode(ids) for ids in stored_documents(tmp_path / "t")] == ["one\ntwo", "three", "four"]
 
 
-class Killed(BaseException):
-    """Stands for the power switch."""
-
-
-@pytest.mark.parametrize("batches", [1, 2, 4, 5])
-@pytest.mark.parametrize("after", ["checkpoint", "encode"])
-def test_convert_goes_on_after_a_kill(built, tmp_path, monkeypatch, batches, after):
-    inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
-    monkeypatch.setattr(convert, "BATCH_DOCUMENTS", 256)
-    convert.convert(inputs, tokenizer, tmp_path / "whole", "text")
-    original, count = (convert.Checkpoint.save, 0) if after == "checkpoint" else (Writer.add, 0)
-
-    def die_after(*args):
-        nonlocal count
-        original(*args)
-        count += 1
-        if count == (batches if after == "checkpoint" else 256 * batches - 100):
-            raise Killed
-
-    owner, name = (convert.Checkpoint, "save") if after == "checkpoint" else (Writer, "add")
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, die_after)
-        with pytest.raises(Killed):
-            convert.convert(inputs, tokenizer, tmp_path / "killed", "text", checkpoint_seconds=0)
-    assert not (tmp_path / "killed.idx").exists()
-    with (tmp_path / "killed.bin.partial").open("ab") as file:
-        file.write(b"half a docum")  # what a kill may leave behind the last checkpoint
-    convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
-    assert same_bytes(tmp_path / "killed", tmp_path / "whole")
-    assert not list(tmp_path.glob("killed.*partial")) and not (tmp_path / "killed.checkpoint.json").exists()
-
-
-def test_convert_of_text_goes_on_after_a_kill(built, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "BATCH_DOCUMENTS", 10)
-    (tmp_path / "t.txt").write_text("\n\n\n".join(TEXTS[:95]))
-    original, calls = convert.Checkpoint.save, []
-    convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "whole", "text")
-
-    def die(*args):
-        original(*args)
-        calls.append(1)
-        if len(calls) == 4:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(convert.Checkpoint, "save", die)
-        with pytest.raises(Killed):
-            convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "killed", "text", checkpoint_seconds=0)
-    convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "killed", "text")
-    assert same_bytes(tmp_path / "killed", tmp_path / "whole")
-
-
-@pytest.mark.parametrize("moment", ["bin renamed", "idx renamed"])
-def test_convert_killed_while_it_finishes(built, tmp_path, monkeypatch, moment):
+def test_a_killed_conversion_starts_again(built, tmp_path, monkeypatch):
     inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
     convert.convert(inputs, tokenizer, tmp_path / "whole", "text")
-    original = type(tmp_path).replace
-
-    def die(self, target):
-        result = original(self, target)
-        if str(target).endswith(".bin" if moment == "bin renamed" else ".idx"):
-            raise Killed
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(tmp_path), "replace", die)
-        with pytest.raises(Killed):
+    for moment in ("add", "finish"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Writer, moment, lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
             convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
+        assert not (tmp_path / "killed.idx").exists() and not (tmp_path / "killed.bin").exists()
+    (tmp_path / "killed.bin.partial").write_bytes(b"half a docum")  # what a kill may leave behind
     convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
     assert same_bytes(tmp_path / "killed", tmp_path / "whole")
-    assert not list(tmp_path.glob("killed.*partial")) and not (tmp_path / "killed.checkpoint.json").exists()
-
-
-def test_a_checkpoint_of_another_conversion_is_refused(built, tmp_path, monkeypatch):
-    inputs = write_inputs(tmp_path)
-    monkeypatch.setattr(Writer, "finish", lambda self: (_ for _ in ()).throw(Killed()))
-    with pytest.raises(Killed):
-        convert.convert(inputs, built / "tokenizer.model", tmp_path / "p", "text")
-    with pytest.raises(DataError, match="another conversion"):
-        convert.convert(inputs[:1], built / "tokenizer.model", tmp_path / "p", "text")
+    assert not list(tmp_path.glob("killed.*partial"))
 
 
 BROKEN = {
@@ -293,8 +224,7 @@ VERIFY_DAMAGE = {
     "missing": (lambda d: (d / f"{TRAIN}.bin").unlink(), f"{TRAIN}.bin: expected a file, got No such file"),
     "truncated bin": (lambda d: os.truncate(d / f"{TRAIN}.bin", 1000), f"{TRAIN}.bin: size: expected"),
     "truncated idx": (lambda d: os.truncate(d / f"{TRAIN}.idx", 1000), f"{TRAIN}.idx: expected"),
-    "flipped": (lambda d: flip(d / f"{TRAIN}.bin", 4000), f"{TRAIN}.bin: SHA-256: expected"),
-    "id": (lambda d: flip(d / f"{TRAIN}.bin", 4001), "SHA-256"),
+    "flipped": (lambda d: flip(d / f"{TRAIN}.bin", 4000), f"{TRAIN}.bin: sha256: expected"),
     "dtype": (lambda d: flip(d / f"{TRAIN}.idx", 17), f"{TRAIN}.idx: expected a dtype code"),
 }
 
@@ -305,7 +235,7 @@ def test_verify_names_the_damage_and_changes_nothing(copy, kind, capsys):
     (copy / "sibling").write_text("not mine")
     damage(copy)
     before = tree(copy)
-    assert verify(copy) == DataError.exit_code
+    assert verify(copy, "--full") == DataError.exit_code
     assert message in capsys.readouterr().err
     assert tree(copy) == before
 
@@ -324,7 +254,8 @@ def test_verify_with_the_shipped_manifest_says_what_is_wrong_and_what_is_unknown
     assert prepare.main(["verify", "--data-dir", str(tmp_path)]) == DataError.exit_code
     err = capsys.readouterr().err
     assert "documents: expected 91205, got 5" in err and "tokens: expected 47186855, got 35" in err
-    assert err.count("not checked: SHA-256") == 4 and "not checked: documents of c4-train.en_6_text_document: 5 found" in err
+    assert err.count("not checked: sha256 of") == 4 and "not checked: SHA-256 and ids: use --full" in err
+    assert "c4-train.en_6_text_document: found 5, the right value is not known" in err
 
 
 def test_shipped_manifest_states_what_the_reference_states():
@@ -345,15 +276,15 @@ def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
     assert Manifest.read(tmp_path / "found.json").pairs[CLOSED.train_prefix] == PairFacts("int32", 5, 35)
     assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0
     flip(tmp_path / f"{CLOSED.train_prefix}.bin", 8)  # 128255 -> 128254: still a token id
-    assert prepare.main([*rest, str(tmp_path / "known.json")]) == 0
-    assert prepare.main([*rest, str(tmp_path / "found.json")]) == DataError.exit_code
-    assert "SHA-256: expected" in capsys.readouterr().err
+    assert prepare.main([*rest, str(tmp_path / "known.json"), "--full"]) == 0
+    assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0  # without --full nothing is hashed
+    assert "not checked: SHA-256 and ids" in capsys.readouterr().err
+    assert prepare.main([*rest, str(tmp_path / "found.json"), "--full"]) == DataError.exit_code
+    assert "sha256: expected" in capsys.readouterr().err
 
 
-def test_verify_looks_at_ids(tmp_path, monkeypatch, capsys):
-    """Sampled blocks see the head and the tail; every token only with --full."""
-    for name in ("SAMPLED_BLOCKS", "SAMPLED_TOKENS", "FULL_CHUNK"):
-        monkeypatch.setattr(verification, name, 4)
+def test_verify_looks_at_every_id_with_full(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(verification, "CHUNK", 300)
     writer = Writer(tmp_path / "p", 70000)
     writer.add(np.where(np.arange(1000) == 500, 69999, 5))
     writer.finish()
@@ -361,12 +292,9 @@ def test_verify_looks_at_ids(tmp_path, monkeypatch, capsys):
     manifest.write(tmp_path / "m.json")
     arguments = ["verify", "--data-dir", str(tmp_path), "--manifest", str(tmp_path / "m.json")]
     assert prepare.main(arguments) == 0
-    assert "not checked: ids of p: 984 of 1,000" in capsys.readouterr().err
+    assert "not checked: SHA-256 and ids: use --full" in capsys.readouterr().err
     assert prepare.main([*arguments, "--full"]) == DataError.exit_code
-    assert "token 500: expected an id from 0 to 69998, got 69999" in capsys.readouterr().err
-    blocks = verification._blocks(1000, full=False)
-    assert blocks[0] == (0, 4) and blocks[-1] == (996, 4) and len(blocks) == 4
-    assert sum(count for _, count in verification._blocks(1001, full=True)) == 1001
+    assert "tokens 300 to 599: expected token ids from 0 to 69998, got 69999" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -401,19 +329,15 @@ def test_fetch_where_all_is_there(tmp_path, capsys):
     assert "all four files are there" in capsys.readouterr().err
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_bar_on_a_terminal_and_in_a_pipe():
-    terminal, pipe = Terminal(), io.StringIO()
-    for stream in (terminal, pipe):
-        bar = Bar("reading", 200, stream=stream, every_s=0)
-        bar.at(50)
-        bar.finish()
-    assert terminal.getvalue().count("\r") == 2 and terminal.getvalue().endswith("\n") and "100 %" in terminal.getvalue()
-    assert pipe.getvalue().startswith("reading  25 % (50 of 200 bytes") and pipe.getvalue().count("\n") == 1 and "\r" not in pipe.getvalue()
+def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(preparation, "BAR_SECONDS", 0.0)
+    bar = Bar("reading", 200, "bytes")
+    bar.at(0)
+    bar.at(50)
+    assert capsys.readouterr().err.startswith("reading 25% (50 of 200 bytes, ")
+    monkeypatch.setattr(preparation, "BAR_SECONDS", 60.0)
+    bar.at(100)
+    assert capsys.readouterr().err == ""
 
 
 def test_interrupt_and_full_disk_have_their_exit_codes(capsys):

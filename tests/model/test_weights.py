@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_writer import save_base
 from lora_ranks import RULES, lora_config
 from safetensors.torch import load_file, save_file
 from tiny import call_on_ranks
@@ -18,7 +19,6 @@ from common.model import checkpoint_loader, checkpoint_names
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_names import tensor_shapes
 from common.model.checkpoint_reader import open_checkpoint
-from common.model.checkpoint_writer import save_base
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
@@ -186,7 +186,7 @@ def change_header(folder, change):
 
 
 EMBEDDING = "model.embed_tokens.weight"
-FIRST, LAST = "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"
+FIRST, SECOND, LAST = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
 
 
 def only_pickles(folder):
@@ -196,9 +196,9 @@ def only_pickles(folder):
 
 
 DAMAGE = {
-    "missing shard": (lambda d: (d / LAST).unlink(), "1 of 3 shards are missing: model-00003-of-00003"),
-    "no index": (lambda d: (d / checkpoint_names.INDEX).unlink(), "neither model.safetensors.index.json nor model.safetensors"),
-    "two checkpoints": (lambda d: (d / checkpoint_names.SINGLE).write_bytes(b""), "has both"),
+    "missing shard": (lambda d: (d / LAST).unlink(), "tensors of model.safetensors.index.json are in no file: "),
+    "missing shard and index": (lambda d: [(d / name).unlink() for name in (LAST, checkpoint_names.INDEX)], "of 17 tensors are missing: "),
+    "two checkpoints": (lambda d: shutil.copy(d / FIRST, d / checkpoint_names.SINGLE), f"{EMBEDDING} is in model-00001-of-00003"),
     "missing tensor": (lambda d: change_tensors(d, lambda t: t.pop(EMBEDDING)), f"1 of 17 tensors are missing: {EMBEDDING}"),
     "unknown tensor": (
         lambda d: change_tensors(d, lambda t: t.update({"model.layers.0.self_attn.qkv_proj.bias": torch.ones(4)})),
@@ -228,9 +228,9 @@ DAMAGE = {
         lambda d: save_json_index(d, {"transformer.h.0.weight": torch.ones(2)}),
         "has no attention projections, but transformer.h.0.weight",
     ),
-    "index and headers differ": (
-        lambda d: change_index(d, lambda m: m.update({EMBEDDING: LAST})),
-        f"{LAST}: {EMBEDDING} is not in it",
+    "a tensor in the index alone": (
+        lambda d: change_index(d, lambda m: m.update({"model.more.weight": LAST})),
+        "1 tensors of model.safetensors.index.json are in no file: model.more.weight",
     ),
     "a tensor twice": (
         lambda d: shutil.copy(d / FIRST, d / LAST),
@@ -248,17 +248,9 @@ DAMAGE = {
         lambda d: change_json(d / "config.json", "rope_parameters", {"rope_theta": 500000.0}),
         "rope_theta is 500000.0, this model has 10000.0",
     ),
-    "pickles only": (only_pickles, "has only pickled weights (pytorch_model-00001-of-00002.bin)"),
-    "a pickle in the index": (
-        lambda d: change_index(d, lambda m: m.update({EMBEDDING: "pytorch_model.bin"})),
-        "refuses 'pytorch_model.bin' as a shard",
-    ),
-    "a path in the index": (
-        lambda d: change_index(d, lambda m: m.update({EMBEDDING: "../fused/" + FIRST})),
-        f"refuses '../fused/{FIRST}' as a shard",
-    ),
+    "pickles only": (only_pickles, "has no safetensors files"),
     "index no JSON": (lambda d: (d / checkpoint_names.INDEX).write_text("{"), "no valid JSON"),
-    "index without a map": (lambda d: (d / checkpoint_names.INDEX).write_text("{}"), "has no weight_map"),
+    "index without a map": (lambda d: (d / checkpoint_names.INDEX).write_text("{}"), "are in no file"),
 }
 
 
@@ -273,6 +265,8 @@ def change_index(folder, change):
 
 
 def save_json_index(folder, tensors):
+    for name in (SECOND, LAST):
+        (folder / name).unlink()
     save_file(tensors, folder / FIRST)
     (folder / checkpoint_names.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, FIRST)}))
 
@@ -318,7 +312,7 @@ def test_a_manifest_of_another_checkpoint(stored, copy, tmp_path):
 
 
 def test_no_folder_and_a_failing_disk(stored, tmp_path, monkeypatch):
-    with pytest.raises(WeightsError, match="cannot be read: No such file"):
+    with pytest.raises(WeightsError, match="has no safetensors files"):
         load_base(model_of(), tmp_path / "nowhere")
 
     def broken(*args):

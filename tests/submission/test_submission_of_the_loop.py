@@ -14,12 +14,12 @@ from synthetic_series import DESCRIPTION, ORG, SYSTEM
 from common.config import load
 from common.sharding.processes import Heartbeat
 from common.training import loop
+from common.training.log_keys import hyperparameters
 from common.training.loop import Batching, Goal, Reporting
 from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
-from llama2_70b_lora import log_keys as lora_keys
 from llama2_70b_lora import rules as lora_rules
-from llama31_8b import log_keys, rules
+from llama31_8b import rules
 from submission import official_tools
 from submission.check import examine
 from submission.official_tools import CLOSED_RULESETS
@@ -28,7 +28,7 @@ from submission.series import read_series, ten_runs
 
 # Sequences to the target of ten runs, by benchmark: near the reference, so that the RCP test passes, with and without a factor.
 CONVERGED = {"llama31_8b": [147_456] + [159_744] * 8 + [172_032], "llama2_70b_lora": [2688] * 2 + [3072] * 6 + [3456] * 2}
-MODULES = {"llama31_8b": (rules, log_keys), "llama2_70b_lora": (lora_rules, lora_keys)}
+MODULES = {"llama31_8b": rules, "llama2_70b_lora": lora_rules}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def scripted():
 
 
 def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) -> None:
-    fixed, keys = MODULES[benchmark]
+    fixed = MODULES[benchmark]
     closed, config = fixed.CLOSED, load(PROJECT_ROOT / "configs" / benchmark / "MI355X_1x8.toml", fixed.Config)
     batch = config.global_batch_size
     first, interval = closed.first_evaluation(batch), closed.eval_interval(batch)
@@ -56,7 +56,7 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
     log.init_start()
     log.submission(benchmark=benchmark, org=ORG, platform=SYSTEM, division="closed", status="onprem")
     log.seed(3_000_000_019 + 7919 * number)
-    log.hyperparameters(keys.hyperparameters(config, closed, getattr(closed, "train_samples", 1_574_207_408), "MI355X_1x8.toml"))
+    log.hyperparameters(hyperparameters(config, closed, getattr(closed, "train_samples", 1_574_207_408), "MI355X_1x8.toml"))
     log.init_stop()
     log.run_start()
     sizes = {

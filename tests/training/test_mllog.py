@@ -10,8 +10,9 @@ import pytest
 from synthetic_log import evaluate, find, records, run_config, start, write_good
 
 from common.errors import ConfigError, NonFinite, StorageError
+from common.training.log_keys import hyperparameters
 from common.training.mllog import TOKEN, RunLog
-from llama31_8b import log_keys, rules
+from llama31_8b import rules
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +46,7 @@ def test_warmup_steps_stand_before_decay_steps(tmp_path):
 
 def test_precisions_are_disclosed():
     def disclosed(**changes):
-        keys = dict(log_keys.hyperparameters(run_config(**changes), rules.CLOSED, 1, "x.toml"))
+        keys = dict(hyperparameters(run_config(**changes), rules.CLOSED, 1, "x.toml"))
         return [keys[f"lowest_numerical_precision_in_{where}"] for where in ("linear", "attn", "comm")]
 
     assert disclosed(fp8="torch") == ["fp8", "bfloat16", "bfloat16"]
