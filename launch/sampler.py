@@ -9,8 +9,7 @@ is killed. FILE, gpu_samples.jsonl, has one object a line:
     {"event": "note", "what": WHY_SOMETHING_IS_MISSING}    {"event": "stop", "time_s", "samples"}
 
 `gpus` are those that the ranks see, in their order: entry k belongs to local rank k. null: the driver does not report it. These are the
-driver's numbers for finding a slow or hot GPU, not a power measurement by MLPerf's rules. nvidia-smi was tried on an H200, where a call
-takes 0.03 s; the files of amdgpu were taken from the kernel's documentation and never read: we have no AMD GPU.
+driver's numbers for finding a slow or hot GPU, not a power measurement by MLPerf's rules.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.errors import PreflightError
-from common.gpu_stats import DriverError, ask_nvidia_smi, read_text, throttle_reasons
+from common.gpu_stats import SAMPLED, DriverError, read_gpus
 from common.hardware import Probe, probe
 from launch.console import print_stderr
 from records.json_lines import append_line
@@ -36,25 +35,6 @@ PERIOD_S = 1.0
 END_S = 5.0  # for the sampler to end; a call of a hung driver never ends
 NICE = 10  # below the ranks in priority
 SOURCES = {"nvidia": "nvidia-smi", "amd": "amdgpu's files in /sys"}
-
-# Name in the sample: field of nvidia-smi, and what to divide it by
-NVIDIA = {
-    "power_w": ("power.draw", 1),
-    "power_limit_w": ("enforced.power.limit", 1),
-    "temperature_c": ("temperature.gpu", 1),
-    "clock_mhz": ("clocks.sm", 1),
-    "memory_clock_mhz": ("clocks.mem", 1),
-    "memory_gib": ("memory.used", 2**10),
-}
-# Name in the sample: files of a card, the first that exists counts, and what to divide by (kernel documentation, gpu/amdgpu/thermal)
-AMD = {
-    "power_w": (("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
-    "power_limit_w": (("hwmon/hwmon*/power1_cap",), 1e6),
-    "temperature_c": (("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"), 1e3),  # junction, edge
-    "clock_mhz": (("hwmon/hwmon*/freq1_input",), 1e6),
-    "memory_clock_mhz": (("hwmon/hwmon*/freq2_input",), 1e6),
-    "memory_gib": (("mem_info_vram_used",), 2**30),
-}
 
 
 # --- the launcher's side ----------------------------------------------------------------------------------------------
@@ -98,36 +78,6 @@ def _end(process: subprocess.Popen) -> None:
 # --- the sampler ------------------------------------------------------------------------------------------------------
 
 
-def read(found: Probe) -> list[dict]:
-    """One record per GPU of `found`. Raises DriverError."""
-    if found.vendor == "amd":
-        return [_read_amd(Path(device.address)) for device in found.devices]
-    fields = ["uuid", "clocks_event_reasons.active", *(field for field, _ in NVIDIA.values())]
-    rows = {uuid: (reasons, values) for uuid, reasons, *values in ask_nvidia_smi(",".join(fields), os.environ)}
-    return [_read_nvidia(*rows[device.address]) if device.address in rows else {} for device in found.devices]
-
-
-def _read_nvidia(reasons: str, values: list[str]) -> dict:
-    sample = {name: _scaled(text, unit) for (name, (_, unit)), text in zip(NVIDIA.items(), values, strict=True)}
-    return {**sample, "throttle": throttle_reasons(reasons)}
-
-
-def _read_amd(card: Path) -> dict:
-    sample = {}
-    for name, (patterns, unit) in AMD.items():
-        texts = [read_text(path) for pattern in patterns for path in sorted(card.glob(pattern))]
-        sample[name] = _scaled(next(filter(None, texts), ""), unit)
-    return {**sample, "throttle": None}
-
-
-def _scaled(text: str, unit: float) -> float | None:
-    """None for "[N/A]", and for a file that is not there."""
-    try:
-        return round(float(text) / unit, 2)
-    except ValueError:
-        return None
-
-
 def sample(found: Probe, file: int, closed: Callable[[float], bool], clock: Callable[[], float] = time.monotonic) -> None:
     """Write samples to `file`, a descriptor, until `closed(seconds)`, which waits at most that long, says that our input is closed."""
     gpus = [{"id": device.address, "name": device.name} for device in found.devices]
@@ -137,7 +87,7 @@ def sample(found: Probe, file: int, closed: Callable[[float], bool], clock: Call
     while True:
         time_s = round(clock() - began, 3)
         try:
-            values = read(found)
+            values = read_gpus(found.vendor, [device.address for device in found.devices], SAMPLED)
         except DriverError as error:
             values = [{} for _ in gpus]
             if str(error) not in noted:

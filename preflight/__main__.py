@@ -8,7 +8,7 @@ not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a w
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import importlib
 import json
 import os
@@ -22,7 +22,7 @@ from pathlib import Path
 from common import config as configs
 from common.errors import ConfigError, Interrupted, PreflightError, RunError
 from common.gpu_kinds import GpuKind
-from common.gpu_stats import read_gpus
+from common.gpu_stats import HEALTH, DriverError, read_gpus
 from common.hardware import Probe, identify, probe
 from gemm_tuning.file import configured, read_tuned, require_same_versions
 from launch.job import ROOT, directories, rank_environment, torchrun
@@ -164,8 +164,13 @@ def measured(
 ) -> tuple[list[Measured], list[CheckRow]]:
     seconds = QUICK_SECONDS if options.quick else SECONDS
     print(f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...", file=sys.stderr, flush=True)
-    read = functools.partial(read_gpus, found.vendor, environment) if kind else dict
     during: list[gpus.Stats] = []
+
+    def read() -> gpus.Stats:
+        with contextlib.suppress(DriverError):
+            return read_gpus(found.vendor, [device.address for device in found.devices], HEALTH) if kind else []
+        return []
+
     before = read()
     ranks = run_ranks(request, seconds, environment, lambda: during.append(read()))
     after, seen = read(), [rank for rank in ranks if rank.memory_bytes]
@@ -175,9 +180,8 @@ def measured(
     if kind is None:
         rows.append(skipped("health of the GPUs", "the run would be on the CPU"))
     elif len(seen) == request.count:
-        rows += [gpus.judge_torch(seen, found.vendor, kind, environment.get("GPU_KIND", "")), gpus.judge_memory_in_use(seen)]
+        rows += [gpus.judge_torch(seen, kind), gpus.judge_memory_in_use(seen)]
         rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, during)]
-        rows += [gpus.judge_memory_partition(seen, before)] if found.vendor == "amd" else []
     if rows[0].verdict == "ok":
         rows += [gpus.judge_fp8(ranks, request.device), *gpus.judge_speeds(ranks, request.device, request.kind)]
     return ranks, rows

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.gpu_kinds import GIB, KINDS
-from common.gpu_stats import GpuStats, nvidia_stats, parse_csv, read_gpus
+from common.gpu_stats import HEALTH, DriverError, read_gpus
 from common.hardware import Device, Probe
 from preflight import __main__ as verb
 from preflight import gpus, host
@@ -47,11 +47,12 @@ def ranks(count: int, **changed) -> list[Measured]:
     return [*(rank(k) for k in range(count - 1)), rank(count - 1, **changed)]
 
 
-def samples(count: int, last: GpuStats | None = None, **facts) -> gpus.Stats:
-    good = GpuStats(
-        **({"utilization_percent": 0, "uncorrected_errors": 0, "corrected_errors": 0, "throttle_reasons": ("power cap",)} | facts)
-    )
-    return {rank(k).pci: last if last and k == count - 1 else good for k in range(count)}
+IDLE = {"utilization_percent": 0, "uncorrected_errors": 0, "corrected_errors": 0, "throttle": ["power cap"]}
+
+
+def samples(count: int, last: dict | None = None, **facts) -> gpus.Stats:
+    """Of `count` GPUs; `last` is all that the driver says of the last one."""
+    return [last if last is not None and k == count - 1 else IDLE | facts for k in range(count)]
 
 
 def by_check(rows: list[CheckRow]) -> dict[str, CheckRow]:
@@ -111,9 +112,9 @@ def test_partitions_of_an_mi300x_are_refused(cut):
 
 
 def test_what_torch_sees_is_compared_as_well():
-    assert gpus.judge_torch(ranks(2), "nvidia", KINDS["H200"], "").verdict == "ok"
-    for changed in ({"compute_units": 66}, {"memory_bytes": 70 * GIB}, {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 * GIB}):
-        assert gpus.judge_torch(ranks(2, **changed), "nvidia", KINDS["H200"], "").verdict == "refuse"
+    assert gpus.judge_torch(ranks(2), KINDS["H200"]).verdict == "ok"
+    for changed in ({"compute_units": 66}, {"memory_bytes": 70 * GIB}, {"arch": "sm_100"}):
+        assert gpus.judge_torch(ranks(2, **changed), KINDS["H200"]).verdict == "refuse"
 
 
 # --- GPUs: idle and healthy -------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def test_memory_in_use_names_the_gpu():
 
 @pytest.mark.parametrize(("percent", "verdict"), [(0, "ok"), (3, "warn"), (60, "refuse"), (None, "skipped")])
 def test_busy(percent, verdict):
-    row = gpus.judge_utilization(ranks(2), samples(2, GpuStats(utilization_percent=percent)))
+    row = gpus.judge_utilization(ranks(2), samples(2, {"utilization_percent": percent}))
     assert row.verdict == verdict and (verdict in ("ok", "skipped") or row.value == f"GPU 1 (aaaa-1, 0000:01:00.0): {percent} %")
 
 
@@ -136,18 +137,18 @@ def test_memory_errors():
         return gpus.judge_errors(ranks(2), samples(2, before), samples(2, after))
 
     errors = {"uncorrected_errors": 0, "corrected_errors": 7}
-    assert judge(GpuStats(**errors), GpuStats(**errors)).verdict == "ok", "old corrected ones are everyday"
-    assert judge(GpuStats(**errors), GpuStats(uncorrected_errors=0, corrected_errors=9)).verdict == "warn"
-    row = judge(GpuStats(uncorrected_errors=1, corrected_errors=0), GpuStats(uncorrected_errors=1, corrected_errors=0))
+    assert judge(errors, errors).verdict == "ok", "old corrected ones are everyday"
+    assert judge(errors, errors | {"corrected_errors": 9}).verdict == "warn"
+    row = judge({"uncorrected_errors": 1}, {"uncorrected_errors": 1})
     assert row.verdict == "refuse" and "GPU 1" in row.value and "1 uncorrected" in row.value
-    assert judge(GpuStats(), GpuStats()).verdict == "skipped"
+    assert judge({}, {}).verdict == "skipped"
 
 
 def test_throttling_at_any_moment_counts_and_the_power_limit_does_not():
     during = [
-        samples(2, throttle_reasons=()),
+        samples(2, throttle=[]),
         samples(2),
-        samples(2, GpuStats(throttle_reasons=("power cap", "thermal (hardware)"))),
+        samples(2, {"throttle": ["power cap", "thermal (hardware)"]}),
         samples(2),
     ]
     row = gpus.judge_throttling(ranks(2), during)
@@ -156,41 +157,30 @@ def test_throttling_at_any_moment_counts_and_the_power_limit_does_not():
     assert gpus.judge_throttling(ranks(2), []).verdict == "skipped"
 
 
-def test_memory_partition():
-    assert gpus.judge_memory_partition(ranks(2), samples(2, memory_partition="NPS1")).verdict == "ok"
-    assert gpus.judge_memory_partition(ranks(2), samples(2, GpuStats(memory_partition="NPS4"), memory_partition="NPS1")).verdict == "refuse"
-    assert gpus.judge_memory_partition(ranks(2), samples(2)).verdict == "skipped"
-
-
-def test_the_answer_of_nvidia_smi():
-    text = "00000000:1B:00.0, 0, 0, 3, 0x0000000000000004\n00000001:CB:00.0, 98, [N/A], [N/A], [N/A]\n"
-    assert nvidia_stats(parse_csv(text)) == {
-        "0000:1b:00.0": GpuStats(0, 0, 3, ("power cap",)),
-        "0001:cb:00.0": GpuStats(98, None, None, None),
-    }
-    assert nvidia_stats(parse_csv("")) == {}
-
-
-def test_a_driver_that_does_not_answer(tmp_path):
-    assert read_gpus("nvidia", {"PATH": str(tmp_path)}) == {}
+def test_the_answer_of_nvidia_smi(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'Field \"x\" is not a valid field to query.'\nexit 2\n")
+    smi.write_text("#!/bin/sh\necho 'GPU-a, 0x0000000000000004, 0, 0, 3'; echo 'GPU-b, [N/A], 98, [N/A], [N/A]'\n")
     smi.chmod(0o755)
-    assert read_gpus("nvidia", {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == {}
-    assert read_gpus("amd", {}, tmp_path) == {}
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    busy = {"utilization_percent": 98, "uncorrected_errors": None, "corrected_errors": None, "throttle": None}
+    assert read_gpus("nvidia", ["GPU-b", "GPU-a", "GPU-c"], HEALTH) == [busy, IDLE | {"corrected_errors": 3}, {}]
+
+
+def test_a_driver_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DriverError, match="nvidia-smi"):
+        read_gpus("nvidia", ["GPU-a"], HEALTH)
+    assert set(read_gpus("amd", [str(tmp_path)], HEALTH)[0].values()) == {None}
+    assert gpus.judge_errors(ranks(2), [], []).verdict == gpus.judge_throttling(ranks(2), [[]]).verdict == "skipped"
 
 
 def test_the_files_of_amdgpu(tmp_path):
-    def card(address, files):
-        for name, text in ({"vendor": "0x1002\n", "mem_info_vram_total": "1\n"} | files).items():
-            path = tmp_path / "bus/pci/devices" / address / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-
-    card("0000:c1:00.0", {"gpu_busy_percent": "7\n", "ras/umc_err_count": "ue: 1\nce: 20\n", "ras/gfx_err_count": "ue: 0\nce: 3\n"})
-    card("0000:c2:00.0", {"current_memory_partition": "NPS4\n"})
-    card("0000:c3:00.0", {"vendor": "0x1234\n"})
-    assert read_gpus("amd", {}, tmp_path) == {"0000:c1:00.0": GpuStats(7, 1, 23), "0000:c2:00.0": GpuStats(memory_partition="NPS4")}
+    (tmp_path / "ras").mkdir()
+    files = {"gpu_busy_percent": "7\n", "ras/umc_err_count": "ue: 1\nce: 20\n", "ras/gfx_err_count": "ue: 0\nce: 3\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (found,) = read_gpus("amd", [str(tmp_path)], HEALTH)
+    assert (found["utilization_percent"], found["uncorrected_errors"], found["corrected_errors"]) == (7, 1, 23)
 
 
 # --- GPUs: right and fast ---------------------------------------------------------------------------------------------
@@ -452,7 +442,7 @@ def options(**changed):
 def on_gpus(monkeypatch, devices, found, environment=None, answers=None, **changed):
     """The verb on a machine of fakes; its rows by check."""
     monkeypatch.setattr(verb, "probe", lambda env: Probe("nvidia", devices, "580.95.05"))
-    monkeypatch.setattr(verb, "read_gpus", lambda vendor, env: answers or samples(len(devices)))
+    monkeypatch.setattr(verb, "read_gpus", lambda vendor, addresses, names: answers or samples(len(devices)))
     monkeypatch.setattr(verb, "run_ranks", lambda wanted, seconds, env, meanwhile: [meanwhile(), found][1])
     return by_check(verb.check(options(**changed), environment or {})[0])
 
@@ -467,7 +457,7 @@ def test_a_healthy_host_of_four(monkeypatch):
 
 
 def test_a_sick_one_among_four(monkeypatch):
-    sick = GpuStats(utilization_percent=99, uncorrected_errors=2, corrected_errors=0, throttle_reasons=("hardware slowdown",))
+    sick = {"utilization_percent": 99, "uncorrected_errors": 2, "corrected_errors": 0, "throttle": ["hardware slowdown"]}
     found = ranks(4, speeds={"bf16 GEMM": 330.0}, used_bytes=9 * GIB, fp8_db=[6.0, 6.0])
     rows = on_gpus(monkeypatch, (H200,) * 4, found, answers=samples(4, sick))
     refused = {check for check, row in rows.items() if row.verdict == "refuse" and "GPU 3 (aaaa-3, 0000:03:00.0)" in row.value}
