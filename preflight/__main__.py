@@ -110,8 +110,7 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
     not_measured = skipped("health and speed of the GPUs", "the GPUs are not those of the config")
     ranks, measured_rows = measured(request, found, kind, options, environment) if fits else ([], [not_measured])
     first = next((rank for rank in ranks if rank.phase != "start"), None)
-    rows.append(host.judge_software(host.installed(first.cuda if first else None, first.hip if first else None)))
-    rows.append(host.judge_driver(found.vendor, found.driver))
+    rows += [host.judge_software(), CheckRow("driver", "ok", found.driver)] if found.driver else [host.judge_software()]
     return rows + judge_gemm_tuning(request, first) + measured_rows, ranks
 
 

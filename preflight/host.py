@@ -151,41 +151,11 @@ def judge_log_folder(folder: Path) -> CheckRow:
 
 # --- software ---------------------------------------------------------------------------------------------------------
 
-Stack = tuple[str, str, str, str]  # Python (major.minor), torch (without its local part), "CUDA 13.0" or "ROCm 7.2" or "CPU", triton
-# Trained and tested by us with exactly these. Nothing was ever run on ROCm, so it has no line.
-TESTED = {
-    ("3.12", "2.11.0", "CUDA 13.0", "3.6.0"): "1, 2 and 4 x H200",
-    ("3.11", "2.13.0", "CPU", "3.7.1"): "the miniatures, 2 cores",
-}
-UNKNOWN = "built for ?"
-TESTED_DRIVERS = {"nvidia": "580"}  # branch; CUDA 13.0 needs it or a newer one
 
-
-def installed(cuda: str | None, hip: str | None) -> Stack:
-    """`cuda` and `hip`: torch.version's in a process that imported torch; None if no process could."""
-    backend = f"CUDA {cuda}" if cuda else f"ROCm {'.'.join(hip.split('.')[:2])}" if hip else UNKNOWN if cuda is None else "CPU"
-    torch, triton = (version_of(name) for name in ("torch", "triton"))
-    python, triton = ".".join(platform.python_version_tuple()[:2]), triton or version_of("pytorch-triton-rocm")
-    return python, (torch or "").partition("+")[0], backend, (triton or "").partition("+")[0]
-
-
-def judge_software(stack: Stack) -> CheckRow:
-    python, torch, backend, triton = stack
-    text, oldest = f"Python {python}, torch {torch or 'missing'}, {backend}, triton {triton or 'missing'}", ".".join(map(str, OLDEST_TORCH))
-    if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < OLDEST_TORCH:
-        return CheckRow("software", "refuse", text, f"torch >= {oldest}", f"install torch {oldest} or newer")
-    if backend == UNKNOWN:
-        return skipped("software", f"{text}: no process could say what torch is built for")
-    near = next((tested for tested in TESTED if tested[2].split()[0] == backend.split()[0]), None)
-    expected = f"{', '.join(near)}: {TESTED[near]}" if near else f"we never ran anything on {backend}"
-    return graded("software", text, expected, "we never tried this: run the tests (./run_tests.sh) first", warn=stack not in TESTED)
-
-
-def judge_driver(vendor: str, driver: str) -> CheckRow:
-    if vendor == "none":
-        return skipped("driver", "no GPU is used")
-    tested = TESTED_DRIVERS.get(vendor)
-    expected = f"{tested}.x, as tested" if tested else "we never tried any"
-    untried = tested is None or driver.split(".")[0] != tested
-    do = "never tried: check the other rows carefully"
-    return graded("driver", driver or "the driver does not report it", expected, do, warn=untried)
+def judge_software() -> CheckRow:
+    """The local part of torch's version says what it is built for (+cu130, +rocm7.2)."""
+    triton = version_of("triton") or version_of("pytorch-triton-rocm")
+    text = f"Python {platform.python_version()}, torch {version_of('torch')}, triton {triton or 'missing'}"
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    is_old = tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2]) < OLDEST_TORCH
+    return graded("software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old)

@@ -365,42 +365,13 @@ def test_log_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stack", "verdict"),
-    [
-        (("3.12", "2.11.0", "CUDA 13.0", "3.6.0"), "ok"),
-        (("3.11", "2.13.0", "CPU", "3.7.1"), "ok"),
-        (("3.12", "2.11.0", "CUDA 13.0", "3.7.0"), "warn"),
-        (("3.12", "2.11.0", "CUDA 12.8", "3.6.0"), "warn"),
-        (("3.12", "2.9.0a0", "ROCm 7.0", "3.5.0"), "warn"),
-        (("3.12", "2.10.0", "ROCm 7.1", ""), "warn"),
-        (("3.12", "2.8.1", "CUDA 12.8", "3.4.0"), "refuse"),
-        (("3.12", "", "CPU", ""), "refuse"),
-        (("3.12", "2.8.1", host.UNKNOWN, ""), "refuse"),
-        (("3.12", "2.11.0", host.UNKNOWN, "3.6.0"), "skipped"),
-    ],
+    ("torch", "verdict"),
+    [("2.11.0+cu130", "ok"), ("2.9.0a0+rocm7.0", "ok"), ("2.8.1+cu128", "refuse"), (None, "refuse")],
 )
-def test_software(stack, verdict):
-    assert host.judge_software(stack).verdict == verdict
-
-
-def test_backends():
-    assert [host.installed(*facts)[2] for facts in (("13.0", ""), ("", "7.2.41134-65"), ("", ""), (None, None))] == [
-        "CUDA 13.0",
-        "ROCm 7.2",
-        "CPU",
-        host.UNKNOWN,
-    ]
-
-
-def test_drivers():
-    assert [
-        host.judge_driver(*facts).verdict for facts in (("nvidia", "580.95.05"), ("nvidia", "570.1"), ("amd", "6.12"), ("none", ""))
-    ] == [
-        "ok",
-        "warn",
-        "warn",
-        "skipped",
-    ]
+def test_software(monkeypatch, torch, verdict):
+    monkeypatch.setattr(host, "version_of", lambda name: torch if name == "torch" else None)
+    row = host.judge_software()
+    assert row.verdict == verdict and f"torch {torch}" in row.value
 
 
 # --- tuned GEMMs ------------------------------------------------------------------------------------------------------
@@ -448,8 +419,8 @@ def on_gpus(monkeypatch, devices, found, environment=None, answers=None, **chang
 
 
 def test_a_healthy_host_of_four(monkeypatch):
-    rows = on_gpus(monkeypatch, (H200,) * 4, ranks(4, cuda="13.0"))
-    assert rows["config"].value == "H200_1x4.toml: 4 x H200"
+    rows = on_gpus(monkeypatch, (H200,) * 4, ranks(4))
+    assert rows["config"].value == "H200_1x4.toml: 4 x H200" and rows["driver"].value == "580.95.05"
     gpu_rows = [
         row for check, row in rows.items() if "GPU" in check or ", siblings" in check or check in ("memory errors (ECC)", "copy, table")
     ]
