@@ -1,4 +1,4 @@
-"""Samples power, temperature, clocks and memory of the GPUs once a second during a run: `python -m launch.sampler FILE`.
+"""Samples power, temperature, clocks and memory of the GPUs once a second during a run: `python -m launch.sampler FILE VENDOR GPUS`.
 
 A separate process, so that a driver that hangs cannot hold up a run. It ends when its standard input closes, thus also when the launcher
 is killed. FILE, gpu_samples.jsonl, has one object a line:
@@ -15,6 +15,7 @@ driver's numbers for finding a slow or hot GPU, not a power measurement by MLPer
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -24,9 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.errors import PreflightError
 from common.gpu_stats import SAMPLED, DriverError, read_gpus
-from common.hardware import Probe, probe
+from common.hardware import Probe
 from launch.console import print_stderr
 from records.json_lines import append_line
 
@@ -41,22 +41,19 @@ SOURCES = {"nvidia": "nvidia-smi", "amd": "amdgpu's files in /sys"}
 
 
 @contextlib.contextmanager
-def sampling(run_dir: Path, enabled: bool) -> Iterator[None]:
-    """Sample into `run_dir` while the block runs. A failure of the sampler does not affect the run."""
-    if not enabled:
+def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
+    """Sample the GPUs into `run_dir` while the block runs. A failure of the sampler does not affect the run."""
+    if not found.devices:
         yield
         return
-    process = _start(run_dir / NAME)
+    gpus = json.dumps([{"id": device.address, "name": device.name} for device in found.devices])
+    command = [sys.executable, "-m", "launch.sampler", str(run_dir / NAME), found.vendor, gpus]
+    # In a session of its own: Ctrl-C is for the launcher, which then closes the pipe.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         yield
     finally:
         _end(process)
-
-
-def _start(path: Path) -> subprocess.Popen:
-    """In a session of its own: Ctrl-C is for the launcher, which then closes the pipe."""
-    command = [sys.executable, "-m", "launch.sampler", str(path)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -78,31 +75,26 @@ def _end(process: subprocess.Popen) -> None:
 # --- the sampler ------------------------------------------------------------------------------------------------------
 
 
-def sample(found: Probe, file: int, closed: Callable[[float], bool], clock: Callable[[], float] = time.monotonic) -> None:
+def sample(file: int, vendor: str, gpus: list[dict], closed: Callable[[float], bool], clock: Callable[[], float] = time.monotonic) -> None:
     """Write samples to `file`, a descriptor, until `closed(seconds)`, which waits at most that long, says that our input is closed."""
-    gpus = [{"id": device.address, "name": device.name} for device in found.devices]
-    _write(file, "start", source=SOURCES[found.vendor], time=time.time(), period_s=PERIOD_S, gpus=gpus)
+    append_line(file, {"event": "start", "source": SOURCES[vendor], "time": time.time(), "period_s": PERIOD_S, "gpus": gpus})
     began = due = clock()
     samples, noted = 0, set()
     while True:
         time_s = round(clock() - began, 3)
         try:
-            values = read_gpus(found.vendor, [device.address for device in found.devices], SAMPLED)
+            values = read_gpus(vendor, [gpu["id"] for gpu in gpus], SAMPLED)
         except DriverError as error:
             values = [{} for _ in gpus]
             if str(error) not in noted:
-                _write(file, "note", what=f"the GPUs cannot be read: {error}")
+                append_line(file, {"event": "note", "what": f"the GPUs cannot be read: {error}"})
             noted.add(str(error))
-        _write(file, "sample", time_s=time_s, gpus=values)
+        append_line(file, {"event": "sample", "time_s": time_s, "gpus": values})
         samples += 1
         due = max(due + PERIOD_S, clock())  # no burst after a slow read
         if closed(due - clock()):
             break
-    _write(file, "stop", time_s=round(clock() - began, 3), samples=samples)
-
-
-def _write(file: int, event: str, **values) -> None:
-    append_line(file, {"event": event, **values})
+    append_line(file, {"event": "stop", "time_s": round(clock() - began, 3), "samples": samples})
 
 
 def _input_closed(seconds: float) -> bool:
@@ -110,18 +102,10 @@ def _input_closed(seconds: float) -> bool:
     return bool(readable)  # nothing is ever written: readable means closed
 
 
-def main(path: Path) -> int:
+def main(path: Path, vendor: str, gpus: list[dict]) -> int:
     os.nice(NICE)
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            found, why_not = probe(), "no GPU that the ranks see"
-        except PreflightError as error:
-            found, why_not = Probe("none"), error.what
-        if found.devices:
-            sample(found, file, _input_closed)
-        else:
-            _write(file, "note", what=f"no sampler: {why_not}")
+        sample(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), vendor, gpus, _input_closed)
     except OSError as error:
         print(f"note: GPU samples end here: {error}", file=sys.stderr, flush=True)
         return 1
@@ -129,4 +113,4 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])))
