@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,11 +31,10 @@ from plan import estimate as plan
 from plan.command import workload
 from preflight import gpus, host
 from preflight.check_row import CheckRow, graded, overall, skipped, table
-from preflight.measured import Measured, limit_s, read_ranks
+from preflight.measured import Measured, read_ranks
 
 SECONDS, QUICK_SECONDS = 3.0, 0.5
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
-END_S = 45.0  # torchrun gives its ranks 30 s to end
 
 
 @dataclass(frozen=True)
@@ -90,27 +88,25 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
     """All rows, and what the ranks measured. Raises ConfigError."""
     if options.benchmark not in benchmarks(ROOT):
         raise ConfigError(f"unknown benchmark {options.benchmark}", f"there are: {', '.join(benchmarks(ROOT))}", "name one of them")
-    override, name = environment.get("GPU_KIND", ""), "GPU driver"
     try:
         found = Probe("none") if options.device == "cpu" else probe(environment)
         if options.device == "cuda" and not found.devices:
             raise PreflightError("no GPU is visible", do="check the driver and *_VISIBLE_DEVICES")
-        name = "GPU kind"
-        kind = identify(found, override)
+        kind = identify(found, environment.get("GPU_KIND", ""))
     except PreflightError as error:
-        return [CheckRow(name, "refuse", error.what, "whole cards of one known kind", error.do)], []
+        return [CheckRow("GPU kind", "refuse", error.what, "whole cards of one known kind", error.do)], []
     request = requested_run(options, environment, kind, len(found.devices))
     rows, fits = [request.row], True
     if request.device == "cuda":
-        kind, presence = gpus.judge_presence(found, override, request.kind, request.count)
+        presence = gpus.judge_presence(kind, len(found.devices), request.kind, request.count)
         rows, fits = rows + presence, overall(presence) != "refuse"
     else:
         found, kind = Probe("none"), None
     rows += host_rows(options.benchmark, request, environment)
     not_measured = skipped("health and speed of the GPUs", "the GPUs are not those of the config")
     ranks, measured_rows = measured(request, found, kind, options, environment) if fits else ([], [not_measured])
-    first = next((rank for rank in ranks if rank.phase != "start"), None)
     rows += [host.judge_software(), CheckRow("driver", "ok", found.driver)] if found.driver else [host.judge_software()]
+    first = next((rank for rank in ranks if rank.phase != "start"), None)
     return rows + judge_gemm_tuning(request, first) + measured_rows, ranks
 
 
@@ -197,19 +193,16 @@ def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
     return graded("measuring processes", value or "all finished", f"{count} of {count}", do, refuse=bool(value))
 
 
-def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], None]) -> list[Measured]:
-    """One process per GPU, started by launch.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S."""
+def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], object]) -> list[Measured]:
+    """One process per GPU, started by launch.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S.
+
+    A rank that hangs ends itself (preflight.measured.limit_s).
+    """
     with tempfile.TemporaryDirectory(prefix="preflight-") as name:
         folder = Path(name)
         command = torchrun(folder, request.count, ["-m", "preflight.measure", name, request.device, str(seconds)])
         env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}  # torchrun leaves an empty folder there
-        deadline = time.monotonic() + limit_s(seconds) + END_S  # the ranks have their own limit; this one is for torchrun
-
-        def is_late() -> bool:
-            meanwhile()
-            return time.monotonic() > deadline
-
-        ending = supervise(command, env, folder, stop=is_late, poll_s=SAMPLE_S, stdout=sys.stderr)
+        ending = supervise(command, env, folder, stop=lambda: bool(meanwhile()), poll_s=SAMPLE_S, stdout=sys.stderr)
         if ending.signal_number:
             raise Interrupted(ending.signal_number)
         return read_ranks(folder)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from common.errors import PreflightError
 from common.gpu_kinds import GIB, GpuKind
-from common.hardware import WHOLE_CARD, Probe, identify
+from common.hardware import WHOLE_CARD
 from preflight.check_row import CheckRow, Limits, graded, skipped, worst
 from preflight.measured import UNITS, Measured
 
@@ -18,15 +17,9 @@ BUSY_PERCENT = (1, 10)  # warn and refuse; an idle card says 0
 FAULTS = ("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake")
 
 
-def judge_presence(found: Probe, override: str, kind_name: str, count: int) -> tuple[GpuKind | None, list[CheckRow]]:
-    """Whole cards of one kind, of the expected kind and number. The kind is None if nothing can be measured."""
-    try:
-        kind = identify(found, override)
-    except PreflightError as error:
-        return None, [CheckRow("GPU kind", "refuse", error.what, kind_name, error.do)]
-    name, visible = kind.name if kind else "none", len(found.devices)
-    do = "drop --config or DGXSYSTEM, or use one for this GPU"
-    return kind, [
+def judge_presence(kind: GpuKind | None, visible: int, kind_name: str, count: int) -> list[CheckRow]:
+    name, do = kind.name if kind else "none", "drop --config or DGXSYSTEM, or use one for this GPU"
+    return [
         graded("GPU kind", name, kind_name, do, refuse=name != kind_name),
         graded("GPU count", f"{visible} visible", str(count), "show more GPUs, or use a config for fewer", refuse=visible < count),
     ]
