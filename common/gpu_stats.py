@@ -12,31 +12,22 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Name of a value: field of nvidia-smi, and what to divide it by
-NVIDIA = {
-    "power_w": ("power.draw", 1),
-    "power_limit_w": ("enforced.power.limit", 1),
-    "temperature_c": ("temperature.gpu", 1),
-    "clock_mhz": ("clocks.sm", 1),
-    "memory_clock_mhz": ("clocks.mem", 1),
-    "memory_gib": ("memory.used", 2**10),
-    "utilization_percent": ("utilization.gpu", 1),
-    "uncorrected_errors": ("ecc.errors.uncorrected.volatile.total", 1),  # of memory, since the driver was loaded
-    "corrected_errors": ("ecc.errors.corrected.volatile.total", 1),
+# Name of a value: field of nvidia-smi, what to divide it by; files of an AMD card, of which the first that exists counts, and their divisor
+# (kernel documentation, gpu/amdgpu).
+VALUES: dict[str, tuple[str, float, tuple[str, ...], float]] = {
+    "power_w": ("power.draw", 1, ("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
+    "power_limit_w": ("enforced.power.limit", 1, ("hwmon/hwmon*/power1_cap",), 1e6),
+    "temperature_c": ("temperature.gpu", 1, ("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"), 1e3),  # junction, edge
+    "clock_mhz": ("clocks.sm", 1, ("hwmon/hwmon*/freq1_input",), 1e6),
+    "memory_clock_mhz": ("clocks.mem", 1, ("hwmon/hwmon*/freq2_input",), 1e6),
+    "memory_gib": ("memory.used", 2**10, ("mem_info_vram_used",), 2**30),
+    "utilization_percent": ("utilization.gpu", 1, ("gpu_busy_percent",), 1),
+    "uncorrected_errors": ("ecc.errors.uncorrected.volatile.total", 1, (), 1),  # of memory, since the driver was loaded
+    "corrected_errors": ("ecc.errors.corrected.volatile.total", 1, (), 1),
 }
-# Name of a value: files of a card, the first that exists counts, and what to divide it by (kernel documentation, gpu/amdgpu)
-AMD = {
-    "power_w": (("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
-    "power_limit_w": (("hwmon/hwmon*/power1_cap",), 1e6),
-    "temperature_c": (("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"), 1e3),  # junction, edge
-    "clock_mhz": (("hwmon/hwmon*/freq1_input",), 1e6),
-    "memory_clock_mhz": (("hwmon/hwmon*/freq2_input",), 1e6),
-    "memory_gib": (("mem_info_vram_used",), 2**30),
-    "utilization_percent": (("gpu_busy_percent",), 1),
-}
-AMD_ERRORS = {"uncorrected_errors": "ue", "corrected_errors": "ce"}
-HEALTH = ("utilization_percent", "uncorrected_errors", "corrected_errors")  # what preflight asks for
-SAMPLED = tuple(name for name in NVIDIA if name not in HEALTH)  # once a second during a run
+AMD_ERRORS = {"uncorrected_errors": "ue", "corrected_errors": "ce"}  # in each block's file: `ue: 0` and `ce: 0`
+HEALTH = ("utilization_percent", *AMD_ERRORS)  # what preflight asks for
+SAMPLED = tuple(name for name in VALUES if name not in HEALTH)  # once a second during a run
 # nvml.h, nvmlClocksEventReasons. Bit 0 means idle and is no throttling.
 NVML_THROTTLE_REASONS = {
     0x02: "application clocks",
@@ -61,10 +52,10 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
     """
     if vendor == "amd":
         return [{name: _amd_value(Path(card), name) for name in names} | {"throttle": None} for card in addresses]
-    fields = ["uuid", "clocks_event_reasons.active", *(NVIDIA[name][0] for name in names)]
+    fields = ["uuid", "clocks_event_reasons.active", *(VALUES[name][0] for name in names)]
     found = {}
     for uuid, reasons, *texts in ask_nvidia_smi(",".join(fields), os.environ):
-        values = {name: _scaled(text, NVIDIA[name][1]) for name, text in zip(names, texts, strict=True)}
+        values = {name: _scaled(text, VALUES[name][1]) for name, text in zip(names, texts, strict=True)}
         found[uuid] = values | {"throttle": _throttle_reasons(reasons)}
     return [found.get(address, {}) for address in addresses]
 
@@ -87,11 +78,10 @@ def _throttle_reasons(text: str) -> list[str] | None:
 
 
 def _amd_value(card: Path, name: str) -> float | None:
-    """Of memory errors the sum over blocks: each block's file holds `ue: 0` and `ce: 0`."""
     if name in AMD_ERRORS:
         texts = [read_text(path) for path in (card / "ras").glob("*_err_count")]
         return sum(int(count) for text in texts for count in re.findall(rf"{AMD_ERRORS[name]}: (\d+)", text)) if texts else None
-    patterns, unit = AMD[name]
+    _, _, patterns, unit = VALUES[name]
     texts = [read_text(path) for pattern in patterns for path in sorted(card.glob(pattern))]
     return _scaled(next(filter(None, texts), ""), unit)
 

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,8 @@ class Host:
 
 def read(root: Path = Path("/")) -> Host:
     memlock, files = (resource.getrlimit(what)[0] for what in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
-    return Host(available_memory(root), free_bytes(root / "dev/shm"), memlock, files)
+    shm = root / "dev/shm"
+    return Host(available_memory(root), shutil.disk_usage(shm).free if shm.exists() else 0, memlock, files)
 
 
 def available_memory(root: Path) -> int:
@@ -52,20 +54,6 @@ def available_memory(root: Path) -> int:
         return machine
     kept = int(used) - key_values(group / "memory.stat").get("inactive_file", 0)
     return min(machine, max(int(limit) - kept, 0))
-
-
-def nearest(path: Path) -> Path:
-    """`path`, or the first of its parents that exists."""
-    return next(place for place in (path, *path.parents) if place.exists())
-
-
-def free_bytes(path: Path) -> int:
-    """Space that this user may write on the file system of `path`; 0 if there is no such path."""
-    try:
-        facts = os.statvfs(path)
-    except OSError:
-        return 0
-    return facts.f_bavail * facts.f_frsize
 
 
 def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0) -> list[CheckRow]:
@@ -101,17 +89,16 @@ def _limit(value: int) -> str:
 
 
 def judge_read_folder(name: str, folder: Path, miniature: bool) -> list[CheckRow]:
-    """Does it hold files, how much is free, and how fast is its largest file read?"""
+    """Does it hold files, and how fast is its largest file read?"""
     files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []
-    free = f"{free_bytes(nearest(folder)) / GIB:,.0f} GiB free"
     speed = f"{name}, read speed"
     if not files and miniature:
-        return [skipped(name, f"{folder}: the first run creates it; {free}"), skipped(speed, "nothing to read yet")]
+        return [skipped(name, f"{folder}: the first run creates it"), skipped(speed, "nothing to read yet")]
     if not files:
-        row = CheckRow(name, "warn", f"no files in {folder}; {free}", "the data", "see prepare --help")
+        row = CheckRow(name, "warn", f"no files in {folder}", "the data", "see prepare --help")
         return [row, skipped(speed, "nothing to read")]
     size = sum(path.stat().st_size for path in files)
-    row = CheckRow(name, "ok", f"{folder}: {len(files)} files, {size / GIB:,.1f} GiB; {free}")
+    row = CheckRow(name, "ok", f"{folder}: {len(files)} files, {size / GIB:,.1f} GiB")
     return [row, judge_speed(speed, max(files, key=lambda path: path.stat().st_size))]
 
 
@@ -142,10 +129,11 @@ def read_speed(path: Path, seconds: float = 1.0) -> float:
 
 def judge_log_folder(folder: Path) -> CheckRow:
     """Where results go: free space and permission to write, without writing."""
-    parent, do = nearest(folder), "free space, or set LOGDIR to another place"
+    parent = next(place for place in (folder, *folder.parents) if place.exists())
+    do = "free space, or set LOGDIR to another place"
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         return CheckRow("LOGDIR", "refuse", f"{parent} cannot be written by this user", "a writable folder", "set LOGDIR to another place")
-    free = free_bytes(parent) / GIB
+    free = shutil.disk_usage(parent).free / GIB
     return at_least("LOGDIR", free, LOG_GIB, f"{folder}: {free:,.1f} GiB free", "GiB", do)
 
 

@@ -15,7 +15,6 @@ import dataclasses
 import fcntl
 import json
 import re
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -51,7 +50,8 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
         with _locked(journal) if options.yes else contextlib.nullcontext():
             steps = apply(settings, root, journal, options.yes) if options.verb == "apply" else revert(journal, options.yes)
     except PermissionError:
-        return _needs_root(sys.argv[1:] if arguments is None else arguments)
+        print("error: only root can write these files\n  do:  run the same command with sudo", file=sys.stderr)
+        return NOT_DONE
     except (OSError, ValueError) as error:
         print(f"error: the journal {journal} cannot be used: {error}\n  do:  mend that, then run this again", file=sys.stderr)
         return JOURNAL
@@ -168,13 +168,6 @@ def _grouped(steps: Sequence[Step]) -> list[str]:
         notes = f" ({count} files)" * (count > 1) + f"  [{step.note}]" * bool(step.note)
         lines.append(f"{step.status:<14} {step.path}: {change}{notes}".lstrip())
     return lines
-
-
-def _needs_root(arguments: list[str]) -> int:
-    folder = shlex.quote(str(Path(__file__).resolve().parents[1]))
-    command = shlex.join([sys.executable or "python3", "-B", "-m", "system_tuning", *arguments])  # -B: root leaves no bytecode here
-    print(f"error: only root can write these files\n  do:  cd {folder} && sudo {command}", file=sys.stderr)
-    return NOT_DONE
 
 
 if __name__ == "__main__":

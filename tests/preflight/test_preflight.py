@@ -334,7 +334,7 @@ def test_log_folder(tmp_path, monkeypatch):
     assert host.judge_log_folder(tmp_path / "new/results").verdict in ("ok", "warn")
     assert not (tmp_path / "new").exists(), "read-only"
     for free, verdict in ((20 * GIB, "ok"), (5 * GIB, "warn"), (GIB // 2, "refuse")):
-        monkeypatch.setattr(host, "free_bytes", lambda path, answer=free: answer)
+        monkeypatch.setattr(host.shutil, "disk_usage", lambda path, answer=free: argparse.Namespace(free=answer))
         assert host.judge_log_folder(tmp_path).verdict == verdict
     (tmp_path / "file").write_text("")
     assert host.judge_log_folder(tmp_path / "file/results").verdict == "refuse"

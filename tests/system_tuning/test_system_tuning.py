@@ -353,7 +353,7 @@ def test_a_full_disk_stops_before_the_first_write(call, epyc, monkeypatch):
 # --- rights -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_root_it_says_so_and_prints_the_command(call, epyc, monkeypatch):
+def test_without_root_it_says_so(call, epyc, monkeypatch):
     before, plain = contents(epyc), Path.open
 
     def refuse(self, mode="r", *rest, **options):
@@ -364,8 +364,7 @@ def test_without_root_it_says_so_and_prints_the_command(call, epyc, monkeypatch)
     monkeypatch.setattr(Path, "open", refuse)
     assert call(epyc, "check")[0] == 0 and call(epyc, "apply")[0] == 0
     code, printed = call(epyc, "apply", "--yes", "--only", "governor", "thp_defrag")
-    assert code == 18 and contents(epyc) == before
-    assert f"cd {ROOT} && sudo {sys.executable} -B -m system_tuning apply --yes --only governor thp_defrag" in printed
+    assert code == 18 and "with sudo" in printed and contents(epyc) == before
 
 
 def test_one_file_that_may_not_be_written_and_the_others_done(call, epyc, monkeypatch):
