@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     if options.verb == "check":
         return check(settings, root)
     try:
-        with _locked(journal) if options.yes else contextlib.nullcontext():
-            steps = apply(settings, root, journal, options.yes) if options.verb == "apply" else revert(journal, options.yes)
+        with _locked(journal):
+            steps = apply(settings, root, journal) if options.verb == "apply" else revert(journal)
     except PermissionError:
         print("error: only root can write these files\n  do:  run the same command with sudo", file=sys.stderr)
         return NOT_DONE
@@ -56,10 +56,8 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
         print(f"error: the journal {journal} cannot be used: {error}\n  do:  mend that, then run this again", file=sys.stderr)
         return JOURNAL
     print(*(_grouped(steps) or ["nothing to do"]), sep="\n")
-    if not options.yes:
-        print(f"nothing was written; {options.verb} --yes does it")
-    elif options.verb == "apply" and journal.exists():
-        print(f"old values are in {journal}; `revert --yes` puts them back; a reboot does so too")
+    if options.verb == "apply" and steps:
+        print(f"old values are in {journal}; `revert` puts them back; a reboot does so too")
     if not any(step.status in ("failed", "changed since") for step in steps):
         return DONE
     print("error: not every file has its value\n  do:  see the lines above; in a container run this on the host", file=sys.stderr)
@@ -69,15 +67,14 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python3 -m system_tuning",
-        description="Operating-system and CPU settings for training: check (what could be better), apply, revert. "
-        "apply and revert show what they would write, and write it with --yes. GPU clocks and power limits are never touched.",
+        description="Operating-system and CPU settings for training: check (what apply would write, and the risk), apply, revert. "
+        "GPU clocks and power limits are never touched.",
         epilog="settings:\n" + "\n".join(f"  {setting.name:<15} {setting.what}" for setting in SETTINGS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("verb", choices=("check", "apply", "revert"))
-    parser.add_argument("--yes", action="store_true", help="apply, revert: really write")
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="NAME", help="check, apply: these settings; default: all"
     )
@@ -95,40 +92,36 @@ def check(settings: Sequence[Setting], root: Path) -> int:
         about = [] if is_good else [f"what:    {setting.what}", f"risk:    {setting.risk}"]
         state = "not supported here" if not files else "good" if is_good else "could be better"
         print(f"{setting.name}: {state}", *(f"    {line}" for line in [*_grouped(steps), *about]), sep="\n")
-    print(f"{worse} settings could be better; apply shows the writes, apply --yes does them, as root")
+    print(f"{worse} settings could be better; apply writes them, as root")
     return DONE
 
 
-def apply(settings: Sequence[Setting], root: Path, journal: Path, is_real: bool) -> list[Step]:
-    """Write the values, after the old ones are in the journal; unless `is_real` only say what would be written."""
+def apply(settings: Sequence[Setting], root: Path, journal: Path) -> list[Step]:
+    """Write the values, after the old ones are in the journal."""
     files = [file for setting in settings for file in setting.look(root) if file.now != file.want]
-    steps = [Step(str(file.path), file.now, file.want, file.note, "would set") for file in files]
-    if not is_real or not steps:
-        return steps
     entries = _read_journal(journal)
-    for step in steps:
-        entries.setdefault(step.path, [step.before, step.after])
+    for file in files:
+        entries.setdefault(str(file.path), [file.now, file.want])
     _write_journal(journal, entries)
-    return [_write(step, "set") for step in steps]
+    return [_write(Step(str(file.path), file.now, file.want, file.note), "set") for file in files]
 
 
-def revert(journal: Path, is_real: bool) -> list[Step]:
+def revert(journal: Path) -> list[Step]:
     """Put back every old value in the journal, the last one written first. May run any number of times."""
     entries = _read_journal(journal)
-    steps = [_put_back(path, old, ours, is_real) for path, (old, ours) in reversed(entries.items())]
-    if is_real and entries:
-        left = {step.path for step in steps if step.status not in ("put back", "unchanged")}
-        _write_journal(journal, {path: entry for path, entry in entries.items() if path in left})
+    steps = [_put_back(path, old, ours) for path, (old, ours) in reversed(entries.items())]
+    left = {step.path for step in steps if step.status not in ("put back", "unchanged")}
+    _write_journal(journal, {path: entry for path, entry in entries.items() if path in left})
     return steps
 
 
-def _put_back(path: str, old: str, ours: str, is_real: bool) -> Step:
-    step = Step(path, value_of(Path(path)), old, status="would set")
+def _put_back(path: str, old: str, ours: str) -> Step:
+    step = Step(path, value_of(Path(path)), old)
     if step.before == old:
         return step.became("unchanged")
     if step.before != ours:
         return step.became("changed since", f"by another program, or it is gone: apply wrote {ours}")
-    return _write(step, "put back") if is_real else step
+    return _write(step, "put back")
 
 
 def _write(step: Step, done: str) -> Step:

@@ -106,10 +106,9 @@ def call(capsys):
 # --- looking ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["check", "apply", "revert"])
-def test_nothing_is_written_without_yes(call, any_host, verb):
+def test_check_writes_nothing(call, any_host):
     times = {path: path.lstat().st_mtime_ns for path in any_host.glob("**/*")}
-    assert call(any_host, verb)[0] == 0
+    assert call(any_host, "check")[0] == 0
     assert {path: path.lstat().st_mtime_ns for path in any_host.glob("**/*")} == times
 
 
@@ -120,16 +119,14 @@ def test_check_says_what_could_be_better_and_the_risk(call, epyc):
         assert BY_NAME[name].risk in printed and BY_NAME[name].what in printed
     assert "cpu*/cpuidle/state2/disable: 0 -> 1 (3 files)  [C2, 100 us to leave]" in printed
     assert "6 settings could be better" in printed
-    call(epyc, "apply", "--yes")
+    call(epyc, "apply")
     assert "0 settings could be better" in call(epyc, "check")[1]
 
 
-def test_what_is_shown_without_yes_is_what_is_written_with_it(call, any_host):
-    planned = [line.split()[2:] for line in call(any_host, "apply")[1].splitlines() if line.startswith("would set")]
-    written = [line.split()[1:] for line in call(any_host, "apply", "--yes")[1].splitlines() if line.startswith("set ")]
-    assert planned == written and len(planned) == (
-        7 if any_host.joinpath(CPU, "cpufreq/policy0/energy_performance_preference").exists() else 6
-    )
+def test_check_shows_what_apply_writes(call, any_host):
+    shown = [line.split() for line in call(any_host, "check")[1].splitlines() if " -> " in line]
+    written = [line.split()[1:] for line in call(any_host, "apply")[1].splitlines() if line.startswith("set ")]
+    assert shown == written and len(shown) == (7 if any_host.joinpath(CPU, "cpufreq/policy0/energy_performance_preference").exists() else 6)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +152,8 @@ def test_deep_idle_states_are_found_by_name_and_latency(tmp_path, states, deep):
 def test_a_bare_container_supports_nothing_and_does_not_fail(call, tmp_path):
     (tmp_path / "host" / "run").mkdir(parents=True)
     assert call(tmp_path / "host", "check")[1].count("not supported") == 6
-    code, printed = call(tmp_path / "host", "apply", "--yes")
-    assert code == 0 and "nothing to do" in printed and not (tmp_path / "host" / cli.JOURNAL_PATH).exists()
+    code, printed = call(tmp_path / "host", "apply")
+    assert code == 0 and "nothing to do" in printed
 
 
 def test_a_cpu_that_is_offline_has_no_setting(call, epyc, monkeypatch):
@@ -168,7 +165,7 @@ def test_a_cpu_that_is_offline_has_no_setting(call, epyc, monkeypatch):
         return plain(self, **options)
 
     monkeypatch.setattr(Path, "read_text", read)
-    code, printed = call(epyc, "apply", "--yes")
+    code, printed = call(epyc, "apply")
     assert code == 0 and "scaling_governor: schedutil -> performance (2 files)" in printed
 
 
@@ -177,30 +174,30 @@ def test_a_cpu_that_is_offline_has_no_setting(call, epyc, monkeypatch):
 
 def test_apply_sets_everything_and_revert_restores_every_value(call, any_host):
     before = contents(any_host)
-    assert call(any_host, "apply", "--yes")[0] == 0
+    assert call(any_host, "apply")[0] == 0
     assert value(any_host, f"{THP}/enabled") == "always" and value(any_host, f"{THP}/defrag") == "defer+madvise"
     assert value(any_host, f"{CPU}/cpufreq/policy2/scaling_governor") == "performance"
     assert value(any_host, "proc/sys/kernel/numa_balancing") == value(any_host, "proc/sys/kernel/nmi_watchdog") == "0"
-    assert call(any_host, "revert", "--yes")[0] == 0 and contents(any_host) == before
-    assert "nothing to do" in call(any_host, "revert", "--yes")[1]
+    assert call(any_host, "revert")[0] == 0 and contents(any_host) == before
+    assert "nothing to do" in call(any_host, "revert")[1]
 
 
 def test_apply_twice_keeps_the_first_old_values(call, epyc):
     before = contents(epyc)
-    assert call(epyc, "apply", "--yes")[0] == 0
+    assert call(epyc, "apply")[0] == 0
     write(epyc, f"{THP}/defrag", "always defer defer+madvise madvise [never]\n")
-    assert call(epyc, "apply", "--yes")[0] == 0 and value(epyc, f"{THP}/defrag") == "defer+madvise"
-    assert call(epyc, "revert", "--yes")[0] == 0 and contents(epyc) == before
+    assert call(epyc, "apply")[0] == 0 and value(epyc, f"{THP}/defrag") == "defer+madvise"
+    assert call(epyc, "revert")[0] == 0 and contents(epyc) == before
 
 
 def test_only_the_named_settings_are_applied(call, epyc):
-    assert call(epyc, "apply", "--yes", "--only", "thp_enabled", "governor")[0] == 0
+    assert call(epyc, "apply", "--only", "thp_enabled", "governor")[0] == 0
     assert value(epyc, f"{THP}/enabled") == "always" and value(epyc, "proc/sys/kernel/nmi_watchdog") == "1"
 
 
 @pytest.mark.parametrize("wrong", [["--only", "gpu_clock"], ["--gpu"]])
 def test_wrong_usage_is_2(call, epyc, wrong):
-    assert call(epyc, "apply", "--yes", *wrong)[0] == 2
+    assert call(epyc, "apply", *wrong)[0] == 2
 
 
 def test_what_the_kernel_changes_together_with_the_governor_comes_back_too(call, tmp_path, monkeypatch):
@@ -216,15 +213,15 @@ def test_what_the_kernel_changes_together_with_the_governor_comes_back_too(call,
         return plain(self, text)
 
     monkeypatch.setattr(Path, "write_text", pstate)
-    assert call(root, "apply", "--yes")[0] == 0
+    assert call(root, "apply")[0] == 0
     assert value(root, f"{CPU}/cpufreq/policy0/energy_performance_preference") == "performance"
-    assert call(root, "revert", "--yes")[0] == 0 and contents(root) == before
+    assert call(root, "revert")[0] == 0 and contents(root) == before
 
 
 def test_a_value_that_does_not_stick_is_a_failure(call, epyc, monkeypatch):
     plain = Path.write_text
     monkeypatch.setattr(Path, "write_text", lambda self, text: 0 if self.name == "nmi_watchdog" else plain(self, text))
-    code, printed = call(epyc, "apply", "--yes")
+    code, printed = call(epyc, "apply")
     assert code == 18 and f"failed         {epyc}/proc/sys/kernel/nmi_watchdog: 1 -> 0  [reads back as 1]" in printed
 
 
@@ -258,15 +255,15 @@ def test_killed_between_any_two_changes_revert_restores_every_value(tmp_path, ca
     before = contents(root)
     for count in range(60):
         if verb == "revert":
-            assert cli.main(["apply", "--yes"], root) == 0
+            assert cli.main(["apply"], root) == 0
         killed = False
         with pytest.MonkeyPatch.context() as monkeypatch:
             die_at(monkeypatch, count)
             try:
-                assert cli.main([verb, "--yes"], root) == 0
+                assert cli.main([verb], root) == 0
             except Killed:
                 killed = True
-        assert cli.main(["revert", "--yes"], root) == 0 and contents(root) == before, f"killed at {count}"
+        assert cli.main(["revert"], root) == 0 and contents(root) == before, f"killed at {count}"
         if not killed:
             break
     assert 8 <= count < 59  # every change of the whole verb was killed once
@@ -278,7 +275,7 @@ def test_random_walks_of_apply_revert_and_kill_lose_nothing(tmp_path, capsys, se
     root = (host if seed % 2 else xeon)(tmp_path / "host")
     before = contents(root)
     for _ in range(30):
-        arguments = [generator.choice(["apply", "apply", "revert"]), "--yes"]
+        arguments = [generator.choice(["apply", "apply", "revert"])]
         if generator.random() < 0.3:
             arguments += ["--only", *generator.sample(sorted(BY_NAME), 3)]
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -289,7 +286,7 @@ def test_random_walks_of_apply_revert_and_kill_lose_nothing(tmp_path, capsys, se
                 assert arguments[0] == "apply" or contents(root) == before
             except Killed:
                 pass
-    assert cli.main(["revert", "--yes"], root) == 0 and contents(root) == before
+    assert cli.main(["revert"], root) == 0 and contents(root) == before
 
 
 # --- other programs, reboots ------------------------------------------------------------------------------------------
@@ -297,21 +294,21 @@ def test_random_walks_of_apply_revert_and_kill_lose_nothing(tmp_path, capsys, se
 
 def test_a_value_that_another_program_set_is_left(call, epyc):
     before = contents(epyc)
-    assert call(epyc, "apply", "--yes")[0] == 0
+    assert call(epyc, "apply")[0] == 0
     write(epyc, f"{CPU}/cpufreq/policy1/scaling_governor", "powersave\n")
-    code, printed = call(epyc, "revert", "--yes")
+    code, printed = call(epyc, "revert")
     assert code == 18 and "changed since" in printed and "policy*/scaling_governor: powersave -> schedutil" in printed
     assert value(epyc, f"{CPU}/cpufreq/policy1/scaling_governor") == "powersave"
     assert len([path for path, now in contents(epyc).items() if now != before[path]]) == 1  # all others are back
     write(epyc, f"{CPU}/cpufreq/policy1/scaling_governor", "schedutil\n")  # by hand
-    assert call(epyc, "revert", "--yes")[0] == 0 and "nothing to do" in call(epyc, "revert")[1]
+    assert call(epyc, "revert")[0] == 0 and "nothing to do" in call(epyc, "revert")[1]
 
 
 def test_a_file_that_is_gone_does_not_keep_the_others_from_coming_back(call, epyc):
     before = contents(epyc)
-    assert call(epyc, "apply", "--yes")[0] == 0
+    assert call(epyc, "apply")[0] == 0
     shutil.rmtree(epyc / CPU / "cpu1" / "cpuidle")
-    code, printed = call(epyc, "revert", "--yes")
+    code, printed = call(epyc, "revert")
     assert code == 18 and "it is gone" in printed
     assert all(before[path] == now for path, now in contents(epyc).items())
 
@@ -320,19 +317,19 @@ def test_a_second_apply_at_the_same_time_is_refused(call, epyc):
     before = contents(epyc)
     with (epyc / "run/system_tuning.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        code, printed = call(epyc, "apply", "--yes")
+        code, printed = call(epyc, "apply")
     assert code == 17 and "system_tuning.json cannot be used" in printed and contents(epyc) == before
-    assert call(epyc, "apply", "--yes")[0] == 0
+    assert call(epyc, "apply")[0] == 0
 
 
 # --- the journal ------------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_journal_stops_everything(call, epyc):
-    assert call(epyc, "apply", "--yes", "--only", "numa_balancing")[0] == 0
+    assert call(epyc, "apply", "--only", "numa_balancing")[0] == 0
     (epyc / cli.JOURNAL_PATH).write_text('{"/proc')
     before = contents(epyc)
-    for verb in (["apply", "--yes"], ["revert", "--yes"], ["revert"]):
+    for verb in (["apply"], ["revert"]):
         code, printed = call(epyc, *verb)
         assert code == 17 and str(epyc / cli.JOURNAL_PATH) in printed
     assert contents(epyc) == before
@@ -346,7 +343,7 @@ def test_a_full_disk_stops_before_the_first_write(call, epyc, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", full)
-        code, printed = call(epyc, "apply", "--yes")
+        code, printed = call(epyc, "apply")
     assert code == 17 and "No space left" in printed and contents(epyc) == before
 
 
@@ -362,8 +359,8 @@ def test_without_root_it_says_so(call, epyc, monkeypatch):
         return plain(self, mode, *rest, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    assert call(epyc, "check")[0] == 0 and call(epyc, "apply")[0] == 0
-    code, printed = call(epyc, "apply", "--yes", "--only", "governor", "thp_defrag")
+    assert call(epyc, "check")[0] == 0
+    code, printed = call(epyc, "apply", "--only", "governor", "thp_defrag")
     assert code == 18 and "with sudo" in printed and contents(epyc) == before
 
 
@@ -377,10 +374,10 @@ def test_one_file_that_may_not_be_written_and_the_others_done(call, epyc, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", read_only)
-        code, printed = call(epyc, "apply", "--yes")
+        code, printed = call(epyc, "apply")
     assert code == 18 and "[Read-only file system]" in printed and "on the host" in printed
     assert printed.count("failed") == 1 and value(epyc, "proc/sys/kernel/numa_balancing") == "0"
-    assert call(epyc, "revert", "--yes")[0] == 0 and contents(epyc) == before
+    assert call(epyc, "revert")[0] == 0 and contents(epyc) == before
 
 
 # --- alone ------------------------------------------------------------------------------------------------------------
@@ -392,7 +389,7 @@ def test_it_runs_copied_alone_with_the_standard_library_only(tmp_path):
     code = "import pathlib, sys; sys.path.insert(0, '.'); from system_tuning.__main__ import main; "
     code += "sys.exit(main(sys.argv[1:-1], pathlib.Path(sys.argv[-1])))"
     for verb, watchdog in (("check", "1"), ("apply", "0"), ("revert", "1")):
-        command = [sys.executable, "-I", "-S", "-c", code, verb, "--yes", str(root)]
+        command = [sys.executable, "-I", "-S", "-c", code, verb, str(root)]
         done = subprocess.run(command, cwd=tmp_path / "alone", capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
         assert value(root, "proc/sys/kernel/nmi_watchdog") == watchdog
