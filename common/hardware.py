@@ -150,31 +150,24 @@ def probe(environment: Mapping[str, str] | None = None, sysfs: Path = Path("/sys
     return amd if amd.devices else probe_nvidia(env, dev)
 
 
-NVIDIA_FIELDS = "uuid,name,memory.total,compute_cap,mig.mode.current,driver_version"
-
-
 def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
+    """CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
     if not (dev / "nvidiactl").exists() and not shutil.which("nvidia-smi", path=env.get("PATH")):
         return Probe("none")
     try:
-        rows = ask_nvidia_smi(NVIDIA_FIELDS, env)
+        rows = ask_nvidia_smi("uuid,name,memory.total,compute_cap,mig.mode.current,driver_version", env)
     except DriverError as error:
         if "No devices were found" in str(error):
             return Probe("none")
-        raise PreflightError(
-            f"nvidia-smi does not answer: {error}",
+        why, do = (
             "an NVIDIA driver is installed, but does not work here",
-            "repair the driver (see the kernel log), or run the miniature with --device cpu",
-        ) from None
-    return nvidia_probe(rows, env)
-
-
-def nvidia_probe(rows: list[list[str]], env: Mapping[str, str]) -> Probe:
-    """`rows`: nvidia-smi's answer to NVIDIA_FIELDS, memory in MiB. CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
+            "repair it (see the kernel log), or run the miniature with --device cpu",
+        )
+        raise PreflightError(f"nvidia-smi does not answer: {error}", why, do) from None
     devices = []
-    for uuid, name, memory, capability, mig, _ in rows:
+    for uuid, name, memory_mib, capability, mig, _ in rows:
         partition = "MIG" if mig == "Enabled" or " MIG " in name else ""
-        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory)) * 2**20, 0, partition, uuid))
+        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory_mib)) * 2**20, 0, partition, uuid))
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
     visible = visible_indices(len(devices), env.get("CUDA_VISIBLE_DEVICES"), [device.address for device in devices])

@@ -125,12 +125,11 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
     for name, unit in UNITS.items():
         values, speed = [rank.speeds[name] for rank in ranks if name in rank.speeds], EXPECTED.get(kind, {}).get(name)
         siblings, table = f"{name}, siblings", f"{name}, table"
-        if device == "cpu":
-            why = f"{_range(values, unit)}: processes of a CPU share its cores" if values else "not measured on one process"
-            rows.append(skipped(name, why))
-            continue
         if len(values) < len(ranks):
-            rows.append(skipped(name, "takes two GPUs" if len(ranks) == 1 else "not measured on every GPU"))
+            rows.append(skipped(name, "takes two processes" if len(ranks) == 1 else "not measured by every process"))
+            continue
+        if device == "cpu":
+            rows.append(skipped(name, f"{_range(values, unit)}: processes of a CPU share its cores"))
             continue
         if len(values) == 1:
             rows.append(skipped(siblings, f"{_range(values, unit)}: one GPU has no sibling"))

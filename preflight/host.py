@@ -65,20 +65,14 @@ def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int
     if device == "cuda":
         do = "start the container with --shm-size 16g or --ipc host; on a bare host enlarge the tmpfs"
         limits = SHM_GIB if processes > 1 else (SHM_GIB[0], 0)
-        rows += [at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do), _judge_memlock(host.memlock_bytes, nodes)]
-    else:
-        rows += [skipped(name, "only GPUs need it") for name in ("/dev/shm", "memlock limit")]
+        rows.append(at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do))
+        # RDMA locks the memory it registers, so several nodes need it. On one node we know of no need: it only warns.
+        value, is_low = _limit(host.memlock_bytes), host.memlock_bytes != UNLIMITED
+        do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
+        rows.append(graded("memlock limit", value, "unlimited (bytes)", do, refuse=is_low and nodes > 1, warn=is_low))
     files = float("inf") if host.open_files == UNLIMITED else host.open_files
     do = f"ulimit -n {OPEN_FILES[0]}, or --ulimit nofile={OPEN_FILES[0]} for a container"
     return [*rows, at_least("open files", files, OPEN_FILES, _limit(host.open_files), "", do)]
-
-
-def _judge_memlock(memlock_bytes: int, nodes: int) -> CheckRow:
-    """RDMA locks the memory it registers, so several nodes need it. On one node we know of no need: it only warns."""
-    too_low = memlock_bytes != UNLIMITED
-    value = f"{_limit(memlock_bytes // 1024)} KiB" if too_low else "unlimited"
-    do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
-    return graded("memlock limit", value, "unlimited", do, refuse=too_low and nodes > 1, warn=too_low)
 
 
 def _limit(value: int) -> str:

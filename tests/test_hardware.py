@@ -124,26 +124,6 @@ def test_config_path_lists_what_exists():
 SMI = "\n".join(f"GPU-{i}5d2c3a1-0000, NVIDIA H200, 143771, 9.0, Disabled, 580.95.05" for i in range(4)) + "\n"
 
 
-def rows(text):
-    return [line.split(", ") for line in text.splitlines()]
-
-
-@pytest.mark.parametrize(("value", "count"), [(None, 4), ("0,2", 2), ("", 0), ("-1", 0), ("1,9,2", 1), ("GPU-25d,GPU-35d", 2), ("3", 1)])
-def test_nvidia_smi_and_visible_devices(value, count):
-    found = hardware.nvidia_probe(rows(SMI), {} if value is None else {"CUDA_VISIBLE_DEVICES": value})
-    assert len(found.devices) == count
-    assert found.vendor == ("nvidia" if count else "none")
-    assert found.driver == "580.95.05"
-
-
-def test_nvidia_smi_with_mig():
-    found = hardware.nvidia_probe(rows(SMI.replace("Disabled", "Enabled")), {})
-    with pytest.raises(PreflightError, match="MIG"):
-        identify(found)
-    with pytest.raises(PreflightError, match="MIG"):
-        hardware.nvidia_probe(rows(SMI), {"CUDA_VISIBLE_DEVICES": "MIG-1234"})
-
-
 def _stub_nvidia_smi(folder: Path, script: str) -> dict[str, str]:
     stub = folder / "nvidia-smi"
     stub.write_text(f"#!/bin/sh\n{script}\n")
@@ -151,9 +131,28 @@ def _stub_nvidia_smi(folder: Path, script: str) -> dict[str, str]:
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
+def smi_says(folder: Path, text: str, **variables: str) -> Probe:
+    return hardware.probe_nvidia(_stub_nvidia_smi(folder, f"cat <<'X'\n{text}X") | variables, folder)
+
+
+@pytest.mark.parametrize(("value", "count"), [(None, 4), ("0,2", 2), ("", 0), ("-1", 0), ("1,9,2", 1), ("GPU-25d,GPU-35d", 2), ("3", 1)])
+def test_nvidia_smi_and_visible_devices(tmp_path, value, count):
+    found = smi_says(tmp_path, SMI, **({} if value is None else {"CUDA_VISIBLE_DEVICES": value}))
+    assert len(found.devices) == count
+    assert found.vendor == ("nvidia" if count else "none")
+    assert found.driver == "580.95.05"
+
+
+def test_nvidia_smi_with_mig(tmp_path):
+    found = smi_says(tmp_path, SMI.replace("Disabled", "Enabled"))
+    with pytest.raises(PreflightError, match="MIG"):
+        identify(found)
+    with pytest.raises(PreflightError, match="MIG"):
+        smi_says(tmp_path, SMI, CUDA_VISIBLE_DEVICES="MIG-1234")
+
+
 def test_probe_with_a_stub_nvidia_smi(tmp_path):
-    env = _stub_nvidia_smi(tmp_path, f"cat <<'X'\n{SMI}X")
-    assert identify(hardware.probe(env, tmp_path, tmp_path)).name == "H200"
+    assert identify(smi_says(tmp_path, SMI)).name == "H200"
     env = _stub_nvidia_smi(tmp_path, "echo 'No devices were found'; exit 6")
     assert hardware.probe(env, tmp_path, tmp_path) == Probe("none")
     env = _stub_nvidia_smi(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")

@@ -276,7 +276,7 @@ def test_memory_that_a_config_pins_is_required_in_addition():
 def test_what_depends_on_the_run():
     little = host.Host(2 * GIB, 0, 64 * 1024, 4096)
     cpu = by_check(host.judge(little, 1, "cpu", 1))
-    assert [cpu[check].verdict for check in ("host memory", "/dev/shm", "memlock limit")] == ["ok", "skipped", "skipped"]
+    assert cpu["host memory"].verdict == "ok" and not {"/dev/shm", "memlock limit"} & cpu.keys(), "only GPUs need them"
     assert by_check(host.judge(little, 1, "cuda", 1))["/dev/shm"].verdict == "warn", "one process talks to nobody"
     assert by_check(host.judge(little, 8, "cuda", 2))["memlock limit"].verdict == "refuse", "between nodes it is needed"
 
