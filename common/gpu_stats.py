@@ -53,10 +53,10 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
     if vendor == "amd":
         return [{name: _amd_value(Path(card), name) for name in names} | {"throttle": None} for card in addresses]
     fields = ["uuid", "clocks_event_reasons.active", *(VALUES[name][0] for name in names)]
-    found = {}
+    found: dict[str, dict] = {}
     for uuid, reasons, *texts in ask_nvidia_smi(",".join(fields), os.environ):
         values = {name: _scaled(text, VALUES[name][1]) for name, text in zip(names, texts, strict=True)}
-        found[uuid] = values | {"throttle": _throttle_reasons(reasons)}
+        found[uuid] = {**values, "throttle": _throttle_reasons(reasons)}
     return [found.get(address, {}) for address in addresses]
 
 
