@@ -1,7 +1,7 @@
-"""What the driver reports about each GPU now: utilization, memory errors, throttling. Asks nvidia-smi, or reads amdgpu's files in /sys.
+"""What the driver reports about each GPU now: power, clocks, memory, use, throttling, memory errors. For the sampler and for preflight.
 
-Neither needs root or a Python package. The AMD part was written from the kernel's documentation and never run: we have no AMD GPU.
-Standard library only.
+Asks nvidia-smi, or reads amdgpu's files in /sys; neither needs root or a Python package. nvidia-smi was tried on an H200, where a call
+takes 0.03 s; amdgpu's files were taken from the kernel's documentation and never read: we have no AMD GPU. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,10 +9,25 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# Name of a value: field of nvidia-smi, what to divide it by; files of an AMD card, of which the first that exists counts, and their divisor
+# (kernel documentation, gpu/amdgpu).
+VALUES: dict[str, tuple[str, float, tuple[str, ...], float]] = {
+    "power_w": ("power.draw", 1, ("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
+    "power_limit_w": ("enforced.power.limit", 1, ("hwmon/hwmon*/power1_cap",), 1e6),
+    "temperature_c": ("temperature.gpu", 1, ("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"), 1e3),  # junction, edge
+    "clock_mhz": ("clocks.sm", 1, ("hwmon/hwmon*/freq1_input",), 1e6),
+    "memory_clock_mhz": ("clocks.mem", 1, ("hwmon/hwmon*/freq2_input",), 1e6),
+    "memory_gib": ("memory.used", 2**10, ("mem_info_vram_used",), 2**30),
+    "utilization_percent": ("utilization.gpu", 1, ("gpu_busy_percent",), 1),
+    "uncorrected_errors": ("ecc.errors.uncorrected.volatile.total", 1, (), 1),  # of memory, since the driver was loaded
+    "corrected_errors": ("ecc.errors.corrected.volatile.total", 1, (), 1),
+}
+AMD_ERRORS = {"uncorrected_errors": "ue", "corrected_errors": "ce"}  # in each block's file: `ue: 0` and `ce: 0`
+HEALTH = ("utilization_percent", *AMD_ERRORS)  # what preflight asks for
+SAMPLED = tuple(name for name in VALUES if name not in HEALTH)  # once a second during a run
 # nvml.h, nvmlClocksEventReasons. Bit 0 means idle and is no throttling.
 NVML_THROTTLE_REASONS = {
     0x02: "application clocks",
@@ -24,22 +39,25 @@ NVML_THROTTLE_REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-FIELDS = "pci.bus_id,utilization.gpu,ecc.errors.uncorrected.volatile.total,ecc.errors.corrected.volatile.total,clocks_event_reasons.active"
-
-
-@dataclass(frozen=True)
-class GpuStats:
-    """One GPU at one moment; None where the driver does not say."""
-
-    utilization_percent: int | None = None
-    uncorrected_errors: int | None = None  # of memory, since the driver was loaded
-    corrected_errors: int | None = None
-    throttle_reasons: tuple[str, ...] | None = None
-    memory_partition: str = ""  # AMD: NPS1 is one partition
 
 
 class DriverError(Exception):
     """nvidia-smi is missing, fails or hangs; the message is its first line of output."""
+
+
+def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> list[dict]:
+    """The values `names` and `throttle`, a list of reasons, of each GPU of `addresses` (Device.address). Raises DriverError.
+
+    None where the driver does not say; {} for a GPU that it no longer lists.
+    """
+    if vendor == "amd":
+        return [{name: _amd_value(Path(card), name) for name in names} | {"throttle": None} for card in addresses]
+    fields = ["uuid", "clocks_event_reasons.active", *(VALUES[name][0] for name in names)]
+    found: dict[str, dict] = {}
+    for uuid, reasons, *texts in ask_nvidia_smi(",".join(fields), os.environ):
+        values = {name: _scaled(text, VALUES[name][1]) for name, text in zip(names, texts, strict=True)}
+        found[uuid] = {**values, "throttle": _throttle_reasons(reasons)}
+    return [found.get(address, {}) for address in addresses]
 
 
 def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str]]:
@@ -51,11 +69,29 @@ def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str
         raise DriverError(str(error)) from None
     if answer.returncode:
         raise DriverError(next(iter((answer.stdout + answer.stderr).strip().splitlines()), "no output"))
-    return parse_csv(answer.stdout)
+    return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.strip().splitlines()]
 
 
-def parse_csv(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split(",")] for line in text.strip().splitlines()]
+def _throttle_reasons(text: str) -> list[str] | None:
+    """The names of the bits that nvidia-smi gives as 0x0000000000000004; None for [N/A]."""
+    return [name for bit, name in NVML_THROTTLE_REASONS.items() if int(text, 16) & bit] if text.startswith("0x") else None
+
+
+def _amd_value(card: Path, name: str) -> float | None:
+    if name in AMD_ERRORS:
+        texts = [read_text(path) for path in (card / "ras").glob("*_err_count")]
+        return sum(int(count) for text in texts for count in re.findall(rf"{AMD_ERRORS[name]}: (\d+)", text)) if texts else None
+    _, _, patterns, unit = VALUES[name]
+    texts = [read_text(path) for pattern in patterns for path in sorted(card.glob(pattern))]
+    return _scaled(next(filter(None, texts), ""), unit)
+
+
+def _scaled(text: str, unit: float) -> float | None:
+    """None for "[N/A]", and for a file that is not there."""
+    try:
+        return round(float(text) / unit, 2)
+    except ValueError:
+        return None
 
 
 def read_text(path: Path) -> str:
@@ -70,41 +106,3 @@ def key_values(path: Path) -> dict[str, int]:
     """The lines `name number` of a file in /proc or /sys."""
     lines = [line.split() for line in read_text(path).splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) >= 2 and line[1].isdigit()}
-
-
-def read_gpus(vendor: str, environment: Mapping[str, str] = os.environ, sysfs: Path = Path("/sys")) -> dict[str, GpuStats]:
-    """All GPUs of the machine by PCI address (0000:1b:00.0); {} if the driver does not answer."""
-    if vendor == "amd":
-        cards = [path.parent for path in (sysfs / "bus/pci/devices").glob("*/mem_info_vram_total")]
-        return {card.name: _amd_stats(card) for card in cards if read_text(card / "vendor") == "0x1002"}
-    try:
-        return nvidia_stats(ask_nvidia_smi(FIELDS, environment))
-    except DriverError:
-        return {}
-
-
-def nvidia_stats(rows: list[list[str]]) -> dict[str, GpuStats]:
-    """`rows`: the answer to FIELDS, with [N/A] for what a card does not have. NVML's PCI domain has eight digits, Linux's has four."""
-    stats = {}
-    for pci, utilization, uncorrected, corrected, reasons in (row for row in rows if len(row) == 5):
-        domain, _, rest = pci.lower().partition(":")
-        stats[f"{domain[-4:]}:{rest}"] = GpuStats(_number(utilization), _number(uncorrected), _number(corrected), throttle_reasons(reasons))
-    return stats
-
-
-def throttle_reasons(text: str) -> tuple[str, ...] | None:
-    """The names of the bits that nvidia-smi gives as 0x0000000000000004."""
-    bits = _number(text)
-    return None if bits is None else tuple(name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit)
-
-
-def _amd_stats(card: Path) -> GpuStats:
-    """Each block's error file holds `ue: 0` and `ce: 0`. sysfs has no throttle reasons whose names hold across driver versions."""
-    counts = [dict(re.findall(r"(ue|ce): (\d+)", read_text(path))) for path in sorted((card / "ras").glob("*_err_count"))]
-    uncorrected, corrected = (sum(int(count.get(name, 0)) for count in counts) if counts else None for name in ("ue", "ce"))
-    partition = read_text(card / "current_memory_partition")
-    return GpuStats(_number(read_text(card / "gpu_busy_percent")), uncorrected, corrected, None, partition)
-
-
-def _number(text: str) -> int | None:
-    return int(text, 16 if text.startswith("0x") else 10) if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", text) else None

@@ -39,7 +39,7 @@ class Device:
     arch: str
     memory_bytes: int
     compute_units: int = 0  # 0: the driver does not say (nvidia-smi)
-    partition: str = ""  # "MIG", "CPX", ...; "" for a whole card
+    partition: str = ""  # "MIG", "CPX", "NPS4", ...; "" for a whole card
     address: str = field(default="", compare=False)  # where the sampler reads it: NVIDIA's UUID, AMD's folder of the card in /sys
 
     def __str__(self) -> str:
@@ -70,63 +70,24 @@ def identify(found: Probe, override: str = "") -> GpuKind | None:
         raise _partitioned(f"partition mode {mode}")
     if len(found.devices) > MAX_GPUS:
         raise _partitioned(f"{len(found.devices)} devices in one node")
-    if override:
-        return _overridden(found, override)
-    kinds = {_kind_name(device, found) for device in found.devices}
-    if len(kinds) > 1:
-        what, why = (
-            f"different kinds of GPU in one run: {', '.join(sorted(kinds))}",
-            "MLPerf requires one kind, and all would wait for the slowest",
-        )
-        variable = "HIP_VISIBLE_DEVICES" if found.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
-        raise PreflightError(what, why, f"choose one kind with {variable}")
-    return KINDS[kinds.pop()]
-
-
-def _overridden(found: Probe, override: str) -> GpuKind:
-    kind = KINDS.get(override)
-    if kind is None:
-        known = f"the known kinds are {', '.join(KINDS)}"
-        raise PreflightError(f"GPU_KIND={override} is unknown", known, "set GPU_KIND to one of them, or unset it")
-    if kind.vendor != found.vendor or any(not device.arch.startswith(kind.arch) for device in found.devices):
-        why = f"{override} is {kind.arch}; this machine has: {_listing(found)}"
-        raise PreflightError(f"GPU_KIND={override} does not fit the GPU", why, "correct or unset GPU_KIND")
-    for device in found.devices:
+    kinds = [KINDS.get(override or _named_kind(device.name)) for device in found.devices]
+    for device, kind in zip(found.devices, kinds, strict=True):
+        if kind is None or not device.arch.startswith(kind.arch):
+            raise _unknown(found, override)
         _refuse_less_than_whole(device, kind)
-    return kind
+    if len(set(kinds)) > 1:
+        names = ", ".join(sorted({kind.name for kind in kinds if kind}))
+        variable = "HIP_VISIBLE_DEVICES" if found.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+        why = "MLPerf requires one kind, and all would wait for the slowest"
+        raise PreflightError(f"different kinds of GPU in one run: {names}", why, f"choose one kind with {variable}")
+    return kinds[0]
 
 
-def _kind_name(device: Device, found: Probe) -> str:
-    name = _named_kind(device) or _unnamed_kind(device)
-    if name is None or not device.arch.startswith(KINDS[name].arch):
-        raise _unknown(found)
-    _refuse_less_than_whole(device, KINDS[name])
-    return name
-
-
-def _named_kind(device: Device) -> str | None:
-    if re.search(r"\b(PCIe|NVL)\b", device.name):  # lower clock, power and peak than the SXM card of the same number
-        return None
-    return next((name for name in KINDS if re.search(rf"\b{name}\b", device.name)), None)
-
-
-def _unnamed_kind(device: Device) -> str | None:
-    """From arch, compute units and memory, for AMD names without a model number ("AMD Instinct", "AMD Radeon Graphics")."""
-    if re.search(r"\bMI\d", device.name) or not device.arch.startswith("gfx"):
-        return None
-    if device.arch.startswith("gfx950"):
-        raise PreflightError(
-            f"this GPU ({device}) is an MI350X or an MI355X",
-            "both are gfx950 with 288 GB and 256 compute units, and the driver gives no product name",
-            "set GPU_KIND=MI350X or GPU_KIND=MI355X",
-        )
-    if device.arch.startswith("gfx942"):
-        if 0 < device.compute_units < 304 // 2 + 1 and 304 % device.compute_units == 0:
-            raise _partitioned(f"{device.compute_units} of 304 compute units")
-        if device.compute_units == 304:
-            near = [name for name in ("MI300X", "MI325X") if abs(device.memory_bytes / KINDS[name].memory_bytes - 1) < 0.1]
-            return near[0] if near else None
-    return None
+def _named_kind(name: str) -> str:
+    """The kind that a product's name contains; "" for none, and for PCIe cards: lower clock, power and peak than the SXM card."""
+    if re.search(r"\b(PCIe|NVL)\b", name):
+        return ""
+    return next((kind for kind in KINDS if re.search(rf"\b{kind}\b", name)), "")
 
 
 def _refuse_less_than_whole(device: Device, kind: GpuKind) -> None:
@@ -141,12 +102,12 @@ def _partitioned(sign: str) -> PreflightError:
     return PreflightError(f"a GPU is partitioned: {sign}", "all configs and peaks are for whole cards", do)
 
 
-def _unknown(found: Probe) -> PreflightError:
-    return PreflightError(
-        f"no config and no peak is known for this GPU: {_listing(found)}",
-        f"the known kinds are {', '.join(KINDS)} (H100 and H200 as SXM modules)",
-        "use one of them, or set GPU_KIND if the driver's name is misleading, or run the miniature with --device cpu",
-    )
+def _unknown(found: Probe, override: str) -> PreflightError:
+    known = f"the known kinds are {', '.join(KINDS)} (H100 and H200 as SXM modules)"
+    if override:
+        return PreflightError(f"GPU_KIND={override} is not the kind of this GPU: {_listing(found)}", known, "correct or unset GPU_KIND")
+    do = "use one of them, or set GPU_KIND if the driver's name is missing or misleading, or run the miniature with --device cpu"
+    return PreflightError(f"no config and no peak is known for this GPU: {_listing(found)}", known, do)
 
 
 def _listing(found: Probe) -> str:
@@ -189,31 +150,24 @@ def probe(environment: Mapping[str, str] | None = None, sysfs: Path = Path("/sys
     return amd if amd.devices else probe_nvidia(env, dev)
 
 
-NVIDIA_FIELDS = "uuid,name,memory.total,compute_cap,mig.mode.current,driver_version"
-
-
 def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
+    """CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
     if not (dev / "nvidiactl").exists() and not shutil.which("nvidia-smi", path=env.get("PATH")):
         return Probe("none")
     try:
-        rows = ask_nvidia_smi(NVIDIA_FIELDS, env)
+        rows = ask_nvidia_smi("uuid,name,memory.total,compute_cap,mig.mode.current,driver_version", env)
     except DriverError as error:
         if "No devices were found" in str(error):
             return Probe("none")
-        raise PreflightError(
-            f"nvidia-smi does not answer: {error}",
+        why, do = (
             "an NVIDIA driver is installed, but does not work here",
-            "repair the driver (see the kernel log), or run the miniature with --device cpu",
-        ) from None
-    return nvidia_probe(rows, env)
-
-
-def nvidia_probe(rows: list[list[str]], env: Mapping[str, str]) -> Probe:
-    """`rows`: nvidia-smi's answer to NVIDIA_FIELDS, memory in MiB. CUDA_VISIBLE_DEVICES may hold indices or UUIDs."""
+            "repair it (see the kernel log), or run the miniature with --device cpu",
+        )
+        raise PreflightError(f"nvidia-smi does not answer: {error}", why, do) from None
     devices = []
-    for uuid, name, memory, capability, mig, _ in rows:
+    for uuid, name, memory_mib, capability, mig, _ in rows:
         partition = "MIG" if mig == "Enabled" or " MIG " in name else ""
-        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory)) * 2**20, 0, partition, uuid))
+        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory_mib)) * 2**20, 0, partition, uuid))
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
     visible = visible_indices(len(devices), env.get("CUDA_VISIBLE_DEVICES"), [device.address for device in devices])
@@ -253,9 +207,9 @@ def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
     name = read_text(card / "product_name")
     if not re.search(r"\bMI\d", name):
         name = AMD_PRODUCTS.get(facts.get("device_id", 0), name)
-    mode = read_text(card / "current_compute_partition")
+    modes = [read_text(card / f"current_{what}_partition") for what in ("compute", "memory")]
     units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)
-    return Device(name, arch, memory, units, mode if mode != "SPX" else "", str(card))
+    return Device(name, arch, memory, units, " ".join(mode for mode in modes if mode not in ("", "SPX", "NPS1")), str(card))
 
 
 def visible_indices(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:

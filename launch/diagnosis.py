@@ -64,11 +64,7 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
         rank = min(silent, key=lambda r: (exits.get(r, {}).get("exit_code") == -signal.SIGTERM, exits.get(r, {}).get("time", 0)))
         beat = _read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {})
         return _died_silently(rank, run_dir, exits.get(rank)), {**beat, "rank": rank}
-    secondary = earliest("failed")
-    if secondary and (early := earliest("done")):
-        what = f"rank {early['rank']} ended as if done at step {early.get('step')}, while others were still training"
-        return RankLost(what, secondary["what"], "this is a defect: keep the run directory and report it"), early
-    if other := earliest("interrupted") or secondary:
+    if other := earliest("interrupted") or earliest("failed"):
         return _as_error(other), other
     what = "the processes ended without reaching the target and without a reason"
     return RunError(what, "no rank left a record of a failure", f"see {run_dir}/torchrun.log, and report this as a defect"), {}

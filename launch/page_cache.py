@@ -16,24 +16,18 @@ CHUNK = 2**30  # bytes mapped at once: mincore answers one byte per page
 
 
 def clear(files: Iterable[Path]) -> str:
-    """Clear `files` from the page cache. Returns how: `fadvise`, `drop_caches`, or `no` if any page of them is still in memory.
+    """Clear `files` from the page cache. Returns how: `fadvise`, or `no` if any page of them is still in memory.
 
     Per file and without root: fsync, since dirty pages stay, then POSIX_FADV_DONTNEED. Opens the files, reads nothing.
     A file that another user owns and this one can only read counts as cleared: the kernel does not tell.
     """
     paths = list(files)
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError):
         for path in paths:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if not any(map(resident, paths)):
-            return "fadvise"
-    with contextlib.suppress(OSError):
-        os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-        if not any(map(resident, paths)):
-            return "drop_caches"
+        return "no" if any(map(resident, paths)) else "fadvise"
     return "no"
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from common.errors import CheckFailed, Interrupted, RunError
+from common.hardware import Probe
 from launch import diagnosis, page_cache, run_directory, sampler, series
 from launch.console import closing, print_stderr
 from launch.job import ROOT, Job, ensure_data, trainer_command, trainer_environment
@@ -94,7 +95,7 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     ranks = range(config.world_size) if node.rank == 0 else local_ranks
     watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
     command, environment = trainer_command(job, run_dir, seed), trainer_environment(job, cleared)
-    with sampler.sampling(run_dir, enabled=job.selection.device == "cuda"):
+    with sampler.sampling(run_dir, job.gpus if job.selection.device == "cuda" else Probe("none")):
         return supervise(command, environment, run_dir, watch, functools.partial(nodes.poll, run_dir))
 
 

@@ -19,20 +19,14 @@ OPTIONAL = ("triton", "pytorch-triton-rocm", "transformer-engine", "amd-aiter", 
 
 
 def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
-    """LOGDIR/<benchmark>/<date>_<config>_seed<seed>, with an empty ranks/. Raises StorageError if it cannot be written."""
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}_{config_stem}_seed{seed}"
-    for attempt in range(1, 100):
-        folder = log_dir / benchmark / (stem if attempt == 1 else f"{stem}_{attempt}")
-        try:
-            folder.mkdir(parents=True)
-            (folder / "ranks").mkdir()
-            return folder
-        except FileExistsError:
-            if not folder.is_dir():  # a file stands where LOGDIR should be
-                break
-        except OSError as error:
-            raise _cannot_write(folder, error) from None
-    raise StorageError(f"cannot create {folder}", "a file or many directories of that name exist", "choose another LOGDIR")
+    """LOGDIR/<benchmark>/<date>_<config>_seed<seed>, with an empty ranks/. Raises StorageError if it exists or cannot be written."""
+    folder = log_dir / benchmark / f"{time.strftime('%Y%m%d-%H%M%S')}_{config_stem}_seed{seed}"
+    try:
+        folder.mkdir(parents=True)
+        (folder / "ranks").mkdir()
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+    return folder
 
 
 def require_writable(folder: Path) -> None:

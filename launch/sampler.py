@@ -1,4 +1,4 @@
-"""Samples power, temperature, clocks and memory of the GPUs once a second during a run: `python -m launch.sampler FILE`.
+"""Samples power, temperature, clocks and memory of the GPUs once a second during a run: `python -m launch.sampler FILE VENDOR GPUS`.
 
 A separate process, so that a driver that hangs cannot hold up a run. It ends when its standard input closes, thus also when the launcher
 is killed. FILE, gpu_samples.jsonl, has one object a line:
@@ -9,13 +9,13 @@ is killed. FILE, gpu_samples.jsonl, has one object a line:
     {"event": "note", "what": WHY_SOMETHING_IS_MISSING}    {"event": "stop", "time_s", "samples"}
 
 `gpus` are those that the ranks see, in their order: entry k belongs to local rank k. null: the driver does not report it. These are the
-driver's numbers for finding a slow or hot GPU, not a power measurement by MLPerf's rules. nvidia-smi was tried on an H200, where a call
-takes 0.03 s; the files of amdgpu were taken from the kernel's documentation and never read: we have no AMD GPU.
+driver's numbers for finding a slow or hot GPU, not a power measurement by MLPerf's rules.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -25,9 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.errors import PreflightError
-from common.gpu_stats import DriverError, ask_nvidia_smi, read_text, throttle_reasons
-from common.hardware import Probe, probe
+from common.gpu_stats import SAMPLED, DriverError, read_gpus
+from common.hardware import Probe
 from launch.console import print_stderr
 from records.json_lines import append_line
 
@@ -37,46 +36,24 @@ END_S = 5.0  # for the sampler to end; a call of a hung driver never ends
 NICE = 10  # below the ranks in priority
 SOURCES = {"nvidia": "nvidia-smi", "amd": "amdgpu's files in /sys"}
 
-# Name in the sample: field of nvidia-smi, and what to divide it by
-NVIDIA = {
-    "power_w": ("power.draw", 1),
-    "power_limit_w": ("enforced.power.limit", 1),
-    "temperature_c": ("temperature.gpu", 1),
-    "clock_mhz": ("clocks.sm", 1),
-    "memory_clock_mhz": ("clocks.mem", 1),
-    "memory_gib": ("memory.used", 2**10),
-}
-# Name in the sample: files of a card, the first that exists counts, and what to divide by (kernel documentation, gpu/amdgpu/thermal)
-AMD = {
-    "power_w": (("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
-    "power_limit_w": (("hwmon/hwmon*/power1_cap",), 1e6),
-    "temperature_c": (("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"), 1e3),  # junction, edge
-    "clock_mhz": (("hwmon/hwmon*/freq1_input",), 1e6),
-    "memory_clock_mhz": (("hwmon/hwmon*/freq2_input",), 1e6),
-    "memory_gib": (("mem_info_vram_used",), 2**30),
-}
-
 
 # --- the launcher's side ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def sampling(run_dir: Path, enabled: bool) -> Iterator[None]:
-    """Sample into `run_dir` while the block runs. A failure of the sampler does not affect the run."""
-    if not enabled:
+def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
+    """Sample the GPUs into `run_dir` while the block runs. A failure of the sampler does not affect the run."""
+    if not found.devices:
         yield
         return
-    process = _start(run_dir / NAME)
+    gpus = json.dumps([{"id": device.address, "name": device.name} for device in found.devices])
+    command = [sys.executable, "-m", "launch.sampler", str(run_dir / NAME), found.vendor, gpus]
+    # In a session of its own: Ctrl-C is for the launcher, which then closes the pipe.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         yield
     finally:
         _end(process)
-
-
-def _start(path: Path) -> subprocess.Popen:
-    """In a session of its own: Ctrl-C is for the launcher, which then closes the pipe."""
-    command = [sys.executable, "-m", "launch.sampler", str(path)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -98,61 +75,26 @@ def _end(process: subprocess.Popen) -> None:
 # --- the sampler ------------------------------------------------------------------------------------------------------
 
 
-def read(found: Probe) -> list[dict]:
-    """One record per GPU of `found`. Raises DriverError."""
-    if found.vendor == "amd":
-        return [_read_amd(Path(device.address)) for device in found.devices]
-    fields = ["uuid", "clocks_event_reasons.active", *(field for field, _ in NVIDIA.values())]
-    rows = {uuid: (reasons, values) for uuid, reasons, *values in ask_nvidia_smi(",".join(fields), os.environ)}
-    return [_read_nvidia(*rows[device.address]) if device.address in rows else {} for device in found.devices]
-
-
-def _read_nvidia(reasons: str, values: list[str]) -> dict:
-    sample = {name: _scaled(text, unit) for (name, (_, unit)), text in zip(NVIDIA.items(), values, strict=True)}
-    return {**sample, "throttle": throttle_reasons(reasons)}
-
-
-def _read_amd(card: Path) -> dict:
-    sample = {}
-    for name, (patterns, unit) in AMD.items():
-        texts = [read_text(path) for pattern in patterns for path in sorted(card.glob(pattern))]
-        sample[name] = _scaled(next(filter(None, texts), ""), unit)
-    return {**sample, "throttle": None}
-
-
-def _scaled(text: str, unit: float) -> float | None:
-    """None for "[N/A]", and for a file that is not there."""
-    try:
-        return round(float(text) / unit, 2)
-    except ValueError:
-        return None
-
-
-def sample(found: Probe, file: int, closed: Callable[[float], bool], clock: Callable[[], float] = time.monotonic) -> None:
+def sample(file: int, vendor: str, gpus: list[dict], closed: Callable[[float], bool], clock: Callable[[], float] = time.monotonic) -> None:
     """Write samples to `file`, a descriptor, until `closed(seconds)`, which waits at most that long, says that our input is closed."""
-    gpus = [{"id": device.address, "name": device.name} for device in found.devices]
-    _write(file, "start", source=SOURCES[found.vendor], time=time.time(), period_s=PERIOD_S, gpus=gpus)
+    append_line(file, {"event": "start", "source": SOURCES[vendor], "time": time.time(), "period_s": PERIOD_S, "gpus": gpus})
     began = due = clock()
     samples, noted = 0, set()
     while True:
         time_s = round(clock() - began, 3)
         try:
-            values = read(found)
+            values = read_gpus(vendor, [gpu["id"] for gpu in gpus], SAMPLED)
         except DriverError as error:
             values = [{} for _ in gpus]
             if str(error) not in noted:
-                _write(file, "note", what=f"the GPUs cannot be read: {error}")
+                append_line(file, {"event": "note", "what": f"the GPUs cannot be read: {error}"})
             noted.add(str(error))
-        _write(file, "sample", time_s=time_s, gpus=values)
+        append_line(file, {"event": "sample", "time_s": time_s, "gpus": values})
         samples += 1
         due = max(due + PERIOD_S, clock())  # no burst after a slow read
         if closed(due - clock()):
             break
-    _write(file, "stop", time_s=round(clock() - began, 3), samples=samples)
-
-
-def _write(file: int, event: str, **values) -> None:
-    append_line(file, {"event": event, **values})
+    append_line(file, {"event": "stop", "time_s": round(clock() - began, 3), "samples": samples})
 
 
 def _input_closed(seconds: float) -> bool:
@@ -160,18 +102,10 @@ def _input_closed(seconds: float) -> bool:
     return bool(readable)  # nothing is ever written: readable means closed
 
 
-def main(path: Path) -> int:
+def main(path: Path, vendor: str, gpus: list[dict]) -> int:
     os.nice(NICE)
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            found, why_not = probe(), "no GPU that the ranks see"
-        except PreflightError as error:
-            found, why_not = Probe("none"), error.what
-        if found.devices:
-            sample(found, file, _input_closed)
-        else:
-            _write(file, "note", what=f"no sampler: {why_not}")
+        sample(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), vendor, gpus, _input_closed)
     except OSError as error:
         print(f"note: GPU samples end here: {error}", file=sys.stderr, flush=True)
         return 1
@@ -179,4 +113,4 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])))

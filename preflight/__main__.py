@@ -8,13 +8,12 @@ not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a w
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import importlib
 import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from pathlib import Path
 from common import config as configs
 from common.errors import ConfigError, Interrupted, PreflightError, RunError
 from common.gpu_kinds import GpuKind
-from common.gpu_stats import read_gpus
+from common.gpu_stats import HEALTH, DriverError, read_gpus
 from common.hardware import Probe, identify, probe
 from gemm_tuning.file import configured, read_tuned, require_same_versions
 from launch.job import ROOT, directories, rank_environment, torchrun
@@ -32,11 +31,10 @@ from plan import estimate as plan
 from plan.command import workload
 from preflight import gpus, host
 from preflight.check_row import CheckRow, graded, overall, skipped, table
-from preflight.measured import Measured, limit_s, read_ranks
+from preflight.measured import Measured, read_ranks
 
 SECONDS, QUICK_SECONDS = 3.0, 0.5
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
-END_S = 45.0  # torchrun gives its ranks 30 s to end
 
 
 @dataclass(frozen=True)
@@ -90,28 +88,25 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
     """All rows, and what the ranks measured. Raises ConfigError."""
     if options.benchmark not in benchmarks(ROOT):
         raise ConfigError(f"unknown benchmark {options.benchmark}", f"there are: {', '.join(benchmarks(ROOT))}", "name one of them")
-    override, name = environment.get("GPU_KIND", ""), "GPU driver"
     try:
         found = Probe("none") if options.device == "cpu" else probe(environment)
         if options.device == "cuda" and not found.devices:
             raise PreflightError("no GPU is visible", do="check the driver and *_VISIBLE_DEVICES")
-        name = "GPU kind"
-        kind = identify(found, override)
+        kind = identify(found, environment.get("GPU_KIND", ""))
     except PreflightError as error:
-        return [CheckRow(name, "refuse", error.what, "whole cards of one known kind", error.do)], []
+        return [CheckRow("GPU kind", "refuse", error.what, "whole cards of one known kind", error.do)], []
     request = requested_run(options, environment, kind, len(found.devices))
     rows, fits = [request.row], True
     if request.device == "cuda":
-        kind, presence = gpus.judge_presence(found, override, request.kind, request.count)
+        presence = gpus.judge_presence(kind, len(found.devices), request.kind, request.count)
         rows, fits = rows + presence, overall(presence) != "refuse"
     else:
         found, kind = Probe("none"), None
     rows += host_rows(options.benchmark, request, environment)
     not_measured = skipped("health and speed of the GPUs", "the GPUs are not those of the config")
     ranks, measured_rows = measured(request, found, kind, options, environment) if fits else ([], [not_measured])
+    rows += [host.judge_software(), CheckRow("driver", "ok", found.driver)] if found.driver else [host.judge_software()]
     first = next((rank for rank in ranks if rank.phase != "start"), None)
-    rows.append(host.judge_software(host.installed(first.cuda if first else None, first.hip if first else None)))
-    rows.append(host.judge_driver(found.vendor, found.driver))
     return rows + judge_gemm_tuning(request, first) + measured_rows, ranks
 
 
@@ -164,8 +159,13 @@ def measured(
 ) -> tuple[list[Measured], list[CheckRow]]:
     seconds = QUICK_SECONDS if options.quick else SECONDS
     print(f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...", file=sys.stderr, flush=True)
-    read = functools.partial(read_gpus, found.vendor, environment) if kind else dict
     during: list[gpus.Stats] = []
+
+    def read() -> gpus.Stats:
+        with contextlib.suppress(DriverError):
+            return read_gpus(found.vendor, [device.address for device in found.devices], HEALTH) if kind else []
+        return []
+
     before = read()
     ranks = run_ranks(request, seconds, environment, lambda: during.append(read()))
     after, seen = read(), [rank for rank in ranks if rank.memory_bytes]
@@ -175,9 +175,8 @@ def measured(
     if kind is None:
         rows.append(skipped("health of the GPUs", "the run would be on the CPU"))
     elif len(seen) == request.count:
-        rows += [gpus.judge_torch(seen, found.vendor, kind, environment.get("GPU_KIND", "")), gpus.judge_memory_in_use(seen)]
+        rows += [gpus.judge_torch(seen, kind), gpus.judge_memory_in_use(seen)]
         rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, during)]
-        rows += [gpus.judge_memory_partition(seen, before)] if found.vendor == "amd" else []
     if rows[0].verdict == "ok":
         rows += [gpus.judge_fp8(ranks, request.device), *gpus.judge_speeds(ranks, request.device, request.kind)]
     return ranks, rows
@@ -194,19 +193,16 @@ def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
     return graded("measuring processes", value or "all finished", f"{count} of {count}", do, refuse=bool(value))
 
 
-def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], None]) -> list[Measured]:
-    """One process per GPU, started by launch.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S."""
+def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], object]) -> list[Measured]:
+    """One process per GPU, started by launch.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S.
+
+    A rank that hangs ends itself (preflight.measured.limit_s).
+    """
     with tempfile.TemporaryDirectory(prefix="preflight-") as name:
         folder = Path(name)
         command = torchrun(folder, request.count, ["-m", "preflight.measure", name, request.device, str(seconds)])
         env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}  # torchrun leaves an empty folder there
-        deadline = time.monotonic() + limit_s(seconds) + END_S  # the ranks have their own limit; this one is for torchrun
-
-        def is_late() -> bool:
-            meanwhile()
-            return time.monotonic() > deadline
-
-        ending = supervise(command, env, folder, stop=is_late, poll_s=SAMPLE_S, stdout=sys.stderr)
+        ending = supervise(command, env, folder, stop=lambda: bool(meanwhile()), poll_s=SAMPLE_S, stdout=sys.stderr)
         if ending.signal_number:
             raise Interrupted(ending.signal_number)
         return read_ranks(folder)

@@ -5,44 +5,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from common.errors import PreflightError
 from common.gpu_kinds import GIB, GpuKind
-from common.gpu_stats import GpuStats
-from common.hardware import Device, Probe, identify
+from common.hardware import WHOLE_CARD
 from preflight.check_row import CheckRow, Limits, graded, skipped, worst
 from preflight.measured import UNITS, Measured
 
-Stats = dict[str, GpuStats]  # by PCI address
+Stats = list[dict]  # common.gpu_stats.read_gpus: of each visible GPU, in the order of the ranks; [] if the driver does not answer
 USED_GIB = 2  # our own CUDA or HIP context takes some 0.5 GiB of an empty card
 BUSY_PERCENT = (1, 10)  # warn and refuse; an idle card says 0
 # Throttling beyond the power limit, which a healthy card reaches under these matrix products.
 FAULTS = ("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake")
 
 
-def judge_presence(found: Probe, override: str, kind_name: str, count: int) -> tuple[GpuKind | None, list[CheckRow]]:
-    """Whole cards of one kind, of the expected kind and number. The kind is None if nothing can be measured."""
-    try:
-        kind = identify(found, override)
-    except PreflightError as error:
-        return None, [CheckRow("GPU kind", "refuse", error.what, kind_name, error.do)]
-    name, visible = kind.name if kind else "none", len(found.devices)
-    do = "drop --config or DGXSYSTEM, or use one for this GPU"
-    return kind, [
+def judge_presence(kind: GpuKind | None, visible: int, kind_name: str, count: int) -> list[CheckRow]:
+    name, do = kind.name if kind else "none", "drop --config or DGXSYSTEM, or use one for this GPU"
+    return [
         graded("GPU kind", name, kind_name, do, refuse=name != kind_name),
         graded("GPU count", f"{visible} visible", str(count), "show more GPUs, or use a config for fewer", refuse=visible < count),
     ]
-
-
-def judge_torch(ranks: Sequence[Measured], vendor: str, kind: GpuKind, override: str) -> CheckRow:
-    """The same check on what torch sees: a container's partitions, or a wrong build of torch, show here and not in the driver."""
-    check, expected = "GPUs as torch sees them", f"{kind.name}, {kind.compute_units} compute units, {kind.memory_bytes / GIB:.0f} GiB"
-    devices = tuple(Device(rank.name, rank.arch, rank.memory_bytes, rank.compute_units) for rank in ranks)
-    try:
-        seen = identify(Probe(vendor, devices), override)
-    except PreflightError as error:
-        return CheckRow(check, "refuse", error.what, expected, error.do)
-    do = "use a torch built for this GPU, and the same *_VISIBLE_DEVICES everywhere"
-    return graded(check, str(devices[0]), expected, do, refuse=seen is None or seen.name != kind.name)
 
 
 Finding = tuple[str, str] | None  # verdict and text of one GPU; None if the driver does not report it
@@ -58,8 +38,21 @@ def _per_gpu(check: str, expected: str, do: str, ranks: Sequence[Measured], find
     return graded(check, value or good, expected, do, refuse="refuse" in verdicts, warn="warn" in verdicts)
 
 
-def _of(ranks: Sequence[Measured], stats: Stats) -> list[GpuStats]:
-    return [stats.get(rank.pci, GpuStats()) for rank in ranks]
+def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
+    """Is it the same GPU to torch? A container's partitions, or a wrong build of torch, show here and not in the driver."""
+    expected = f"{kind.name}, {kind.compute_units} compute units, {kind.memory_bytes / GIB:.0f} GiB"
+    do = "use a torch built for this GPU, and the same *_VISIBLE_DEVICES everywhere"
+    findings: list[Finding] = []
+    for rank in ranks:
+        is_same = rank.arch.startswith(kind.arch) and rank.compute_units == kind.compute_units
+        is_whole = rank.memory_bytes >= WHOLE_CARD * kind.memory_bytes
+        text = f"{rank.name}, {rank.arch}, {rank.compute_units} compute units, {rank.memory_bytes / GIB:.0f} GiB"
+        findings.append(("ok" if is_same and is_whole else "refuse", text))
+    return _per_gpu("GPUs as torch sees them", expected, do, ranks, findings, ranks[0].name)
+
+
+def _of(ranks: Sequence[Measured], stats: Stats, name: str) -> list:
+    return [stats[rank.rank].get(name) if stats else None for rank in ranks]
 
 
 def judge_memory_in_use(ranks: Sequence[Measured]) -> CheckRow:
@@ -70,8 +63,8 @@ def judge_memory_in_use(ranks: Sequence[Measured]) -> CheckRow:
 
 
 def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
-    percents = [one.utilization_percent for one in _of(ranks, before)]
-    findings = [None if percent is None else (worst(percent, BUSY_PERCENT), f"{percent} %") for percent in percents]
+    percents = _of(ranks, before, "utilization_percent")
+    findings = [None if percent is None else (worst(percent, BUSY_PERCENT), f"{percent:g} %") for percent in percents]
     do = "find the program that uses it; wait or end it"
     return _per_gpu("GPU use before the test", f"< {BUSY_PERCENT[0]} %", do, ranks, findings, "idle")
 
@@ -79,11 +72,12 @@ def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
 def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> CheckRow:
     """Uncorrected memory errors refuse. Corrected ones are common, but should not appear while we measure."""
     findings: list[Finding] = []
-    for then, now in zip(_of(ranks, before), _of(ranks, after), strict=True):
-        rising = then.corrected_errors is not None and (now.corrected_errors or 0) > then.corrected_errors
-        finding = ("warn" if rising else "ok", f"{now.corrected_errors} corrected, rising")
-        finding = ("refuse", f"{now.uncorrected_errors} uncorrected") if now.uncorrected_errors else finding
-        findings.append(None if now.uncorrected_errors is None else finding)
+    corrected = [_of(ranks, stats, "corrected_errors") for stats in (before, after)]
+    for uncorrected, then, now in zip(_of(ranks, after, "uncorrected_errors"), *corrected, strict=True):
+        rising = then is not None and (now or 0) > then
+        finding = ("warn", f"{now:g} corrected, rising") if rising else ("ok", "")
+        finding = ("refuse", f"{uncorrected:g} uncorrected") if uncorrected else finding
+        findings.append(None if uncorrected is None else finding)
     do = "reset the GPU or restart the host; if they come back, have the card replaced"
     return _per_gpu("memory errors (ECC)", "none uncorrected, none new", do, ranks, findings, "none")
 
@@ -91,18 +85,11 @@ def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> Chec
 def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> CheckRow:
     findings: list[Finding] = []
     for rank in ranks:
-        reported = [one.throttle_reasons for stats in during for one in _of([rank], stats) if one.throttle_reasons is not None]
+        reported = [reasons for stats in during for reasons in _of([rank], stats, "throttle") if reasons is not None]
         faults = [name for name in FAULTS if any(name in reasons for reasons in reported)]
         findings.append(("warn" if faults else "ok", ", ".join(faults)) if reported else None)
     do = "check the cooling and power supply of this GPU"
     return _per_gpu("throttling under load", "none beyond the power limit", do, ranks, findings, "none")
-
-
-def judge_memory_partition(ranks: Sequence[Measured], stats: Stats) -> CheckRow:
-    """Memory partitions (NPS4) leave the counts as they are; compute partitions are refused by judge_presence."""
-    modes = [one.memory_partition for one in _of(ranks, stats)]
-    findings = [("ok" if mode == "NPS1" else "refuse", mode) if mode else None for mode in modes]
-    return _per_gpu("memory partition", "NPS1", "amd-smi set --memory-partition NPS1", ranks, findings, "NPS1")
 
 
 # --- correct and fast -------------------------------------------------------------------------------------------------
@@ -138,12 +125,11 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
     for name, unit in UNITS.items():
         values, speed = [rank.speeds[name] for rank in ranks if name in rank.speeds], EXPECTED.get(kind, {}).get(name)
         siblings, table = f"{name}, siblings", f"{name}, table"
-        if device == "cpu":
-            why = f"{_range(values, unit)}: processes of a CPU share its cores" if values else "not measured on one process"
-            rows.append(skipped(name, why))
-            continue
         if len(values) < len(ranks):
-            rows.append(skipped(name, "takes two GPUs" if len(ranks) == 1 else "not measured on every GPU"))
+            rows.append(skipped(name, "takes two processes" if len(ranks) == 1 else "not measured by every process"))
+            continue
+        if device == "cpu":
+            rows.append(skipped(name, f"{_range(values, unit)}: processes of a CPU share its cores"))
             continue
         if len(values) == 1:
             rows.append(skipped(siblings, f"{_range(values, unit)}: one GPU has no sibling"))

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,8 @@ class Host:
 
 def read(root: Path = Path("/")) -> Host:
     memlock, files = (resource.getrlimit(what)[0] for what in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
-    return Host(available_memory(root), free_bytes(root / "dev/shm"), memlock, files)
+    shm = root / "dev/shm"
+    return Host(available_memory(root), shutil.disk_usage(shm).free if shm.exists() else 0, memlock, files)
 
 
 def available_memory(root: Path) -> int:
@@ -54,20 +56,6 @@ def available_memory(root: Path) -> int:
     return min(machine, max(int(limit) - kept, 0))
 
 
-def nearest(path: Path) -> Path:
-    """`path`, or the first of its parents that exists."""
-    return next(place for place in (path, *path.parents) if place.exists())
-
-
-def free_bytes(path: Path) -> int:
-    """Space that this user may write on the file system of `path`; 0 if there is no such path."""
-    try:
-        facts = os.statvfs(path)
-    except OSError:
-        return 0
-    return facts.f_bavail * facts.f_frsize
-
-
 def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0) -> list[CheckRow]:
     """`pinned_bytes`: host memory that the config pins for each process (offload_layers), on top of what every run takes."""
     memory, shm = host.memory_bytes / GIB, host.shm_bytes / GIB
@@ -77,20 +65,14 @@ def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int
     if device == "cuda":
         do = "start the container with --shm-size 16g or --ipc host; on a bare host enlarge the tmpfs"
         limits = SHM_GIB if processes > 1 else (SHM_GIB[0], 0)
-        rows += [at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do), _judge_memlock(host.memlock_bytes, nodes)]
-    else:
-        rows += [skipped(name, "only GPUs need it") for name in ("/dev/shm", "memlock limit")]
+        rows.append(at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do))
+        # RDMA locks the memory it registers, so several nodes need it. On one node we know of no need: it only warns.
+        value, is_low = _limit(host.memlock_bytes), host.memlock_bytes != UNLIMITED
+        do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
+        rows.append(graded("memlock limit", value, "unlimited (bytes)", do, refuse=is_low and nodes > 1, warn=is_low))
     files = float("inf") if host.open_files == UNLIMITED else host.open_files
     do = f"ulimit -n {OPEN_FILES[0]}, or --ulimit nofile={OPEN_FILES[0]} for a container"
     return [*rows, at_least("open files", files, OPEN_FILES, _limit(host.open_files), "", do)]
-
-
-def _judge_memlock(memlock_bytes: int, nodes: int) -> CheckRow:
-    """RDMA locks the memory it registers, so several nodes need it. On one node we know of no need: it only warns."""
-    too_low = memlock_bytes != UNLIMITED
-    value = f"{_limit(memlock_bytes // 1024)} KiB" if too_low else "unlimited"
-    do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
-    return graded("memlock limit", value, "unlimited", do, refuse=too_low and nodes > 1, warn=too_low)
 
 
 def _limit(value: int) -> str:
@@ -101,17 +83,16 @@ def _limit(value: int) -> str:
 
 
 def judge_read_folder(name: str, folder: Path, miniature: bool) -> list[CheckRow]:
-    """Does it hold files, how much is free, and how fast is its largest file read?"""
+    """Does it hold files, and how fast is its largest file read?"""
     files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []
-    free = f"{free_bytes(nearest(folder)) / GIB:,.0f} GiB free"
     speed = f"{name}, read speed"
     if not files and miniature:
-        return [skipped(name, f"{folder}: the first run creates it; {free}"), skipped(speed, "nothing to read yet")]
+        return [skipped(name, f"{folder}: the first run creates it"), skipped(speed, "nothing to read yet")]
     if not files:
-        row = CheckRow(name, "warn", f"no files in {folder}; {free}", "the data", "see prepare --help")
+        row = CheckRow(name, "warn", f"no files in {folder}", "the data", "see prepare --help")
         return [row, skipped(speed, "nothing to read")]
     size = sum(path.stat().st_size for path in files)
-    row = CheckRow(name, "ok", f"{folder}: {len(files)} files, {size / GIB:,.1f} GiB; {free}")
+    row = CheckRow(name, "ok", f"{folder}: {len(files)} files, {size / GIB:,.1f} GiB")
     return [row, judge_speed(speed, max(files, key=lambda path: path.stat().st_size))]
 
 
@@ -142,50 +123,21 @@ def read_speed(path: Path, seconds: float = 1.0) -> float:
 
 def judge_log_folder(folder: Path) -> CheckRow:
     """Where results go: free space and permission to write, without writing."""
-    parent, do = nearest(folder), "free space, or set LOGDIR to another place"
+    parent = next(place for place in (folder, *folder.parents) if place.exists())
+    do = "free space, or set LOGDIR to another place"
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         return CheckRow("LOGDIR", "refuse", f"{parent} cannot be written by this user", "a writable folder", "set LOGDIR to another place")
-    free = free_bytes(parent) / GIB
+    free = shutil.disk_usage(parent).free / GIB
     return at_least("LOGDIR", free, LOG_GIB, f"{folder}: {free:,.1f} GiB free", "GiB", do)
 
 
 # --- software ---------------------------------------------------------------------------------------------------------
 
-Stack = tuple[str, str, str, str]  # Python (major.minor), torch (without its local part), "CUDA 13.0" or "ROCm 7.2" or "CPU", triton
-# Trained and tested by us with exactly these. Nothing was ever run on ROCm, so it has no line.
-TESTED = {
-    ("3.12", "2.11.0", "CUDA 13.0", "3.6.0"): "1, 2 and 4 x H200",
-    ("3.11", "2.13.0", "CPU", "3.7.1"): "the miniatures, 2 cores",
-}
-UNKNOWN = "built for ?"
-TESTED_DRIVERS = {"nvidia": "580"}  # branch; CUDA 13.0 needs it or a newer one
 
-
-def installed(cuda: str | None, hip: str | None) -> Stack:
-    """`cuda` and `hip`: torch.version's in a process that imported torch; None if no process could."""
-    backend = f"CUDA {cuda}" if cuda else f"ROCm {'.'.join(hip.split('.')[:2])}" if hip else UNKNOWN if cuda is None else "CPU"
-    torch, triton = (version_of(name) for name in ("torch", "triton"))
-    python, triton = ".".join(platform.python_version_tuple()[:2]), triton or version_of("pytorch-triton-rocm")
-    return python, (torch or "").partition("+")[0], backend, (triton or "").partition("+")[0]
-
-
-def judge_software(stack: Stack) -> CheckRow:
-    python, torch, backend, triton = stack
-    text, oldest = f"Python {python}, torch {torch or 'missing'}, {backend}, triton {triton or 'missing'}", ".".join(map(str, OLDEST_TORCH))
-    if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < OLDEST_TORCH:
-        return CheckRow("software", "refuse", text, f"torch >= {oldest}", f"install torch {oldest} or newer")
-    if backend == UNKNOWN:
-        return skipped("software", f"{text}: no process could say what torch is built for")
-    near = next((tested for tested in TESTED if tested[2].split()[0] == backend.split()[0]), None)
-    expected = f"{', '.join(near)}: {TESTED[near]}" if near else f"we never ran anything on {backend}"
-    return graded("software", text, expected, "we never tried this: run the tests (./run_tests.sh) first", warn=stack not in TESTED)
-
-
-def judge_driver(vendor: str, driver: str) -> CheckRow:
-    if vendor == "none":
-        return skipped("driver", "no GPU is used")
-    tested = TESTED_DRIVERS.get(vendor)
-    expected = f"{tested}.x, as tested" if tested else "we never tried any"
-    untried = tested is None or driver.split(".")[0] != tested
-    do = "never tried: check the other rows carefully"
-    return graded("driver", driver or "the driver does not report it", expected, do, warn=untried)
+def judge_software() -> CheckRow:
+    """The local part of torch's version says what it is built for (+cu130, +rocm7.2)."""
+    triton = version_of("triton") or version_of("pytorch-triton-rocm")
+    text = f"Python {platform.python_version()}, torch {version_of('torch')}, triton {triton or 'missing'}"
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    is_old = tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2]) < OLDEST_TORCH
+    return graded("software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old)

@@ -71,7 +71,6 @@ def measure(found: Measured, folder: Path, device: str, seconds: float) -> None:
 
 def look(found: Measured, device: str) -> torch.device:
     """What torch says of this rank's GPU, before anything is allocated there."""
-    found.cuda, found.hip = torch.version.cuda or "", torch.version.hip or ""
     if device == "cpu":
         return torch.device("cpu")
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -80,7 +79,7 @@ def look(found: Measured, device: str) -> torch.device:
     facts: Any = torch.cuda.get_device_properties(place)  # torch's type stub lacks the PCI address
     found.used_bytes = total - free
     found.name, found.memory_bytes, found.compute_units = facts.name, facts.total_memory, facts.multi_processor_count
-    found.arch = facts.gcnArchName if found.hip else f"sm_{facts.major}{facts.minor}"
+    found.arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
     found.uuid = str(facts.uuid)
     found.pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     if torch.cuda.tunable.is_enabled():

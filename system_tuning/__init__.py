@@ -1,4 +1,4 @@
-"""Operating-system and CPU settings for training: check, plan, apply, revert.
+"""Operating-system and CPU settings for training: check, apply, revert.
 
 Standard library only, and nothing else of this project, so that the folder can be copied alone to a bare host:
 

@@ -2,16 +2,15 @@
 
     python -m throughput.kernels [--only NAME]
 
-Needs a GPU. Random data, never zeros: the power that a GPU draws depends on them. Medians of 30 launches, delayed scaling (one pass).
+Needs a GPU. Random data, never zeros: the power that a GPU draws depends on them. Medians of the launches that fill 20 ms, delayed scaling (one
+pass).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,23 +19,13 @@ from common.kernels import accumulate, adamw, cross_entropy, rms_norm, rope, swi
 from common.kernels.fp8 import DelayedScaling
 from common.kernels.quantize import quantize_triton
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
+from preflight.measure import median_s
 
 FP32, BF16, FP8 = 4, 2, 1  # bytes
 SEQUENCE = 8192
 GIB = 1 << 30
+GPU, SECONDS = torch.device("cuda"), 0.02
 Case = tuple[str, Callable[[], object], int]  # name, launch, and the bytes that it must read and write, each value once
-
-
-def median_us(launch: Callable[[], object], repeats: int = 30) -> float:
-    for _ in range(3):
-        launch()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        launch()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(1e3 * a.elapsed_time(b) for a, b in pairwise(marks))
 
 
 def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -115,9 +104,9 @@ def report(cases: Iterator[Case], title: str, copy: float, only: str) -> None:
     """A line per case with `only` in its name. `copy`: bytes per second of a plain copy."""
     for name, launch, moved in cases:
         if only in name:
-            us = median_us(launch)
-            rate = moved / (1e-6 * us)
-            print(f"{title} {name:42} {us:8.1f} us  {rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy", flush=True)
+            seconds = median_s(launch, GPU, SECONDS)
+            rate = moved / seconds
+            print(f"{title} {name:42} {1e6 * seconds:8.1f} us  {rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy", flush=True)
 
 
 def main() -> None:
@@ -125,7 +114,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     only = parser.parse_args().only
     source = draw(GIB // FP32, dtype=torch.float32)
-    copy = 2 * GIB / (1e-6 * median_us(partial(torch.empty_like(source).copy_, source)))
+    copy = 2 * GIB / median_s(partial(torch.empty_like(source).copy_, source), GPU, SECONDS)
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s")
     for shape, tokens, transposed in ((LLAMA31_8B, 16384, True), (LLAMA2_70B, 8192, False)):
         title = f"D {shape.hidden_size} {'both layouts' if transposed else 'rowwise':16}"

@@ -113,16 +113,13 @@ def _heading(profile: dict) -> list[str]:
     return [*lines, note] if abs(over_clock) > CLOCK_AGREES else lines
 
 
-def _cells(row: dict) -> list[str]:
-    return [row["name"], *("" if row[key] is None else format(row[key], form) for key, form in COLUMNS.items())]
-
-
 def text(profile: dict) -> str:
     """For a terminal."""
     lines = _heading(profile)
     for part, title in PARTS.items():
         rows = profile[part][:OTHERS_PRINTED] if part == "others" else profile[part]
         width = min(60, max([len(title), *(len(row["name"]) for row in rows)]))
-        table = [[title, *COLUMNS], *map(_cells, rows)] if rows else []
+        cells = [[row["name"], *("" if row[key] is None else format(row[key], form) for key, form in COLUMNS.items())] for row in rows]
+        table = [[title, *COLUMNS], *cells] if rows else []
         lines += ["", *(f"{name[:width]:{width}}" + "".join(f"{cell:>13}" for cell in rest) for name, *rest in table)]
     return "\n".join(lines)

@@ -50,13 +50,6 @@ def test_a_rank_without_a_record_is_the_culprit(tmp_path, code, exit_code, words
     assert "rank 1 (process 101)" in error.what and words in error.what + error.why
 
 
-def test_a_rank_that_ends_early_is_the_culprit(tmp_path):
-    write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True, time=2.0)
-    write_rank_record(tmp_path, 1, "done", step=3, time=1.0)
-    error, facts = diagnosis.diagnose(tmp_path, 2)
-    assert (error.exit_code, facts["rank"]) == (14, 1) and "as if done at step 3" in error.what
-
-
 def test_nothing_known_is_said_so(tmp_path):
     for rank in (0, 1):
         write_rank_record(tmp_path, rank, "done")

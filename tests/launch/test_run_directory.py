@@ -18,9 +18,11 @@ MI300X = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),)
 NOTHING = Probe("none")
 
 
-def test_run_directories_are_never_reused(tmp_path):
-    made = {run_directory.create(tmp_path, "toy", "CPU_1x1", 7) for _ in range(3)}
-    assert len(made) == 3 and all((path / "ranks").is_dir() for path in made)
+def test_run_directories_are_never_reused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory.time, "strftime", lambda form: "20261122-120000")
+    assert (run_directory.create(tmp_path, "toy", "CPU_1x1", 7) / "ranks").is_dir()
+    with pytest.raises(StorageError, match="File exists"):
+        run_directory.create(tmp_path, "toy", "CPU_1x1", 7)
 
 
 def test_unwritable_results_are_a_storage_error(tmp_path):
