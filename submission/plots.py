@@ -17,7 +17,6 @@ from submission.log import is_number as finite
 WIDTH, HEIGHT = 760, 320
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 34, 56  # margins of a chart, in SVG units; text may be 22 of them high
 MAX_POINTS = 800  # of a curve; a run of 10,000 steps needs no more on 680 pixels
-PHASES = ("init", "warmup", "train", "eval")
 SPAN = "least / median / most"
 
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -61,8 +60,15 @@ class Curve:
     dots: bool = False
 
 
-def chart(curves: list[Curve], labels: tuple[str, str], target: float | None = None, band: tuple[float, float] | None = None) -> str:
-    """Curves over an x axis from 0; "" if they have no point. `labels`: of x and y; `target`: a level of y; `band`: two values of x."""
+def chart(
+    curves: list[Curve],
+    labels: tuple[str, str],
+    target: float | None = None,
+    band: tuple[float, float] | None = None,
+    keys: Iterable[tuple[str, str]] = (),
+) -> str:
+    """Curves over an x axis from 0, and their legend; "" if they have no point. `labels`: of x and y; `target`: a level of y; `band`:
+    two values of x; `keys`: (class of the color, text) of the curves in the legend."""
     spots = [spot for curve in curves for spot in curve.data]
     if not spots:
         return ""
@@ -97,37 +103,14 @@ def chart(curves: list[Curve], labels: tuple[str, str], target: float | None = N
         for x, y in curve.data if curve.dots else ():
             title = f"<title>{escape(curve.name)}: {y:.4f} at {x:.0f}</title>"
             parts.append(f'<circle class="{kind}" cx="{across(x):.1f}" cy="{down(y):.1f}" r="3">{title}</circle>')
-    return "".join(parts) + (level(target, "target") if target is not None else "") + "</svg>"
-
-
-def legend(entries: list[tuple[str, str]], target: float | None, band: tuple[float, float] | None) -> str:
-    """`entries`: (class of the color, text)."""
-    entries = entries + ([] if target is None else [("key-target", f"&#9476; target {target}")])
+    if target is not None:
+        parts.append(level(target, "target"))
+        keys = [*keys, ("key-target", f"&#9476; target {target}")]
     if band:
         text = f"RCP band, from the least mean of a series that passes, {band[0]:,.0f}, to the reference's mean, {band[1]:,.0f}"
-        entries.append(("key-band", f"&#9608; {text}"))
-    return "<p class=keys>" + " ".join(f"<span class={kind}>{text}</span>" for kind, text in entries) + "</p>"
-
-
-def phase_table(rows: list[tuple[str, dict[str, float]]]) -> str:
-    """Seconds by phase of each row, as a bar and in numbers; all bars have one scale. "" if there are none."""
-    longest = max((sum(seconds.values()) for _, seconds in rows), default=0.0)
-    if not longest:
-        return ""
-    key = " &nbsp; ".join(
-        f'<svg viewBox="0 0 10 10" style="width:10px"><rect class="p-{name}" width="10" height="10"/></svg> {name}' for name in PHASES
-    )
-    cells = [[name, _phase_bar(seconds, longest), *(f"{seconds[phase]:,.1f}" for phase in PHASES)] for name, seconds in rows]
-    return f"<p>{key}; seconds</p>" + table(["", "", *PHASES], cells, texts=(1,), kind="many bars")
-
-
-def _phase_bar(seconds: dict[str, float], whole: float) -> str:
-    bar, left = "", 0.0
-    for name, value in seconds.items():
-        width = value / whole * WIDTH
-        bar += f'<rect class="p-{name}" x="{left:.2f}" width="{width:.2f}" height="22"><title>{name} {value:.1f} s</title></rect>'
-        left += width
-    return f'<div class="phases"><svg viewBox="0 0 {WIDTH} 22" role="img" aria-label="phases">{bar}</svg></div>'
+        keys = [*keys, ("key-band", f"&#9608; {text}")]
+    legend = " ".join(f"<span class={kind}>{text}</span>" for kind, text in keys)
+    return "".join(parts) + "</svg>" + (f"<p class=keys>{legend}</p>" if legend else "")
 
 
 # Tables.

@@ -151,7 +151,8 @@ class Run:
     def reason(self) -> str:
         """Why it is not good, in one line; "" if there is nothing to add."""
         if self.state == FAILED and self.status == "success":
-            return f"the official checker refuses its log: {self.refused[0]}" if self.refused else "its log claims success"
+            claim = f"its log claims success{'' if self.reached else ', but no evaluation is at the target'}"
+            return f"the official checker refuses its log: {self.refused[0]}" if self.refused else claim
         return str(self.end.get("reason") or ("" if self.end or not self.start else "its launcher left no end of it"))
 
     # What a run of ours left beside its log; each part may be missing, or cut off.
