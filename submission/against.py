@@ -7,58 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from common.errors import ConfigError
 from records import published
 from records.published import Pace, Published
 from submission.log_rules import BENCHMARKS
-from submission.runs import Run
-from submission.series import Series, TenRuns, check_same, pace, read_series, ten_runs
+from submission.series import check_same, read_series, result, ten_runs
 from submission.terminal import number, signed, table
 
 ROUND = re.compile(r"v?\d\.\d")
 
 
-@dataclass(frozen=True)
-class Result:
-    """One side. Minutes as in TenRuns and Published; `gpu` and `gpus` are None where nothing tells them."""
-
-    name: str
-    benchmark: str
-    gpu: str | None
-    gpus: int | None
-    batch: int | None
-    score: float | None
-    minutes: float | None
-    pace: Pace | None
-
-    @property
-    def where(self) -> str:
-        return f"{self.gpus or 'unknown number'} x {self.gpu or 'unknown GPU'}, global batch {self.batch}"
-
-    @property
-    def tokens_per_gpu(self) -> float | None:
-        return self.pace.samples_per_s * BENCHMARKS[self.benchmark].CLOSED.sequence_length / self.gpus if self.pace and self.gpus else None
-
-
-def of_runs(series: Series, ten: TenRuns) -> Result:
-    run = series.first
-    return Result(series.name, run.benchmark, run.gpu, run.gpus, run.batch, ten.score, ten.minutes, pace(ten))
-
-
-def of_row(row: Published) -> Result:
-    return Result(row.name, row.benchmark, row.gpu, row.gpus, row.batch, row.score, row.minutes, row.pace)
-
-
-def find(wish: str, ruleset: str = "", like: Result | None = None) -> Result:
+def find(wish: str, ruleset: str = "", like: Published | None = None) -> Published:
     """The result that `wish` names: a directory or log, or words that stand in one row of the published table. Of several rows,
     those of the benchmark and the GPUs of `like`, if there are such, and of these the best. Raises ConfigError if there is none."""
     if wish and Path(wish).exists():
         series = read_series([Path(wish)], ruleset=ruleset)
         check_same(series)
-        return of_runs(series, ten_runs(series))
+        return result(series, ten_runs(series))
     words = wish.lower().split()
     rows = [row for row in published.RESULTS if all(_says(row, word) for word in words)]
     if like is None:
@@ -72,7 +40,7 @@ def find(wish: str, ruleset: str = "", like: Result | None = None) -> Result:
         there = ", ".join(row.name for row in published.published(like.benchmark, like.gpu)) if like else ""
         why = f"it is no file, and no published result has these words{f'; of {like.gpu} there are: {there}' if like and there else ''}"
         raise ConfigError(f"no result {wish!r}", why, "name a directory, or submitter, system and round of a published result")
-    return of_row(min(rows, key=lambda row: (row.score is None, row.score or row.minutes)))
+    return min(rows, key=lambda row: row.rank)
 
 
 def _says(row: Published, word: str) -> bool:
@@ -82,31 +50,28 @@ def _says(row: Published, word: str) -> bool:
     return word in f"{row.submitter} {row.system} {row.gpu} {row.benchmark}".lower()
 
 
-def best_published(mine: Result) -> Result | None:
+def best_published(mine: Published) -> Published | None:
     """The best of the newest round on as many GPUs of the same kind."""
     if not (mine.gpu and mine.gpus):
         return None
     rows = [row for row in published.published(mine.benchmark, mine.gpu, mine.gpus) if row.score is not None]
-    newest = max((row.round for row in rows), default="")
-    return next((of_row(row) for row in rows if row.round == newest), None)
+    return max(rows, key=lambda row: row.round, default=None)  # of a round the first
 
 
-def as_dict(mine: Result, other: Result | None) -> dict | None:
+def as_dict(mine: Published, other: Published | None) -> dict | None:
     if other is None:
         return None
-    parts = published.split(mine.pace, other.pace) if mine.pace and other.pace else None
-    return asdict(other) | {"speedup": _speedup(mine, other), "split": [asdict(part) for part in parts] if parts else None}
+    parts = [asdict(part) for part in published.split(mine.pace, other.pace)] if mine.pace and other.pace else None
+    return asdict(other) | {"name": other.name, "speedup": _speedup(mine, other), "split": parts}
 
 
-def lines(mine: Result, other: Result | None, run: Run | None = None) -> list[str]:
-    """The comparison for people; `run`: one of mine, whose GPU may be unknown."""
-    if run is not None and run.is_miniature:
-        return ["  none: a miniature"]
+def lines(mine: Published, other: Published | None) -> list[str]:
+    """The comparison for people."""
     if other is None and not (mine.gpu and mine.gpus):
         return ["  unknown GPU or number of GPUs: name them with --gpu and --gpus"]
     if other is None:
         return _others(mine)
-    found = [f"  yours   {mine.name}: {mine.where}", f"  theirs  {other.name}: {other.where}"]
+    found = [f"  yours   {mine.name}: {_where(mine)}", f"  theirs  {other.name}: {_where(other)}"]
     if (times := _speedup(mine, other)) is not None:
         found.append(f"  yours is {times:.2f} times as fast: {1 / times:.4f} of the minutes")
     if not mine.pace or not other.pace:
@@ -114,41 +79,49 @@ def lines(mine: Result, other: Result | None, run: Run | None = None) -> list[st
     return [*found, "", *table(_pace_rows(mine, other)), "", *table(_split_rows(mine, other, mine.pace, other.pace))]
 
 
-def _speedup(mine: Result, other: Result) -> float | None:
+def _where(side: Published) -> str:
+    return f"{side.gpus or 'unknown number'} x {side.gpu or 'unknown GPU'}, global batch {side.batch}"
+
+
+def _tokens_per_gpu(side: Published) -> float | None:
+    rate, gpus = side.samples_per_s, side.gpus
+    return rate * BENCHMARKS[side.benchmark].CLOSED.sequence_length / gpus if rate is not None and gpus else None
+
+
+def _speedup(mine: Published, other: Published) -> float | None:
     """By the scores; by the minutes where one side has no score."""
     if mine.score and other.score:
         return other.score / mine.score
     return other.minutes / mine.minutes if mine.minutes and other.minutes else None
 
 
-def _others(mine: Result) -> list[str]:
+def _others(mine: Published) -> list[str]:
     found = [f"  no published result of {mine.benchmark} on {mine.gpus} x {mine.gpu} to split a difference to; --against names another"]
-    for row in map(of_row, published.published(mine.benchmark, mine.gpu)):
-        yours = f"; yours {mine.tokens_per_gpu:,.0f}" if mine.tokens_per_gpu else ""
-        found.append(
-            f"  {row.name}, {row.gpus} GPUs: {number(row.score, '.3f')} min, {number(row.tokens_per_gpu, ',.0f')} tokens/s/GPU{yours}"
-        )
+    for row in published.published(mine.benchmark, mine.gpu):
+        yours = f"; yours {number(_tokens_per_gpu(mine), ',.0f')}"
+        rate = number(_tokens_per_gpu(row), ",.0f")
+        found.append(f"  {row.name}, {row.gpus} GPUs: {number(row.score, '.3f')} min, {rate} tokens/s/GPU{yours}")
     return found
 
 
-def _pace_rows(mine: Result, other: Result) -> list[Sequence[str]]:
+def _pace_rows(mine: Published, other: Published) -> list[Sequence[str]]:
     def row(name: str, form: str, of) -> Sequence[str]:
         return (name, *(number(of(side), form) for side in (mine, other)), "")
 
     return [
         ("", "yours", "theirs", ""),
         row("GPUs", "d", lambda side: side.gpus),
-        row("seq/s, first block of each run left out", ".3f", lambda side: side.pace.samples_per_s),
-        row("tokens/s/GPU", ",.0f", lambda side: side.tokens_per_gpu),
-        row("samples to the target", ",.0f", lambda side: side.pace.samples),
-        row("evaluations per run", ".2f", lambda side: side.pace.evaluations),
-        row("seconds per evaluation", ".2f", lambda side: side.pace.evaluation_s),
+        row("seq/s, first block of each run left out", ".3f", lambda side: side.samples_per_s),
+        row("tokens/s/GPU", ",.0f", _tokens_per_gpu),
+        row("samples to the target", ",.0f", lambda side: side.samples),
+        row("evaluations per run", ".2f", lambda side: side.evaluations),
+        row("seconds per evaluation", ".2f", lambda side: side.evaluation_s),
         row("minutes without RCP factor", ".3f", lambda side: side.minutes),
         row("score, minutes", ".3f", lambda side: side.score),
     ]
 
 
-def _split_rows(mine: Result, other: Result, ours: Pace, theirs: Pace) -> list[Sequence[str]]:
+def _split_rows(mine: Published, other: Published, ours: Pace, theirs: Pace) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("what the difference is made of", "minutes", "factor on the time", "")]
     rows += [(part.name, signed(part.minutes), f"{part.factor:.4f}", "") for part in published.split(ours, theirs)]
     rows.append(("together", signed(ours.minutes - theirs.minutes), f"{ours.minutes / theirs.minutes:.4f}", "without RCP factor"))

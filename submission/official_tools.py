@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -183,13 +183,14 @@ def _source(rules: str, benchmark: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one tool said about one submission."""
+    """What one tool said about one submission. Result sets are named by system and benchmark."""
 
     tool: str
     passed: bool
     complaints: tuple[str, ...]
     text: str  # all that it printed
-    scores: dict[str, float] = field(default_factory=dict)  # minutes by benchmark, of the summarizer
+    verdicts: dict[tuple[str, str], str] = field(default_factory=dict)  # passed, or the first complaint; of the package checker
+    scores: dict[tuple[str, str], float] = field(default_factory=dict)  # minutes; of the summarizer
 
 
 def system_description(path: Path, ruleset: str) -> Answer:
@@ -198,49 +199,32 @@ def system_description(path: Path, ruleset: str) -> Answer:
     return _answer("system_desc_checker", text, "System description checker passed" in text)
 
 
-def package(org_dir: Path, ruleset: str, benchmarks: int, missed: int = 0) -> Answer:
+def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
     """Number of files, compliance, seeds and RCP. `missed`: how many result sets hold the one run that olympic scoring forgives.
 
-    The checker skips what it does not know and forgives any one log; here each of `benchmarks` result sets must have passed
-    its RCP test, and no more logs may be forgiven than `missed`.
+    The checker skips what it does not know and forgives any one log; here each of `sets` result sets must have passed its RCP test,
+    and no more logs may be forgiven than `missed`.
     """
     text = _run("package_checker", str(org_dir.resolve()), "training", ruleset)
-    passed = "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text and text.count("RCP Test Passed") == benchmarks
-    return _answer("package_checker", text, passed and text.count("accepting this under olympic scoring") == missed)
-
-
-def summary(org_dir: Path, ruleset: str, benchmarks: list[str], missed: int = 0) -> Answer:
-    """The score of each benchmark, with the RCP factor if the package checker ran before (it writes the factor that this one reads)."""
-    text, rows = _summarize(org_dir, ruleset)
-    scores = {name: float(rows[0][name]) for name in benchmarks if len(rows) == 1 and rows[0].get(name)}
-    forgiven = text.count("Dropping non-converged run(s)") == missed == text.count("Compliance check failed in")
-    answer = _answer("result_summarizer", text, set(scores) == set(benchmarks) and forgiven, missed)
-    return Answer(answer.tool, answer.passed, answer.complaints, text, scores)
-
-
-def package_verdicts(org_dir: Path, ruleset: str) -> dict[tuple[str, str], str]:
-    """What the package checker says of each result set, by system and benchmark: passed, or its first complaint."""
-    parts = re.split(r"Running compliance checks in dir (.+)\n", _run("package_checker", str(org_dir.resolve()), "training", ruleset))
-    verdicts = {}
-    for folder, text in zip(parts[1::2], parts[2::2], strict=True):
-        bad = [line.strip() for line in text.splitlines() if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)]
-        passed = not bad and "RCP Test Passed" in text
+    parts, verdicts = re.split(r"Running compliance checks in dir (.+)\n", text), {}
+    for folder, said in zip(parts[1::2], parts[2::2], strict=True):
+        bad = [line.strip() for line in said.splitlines() if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)]
+        passed = not bad and "RCP Test Passed" in said
         verdicts[Path(folder).parent.name, Path(folder).name] = "passed" if passed else (bad or ["no RCP test"])[0][:60]
-    return verdicts
+    passed = "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text and list(verdicts.values()) == ["passed"] * sets
+    passed = passed and text.count("accepting this under olympic scoring") == missed
+    return replace(_answer("package_checker", text, passed), verdicts=verdicts)
 
 
-def scores(org_dir: Path, ruleset: str) -> dict[tuple[str, str], float]:
-    """Minutes by system and benchmark, as the summarizer gives them."""
-    pairs = [(Path(row["details_url"]).stem, name, row.get(name)) for row in _summarize(org_dir, ruleset)[1] for name in BENCHMARKS]
-    return {(system, name): float(minutes) for system, name, minutes in pairs if minutes}
-
-
-def _summarize(org_dir: Path, ruleset: str) -> tuple[str, list[dict[str, str]]]:
-    """What the summarizer prints, and the rows of its table, one per system."""
+def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
+    """The score of each result set, with the RCP factor if the package checker ran before (it writes the factor that this one reads)."""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "summary.csv")
         text = _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
-        return text, list(csv.DictReader(table.open())) if table.is_file() else []
+        rows = list(csv.DictReader(table.open())) if table.is_file() else []
+    found = {(Path(row["details_url"]).stem, name): float(row[name]) for row in rows for name in BENCHMARKS if row.get(name)}
+    forgiven = text.count("Dropping non-converged run(s)") == missed == text.count("Compliance check failed in")
+    return replace(_answer("result_summarizer", text, len(found) == sets and forgiven, missed), scores=found)
 
 
 def repository(org_dir: Path, ruleset: str) -> Answer:

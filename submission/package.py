@@ -265,17 +265,18 @@ def judge(request: Request, missed: int = 0) -> int:
 
     `missed`: runs among those packaged that did not reach the target, at most one per benchmark.
     """
-    org_dir, names = request.out / request.org, list(request.sources)
+    org_dir, sets = request.out / request.org, len(request.sources)
     # In this order: the summarizer reads the RCP factor that the package checker has written.
-    answers = [official_tools.package(org_dir, request.ruleset, len(names), missed)]
-    answers += [official_tools.summary(org_dir, request.ruleset, names, missed), official_tools.repository(org_dir, request.ruleset)]
+    answers = [tool(org_dir, request.ruleset, sets, missed) for tool in (official_tools.package, official_tools.summary)]
+    answers.append(official_tools.repository(org_dir, request.ruleset))
     for answer in answers:
         (request.out / f"{answer.tool}_{request.ruleset}.txt").write_text(answer.text)
         print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")
         print("".join(f"  {line}\n" for line in answer.complaints), end="")
-        print("".join(f"  {name}: {minutes:.3f} minutes\n" for name, minutes in answer.scores.items()), end="")
+        print("".join(f"  {name}: {minutes:.3f} minutes\n" for (_, name), minutes in answer.scores.items()), end="")
     passed = all(answer.passed for answer in answers)
-    facts = {"ruleset": request.ruleset, "passed": passed, "scores_minutes": answers[1].scores}
+    scores = {name: minutes for (_, name), minutes in answers[1].scores.items()}
+    facts = {"ruleset": request.ruleset, "passed": passed, "scores_minutes": scores}
     (request.out / f"verdict_{request.ruleset}.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(f"{org_dir}: {'all tools said success' if passed else 'NOT a submission yet: see the complaints above'}")
     return 0 if passed else CheckFailed.exit_code

@@ -11,14 +11,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from common.errors import ConfigError, RunError, StorageError
 from records.published import DATA, Published
 from submission import terminal
 from submission.log_rules import BENCHMARKS
-from submission.series import pace, read_series, ten_runs
+from submission.series import read_series, result, ten_runs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,17 +51,12 @@ def rows(results: Path, round_: str) -> Iterator[Published]:
 
 def row(folder: Path, round_: str) -> Published:
     """The result in `folder`, of ten logs or fewer. Raises ConfigError for what cannot be read."""
-    ten = ten_runs(read_series([folder]))
-    first, rate = ten.runs[0], pace(ten)
-    if first.batch is None or ten.minutes is None:
+    series = read_series([folder])
+    ten = ten_runs(series)
+    found = replace(result(series, ten), round=round_, submitter=folder.parents[2].name, system=folder.parent.name)
+    if found.batch is None or found.minutes is None:
         raise ConfigError(f"{folder} has no result", ten.invalid or "no global batch", "leave it out")
-    about = (round_, first.benchmark, first.gpu or "", first.gpus or 0, folder.parents[2].name, folder.parent.name, first.batch)
-    found = (rate.samples, rate.samples_per_s, rate.evaluations, rate.evaluation_s) if rate else (None, None, None, None)
-    return Published(*about, len(ten.runs), _rounded(ten.score), _rounded(ten.minutes) or 0.0, *map(_rounded, found))
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.7g}")
+    return replace(found, **{key: float(f"{value:.7g}") for key, value in asdict(found).items() if isinstance(value, float)})
 
 
 def write(path: Path, round_: str, found: list[Published], source: str) -> int:

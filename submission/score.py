@@ -26,7 +26,7 @@ from records.rcp import SUBMISSION_RUNS
 from submission import against, rcp, terminal
 from submission.official_tools import CLOSED_RULESETS
 from submission.runs import NOT_STARTED, Run
-from submission.series import Series, TenRuns, check_same, pace, read_series, ten_runs, windows
+from submission.series import Series, TenRuns, check_same, pace, read_series, result, ten_runs, windows
 from submission.terminal import number, table
 
 SHOWN_NOTES = 12
@@ -62,7 +62,7 @@ def _score(options: argparse.Namespace) -> int:
         run.gpu, run.gpus = options.gpu or run.gpu, options.gpus or run.gpus
     check_same(series)
     ten = ten_runs(series)
-    mine = against.of_runs(series, ten)
+    mine = result(series, ten)
     compared = None
     if options.against is not None:
         compared = against.find(options.against, options.ruleset, mine)
@@ -74,7 +74,7 @@ def _score(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_dict(series, ten) | {"against": against.as_dict(mine, compared)}, indent=1))
     else:
-        comparison = against.lines(mine, compared, series.first)
+        comparison = ["  none: a miniature"] if series.first.is_miniature and not compared else against.lines(mine, compared)
         print("\n".join([*report(series, ten), "", "against another result", *comparison]))
     return 0 if ten.passed else CheckFailed.exit_code
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from records import ledger
-from records.published import Pace
+from records.published import Pace, Published
 from records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
 from submission.runs import LOST, NOT_STARTED, Run, read_attempt, read_run
@@ -147,6 +147,13 @@ def pace(ten: TenRuns) -> Pace | None:
     if not evaluations:
         return Pace(ten.minutes, samples, rate, None, None)
     return Pace(ten.minutes, samples, rate, evaluations / len(runs), seconds / evaluations)
+
+
+def result(series: Series, ten: TenRuns) -> Published:
+    """What `ten` of `series` come to, as a row like the published ones."""
+    run, mine = series.first, pace(ten)
+    rates = (mine.samples, mine.samples_per_s, mine.evaluations, mine.evaluation_s) if mine else (None, None, None, None)
+    return Published("", run.benchmark, run.gpu, run.gpus, "", series.name, run.batch, len(ten.runs), ten.score, ten.minutes, *rates)
 
 
 # Reading.

@@ -10,6 +10,7 @@ Exit code: 0 every score is the official one to a relative 1e-9, 20 one is not, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import shutil
 import sys
@@ -34,19 +35,25 @@ TOLERANCE = 1e-9  # relative, of scores
 class ResultSet:
     """The logs of one system and benchmark, and what is said of them."""
 
-    submitter: str
-    system: str
-    benchmark: str
-    folder: Path
+    folder: Path  # <submitter>/results/<system>/<benchmark>
     examined: list[Examined] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
+    unreadable: int = 0
     official: str = "no verdict"  # passed, or why not
     official_score: float | None = None
     score: float | None = None
 
     @property
+    def submitter(self) -> Path:
+        return self.folder.parents[2]
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """System and benchmark."""
+        return self.folder.parent.name, self.folder.name
+
+    @property
     def passed(self) -> bool:
-        return sum(bool(each.errors()) for each in self.examined) + len(self.unreadable) <= 1
+        return sum(bool(each.errors()) for each in self.examined) + self.unreadable <= 1
 
     @property
     def scores_agree(self) -> bool:
@@ -54,9 +61,13 @@ class ResultSet:
             return self.official_score is self.score
         return math.isclose(self.official_score, self.score, rel_tol=TOLERANCE)
 
-    def logs_by_rule(self) -> Counter[str]:
-        """Logs that have a finding of the rule; those of our own rules, not what the official checker said."""
-        return Counter(name for each in self.examined for name in {_named(finding) for finding in _ours(each)})
+    def logs_by_rule(self) -> Counter[tuple[str, str]]:
+        """Logs that have a finding of a rule of ours, by the rule's name and source; what the official checker said is none."""
+        return Counter(
+            rule
+            for each in self.examined
+            for rule in {_rule(finding) for finding in each.findings if finding not in each.verdict.complaints}
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,14 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
 def survey(results: Path, ruleset: str | None) -> int:
     """Print the tables; return the exit code. Raises ConfigError, PreflightError."""
     official_tools.checker_version()
-    sets = [
-        ResultSet(path.parents[2].name, path.parent.name, path.name, path)
-        for path in result_sets(results)
-        if any(path.glob("result_*.txt"))
-    ]
-    for submitter in sorted({each.submitter for each in sets}):
-        print(f"reading {submitter}", file=sys.stderr)
-        _survey(results / submitter, [each for each in sets if each.submitter == submitter], ruleset)
+    sets = [ResultSet(path) for path in result_sets(results) if any(path.glob("result_*.txt"))]
+    for submitter, group in itertools.groupby(sets, lambda each: each.submitter):
+        print(f"reading {submitter.name}", file=sys.stderr)
+        _survey(submitter, list(group), ruleset)
     print("\n".join([*table(sets), "", *summary(sets)]))
     return 0 if all(each.scores_agree for each in sets) else CheckFailed.exit_code
 
@@ -87,11 +94,11 @@ def _survey(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None
         for path in sorted(each.folder.glob("result_*.txt")):
             try:
                 each.examined.append(examine(path, ruleset, project_root=None))
-            except ConfigError as error:
-                each.unreadable.append(error.what)
+            except ConfigError:
+                each.unreadable += 1
         each.score = our_score(each.folder, ruleset)
-    rounds = Counter(examined.verdict.rules for each in sets for examined in each.examined)
-    _ask_official_tools(submitter, sets, ruleset or max(rounds, key=lambda name: rounds[name], default=CLOSED_RULESETS[-1]))
+    rounds = Counter(examined.verdict.rules for each in sets for examined in each.examined).most_common(1)
+    _ask_official_tools(submitter, sets, ruleset or (rounds[0][0] if rounds else CLOSED_RULESETS[-1]))
 
 
 def _ask_official_tools(submitter: Path, sets: list[ResultSet], ruleset: str) -> None:
@@ -100,15 +107,14 @@ def _ask_official_tools(submitter: Path, sets: list[ResultSet], ruleset: str) ->
         copy = Path(folder, submitter.name)
         (copy / "systems").mkdir(parents=True)
         for each in sets:
-            shutil.copytree(each.folder, copy / "results" / each.system / each.benchmark, ignore=shutil.ignore_patterns("scaling.json"))
-            description = submitter / "systems" / f"{each.system}.json"
+            shutil.copytree(each.folder, copy / each.folder.relative_to(submitter), ignore=shutil.ignore_patterns("scaling.json"))
+            description = submitter / "systems" / f"{each.name[0]}.json"
             if description.is_file():  # without it the package checker breaks off, and says so
                 shutil.copy(description, copy / "systems")
-        verdicts = official_tools.package_verdicts(copy, ruleset)
-        scores = official_tools.scores(copy, ruleset)
+        verdicts = official_tools.package(copy, ruleset, len(sets)).verdicts
+        scores = official_tools.summary(copy, ruleset, len(sets)).scores
     for each in sets:
-        each.official = verdicts.get((each.system, each.benchmark), "no verdict")
-        each.official_score = scores.get((each.system, each.benchmark))
+        each.official, each.official_score = verdicts.get(each.name, "no verdict"), scores.get(each.name)
 
 
 def our_score(folder: Path, ruleset: str | None) -> float | None:
@@ -121,38 +127,34 @@ def our_score(folder: Path, ruleset: str | None) -> float | None:
 
 def table(sets: list[ResultSet]) -> list[str]:
     rows = [("result set", "benchmark", "official", "ours", "official score", "our score", "our findings: logs by rule")]
-    for each in sorted(sets, key=lambda each: (each.benchmark, each.submitter, each.system)):
-        findings = ", ".join(f"{name} {count}" for name, count in sorted(each.logs_by_rule().items()))
-        verdict = "passed" if each.passed else "REFUSED"
+    for each in sorted(sets, key=lambda each: (each.folder.name, each.folder)):
+        findings = ", ".join(f"{name} {count}" for (name, _), count in sorted(each.logs_by_rule().items()))
+        verdicts = (each.official, "passed" if each.passed else "REFUSED")
         scores = (number(each.official_score, ".6f"), number(each.score, ".6f") + ("" if each.scores_agree else " !"))
-        rows.append((f"{each.submitter}/{each.system}", each.benchmark, each.official, verdict, *scores, findings or "-"))
+        rows.append((f"{each.submitter.name}/{each.name[0]}", each.name[1], *verdicts, *scores, findings or "-"))
     return terminal.table(rows)
 
 
 def summary(sets: list[ResultSet]) -> list[str]:
-    logs = sum(len(each.examined) for each in sets)
-    unlike = [each for each in sets if each.passed != (each.official == "passed")]
-    scored = [each for each in sets if each.official_score is not None]
+    examined = [examined for each in sets for examined in each.examined]
+    unlike = sum(each.passed != (each.official == "passed") for each in sets)
+    agree, scored = sum(each.scores_agree for each in sets), sum(each.official_score is not None for each in sets)
+    by_rule = [each.logs_by_rule() for each in sets]
     lines = [
-        f"{len(sets)} sets, {logs} logs; the compliance checker passes {sum(e.verdict.passed for each in sets for e in each.examined)}",
-        f"verdicts: equal for {len(sets) - len(unlike)} sets, {len(unlike)} refused by us alone or passed by us alone",
-        f"scores: equal to a relative {TOLERANCE:g} for {sum(each.scores_agree for each in sets)} of {len(sets)} sets, {len(scored)} have one",
+        f"{len(sets)} sets, {len(examined)} logs; the compliance checker passes {sum(each.verdict.passed for each in examined)}",
+        f"verdicts: equal for {len(sets) - unlike} sets, {unlike} refused by us alone or passed by us alone",
+        f"scores: equal to a relative {TOLERANCE:g} for {agree} of {len(sets)} sets, {scored} have one",
         "",
         "our findings: rule, sets and logs that have it, where the rule stands",
     ]
-    found = {_named(finding): finding.source for each in sets for examined in each.examined for finding in _ours(examined)}
-    for name, source in sorted(found.items()):
-        counts = [each.logs_by_rule()[name] for each in sets]
-        lines.append(f"  {name:<24} {sum(map(bool, counts)):>4} {sum(counts):>5}  {source}")
+    for name, source in sorted({rule for counts in by_rule for rule in counts}):
+        logs = [counts[name, source] for counts in by_rule]
+        lines.append(f"  {name:<24} {sum(map(bool, logs)):>4} {sum(logs):>5}  {source}")
     return lines
 
 
-def _ours(examined: Examined) -> list[Finding]:
-    return [finding for finding in examined.findings if finding not in examined.verdict.complaints]
-
-
-def _named(finding: Finding) -> str:
-    return f"{finding.rule} (warning)" if finding.warning else finding.rule
+def _rule(finding: Finding) -> tuple[str, str]:
+    return f"{finding.rule}{' (warning)' if finding.warning else ''}", finding.source
 
 
 if __name__ == "__main__":

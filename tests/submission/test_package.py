@@ -508,7 +508,7 @@ def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
     monkeypatch.setattr(official_tools, "_run", lambda tool, *arguments: text)
     answer = official_tools.package(tmp_path, "6.1.0", 1)
     assert not answer.passed and answer.complaints
-    assert not official_tools.summary(tmp_path, "6.1.0", NAMES).passed and not official_tools.repository(tmp_path, "6.1.0").passed
+    assert not official_tools.summary(tmp_path, "6.1.0", 2).passed and not official_tools.repository(tmp_path, "6.1.0").passed
 
 
 def test_descriptions_of_the_tests_are_complete():
