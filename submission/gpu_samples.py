@@ -38,10 +38,8 @@ class Samples:
         return {name: sum(name in reasons for reasons in said) / len(said) for name in names} if said else None
 
 
-def read_samples(run: Run) -> Samples | None:
-    """None if there is no file. Lines that are cut off or no objects are left out; only what lies within the timed run is kept."""
-    if not (run.folder / NAME).is_file():
-        return None
+def read_samples(run: Run) -> Samples:
+    """Lines that are cut off or no objects are left out; only what lies within the timed run is kept."""
     samples, low, high = Samples(), 0.0, float("inf")
     for record in json_lines.read(run.folder / NAME)[0]:
         if record.get("event") == "start":
@@ -57,10 +55,8 @@ def read_samples(run: Run) -> Samples | None:
     return samples
 
 
-def section(samples: Samples | None) -> str:
-    """HTML: findings, a table and curves; "" if there is no file."""
-    if samples is None:
-        return ""
+def section(samples: Samples) -> str:
+    """HTML: findings, a table and curves; "" if there is nothing."""
     notes = plots.notes(samples.notes)
     if not any(samples.rows):
         return notes

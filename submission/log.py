@@ -73,6 +73,10 @@ class Log:
         event = self.first(key)
         return event.value if event else None
 
+    def last(self, key: str):
+        """The last value of `key`, or None."""
+        return self.all(key)[-1].value if self.all(key) else None
+
     def number(self, key: str) -> float | None:
         value = self.value(key)
         return value if is_number(value) else None

@@ -31,10 +31,6 @@ class Point:
         """Distance of one run from the reference's mean, in standard deviations of the reference; negative is faster."""
         return (samples - self.mean) / self.sigma
 
-    def share_not_slower(self, samples: float) -> float | None:
-        """Share of the reference's runs that needed at most `samples`; None for an interpolated point."""
-        return sum(value <= samples for value in self.samples) / len(self.samples) if self.samples else None
-
 
 @dataclass(frozen=True)
 class Verdict:

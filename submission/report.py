@@ -232,7 +232,7 @@ def _series_banner(series: Series, ten: TenRuns) -> str:
 
 def _attempts(series: Series, ten: TenRuns) -> str:
     counts = () if ten.invalid else ten.runs
-    rows = [_attempt_row(run, any(run is one for one in counts)) for run in series.runs]
+    rows = [_attempt_row(run, run in counts) for run in series.runs]
     note = "<p class=dim>* among the ten of the score; step and tok/s are medians, GiB the peak</p>" if counts else ""
     return table(ATTEMPT_HEADS, rows, texts=(1, len(ATTEMPT_HEADS) - 1), kind="many") + note
 

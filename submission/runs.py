@@ -32,9 +32,9 @@ REPEATED = frozenset({*INTERVALS, "eval_accuracy", "eval_error", "submission_ben
 GOOD, FAILED, LOST, NOT_STARTED = "good", "did not converge", "lost", "never started its clock"
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
-    """One run. Minutes are wall time from run_start to run_stop; samples are training sequences."""
+    """One run, equal to itself only. Minutes are wall time from run_start to run_stop; samples are training sequences."""
 
     path: Path  # of its log
     log: Log = field(default_factory=Log)  # all records of the keys in REPEATED, the first one of any other
@@ -62,11 +62,11 @@ class Run:
 
     @cached_property
     def benchmark(self) -> str:
-        return str(_last(self.log, "submission_benchmark") or "")
+        return str(self.log.last("submission_benchmark") or "")
 
     @cached_property
     def batch(self) -> int | None:
-        value = _last(self.log, "global_batch_size")
+        value = self.log.last("global_batch_size")
         return int(value) if log.is_number(value) and value >= 1 else None
 
     @property
@@ -130,18 +130,24 @@ class Run:
         return max((block.stop_samples or 0 for block in self.blocks), default=0) or self.samples
 
     @property
+    def z(self) -> float | None:
+        """Distance of its samples from the reference's mean, in the reference's standard deviations."""
+        return self.point.z_score(self.samples) if self.point and self.samples else None
+
+    @property
     def samples_per_s(self) -> float | None:
         """Over all training blocks, evaluation excluded."""
         return intervals.rate(self.blocks)
 
     @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        rate = self.samples_per_s
+        return None if rate is None or not self.gpus or not self.rules else rate * self.rules.sequence_length / self.gpus
+
+    @property
     def evaluation_s(self) -> float | None:
         """All evaluations together; None if the log does not time them."""
         return sum(interval.seconds for interval in self.evaluations) if self.evaluations else None
-
-    def tokens_per_gpu(self, samples_per_s: float | None) -> float | None:
-        """Tokens per second and GPU at `samples_per_s` of the whole system."""
-        return None if samples_per_s is None or not self.gpus or not self.rules else samples_per_s * self.rules.sequence_length / self.gpus
 
     def describe(self) -> str:
         result = f"{self.minutes:.2f} min, {self.samples:,} samples" if self.state == GOOD else self.reason
@@ -159,9 +165,7 @@ class Run:
 
     @cached_property
     def config(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self.folder / "config.toml").read_text(errors="replace")
-        return ""
+        return self._text("config.toml")
 
     @cached_property
     def versions(self) -> dict:
@@ -174,24 +178,20 @@ class Run:
     @cached_property
     def records(self) -> list[dict]:
         """The lines of events.jsonl."""
-        try:
-            records, notes = json_lines.read(self.folder / "events.jsonl")
-        except OSError:
-            records, notes = [], ["events.jsonl is missing"]
+        records, notes = json_lines.read(self.folder / "events.jsonl")
         self.notes += notes
         return records
 
+    def _text(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text(errors="replace") if path.is_file() else ""
+
     def _object(self, name: str) -> dict:
-        try:
-            value = json.loads((self.folder / name).read_text(errors="replace"))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            self.notes.append(f"{name} is cut off or spoilt")
-            return {}
-        return value
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads(self._text(name) or "{}"), dict):
+                return value
+        self.notes.append(f"{name} is cut off or spoilt")
+        return {}
 
 
 # --- one log ----------------------------------------------------------------------------------------------------------
@@ -209,9 +209,6 @@ def read_run(path: Path, ruleset: str = "") -> Run:
 def read_attempt(path: Path, number: int = 0, start: dict | None = None, end: dict | None = None) -> Run:
     """The same for an attempt of ours, whose log may be missing, empty or cut off: that is a note then."""
     run = Run(path, number=number, start=start or {}, end=end or {})
-    if not path.exists():
-        run.notes.append(f"{path.name} is missing")
-        return run
     try:
         run.log = log.read(path, REPEATED)
     except ConfigError as error:
@@ -229,11 +226,6 @@ def _filled(run: Run, ruleset: str = "") -> Run:
         run.notes.append(f"the last evaluation is logged at {run.samples:,} sequences, the blocks end at {run.trained:,}")
     _find_gpus(run)
     return run
-
-
-def _last(records: Log, key: str):
-    found = records.all(key)
-    return found[-1].value if found else None
 
 
 def _read_result(run: Run) -> None:

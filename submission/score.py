@@ -30,6 +30,10 @@ from submission.series import Series, TenRuns, check_same, pace, read_series, re
 from submission.terminal import number, table
 
 SHOWN_NOTES = 12
+OF_A_RUN = (  # in the JSON
+    *("name", "number", "state", "reason", "converged", "minutes", "samples", "z"),
+    *("samples_per_s", "tokens_per_s_per_gpu", "evaluation_s", "notes"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -84,25 +88,20 @@ def _score(options: argparse.Namespace) -> int:
 
 def as_dict(series: Series, ten: TenRuns) -> dict:
     """`result` is the series or its median window, `windows` the scores of all windows of ten."""
-    run, mine = series.first, pace(ten)
-    result = {key: getattr(ten, key) for key in ("minutes", "score", "factor", "passed", "samples")}
-    found = [(window.runs[0].name, window.minutes, window.score, window.invalid or None) for window in windows(series)]
+    first, mine = series.first, pace(ten)
+    verdicts = {"rcp": asdict(ten.verdict) if ten.verdict else None, "pace": asdict(mine) if mine else None}
     return {
-        **{key: getattr(run, key) for key in ("benchmark", "division", "org", "ruleset", "gpu", "gpus")},
-        "global_batch_size": run.batch,
-        "runs": [_run_as_dict(run) for run in series.runs],
-        "result": result
-        | {"invalid": ten.invalid or None, "rcp": asdict(ten.verdict) if ten.verdict else None, "pace": asdict(mine) if mine else None},
-        "windows": [dict(zip(("first", "minutes", "score", "invalid"), window, strict=True)) for window in found],
+        **{key: getattr(first, key) for key in ("benchmark", "division", "org", "ruleset", "gpu", "gpus")},
+        "global_batch_size": first.batch,
+        "runs": [{key: getattr(run, key) for key in OF_A_RUN} for run in series.runs],
+        "result": _numbers(ten) | {"factor": ten.factor, "passed": ten.passed, "samples": ten.samples} | verdicts,
+        "windows": [{"first": window.runs[0].name} | _numbers(window) for window in windows(series)],
         "notes": series.notes,
     }
 
 
-def _run_as_dict(run: Run) -> dict:
-    point, facts = run.point, ("name", "number", "state", "reason", "minutes", "samples", "samples_per_s", "evaluation_s", "notes")
-    z = point.z_score(run.samples) if point and run.samples else None
-    rate = run.tokens_per_gpu(run.samples_per_s)
-    return {key: getattr(run, key) for key in facts} | {"converged": run.converged, "z": z, "tokens_per_s_per_gpu": rate}
+def _numbers(ten: TenRuns) -> dict:
+    return {"minutes": ten.minutes, "score": ten.score, "invalid": ten.invalid or None}
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
@@ -133,19 +132,17 @@ def _notes(run: Run) -> list[str]:
 def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("run", "minutes", "converged", "samples", "z", "seq/s", "tokens/s/GPU", "evaluation s", "")]
     for run in series.runs:
-        point, rate = run.point, run.samples_per_s
-        z = point.z_score(run.samples) if point and run.samples and run.converged else None
-        cells = (number(run.minutes, ".3f"), "yes" if run.converged else "NO", number(run.samples, ",d"), number(z, "+.2f"))
-        speed = (number(rate, ".3f"), number(run.tokens_per_gpu(rate), ",.0f"), number(run.evaluation_s, ".1f"))
+        z = number(run.z if run.converged else None, "+.2f")
+        cells = (number(run.minutes, ".3f"), "yes" if run.converged else "NO", number(run.samples, ",d"), z)
+        speed = (number(run.samples_per_s, ".3f"), number(run.tokens_per_s_per_gpu, ",.0f"), number(run.evaluation_s, ".1f"))
         rows.append((run.name, *cells, *speed, _role(run, ten)))
     return rows
 
 
 def _role(run: Run, ten: TenRuns) -> str:
-    """By identity: two runs may look the same."""
-    if not any(run is one for one in ten.runs):
+    if run not in ten.runs:
         return run.state if run.state == NOT_STARTED else "not in the median window"
-    if any(run is one for one in ten.counted):
+    if run in ten.counted:
         return ""
     if not run.converged:
         return run.state
@@ -165,45 +162,32 @@ def _window_rows(found: list[TenRuns], chosen: TenRuns) -> list[Sequence[str]]:
 
 def score_lines(ten: TenRuns) -> list[str]:
     """How the score comes about, and how lucky its seeds were."""
-    return ["score", *_score_lines(ten), "", "samples to the target", *_luck_lines(ten)]
-
-
-def _score_lines(ten: TenRuns) -> list[str]:
+    if not ten.runs:
+        return ["score", "  no run started its clock"]
+    first, verdict = ten.runs[0], ten.verdict
     how = "without the fastest and the slowest run" if len(ten.runs) >= 3 else "too few runs to drop the fastest and the slowest"
-    lines = [f"  mean of {len(ten.counted)} runs   {number(ten.minutes, '.4f')} min, {how}"]
-    first = ten.runs[0] if ten.runs else None
-    if verdict := ten.verdict:
+    lines = ["score", f"  mean of {len(ten.counted)} runs   {number(ten.minutes, '.4f')} min, {how}"]
+    if verdict:
         lines.append(f"  RCP test        {'passed' if verdict.passed else 'FAILED'} ({verdict.message})")
-        point = first.point if first else None
-        if point and ten.samples is not None:
-            lines.append(f"                  mean {ten.samples:,.2f}; the lowest that passes {point.minimum:,.2f}")
-            lines.append(f"                  reference {point.mean:,.2f} +- {point.sigma:,.2f}; factor {verdict.factor:.6f}")
-    if first is None or first.is_miniature:
-        lines.append("  a miniature: no RCP, no benchmark result, and nothing to submit" if first else "  no run started its clock")
+    if first.is_miniature:
+        lines.append("  a miniature: no RCP, no benchmark result, and nothing to submit")
     elif ten.invalid:
         lines.append(f"  INVALID         {ten.invalid}")
     elif ten.score is None:
         lines.append("  NO SCORE        the RCP test failed: converging too fast counts as another algorithm, and is rejected")
     else:
         lines.append(f"  score           {ten.score:.4f} min = {ten.minutes:.4f} x {ten.factor:.6f}")
-    return lines
-
-
-def _luck_lines(ten: TenRuns) -> list[str]:
-    run = ten.runs[0] if ten.runs else None
-    point = run.point if run else None
-    if run is None or point is None or ten.samples is None:
-        return ["  nothing to hold them against: too few runs that converged, no RCP for this global batch, or a miniature"]
-    chance = rcp.chance_of(ten.samples, point, run.benchmark, run.ruleset)
-    lines = [
-        f"  mean {ten.samples:,.2f}: {(ten.samples / point.mean - 1) * 100:+.2f} % against the reference, z {point.z_score(ten.samples):+.2f}"
+    lines += ["", "samples to the target"]
+    point, mean = first.point, ten.samples
+    if point is None or mean is None:
+        return [*lines, "  nothing to hold them against: too few runs that converged, no RCP for this global batch, or a miniature"]
+    chance = rcp.chance_of(mean, point, first.benchmark, first.ruleset)
+    return [
+        *lines,
+        f"  reference {point.mean:,.2f} +- {point.sigma:,.2f}; the lowest mean that passes {point.minimum:,.2f}",
+        f"  mean {mean:,.2f}: {(mean / point.mean - 1) * 100:+.2f} % against the reference, z {point.z_score(mean):+.2f}",
+        f"  ten runs of the reference would be this fast or faster in {chance * 100:.0f} % of the cases",
     ]
-    lines.append(f"  ten runs of the reference would be this fast or faster in {chance * 100:.0f} % of the cases")
-    for samples in sorted({run.samples for run in ten.runs if run.converged and run.samples}):
-        share, times = point.share_not_slower(samples), sum(run.samples == samples for run in ten.runs if run.converged)
-        of_reference = f"; {share * 100:.0f} % of the reference's runs needed no more" if share is not None else ""
-        lines.append(f"  {times:>2} x {samples:,}, z {point.z_score(samples):+.2f}{of_reference}")
-    return lines
 
 
 if __name__ == "__main__":

@@ -223,18 +223,13 @@ def check_same(series: Series) -> None:
         if len(found := {value for run in series.runs if (value := getattr(run, what)) not in (None, "")}) > 1:
             why = "the runs of a series are of one submitter, one benchmark, one global batch and one system"
             raise ConfigError(f"the logs differ in {what}: {', '.join(sorted(map(str, found)))}", why, "name the logs of one series")
-    seen: dict[object, Run] = {}
+    seen: dict[str, Run] = {}
     for run in series.runs:
-        times = [run.log.value("seed"), *(event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key))]
-        for sign in (run.path.resolve(), str(times) if len(times) > 2 else run.path.resolve()):
-            if (other := seen.setdefault(sign, run)) is not run:
-                what = f"{run.path} is the run of {other.path} again"
-                raise ConfigError(what, "the ten runs must be independent, and each counts once", "name every log once")
-    batches = [run for run in series.runs if run.benchmark and run.batch is None]
-    if batches:
-        raise ConfigError(f"{batches[0].path} has no global_batch_size", "the RCP test goes by it", "name complete logs")
-    seeds: dict[int, Run] = {}
-    for run in series.runs:
-        seed = run.log.value("seed")
-        if type(seed) is int and (other := seeds.setdefault(seed, run)) is not run:
+        if run.benchmark and run.batch is None:
+            raise ConfigError(f"{run.path} has no global_batch_size", "the RCP test goes by it", "name complete logs")
+        seed, times = run.log.value("seed"), [event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key)]
+        if (other := seen.setdefault(f"{seed} {times}" if len(times) > 1 else str(run.path.resolve()), run)) is not run:
+            what = f"{run.path} is the run of {other.path} again"
+            raise ConfigError(what, "the ten runs must be independent, and each counts once", "name every log once")
+        if type(seed) is int and (other := seen.setdefault(f"seed {seed}", run)) is not run:
             series.notes.append(f"{other.name} and {run.name} have the same seed {seed}: the official seed checker may refuse them")

@@ -124,7 +124,7 @@ def test_a_run_that_failed_before_its_log_gets_a_report(tmp_path):
     (tmp_path / "failure.json").write_text(json.dumps({"kind": "preflight", "what": "the GPU does not answer"}))
     text = page(tmp_path)
     assert "never started its clock: preflight" in text and "the GPU does not answer" in text
-    assert "result.txt is missing" in text and "events.jsonl is missing" in text
+    assert "cannot read" in text and "events.jsonl is missing" in text
 
 
 def test_a_log_with_a_prefix_gives_the_same_page(run_dir):
