@@ -109,18 +109,13 @@ def compose(found: dict[str, str], earlier: dict[str, str], answers: dict[str, s
 
 def problems(description: dict) -> list[str]:
     """What makes an official tool fail, break off or skip its checks: one line per key."""
+    tests = [(key, isinstance(description.get(key), str), "is not a string (system_desc_checker breaks off)") for key in JOINED_KEYS]
+    tests += [(key, converts_to_int(description.get(key)), "is not a whole number (result_summarizer breaks off)") for key in WHOLE_NUMBERS]
+    status, division = description.get("status"), description.get("division")
+    tests.append(("status", status in STATUS.values(), f"is none of {'; '.join(STATUS.values())} (system_desc_checker)"))
+    tests.append(("division", division == "closed", "is not 'closed' (package_checker skips the seed and RCP checks)"))
     lines = [f"{key}: missing (system_desc_checker)" for key in KEYS if key not in description and key not in POLICY_KEYS]
-    for key in JOINED_KEYS:
-        if key in description and not isinstance(description[key], str):
-            lines.append(f"{key}: {description[key]!r} is not a string (system_desc_checker breaks off)")
-    for key in WHOLE_NUMBERS:
-        if key in description and not converts_to_int(description[key]):
-            lines.append(f"{key}: {description[key]!r} is not a whole number (result_summarizer breaks off)")
-    if "status" in description and description["status"] not in STATUS.values():
-        lines.append(f"status: {description['status']!r} is none of {'; '.join(STATUS.values())} (system_desc_checker)")
-    if "division" in description and description["division"] != "closed":
-        lines.append(f"division: {description['division']!r}, not 'closed' (package_checker skips the seed and RCP checks)")
-    return lines
+    return lines + [f"{key}: {description[key]!r} {why}" for key, holds, why in tests if key in description and not holds]
 
 
 def questions(description: dict) -> list[str]:

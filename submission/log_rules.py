@@ -34,17 +34,10 @@ WARNING_OF_OTHERS = "warning of others"  # an error in our own logs: RunLog neve
 PRECISION_KEYS = tuple(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm"))
 PARALLELISM_KEYS = tuple(f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert"))
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
-# Key -> attribute of the benchmark's Rules, where the division fixes a value and the compliance checker lets any other pass.
-UNTESTED_CONSTANTS = {
-    "llama31_8b": {},
-    "llama2_70b_lora": {
-        "opt_gradient_clip_norm": "gradient_clip_norm",
-        "opt_adamw_weight_decay": "weight_decay",
-        "lora_alpha": "lora_alpha",
-        "lora_dropout": "lora_dropout",
-        "eval_samples": "eval_samples",
-        "train_samples": "train_samples",
-    },
+# Key -> attribute of the benchmark's Rules, where the LoRA division fixes a value and the compliance checker lets any other pass.
+CONSTANTS = {
+    **{"opt_gradient_clip_norm": "gradient_clip_norm", "opt_adamw_weight_decay": "weight_decay"},
+    **{key: key for key in ("lora_alpha", "lora_dropout", "eval_samples", "train_samples")},
 }
 # By global batch: "Hyperparams" of mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_<benchmark>.json.
 REFERENCE_LEARNING_RATES = {
@@ -90,8 +83,7 @@ def rules_of(log: Log, division: str | None = None) -> Rules | None:
 
 def wrong_interval(log: Log, rules: Rules) -> Found:
     """The first evaluation that is not where the rules want it, or training to the end without the next one."""
-    batch = log.value("global_batch_size")
-    counts = _evaluations(log)
+    batch, counts = log.value("global_batch_size"), _evaluations(log)
     if not is_positive_int(batch) or _one_step_short(counts, batch, rules):
         return
     due, interval, last = rules.first_evaluation(batch), rules.eval_interval(batch), 0
@@ -128,7 +120,7 @@ def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> 
     return bool(counts) and all(samples == first + number * interval for number, (_, samples) in enumerate(counts))
 
 
-def unfit(fits: Callable[[object], bool], words: str, *keys: str) -> Callable[[Log, Rules], Found]:
+def unfit(fits: Callable[[object], object], words: str, *keys: str) -> Callable[[Log, Rules], Found]:
     """The rule that each value of `keys` fits; `words`: what it should be."""
 
     def find(log: Log, rules: Rules) -> Found:
@@ -173,17 +165,17 @@ def _reaches(event: Event, rules: Rules) -> bool:
 # Hyperparameters and data.
 
 
-def wrong_constant(log: Log, rules: Rules) -> Found:
-    for key, attribute in UNTESTED_CONSTANTS[str(log.value("submission_benchmark"))].items():
-        yield from unlike(log, key, getattr(rules, attribute), rules)
+def unlike(constants: dict[str, str], benchmark: str = "") -> Callable[[Log, Rules], Found]:
+    """The rule that each key has the value of that attribute of Rules; 1 and 1.0 are the same, True and 1 or "1" and 1 are not.
+    `benchmark`: for logs of that one only."""
 
+    def find(log: Log, rules: Rules) -> Found:
+        for event in (event for key in constants for event in log.all(key) if benchmark in ("", log.value("submission_benchmark"))):
+            value, wanted = event.value, getattr(rules, constants[event.key])
+            if value != wanted or isinstance(value, str) != isinstance(wanted, str) or isinstance(value, bool):
+                yield event.line, f"{event.key} is {value!r}, the {rules.division} division fixes {wanted!r}"
 
-def unlike(log: Log, key: str, wanted: object, rules: Rules) -> Found:
-    """Records of `key` with another value; 1 and 1.0 are the same, True and 1 or "1" and 1 are not."""
-    for event in log.all(key):
-        value = event.value
-        if value != wanted or isinstance(value, str) != isinstance(wanted, str) or isinstance(value, bool):
-            yield event.line, f"{key} is {value!r}, the {rules.division} division fixes {wanted!r}"
+    return find
 
 
 def wrong_end_learning_rate(log: Log, rules: Rules) -> Found:
@@ -290,7 +282,7 @@ RULES = (
     Rule("finite", not_finite, "OWN; the compliance checker ignores NaN if another evaluation passes", WARNING_OF_OTHERS),
     Rule("status", wrong_status, "TR Run Results; RCP counts a run without success as one that did not converge"),
     Rule("after_target", after_target, "TR Run Results: a run may stop at the target", WARNING_OF_OTHERS),
-    Rule("constant", wrong_constant, "TR Hyperparameters; REF llama2_70b_lora"),
+    Rule("constant", unlike(CONSTANTS, "llama2_70b_lora"), "TR Hyperparameters; REF llama2_70b_lora"),
     Rule("end_learning_rate", wrong_end_learning_rate, HYPERPARAMETERS),
     Rule("learning_rate", unlike_reference, "RCP Hyperparams (the checker does not compare them)", WARNING),
     Rule("batch", unfit(is_positive_int, "a whole number from 1: there is no reference", "global_batch_size"), "RCP rcp_checker.py"),

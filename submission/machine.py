@@ -57,7 +57,7 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
     """
     cpuinfo = _read(root / "proc/cpuinfo")
     known = {
-        **processors(root, cpuinfo),
+        **processors(cpuinfo),
         **memory(root),
         **storage(root),
         **network(root),
@@ -74,42 +74,17 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
 # Processors and memory.
 
 
-def processors(root: Path, cpuinfo: str) -> dict[str, str]:
+def processors(cpuinfo: str) -> dict[str, str]:
     blocks = [block for block in map(_key_values, cpuinfo.split("\n\n")) if "processor" in block]
     if not blocks:
         return {}
-    first, sockets = blocks[0], len({block.get("physical id", "0") for block in blocks})
-    cores, kilohertz = first.get("cpu cores", ""), _read(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
-    links = {"AuthenticAMD": "AMD Infinity Fabric", "GenuineIntel": "Intel UPI"}
+    first = blocks[0]
     return {
         "host_processor_model_name": " ".join(first.get("model name", "").split()),
-        "host_processors_per_node": str(sockets),
-        "host_processor_core_count": cores if cores.isdigit() and int(cores) else "",
+        "host_processors_per_node": str(len({block.get("physical id", "0") for block in blocks})),
+        "host_processor_core_count": first.get("cpu cores", "").removeprefix("0"),
         "host_processor_vcpu_count": str(len(blocks)),  # of the whole node
-        "host_processor_frequency": f"{int(kilohertz) / 1e6:.2f} GHz (maximum)" if kilohertz.isdigit() else "",
-        "host_processor_caches": _caches(root),
-        "host_processor_interconnect": links.get(first.get("vendor_id", ""), "") if sockets > 1 else "N/A (one processor)",
     }
-
-
-def _caches(root: Path) -> str:
-    """Of one socket's first core, with how many logical processors share each."""
-    parts = []
-    for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size, cpus = (_read(index / name) for name in ("level", "type", "size", "shared_cpu_list"))
-        if level and size:
-            ranges = [part.partition("-") for part in cpus.split(",") if part]
-            count = sum(int(high or low) - int(low) + 1 for low, _, high in ranges)
-            letter = {"Data": "d", "Instruction": "i"}.get(kind, "")
-            parts.append(f"L{level}{letter} {_kibibytes(size)} per {'vCPU' if count == 1 else f'{count} vCPUs'}")
-    return ", ".join(parts)
-
-
-def _kibibytes(text: str) -> str:
-    """`32768K` -> `32 MiB`, as sysfs writes sizes of caches."""
-    number = int(text.rstrip("KM")) if text.rstrip("KM").isdigit() else 0
-    kib = number * (1024 if text.endswith("M") else 1)
-    return f"{kib // 1024} MiB" if kib >= 1024 and kib % 1024 == 0 else f"{kib} KiB"
 
 
 def memory(root: Path) -> dict[str, str]:
@@ -139,17 +114,15 @@ def _memory_bytes(root: Path) -> int:
 
 
 def storage(root: Path) -> dict[str, str]:
-    kinds: Counter[str] = Counter()
+    kinds: set[str] = set()
     sizes: Counter[str] = Counter()
     for disk in sorted((root / "sys/block").glob("*")):
-        sectors = _read(disk / "size")
-        if NO_DISKS.match(disk.name) or not sectors.isdigit() or not int(sectors) or _read(disk / "removable") == "1":
+        size = int(_read(disk / "size") or 0) * SECTOR
+        if NO_DISKS.match(disk.name) or not size or _read(disk / "removable") == "1":
             continue
-        spins = _read(disk / "queue/rotational") == "1"
-        named = [kind for prefix, kind in DISKS.items() if disk.name.startswith(prefix)]
-        kinds[(named or ["hard disk" if spins else "SATA/SAS SSD"])[0]] += 1
-        size = int(sectors) * SECTOR  # disks are sold by powers of ten
-        sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += 1
+        kind = "hard disk" if _read(disk / "queue/rotational") == "1" else "SATA/SAS SSD"
+        kinds.add(next((named for prefix, named in DISKS.items() if disk.name.startswith(prefix)), kind))
+        sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += 1  # disks are sold by powers of ten
     return {"host_storage_type": ", ".join(sorted(kinds)), "host_storage_capacity": _counted(sizes)}
 
 

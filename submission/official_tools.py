@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
-from submission.log import Log, read
+from submission.log import Event, Log, read
 from submission.log_rules import BENCHMARKS, Finding
 
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # those that know both benchmarks
@@ -132,35 +132,29 @@ def _complaints(log: Log, rules: str, key: str | None, text: str, warning: bool)
     first = text.splitlines()[0]
     quoted = re.search(r"'(\w+)'", first)
     source = _source(rules, str(log.value("submission_benchmark")), key or (quoted[1] if quoted else "eval_accuracy"))
+    events = log.all(key or "")
     if text.startswith("Log lines had parsing errors"):
         for bad in log.bad:
             if not bad.reason.startswith(UNSEEN):
                 yield Finding(bad.line, "line_format", bad.reason, "CC mlp_parser/ruleset_610.py")
     elif text.startswith("Required "):
-        events = log.all(key or "")
         rule, line = ("repeated", events[1].line) if len(events) > 1 else ("missing", 0)
         yield Finding(line, rule, f"{key} is missing" if key and not events else first, source, warning)
     elif text.startswith("Failed checks for"):
         last = log.all("eval_accuracy")[-1:]
         yield Finding(last[0].line if last else 0, "target", f"no evaluation reached the target: {first}", source)
     else:
-        line, value = _failed_line(log, key, text) if key else (0, "")
-        test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE) if key else None
-        message = f"{key} is {value}, the rule is: {(test[1] or test[2] or '').strip()}" if test else first
-        yield Finding(line, "value", message, source, warning)
+        # The checker counts its own lines, from 0; the record that it quotes is the one of that time.
+        time = re.search(r'^:::MLLOG .*"time_ms": ([\d.]+)', text, re.MULTILINE)
+        event = next((event for event in events if time and event.time_ms == float(time[1])), events[0] if events else None)
+        test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE)
+        message = f"{key} is {_shown(event)}, the rule is: {(test[1] or test[2] or '').strip()}" if test and event else first
+        yield Finding(event.line if event else 0, "value", message, source, warning)
 
 
-def _failed_line(log: Log, key: str, text: str) -> tuple[int, str]:
-    """Line in the file, and the value, of the record that a complaint quotes; the checker counts its own lines, from 0."""
-    quoted = next((line for line in text.splitlines() if line.startswith(":::MLLOG ")), "")
-    try:
-        record = json.loads(quoted.removeprefix(":::MLLOG "))
-    except (ValueError, RecursionError):
-        record = {}
-    events = [event for event in log.all(key) if event.time_ms == record.get("time_ms")] or log.all(key)
-    metadata = {name: value for name, value in (record.get("metadata") or {}).items() if name not in ("file", "lineno")}
-    value = json.dumps(record.get("value"))[:80] + (f" with {json.dumps(metadata)[:80]}" if metadata else "")
-    return (events[0].line if events else 0), value
+def _shown(event: Event) -> str:
+    metadata = {name: value for name, value in event.metadata.items() if name not in ("file", "lineno")}
+    return json.dumps(event.value)[:80] + (f" with {json.dumps(metadata)[:80]}" if metadata else "")
 
 
 @cache

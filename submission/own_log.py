@@ -25,7 +25,7 @@ WELL_KNOWN_SEEDS = frozenset({123456, 1234567, 12345678, 123456789, 1234567890, 
 STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
 
 SUBMISSION_KEYS = tuple(f"submission_{part}" for part in ("benchmark", "org", "division", "status", "platform"))
-# Key -> attribute of Rules: what neither the compliance checker nor log_rules.UNTESTED_CONSTANTS holds to a value.
+# Key -> attribute of Rules: what neither the compliance checker nor log_rules.CONSTANTS holds to a value.
 OWN_CONSTANTS = {
     "submission_division": "division",
     "max_sequence_length": "sequence_length",
@@ -35,10 +35,7 @@ OWN_CONSTANTS = {
     "opt_adamw_epsilon": "adam_epsilon",
     "target_accuracy": "target_loss",
 }
-EVENT_TYPES = {
-    **{f"{interval}_start": START for interval in ("init", "run", "block", "eval")},
-    **{f"{interval}_stop": END for interval in ("init", "run", "block", "eval")},
-}
+EVENT_TYPES = {f"{name}_{end}": kind for name in ("init", "run", "block", "eval") for end, kind in (("start", START), ("stop", END))}
 CLOCK_KEYS = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
 # Where the run stands -> key -> where it stands then. What is not here is out of order.
@@ -130,31 +127,30 @@ def chosen_seed(log: Log, rules: Rules) -> Found:
             yield event.line, f"seed {event.value} looks chosen, or drawn from 15 bits; the system's randomness gives 32"
 
 
-def changed_config(log: Log, rules: Rules) -> Found:
-    """A miniature may run anywhere and be changed at will: `CPU_1x1+modified.toml` is the truth, and nobody can submit it."""
-    name = log.value("config_filename")
-    if rules.division == "closed" and isinstance(name, str) and any(mark in name for mark in CHANGED):
-        yield line_of(log, "config_filename"), f"config_filename is {name!r}: changed with --set, or forced onto another GPU"
-
-
 def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
     """With `project_root`, the config that a log names must be a file there."""
 
-    def unknown_config(log: Log, rules: Rules) -> Found:
-        name, folder = log.value("config_filename"), f"configs/{log.value('submission_benchmark')}"
-        if project_root is None or rules.division != "closed" or name is None or any(mark in str(name) for mark in CHANGED):
+    def wrong_config(log: Log, rules: Rules) -> Found:
+        """A miniature may run anywhere and be changed at will: `CPU_1x1+modified.toml` is the truth, and nobody can submit it."""
+        event, folder = log.first("config_filename"), f"configs/{log.value('submission_benchmark')}"
+        if event is None or rules.division != "closed":
             return
-        if not isinstance(name, str) or Path(name).name != name or not (project_root / folder / name).is_file():
-            yield line_of(log, "config_filename"), f"config_filename is {name!r}, which is no file in {folder}/"
+        name = str(event.value)
+        if any(mark in name for mark in CHANGED):
+            yield event.line, f"config_filename is {name!r}: changed with --set, or forced onto another GPU"
+        elif project_root and (Path(name).name != name or not (project_root / folder / name).is_file()):
+            yield event.line, f"config_filename is {name!r}, which is no file in {folder}/"
 
-    return (*OWN_RULES, Rule("config_filename", unknown_config, "OWN; TR mandatory disclosure (6.1)"))
+    return (*OWN_RULES, Rule("config_filename", wrong_config, "OWN; TR mandatory disclosure (6.1)"))
 
 
 def wrong_batch(log: Log, rules: Rules) -> Found:
-    sizes = [log.value(key) for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size")]
-    if all(is_positive_int(size) for size in sizes) and sizes[0] % (sizes[1] * sizes[2]):
-        message = f"global batch {sizes[0]} is no multiple of gradient_accumulation_steps {sizes[1]} x micro_batch_size {sizes[2]}"
-        yield line_of(log, "global_batch_size"), message
+    batch, *parts = (log.first(key) for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size"))
+    if batch and all(event and is_positive_int(event.value) for event in (batch, *parts)):
+        steps, size = (event.value for event in parts)
+        if batch.value % (steps * size):
+            message = f"global batch {batch.value} is no multiple of gradient_accumulation_steps {steps} x micro_batch_size {size}"
+            yield batch.line, message
 
 
 def long_init(log: Log, rules: Rules) -> Found:
@@ -164,14 +160,8 @@ def long_init(log: Log, rules: Rules) -> Found:
         yield stop.line, f"initialization took {seconds / 60:.1f} of {rules.init_limit_s / 60:.0f} min"
 
 
-def wrong_constant_of_ours(log: Log, rules: Rules) -> Found:
-    for key, attribute in OWN_CONSTANTS.items():
-        yield from unlike(log, key, getattr(rules, attribute), rules)
-
-
-def line_of(log: Log, key: str) -> int:
-    event = log.first(key)
-    return event.line if event else 0
+def is_share(value: object) -> bool:
+    return is_number(value) and 0 <= value < 1
 
 
 TR_HYPERPARAMETERS = "OWN; TR Hyperparameters"
@@ -179,24 +169,17 @@ OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
     Rule("line_format", prefixed, "OWN (the official parser strips it)"),
     Rule("event_type", wrong_event_type, "OWN (no checker reads it)"),
-    Rule(
-        "submission", unfit(lambda value: isinstance(value, str) and bool(value.strip()), "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"
-    ),
+    Rule("submission", unfit(lambda value: isinstance(value, str) and value.strip(), "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"),
     Rule("submission", unfit(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"), "OWN; CC common.yaml"),
     Rule("order", out_of_order, "OWN; TR Run Results"),
     Rule("time", back_in_time, "OWN"),
     Rule("samples_count", wrong_samples, "OWN; TR RCP Rules"),
     Rule("chosen_seed", chosen_seed, "TR Random numbers (a constant seed is not allowed)", WARNING),
-    Rule("config_filename", changed_config, "OWN; TR mandatory disclosure (6.1)"),
     Rule("batch", unfit(is_positive_int, "a whole number from 1", "gradient_accumulation_steps", "train_samples"), "OWN"),
     Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),
     Rule("schedule", unfit(is_positive, "a positive number", "opt_base_learning_rate"), TR_HYPERPARAMETERS),
     Rule("schedule", unfit(is_positive_int, "a whole number from 1", "opt_learning_rate_training_steps"), TR_HYPERPARAMETERS),
-    Rule(
-        "schedule",
-        unfit(lambda value: is_number(value) and 0 <= value < 1, "a share of the steps", "opt_learning_rate_warmup_factor"),
-        TR_HYPERPARAMETERS,
-    ),
+    Rule("schedule", unfit(is_share, "a share of the steps", "opt_learning_rate_warmup_factor"), TR_HYPERPARAMETERS),
     Rule("init_time", long_init, "OWN; TR Run Results", WARNING),
-    Rule("constant", wrong_constant_of_ours, TR_HYPERPARAMETERS),
+    Rule("constant", unlike(OWN_CONSTANTS), TR_HYPERPARAMETERS),
 )

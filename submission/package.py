@@ -16,21 +16,18 @@ import re
 import shutil
 import sys
 import tempfile
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, StorageError
 from records import ledger
 from submission import check, describe, forbidden_files, implementation, official_tools, own_log, terminal
-from submission.implementation import Implementation
 from submission.log_rules import BENCHMARKS
 from submission.runs import FAILED, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
 PLACEHOLDERS = ("unnamed", "org", "yourorg", "your_org", "myorg", "example", "test", "todo", "none", "organisation", "organization")
-AS_LEFT = "submit run directories as the launcher left them"
 SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
 
 
@@ -83,20 +80,15 @@ def package(request: Request) -> int:
     chosen = {name: _chosen(request, name, description) for name in request.sources}
     try:
         request.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{request.out.name}-", dir=request.out.parent))
-    except OSError as error:
-        raise StorageError(f"cannot write to {request.out.parent}", str(error), "choose another --out") from error
-    try:
-        _build(partial / request.org, request, chosen)
-        offences = forbidden_files.findings(partial / request.org)
-        what = f"{len(offences)} things must not be in a submission: {'; '.join(offences)}"
-        _demand(not offences, what, "see there", "remove them")
-        partial.chmod(0o755)
-        partial.rename(request.out)
+        with tempfile.TemporaryDirectory(prefix=f".{request.out.name}-", dir=request.out.parent) as folder:
+            partial = Path(folder, "partial")
+            _build(partial / request.org, request, chosen)
+            offences = forbidden_files.findings(partial / request.org)
+            what = f"{len(offences)} things must not be in a submission: {'; '.join(offences)}"
+            _demand(not offences, what, "see there", "remove them")
+            partial.rename(request.out)
     except OSError as error:
         raise StorageError(f"cannot write {request.out}", str(error), "free space, or choose another --out") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return judge(request, sum(run.state == FAILED for ten in chosen.values() for run in ten.runs))
 
 
@@ -142,7 +134,6 @@ def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
     _check_seeds(series.runs)
     for run in chosen.runs:
         _check_same(chosen.runs[0], run)
-    for run in chosen.runs:
         _check_identity(request, run, description)
         _check_log(request, run)
     return chosen
@@ -162,8 +153,6 @@ def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
     _demand(logged in (None, benchmark), f"{run.path} is a log of {logged}", given, "correct --benchmark")
     toy = "a toy with its own target is no benchmark result"
     _demand(division != "miniature", f"{run.folder} is a miniature", toy, "run the benchmark")
-    closed = "this package makes closed submissions"
-    _demand(division in (None, "closed"), f"{run.folder} is of division {division!r}", closed, "run it closed")
     name = str(run.log.value("config_filename") or run.start.get("config", ""))
     why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
     do = "write a config for it, commit it, and run the series with that"
@@ -172,20 +161,17 @@ def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
 
 def _check_seeds(runs: list[Run]) -> None:
     """Of the whole series: its runs must be independent, also those that are not submitted."""
-    seeds: dict[int, Run] = {}
-    before, do = None, "run a series without SEED"
-    for run in runs:
-        seed, logged = run.start.get("seed"), run.log.value("seed")
-        if type(seed) is not int or logged not in (None, seed):
-            why = f"the ledger says {seed}: the log is not the one that this attempt wrote"
-            raise CheckFailed(f"{run.path}: seed {logged}", why, "submit logs as they were written")
-        other = seeds.setdefault(seed, run)
+    seeds, do = [run.start.get("seed") for run in runs], "run a series without SEED"
+    for index, (run, seed) in enumerate(zip(runs, seeds, strict=True)):
+        logged, other, before = run.log.value("seed"), runs[seeds.index(seed)], seeds[index - 1] if index else None
+        why = f"the ledger says {seed}: the log is not the one that this attempt wrote"
+        fits = type(seed) is int and logged in (None, seed)
+        _demand(fits, f"{run.path}: seed {logged}", why, "submit logs as they were written")
         what = f"attempts {other.number} and {run.number} have the same seed {seed}"
         _demand(other is run, what, "the ten runs must be independent", do)
         what = f"attempts {run.number - 1} and {run.number} have the seeds {before} and {seed}"
         why = "these were chosen: seeds come from the clock or from the system's entropy"
         _demand(before is None or seed != before + 1, what, why, do)
-        before = seed
 
 
 def _check_same(first: Run, run: Run) -> None:
@@ -199,8 +185,6 @@ def _check_same(first: Run, run: Run) -> None:
         mine, theirs = run.versions.get(key), first.versions.get(key)
         why = "the ten runs must be of one system and one code"
         _demand(mine == theirs, f"{both} {key}: {theirs} and {mine}", why, "run a series without changing anything")
-    why = "without it nobody can say what ran"
-    _demand(bool(run.config), f"{run.folder / 'config.toml'} is missing", why, AS_LEFT)
     why = f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}"
     _demand(run.config == first.config, f"{both} configs", why, "run a series with one")
 
@@ -208,26 +192,21 @@ def _check_same(first: Run, run: Run) -> None:
 def _check_identity(request: Request, run: Run, description: dict) -> None:
     """Organisation and platform of the log, GPUs of the config, and the system description tell of the same machine."""
     rerun, do = "a log is not edited: run the series with MLPERF_SUBMISSION_{} set", "describe the system that ran"
-    org, platform = run.log.value("submission_org"), str(run.log.value("submission_platform"))
-    what = f"{run.path}: submission_org is {org!r}, --org is {request.org!r}"
-    _demand(org == request.org, what, "both are shown to reviewers", rerun.format("ORG"))
-    try:
-        config = tomllib.loads(run.config)
-        nodes, gpus, kind = (config[key] for key in ("nodes", "gpus_per_node", "gpu"))
-    except (tomllib.TOMLDecodeError, KeyError) as error:
-        raise CheckFailed(f"{run.folder / 'config.toml'} does not say where it ran", str(error), AS_LEFT) from None
-    why = f"{run.folder / 'config.toml'} ran on {nodes} x {gpus} {kind}"
-    for key, value in (("number_of_nodes", str(nodes)), ("accelerators_per_node", str(gpus))):
-        _demand(description[key] == value, f"{request.system}: {key} is {description[key]}, not {value}", why, do)
-    model = description["accelerator_model_name"]
-    named = re.search(rf"\b{re.escape(kind)}\b", model) is not None
-    _demand(named, f"{request.system}: accelerator_model_name is {model!r}", why, do)
-    fitting = (request.system_name, description["system_name"], f"{nodes}x{gpus} {kind}")
+    platform, torch = run.log.value("submission_platform"), str((run.versions.get("packages") or {}).get("torch") or "").split("+")[0]
+    what = f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}"
+    _demand(run.org == request.org, what, "both are shown to reviewers", rerun.format("ORG"))
+    what = f"{run.folder / 'config.toml'} does not say where it ran"
+    _demand(bool(run.nodes), what, "it is missing or spoilt", "submit run directories as the launcher left them")
+    shape = f"{run.nodes}x{run.gpus_per_node}"
+    facts = {"number_of_nodes": str(run.nodes), "accelerators_per_node": str(run.gpus_per_node)}
+    facts |= {"accelerator_model_name": str(run.gpu), "framework": torch}
+    for key, value in facts.items():
+        named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
+        why = f"{run.folder} ran on {shape} {run.gpu} with torch {torch}"
+        _demand(named, f"{request.system}: {key} is {description[key]}, not {value}", why, do)
+    fitting = (request.system_name, description["system_name"], f"{shape} {run.gpu}")
     why = f"of this system it would be one of {', '.join(map(repr, fitting))}"
     _demand(platform in fitting, f"{run.path}: submission_platform is {platform!r}", why, rerun.format("PLATFORM"))
-    torch = str((run.versions.get("packages") or {}).get("torch") or "").split("+")[0]
-    what = f"{request.system}: framework is {description['framework']!r}"
-    _demand(torch in description["framework"], what, f"{run.folder} ran with torch {torch}", do)
 
 
 def _check_log(request: Request, run: Run) -> None:
@@ -252,9 +231,8 @@ def _build(org_dir: Path, request: Request, chosen: dict[str, TenRuns]) -> None:
         results.mkdir(parents=True)
         for index, run in enumerate(ten.runs):
             shutil.copyfile(run.path, results / f"result_{index}.txt")
-        about = Implementation(benchmark, request.implementation, request.system_name, request.root)
         folder = org_dir / "benchmarks" / benchmark / "implementations" / request.implementation
-        implementation.write(folder, about, ten.runs[0].log, ten.runs[0].versions)
+        implementation.write(folder, request.root, request.system_name, ten.runs[0])
 
 
 # Judging.

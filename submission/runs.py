@@ -48,7 +48,9 @@ class Run:
     blocks: list[Interval] = field(default_factory=list)  # training only
     evaluations: list[Interval] = field(default_factory=list)
     gpu: str | None = None  # H200
-    gpus: int | None = None
+    gpus: int | None = None  # in all nodes
+    nodes: int = 0  # as our config says; 0 without one
+    gpus_per_node: int = 0
     ruleset: str = ""
     notes: list[str] = field(default_factory=list)  # what was odd
 
@@ -259,7 +261,8 @@ def _find_gpus(run: Run) -> None:
     """Kind and number of GPUs: from our config.toml beside the log, a submission's systems/<system>.json, or the platform's name."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         config = tomllib.loads(run.config)
-        run.gpu, run.gpus = config["gpu"], config["nodes"] * config["gpus_per_node"]
+        run.gpu, run.nodes, run.gpus_per_node = config["gpu"], config["nodes"], config["gpus_per_node"]
+        run.gpus = run.nodes * run.gpus_per_node
         return
     model, system = "", run.path.resolve().parent.parent  # <org>/results/<system>/<benchmark>/result_0.txt
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
