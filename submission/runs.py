@@ -44,7 +44,6 @@ class Run:
     minutes: float | None = None
     reached: bool = False  # an evaluation was at the target or below
     samples: int | None = None  # at the last evaluation, as logged; what the RCP test counts
-    loss: float | None = None  # there
     blocks: list[Interval] = field(default_factory=list)  # training only
     evaluations: list[Interval] = field(default_factory=list)
     gpu: str | None = None  # H200
@@ -102,8 +101,7 @@ class Run:
     @cached_property
     def status(self) -> str:
         """success, aborted, or "" without a run_stop; what the log claims."""
-        stops = self.log.all("run_stop")
-        return str(stops[-1].metadata.get("status", "")) if stops else ""
+        return "".join(str(stop.metadata.get("status", "")) for stop in self.log.all("run_stop")[-1:])
 
     @cached_property
     def refused(self) -> tuple[str, ...]:
@@ -231,24 +229,17 @@ def _filled(run: Run, ruleset: str = "") -> Run:
 
 
 def _read_result(run: Run) -> None:
-    """Minutes, samples, loss, and whether the target was reached."""
-    start_ms, stopped, last, counted = None, None, None, None
-    for event in run.log.events:
-        if event.key == "run_start":
-            start_ms = event.time_ms
-        elif event.key in ("eval_accuracy", "eval_error"):
-            last = event
-            run.reached |= log.is_number(event.value) and run.target is not None and 0 < event.value <= run.target
-        elif event.key == "run_stop":
-            if stopped is None and start_ms is not None:
-                run.minutes = (event.time_ms - start_ms) / 60 / 1000  # in this order, as the summarizer does
-            stopped, counted = event, last
-    counted = counted if stopped else last
-    if counted:
-        run.samples, run.loss = intervals.samples_of(counted), counted.value if log.is_number(counted.value) else None
-    if run.log.events and stopped is None:
+    """Minutes, samples, and whether the target was reached."""
+    evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
+    run.reached = any(log.is_number(e.value) and run.target is not None and 0 < e.value <= run.target for e in evaluated)
+    stops = run.log.all("run_stop")
+    if counted := [event for event in evaluated if not stops or event.line < stops[-1].line]:
+        run.samples = intervals.samples_of(counted[-1])
+    if stops and (started := [event for event in run.log.all("run_start") if event.line < stops[0].line]):
+        run.minutes = (stops[0].time_ms - started[-1].time_ms) / 60 / 1000  # in this order, as the summarizer does
+    if run.log.events and not stops:
         run.notes.append("no run_stop: it was cut short")
-    elif stopped and run.minutes is None:
+    elif stops and run.minutes is None:
         run.notes.append("run_stop stands before run_start, or there is no run_start")
     elif run.status == "success" and not run.reached:
         run.notes.append(f"says success, but no evaluation is at {run.target} or below: the compliance checker refuses it")

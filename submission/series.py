@@ -164,30 +164,20 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
     LOGDIR/<benchmark>, whose ledger has series: `wanted` (an id or how it begins), else its newest of more than one run, else its
     newest. `ruleset`: what the logs are held to; "": what their own keys say. Raises ConfigError where there is nothing to read.
     """
-    runs: list[Run] = []
     notes: list[str] = []
-    names = []
-    for path in paths:
-        name, found = _read(path, wanted, ruleset, notes)
-        names.append(name)
-        runs += found
+    found = [_read(path, wanted, ruleset, notes) for path in paths]
+    runs = [run for _, part in found for run in part]
     for number, run in enumerate(runs, start=1):
         run.number = run.number or number
     if not runs:
         raise ConfigError(f"there is no run in {', '.join(map(str, paths))}", "; ".join(notes), "let at least one run start")
-    return Series(", ".join(names), runs, notes)
+    return Series(", ".join(name for name, _ in found), runs, notes)
 
 
 def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
     name = path.resolve().name
-    if path.is_file():
-        return name, [read_run(path, ruleset)]
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such file or directory", "there is nothing to read", "name logs or a directory that has some")
-    if results := sorted(path.glob("result_*.txt"), key=_number):
+    if results := [path] if path.is_file() else sorted(path.glob("result_*.txt"), key=_number) or sorted(path.glob("result.txt")):
         return name, [read_run(result, ruleset) for result in results]
-    if (path / "result.txt").is_file():
-        return name, [read_run(path / "result.txt", ruleset)]
     if record := _record(path / ledger.NAME, wanted):
         notes.append(f"series {record.id} of {path / ledger.NAME}")
         attempts = sorted(record.starts.items())
@@ -196,7 +186,7 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
     if results := sorted(path.glob("*/result.txt")):  # run directories begin with the date
         notes.append(f"{path} has no ledger: all runs in it, in the order of their names")
         return name, [read_attempt(result) for result in results]
-    inside = ", ".join(sorted(item.name for item in path.iterdir() if item.is_dir())) or "nothing"
+    inside = ", ".join(sorted(item.name for item in path.glob("*/") if item.is_dir())) or "nothing"
     raise ConfigError(f"{path} has no logs", f"there is {inside} in it", "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt")
 
 
@@ -207,14 +197,13 @@ def _number(path: Path) -> tuple[int, str]:
 
 def _record(path: Path, wanted: str) -> ledger.Record | None:
     records = ledger.read(path)
-    if wanted:
-        found = [record for record in records if record.id.startswith(wanted)]
-        if len(found) != 1:
-            known = ", ".join(f"{record.id} ({record.goal} runs wanted)" for record in records) or "none"
-            why = f"{len(found) or 'none'} of its series begins so; they are: {known}"
-            raise ConfigError(f"{path}: no series {wanted}", why, "name one of those")
-        return found[0]
-    return ([record for record in records if record.goal > 1] or records or [None])[-1]  # type: ignore[list-item]
+    found = [record for record in records if record.id.startswith(wanted)]
+    if wanted and len(found) != 1:
+        known = ", ".join(f"{record.id} ({record.goal} runs wanted)" for record in records) or "none"
+        why = f"{len(found) or 'none'} of its series begins so; they are: {known}"
+        raise ConfigError(f"{path}: no series {wanted}", why, "name one of those")
+    several = [record for record in found if record.goal > 1 or wanted]
+    return next(reversed(several or found), None)
 
 
 def check_same(series: Series) -> None:

@@ -278,7 +278,7 @@ def test_an_identity_that_is_not_ours_is_refused(case, plan, said):
         ({"accelerators_per_node": "4"}, "accelerators_per_node is 4, not 8"),
         ({"number_of_nodes": "2"}, "number_of_nodes is 2, not 1"),
         ({"accelerator_model_name": "AMD Instinct MI300X"}, "accelerator_model_name"),
-        ({"framework": "PyTorch 2.9"}, "ran with torch 2.13.0"),
+        ({"framework": "PyTorch 2.9"}, "framework is PyTorch 2.9, not 2.13.0"),
         ({"status": "available"}, "status: 'available'"),
         ({"division": "Closed"}, "not 'closed'"),
         ({"status": ""}, "status: '' is none of"),
