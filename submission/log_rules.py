@@ -34,7 +34,7 @@ WARNING_OF_OTHERS = "warning of others"  # an error in our own logs: RunLog neve
 PRECISION_KEYS = tuple(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm"))
 PARALLELISM_KEYS = tuple(f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert"))
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
-# Key -> attribute of the benchmark's Rules, where the LoRA division fixes a value and the compliance checker lets any other pass.
+# Key -> attribute of the benchmark's Rules, where the division of LoRA fixes a value and the compliance checker lets any other pass.
 CONSTANTS = {
     **{"opt_gradient_clip_norm": "gradient_clip_norm", "opt_adamw_weight_decay": "weight_decay"},
     **{key: key for key in ("lora_alpha", "lora_dropout", "eval_samples", "train_samples")},
@@ -120,21 +120,20 @@ def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> 
     return bool(counts) and all(samples == first + number * interval for number, (_, samples) in enumerate(counts))
 
 
+def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, Rules], Found]:
+    """The rule that `find` says "" of each record of `keys`, or of all records; else it says what is wrong."""
+
+    def found(log: Log, rules: Rules) -> Found:
+        for event in (event for key in keys for event in log.all(key)) if keys else log.events:
+            if message := find(event, rules):
+                yield event.line, message
+
+    return found
+
+
 def unfit(fits: Callable[[object], object], words: str, *keys: str) -> Callable[[Log, Rules], Found]:
     """The rule that each value of `keys` fits; `words`: what it should be."""
-
-    def find(log: Log, rules: Rules) -> Found:
-        for event in (event for key in keys for event in log.all(key)):
-            if not fits(event.value):
-                yield event.line, f"{event.key} is {event.value!r}, not {words}"
-
-    return find
-
-
-def not_finite(log: Log, rules: Rules) -> Found:
-    for event in log.events:
-        if _is_not_finite(event.value):
-            yield event.line, f"{event.key} is {event.value}"
+    return on_each(lambda event, rules: "" if fits(event.value) else f"{event.key} is {event.value!r}, not {words}", *keys)
 
 
 def wrong_status(log: Log, rules: Rules) -> Found:
@@ -165,17 +164,15 @@ def _reaches(event: Event, rules: Rules) -> bool:
 # Hyperparameters and data.
 
 
-def unlike(constants: dict[str, str], benchmark: str = "") -> Callable[[Log, Rules], Found]:
-    """The rule that each key has the value of that attribute of Rules; 1 and 1.0 are the same, True and 1 or "1" and 1 are not.
-    `benchmark`: for logs of that one only."""
+def unlike(constants: dict[str, str]) -> Callable[[Log, Rules], Found]:
+    """The rule that each key has the value of that attribute of Rules, if these have it; 1 and 1.0 are the same, True and 1 are not."""
 
-    def find(log: Log, rules: Rules) -> Found:
-        for event in (event for key in constants for event in log.all(key) if benchmark in ("", log.value("submission_benchmark"))):
-            value, wanted = event.value, getattr(rules, constants[event.key])
-            if value != wanted or isinstance(value, str) != isinstance(wanted, str) or isinstance(value, bool):
-                yield event.line, f"{event.key} is {value!r}, the {rules.division} division fixes {wanted!r}"
+    def find(event: Event, rules: Rules) -> str:
+        value, wanted = event.value, getattr(rules, constants[event.key], event.value)
+        same = value == wanted and isinstance(value, str) == isinstance(wanted, str) and not isinstance(value, bool)
+        return "" if same else f"{event.key} is {value!r}, the {rules.division} division fixes {wanted!r}"
 
-    return find
+    return on_each(find, *constants)
 
 
 def wrong_end_learning_rate(log: Log, rules: Rules) -> Found:
@@ -194,11 +191,10 @@ def unlike_reference(log: Log, rules: Rules) -> Found:
         yield rate.line, f"base learning rate {rate.value!r}; the reference converged with {wanted:g} at a global batch of {batch}"
 
 
-def cache_kept(log: Log, rules: Rules) -> Found:
+def cache_kept(event: Event, rules: Rules) -> str:
     """A miniature may say so honestly: dropping the cache needs root."""
-    for event in log.all("cache_clear"):
-        if event.value is False and rules.division == "closed":
-            yield event.line, "cache_clear is false: the page cache was not dropped before the run"
+    kept = event.value is False and rules.division == "closed"
+    return "cache_clear is false: the page cache was not dropped before the run" if kept else ""
 
 
 def partly_disclosed(log: Log, rules: Rules) -> Found:
@@ -226,19 +222,16 @@ def many_seeds(log: Log, rules: Rules) -> Found:
         yield list(seeds.values())[1].line, f"{len(seeds)} different seeds in one log"
 
 
-def two_on_a_line(log: Log, rules: Rules) -> Found:
-    for event in log.events:
-        if TOKEN in event.prefix:
-            yield event.line, f"two records on one line: the official parser sees the second one only, {event.key}"
+def two_on_a_line(event: Event, rules: Rules) -> str:
+    twice = TOKEN in event.prefix
+    return f"two records on one line: the official parser sees the second one only, {event.key}" if twice else ""
 
 
-def misread(log: Log, rules: Rules) -> Found:
+def misread(event: Event, rules: Rules) -> str:
     """The RCP checker finds events by substring: elsewhere in a line such a word makes it read a wrong number, or crash."""
-    for event in log.events:
-        text = json.dumps([event.key, event.value, event.metadata])
-        for word in RESERVED_SUBSTRINGS:
-            if word in text and event.key != word:
-                yield event.line, f"the line of {event.key} contains {word}"
+    text = json.dumps([event.key, event.value, event.metadata])
+    words = [word for word in RESERVED_SUBSTRINGS if word in text and event.key != word]
+    return f"the line of {event.key} contains {' and '.join(words)}" if words else ""
 
 
 def converts_to_int(value: object) -> bool:
@@ -270,6 +263,10 @@ def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
+def not_finite(event: Event, rules: Rules) -> str:
+    return f"{event.key} is {event.value}" if _is_not_finite(event.value) else ""
+
+
 HYPERPARAMETERS = "TR Hyperparameters (no tool tests it)"
 RULES = (
     Rule("eval_interval", wrong_interval, "TR Quality measure (the checker takes any interval)"),
@@ -279,18 +276,18 @@ RULES = (
         unfit(lambda loss: is_positive(loss) or _is_not_finite(loss), "a positive number", "eval_accuracy"),
         "CC eval_accuracy",
     ),
-    Rule("finite", not_finite, "OWN; the compliance checker ignores NaN if another evaluation passes", WARNING_OF_OTHERS),
+    Rule("finite", on_each(not_finite), "OWN; the compliance checker ignores NaN if another evaluation passes", WARNING_OF_OTHERS),
     Rule("status", wrong_status, "TR Run Results; RCP counts a run without success as one that did not converge"),
     Rule("after_target", after_target, "TR Run Results: a run may stop at the target", WARNING_OF_OTHERS),
-    Rule("constant", unlike(CONSTANTS, "llama2_70b_lora"), "TR Hyperparameters; REF llama2_70b_lora"),
+    Rule("constant", unlike(CONSTANTS), "TR Hyperparameters; REF llama2_70b_lora"),
     Rule("end_learning_rate", wrong_end_learning_rate, HYPERPARAMETERS),
     Rule("learning_rate", unlike_reference, "RCP Hyperparams (the checker does not compare them)", WARNING),
     Rule("batch", unfit(is_positive_int, "a whole number from 1: there is no reference", "global_batch_size"), "RCP rcp_checker.py"),
-    Rule("cache_clear", cache_kept, "TR Data State (the checker takes any value)"),
+    Rule("cache_clear", on_each(cache_kept, "cache_clear"), "TR Data State (the checker takes any value)"),
     Rule("disclosure", partly_disclosed, "CC training_6.1.0/common.yaml", WARNING),
     Rule("seed", no_seed, "SEED; TR Random numbers"),
     Rule("odd_seed", unfit(_is_plain_seed, "a whole number of 32 bits", "seed"), "SEED (converts it with int())", WARNING_OF_OTHERS),
     Rule("many_seeds", many_seeds, "SEED (a warning there)", WARNING_OF_OTHERS),
-    Rule("line_format", two_on_a_line, "CC mlp_parser/ruleset_610.py", WARNING_OF_OTHERS),
-    Rule("reserved_word", misread, "RCP rcp_checker.py"),
+    Rule("line_format", on_each(two_on_a_line), "CC mlp_parser/ruleset_610.py", WARNING_OF_OTHERS),
+    Rule("reserved_word", on_each(misread), "RCP rcp_checker.py"),
 )

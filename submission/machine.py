@@ -1,7 +1,7 @@
 """What this machine is made of, as Linux tells it to anyone: no torch, no root, no program but the GPU's own nvidia-smi.
 
 Every reader takes the root of the file system, so that other machines are fixtures in the tests. What cannot be read is
-missing from the answer; nothing is guessed. Sources: /proc/cpuinfo and /proc/meminfo (proc(5)), /sys/devices/system
+missing from the answer; nothing is guessed. Sources: /proc/cpuinfo (proc(5)), /sys/devices/system
 (the kernel's ABI/stable and ABI/testing), /sys/block, /sys/class/net, /etc/os-release (os-release(5)).
 Standard library only.
 """
@@ -88,26 +88,16 @@ def processors(cpuinfo: str) -> dict[str, str]:
 
 
 def memory(root: Path) -> dict[str, str]:
-    """Capacity, and modules such as `24 x 64 GB Registered-DDR5` from EDAC, which anyone may read; the firmware's table needs root."""
-    installed, modules = _memory_bytes(root), Counter[str]()
+    """Capacity by the hot-pluggable blocks, as lsmem counts them, and modules such as `24 x 64 GB Registered-DDR5` from EDAC, which anyone
+    may read; the firmware's table needs root. MemTotal would lack what kernel and firmware keep."""
+    folder, modules = root / "sys/devices/system/memory", Counter[str]()
+    online = sum(_read(block / "online") != "0" for block in folder.glob("memory[0-9]*"))
+    installed = online * int(_read(folder / "block_size_bytes") or "0", 16)
     for module in (root / "sys/devices/system/edac/mc").glob("mc*/dimm*"):
-        size = _read(module / "size")  # MiB
-        if size.isdigit() and int(size):
-            modules[f"{int(size) // 1024} GB {_read(module / 'dimm_mem_type')}".strip()] += 1
-    capacity = f"{installed / GIB:.0f} GB" if installed else ""
+        if size := int(_read(module / "size") or 0):  # MiB
+            modules[f"{size // 1024} GB {_read(module / 'dimm_mem_type')}".strip()] += 1
+    capacity = f"{installed // GIB} GB" if installed else ""
     return {"host_memory_capacity": capacity, "host_memory_configuration": _counted(modules)}
-
-
-def _memory_bytes(root: Path) -> int:
-    """What is installed. MemTotal lacks what kernel and firmware keep, some 1 to 3 %, so it is rounded up: to 16 GiB, to 1 GiB if small."""
-    folder = root / "sys/devices/system/memory"
-    size, blocks = _read(folder / "block_size_bytes"), list(folder.glob("memory[0-9]*"))
-    if size and blocks:  # hot-pluggable blocks, as lsmem counts them: exact
-        return int(size, 16) * sum(_read(block / "online") != "0" for block in blocks)
-    total = _key_values(_read(root / "proc/meminfo")).get("MemTotal", "0").split()
-    size_bytes = int(total[0]) * 1024
-    grain = 16 * GIB if size_bytes > 60 * GIB else GIB
-    return -(-size_bytes // grain) * grain
 
 
 # Storage and network.

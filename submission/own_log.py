@@ -145,12 +145,10 @@ def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
 
 
 def wrong_batch(log: Log, rules: Rules) -> Found:
-    batch, *parts = (log.first(key) for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size"))
-    if batch and all(event and is_positive_int(event.value) for event in (batch, *parts)):
-        steps, size = (event.value for event in parts)
-        if batch.value % (steps * size):
-            message = f"global batch {batch.value} is no multiple of gradient_accumulation_steps {steps} x micro_batch_size {size}"
-            yield batch.line, message
+    batch, steps, size = (log.value(key) for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size"))
+    if all(map(is_positive_int, (batch, steps, size))) and batch % (steps * size):
+        message = f"global batch {batch} is no multiple of gradient_accumulation_steps {steps} x micro_batch_size {size}"
+        yield log.all("global_batch_size")[0].line, message
 
 
 def long_init(log: Log, rules: Rules) -> Found:

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 
 from common.errors import ConfigError, RunError, StorageError
@@ -56,7 +56,7 @@ def row(folder: Path, round_: str) -> Published:
     found = replace(result(series, ten), round=round_, submitter=folder.parents[2].name, system=folder.parent.name)
     if found.batch is None or found.minutes is None:
         raise ConfigError(f"{folder} has no result", ten.invalid or "no global batch", "leave it out")
-    return replace(found, **{key: float(f"{value:.7g}") for key, value in asdict(found).items() if isinstance(value, float)})
+    return found
 
 
 def write(path: Path, round_: str, found: list[Published], source: str) -> int:
@@ -64,7 +64,8 @@ def write(path: Path, round_: str, found: list[Published], source: str) -> int:
     columns = [column.name for column in fields(Published)]
     table = json.loads(path.read_text()) if path.is_file() else {"sources": {}, "rows": []}
     table["sources"][round_] = source or f"mlcommons/training_results_v{round_}, result logs and system descriptions"
-    kept = [row for row in table["rows"] if row[0] != round_] + [list(asdict(result).values()) for result in found]
+    kept = [row for row in table["rows"] if row[0] != round_]
+    kept += [[float(f"{value:.7g}") if isinstance(value, float) else value for value in astuple(result)] for result in found]
     lines = ",\n  ".join(json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]]))
     text = f'{{"columns": {json.dumps(columns)},\n "sources": {json.dumps(table["sources"], indent=2)},\n "rows": [\n  {lines}]}}\n'
     try:

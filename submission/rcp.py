@@ -43,17 +43,16 @@ class Verdict:
 
 def judge(logs: Sequence[Path], ruleset: str) -> Verdict:
     """The verdict over the logs of a series, of at least three runs. Raises PreflightError without mlperf-logging."""
+    checker = _rcp_checker()
     with silent(), tempfile.TemporaryDirectory() as folder:
         for index, path in enumerate(logs):
             Path(folder, f"result_{index}.txt").symlink_to(path.resolve())
         try:
             # set_scaling: it writes scaling.json into the folder; without, it removes /scaling.json.
-            answer = _rcp_checker().check_directory(folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True)
-        except PreflightError:
-            raise
-        except Exception as error:  # as above
+            found = checker.check_directory(folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True)
+            passed, message, factor = found
+        except Exception as error:  # whatever it is, the checker gave no verdict
             return Verdict(False, f"the official RCP checker broke off: {type(error).__name__}: {error}", 1.0)
-    passed, message, factor = answer
     return Verdict(bool(passed), message, float(factor))
 
 

@@ -29,7 +29,6 @@ from submission.runs import NOT_STARTED, Run
 from submission.series import Series, TenRuns, check_same, pace, read_series, result, ten_runs, windows
 from submission.terminal import number, table
 
-SHOWN_NOTES = 12
 OF_A_RUN = (  # in the JSON
     *("name", "number", "state", "reason", "converged", "minutes", "samples", "z"),
     *("samples_per_s", "tokens_per_s_per_gpu", "evaluation_s", "notes"),
@@ -113,9 +112,8 @@ def report(series: Series, ten: TenRuns) -> list[str]:
     where = f"{first.gpus or 'unknown number'} x {first.gpu or 'unknown GPU'}"
     lines = [f"{first.benchmark}, {first.division or 'no division'}, global batch {first.batch}: {len(series.runs)} runs, {where}", ""]
     lines += table(_run_rows(series, ten))
-    odd = [f"  {run.name}: {note}" for run in series.runs for note in _notes(run)]
-    more = [f"  ... and {len(odd) - SHOWN_NOTES} more such notes; --json has all"] if len(odd) > SHOWN_NOTES else []
-    lines += ["", *(f"  {note}" for note in series.notes), *odd[:SHOWN_NOTES], *more] if series.notes or odd else []
+    notes = [*series.notes, *(f"{run.name}: {note}" for run in series.runs for note in _notes(run))]
+    lines += ["", *(f"  {note}" for note in notes)] if notes else []
     found = windows(series)
     if len(found) > 1:
         title = f"windows of {SUBMISSION_RUNS} consecutive runs; the median one is the result"

@@ -61,13 +61,10 @@ class ResultSet:
             return self.official_score is self.score
         return math.isclose(self.official_score, self.score, rel_tol=TOLERANCE)
 
-    def logs_by_rule(self) -> Counter[tuple[str, str]]:
-        """Logs that have a finding of a rule of ours, by the rule's name and source; what the official checker said is none."""
-        return Counter(
-            rule
-            for each in self.examined
-            for rule in {_rule(finding) for finding in each.findings if finding not in each.verdict.complaints}
-        )
+    def logs_by_rule(self) -> Counter[str]:
+        """Logs that have a finding of a rule of ours; what the official checker said is none."""
+        ours = ({_named(finding) for finding in each.findings if finding not in each.verdict.complaints} for each in self.examined)
+        return Counter(name for names in ours for name in names)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -128,7 +125,7 @@ def our_score(folder: Path, ruleset: str | None) -> float | None:
 def table(sets: list[ResultSet]) -> list[str]:
     rows = [("result set", "benchmark", "official", "ours", "official score", "our score", "our findings: logs by rule")]
     for each in sorted(sets, key=lambda each: (each.folder.name, each.folder)):
-        findings = ", ".join(f"{name} {count}" for (name, _), count in sorted(each.logs_by_rule().items()))
+        findings = ", ".join(f"{name} {count}" for name, count in sorted(each.logs_by_rule().items()))
         verdicts = (each.official, "passed" if each.passed else "REFUSED")
         scores = (number(each.official_score, ".6f"), number(each.score, ".6f") + ("" if each.scores_agree else " !"))
         rows.append((f"{each.submitter.name}/{each.name[0]}", each.name[1], *verdicts, *scores, findings or "-"))
@@ -139,22 +136,15 @@ def summary(sets: list[ResultSet]) -> list[str]:
     examined = [examined for each in sets for examined in each.examined]
     unlike = sum(each.passed != (each.official == "passed") for each in sets)
     agree, scored = sum(each.scores_agree for each in sets), sum(each.official_score is not None for each in sets)
-    by_rule = [each.logs_by_rule() for each in sets]
-    lines = [
+    return [
         f"{len(sets)} sets, {len(examined)} logs; the compliance checker passes {sum(each.verdict.passed for each in examined)}",
         f"verdicts: equal for {len(sets) - unlike} sets, {unlike} refused by us alone or passed by us alone",
         f"scores: equal to a relative {TOLERANCE:g} for {agree} of {len(sets)} sets, {scored} have one",
-        "",
-        "our findings: rule, sets and logs that have it, where the rule stands",
     ]
-    for name, source in sorted({rule for counts in by_rule for rule in counts}):
-        logs = [counts[name, source] for counts in by_rule]
-        lines.append(f"  {name:<24} {sum(map(bool, logs)):>4} {sum(logs):>5}  {source}")
-    return lines
 
 
-def _rule(finding: Finding) -> tuple[str, str]:
-    return f"{finding.rule}{' (warning)' if finding.warning else ''}", finding.source
+def _named(finding: Finding) -> str:
+    return f"{finding.rule} (warning)" if finding.warning else finding.rule
 
 
 if __name__ == "__main__":
