@@ -24,7 +24,6 @@ SECRETS = {
     "a password": r"(?i:\b\w*(?:password|passwd|api_?key|secret_key|auth_token)[\"']?\s*[=:]\s*[\"']?)(?!None\b|str\b|\$|<)[^\s\"',)\]}\[({]{4,}",
     "a password in an address": r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'{}]+:[^/\s:@\"'{}]+@",
 }
-PATTERNS = {kind: re.compile(pattern) for kind, pattern in SECRETS.items()}
 
 
 def findings(root: Path) -> list[str]:
@@ -34,7 +33,12 @@ def findings(root: Path) -> list[str]:
 
 
 def _offences(path: Path) -> Iterator[str]:
-    yield from name_offences(path.name)
+    if path.name.startswith("."):
+        yield "its name starts with a dot"
+    if any(letter.isspace() for letter in path.name):
+        yield "there is a blank in its name"
+    if path.name in CACHES or path.name.endswith(CACHE_SUFFIXES):
+        yield "is a cache or something built"
     if path.is_symlink():
         yield "is a link"
     elif path.is_file() and (size := path.stat().st_size) > SIZE_LIMIT:
@@ -43,19 +47,9 @@ def _offences(path: Path) -> Iterator[str]:
         yield from secrets_in(path.read_bytes())
 
 
-def name_offences(name: str) -> Iterator[str]:
-    if name.startswith("."):
-        yield "its name starts with a dot"
-    if any(letter.isspace() for letter in name):
-        yield "there is a blank in its name"
-    if name in CACHES or name.endswith(CACHE_SUFFIXES):
-        yield "is a cache or something built"
-
-
 def secrets_in(data: bytes) -> Iterator[str]:
     """What looks like a secret, with its line; never the secret itself."""
     text = data.decode("latin-1")
-    for kind, pattern in PATTERNS.items():
-        match = pattern.search(text)
-        if match:
+    for kind, pattern in SECRETS.items():
+        if match := re.search(pattern, text):
             yield f"line {text.count(chr(10), 0, match.start()) + 1} looks like {kind}"

@@ -77,10 +77,6 @@ class Log:
         """The last value of `key`, or None."""
         return self.all(key)[-1].value if self.all(key) else None
 
-    def number(self, key: str) -> float | None:
-        value = self.value(key)
-        return value if is_number(value) else None
-
 
 def read(path: Path, repeated: Collection[str] | None = None) -> Log:
     """The records of `path`. With `repeated`: all records of these keys, and only the first one of any other, so that what a log

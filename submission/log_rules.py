@@ -176,8 +176,8 @@ def unlike(constants: dict[str, str]) -> Callable[[Log, Rules], Found]:
 
 
 def wrong_end_learning_rate(log: Log, rules: Rules) -> Found:
-    base, end = log.number("opt_base_learning_rate"), log.first("opt_end_learning_rate")
-    if not isinstance(rules, llama31_8b_rules.Rules) or base is None or end is None:
+    base, end = log.value("opt_base_learning_rate"), log.first("opt_end_learning_rate")
+    if not isinstance(rules, llama31_8b_rules.Rules) or not is_number(base) or end is None:
         return
     if not (is_number(end.value) and math.isclose(end.value, rules.end_learning_rate(base), rel_tol=1e-9)):
         yield end.line, f"opt_end_learning_rate is {end.value!r}, not {rules.end_learning_rate_ratio} x {base}"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from common.training.mllog import END, POINT, START
 from submission import official_tools
-from submission.log import TOKEN, Log, is_number
-from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, unfit, unlike
+from submission.log import TOKEN, Event, Log, is_number
+from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, on_each, unfit, unlike
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +modified, +forced
@@ -72,17 +72,13 @@ def not_once(log: Log, rules: Rules) -> Found:
             yield event.line, f"{key} again; it stands in line {found[0].line} already"
 
 
-def prefixed(log: Log, rules: Rules) -> Found:
-    for event in log.events:
-        if event.prefix and TOKEN not in event.prefix:
-            yield event.line, f"{event.prefix[:40]!r} before the token"
+def prefixed(event: Event, rules: Rules) -> str:
+    return f"{event.prefix[:40]!r} before the token" if event.prefix and TOKEN not in event.prefix else ""
 
 
-def wrong_event_type(log: Log, rules: Rules) -> Found:
-    for event in log.events:
-        wanted = EVENT_TYPES.get(event.key, POINT)
-        if event.event_type != wanted:
-            yield event.line, f"{event.key} is logged as {event.event_type!r}, not {wanted}"
+def wrong_event_type(event: Event, rules: Rules) -> str:
+    wanted = EVENT_TYPES.get(event.key, POINT)
+    return f"{event.key} is logged as {event.event_type!r}, not {wanted}" if event.event_type != wanted else ""
 
 
 def out_of_order(log: Log, rules: Rules) -> Found:
@@ -121,10 +117,9 @@ def wrong_samples(log: Log, rules: Rules) -> Found:
         last = samples
 
 
-def chosen_seed(log: Log, rules: Rules) -> Found:
-    for event in log.all("seed"):
-        if type(event.value) is int and (0 <= event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS):
-            yield event.line, f"seed {event.value} looks chosen, or drawn from 15 bits; the system's randomness gives 32"
+def chosen_seed(event: Event, rules: Rules) -> str:
+    chosen = type(event.value) is int and (0 <= event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS)
+    return f"seed {event.value} looks chosen, or drawn from 15 bits; the system's randomness gives 32" if chosen else ""
 
 
 def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
@@ -165,14 +160,14 @@ def is_share(value: object) -> bool:
 TR_HYPERPARAMETERS = "OWN; TR Hyperparameters"
 OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
-    Rule("line_format", prefixed, "OWN (the official parser strips it)"),
-    Rule("event_type", wrong_event_type, "OWN (no checker reads it)"),
+    Rule("line_format", on_each(prefixed), "OWN (the official parser strips it)"),
+    Rule("event_type", on_each(wrong_event_type), "OWN (no checker reads it)"),
     Rule("submission", unfit(lambda value: isinstance(value, str) and value.strip(), "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"),
     Rule("submission", unfit(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"), "OWN; CC common.yaml"),
     Rule("order", out_of_order, "OWN; TR Run Results"),
     Rule("time", back_in_time, "OWN"),
     Rule("samples_count", wrong_samples, "OWN; TR RCP Rules"),
-    Rule("chosen_seed", chosen_seed, "TR Random numbers (a constant seed is not allowed)", WARNING),
+    Rule("chosen_seed", on_each(chosen_seed, "seed"), "TR Random numbers (a constant seed is not allowed)", WARNING),
     Rule("batch", unfit(is_positive_int, "a whole number from 1", "gradient_accumulation_steps", "train_samples"), "OWN"),
     Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),
     Rule("schedule", unfit(is_positive, "a positive number", "opt_base_learning_rate"), TR_HYPERPARAMETERS),

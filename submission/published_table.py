@@ -41,22 +41,19 @@ def result_sets(results: Path) -> list[Path]:
 
 
 def rows(results: Path, round_: str) -> Iterator[Published]:
-    """One row per set below `results`. Raises ConfigError if there is none."""
+    """One row per set below `results`, of ten logs or fewer. Raises ConfigError if there is none."""
     for folder in result_sets(results):
         try:
-            yield row(folder, round_)
+            series = read_series([folder])
+            ten = ten_runs(series)
         except RunError as error:
             print(f"{folder}: {error.what}: {error.why}", file=sys.stderr)
-
-
-def row(folder: Path, round_: str) -> Published:
-    """The result in `folder`, of ten logs or fewer. Raises ConfigError for what cannot be read."""
-    series = read_series([folder])
-    ten = ten_runs(series)
-    found = replace(result(series, ten), round=round_, submitter=folder.parents[2].name, system=folder.parent.name)
-    if found.batch is None or found.minutes is None:
-        raise ConfigError(f"{folder} has no result", ten.invalid or "no global batch", "leave it out")
-    return found
+            continue
+        found = replace(result(series, ten), round=round_, submitter=folder.parents[2].name, system=folder.parent.name)
+        if found.batch is None or found.minutes is None:
+            print(f"{folder}: no result: {ten.invalid or 'no global batch'}", file=sys.stderr)
+        else:
+            yield found
 
 
 def write(path: Path, round_: str, found: list[Published], source: str) -> int:

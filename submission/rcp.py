@@ -10,22 +10,18 @@ from pathlib import Path
 from types import ModuleType
 
 from common.errors import PreflightError
-from records.rcp import SUBMISSION_RUNS
 from submission.official_tools import INSTALL, silent
 
 POINTS = "pruned_rcps"  # by which package checker and summarizer judge
-DROPPED = 1  # runs at each end that olympic scoring drops
 
 
 @dataclass(frozen=True)
 class Point:
     """What the reference needs at one global batch, in training sequences, as the RCP checker computes it."""
 
-    batch: int
     mean: float  # without the best and the worst run
     sigma: float  # population standard deviation of all runs
     minimum: float  # the lowest mean of a submission that passes
-    samples: tuple[int, ...]  # of the reference's runs, ascending; empty for an interpolated point
 
     def z_score(self, samples: float) -> float:
         """Distance of one run from the reference's mean, in standard deviations of the reference; negative is faster."""
@@ -59,27 +55,14 @@ def judge(logs: Sequence[Path], ruleset: str) -> Verdict:
 @cache
 def point_at(benchmark: str, batch: int, ruleset: str) -> Point | None:
     """The point that a series at `batch` is held against, as `check_directory` selects it; None above the largest."""
-    checker = _checker(benchmark, ruleset)
+    checker = _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
     record = checker._find_rcp(batch, POINTS)
     if record is None:
         low, high = checker._find_top_min_rcp(batch, POINTS), checker._find_bottom_max_rcp(batch, POINTS)
         if high is None:
             return None
         record = checker._create_interp_rcp(batch, low, high)[1] if low else checker._find_min_rcp(POINTS)
-    mean, sigma, minimum = (float(record[key]) for key in ("RCP Mean", "RCP Stdev", "Min Epochs"))
-    return Point(record["BS"], mean, sigma, minimum, tuple(sorted(record["Epochs to converge"])))
-
-
-def chance_of(mean: float, point: Point, benchmark: str, ruleset: str) -> float:
-    """How likely ten runs of the reference have a mean as low as `mean`: the p-value of the RCP checker's t-test."""
-    runs = SUBMISSION_RUNS - 2 * DROPPED
-    counted = len(point.samples) - 2 * DROPPED if point.samples else 2 * SUBMISSION_RUNS
-    return float(_checker(benchmark, ruleset)._find_p_value(mean, point.sigma, runs, point.mean, point.sigma, counted)[1])
-
-
-@cache
-def _checker(benchmark: str, ruleset: str):
-    return _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
+    return Point(*(float(record[key]) for key in ("RCP Mean", "RCP Stdev", "Min Epochs")))
 
 
 def _rcp_checker() -> ModuleType:

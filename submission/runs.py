@@ -90,7 +90,7 @@ class Run:
 
     @property
     def target(self) -> float | None:
-        return self.rules.target_loss if self.rules else self.log.number("target_accuracy")
+        return self.rules.target_loss if self.rules else None
 
     @property
     def point(self) -> rcp.Point | None:

@@ -1,11 +1,6 @@
-"""A series of runs, and which ten of it are the result. The one answer for score, package and report; docs/submission.md has the table.
+"""A series of runs, and which ten of it are the result: the one answer for score, package and report.
 
-The rules (MLPerf Training rules, "Benchmark Results", "Scoring"): ten independent runs, none picked; the mean of their minutes
-without the fastest and the slowest; one that did not converge may be the slowest; of a group of M > 10, the median of the windows of
-ten consecutive runs. So an attempt counts from its run_start on. One without run_stop has no result, and nobody can tell from
-outside whether it was ended for its loss: no window may hold it, and none leaps over it. One that never reached run_start was no run.
-A log that the official compliance checker refuses did not converge, as in mlcommons/logging, result_summarizer. In a folder of
-result_*.txt somebody chose already; a log without run_stop there is one that did not converge, as in that tool.
+The table of docs/submission.md says what an attempt is by its log, where the rules say so, and what is our reading of them.
 """
 
 from __future__ import annotations
@@ -114,24 +109,15 @@ def _invalid(runs: list[Run]) -> str:
 
 def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     """Score `runs` as one result, whatever their number."""
-    counted = _counted(runs)
+    counted = sorted((run for run in runs if run.converged), key=lambda run: run.minutes or 0.0)
+    if len(runs) >= 3:  # without the fastest, and without the slowest, which may be one that failed
+        counted = counted[1:-1] if len(counted) == len(runs) else counted[1:]
     minutes = sum(run.minutes or 0.0 for run in counted) / len(counted) if counted else None
     samples = [float(run.samples or 0) if run.status == "success" else math.inf for run in runs]
     mean = trimmed_mean(samples) if len(samples) >= 3 else math.inf
     judged = len(runs) >= 3 and not any(run.is_miniature or run.state == LOST for run in runs)
     verdict = rcp.judge([run.path for run in runs], runs[0].ruleset) if judged else None
     return TenRuns(tuple(runs), tuple(counted), minutes, mean if math.isfinite(mean) else None, verdict, invalid)
-
-
-def _counted(runs: list[Run]) -> list[Run]:
-    """The runs whose minutes count, fastest first: without the fastest, and without the slowest, which may be one that failed.
-
-    Of fewer than three runs, all that converged.
-    """
-    converged = sorted((run for run in runs if run.converged), key=lambda run: run.minutes or 0.0)
-    if len(runs) < 3:
-        return converged
-    return converged[1:-1] if len(converged) == len(runs) else converged[1:]
 
 
 def pace(ten: TenRuns) -> Pace | None:
@@ -142,11 +128,8 @@ def pace(ten: TenRuns) -> Pace | None:
     if not runs or rate is None or ten.minutes is None:
         return None
     samples = sum(run.trained or 0 for run in runs) / len(runs)
-    evaluations = sum(len(run.evaluations) for run in runs)
-    seconds = sum(run.evaluation_s or 0.0 for run in runs)
-    if not evaluations:
-        return Pace(ten.minutes, samples, rate, None, None)
-    return Pace(ten.minutes, samples, rate, evaluations / len(runs), seconds / evaluations)
+    count, seconds = sum(len(run.evaluations) for run in runs), sum(run.evaluation_s or 0.0 for run in runs)
+    return Pace(ten.minutes, samples, rate, *((count / len(runs), seconds / count) if count else (None, None)))
 
 
 def result(series: Series, ten: TenRuns) -> Published:

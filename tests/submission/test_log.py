@@ -86,7 +86,11 @@ def test_read_keeps_the_keys_that_are_named_the_first_of_any_other_and_all_bad_l
     records(tmp_path / "log", f"{LINE}\n{other}\n:::MLLOG\n{LINE}\n{other}\n")
     found = log.read(tmp_path / "log", {"seed"})
     assert [event.line for event in found.events] == [1, 2, 4] and [event.line for event in found.all("seed")] == [1, 4]
-    assert found.value("seed") == 3 and found.number("other") == 3 and found.value("none") is None and found.first("none") is None
+    assert (
+        found.value("seed") == 3 == found.value("other") == found.last("other")
+        and found.value("none") is None
+        and found.first("none") is None
+    )
     assert [bad.line for bad in found.bad] == [3]
     assert len(log.read(tmp_path / "log").events) == 4
 
