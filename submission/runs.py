@@ -41,6 +41,12 @@ class Run:
     number: int = 0  # in its series, from 1
     start: dict = field(default_factory=dict)  # the ledger's line, if the run is an attempt in one
     end: dict = field(default_factory=dict)  # the same; empty while it runs, or if its launcher was killed
+    ruleset: str = ""
+    benchmark: str = ""
+    org: str = ""
+    division: str = ""
+    batch: int | None = None
+    status: str = ""  # success, aborted, or "" without a run_stop; what the log claims
     minutes: float | None = None
     reached: bool = False  # an evaluation was at the target or below
     samples: int | None = None  # at the last evaluation, as logged; what the RCP test counts
@@ -50,8 +56,11 @@ class Run:
     gpus: int | None = None  # in all nodes
     nodes: int = 0  # as our config says; 0 without one
     gpus_per_node: int = 0
-    ruleset: str = ""
     notes: list[str] = field(default_factory=list)  # what was odd
+    # What a run of ours left beside its log; each may be missing, or cut off.
+    config: str = ""
+    versions: dict = field(default_factory=dict)
+    failure: dict = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -60,23 +69,6 @@ class Run:
     @property
     def name(self) -> str:
         return self.folder.name if self.path.name == "result.txt" else self.path.name
-
-    @cached_property
-    def benchmark(self) -> str:
-        return str(self.log.last("submission_benchmark") or "")
-
-    @cached_property
-    def batch(self) -> int | None:
-        value = self.log.last("global_batch_size")
-        return int(value) if log.is_number(value) and value >= 1 else None
-
-    @property
-    def org(self) -> str:
-        return str(self.log.value("submission_org") or "")
-
-    @property
-    def division(self) -> str:
-        return str(self.log.value("submission_division") or "")
 
     @property
     def is_miniature(self) -> bool:
@@ -97,11 +89,6 @@ class Run:
         """The reference convergence point of its batch; None for a miniature, and where there is none."""
         known = not self.is_miniature and self.benchmark in BENCHMARKS and self.batch is not None
         return rcp.point_at(self.benchmark, self.batch, self.ruleset) if known else None  # type: ignore[arg-type]
-
-    @cached_property
-    def status(self) -> str:
-        """success, aborted, or "" without a run_stop; what the log claims."""
-        return "".join(str(stop.metadata.get("status", "")) for stop in self.log.all("run_stop")[-1:])
 
     @cached_property
     def refused(self) -> tuple[str, ...]:
@@ -161,20 +148,6 @@ class Run:
             return f"the official checker refuses its log: {self.refused[0]}" if self.refused else claim
         return str(self.end.get("reason") or ("" if self.end or not self.start else "its launcher left no end of it"))
 
-    # What a run of ours left beside its log; each part may be missing, or cut off.
-
-    @cached_property
-    def config(self) -> str:
-        return self._text("config.toml")
-
-    @cached_property
-    def versions(self) -> dict:
-        return self._object("versions.json")
-
-    @cached_property
-    def failure(self) -> dict:
-        return self._object("failure.json")
-
     @cached_property
     def records(self) -> list[dict]:
         """The lines of events.jsonl."""
@@ -182,28 +155,17 @@ class Run:
         self.notes += notes
         return records
 
-    def _text(self, name: str) -> str:
-        path = self.folder / name
-        return path.read_text(errors="replace") if path.is_file() else ""
-
-    def _object(self, name: str) -> dict:
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(value := json.loads(self._text(name) or "{}"), dict):
-                return value
-        self.notes.append(f"{name} is cut off or spoilt")
-        return {}
-
 
 # --- one log ----------------------------------------------------------------------------------------------------------
 
 
 def read_run(path: Path, ruleset: str = "") -> Run:
     """The run in the log at `path`. Raises ConfigError if that is no MLPerf log of one of our benchmarks."""
-    run = Run(path, log.read(path, REPEATED))
+    run = _filled(Run(path, log.read(path, REPEATED), ruleset=ruleset))
     if run.benchmark not in BENCHMARKS:
         what = f"{path} is no log of {' or '.join(BENCHMARKS)}"
         raise ConfigError(what, f"its submission_benchmark is {run.benchmark or 'missing'}", "name MLPerf result logs")
-    return _filled(run, ruleset)
+    return run
 
 
 def read_attempt(path: Path, number: int = 0, start: dict | None = None, end: dict | None = None) -> Run:
@@ -216,8 +178,14 @@ def read_attempt(path: Path, number: int = 0, start: dict | None = None, end: di
     return _filled(run)
 
 
-def _filled(run: Run, ruleset: str = "") -> Run:
-    run.ruleset = ruleset or round_of(run.log, ours=False)
+def _filled(run: Run) -> Run:
+    config, batch = run.folder / "config.toml", run.log.last("global_batch_size")
+    run.config = config.read_text(errors="replace") if config.is_file() else ""
+    run.versions, run.failure = (_object(run, name) for name in ("versions.json", "failure.json"))
+    run.ruleset = run.ruleset or round_of(run.log, ours=False)
+    run.benchmark = str(run.log.last("submission_benchmark") or "")
+    run.org, run.division = (str(run.log.value(f"submission_{part}") or "") for part in ("org", "division"))
+    run.batch = int(batch) if log.is_number(batch) and batch >= 1 else None
     run.notes += [f"line {bad.line}: {bad.reason}" for bad in run.log.bad[:3]]
     _read_result(run)
     run.evaluations = intervals.pairs(run.log.events, "eval", run.batch or 1)
@@ -228,11 +196,21 @@ def _filled(run: Run, ruleset: str = "") -> Run:
     return run
 
 
+def _object(run: Run, name: str) -> dict:
+    with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads((run.folder / name).read_text(errors="replace")), dict):
+                return value
+        run.notes.append(f"{name} is cut off or spoilt")
+    return {}
+
+
 def _read_result(run: Run) -> None:
     """Minutes, samples, and whether the target was reached."""
     evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
     run.reached = any(log.is_number(e.value) and run.target is not None and 0 < e.value <= run.target for e in evaluated)
     stops = run.log.all("run_stop")
+    run.status = str(stops[-1].metadata.get("status", "")) if stops else ""
     if counted := [event for event in evaluated if not stops or event.line < stops[-1].line]:
         run.samples = intervals.samples_of(counted[-1])
     if stops and (started := [event for event in run.log.all("run_start") if event.line < stops[0].line]):
