@@ -13,7 +13,7 @@ These are minutes and add up to T - T0. Each divided by L(T, T0) is the logarith
 No order of the terms is preferred, and exchanging the series only turns the signs. The RCP factor f leads from minutes to score:
 its line is (f - 1) * T - (f0 - 1) * T0 minutes, and f/f0.
 
-The results are in published.json, which `python -m submission.published_table` makes of a results repository; its "sources" say what
+The results are in published.json, which `python -m submission.survey --round R` makes of a results repository; its "sources" say what
 each round was read from. Standard library only.
 """
 

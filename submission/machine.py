@@ -30,13 +30,8 @@ NO_CARDS = "ib"  # ib0, ib1 are InfiniBand ports and are counted as such
 # AMD: data sheets of MI300X, MI325X, MI350X and MI355X ("Peak Engine Clock", "Infinity Cache", "Infinity Fabric Links");
 # NVIDIA: data sheets of H100 and H200 SXM, and the Hopper architecture white paper (L2 cache, NVLink 4).
 GPU_KEYS = (
-    "model_name",
-    "memory_capacity",
-    "memory_configuration",
-    "frequency",
-    "on-chip_memories",
-    "interconnect",
-    "interconnect_topology",
+    *("model_name", "memory_capacity", "memory_configuration", "frequency"),
+    *("on-chip_memories", "interconnect", "interconnect_topology"),
 )
 _MESH = ("256 MB Infinity Cache", "AMD Infinity Fabric (XGMI)", "8 accelerators fully connected")
 _NVLINK = ("50 MB L2", "NVLink 4", "8 accelerators through NVSwitch")

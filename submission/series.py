@@ -41,7 +41,7 @@ class Series:
 
 @dataclass(frozen=True)
 class TenRuns:
-    """Runs scored as one result, be they ten or not. `minutes` is the mean of those that count, `score` that times the RCP factor."""
+    """Runs scored as one result, be they ten or not. `minutes` is the mean of those that count, `score` that times `factor`."""
 
     runs: tuple[Run, ...]
     counted: tuple[Run, ...]  # without the fastest and the slowest, fastest first
@@ -49,16 +49,8 @@ class TenRuns:
     samples: float | None  # mean without the lowest and the highest, as the RCP checker takes it; None if two did not converge
     verdict: rcp.Verdict | None  # of the RCP checker; None for a miniature, and for fewer than three runs
     invalid: str  # why these runs are no result; "" for a valid one
-
-    @property
-    def factor(self) -> float | None:
-        """None without a verdict that passed."""
-        return self.verdict.factor if self.verdict and self.verdict.passed else None
-
-    @property
-    def score(self) -> float | None:
-        """Minutes; None for what is no result, or failed the RCP test, or is a miniature."""
-        return None if self.invalid or self.minutes is None or self.factor is None else self.minutes * self.factor
+    factor: float | None  # None without a verdict that passed
+    score: float | None  # minutes; None for what is no result, or failed the RCP test, or is a miniature
 
     @property
     def passed(self) -> bool:
@@ -117,7 +109,9 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     mean = trimmed_mean(samples) if len(samples) >= 3 else math.inf
     judged = len(runs) >= 3 and not any(run.is_miniature or run.state == LOST for run in runs)
     verdict = rcp.judge([run.path for run in runs], runs[0].ruleset) if judged else None
-    return TenRuns(tuple(runs), tuple(counted), minutes, mean if math.isfinite(mean) else None, verdict, invalid)
+    factor = verdict.factor if verdict and verdict.passed else None
+    score = None if invalid or minutes is None or factor is None else minutes * factor
+    return TenRuns(tuple(runs), tuple(counted), minutes, mean if math.isfinite(mean) else None, verdict, invalid, factor, score)
 
 
 def pace(ten: TenRuns) -> Pace | None:

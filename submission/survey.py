@@ -1,31 +1,35 @@
-"""`python -m submission.survey --results DIR [--ruleset R]`: our verdicts and scores beside the official ones, over a whole results repository.
+"""`python -m submission.survey --results DIR`: a whole results repository, scored by us; beside the official tools, or as a table.
 
 DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and <submitter>/results/<system>/<benchmark>/result_*.txt.
 One row for each result set of our benchmarks: verdict and score of the official tools and ours, and our findings by rule as the number
 of logs that have one. A set passes if at most one of its logs has an error: that one counts as the run that did not converge.
+With --round 5.1 the sets become rows of records/published.json instead; rows of other rounds stay. A set without a result is named on
+stderr, and is no row.
 
-Exit code: 0 every score is the official one to a relative 1e-9, 20 one is not, 2 wrong usage, 18 no official tools.
+Exit code: 0 every score is the official one to a relative 1e-9, 20 one is not, 2 wrong usage, 17 cannot be written, 18 no official tools.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 
-from common.errors import CheckFailed, ConfigError, RunError
+from common.errors import CheckFailed, ConfigError, RunError, StorageError
+from records.published import DATA, Published
 from submission import official_tools, terminal
 from submission.check import Examined, examine
-from submission.log_rules import Finding
+from submission.log_rules import BENCHMARKS, Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
-from submission.published_table import result_sets
-from submission.series import read_series, ten_runs
+from submission.series import read_series, result, ten_runs
 from submission.terminal import number
 
 TOLERANCE = 1e-9  # relative, of scores
@@ -68,11 +72,28 @@ class ResultSet:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.survey", description="Hold our checks and scores against the official tools.")
+    parser = argparse.ArgumentParser(prog="submission.survey", description="Score all results of a repository.")
     parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="a checkout of mlcommons/training_results_v*")
     parser.add_argument("--ruleset", choices=RULESETS, help="of that round; default: what the keys of the logs say")
+    parser.add_argument("--round", metavar="R", help="such as 5.1: make the rows of this round, and ask no official tools")
+    parser.add_argument("--source", default="", help="what to say of where DIR is from; default: mlcommons/training_results_vR")
+    parser.add_argument("--out", type=Path, default=DATA, metavar="FILE", help="the table of --round; default: the one of this package")
     options = parser.parse_args(arguments)
+    if options.round:
+        return terminal.run(lambda: write(options.out, options.round, list(rows(options.results, options.round)), options.source))
     return terminal.run(lambda: survey(options.results, options.ruleset))
+
+
+def result_sets(results: Path) -> list[Path]:
+    """<submitter>/results/<system>/<benchmark> of our benchmarks below `results`. Raises ConfigError if there is none."""
+    folders = sorted(path for name in BENCHMARKS for path in results.glob(f"*/results/*/{name}") if path.is_dir())
+    if not folders:
+        why = f"there is no <submitter>/results/<system>/<benchmark> of {', '.join(BENCHMARKS)} in it"
+        raise ConfigError(f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*")
+    return folders
+
+
+# Beside the official tools.
 
 
 def survey(results: Path, ruleset: str | None) -> int:
@@ -145,6 +166,41 @@ def summary(sets: list[ResultSet]) -> list[str]:
 
 def _named(finding: Finding) -> str:
     return f"{finding.rule} (warning)" if finding.warning else finding.rule
+
+
+# As rows of the published table.
+
+
+def rows(results: Path, round_: str) -> Iterator[Published]:
+    """One row per set below `results`, of ten logs or fewer. Raises ConfigError if there is none."""
+    for folder in result_sets(results):
+        try:
+            series = read_series([folder])
+            ten = ten_runs(series)
+        except RunError as error:
+            print(f"{folder}: {error.what}: {error.why}", file=sys.stderr)
+            continue
+        found = replace(result(series, ten), round=round_, submitter=folder.parents[2].name, system=folder.parent.name)
+        if found.batch is None or found.minutes is None:
+            print(f"{folder}: no result: {ten.invalid or 'no global batch'}", file=sys.stderr)
+        else:
+            yield found
+
+
+def write(path: Path, round_: str, found: list[Published], source: str) -> int:
+    """Put `found` into the table at `path` in place of the rows of their round. Raises StorageError."""
+    columns = [column.name for column in fields(Published)]
+    table = json.loads(path.read_text()) if path.is_file() else {"sources": {}, "rows": []}
+    table["sources"][round_] = source or f"mlcommons/training_results_v{round_}, result logs and system descriptions"
+    kept = [row for row in table["rows"] if row[0] != round_]
+    kept += [[float(f"{value:.7g}") if isinstance(value, float) else value for value in astuple(result)] for result in found]
+    lines = ",\n  ".join(json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]]))
+    text = f'{{"columns": {json.dumps(columns)},\n "sources": {json.dumps(table["sources"], indent=2)},\n "rows": [\n  {lines}]}}\n'
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}", error.strerror or str(error), "choose another --out") from None
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from timed_log import Timed
 
 from llama31_8b import rules
 from records import published
-from submission import describe, published_table, rcp, score, series
+from submission import describe, rcp, score, series, survey
 from submission.runs import FAILED, read_run
 from submission.series import TenRuns, read_series, ten_runs
 
@@ -242,7 +242,7 @@ def test_the_table_of_published_results_is_made_of_logs(organisation, tmp_path, 
     (results / "Bad/results/sys/llama31_8b").mkdir(parents=True)
     table = tmp_path / "table.json"
     for round_ in ("9.9", "9.8", "9.9"):
-        assert published_table.main(["--results", str(results), "--round", round_, "--out", str(table)]) == 0
+        assert survey.main(["--results", str(results), "--round", round_, "--out", str(table)]) == 0
         assert "Bad/results/sys/llama31_8b" in capsys.readouterr().err
     rows = published.load(table)
     assert [(row.round, row.benchmark) for row in rows] == [(r, b) for r in ("9.8", "9.9") for b in ("llama2_70b_lora", "llama31_8b")]
@@ -251,7 +251,7 @@ def test_the_table_of_published_results_is_made_of_logs(organisation, tmp_path, 
     assert (row.gpu, row.gpus, row.submitter, row.system, row.batch, row.runs) == ("MI355X", 8, "Org", "sys", 32, 10)
     assert (row.score, row.minutes) == (pytest.approx(found.score), pytest.approx(found.minutes))
     assert row.pace.samples_per_s == pytest.approx(series.pace(found).samples_per_s)
-    assert published_table.main(["--results", str(tmp_path / "none"), "--round", "1", "--out", str(table)]) == 2
+    assert survey.main(["--results", str(tmp_path / "none"), "--round", "1", "--out", str(table)]) == 2
 
 
 # What counts.
