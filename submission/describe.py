@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.errors import CheckFailed, ConfigError, StorageError
+from common.errors import CheckFailed, ConfigError
 from common.hardware import probe
 from submission import machine, official_tools, terminal
 from submission.log_rules import converts_to_int
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def work() -> int:
-        answers = _answers(options.set) | ({"submitter": options.submitter} if options.submitter else {})
+        answers = terminal.pairs("--set", options.set, KEYS) | ({"submitter": options.submitter} if options.submitter else {})
         found = machine.facts(Path("/"), probe(), os.environ.get("GPU_KIND", ""))
         return describe(options.out, found, answers, options.ruleset)
 
@@ -80,12 +80,7 @@ def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset
         why = "its name is the system's id: the repo checker refuses blanks and leading dots, the package checker reads *.json"
         raise ConfigError(f"--out {path}", why, "choose a name such as MI355X_1x8_pytorch.json")
     description = compose(found, read(path) if path.exists() else {}, answers)
-    try:
-        path.write_text(json.dumps(description, indent=4) + "\n")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}", str(error), "make the directory, or choose another one") from error
-    for key in ("accelerator_model_name", "accelerators_per_node", "host_processor_model_name", "operating_system", "framework"):
-        print(f"{key:<28} {description[key] or '-'}", file=sys.stderr)
+    terminal.write(path, json.dumps(description, indent=4) + "\n")
     for severity, lines in (("error", problems(description)), ("warning", questions(description))):
         print("".join(f"{severity}: {line}\n" for line in lines), end="", file=sys.stderr)
     if problems(description):
@@ -138,16 +133,6 @@ def read(path: Path) -> dict[str, str]:
 
 def _is_open(text: object) -> bool:
     return text is None or (isinstance(text, str) and text.strip().lower() in NOT_MEANT)
-
-
-def _answers(pairs: list[str]) -> dict[str, str]:
-    answers = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or key not in KEYS:
-            raise ConfigError(f"--set {pair}", f"it is not KEY=VALUE with one of the keys {', '.join(KEYS)}", "correct the key")
-        answers[key] = value.strip()
-    return answers
 
 
 if __name__ == "__main__":

@@ -51,18 +51,9 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
     `found`: the GPUs (common.hardware.probe); `gpu_kind`: the variable GPU_KIND, for GPUs that do not name themselves.
     """
     cpuinfo = _read(root / "proc/cpuinfo")
-    known = {
-        **processors(cpuinfo),
-        **memory(root),
-        **storage(root),
-        **network(root),
-        **accelerators(found, gpu_kind),
-        **software(root, found),
-        **product(root, cpuinfo),
-        "number_of_nodes": "1",
-        "host_networking_topology": "N/A (single node)",
-        "system_type": "datacenter",
-    }
+    host = processors(cpuinfo) | memory(root) | storage(root) | network(root) | product(root, cpuinfo)
+    fixed = {"number_of_nodes": "1", "host_networking_topology": "N/A (single node)", "system_type": "datacenter"}
+    known = host | accelerators(found, gpu_kind) | software(root, found) | fixed
     return {key: text for key, text in known.items() if text}
 
 

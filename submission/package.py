@@ -44,10 +44,6 @@ class Request:
     series: str = ""
     root: Path = own_log.PROJECT_ROOT  # the project in its git repository
 
-    @property
-    def system_name(self) -> str:
-        return self.system.stem
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="submission.package", description="Make a submission out of series of ten runs.")
@@ -59,17 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--implementation", default=Request.implementation, metavar="NAME")
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
     options = vars(parser.parse_args(arguments))
-    return terminal.run(lambda: package(Request(sources=_sources(options.pop("benchmark")), **options)))
+    pairs = options.pop("benchmark")
 
+    def work() -> int:
+        sources = terminal.pairs("--benchmark", pairs, BENCHMARKS)
+        return package(Request(sources={name: Path(folder) for name, folder in sources.items()}, **options))
 
-def _sources(pairs: list[str]) -> dict[str, Path]:
-    sources = {}
-    for pair in pairs:
-        name, equals, folder = pair.partition("=")
-        if not equals or name not in BENCHMARKS or name in sources:
-            raise ConfigError(f"--benchmark {pair}", f"it is not B=DIR with B one of {', '.join(BENCHMARKS)}, each once", "correct it")
-        sources[name] = Path(folder)
-    return sources
+    return terminal.run(work)
 
 
 def package(request: Request) -> int:
@@ -101,7 +93,7 @@ def _demand(holds: bool, what: str, why: str, do: str) -> None:
 
 
 def _check_names(request: Request) -> None:
-    for flag, name in (("--org", request.org), ("--system", request.system_name), ("--implementation", request.implementation)):
+    for flag, name in (("--org", request.org), ("--system", request.system.stem), ("--implementation", request.implementation)):
         if not NAME.fullmatch(name):
             why = "it becomes a directory: letters, digits and _ . + - only, no blank, no dot in front"
             raise ConfigError(f"{flag}: {name!r} cannot be a name in a submission", why, "choose another name")
@@ -128,7 +120,9 @@ def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
     chosen = ten_runs(series)
     _demand(not chosen.invalid, f"{series.name} cannot be submitted", chosen.invalid, "run more: NEXP with --resume, or a new series")
     count = sum(not window.invalid for window in windows(series))
-    print(f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; median: {chosen.describe()}")
+    attempts = f"attempts {chosen.runs[0].number} to {chosen.runs[-1].number}: {chosen.rank:.4f} min"
+    attempts += "" if chosen.passed else ", fails the RCP test"
+    print(f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; median: {attempts}")
     for run in series.runs:
         print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
     _check_seeds(series.runs)
@@ -204,7 +198,7 @@ def _check_identity(request: Request, run: Run, description: dict) -> None:
         named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
         why = f"{run.folder} ran on {shape} {run.gpu} with torch {torch}"
         _demand(named, f"{request.system}: {key} is {description[key]}, not {value}", why, do)
-    fitting = (request.system_name, description["system_name"], f"{shape} {run.gpu}")
+    fitting = (request.system.stem, description["system_name"], f"{shape} {run.gpu}")
     why = f"of this system it would be one of {', '.join(map(repr, fitting))}"
     _demand(platform in fitting, f"{run.path}: submission_platform is {platform!r}", why, rerun.format("PLATFORM"))
 
@@ -227,12 +221,12 @@ def _build(org_dir: Path, request: Request, chosen: dict[str, TenRuns]) -> None:
     systems.mkdir(parents=True)
     shutil.copyfile(request.system, systems / request.system.name)
     for benchmark, ten in chosen.items():
-        results = org_dir / "results" / request.system_name / benchmark
+        results = org_dir / "results" / request.system.stem / benchmark
         results.mkdir(parents=True)
         for index, run in enumerate(ten.runs):
             shutil.copyfile(run.path, results / f"result_{index}.txt")
         folder = org_dir / "benchmarks" / benchmark / "implementations" / request.implementation
-        implementation.write(folder, request.root, request.system_name, ten.runs[0])
+        implementation.write(folder, request.root, request.system.stem, ten.runs[0])
 
 
 # Judging.

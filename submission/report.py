@@ -16,7 +16,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from common.errors import ConfigError, StorageError
+from common.errors import ConfigError
 from records import ledger
 from submission import gpu_samples, plots, terminal
 from submission.log_rules import PRECISION_KEYS
@@ -53,10 +53,7 @@ def write(folder: Path, series: str) -> int:
         why = f"it has none of {', '.join(OF_A_RUN)}, no ledger and no runs" if folder.is_dir() else "it is not a directory"
         raise ConfigError(f"{folder}: no such run", why, "name the directory that a run has written, or LOGDIR/<benchmark>")
     path = folder / "report.html"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}", str(error), "free space, or make the directory writable") from error
+    terminal.write(path, text)
     print(path)
     return 0
 

@@ -61,10 +61,6 @@ class TenRuns:
         """What windows are ordered by: the score, whether or not the RCP test passes."""
         return math.inf if self.minutes is None else self.minutes * (self.verdict.factor if self.verdict else 1.0)
 
-    def describe(self) -> str:
-        rcp_text = "" if self.passed else f", {self.invalid or 'fails the RCP test'}"
-        return f"attempts {self.runs[0].number} to {self.runs[-1].number}: {self.rank:.4f} min{rcp_text}"
-
 
 # Which ten.
 

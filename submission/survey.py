@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 
-from common.errors import CheckFailed, ConfigError, RunError, StorageError
+from common.errors import CheckFailed, ConfigError, RunError
 from records.published import DATA, Published
 from submission import official_tools, terminal
 from submission.check import Examined, examine
-from submission.log_rules import BENCHMARKS, Finding
+from submission.log_rules import BENCHMARKS
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.series import read_series, result, ten_runs
 from submission.terminal import number
@@ -67,8 +67,11 @@ class ResultSet:
 
     def logs_by_rule(self) -> Counter[str]:
         """Logs that have a finding of a rule of ours; what the official checker said is none."""
-        ours = ({_named(finding) for finding in each.findings if finding not in each.verdict.complaints} for each in self.examined)
-        return Counter(name for names in ours for name in names)
+        counts: Counter[str] = Counter()
+        for each in self.examined:
+            ours = [finding for finding in each.findings if finding not in each.verdict.complaints]
+            counts.update({f"{finding.rule}{' (warning)' if finding.warning else ''}" for finding in ours})
+        return counts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -164,10 +167,6 @@ def summary(sets: list[ResultSet]) -> list[str]:
     ]
 
 
-def _named(finding: Finding) -> str:
-    return f"{finding.rule} (warning)" if finding.warning else finding.rule
-
-
 # As rows of the published table.
 
 
@@ -196,10 +195,7 @@ def write(path: Path, round_: str, found: list[Published], source: str) -> int:
     kept += [[float(f"{value:.7g}") if isinstance(value, float) else value for value in astuple(result)] for result in found]
     lines = ",\n  ".join(json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]]))
     text = f'{{"columns": {json.dumps(columns)},\n "sources": {json.dumps(table["sources"], indent=2)},\n "rows": [\n  {lines}]}}\n'
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}", error.strerror or str(error), "choose another --out") from None
+    terminal.write(path, text)
     return 0
 
 
