@@ -83,9 +83,8 @@ def checker_version() -> str:
     try:
         version = importlib.metadata.version("mlperf-logging")
     except importlib.metadata.PackageNotFoundError:
-        raise PreflightError(
-            "the official compliance checker is not installed", f"{sys.executable} has no mlperf-logging", INSTALL
-        ) from None
+        why = f"{sys.executable} has no mlperf-logging"
+        raise PreflightError("the official compliance checker is not installed", why, INSTALL) from None
     if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < OLDEST_CHECKER:
         raise PreflightError(f"mlperf-logging {version} is too old", "it lets logs pass that lack the keys of 6.1.0", INSTALL)
     return version
@@ -161,11 +160,10 @@ def _source(rules: str, benchmark: str, key: str) -> str:
     from mlperf_logging import compliance_checker
 
     folder = Path(compliance_checker.__file__).parent / f"training_{rules}"
-    found = "common.yaml"
-    for name in ("common.yaml", "closed_common.yaml", f"closed_{Path(benchmark).name}.yaml"):
-        if (folder / name).is_file() and re.search(rf"NAME:\s*{re.escape(key)}\s*$", (folder / name).read_text(), re.MULTILINE):
-            found = name
-    return f"CC training_{rules}/{found}"
+    files = [folder / f"{name}.yaml" for name in ("common", "closed_common", f"closed_{Path(benchmark).name}")]
+    entry = re.compile(rf"NAME:\s*{re.escape(key)}\s*$", re.MULTILINE)
+    naming = [file.name for file in files if file.is_file() and entry.search(file.read_text())]
+    return f"CC training_{rules}/{naming[-1] if naming else 'common.yaml'}"
 
 
 # Tools that judge a whole submission.

@@ -16,12 +16,13 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, StorageError
 from records import ledger
-from submission import check, describe, forbidden_files, implementation, official_tools, own_log, terminal
+from submission import check, describe, implementation, official_tools, own_log, terminal
 from submission.log_rules import BENCHMARKS
 from submission.runs import FAILED, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
@@ -29,6 +30,21 @@ from submission.series import TenRuns, read_series, ten_runs, windows
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
 PLACEHOLDERS = ("unnamed", "org", "yourorg", "your_org", "myorg", "example", "test", "todo", "none", "organisation", "organization")
 SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
+SIZE_LIMIT = 50 * 2**20  # bytes; the repo checker's
+CACHES = ("__pycache__", "node_modules", "wandb", "core")
+CACHE_SUFFIXES = (".pyc", ".pyo", ".so", ".o", ".a", ".egg-info", ".whl", ".deb", ".rpm", ".swp")
+
+# What tokens and keys look like: Hugging Face, AWS, GitHub, OpenAI-like, Slack, Google, PEM; and a password that is given.
+SECRETS = {
+    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{20,}",
+    "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}",
+    "an API key": r"\bsk-[A-Za-z0-9_-]{24,}|\bAIza[0-9A-Za-z_-]{35}",
+    "a Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a password": r"(?i:\b\w*(?:password|passwd|api_?key|secret_key|auth_token)[\"']?\s*[=:]\s*[\"']?)(?!None\b|str\b|\$|<)[^\s\"',)\]}\[({]{4,}",
+    "a password in an address": r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'{}]+:[^/\s:@\"'{}]+@",
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,7 @@ def package(request: Request) -> int:
         with tempfile.TemporaryDirectory(prefix=f".{request.out.name}-", dir=request.out.parent) as folder:
             partial = Path(folder, "partial")
             _build(partial / request.org, request, chosen)
-            offences = forbidden_files.findings(partial / request.org)
+            offences = forbidden(partial / request.org)
             what = f"{len(offences)} things must not be in a submission: {'; '.join(offences)}"
             _demand(not offences, what, "see there", "remove them")
             partial.rename(request.out)
@@ -114,7 +130,11 @@ def _check_description(request: Request, description: dict) -> None:
 
 def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
     """The ten runs of `benchmark` that are submitted; everything about them that can be wrong has been looked at."""
-    series = read_series([_folder(request.sources[benchmark], benchmark)], request.series)
+    source = request.sources[benchmark]
+    folder = source if (source / ledger.NAME).is_file() else source / benchmark  # LOGDIR may name it
+    if not (folder / ledger.NAME).is_file():
+        raise ConfigError(f"{source}: no series of {benchmark}", f"there is no {ledger.NAME} in it", "name the LOGDIR of the series")
+    series = read_series([folder], request.series)
     for run in series.runs:
         _refuse_what_was_never_meant(run, benchmark)
     chosen = ten_runs(series)
@@ -131,14 +151,6 @@ def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
         _check_identity(request, run, description)
         _check_log(request, run)
     return chosen
-
-
-def _folder(source: Path, benchmark: str) -> Path:
-    """Of the ledger: LOGDIR/<benchmark>, which may be named by LOGDIR. Raises ConfigError if there is none."""
-    for folder in (source, source / benchmark):
-        if (folder / ledger.NAME).is_file():
-            return folder
-    raise ConfigError(f"{source}: no series of {benchmark}", f"there is no {ledger.NAME} in it", "name the LOGDIR of the series")
 
 
 def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
@@ -211,6 +223,38 @@ def _check_log(request: Request, run: Run) -> None:
     found = [finding for finding in examined.errors() if run.status == "success" or finding not in examined.verdict.complaints]
     complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
     _demand(not found, f"{run.path} is not clean", "; ".join(complaints), f"see python -m submission.check {run.path}")
+
+
+# What must not be in a submission.
+
+
+def forbidden(root: Path) -> list[str]:
+    """One line per offence below `root`: what the repo checker refuses, links, which it judges by its own directory, caches and secrets."""
+    paths = (root, *sorted(root.rglob("*")))
+    return [f"{path.relative_to(root.parent)}: {offence}" for path in paths for offence in _offences(path)]
+
+
+def _offences(path: Path) -> Iterator[str]:
+    if path.name.startswith("."):
+        yield "its name starts with a dot"
+    if any(letter.isspace() for letter in path.name):
+        yield "there is a blank in its name"
+    if path.name in CACHES or path.name.endswith(CACHE_SUFFIXES):
+        yield "is a cache or something built"
+    if path.is_symlink():
+        yield "is a link"
+    elif path.is_file() and (size := path.stat().st_size) > SIZE_LIMIT:
+        yield f"is {size / 2**20:.0f} MB, the limit is {SIZE_LIMIT >> 20} MB"
+    elif path.is_file():
+        yield from secrets_in(path.read_bytes())
+
+
+def secrets_in(data: bytes) -> Iterator[str]:
+    """What looks like a secret, with its line; never the secret itself."""
+    text = data.decode("latin-1")
+    for kind, pattern in SECRETS.items():
+        if match := re.search(pattern, text):
+            yield f"line {text.count(chr(10), 0, match.start()) + 1} looks like {kind}"
 
 
 # Building.

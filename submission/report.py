@@ -19,6 +19,7 @@ from pathlib import Path
 from common.errors import ConfigError
 from records import ledger
 from submission import gpu_samples, plots, terminal
+from submission.intervals import samples_of
 from submission.log_rules import PRECISION_KEYS
 from submission.plots import Curve, finite, median, number, points, section, table
 from submission.runs import GOOD, Run, read_attempt
@@ -111,25 +112,22 @@ def _measured(run: Run, key: str) -> list[float]:
 
 
 def _evaluations(run: Run) -> list[dict]:
-    """From the log, which is what counts; how long each took, from events.jsonl."""
-    seconds = {record["samples"]: record.get("seconds") for record in _of(run, "eval") if finite(record.get("samples"))}
+    seconds = {interval.stop_samples: interval.seconds for interval in run.evaluations}
     start, rows = run.log.first("run_start"), []
     for event in run.log.all("eval_accuracy"):
         minutes = (event.time_ms - start.time_ms) / 60_000 if start else None
-        took = seconds.get(event.samples) if finite(event.samples) else None
+        took = seconds.get(samples_of(event))
         rows.append({"samples": event.samples, "loss": event.value, "minutes": minutes, "seconds": took})
     return rows
 
 
 def _phases(run: Run) -> dict[str, float]:
-    """Seconds by phase."""
+    """Seconds by phase; training and evaluation by the log, which a run that broke off has too."""
     seconds = dict.fromkeys(PHASES, 0.0)
     for record in _of(run, "phase"):
-        if record.get("name") in PHASES and finite(record.get("seconds")):
-            seconds[record["name"]] += max(record["seconds"], 0.0)
-    if not seconds["train"] and not seconds["eval"]:  # a run that broke off has not summed them up; its log has the intervals
-        seconds["train"], seconds["eval"] = sum(block.seconds for block in run.blocks), run.evaluation_s or 0.0
-    return seconds
+        if record.get("name") in ("init", "warmup") and finite(record.get("seconds")):
+            seconds[record["name"]] += record["seconds"]
+    return seconds | {"train": sum(block.seconds for block in run.blocks), "eval": run.evaluation_s or 0.0}
 
 
 def _phase_table(runs: list[Run]) -> str:

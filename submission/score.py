@@ -1,12 +1,8 @@
 """`python -m submission.score DIR_OR_LOGS... [--against B] [--json]`: what a series of runs scores, and why.
 
-Any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a folder of result_*.txt, or logs by name. Each run's
-minutes, samples and throughput; the score of the series with the official RCP checker's verdict; how lucky its seeds were; and how
-much of the difference to another result is throughput, samples and evaluation. B is such a directory too, or words that name a
-published result (`--against "AMD MI300X 5.1"`); so may be the first argument. Default: the best one published on the same GPUs.
-
-Score: mean of ten runs' minutes without the fastest and the slowest, times the RCP factor; which ten, says submission/series.py.
-The pruned RCPs decide, as in the official tools.
+Any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a folder of result_*.txt, or logs by name. B is such a
+directory too, or words that name a published result (`--against "AMD MI300X 5.1"`); so may be the first argument. Default: the best
+one published on the same GPUs. Which ten runs count says submission/series.py; the pruned RCPs decide, as in the official tools.
 
 Exit code: 0 scored and RCP test passed (a miniature has none), 20 RCP test failed or series invalid, 2 wrong usage, 18 no
 mlperf-logging. Needs mlperf-logging and the standard library.
@@ -74,9 +70,6 @@ def _score(options: argparse.Namespace) -> int:
     compared = None
     if options.against is not None:
         compared = find(options.against, options.ruleset, mine)
-        if compared.benchmark != mine.benchmark:
-            why = "minutes of two benchmarks cannot be compared"
-            raise ConfigError(f"{options.against} is a result of {compared.benchmark}", why, f"name one of {mine.benchmark}")
     elif not series.first.is_miniature:
         compared = best_published(mine)
     if options.json:
@@ -118,10 +111,9 @@ def report(series: Series, ten: TenRuns) -> list[str]:
     lines += table(_run_rows(series, ten))
     notes = [*series.notes, *(f"{run.name}: {note}" for run in series.runs for note in _notes(run))]
     lines += ["", *(f"  {note}" for note in notes)] if notes else []
-    found = windows(series)
-    if len(found) > 1:
-        title = f"windows of {SUBMISSION_RUNS} consecutive runs; the median one is the result"
-        lines += ["", title, *table(_window_rows(found, ten))]
+    if (count := len(windows(series))) > 1:
+        median = f"{ten.runs[0].name} to {ten.runs[-1].name}"
+        lines += ["", f"median of {count} windows of {SUBMISSION_RUNS} consecutive runs: {median}; --json has all"]
     return [*lines, "", *score_lines(ten)]
 
 
@@ -144,22 +136,10 @@ def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
 def _role(run: Run, ten: TenRuns) -> str:
     if run not in ten.runs:
         return run.state if run.state == NOT_STARTED else "not in the median window"
-    if run in ten.counted:
-        return ""
-    if not run.converged:
-        return run.state
-    minutes = [one.minutes or 0.0 for one in ten.counted]
-    return "dropped: fastest" if minutes and (run.minutes or 0.0) <= min(minutes) else "dropped: slowest"
-
-
-def _window_rows(found: list[TenRuns], chosen: TenRuns) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = [("first run", "last run", "minutes", "factor", "score", "")]
-    for window in found:
-        why = window.invalid or ("" if window.passed else "RCP test failed")
-        numbers = (number(window.minutes, ".3f"), number(window.factor, ".6f"), number(window.score, ".3f"))
-        mark = "  <- median" if window.runs == chosen.runs else ""
-        rows.append((window.runs[0].name, window.runs[-1].name, *numbers, why + mark))
-    return rows
+    if run in ten.counted or not run.converged:
+        return "" if run.converged else run.state
+    fastest = not ten.counted or (run.minutes or 0.0) <= (ten.counted[0].minutes or 0.0)
+    return f"dropped: {'fastest' if fastest else 'slowest'}"
 
 
 def score_lines(ten: TenRuns) -> list[str]:
@@ -199,6 +179,9 @@ def find(wish: str, ruleset: str = "", like: Published | None = None) -> Publish
     if wish and Path(wish).exists():
         series = read_series([Path(wish)], ruleset=ruleset)
         check_same(series)
+        if like and series.first.benchmark != like.benchmark:
+            why = "minutes of two benchmarks cannot be compared"
+            raise ConfigError(f"{wish} is a result of {series.first.benchmark}", why, f"name one of {like.benchmark}")
         return result(series, ten_runs(series))
     words = wish.lower().split()
     rows = [row for row in published.RESULTS if all(_says(row, word) for word in words)]
@@ -225,9 +208,8 @@ def _says(row: Published, word: str) -> bool:
 
 def best_published(mine: Published) -> Published | None:
     """The best of the newest round on as many GPUs of the same kind."""
-    if not (mine.gpu and mine.gpus):
-        return None
-    rows = [row for row in published.published(mine.benchmark, mine.gpu, mine.gpus) if row.score is not None]
+    same = published.published(mine.benchmark, mine.gpu, mine.gpus) if mine.gpu and mine.gpus else []
+    rows = [row for row in same if row.score is not None]
     return max(rows, key=lambda row: row.round, default=None)  # of a round the first
 
 
@@ -240,10 +222,8 @@ def comparison_as_dict(mine: Published, other: Published | None) -> dict | None:
 
 def comparison(mine: Published, other: Published | None) -> list[str]:
     """The comparison for people."""
-    if other is None and not (mine.gpu and mine.gpus):
-        return ["  unknown GPU or number of GPUs: name them with --gpu and --gpus"]
     if other is None:
-        return _others(mine)
+        return _others(mine) if mine.gpu and mine.gpus else ["  unknown GPU or number of GPUs: name them with --gpu and --gpus"]
     found = [f"  yours   {mine.name}: {_where(mine)}", f"  theirs  {other.name}: {_where(other)}"]
     if (times := _speedup(mine, other)) is not None:
         found.append(f"  yours is {times:.2f} times as fast: {1 / times:.4f} of the minutes")
@@ -271,9 +251,8 @@ def _speedup(mine: Published, other: Published) -> float | None:
 def _others(mine: Published) -> list[str]:
     found = [f"  no published result of {mine.benchmark} on {mine.gpus} x {mine.gpu} to split a difference to; --against names another"]
     for row in published.published(mine.benchmark, mine.gpu):
-        yours = f"; yours {number(_tokens_per_gpu(mine), ',.0f')}"
-        rate = number(_tokens_per_gpu(row), ",.0f")
-        found.append(f"  {row.name}, {row.gpus} GPUs: {number(row.score, '.3f')} min, {rate} tokens/s/GPU{yours}")
+        rate, yours = (number(_tokens_per_gpu(side), ",.0f") for side in (row, mine))
+        found.append(f"  {row.name}, {row.gpus} GPUs: {number(row.score, '.3f')} min, {rate} tokens/s/GPU; yours {yours}")
     return found
 
 

@@ -295,7 +295,7 @@ def test_of_thirteen_runs_the_median_window_counts(tmp_path, capsys):
     assert [window.score for window in windows] == [104.5, 104.5, 105.5, 109.0]
     assert ten_runs(found).runs == windows[2].runs  # of two in the middle the slower
     printed = text(capsys, folder)
-    assert printed.count("not in the median window") == 3 and "<- median" in printed
+    assert printed.count("not in the median window") == 3 and "median of 4 windows of 10" in printed
     assert evaluate(capsys, folder)["result"]["score"] == 105.5
 
 
