@@ -65,13 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--submitter", default="", metavar="ORG")
     parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1])
     options = parser.parse_args(arguments)
-
-    def work() -> int:
-        answers = terminal.pairs("--set", options.set, KEYS) | ({"submitter": options.submitter} if options.submitter else {})
-        found = machine.facts(Path("/"), probe(), os.environ.get("GPU_KIND", ""))
-        return describe(options.out, found, answers, options.ruleset)
-
-    return terminal.run(work)
+    texts, gpu_kind = options.set + [f"submitter={options.submitter}"] * bool(options.submitter), os.environ.get("GPU_KIND", "")
+    return terminal.run(
+        lambda: describe(options.out, machine.facts(Path("/"), probe(), gpu_kind), terminal.pairs("--set", texts, KEYS), options.ruleset)
+    )
 
 
 def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset: str) -> int:
@@ -123,12 +120,9 @@ def questions(description: dict) -> list[str]:
 def read(path: Path) -> dict[str, str]:
     """The description in `path`. Raises ConfigError if it is no JSON object."""
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: no system description", str(error), "make one with submission.describe") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: no system description", "it holds no JSON object", "make one with submission.describe")
-    return value
+        return dict(json.loads(path.read_text()).items())
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ConfigError(f"{path}: it holds no system description", str(error), "make one with submission.describe") from None
 
 
 def _is_open(text: object) -> bool:

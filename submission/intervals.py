@@ -57,9 +57,7 @@ def _blocks(events: list[Event], name: str) -> list[Interval]:
     if max(stops, default=0) > max(starts, default=0):
         return pairs(events, name, 0)
     found, done = [], 0
-    evaluated = [
-        (event.time_ms, count) for event in events if event.key in ("eval_start", "eval_accuracy") and (count := samples_of(event))
-    ]
+    evaluated = [(event.time_ms, samples_of(event) or 0) for event in events if event.key in ("eval_start", "eval_accuracy")]
     for block in pairs(events, name, 0, counted=False):
         after = next((count for time_ms, count in evaluated if time_ms >= block.stop_ms and count > done), None)
         if after is not None:

@@ -128,10 +128,8 @@ def _record(line: int, text: str) -> Event | BadLine:
         return BadLine(line, "no blank after the token: the official parser does not see the line")
     try:
         record = json.loads(rest)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return BadLine(line, f"not one JSON object and nothing else: {error}")
-    except RecursionError:
-        return BadLine(line, "not one JSON object and nothing else: it is nested too deeply")
     if not isinstance(record, dict):
         return BadLine(line, f"not one JSON object but {type(record).__name__}")
     if missing := [key for key in ("time_ms", "key", "value", "metadata") if key not in record]:

@@ -110,8 +110,9 @@ def _evaluations(log: Log) -> list[tuple[int, int]]:
     """(line, samples_count) of the evaluations; what several processes log of one evaluation counts once."""
     found: list[tuple[int, int]] = []
     for event in log.all("eval_accuracy"):
-        if is_count(event.samples) and not (found and found[-1][1] == event.samples):
-            found.append((event.line, int(event.samples)))
+        samples = event.samples
+        if is_number(samples) and 0 <= samples == int(samples) and not (found and found[-1][1] == samples):
+            found.append((event.line, int(samples)))
     return found
 
 
@@ -253,10 +254,6 @@ def is_positive_int(value: object) -> bool:
 
 def is_positive(value: object) -> bool:
     return is_number(value) and value > 0
-
-
-def is_count(value: object) -> bool:
-    return is_number(value) and value >= 0 and value == int(value)
 
 
 def _is_not_finite(value: object) -> bool:

@@ -19,7 +19,6 @@ from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_pos
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +modified, +forced
 CHANGED = ("+modified", "+forced")
-INIT_WARNING_S = 1500.0  # five minutes of reserve below the limit
 SMALL_SEED = 2**15  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only
 WELL_KNOWN_SEEDS = frozenset({123456, 1234567, 12345678, 123456789, 1234567890, 2**31 - 1, 2**32 - 1, 0xDEADBEEF, 0xCAFEBABE})
 STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
@@ -146,13 +145,6 @@ def wrong_batch(log: Log, rules: Rules) -> Found:
         yield log.all("global_batch_size")[0].line, message
 
 
-def long_init(log: Log, rules: Rules) -> Found:
-    start, stop = log.first("init_start"), log.first("init_stop")
-    seconds = (stop.time_ms - start.time_ms) / 1000 if start and stop else 0.0
-    if stop and INIT_WARNING_S <= seconds < rules.init_limit_s:
-        yield stop.line, f"initialization took {seconds / 60:.1f} of {rules.init_limit_s / 60:.0f} min"
-
-
 def is_share(value: object) -> bool:
     return is_number(value) and 0 <= value < 1
 
@@ -173,6 +165,5 @@ OWN_RULES = (
     Rule("schedule", unfit(is_positive, "a positive number", "opt_base_learning_rate"), TR_HYPERPARAMETERS),
     Rule("schedule", unfit(is_positive_int, "a whole number from 1", "opt_learning_rate_training_steps"), TR_HYPERPARAMETERS),
     Rule("schedule", unfit(is_share, "a share of the steps", "opt_learning_rate_warmup_factor"), TR_HYPERPARAMETERS),
-    Rule("init_time", long_init, "OWN; TR Run Results", WARNING),
     Rule("constant", unlike(OWN_CONSTANTS), TR_HYPERPARAMETERS),
 )

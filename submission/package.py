@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ SECRETS = {
 class Request:
     """What the command line asks for."""
 
-    sources: dict[str, Path]  # benchmark -> directory of its series
+    sources: Mapping[str, str | Path]  # benchmark -> directory of its series
     system: Path
     out: Path
     org: str
@@ -72,12 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
     options = vars(parser.parse_args(arguments))
     pairs = options.pop("benchmark")
-
-    def work() -> int:
-        sources = terminal.pairs("--benchmark", pairs, BENCHMARKS)
-        return package(Request(sources={name: Path(folder) for name, folder in sources.items()}, **options))
-
-    return terminal.run(work)
+    return terminal.run(lambda: package(Request(terminal.pairs("--benchmark", pairs, BENCHMARKS), **options)))
 
 
 def package(request: Request) -> int:
@@ -130,7 +125,7 @@ def _check_description(request: Request, description: dict) -> None:
 
 def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
     """The ten runs of `benchmark` that are submitted; everything about them that can be wrong has been looked at."""
-    source = request.sources[benchmark]
+    source = Path(request.sources[benchmark])
     folder = source if (source / ledger.NAME).is_file() else source / benchmark  # LOGDIR may name it
     if not (folder / ledger.NAME).is_file():
         raise ConfigError(f"{source}: no series of {benchmark}", f"there is no {ledger.NAME} in it", "name the LOGDIR of the series")

@@ -126,10 +126,8 @@ def table(heads: list[str], rows: list[list[str]], texts: tuple[int, ...] = (), 
     """Cells are HTML already. All columns but the first and `texts` hold numbers, unless the table has no heads."""
 
     def row(tag: str, cells: list[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}{_align(index)}>{cell}</{tag}>" for index, cell in enumerate(cells)) + "</tr>"
-
-    def _align(index: int) -> str:
-        return "" if not heads or not index else ' class="t"' if index in texts else ' class="n"'
+        kinds = ["" if not heads or not index else ' class="t"' if index in texts else ' class="n"' for index in range(len(cells))]
+        return "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
 
     body = f"{row('th', heads) if heads else ''}{''.join(row('td', cells) for cells in rows)}"
     return f"<div class=scroll><table{f' class={kind}' if kind else ''}>{body}</table></div>"

@@ -219,8 +219,6 @@ def _read_result(run: Run) -> None:
         run.notes.append("no run_stop: it was cut short")
     elif stops and run.minutes is None:
         run.notes.append("run_stop stands before run_start, or there is no run_start")
-    elif run.status == "success" and not run.reached:
-        run.notes.append(f"says success, but no evaluation is at {run.target} or below: the compliance checker refuses it")
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------

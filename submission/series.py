@@ -51,15 +51,8 @@ class TenRuns:
     invalid: str  # why these runs are no result; "" for a valid one
     factor: float | None  # None without a verdict that passed
     score: float | None  # minutes; None for what is no result, or failed the RCP test, or is a miniature
-
-    @property
-    def passed(self) -> bool:
-        return not self.invalid and (self.verdict is None or self.verdict.passed)
-
-    @property
-    def rank(self) -> float:
-        """What windows are ordered by: the score, whether or not the RCP test passes."""
-        return math.inf if self.minutes is None else self.minutes * (self.verdict.factor if self.verdict else 1.0)
+    passed: bool  # valid, and through the RCP test if there is one
+    rank: float  # what windows are ordered by: the score, whether or not the RCP test passes
 
 
 # Which ten.
@@ -107,7 +100,10 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     verdict = rcp.judge([run.path for run in runs], runs[0].ruleset) if judged else None
     factor = verdict.factor if verdict and verdict.passed else None
     score = None if invalid or minutes is None or factor is None else minutes * factor
-    return TenRuns(tuple(runs), tuple(counted), minutes, mean if math.isfinite(mean) else None, verdict, invalid, factor, score)
+    passed = not invalid and (verdict is None or verdict.passed)
+    rank = math.inf if minutes is None else minutes * (verdict.factor if verdict else 1.0)
+    finite = mean if math.isfinite(mean) else None
+    return TenRuns(tuple(runs), tuple(counted), minutes, finite, verdict, invalid, factor, score, passed, rank)
 
 
 def pace(ten: TenRuns) -> Pace | None:

@@ -47,10 +47,6 @@ class ResultSet:
     score: float | None = None
 
     @property
-    def submitter(self) -> Path:
-        return self.folder.parents[2]
-
-    @property
     def name(self) -> tuple[str, str]:
         """System and benchmark."""
         return self.folder.parent.name, self.folder.name
@@ -103,7 +99,7 @@ def survey(results: Path, ruleset: str | None) -> int:
     """Print the tables; return the exit code. Raises ConfigError, PreflightError."""
     official_tools.checker_version()
     sets = [ResultSet(path) for path in result_sets(results) if any(path.glob("result_*.txt"))]
-    for submitter, group in itertools.groupby(sets, lambda each: each.submitter):
+    for submitter, group in itertools.groupby(sets, lambda each: each.folder.parents[2]):
         print(f"reading {submitter.name}", file=sys.stderr)
         _survey(submitter, list(group), ruleset)
     print("\n".join([*table(sets), "", *summary(sets)]))
@@ -152,7 +148,7 @@ def table(sets: list[ResultSet]) -> list[str]:
         findings = ", ".join(f"{name} {count}" for name, count in sorted(each.logs_by_rule().items()))
         verdicts = (each.official, "passed" if each.passed else "REFUSED")
         scores = (number(each.official_score, ".6f"), number(each.score, ".6f") + ("" if each.scores_agree else " !"))
-        rows.append((f"{each.submitter.name}/{each.name[0]}", each.name[1], *verdicts, *scores, findings or "-"))
+        rows.append((f"{each.folder.parents[2].name}/{each.name[0]}", each.name[1], *verdicts, *scores, findings or "-"))
     return terminal.table(rows)
 
 

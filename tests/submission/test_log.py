@@ -51,7 +51,7 @@ def without(key: str) -> str:
         (":::MLLOG 17", "not one JSON object but int"),
         (":::MLLOG", "no blank after the token"),
         (LINE.replace("MLLOG {", "MLLOG{"), "no blank after the token"),
-        (":::MLLOG " + "[" * 100_000, "nested too deeply"),
+        (":::MLLOG " + "[" * 100_000, "maximum recursion depth"),
         *((without(key), f"without {key}") for key in ("time_ms", "key", "value", "metadata")),
         (LINE.replace("17", '"17"'), "wrong type"),
         (LINE.replace("17", "NaN"), "wrong type"),

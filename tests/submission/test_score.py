@@ -276,7 +276,7 @@ def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
     path = timed_log.write(tmp_path / "log", PRETRAINING, Timed(172_032), seed=1)
     change(path, lambda record: record | {"value": 3.31} if record["key"] == "eval_accuracy" else record)
     run = read_run(path)
-    assert run.state == FAILED and "compliance checker refuses" in run.notes[0]
+    assert run.state == FAILED and "checker refuses its log: no evaluation reached the target" in run.reason
 
 
 def test_rcp_failure_is_exit_code_20_and_no_score(tmp_path, capsys):
