@@ -66,16 +66,15 @@ class Log:
         return self.by_key.get(key, [])
 
     def first(self, key: str) -> Event | None:
-        return self.all(key)[0] if self.all(key) else None
+        return next(iter(self.all(key)), None)
 
     def value(self, key: str):
         """The first value of `key`, or None."""
-        event = self.first(key)
-        return event.value if event else None
+        return next((event.value for event in self.all(key)), None)
 
     def last(self, key: str):
         """The last value of `key`, or None."""
-        return self.all(key)[-1].value if self.all(key) else None
+        return next((event.value for event in reversed(self.all(key))), None)
 
 
 def read(path: Path, repeated: Collection[str] | None = None) -> Log:

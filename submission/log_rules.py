@@ -72,10 +72,8 @@ class Rule:
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
     """Those that the log at hand is held to; None where there are none here. `division` goes before what the log says."""
     benchmark = BENCHMARKS.get(str(log.value("submission_benchmark")))
-    division = division or log.value("submission_division")
-    if benchmark is None or division not in ("closed", "miniature"):
-        return None
-    return benchmark.CLOSED if division == "closed" else benchmark.MINIATURE
+    division = division or str(log.value("submission_division"))
+    return {"closed": benchmark.CLOSED, "miniature": benchmark.MINIATURE}.get(division) if benchmark else None
 
 
 # Evaluations.
@@ -199,10 +197,9 @@ def cache_kept(event: Event, rules: Rules) -> str:
 
 
 def partly_disclosed(log: Log, rules: Rules) -> Found:
-    present = [key for key in DISCLOSURE_KEYS if log.all(key)]
-    missing = [key for key in DISCLOSURE_KEYS if key not in present]
-    if present and missing:
-        yield 0, f"{len(present)} of the nine disclosure keys; 6.1.0 requires {', '.join(missing)} as well"
+    missing = [key for key in DISCLOSURE_KEYS if not log.all(key)]
+    if 0 < len(missing) < len(DISCLOSURE_KEYS):
+        yield 0, f"{len(missing)} of the nine disclosure keys are missing; 6.1.0 requires {', '.join(missing)} as well"
 
 
 # Seeds, and what the RCP checker misreads.

@@ -23,8 +23,6 @@ SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own se
 NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")
 DISKS = {"nvme": "NVMe SSD", "vd": "virtual disk", "xvd": "virtual disk"}
 PACKAGES = {"triton": "Triton", "transformer-engine": "Transformer Engine", "amd-aiter": "AITER"}
-NO_CARDS = "ib"  # ib0, ib1 are InfiniBand ports and are counted as such
-
 
 # What a system description says about one kind of GPU and no driver tells: these keys, after `accelerator_`.
 # AMD: data sheets of MI300X, MI325X, MI350X and MI355X ("Peak Engine Clock", "Infinity Cache", "Infinity Fabric Links");
@@ -109,7 +107,7 @@ def network(root: Path) -> dict[str, str]:
         if _read(port / "link_layer") == "InfiniBand":  # those of link layer Ethernet are below /sys/class/net as well
             ports[f"InfiniBand {_read(port / 'rate').split(' (')[0]}".strip()] += 1
     for card in sorted((root / "sys/class/net").glob("*")):
-        if (card / "device").exists() and not card.name.startswith(NO_CARDS):
+        if (card / "device").exists() and not card.name.startswith("ib"):  # ib0 is an InfiniBand port, counted as such
             speed = _read(card / "speed")  # Mb/s; -1 or an error where the link is down or virtual
             ports[f"Ethernet {int(speed) / 1000:g} Gb/s" if speed.isdigit() else "Ethernet"] += 1
     return {"host_networking": _counted(ports), "host_network_card_count": str(ports.total()) if ports else ""}

@@ -53,10 +53,7 @@ class Verdict:
 
 
 def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> Verdict:
-    """What the compliance checker says about the log at `path`. Raises PreflightError where there is no usable checker.
-
-    `log`: the same log, if it has been read already; the lines of complaints are looked up in it.
-    """
+    """What the compliance checker says about the log at `path`, or `log` if it has been read. Raises PreflightError without a checker."""
     return _verdict(path, ruleset, f"training_{ruleset}/common.yaml", log)
 
 

@@ -42,9 +42,7 @@ def banner(kind: str, lines: list[str]) -> str:
     return f'<div class="banner {kind}"><b>{lines[0]}</b>{"".join(f"<br>{line}" for line in lines[1:])}</div>'
 
 
-MINIATURE_NOTICE = banner(
-    "warn", ["A miniature: this is not a benchmark result.", "A small model with its own target; it says nothing about MLPerf."]
-)
+MINIATURE_NOTICE = banner("warn", ["A miniature: this is not a benchmark result.", "A small model with a target of its own."])
 
 
 # Charts.

@@ -103,7 +103,7 @@ class Run:
         if not self.log.first("run_start"):
             return NOT_STARTED
         if not self.log.first("run_stop"):
-            return LOST if self.path.name == "result.txt" else FAILED  # see submission/series.py
+            return LOST if self.path.name == "result.txt" else FAILED  # chosen by its submitter: docs/submission.md
         claims = self.status == "success" and self.reached and self.samples is not None and (self.minutes or 0) > 0
         return GOOD if claims and not self.refused else FAILED
 
@@ -144,8 +144,7 @@ class Run:
     def reason(self) -> str:
         """Why it is not good, in one line; "" if there is nothing to add."""
         if self.state == FAILED and self.status == "success":
-            claim = f"its log claims success{'' if self.reached else ', but no evaluation is at the target'}"
-            return f"the official checker refuses its log: {self.refused[0]}" if self.refused else claim
+            return f"the official checker refuses its log: {self.refused[0]}" if self.refused else "its log claims success without cause"
         return str(self.end.get("reason") or ("" if self.end or not self.start else "its launcher left no end of it"))
 
     @cached_property

@@ -6,7 +6,6 @@ The table of docs/submission.md says what an attempt is by its log, where the ru
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,7 +144,8 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
 
 def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
     name = path.resolve().name
-    if results := [path] if path.is_file() else sorted(path.glob("result_*.txt"), key=_number) or sorted(path.glob("result.txt")):
+    in_order = sorted(path.glob("result_*.txt"), key=lambda log: (len(log.name), log.name))
+    if results := [path] if path.is_file() else in_order or sorted(path.glob("result.txt")):
         return name, [read_run(result, ruleset) for result in results]
     if record := _record(path / ledger.NAME, wanted):
         notes.append(f"series {record.id} of {path / ledger.NAME}")
@@ -157,11 +157,6 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
         return name, [read_attempt(result) for result in results]
     inside = ", ".join(sorted(item.name for item in path.glob("*/") if item.is_dir())) or "nothing"
     raise ConfigError(f"{path} has no logs", f"there is {inside} in it", "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt")
-
-
-def _number(path: Path) -> tuple[int, str]:
-    digits = re.search(r"\d+", path.stem)
-    return int(digits[0]) if digits else 0, path.name
 
 
 def _record(path: Path, wanted: str) -> ledger.Record | None:

@@ -75,11 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="a checkout of mlcommons/training_results_v*")
     parser.add_argument("--ruleset", choices=RULESETS, help="of that round; default: what the keys of the logs say")
     parser.add_argument("--round", metavar="R", help="such as 5.1: make the rows of this round, and ask no official tools")
-    parser.add_argument("--source", default="", help="what to say of where DIR is from; default: mlcommons/training_results_vR")
     parser.add_argument("--out", type=Path, default=DATA, metavar="FILE", help="the table of --round; default: the one of this package")
     options = parser.parse_args(arguments)
     if options.round:
-        return terminal.run(lambda: write(options.out, options.round, list(rows(options.results, options.round)), options.source))
+        return terminal.run(lambda: write(options.out, options.round, list(rows(options.results, options.round))))
     return terminal.run(lambda: survey(options.results, options.ruleset))
 
 
@@ -101,12 +100,12 @@ def survey(results: Path, ruleset: str | None) -> int:
     sets = [ResultSet(path) for path in result_sets(results) if any(path.glob("result_*.txt"))]
     for submitter, group in itertools.groupby(sets, lambda each: each.folder.parents[2]):
         print(f"reading {submitter.name}", file=sys.stderr)
-        _survey(submitter, list(group), ruleset)
+        _ask_all(submitter, list(group), ruleset)
     print("\n".join([*table(sets), "", *summary(sets)]))
     return 0 if all(each.scores_agree for each in sets) else CheckFailed.exit_code
 
 
-def _survey(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None:
+def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None:
     for each in sets:
         for path in sorted(each.folder.glob("result_*.txt")):
             try:
@@ -115,11 +114,8 @@ def _survey(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None
                 each.unreadable += 1
         each.score = our_score(each.folder, ruleset)
     rounds = Counter(examined.verdict.rules for each in sets for examined in each.examined).most_common(1)
-    _ask_official_tools(submitter, sets, ruleset or (rounds[0][0] if rounds else CLOSED_RULESETS[-1]))
-
-
-def _ask_official_tools(submitter: Path, sets: list[ResultSet], ruleset: str) -> None:
-    """Package checker, which writes the RCP factors, and then the summarizer, on a copy that holds these sets only."""
+    ruleset = ruleset or (rounds[0][0] if rounds else CLOSED_RULESETS[-1])
+    # Package checker, which writes the RCP factors, and then the summarizer, on a copy that holds these sets only.
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, submitter.name)
         (copy / "systems").mkdir(parents=True)
@@ -182,11 +178,11 @@ def rows(results: Path, round_: str) -> Iterator[Published]:
             yield found
 
 
-def write(path: Path, round_: str, found: list[Published], source: str) -> int:
+def write(path: Path, round_: str, found: list[Published]) -> int:
     """Put `found` into the table at `path` in place of the rows of their round. Raises StorageError."""
     columns = [column.name for column in fields(Published)]
     table = json.loads(path.read_text()) if path.is_file() else {"sources": {}, "rows": []}
-    table["sources"][round_] = source or f"mlcommons/training_results_v{round_}, result logs and system descriptions"
+    table["sources"][round_] = f"mlcommons/training_results_v{round_}, result logs and system descriptions"
     kept = [row for row in table["rows"] if row[0] != round_]
     kept += [[float(f"{value:.7g}") if isinstance(value, float) else value for value in astuple(result)] for result in found]
     lines = ",\n  ".join(json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]]))

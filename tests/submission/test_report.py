@@ -26,9 +26,16 @@ def events(steps: int = 50, interval: int = 12288) -> list[dict]:
     return [*lines, {"event": "verdict", "status": "success", "samples": 4 * interval, "loss": 3.3, "minutes": 5.0}]
 
 
+def spread(path, milliseconds: int) -> None:
+    """So much time between the records of the log; two of these are an evaluation."""
+    log = records(path)
+    write_records(path, [record | {"time_ms": log[0]["time_ms"] + milliseconds * index} for index, record in enumerate(log)])
+
+
 @pytest.fixture
 def run_dir(tmp_path):
     write_good(tmp_path / "result.txt")
+    spread(tmp_path / "result.txt", 4125)
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events()))
     (tmp_path / "config.toml").write_text('gpu = "MI355X"\nglobal_batch_size = 32\n')
     (tmp_path / "versions.json").write_text(json.dumps({"commit": "0123abc", "torch": "2.13.0", "gpus": ["MI355X"] * 8}))
@@ -74,10 +81,7 @@ def test_an_aborted_run_gives_its_reason(run_dir):
 
 
 def test_phases_of_a_run_that_broke_off_come_from_its_log(run_dir):
-    log = records(run_dir / "result.txt")
-    for index, record in enumerate(log):
-        record["time_ms"] = log[0]["time_ms"] + 1000 * index
-    write_records(run_dir / "result.txt", log)
+    spread(run_dir / "result.txt", 1000)
     (run_dir / "events.jsonl").write_text(json.dumps(events()[0]) + "\n")
     text = page(run_dir)
     assert '<td class="n">30.0</td><td class="n">0.0</td><td class="n">4.0</td><td class="n">8.0</td>' in text
