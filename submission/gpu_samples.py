@@ -76,8 +76,7 @@ def findings(samples: Samples) -> list[str]:
     typical = median(clocks.values()) if clocks else 0.0  # of two the faster one
     for gpu, mhz in clocks.items():
         if mhz < LOW_CLOCK * typical:
-            low = f"{1 - mhz / typical:.0%} below the median GPU's"
-            lines.append(f"GPU {gpu}: median clock {mhz:,.0f} MHz, {low}: all ranks wait for it")
+            lines.append(f"GPU {gpu}: median clock {mhz:,.0f} MHz, {1 - mhz / typical:.0%} below the median GPU's: all ranks wait for it")
     for gpu in range(len(samples.gpus)):
         for reason, share in (samples.held_down(gpu) or {}).items():
             if reason not in NORMAL:

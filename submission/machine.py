@@ -55,9 +55,6 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
     return {key: text for key, text in known.items() if text}
 
 
-# Processors and memory.
-
-
 def processors(cpuinfo: str) -> dict[str, str]:
     blocks = [block for block in map(_key_values, cpuinfo.split("\n\n")) if "processor" in block]
     if not blocks:
@@ -84,9 +81,6 @@ def memory(root: Path) -> dict[str, str]:
     return {"host_memory_capacity": capacity, "host_memory_configuration": _counted(modules)}
 
 
-# Storage and network.
-
-
 def storage(root: Path) -> dict[str, str]:
     kinds: set[str] = set()
     sizes: Counter[str] = Counter()
@@ -111,9 +105,6 @@ def network(root: Path) -> dict[str, str]:
             speed = _read(card / "speed")  # Mb/s; -1 or an error where the link is down or virtual
             ports[f"Ethernet {int(speed) / 1000:g} Gb/s" if speed.isdigit() else "Ethernet"] += 1
     return {"host_networking": _counted(ports), "host_network_card_count": str(ports.total()) if ports else ""}
-
-
-# Accelerators, software and product.
 
 
 def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
@@ -160,9 +151,6 @@ def product(root: Path, cpuinfo: str) -> dict[str, str]:
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     virtual = flags is not None and "hypervisor" in flags[1].split()
     return {"system_name": name, "system_type_detail": "virtual machine" if virtual else "bare metal" if flags else ""}
-
-
-# Reading.
 
 
 def _read(path: Path) -> str:

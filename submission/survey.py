@@ -3,8 +3,7 @@
 DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and <submitter>/results/<system>/<benchmark>/result_*.txt.
 One row for each result set of our benchmarks: verdict and score of the official tools and ours, and our findings by rule as the number
 of logs that have one. A set passes if at most one of its logs has an error: that one counts as the run that did not converge.
-With --round 5.1 the sets become rows of records/published.json instead; rows of other rounds stay. A set without a result is named on
-stderr, and is no row.
+With --round 5.1 the sets that have a result become rows of records/published.json instead; rows of other rounds stay.
 
 Exit code: 0 every score is the official one to a relative 1e-9, 20 one is not, 2 wrong usage, 17 cannot be written, 18 no official tools.
 """
