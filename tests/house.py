@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
 OPTIONAL = "common/model/te_block.py"  # imported only with fp8 = "te", an optional package: on a line of its own
-LIMITS = {"imported by a rank of llama31_8b": 5_000, "imported by both": 7_500, "outside tests": 19_100, "files in a step": 19, "keys": 22}
+LIMITS = {"imported by a rank of llama31_8b": 5_000, "imported by both": 7_500, "outside tests": 16_981, "files in a step": 19, "keys": 22}
 AIMS = LIMITS | {"outside tests": 16_500, "files in a step": 12}  # where the project wants to be; a limit above its aim only ever falls
 
 # The keys that choose an execution path, and values that stand for all of theirs (layers: none or some).
