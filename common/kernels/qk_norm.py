@@ -200,7 +200,8 @@ def qk_norm_rope_backward_triton(
     (batch, sequence, heads, head_dim), kv_heads = d_q.shape, d_k.shape[2]
     num_rows = batch * sequence
     tile = qk_norm_rope_backward_settings(architecture(d_q.device), head_dim // 2)
-    programs = triton.cdiv(num_rows, tile.rows * tile.repeats)
+    repeats = min(tile.repeats, triton.cdiv(num_rows, tile.rows))
+    programs = triton.cdiv(num_rows, tile.rows * repeats)
     partial = d_q.new_empty(heads + kv_heads, programs, head_dim, dtype=torch.float32) if weight_grad else None
     state, largest = state_and_largest(quantizer)
     strides = [stride for gradient in gradients for stride in gradient.stride()[:3]]
@@ -208,7 +209,7 @@ def qk_norm_rope_backward_triton(
     def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
         _qk_norm_rope_backward_kernel[(heads + 2 * kv_heads, programs)](
             *gradients, before, *weights, cos, sin, rowwise, partial, state, num_rows, sequence, heads, kv_heads, *strides,
-            eps, mode, largest, head_dim // 2, tile.rows, tile.repeats, num_warps=tile.warps,
+            eps, mode, largest, head_dim // 2, tile.rows, repeats, num_warps=tile.warps,
         )  # fmt: skip
 
     quantized = quantize_with(quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch)
