@@ -167,7 +167,7 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     as_benchmark = replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape and length == rules.sequence_length
     config = config_of(BENCHMARKS[mode], kind, gpus, options.precision == "fp8")
     case = Case(family, mode, config, work, kind)
-    if as_benchmark and kind and not options.batch:
+    if as_benchmark and kind and not options.batch and plan.fits(plan.memory_peak(config, work), kind):
         return case
     batch = options.batch or (common.MAX if kind else 1)
     if kind is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from common.kernels.architecture import Tile, architecture
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import AMAX_ONLY, quantize_reference, quantize_with, state_and_largest, store_quantized
-from common.kernels.rope import head_of_gradients, rope_reference
+from common.kernels.rope import rope_reference
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of the rotated queries, of the keys and of the values, each [batch, sequence, heads, head_dim]
 Weights = tuple[Tensor, Tensor]  # of the queries' norm and of the keys', each [head_dim]
@@ -94,9 +94,11 @@ def _qk_norm_rope_kernel(
         tl.store(kept_ptr + HALF, second, mask=mask)
     first, second = first.to(tl.float32), second.to(tl.float32)
     rstd = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + EPS)[:, None]
-    weight_ptr = tl.where(head < heads, q_weight_ptr, k_weight_ptr)[:, None] + column[None, :]
-    first *= rstd * tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
-    second *= rstd * tl.load(weight_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    of_query = (head < heads)[:, None]  # chosen by value: a choice between pointers does not compile for AMD
+    q_first, q_second = tl.load(q_weight_ptr + column)[None, :], tl.load(q_weight_ptr + HALF + column)[None, :]
+    k_first, k_second = tl.load(k_weight_ptr + column)[None, :], tl.load(k_weight_ptr + HALF + column)[None, :]
+    first *= rstd * tl.where(of_query, q_first, k_first).to(tl.float32)
+    second *= rstd * tl.where(of_query, q_second, k_second).to(tl.float32)
     angle = (row % sequence)[:, None] * HALF + column[None, :]
     cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
@@ -125,53 +127,47 @@ def qk_norm_rope_triton_(
 
 @triton.jit
 def _qk_norm_rope_backward_kernel(
-    d_q_ptr, d_k_ptr, d_v_ptr, before_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, d_qkv_ptr, d_weight_ptr, state_ptr,
-    num_rows, sequence, heads, kv_heads,
-    q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
+    d_ptr, before_ptr, weight_ptr, cos_ptr, sin_ptr, d_qkv_ptr, d_weight_ptr, state_ptr, num_rows, sequence,
+    batch_stride, position_stride, head_stride, first_head, turned_heads, all_heads,
     EPS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr, REPEATS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of REPEATS x BLOCK_ROWS rows. `q_batch` ... `v_head`: strides of the gradients, in elements.
+    """One program: one head of REPEATS x BLOCK_ROWS rows of d, the gradient of the queries, the keys or, if weight is None, the values.
 
-    d_weight: fp32 [heads + kv_heads, programs of a head, head_dim], the sum of each program.
+    `first_head`: where the heads of d begin in the packed projection. d_weight: fp32 [heads of d, programs of a head, head_dim], the sum of
+    each program.
     """
-    head, column = tl.program_id(0), tl.arange(0, HALF)
-    turns = head < heads + kv_heads
-    weight_ptr = (q_weight_ptr if head < heads else k_weight_ptr) + column
-    w_first, w_second = tl.load(weight_ptr).to(tl.float32)[None, :], tl.load(weight_ptr + HALF).to(tl.float32)[None, :]
+    head, column = first_head + tl.program_id(0), tl.arange(0, HALF)
     d_w_first, d_w_second = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
     for block in tl.range(REPEATS):
         row = (tl.program_id(1) * REPEATS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
         batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)
         row = row.to(tl.int64)
-        head_ptr, offset = head_of_gradients(
-            d_q_ptr, d_k_ptr, d_v_ptr, head, batch, position, heads, kv_heads,
-            q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
-        )  # fmt: skip
-        first_ptr = head_ptr + offset[:, None] + column[None, :]
+        offset = batch * batch_stride + position * position_stride
+        first_ptr = d_ptr + tl.program_id(0).to(tl.int64) * head_stride + offset[:, None] + column[None, :]
         first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-        if turns:
+        if weight_ptr is not None:
             angle = position[:, None] * HALF + column[None, :]
             cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
             sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
             d_n_first, d_n_second = first * cos + second * sin, second * cos - first * sin
-            x_ptr = before_ptr + (row * (heads + kv_heads) + head)[:, None] * (2 * HALF) + column[None, :]
+            x_ptr = before_ptr + (row * turned_heads + head)[:, None] * (2 * HALF) + column[None, :]
             x_first = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
             x_second = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
             rstd = tl.rsqrt((tl.sum(x_first * x_first, 1) + tl.sum(x_second * x_second, 1)) / (2 * HALF) + EPS)[:, None]
             x_first, x_second = x_first * rstd, x_second * rstd
             d_w_first += tl.sum(d_n_first * x_first, 0)
             d_w_second += tl.sum(d_n_second * x_second, 0)
-            first, second = d_n_first * w_first, d_n_second * w_second
+            first = d_n_first * tl.load(weight_ptr + column).to(tl.float32)[None, :]
+            second = d_n_second * tl.load(weight_ptr + HALF + column).to(tl.float32)[None, :]
             mean = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / (2 * HALF))[:, None]
             first, second = rstd * (first - x_first * mean), rstd * (second - x_second * mean)
-        num_columns = (heads + 2 * kv_heads) * (2 * HALF)
-        out_column = head * (2 * HALF) + column
+        out_column, num_columns = head * (2 * HALF) + column, all_heads * (2 * HALF)
         store_quantized(first, row, out_column, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
         store_quantized(second, row, out_column + HALF, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
-    if d_weight_ptr is not None and MODE != AMAX_ONLY and turns:
-        partial_ptr = d_weight_ptr + (head * tl.num_programs(1) + tl.program_id(1)) * (2 * HALF) + column
+    if d_weight_ptr is not None and MODE != AMAX_ONLY:
+        partial_ptr = d_weight_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HALF) + column
         tl.store(partial_ptr, d_w_first)
         tl.store(partial_ptr + HALF, d_w_second)
 
@@ -196,28 +192,28 @@ def qk_norm_rope_backward_triton(
     The weights' gradients have the same bits in every run: programs write partial sums, which torch adds up.
     """
     assert all(gradient.stride(3) == 1 for gradient in gradients), "attention's gradients must be contiguous along head_dim"
-    d_q, d_k, _ = gradients
-    (batch, sequence, heads, head_dim), kv_heads = d_q.shape, d_k.shape[2]
-    num_rows = batch * sequence
-    tile = qk_norm_rope_backward_settings(architecture(d_q.device), head_dim // 2)
+    (batch, sequence, heads, head_dim), kv_heads = gradients[0].shape, gradients[1].shape[2]
+    num_rows, all_heads = batch * sequence, heads + 2 * kv_heads
+    tile = qk_norm_rope_backward_settings(architecture(before.device), head_dim // 2)
     repeats = min(tile.repeats, triton.cdiv(num_rows, tile.rows))
     programs = triton.cdiv(num_rows, tile.rows * repeats)
-    partial = d_q.new_empty(heads + kv_heads, programs, head_dim, dtype=torch.float32) if weight_grad else None
+    sizes = [(count, programs, head_dim) for count in (heads, kv_heads)]
+    partials = [before.new_empty(size, dtype=torch.float32) if weight_grad else None for size in sizes]
     state, largest = state_and_largest(quantizer)
-    strides = [stride for gradient in gradients for stride in gradient.stride()[:3]]
 
     def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
-        _qk_norm_rope_backward_kernel[(heads + 2 * kv_heads, programs)](
-            *gradients, before, *weights, cos, sin, rowwise, partial, state, num_rows, sequence, heads, kv_heads, *strides,
-            eps, mode, largest, head_dim // 2, tile.rows, repeats, num_warps=tile.warps,
-        )  # fmt: skip
+        first_heads = (0, heads, heads + kv_heads)
+        for gradient, weight, partial, first_head in zip(gradients, (*weights, None), (*partials, None), first_heads, strict=True):
+            _qk_norm_rope_backward_kernel[(gradient.shape[2], programs)](
+                gradient, before, weight, cos, sin, rowwise, partial, state, num_rows, sequence,
+                *gradient.stride()[:3], first_head, heads + kv_heads, all_heads,
+                eps, mode, largest, head_dim // 2, tile.rows, repeats, num_warps=tile.warps,
+            )  # fmt: skip
 
-    quantized = quantize_with(quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch)
-    if partial is None:
+    quantized = quantize_with(quantizer, (num_rows, all_heads * head_dim), before, launch)
+    if not weight_grad:
         return quantized, ()
-    return quantized, tuple(
-        part.sum((0, 1)).to(weight.dtype) for part, weight in zip(partial.split([heads, kv_heads]), weights, strict=True)
-    )
+    return quantized, tuple(partial.sum((0, 1)).to(weight.dtype) for partial, weight in zip(partials, weights, strict=True))
 
 
 ENGINES = {

@@ -110,11 +110,18 @@ def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
 
 
 @triton.jit
-def head_of_gradients(
-    d_q_ptr, d_k_ptr, d_v_ptr, head, batch, position, heads, kv_heads,
+def _rope_packed_backward_kernel(
+    d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, d_qkv_ptr, state_ptr, num_rows, sequence, heads, kv_heads,
     q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
+    MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(pointer to a head of the packed projection in its own tensor, offset of each row there, int64). `q_batch` ... `v_head`: strides."""
+    """One program: one head of BLOCK_ROWS rows, both halves. `q_batch` ... `v_head`: strides of the inputs, in elements."""
+    head = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, HALF)
+    mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
+    batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)  # divided in 32 bits: in 64 it is a subroutine
+    row = row.to(tl.int64)
     if head < heads:
         head_ptr = d_q_ptr + head.to(tl.int64) * q_head
         offset = batch * q_batch + position * q_position
@@ -124,26 +131,6 @@ def head_of_gradients(
     else:
         head_ptr = d_v_ptr + (head - heads - kv_heads).to(tl.int64) * v_head
         offset = batch * v_batch + position * v_position
-    return head_ptr, offset
-
-
-@triton.jit
-def _rope_packed_backward_kernel(
-    d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, d_qkv_ptr, state_ptr, num_rows, sequence, heads, kv_heads,
-    q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
-    MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """One program: one head of BLOCK_ROWS rows, both halves."""
-    head = tl.program_id(0)
-    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = tl.arange(0, HALF)
-    mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
-    batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)  # divided in 32 bits: in 64 it is a subroutine
-    row = row.to(tl.int64)
-    head_ptr, offset = head_of_gradients(
-        d_q_ptr, d_k_ptr, d_v_ptr, head, batch, position, heads, kv_heads,
-        q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
-    )  # fmt: skip
     first_ptr = head_ptr + offset[:, None] + column[None, :]
     first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
