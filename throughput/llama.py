@@ -115,7 +115,7 @@ class Case:
         config, window = self.config, self.family.sliding_window
         kept = {"recompute_layers": "{} layers recomputed", "offload_layers": "{} layers offloaded", "frozen_base": "base {}"}
         settings = [text.format(getattr(config, key)) for key, text in kept.items() if getattr(config, key, 0)]
-        settings += [f"moments {config.moment_precision}"] if getattr(config, "moment_precision", "fp32") != "fp32" else []
+        settings += ["moments bf16"] if getattr(config, "moment_precision", "fp32") == "bf16" else []
         beyond = window is not None and self.work.sequence_length > window
         note = f"sliding window of {window} not computed: attention sees the whole sequence" if beyond else ""
         precision = "fp8" if config.fp8 else config.precision
@@ -169,15 +169,18 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     case = Case(family, mode, config, work, kind)
     if as_benchmark and kind and not options.batch and plan.fits(plan.memory_peak(config, work), kind):
         return case
-    batch = options.batch or (common.MAX if kind else 1)
+    wanted = options.batch or (common.MAX if kind else 1)
+    batch = 1 if wanted == common.MAX else int(wanted)
+    config = plan.with_micro_batch(config, batch)
     if kind is None:
-        if batch == common.MAX:
+        if wanted == common.MAX:
             raise ConfigError("--batch max", "the memory of a CPU is not calculated", "give a number")
-        return replace(case, config=plan.with_micro_batch(config, batch))
+        return replace(case, config=config)
     config = replace(config, eval_micro_batch_size=1)  # nothing is evaluated
-    config = smallest_that_fits(replace(case, config=plan.with_micro_batch(config, 1 if batch == common.MAX else batch)), as_benchmark)
-    largest = plan.largest_micro_batch(config, work, kind) if batch == common.MAX else batch
-    return replace(case, config=plan.with_micro_batch(config, largest))
+    config = settings_that_fit(replace(case, config=config), as_benchmark)
+    if wanted == common.MAX:
+        config = plan.with_micro_batch(config, plan.largest_micro_batch(config, work, kind))
+    return replace(case, config=config)
 
 
 def config_of(benchmark: str, kind: GpuKind | None, gpus: int, fp8: bool) -> RunConfig:
@@ -202,7 +205,7 @@ def config_class(benchmark: str) -> type[RunConfig]:
     return importlib.import_module(f"{benchmark}.rules").Config
 
 
-def smallest_that_fits(case: Case, as_benchmark: bool) -> RunConfig:
+def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
     """The config with as few recomputed or offloaded layers as its batch needs, by calculation; of LoRA the base sharded if it must be.
 
     A config of a benchmark that fits stays as it is. Raises OutOfMemory.
@@ -221,9 +224,13 @@ def smallest_that_fits(case: Case, as_benchmark: bool) -> RunConfig:
         if plan.fits(plan.memory_peak(candidate, work), kind):
             return candidate
         if (count := plan.fewest_layers(candidate, work, kind, key)) is not None:
-            return replace(candidate, **{key: count})
-    every = replace(candidate, **{key: work.shape.num_layers if config.fp8 or case.mode == "full" else 0})
-    raise does_not_fit(replace(case, config=every))
+            return changed(candidate, key, count)
+    most = work.shape.num_layers if config.fp8 or case.mode == "full" else 0  # of LoRA in bf16 nothing is offloaded
+    raise does_not_fit(replace(case, config=changed(candidate, key, most)))
+
+
+def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
+    return replace(config, **{key: value})
 
 
 def does_not_fit(case: Case) -> OutOfMemory:

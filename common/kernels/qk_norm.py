@@ -197,13 +197,12 @@ def qk_norm_rope_backward_triton(
     tile = qk_norm_rope_backward_settings(architecture(before.device), head_dim // 2)
     repeats = min(tile.repeats, triton.cdiv(num_rows, tile.rows))
     programs = triton.cdiv(num_rows, tile.rows * repeats)
-    sizes = [(count, programs, head_dim) for count in (heads, kv_heads)]
-    partials = [before.new_empty(size, dtype=torch.float32) if weight_grad else None for size in sizes]
+    partials = [before.new_empty(count, programs, head_dim, dtype=torch.float32) for count in (heads, kv_heads) if weight_grad]
     state, largest = state_and_largest(quantizer)
 
     def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
-        first_heads = (0, heads, heads + kv_heads)
-        for gradient, weight, partial, first_head in zip(gradients, (*weights, None), (*partials, None), first_heads, strict=True):
+        first_heads, sums = (0, heads, heads + kv_heads), (*partials, None) if weight_grad else (None, None, None)
+        for gradient, weight, partial, first_head in zip(gradients, (*weights, None), sums, first_heads, strict=True):
             _qk_norm_rope_backward_kernel[(gradient.shape[2], programs)](
                 gradient, before, weight, cos, sin, rowwise, partial, state, num_rows, sequence,
                 *gradient.stride()[:3], first_head, heads + kv_heads, all_heads,
@@ -211,9 +210,7 @@ def qk_norm_rope_backward_triton(
             )  # fmt: skip
 
     quantized = quantize_with(quantizer, (num_rows, all_heads * head_dim), before, launch)
-    if not weight_grad:
-        return quantized, ()
-    return quantized, tuple(partial.sum((0, 1)).to(weight.dtype) for partial, weight in zip(partials, weights, strict=True))
+    return quantized, tuple(partial.sum((0, 1)).to(weight.dtype) for partial, weight in zip(partials, weights, strict=False))
 
 
 ENGINES = {

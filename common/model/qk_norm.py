@@ -24,6 +24,7 @@ class QKNormRotation(Rotation):
     def backward(
         self, gradients: tuple[Tensor, ...], before: Tensor | None, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-        weights = (self.q_norm.weight, self.k_norm.weight)
+        assert before is not None
+        weights, (d_q, d_k, d_v) = (self.q_norm.weight, self.k_norm.weight), gradients
         trains = weights[0].requires_grad
-        return self.norm_rope_backward(gradients, before, weights, self.shape.norm_eps, cos, sin, quantizer, trains)
+        return self.norm_rope_backward((d_q, d_k, d_v), before, weights, self.shape.norm_eps, cos, sin, quantizer, trains)
