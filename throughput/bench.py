@@ -85,9 +85,10 @@ def measure(session: Session, assembly: Assembly, processes: Processes, meter: M
 
 def write_result(path: Path, processes: Processes, meter: Meter) -> None:
     """For throughput/llama.py: milliseconds of each timed step, and the largest peak of memory of all ranks, bytes; 0 on a CPU."""
-    on_gpu = processes.device.type == "cuda"
-    peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if on_gpu else [0, 0]
-    most = torch.tensor(peaks, dtype=torch.int64, device=processes.device)
+    device = processes.device
+    on_gpu = device.type == "cuda"
+    peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)] if on_gpu else [0, 0]
+    most = torch.tensor(peaks, dtype=torch.int64, device=device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     if processes.rank == 0:
         allocated, reserved = most.tolist()

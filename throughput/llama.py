@@ -109,7 +109,7 @@ class Case:
 
     @property
     def planned(self) -> Memory | None:
-        return plan.memory_peak(self.config, self.work) if self.kind else None
+        return plan.memory_peak(replace(self.config, eval_micro_batch_size=1), self.work) if self.kind else None  # nothing is evaluated
 
     def row(self) -> dict[str, Any]:
         config, window = self.config, self.family.sliding_window
@@ -176,7 +176,7 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
         if wanted == common.MAX:
             raise ConfigError("--batch max", "the memory of a CPU is not calculated", "give a number")
         return replace(case, config=config)
-    config = replace(config, eval_micro_batch_size=1)  # nothing is evaluated
+    config = replace(config, eval_micro_batch_size=1)
     config = settings_that_fit(replace(case, config=config), as_benchmark)
     if wanted == common.MAX:
         config = plan.with_micro_batch(config, plan.largest_micro_batch(config, work, kind))
