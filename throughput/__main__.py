@@ -25,6 +25,7 @@ from throughput import options
 # TABLES (throughput/tables.py), which say what the rows mean. Those of WITHOUT_RESULT have add_arguments and main(options) instead.
 MEASUREMENTS = {
     "gemm": "matrix products in FP16, BF16 and FP8, and copies of memory",
+    "llama": "training steps of Llama, Mistral and Qwen3 models, full or LoRA, by the code that trains the benchmarks",
     "mlp": "training steps of a small MLP on one GPU",
 }
 WITHOUT_RESULT = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import statistics
 import sys
@@ -26,6 +27,7 @@ from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
+from common.model.families import shape_of
 from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.guard import run_guarded
@@ -42,6 +44,7 @@ def bench(session: Session) -> None:
     config, args = session.config, session.args
     rules_module = importlib.import_module(f"{args.benchmark}.rules")
     rules = rules_module.MINIATURE if config.miniature else rules_module.CLOSED
+    rules = replace(rules, shape=shape_of(args.model) if args.model else rules.shape, sequence_length=args.seq or rules.sequence_length)
     if args.layers:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     trainer = importlib.import_module(f"{args.benchmark}.train")
@@ -65,6 +68,9 @@ def measure(session: Session, assembly: Assembly, processes: Processes, meter: M
         if number >= args.warmup:
             meter.record(number - args.warmup + 1, LEARNING_RATE, loss, norm)
     meter.flush(next_eval_samples=0)
+    if args.result:
+        write_result(args.result, processes, meter)
+        return
     if processes.rank == 0:
         print(bench_line(session, model, processes, meter), flush=True)
     if processes.device.type == "cuda":
@@ -75,6 +81,19 @@ def measure(session: Session, assembly: Assembly, processes: Processes, meter: M
     torch.distributed.destroy_process_group()
     if args.profile and processes.rank == 0:
         print(profile_table(session, model, processes, meter, profiled_ms), flush=True)
+
+
+def write_result(path: Path, processes: Processes, meter: Meter) -> None:
+    """For throughput/llama.py: milliseconds of each timed step, and the largest peak of memory of all ranks, bytes; 0 on a CPU."""
+    device = processes.device
+    on_gpu = device.type == "cuda"
+    peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)] if on_gpu else [0, 0]
+    most = torch.tensor(peaks, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    if processes.rank == 0:
+        allocated, reserved = most.tolist()
+        path.write_text(json.dumps({"times_ms": meter.step_times_ms, "allocated": allocated, "reserved": reserved}))
+    torch.distributed.destroy_process_group()
 
 
 def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch: Tensor) -> None:
@@ -157,6 +176,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--layers", type=int, default=0, help="a model of fewer layers")
+    parser.add_argument("--model", default="", help="this shape (common/model/families.py) instead of the benchmark's")
+    parser.add_argument("--seq", type=int, default=0, help="tokens of a sequence, if not as many as in the benchmark")
+    parser.add_argument("--result", type=Path, metavar="FILE", help="write the times to FILE as JSON, and measure and print nothing else")
     parser.add_argument("--eval-sequences", type=int, default=0, help="time an evaluation of so many sequences as well")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="and as many steps under the profiler; results go to DIR")
     args: Any = parser.parse_args(argv)

@@ -15,9 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.kernels import accumulate, adamw, cross_entropy, rms_norm, rope, swiglu
+from common.kernels import accumulate, adamw, cross_entropy, qk_norm, rms_norm, rope, swiglu
 from common.kernels.fp8 import DelayedScaling
 from common.kernels.quantize import quantize_triton
+from common.model.families import shape_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from preflight.measure import median_s
 
@@ -78,6 +79,21 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
     yield "swiglu backward, FP8, input kept in FP8", partial(swiglu_backward, d_h, kept_input, gradient), m * (BF16 + 2 * FP8 + 2 * out)
 
 
+def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
+    """Norms of query and key heads with RoPE, in a model that has them."""
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    cos, sin = rope.rope_tables(shape, SEQUENCE, "cuda")
+    qkv, weights = draw(tokens, shape.qkv_size), (draw(shape.head_dim), draw(shape.head_dim))
+    before = qk_norm.qk_norm_rope_triton_(qkv, weights, shape.norm_eps, cos, sin, heads, kv_heads, True)
+    assert before is not None
+    forward = partial(qk_norm.qk_norm_rope_triton_, qkv, weights, shape.norm_eps, cos, sin, heads, kv_heads)
+    yield "q/k norm + rope", partial(forward, False), 2 * BF16 * before.numel()
+    yield "q/k norm + rope, heads kept", partial(forward, True), 3 * BF16 * before.numel()
+    d_q, d_k, d_v = (draw(tokens // SEQUENCE, SEQUENCE, count, shape.head_dim) for count in (heads, kv_heads, kv_heads))
+    backward = partial(qk_norm.qk_norm_rope_backward_triton, (d_q, d_k, d_v), before, weights, shape.norm_eps, cos, sin, None)
+    yield "q/k norm + rope backward, bf16", backward, BF16 * (2 * qkv.numel() + before.numel())
+
+
 def loss(shape: ModelShape) -> Iterator[Case]:
     logits, labels = draw(1, SEQUENCE, shape.vocab_size), torch.randint(0, shape.vocab_size, (1, SEQUENCE), device="cuda")
     yield "cross entropy forward", partial(cross_entropy.cross_entropy_forward, logits, labels), logits.numel() * BF16
@@ -120,6 +136,8 @@ def main() -> None:
         title = f"D {shape.hidden_size} {'both layouts' if transposed else 'rowwise':16}"
         report(quantizing(shape, tokens, transposed), title, copy, only)
         report(loss(shape), title, copy, only)
+    qwen = shape_of("qwen3-8b")
+    report(head_norms(qwen, 16384), f"D {qwen.hidden_size} {'':16}", copy, only)
     report(update(LLAMA31_8B), f"D {LLAMA31_8B.hidden_size} {'':16}", copy, only)  # the matrices of 70B do not train
 
 

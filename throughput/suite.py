@@ -39,6 +39,8 @@ class Part:
 PARTS = (
     Part("gemm", "gemm", "gemm", 60, 60),
     Part("mlp", "mlp", "mlp", 20, 20),
+    Part("llama_full", "llama --precision fp8 --gpus {gpus}", "llama --precision fp8 --layers 8", 300, 90),
+    Part("llama_lora", "llama --model qwen3-8b --lora --gpus {gpus}", "", 300, 0),
 )
 
 

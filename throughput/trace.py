@@ -95,7 +95,7 @@ class Roles:
     def __init__(self, shape: ModelShape, tokens: int, weights_train: bool):
         """`tokens`: rows of x in a micro-batch. `weights_train`: the matrices get gradients of their own."""
         hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
-        blocks = {"qkv": (shape.qkv_size, hidden), "o": (hidden, hidden), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
+        blocks = {"qkv": (shape.qkv_size, hidden), "o": (hidden, shape.attention_size), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
         self.forward: dict[Shape, list[str]] = defaultdict(list)
         self.backward: dict[Shape, list[str]] = defaultdict(list)
         for role, (out, columns) in {**blocks, "head": (shape.vocab_size, hidden)}.items():

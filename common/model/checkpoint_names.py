@@ -11,7 +11,8 @@ Two layouts exist, which differ only in the input projection of the attention:
     blocks.N.gate_up.weight         model.layers.N.mlp.gate_proj, .up_proj      the same
     blocks.N.down.weight            model.layers.N.mlp.down_proj.weight         the same
     head.norm.weight                model.norm.weight                           the same
-    head.output.weight              lm_head.weight                              the same
+    head.output.weight              lm_head.weight                              the same; absent where tied to the embedding
+    blocks.N.rotation.q_norm.weight model.layers.N.self_attn.q_norm.weight      the same, and k_norm, in models with these norms
 
 MLCommons' fused projection has all rows of Q, then K, then V, as ours, and not Megatron's interleaved groups. So each of our parameters is
 one tensor of the checkpoint or several, concatenated along dimension 0.
@@ -43,22 +44,25 @@ class Part(NamedTuple):
 def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
     """Our name of each parameter of a model without adapters -> the tensors of the checkpoint that, concatenated, are that parameter."""
     hidden, ffn, keys = shape.hidden_size, shape.ffn_hidden_size, shape.num_kv_heads * shape.head_dim
-    split = {"q_proj": hidden, "k_proj": keys, "v_proj": keys}
+    split = {"q_proj": shape.attention_size, "k_proj": keys, "v_proj": keys}
     projections = split if layout == ORDINARY else {"qkv_proj": shape.qkv_size}
     block = {
         "attention_norm": [Part("input_layernorm", (hidden,))],
         "qkv": [Part(f"self_attn.{name}", (rows, hidden)) for name, rows in projections.items()],
-        "o": [Part("self_attn.o_proj", (hidden, hidden))],
+        "o": [Part("self_attn.o_proj", (hidden, shape.attention_size))],
         "ffn_norm": [Part("post_attention_layernorm", (hidden,))],
         "gate_up": [Part(f"mlp.{name}", (ffn, hidden)) for name in ("gate_proj", "up_proj")],
         "down": [Part("mlp.down_proj", (hidden, ffn))],
     }
+    if shape.qk_norm:
+        block |= {f"rotation.{name}": [Part(f"self_attn.{name}", (shape.head_dim,))] for name in ("q_norm", "k_norm")}
     found = {"embedding.weight": [Part("model.embed_tokens.weight", (shape.vocab_size, hidden))]}
     for layer in range(shape.num_layers):
         for name, parts in block.items():
             found[f"blocks.{layer}.{name}.weight"] = [Part(f"model.layers.{layer}.{part.name}.weight", part.shape) for part in parts]
     found["head.norm.weight"] = [Part("model.norm.weight", (hidden,))]
-    found["head.output.weight"] = [Part("lm_head.weight", (shape.vocab_size, hidden))]
+    if not shape.tied_embedding:
+        found["head.output.weight"] = [Part("lm_head.weight", (shape.vocab_size, hidden))]
     return found
 
 

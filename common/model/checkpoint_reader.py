@@ -155,7 +155,8 @@ def _check_config(path: Path, shape: ModelShape) -> None:
         "vocab_size": shape.vocab_size,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_base,
-        "tie_word_embeddings": False,
+        "head_dim": shape.head_dim,
+        "tie_word_embeddings": shape.tied_embedding,
         "attention_bias": False,
     }
     for key, value in expected.items():

@@ -43,6 +43,7 @@ class Saved(Takeable):
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor
     n_1: QuantizedTensor  # normalized x
+    before: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
     attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # its output, with autograd's graph, and the leaves q, k, v
     o: QuantizedTensor
     residual: Tensor  # [M, D], x plus attention
@@ -110,6 +111,33 @@ ENGINES = {
 }
 
 
+class Rotation(nn.Module):
+    """What happens to the query and key heads between projection and attention: RoPE."""
+
+    def __init__(self, shape: ModelShape, ops: Engine):
+        super().__init__()
+        self.shape, self.ops = shape, ops
+
+    def rotate_(self, qkv: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> Tensor | None:
+        """Change these heads of qkv [M, qkv_size] in place; with `keep`, returns what backward needs beside the result."""
+        self.ops.rope_(qkv, cos, sin, self.shape.num_heads, self.shape.num_kv_heads)
+        return None
+
+    def backward(
+        self, gradients: tuple[Tensor, ...], before: Tensor | None, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
+        """`gradients` of queries, keys and values -> the gradient of qkv, and of this module's parameters that train."""
+        return self.ops.rope_backward(*gradients, cos, sin, quantizer), ()
+
+
+def rotation_of(shape: ModelShape, kernels: str) -> Rotation:
+    if not shape.qk_norm:
+        return Rotation(shape, ENGINES[kernels])
+    from common.model.qk_norm import QKNormRotation  # imported only where it is used
+
+    return QKNormRotation(shape, ENGINES[kernels], kernels)
+
+
 class FusedBlock(nn.Module):
     def __init__(self, shape: ModelShape, kernels: str, scaling: DelayedScaling | None, recompute: bool = False):
         """`kernels`: "reference" or "triton". `scaling`: the state of FP8; None computes in the dtype of the weights. `recompute`: keep only the
@@ -119,7 +147,8 @@ class FusedBlock(nn.Module):
         self.shape, self.ops, self.recompute = shape, ENGINES[kernels], recompute
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
-        self.o = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+        self.rotation = rotation_of(shape, kernels)
+        self.o = nn.Linear(shape.attention_size, shape.hidden_size, bias=False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.ffn_hidden_size, bias=False)
         self.down = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
@@ -128,6 +157,7 @@ class FusedBlock(nn.Module):
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         weights = [self.attention_norm.weight, self.ffn_norm.weight, *(getattr(self, name).weight for name in LINEARS)]
+        weights += self.rotation.parameters()
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *weights))
         return FusedBlockFunction.apply(self, keep, self.recompute, x_BSD, cos, sin, *weights)
 
@@ -141,7 +171,7 @@ class FusedBlock(nn.Module):
         x = x_BSD.flatten(0, 1)
         _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
         qkv = matmul(n_1, weights["qkv"], fast=True)
-        ops.rope_(qkv, cos, sin, shape.num_heads, shape.num_kv_heads)
+        before = self.rotation.rotate_(qkv, cos, sin, keep)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         o = ops.quantize(attention[0].detach().flatten(2).flatten(0, 1), quantizers.o)
         branch = matmul(o, weights["o"], fast=True)
@@ -153,7 +183,7 @@ class FusedBlock(nn.Module):
         saved = None
         if keep:
             n_1, o, n_2, h = (tensor.for_wgrad() for tensor in (n_1, o, n_2, h))
-            saved = Saved(x, rstd_1, n_1, attention, o, residual, rstd_2, n_2, gate_up, h)
+            saved = Saved(x, rstd_1, n_1, before, attention, o, residual, rstd_2, n_2, gate_up, h)
         return out, saved
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor | None, ...]:
@@ -175,14 +205,14 @@ class FusedBlock(nn.Module):
         d_attention = dgrad(g, weights["o"], fast=False)
         d_o = wgrad(g, saved.take("o"), fast=False)
         out, leaves = saved.take("attention")
-        d_q, d_k, d_v = torch.autograd.grad(out, leaves, d_attention.view_as(out))
+        gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del residual, out, leaves, quantized, g, d_attention
-        d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, quantizers.d_qkv)
-        del d_q, d_k, d_v
+        d_qkv, d_head_norms = self.rotation.backward(gradients, saved.take("before"), cos, sin, quantizers.d_qkv)
+        del gradients
         d_n = dgrad(d_qkv, weights["qkv"], fast=False)
         d_qkv_weight = wgrad(d_qkv, saved.take("n_1"), fast=False)
         d_x, _, d_norm_1 = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None)
-        return d_x.view(batch, sequence, -1), d_norm_1, d_norm_2, d_qkv_weight, d_o, d_gate_up_weight, d_down
+        return d_x.view(batch, sequence, -1), d_norm_1, d_norm_2, d_qkv_weight, d_o, d_gate_up_weight, d_down, *d_head_norms
 
 
 def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "reference") -> Llama:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from common.kernels import lora
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul
 from common.kernels.lora import Dropout, Norm, up_
-from common.model.fused_block import ENGINES, BlockQuantizers, FusedBlockFunction, Takeable, attend
+from common.model.fused_block import ENGINES, BlockQuantizers, FusedBlockFunction, Takeable, attend, rotation_of
 from common.model.llama import RMSNorm
 from common.model.lora import Adapter, AdapterSettings
 from common.model.shapes import ModelShape
@@ -42,6 +42,7 @@ class Saved(Takeable):
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor
     t_qkv: Tensor  # [M, rank], D(n_1) A^T
+    before: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
     attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # its output, with autograd's graph, and the leaves q, k, v
     t_o: Tensor
     residual: Tensor  # [M, D], x plus attention
@@ -56,7 +57,8 @@ def saved_bytes_per_token(shape: ModelShape, rank: int, fp8: bool, itemsize: int
     Llama 2 70B, rank 16, bf16: x, attention's output and the residual 49,152, q, k and v 20,480, gate_up 57,344 in 8 bits (114,688
     without), both T 64, fp32 log-sum-exp of attention 256 and rstd of the norms 8: 127,304, 83.4 GB for 80 layers of a sequence of 8192.
     """
-    tensors = 3 * shape.hidden_size + shape.qkv_size + 2 * rank
+    tensors = 2 * shape.hidden_size + shape.attention_size + shape.qkv_size + 2 * rank
+    tensors += (shape.num_heads + shape.num_kv_heads) * shape.head_dim if shape.qk_norm else 0
     gate_up = 2 * shape.ffn_hidden_size * (1 if fp8 else itemsize)
     return tensors * itemsize + gate_up + 4 * shape.num_heads + 2 * 4
 
@@ -93,7 +95,8 @@ class FusedLoraBlock(nn.Module):
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.qkv = Adapter(shape.hidden_size, shape.qkv_size, adapters.rank)
-        self.o = Adapter(shape.hidden_size, shape.hidden_size, adapters.rank)
+        self.rotation = rotation_of(shape, kernels).requires_grad_(False)
+        self.o = Adapter(shape.attention_size, shape.hidden_size, adapters.rank)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Without gradients there is no dropout, and nothing is kept."""
@@ -124,7 +127,7 @@ class FusedLoraBlock(nn.Module):
         del n_1
         t_qkv = self.lora.down(x, Norm(rstd_1, self.attention_norm.weight), a_qkv, dropouts[0])
         up_(qkv, t_qkv, b_qkv, self.scale)
-        ops.rope_(qkv, cos, sin, shape.num_heads, shape.num_kv_heads)
+        before = self.rotation.rotate_(qkv, cos, sin, keep)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         del qkv
         o = attention[0].detach().flatten(2).flatten(0, 1)
@@ -144,7 +147,7 @@ class FusedLoraBlock(nn.Module):
             assert self.offloader is not None and isinstance(kept, QuantizedTensor)
             self.offloader.offload(kept.rowwise)
             kept = kept._replace(rowwise=kept.rowwise.new_empty(0))
-        saved = Saved(x, rstd_1, t_qkv, attention, t_o, residual, rstd_2, kept, dropouts) if keep else None
+        saved = Saved(x, rstd_1, t_qkv, before, attention, t_o, residual, rstd_2, kept, dropouts) if keep else None
         return out, saved
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -173,10 +176,10 @@ class FusedLoraBlock(nn.Module):
         out, leaves = saved.take("attention")
         o = out.detach().flatten(2).flatten(0, 1)
         d_a_o = self.lora.down_backward_(d_attention, o, None, p, a_o, saved.dropouts[1])
-        d_q, d_k, d_v = torch.autograd.grad(out, leaves, d_attention.view_as(out))
+        gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del out, leaves, o, d_attention
-        d_qkv = ops.rope_backward(d_q, d_k, d_v, cos, sin, None).rowwise
-        del d_q, d_k, d_v
+        d_qkv = self.rotation.backward(gradients, saved.take("before"), cos, sin, None)[0].rowwise
+        del gradients
         p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv)
         del d_qkv
         d_n = dgrad(g, weights["qkv"], fast=False)

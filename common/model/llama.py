@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, output projection (not tied to the embedding) and loss."""
+    """Final norm, output projection and loss."""
 
     def __init__(self, shape: ModelShape, kernels: str, output: nn.Module | None = None):
         """`output`: the projection, hidden to vocabulary; None for an ordinary linear layer."""
@@ -53,7 +53,13 @@ class Llama(nn.Module):
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.blocks = nn.ModuleList(blocks)
         self.head = head
+        self.tie_embedding()
         self.make_rope_tables("cpu")
+
+    def tie_embedding(self) -> None:
+        """In shapes with it, the head's projection is the embedding's parameter. Moving a meta model to memory makes two of them."""
+        if self.shape.tied_embedding:
+            self.head.output.weight = self.embedding.weight
 
     def make_rope_tables(self, device: torch.device | str) -> None:
         """cos and sin of all positions, on `device`: fp32 and equal on every device. Moving a meta model to memory loses them."""

@@ -27,14 +27,23 @@ class ModelShape:
     rope_base: float
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
+    explicit_head_dim: int | None = None  # None: hidden_size / num_heads; a field apart, so that replace(shape, hidden_size=...) changes it
+    qk_norm: bool = False  # an RMSNorm over each head of the queries and of the keys, before the rotation (Qwen3)
+    tied_embedding: bool = False  # the head's projection is the embedding's weight
 
     def __post_init__(self):
-        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads or self.head_dim % 2:
+        divides = self.explicit_head_dim is not None or self.hidden_size % self.num_heads == 0
+        if not divides or self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(f"heads do not divide the hidden size: {self}")
 
     @cached_property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.explicit_head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Width of attention's output, all query heads side by side: the output projection's input."""
+        return self.num_heads * self.head_dim
 
     @property
     def qkv_size(self) -> int:
@@ -42,19 +51,31 @@ class ModelShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
+    def matrix_parameters(self) -> int:
+        """Weights of the four matrices of one block."""
+        return self.hidden_size * (self.qkv_size + self.attention_size + 3 * self.ffn_hidden_size)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one block: four matrices, two norms, and with `qk_norm` the two of the heads."""
+        return self.matrix_parameters + 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
     def matmul_parameters(self) -> int:
-        """Weights that take part in a matrix product per token: all linears and the head, not the embedding."""
-        per_layer = self.hidden_size * (self.qkv_size + self.hidden_size + 3 * self.ffn_hidden_size)
-        return self.num_layers * per_layer + self.vocab_size * self.hidden_size
+        """Weights that take part in a matrix product per token: all linears and the head, not the embedding's lookup."""
+        return self.num_layers * self.matrix_parameters + self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        norms = (2 * self.num_layers + 1) * self.hidden_size
-        return self.matmul_parameters + self.vocab_size * self.hidden_size + norms
+        tables = (1 if self.tied_embedding else 2) * self.vocab_size * self.hidden_size
+        return self.num_layers * self.layer_parameters + self.hidden_size + tables
 
     def attention_flops_per_token(self, sequence_length: int) -> int:
-        """Forward and backward of causal attention: 6*L*S*H, i.e. half of the square, counted once forward, twice backward."""
-        return 6 * self.num_layers * sequence_length * self.hidden_size
+        """Forward and backward of causal attention: 6*L*S*H, i.e. half of the square, counted once forward, twice backward.
+
+        H is the width of all query heads, which is the hidden size unless the shape has a head_dim of its own.
+        """
+        return 6 * self.num_layers * sequence_length * self.attention_size
 
     def training_flops_per_token(self, sequence_length: int) -> int:
         """6*N + 6*L*S*H with a multiply-add as 2 FLOPs (PaLM, arXiv:2204.02311, appendix B, with causal attention halved)."""
@@ -62,7 +83,7 @@ class ModelShape:
 
     def lora_parameters(self, rank: int) -> int:
         """A and B of the adapters on the fused qkv and the output projection of every layer."""
-        return self.num_layers * rank * (self.hidden_size + self.qkv_size + 2 * self.hidden_size)
+        return self.num_layers * rank * (self.hidden_size + self.qkv_size + self.attention_size + self.hidden_size)
 
     def lora_flops_per_token(self, sequence_length: int, rank: int) -> int:
         """4*N + 6*N_lora + 6*L*S*H: frozen weights need no gradient of their own, so two products instead of three."""

@@ -54,6 +54,9 @@ class TransformerEngine:
         return made
 
     def block(self, shape: ModelShape, kernels: str) -> nn.Module:
+        if shape.qk_norm:
+            why = "this block has no norms of query and key heads"
+            raise ConfigError('fp8 = "te" cannot train this shape', why, 'set fp8 = "torch"')
         return TEBlock(shape, kernels, self)
 
     @torch.no_grad()
@@ -111,7 +114,7 @@ class TEBlock(nn.Module):
         self.swiglu = engine.te.ops.SwiGLU()  # gate first, as here
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels)
         self.qkv = engine.linear(shape.hidden_size, shape.qkv_size)
-        self.o = engine.linear(shape.hidden_size, shape.hidden_size)
+        self.o = engine.linear(shape.attention_size, shape.hidden_size)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels)
         self.gate_up = engine.linear(shape.hidden_size, 2 * shape.ffn_hidden_size)
         self.down = engine.linear(shape.ffn_hidden_size, shape.hidden_size)

@@ -62,7 +62,7 @@ class MatrixSlice(NamedTuple):
 def layer_layout(shape: ModelShape, shards: int, itemsize: int) -> tuple[dict[str, MatrixSlice], int]:
     """The slices of a layer's matrices with `itemsize` bytes per value, and the layer's bytes: a multiple of shards x ALIGNMENT."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
-    sizes = {"qkv": (shape.qkv_size, hidden), "o": (hidden, hidden), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
+    sizes = {"qkv": (shape.qkv_size, hidden), "o": (hidden, shape.attention_size), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
     slices, end = {}, 0
     for name, (rows, columns) in sizes.items():
         slices[name] = MatrixSlice(end, rows, columns)

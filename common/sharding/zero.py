@@ -63,7 +63,7 @@ class ZeroOptimizer:
         reduce_scatter: Callable[[list[list[Shard]]], ReduceScatter],
         moment_dtype: torch.dtype = torch.float32,
     ):
-        """`modules`, in the order of the forward, have memory already, and together every parameter exactly once. `reduce_scatter` makes
+        """`modules`, in the order of the forward, have memory already, and together every parameter. `reduce_scatter` makes
         the reduction from the shards of each module. On several nodes the shards are those of one node (processes.mesh).
 
         Raises ValueError where another optimizer owns a parameter. Weights are undefined until `set_weight` and `gather`.
@@ -129,7 +129,8 @@ class ZeroOptimizer:
     # Setting up.
 
     def _bucket(self, module: nn.Module) -> Bucket:
-        shards = [self._shard(parameter) for parameter in module.parameters()]
+        # A tied embedding belongs to its first module: autograd adds up the gradients of all its uses before the hook below is called.
+        shards = [self._shard(parameter) for parameter in module.parameters() if parameter not in self.shard_of]
         bucket = Bucket(shards, missing=len(shards))
         module.register_forward_pre_hook(lambda module, args: self._before_forward(bucket))
         for shard in shards:

@@ -41,6 +41,7 @@ def build(
     with torch.device("meta"), default_dtype(DTYPES[config.precision]):
         model = Llama(shape, sequence_length, *layers())
     model.to_empty(device=device)
+    model.tie_embedding()
     model.make_rope_tables(device)
     if fp8 is not None:
         fp8.allocate(device)

@@ -17,11 +17,12 @@ from common.model.fused_block import FusedBlock
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch():
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
+def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
     """The whole block at the 8B's width. Both engines cast the same numbers to the same formats: Triton may not be 1 dB further from fp32
     than plain torch is, nor may the two differ by more than two such errors that know nothing of each other, 3 dB.
     """
-    shape = replace(TINY.shape, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8)
+    shape = replace(TINY.shape, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8, qk_norm=qk_norm)
     torch.manual_seed(0)
     scalings = DelayedScaling(), DelayedScaling()
     truth = Block(shape).to("cuda")

@@ -19,8 +19,8 @@ def save_base(model: Llama, folder: Path, *, shards: int = 3, layout: str = FUSE
     `layout`: FUSED as MLCommons', ORDINARY for `LlamaForCausalLM.from_pretrained`. `dtype`: of the files, by default the parameters'. All
     tensors are in host memory at once: for models such as the miniature's.
     """
-    if model.shape.rope_scaling is not None:
-        raise ValueError("only Llama 2 can be written: this model scales its rotation frequencies")
+    if model.shape.rope_scaling is not None or model.shape.qk_norm:
+        raise ValueError("only Llama 2 can be written: this model scales its rotation frequencies, or norms its query and key heads")
     tensors = {}
     for name, parameter in model.named_parameters():
         parts = parts_of(model.shape, layout)[name]
@@ -72,7 +72,7 @@ def _llama_config(model: Llama, dtype: torch.dtype) -> dict:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": model.shape.tied_embedding,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "torch_dtype": str(dtype).removeprefix("torch."),

@@ -24,7 +24,9 @@ class Block(nn.Module):
         self.shape = shape
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
-        self.o = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+        if shape.qk_norm:
+            self.rotation = nn.ModuleDict({name: RMSNorm(shape.head_dim, shape.norm_eps) for name in ("q_norm", "k_norm")})
+        self.o = nn.Linear(shape.attention_size, shape.hidden_size, bias=False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.ffn_hidden_size, bias=False)
         self.down = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
@@ -37,6 +39,8 @@ class Block(nn.Module):
         heads, kv_heads, head_dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         qkv = self.qkv(x_BSD).unflatten(-1, (heads + 2 * kv_heads, head_dim))
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+        if self.shape.qk_norm:
+            q, k = self.rotation["q_norm"](q), self.rotation["k_norm"](k)
         return self.o(causal_attention(rope_reference(q, cos, sin), rope_reference(k, cos, sin), v).flatten(2))
 
 

@@ -1,4 +1,4 @@
-"""Every launch of a Triton kernel that the two benchmarks make, on meta tensors: for compiling.py, which compiles instead of running."""
+"""Every launch of a Triton kernel that the two benchmarks and Qwen3 make, on meta tensors: for compiling.py, which compiles instead of running."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.kernels import accumulate, adamw, cross_entropy, lora, quantize, rms_norm, rope, swiglu, transpose
+from common.kernels import accumulate, adamw, cross_entropy, lora, qk_norm, quantize, rms_norm, rope, swiglu, transpose
 from common.kernels.fp8 import DelayedScaling
+from common.model.families import shape_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 
 META = torch.device("meta")
@@ -45,6 +46,7 @@ def launch_all() -> None:
     pretraining, fine_tuning = Quantizers(transposed=True), Quantizers(transposed=False)
     launch_block(LLAMA31_8B, pretraining, trains=True)
     launch_block(LLAMA2_70B, fine_tuning, trains=False)
+    launch_qk_norm(shape_of("qwen3-8b"), pretraining)
     launch_weights()
     launch_adapter(LLAMA2_70B, fine_tuning)
     for vocab in (LLAMA31_8B.vocab_size, LLAMA2_70B.vocab_size):
@@ -79,6 +81,23 @@ def launch_block(shape: ModelShape, quantizers: Quantizers, trains: bool) -> Non
     q.in_all_modes(lambda: launch(q.forward, q.backward, kept))
     q.in_all_modes(lambda: launch(None, None, kept))
     swiglu.swiglu_quantized_triton(gate_up, q.forward, None)  # an evaluation keeps nothing
+
+
+def launch_qk_norm(shape: ModelShape, pretraining: Quantizers) -> None:
+    """Both precisions of full training, and the adapters': they take the gradient in bf16 and train no norm."""
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
+    weights, gradients = (bf16(shape.head_dim),) * 2, [bf16(1, SEQUENCE, count, shape.head_dim) for count in (heads, kv_heads, kv_heads)]
+    for keep in (True, False):
+        qk_norm.qk_norm_rope_triton_(bf16(TOKENS, shape.qkv_size), weights, 1e-6, cos, sin, heads, kv_heads, keep)
+    before = bf16(TOKENS, (heads + kv_heads) * shape.head_dim)
+
+    def launch(quantizer, weight_grad) -> None:
+        qk_norm.qk_norm_rope_backward_triton(gradients, before, weights, 1e-6, cos, sin, quantizer, weight_grad)
+
+    pretraining.in_all_modes(lambda: launch(pretraining.backward, True))
+    launch(None, True)
+    launch(None, False)
 
 
 def launch_weights() -> None:

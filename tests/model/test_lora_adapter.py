@@ -24,7 +24,7 @@ TOLERANCE = 1e-5  # of logits, in fp32: L2 norm of the difference to that of the
 def random_adapters(shape: ModelShape = SHAPE, rank: int = RANK) -> dict[str, torch.Tensor]:
     """As large as the weights they add to, so that a wrong row or factor shows."""
     generator = torch.Generator().manual_seed(1)
-    sizes = {"qkv": (shape.hidden_size, shape.qkv_size), "o": (shape.hidden_size, shape.hidden_size)}
+    sizes = {"qkv": (shape.hidden_size, shape.qkv_size), "o": (shape.attention_size, shape.hidden_size)}
     tensors = {}
     for layer in range(shape.num_layers):
         for part, (inputs, outputs) in sizes.items():

@@ -27,6 +27,10 @@ peft = pytest.importorskip("peft")
 SHAPES = {  # shape, rank, alpha
     "groups of 2": (ModelShape(3, 32, 48, 4, 2, 61, 10000.0), 4, 10),
     "one kv head, odd sizes": (ModelShape(2, 30, 35, 3, 1, 53, 10000.0), 3, 3),
+    "qwen3, wide heads, tied": (
+        ModelShape(2, 40, 48, 4, 2, 61, 10000.0, explicit_head_dim=16, qk_norm=True, tied_embedding=True),
+        *(4, 10),
+    ),
     "no groups, rank and alpha of the rules": (ModelShape(2, 64, 40, 4, 4, 67, 10000.0), CLOSED.lora_rank, CLOSED.lora_alpha),
 }
 LENGTH, SEQUENCES = 19, 4

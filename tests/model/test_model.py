@@ -1,4 +1,4 @@
-"""The Llama against transformers' LlamaForCausalLM; its initial weights; its parameter and FLOP counts."""
+"""The Llama against transformers' Llama, Mistral and Qwen3; its initial weights; its parameter and FLOP counts."""
 
 import math
 import os
@@ -28,17 +28,28 @@ SHAPES = {  # shape, batch, sequence
     "llama 3.1 rope, three bands": (ModelShape(2, 64, 96, 4, 2, 71, 10000.0, THREE_BANDS), 2, 70),
     "llama 3.1 rope, other factors": (ModelShape(3, 48, 50, 6, 2, 67, 500000.0, RopeScaling(3.0, 2.0, 5.0, 40)), 2, 45),
     "another epsilon": (ModelShape(1, 24, 20, 2, 2, 41, 10000.0, norm_eps=1e-2), 2, 9),
+    "heads wider than the hidden size": (ModelShape(2, 40, 48, 4, 2, 61, 10000.0, explicit_head_dim=16), 2, 17),
+    "llama 3.2, tied": (ModelShape(2, 32, 48, 4, 2, 61, 10000.0, THREE_BANDS, tied_embedding=True), 2, 17),
+    "qwen3": (ModelShape(2, 32, 48, 4, 2, 61, 10000.0, norm_eps=1e-3, qk_norm=True), 2, 17),
+    "qwen3, narrow heads": (ModelShape(2, 48, 56, 6, 3, 53, 10000.0, explicit_head_dim=4, qk_norm=True), 3, 13),
+    "qwen3, wide heads, tied": (
+        ModelShape(3, 40, 48, 4, 1, 61, 10000.0, norm_eps=1e-6, explicit_head_dim=16, qk_norm=True, tied_embedding=True),
+        2,
+        19,
+    ),
 }
 
 
-def hugging_face(shape: ModelShape, sequence_length: int):
-    from transformers import LlamaConfig, LlamaForCausalLM
+def hugging_face(shape: ModelShape, sequence_length: int, kind: str = "", **options):
+    """`kind`: Llama, Mistral or Qwen3, by default by the shape; `options` of its config."""
+    import transformers
 
+    kind = kind or ("Qwen3" if shape.qk_norm else "Llama")
     rope = {"rope_type": "default", "rope_theta": shape.rope_base}
     if scaling := shape.rope_scaling:
         rope |= {"rope_type": "llama3", "factor": scaling.factor, "original_max_position_embeddings": scaling.original_context}
         rope |= {"low_freq_factor": scaling.low_frequency_factor, "high_freq_factor": scaling.high_frequency_factor}
-    config = LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.ffn_hidden_size,
@@ -49,10 +60,11 @@ def hugging_face(shape: ModelShape, sequence_length: int):
         max_position_embeddings=sequence_length,
         rms_norm_eps=shape.norm_eps,
         rope_parameters=rope,
-        tie_word_embeddings=False,
+        tie_word_embeddings=shape.tied_embedding,
         attn_implementation="eager",
+        **options,
     )
-    return LlamaForCausalLM(config)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def their_names(name: str) -> list[str]:
@@ -60,7 +72,7 @@ def their_names(name: str) -> list[str]:
     fixed = {"embedding.weight": "model.embed_tokens", "head.norm.weight": "model.norm", "head.output.weight": "lm_head"}
     if name in fixed:
         return [fixed[name] + ".weight"]
-    _, number, part, _ = name.split(".")
+    number, part = name.removeprefix("blocks.").removesuffix(".weight").split(".", 1)
     parts = {
         "attention_norm": ["input_layernorm"],
         "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -68,14 +80,16 @@ def their_names(name: str) -> list[str]:
         "ffn_norm": ["post_attention_layernorm"],
         "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
         "down": ["mlp.down_proj"],
+        "rotation.q_norm": ["self_attn.q_norm"],
+        "rotation.k_norm": ["self_attn.k_norm"],
     }
     return [f"model.layers.{number}.{theirs}.weight" for theirs in parts[part]]
 
 
-def pair(shape: ModelShape, sequence_length: int, make=fused_llama):
+def pair(shape: ModelShape, sequence_length: int, make=fused_llama, **theirs):
     """Our model and theirs with the same weights, large enough that attention is far from uniform and norms far from 1."""
     torch.manual_seed(0)
-    ours, theirs = make(shape, sequence_length), hugging_face(shape, sequence_length)
+    ours, theirs = make(shape, sequence_length), hugging_face(shape, sequence_length, **theirs)
     their_parameters = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -97,7 +111,18 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_loss_and_every_gradient_agree_with_transformers(name, make):
     shape, batch, sequence = SHAPES[name]
-    ours, theirs = pair(shape, sequence, make)
+    assert_parity(shape, batch, *pair(shape, sequence, make))
+
+
+def test_mistral_is_a_llama_within_its_window_and_not_beyond():
+    shape, batch, sequence = SHAPES["groups of 3, odd sizes"]
+    assert_parity(shape, batch, *pair(shape, sequence, kind="Mistral", sliding_window=sequence))
+    with pytest.raises(AssertionError, match="logits"):
+        assert_parity(shape, batch, *pair(shape, sequence, kind="Mistral", sliding_window=sequence - 1))
+
+
+def assert_parity(shape: ModelShape, batch: int, ours: Llama, theirs) -> None:
+    sequence = ours.max_sequence_length
     tokens = torch.randint(shape.vocab_size, (batch, sequence))
     labels = torch.cat((tokens[:, 1:], torch.full((batch, 1), IGNORE_INDEX)), dim=1)
     labels[0, 2:7] = IGNORE_INDEX

@@ -84,6 +84,7 @@ ROOMS = {
     "cross_entropy": "cross-entropy",
     "rms_norm": "norm",
     "rope": "RoPE",
+    "qk_norm": "RoPE",
     "swiglu": "SwiGLU",
     "quantize": "casts",
     "transpose": "casts",

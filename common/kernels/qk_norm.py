@@ -1,0 +1,219 @@
+"""RMSNorm of each query and key head (Qwen3, arXiv:2505.09388), and RoPE of its result, on the packed projection of queries, keys and values.
+
+    forward    y = RoPE(x * rstd * w), rstd = 1 / sqrt(mean(x^2) + eps), the mean over one head; w [head_dim], one for queries, one for keys
+    backward   d_n = RoPE^T(d_y);  g = d_n * w;  x_hat = x * rstd;  d_x = rstd * (g - x_hat * mean(g * x_hat));  d_w = sum of d_n * x_hat
+
+Takes the place of RoPE (kernels/rope.py) in a model with these norms. A program holds whole heads in registers: rstd is cheaper to compute
+again in backward than to keep. Backward needs x, which the forward overwrites: it copies the query and key heads before.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from common.kernels.architecture import Tile, architecture
+from common.kernels.fp8 import QuantizedTensor, Quantizer
+from common.kernels.quantize import AMAX_ONLY, quantize_reference, quantize_with, state_and_largest, store_quantized
+from common.kernels.rope import rope_reference
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of the rotated queries, of the keys and of the values, each [batch, sequence, heads, head_dim]
+Weights = tuple[Tensor, Tensor]  # of the queries' norm and of the keys', each [head_dim]
+
+
+def qk_norm_rope_reference_(
+    qkv: Tensor, weights: Weights, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, keep: bool
+) -> Tensor | None:
+    """Norm and rotate the query and key heads of qkv [M, (heads + 2 * kv_heads) * head_dim] in place; M = batch * sequence.
+
+    cos, sin: fp32 [sequence, head_dim / 2]. Computed in fp32 and rounded once. Returns, with `keep`, what these heads were before,
+    [M, (heads + kv_heads) * head_dim].
+    """
+    sequence, half = cos.shape
+    turned = qkv.view(-1, sequence, heads + 2 * kv_heads, 2 * half)[:, :, : heads + kv_heads]
+    before = turned.flatten(2).flatten(0, 1).clone() if keep else None
+    x_hat, _ = _normalized(turned, eps)
+    turned.copy_(rope_reference(x_hat * _weight_of_heads(weights, heads, kv_heads), cos, sin))
+    return before
+
+
+def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x_hat and rstd, fp32."""
+    x = x.float()
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * rstd, rstd
+
+
+def _weight_of_heads(weights: Weights, heads: int, kv_heads: int) -> Tensor:
+    """fp32 [heads + kv_heads, head_dim]."""
+    return torch.cat([weight.float().expand(count, -1) for weight, count in zip(weights, (heads, kv_heads), strict=True)])
+
+
+def qk_norm_rope_backward_reference(
+    gradients: Gradients,
+    before: Tensor,
+    weights: Weights,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    quantizer: Quantizer | None,
+    weight_grad: bool = True,
+) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
+    """`before`: as the forward returned it. -> (gradient of the packed projection, without `quantizer` in the dtype of `gradients`; gradients of
+    the two weights, () unless `weight_grad`).
+    """
+    (d_q, d_k, d_v), (heads, kv_heads) = gradients, (gradients[0].shape[2], gradients[1].shape[2])
+    x_hat, rstd = _normalized(before.view(*d_q.shape[:2], heads + kv_heads, -1), eps)
+    d_n = torch.cat([rope_reference(d.float(), cos, -sin) for d in (d_q, d_k)], dim=2)
+    g = d_n * _weight_of_heads(weights, heads, kv_heads)
+    d_x = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
+    d_qkv = torch.cat((d_x, d_v.float()), dim=2).flatten(2).flatten(0, 1)
+    parts = (d_n * x_hat).flatten(0, 1).split([heads, kv_heads], dim=1)
+    d_weights = tuple(part.sum((0, 1)).to(weight.dtype) for part, weight in zip(parts, weights, strict=True)) if weight_grad else ()
+    return quantize_reference(d_qkv if quantizer else d_qkv.to(d_q.dtype), quantizer), d_weights
+
+
+@triton.jit
+def _qk_norm_rope_kernel(
+    qkv_ptr, before_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, num_pairs, sequence, heads, kv_heads,
+    EPS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK (row, head) pairs in memory order, as in kernels/rope.py; both halves of a head."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, head = pair // (heads + kv_heads), pair % (heads + kv_heads)
+    column = tl.arange(0, HALF)
+    mask = (pair < num_pairs)[:, None] & (column < HALF)[None, :]
+    first_ptr = qkv_ptr + (row.to(tl.int64) * (heads + 2 * kv_heads) + head)[:, None] * (2 * HALF) + column[None, :]
+    first = tl.load(first_ptr, mask=mask, other=0.0)
+    second = tl.load(first_ptr + HALF, mask=mask, other=0.0)
+    if before_ptr is not None:
+        kept_ptr = before_ptr + pair.to(tl.int64)[:, None] * (2 * HALF) + column[None, :]
+        tl.store(kept_ptr, first, mask=mask)
+        tl.store(kept_ptr + HALF, second, mask=mask)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    rstd = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + EPS)[:, None]
+    of_query = (head < heads)[:, None]  # chosen by value: a choice between pointers does not compile for AMD
+    q_first, q_second = tl.load(q_weight_ptr + column)[None, :], tl.load(q_weight_ptr + HALF + column)[None, :]
+    k_first, k_second = tl.load(k_weight_ptr + column)[None, :], tl.load(k_weight_ptr + HALF + column)[None, :]
+    first *= rstd * tl.where(of_query, q_first, k_first).to(tl.float32)
+    second *= rstd * tl.where(of_query, q_second, k_second).to(tl.float32)
+    angle = (row % sequence)[:, None] * HALF + column[None, :]
+    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+    tl.store(first_ptr, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+    tl.store(first_ptr + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+
+
+def qk_norm_rope_settings(arch: str, half: int) -> Tile:
+    """Rows are (row, head) pairs, columns half of a head."""
+    return Tile(rows=16, columns=half, warps=4)
+
+
+def qk_norm_rope_triton_(
+    qkv: Tensor, weights: Weights, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, keep: bool
+) -> Tensor | None:
+    """As `qk_norm_rope_reference_`; all contiguous, head_dim a power of two. 2 bytes read and 2 written per element, 4 with `keep`."""
+    sequence, half = cos.shape
+    num_pairs = qkv.shape[0] * (heads + kv_heads)
+    before = qkv.new_empty(qkv.shape[0], (heads + kv_heads) * 2 * half) if keep else None
+    tile = qk_norm_rope_settings(architecture(qkv.device), half)
+    _qk_norm_rope_kernel[(triton.cdiv(num_pairs, tile.rows),)](
+        qkv, before, *weights, cos, sin, num_pairs, sequence, heads, kv_heads, eps, half, tile.rows, num_warps=tile.warps
+    )
+    return before
+
+
+@triton.jit
+def _qk_norm_rope_backward_kernel(
+    d_ptr, before_ptr, weight_ptr, cos_ptr, sin_ptr, d_qkv_ptr, d_weight_ptr, state_ptr, num_rows, sequence,
+    batch_stride, position_stride, head_stride, first_head, turned_heads, all_heads,
+    EPS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr, REPEATS: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of REPEATS x BLOCK_ROWS rows of d, the gradient of the queries, the keys or, if weight is None, the values.
+
+    `first_head`: where the heads of d begin in the packed projection. d_weight: fp32 [heads of d, programs of a head, head_dim], the sum of
+    each program.
+    """
+    head, column = first_head + tl.program_id(0), tl.arange(0, HALF)
+    d_w_first, d_w_second = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    for block in tl.range(REPEATS):
+        row = (tl.program_id(1) * REPEATS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
+        batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)
+        row = row.to(tl.int64)
+        offset = batch * batch_stride + position * position_stride
+        first_ptr = d_ptr + tl.program_id(0).to(tl.int64) * head_stride + offset[:, None] + column[None, :]
+        first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            angle = position[:, None] * HALF + column[None, :]
+            cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+            sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+            d_n_first, d_n_second = first * cos + second * sin, second * cos - first * sin
+            x_ptr = before_ptr + (row * turned_heads + head)[:, None] * (2 * HALF) + column[None, :]
+            x_first = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+            x_second = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+            rstd = tl.rsqrt((tl.sum(x_first * x_first, 1) + tl.sum(x_second * x_second, 1)) / (2 * HALF) + EPS)[:, None]
+            x_first, x_second = x_first * rstd, x_second * rstd
+            d_w_first += tl.sum(d_n_first * x_first, 0)
+            d_w_second += tl.sum(d_n_second * x_second, 0)
+            first = d_n_first * tl.load(weight_ptr + column).to(tl.float32)[None, :]
+            second = d_n_second * tl.load(weight_ptr + HALF + column).to(tl.float32)[None, :]
+            mean = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / (2 * HALF))[:, None]
+            first, second = rstd * (first - x_first * mean), rstd * (second - x_second * mean)
+        out_column, num_columns = head * (2 * HALF) + column, all_heads * (2 * HALF)
+        store_quantized(first, row, out_column, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
+        store_quantized(second, row, out_column + HALF, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
+    if d_weight_ptr is not None and MODE != AMAX_ONLY:
+        partial_ptr = d_weight_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HALF) + column
+        tl.store(partial_ptr, d_w_first)
+        tl.store(partial_ptr + HALF, d_w_second)
+
+
+def qk_norm_rope_backward_settings(arch: str, half: int) -> Tile:
+    """Columns are half of a head; a program takes both halves of `repeats` tiles of rows."""
+    return Tile(rows=16, columns=half, warps=4, repeats=16)
+
+
+def qk_norm_rope_backward_triton(
+    gradients: Gradients,
+    before: Tensor,
+    weights: Weights,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    quantizer: Quantizer | None,
+    weight_grad: bool = True,
+) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
+    """As `qk_norm_rope_backward_reference`; gradients of any strides but the last, which is 1. 4 bytes read per element.
+
+    The weights' gradients have the same bits in every run: programs write partial sums, which torch adds up.
+    """
+    assert all(gradient.stride(3) == 1 for gradient in gradients), "attention's gradients must be contiguous along head_dim"
+    (batch, sequence, heads, head_dim), kv_heads = gradients[0].shape, gradients[1].shape[2]
+    num_rows, all_heads = batch * sequence, heads + 2 * kv_heads
+    tile = qk_norm_rope_backward_settings(architecture(before.device), head_dim // 2)
+    repeats = min(tile.repeats, triton.cdiv(num_rows, tile.rows))
+    programs = triton.cdiv(num_rows, tile.rows * repeats)
+    partials = [before.new_empty(count, programs, head_dim, dtype=torch.float32) for count in (heads, kv_heads) if weight_grad]
+    state, largest = state_and_largest(quantizer)
+
+    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
+        first_heads, sums = (0, heads, heads + kv_heads), (*partials, None) if weight_grad else (None, None, None)
+        for gradient, weight, partial, first_head in zip(gradients, (*weights, None), sums, first_heads, strict=True):
+            _qk_norm_rope_backward_kernel[(gradient.shape[2], programs)](
+                gradient, before, weight, cos, sin, rowwise, partial, state, num_rows, sequence,
+                *gradient.stride()[:3], first_head, heads + kv_heads, all_heads,
+                eps, mode, largest, head_dim // 2, tile.rows, repeats, num_warps=tile.warps,
+            )  # fmt: skip
+
+    quantized = quantize_with(quantizer, (num_rows, all_heads * head_dim), before, launch)
+    return quantized, tuple(partial.sum((0, 1)).to(weight.dtype) for partial, weight in zip(partials, weights, strict=False))
+
+
+ENGINES = {
+    "reference": (qk_norm_rope_reference_, qk_norm_rope_backward_reference),
+    "triton": (qk_norm_rope_triton_, qk_norm_rope_backward_triton),
+}

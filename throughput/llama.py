@@ -1,0 +1,298 @@
+"""Training steps of Llama-like models, full or LoRA, by the code that trains the benchmarks: synthetic tokens, optimizer included."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common import config as configs
+from common.config import RunConfig
+from common.errors import ConfigError, OutOfMemory, RunError
+from common.gpu_kinds import KINDS, GpuKind
+from common.hardware import probe
+from common.model.families import FAMILIES, Family, family_of
+from launch import diagnosis
+from launch.job import ROOT, rank_environment, torchrun
+from launch.supervise import supervise
+from plan import estimate as plan
+from plan.estimate import Memory, Workload, gib
+from throughput import machine
+from throughput import options as common
+from throughput.result import Measured, Result
+from throughput.tables import Beside, Column, Plot, Table
+from throughput.timing import spread
+
+BENCHMARKS = {"full": "llama31_8b", "lora": "llama2_70b_lora"}  # mode -> whose code and configs
+TINY = "miniature"  # the shape of the benchmarks' miniatures, for a CPU
+SEQUENCES = {"cuda": 8192, "cpu": 128}
+SAVES_MEMORY = {"full": "recompute_layers", "lora": "offload_layers"}
+
+TABLES = (
+    Table(
+        "llama",
+        "Training steps of Llama-like models",
+        (
+            Column("model", "Model"),
+            Column("mode", "Mode"),
+            Column("precision", "Precision"),
+            Column("layers", "Layers", "", "d"),
+            Column("seq", "Sequence", "", ",d"),
+            Column("gpus", "GPUs", "", "d"),
+            Column("batch", "Batch per GPU", "", "d"),
+            Column("micro_batches", "Micro-batches", "", "d"),
+            Column("settings", "Settings"),
+            Column("tokens_per_s_per_gpu", "Tokens/s per GPU", "", ",.0f"),
+            Column("tokens_per_s", "Tokens/s in all", "", ",.0f"),
+            Column("ms", "Step", "ms", ",.1f"),
+            Column("ms_p10", "p10", "ms", ",.1f"),
+            Column("ms_p90", "p90", "ms", ",.1f"),
+            Column("samples", "Steps", "", "d"),
+            Column("tflops", "TFLOP/s per GPU", "", ".4g"),
+            Column("tflops_12lsh", "TFLOP/s per GPU, 12LSH", "", ".4g"),
+            Column("mfu", "MFU, % of BF16 peak", "", ".1f"),
+            Column("percent", "% of the precision's peak", "", ".1f"),
+            Column("allocated_gib", "Peak memory", "GiB", ".1f"),
+            Column("reserved_gib", "Reserved", "GiB", ".1f"),
+            Column("planned_gib", "Planned", "GiB", ".1f"),
+            Column("note", "Note"),
+        ),
+        keys=("model", "mode", "precision", "layers", "seq", "gpus", "batch"),
+        value="tokens_per_s_per_gpu",
+        formulas=(
+            "A step: forward, backward, reduction of the gradients, clipping, AdamW in fp32 on fp32 masters. full: every weight trains, "
+            "optimizer and gradients sharded over the GPUs (ZeRO-2). lora: the base is frozen, adapters of rank 16 on attention train. "
+            "bf16: all products; fp8: those of the blocks. On a CPU fp32 takes the place of bf16. The median of the steps counts; p10, p90: percentiles.",
+            "Batch: sequences of a micro-batch on each GPU. With --batch a step is one micro-batch; without it the model and length of a benchmark are measured "
+            "with its config's micro-batch and accumulation, and others with the largest batch that fits.",
+            "TFLOP/s: tokens/s x (6N + 6LSH) / 1e12; N weights in products, L layers, S tokens of a sequence, H width of attention; causal "
+            "attention is half of the square. 12LSH counts the whole square. lora: 4N + 6 x adapters instead of 6N. Recomputation is not counted.",
+            "Peak memory: of torch's allocator. Planned: the same by calculation (plan/estimate.py), which --batch max begins with.",
+        ),
+        plots=(Plot("bars", "Tokens per second and GPU", "model", "tokens_per_s_per_gpu", "precision"),),
+        published=(
+            Beside("llama_fsdp", ("model", "precision", "seq"), "tflops"),
+            Beside("qwen3_8b", ("model", "mode", "precision", "seq"), "tokens_per_s_per_gpu"),
+        ),
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    known = f"{', '.join(FAMILIES)}, {TINY}, or a Hugging Face config.json (llama, mistral, qwen3); default: llama3.1-8b, on a CPU {TINY}"
+    parser.add_argument("--model", metavar="NAME|FILE", help=known)
+    parser.add_argument("--lora", action="store_true", help="freeze the base and train adapters of rank 16")
+    parser.add_argument("--layers", type=common.whole, metavar="N", help="a model of fewer layers")
+    batch = {"help": "sequences per GPU and step; max: the largest that fits, calculated and tried; default: the benchmark's, or max"}
+    common.add(parser, "precision", seq={"help": "tokens of a sequence; default: 8192, on a CPU 128"}, batch=batch)
+    common.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one number of GPUs. `config`: its settings at a micro-batch of 1, or those of the benchmark."""
+
+    family: Family
+    mode: str
+    config: RunConfig
+    work: Workload
+    kind: GpuKind | None  # None: a CPU
+
+    @property
+    def benchmark(self) -> str:
+        return BENCHMARKS[self.mode]
+
+    @property
+    def planned(self) -> Memory | None:
+        return plan.memory_peak(replace(self.config, eval_micro_batch_size=1), self.work) if self.kind else None  # nothing is evaluated
+
+    def row(self) -> dict[str, Any]:
+        config, window = self.config, self.family.sliding_window
+        kept = {"recompute_layers": "{} layers recomputed", "offload_layers": "{} layers offloaded", "frozen_base": "base {}"}
+        settings = [text.format(getattr(config, key)) for key, text in kept.items() if getattr(config, key, 0)]
+        settings += ["moments bf16"] if getattr(config, "moment_precision", "fp32") == "bf16" else []
+        beyond = window is not None and self.work.sequence_length > window
+        note = f"sliding window of {window} not computed: attention sees the whole sequence" if beyond else ""
+        precision = "fp8" if config.fp8 else config.precision
+        return {
+            **{"model": self.family.name, "mode": self.mode, "precision": precision, "layers": self.work.shape.num_layers},
+            **{"seq": self.work.sequence_length, "gpus": config.world_size, "batch": config.micro_batch_size, "note": note},
+            **{"micro_batches": config.gradient_accumulation_steps, "settings": ", ".join(settings)},
+            "planned_gib": gib(self.planned.allocated) if self.planned else None,
+        }
+
+
+def measure(options: argparse.Namespace, result: Result) -> None:
+    """Raises ConfigError, or OutOfMemory where by calculation no batch fits, before anything is measured."""
+    kind = gpu_kind() if options.device == "cuda" else None
+    for case in [case_of(options, kind, gpus) for gpus in options.gpus]:
+        while not attempt(case, options, result):
+            smaller = case.config.micro_batch_size - 1
+            if options.batch != common.MAX or not smaller:
+                break
+            case = replace(case, config=plan.with_micro_batch(case.config, smaller))
+
+
+def gpu_kind() -> GpuKind:
+    """As the driver names it, and without peaks where it is not in common/gpu_kinds.py."""
+    import torch
+
+    found = probe(os.environ)
+    first = found.devices[0]
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return KINDS.get(machine.kind_of(found)) or GpuKind("unknown", found.vendor, first.arch, first.compute_units, memory, 0.0, 0.0)
+
+
+def model_of(options: argparse.Namespace) -> Family:
+    name = options.model or (TINY if options.device == "cpu" else "llama3.1-8b")
+    family = Family(TINY, importlib.import_module("llama31_8b.rules").MINIATURE.shape) if name == TINY else family_of(name)
+    layers = options.layers or family.shape.num_layers
+    if layers > family.shape.num_layers:
+        raise ConfigError(f"--layers {layers}", f"{family.name} has {family.shape.num_layers}", "ask for fewer")
+    return replace(family, shape=replace(family.shape, num_layers=layers))
+
+
+def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Case:
+    """With its batch. Raises ConfigError, and OutOfMemory where by calculation no batch fits."""
+    family, mode = model_of(options), "lora" if options.lora else "full"
+    rules = importlib.import_module(f"{BENCHMARKS[mode]}.rules").CLOSED
+    length = options.seq or SEQUENCES[options.device]
+    work = Workload(family.shape, length, 0, 1, 1, getattr(rules, "lora_rank", 0))
+    # Fewer layers of the benchmark's model are measured as `bench --layers` does.
+    as_benchmark = replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape and length == rules.sequence_length
+    config = config_of(BENCHMARKS[mode], kind, gpus, options.precision == "fp8")
+    case = Case(family, mode, config, work, kind)
+    if as_benchmark and kind and not options.batch and plan.fits(plan.memory_peak(config, work), kind):
+        return case
+    wanted = options.batch or (common.MAX if kind else 1)
+    batch = 1 if wanted == common.MAX else int(wanted)
+    config = plan.with_micro_batch(config, batch)
+    if kind is None:
+        if wanted == common.MAX:
+            raise ConfigError("--batch max", "the memory of a CPU is not calculated", "give a number")
+        return replace(case, config=config)
+    config = replace(config, eval_micro_batch_size=1)
+    config = settings_that_fit(replace(case, config=config), as_benchmark)
+    if wanted == common.MAX:
+        config = plan.with_micro_batch(config, plan.largest_micro_batch(config, work, kind))
+    return replace(case, config=config)
+
+
+def config_of(benchmark: str, kind: GpuKind | None, gpus: int, fp8: bool) -> RunConfig:
+    """The config of this kind for so many GPUs, or else the one for the nearest number, in the precision that is asked for."""
+    name = kind.name if kind and kind.name in KINDS else "H200" if kind else "CPU"
+    found = [configs.load(path, config_class(benchmark)) for path in sorted((ROOT / "configs" / benchmark).glob(f"{name}_1x*.toml"))]
+    nearest = min(found, key=lambda config: abs(config.gpus_per_node - gpus))
+    changes: dict[str, Any] = {"fp8": "torch" if fp8 else ""}
+    if nearest.gpus_per_node != gpus:
+        changes |= {"gpus_per_node": gpus, "global_batch_size": nearest.micro_batch_size * gpus}
+        changes |= {"reduce_scatter": "nccl"} if gpus == 1 and hasattr(nearest, "reduce_scatter") else {}
+    if kind and kind.name not in KINDS:
+        changes |= {"gpu": kind.name, "env": {}}
+        changes |= {"reduce_scatter": "nccl"} if hasattr(nearest, "reduce_scatter") else {}
+    if not fp8:
+        changes |= {"fp8_head": False} if hasattr(nearest, "fp8_head") else {"offload_layers": 0}
+        changes |= {"frozen_base": "replicated"} if getattr(nearest, "frozen_base", "") == "replicated_both" else {}
+    return replace(nearest, **changes)
+
+
+def config_class(benchmark: str) -> type[RunConfig]:
+    return importlib.import_module(f"{benchmark}.rules").Config
+
+
+def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
+    """The config with as few recomputed or offloaded layers as its batch needs, by calculation; of LoRA the base sharded if it must be.
+
+    A config of a benchmark that fits stays as it is. Raises OutOfMemory.
+    """
+    config, work, kind, key = case.config, case.work, case.kind, SAVES_MEMORY[case.mode]
+    assert kind is not None
+    if as_benchmark and plan.fits(plan.memory_peak(config, work), kind):
+        return config
+    changes: list[dict[str, Any]] = [{key: 0}]
+    if case.mode == "lora":
+        changes += [{key: 0, "frozen_base": storage} for storage in ("replicated", "sharded")]
+    else:
+        changes += [{key: 0, "moment_precision": "bf16"}]
+    for change in changes:
+        candidate = replace(config, **change)
+        if plan.fits(plan.memory_peak(candidate, work), kind):
+            return candidate
+        if (count := plan.fewest_layers(candidate, work, kind, key)) is not None:
+            return changed(candidate, key, count)
+    most = work.shape.num_layers if config.fp8 or case.mode == "full" else 0  # of LoRA in bf16 nothing is offloaded
+    raise does_not_fit(replace(case, config=changed(candidate, key, most)))
+
+
+def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
+    return replace(config, **{key: value})
+
+
+def does_not_fit(case: Case) -> OutOfMemory:
+    memory, config, kind = case.planned, case.config, case.kind
+    assert memory is not None and kind is not None
+    parts = ", ".join(f"{name} {gib(size):.0f}" for name, size in sorted(memory.parts.items(), key=lambda part: -part[1])[:4])
+    what = f"{case.family.name}, {case.mode}, batch {config.micro_batch_size} of {case.work.sequence_length} tokens on {config.world_size} x {kind.name}"
+    why = f"by calculation the smallest settings need {gib(memory.needed):.0f} GiB on each GPU, of {gib(plan.usable_bytes(kind)):.0f}: {parts} GiB"
+    do = "use --lora, fewer --layers, a smaller --batch or --seq, or more --gpus"
+    if case.mode == "full" and memory.parts.get("gathered weights", 0) > plan.usable_bytes(kind) / 2:
+        do = "use --lora or fewer --layers: more GPUs do not help, since ZeRO-2 keeps all weights in bf16 on each; sharded weights do not exist here"
+    return OutOfMemory(f"{what} does not fit", why, do)
+
+
+def attempt(case: Case, options: argparse.Namespace, result: Result) -> bool:
+    """Run it and add its row; False if memory was full. Raises RunError of another failure."""
+    row = case.row()
+    try:
+        values, times_ms = run(case, options, result)
+    except RunError as error:
+        if error.exit_code != OutOfMemory.exit_code:
+            raise
+        result.add(row | {"error": "out of memory"})
+        return False
+    result.add(row | values, times_ms)
+    return True
+
+
+def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
+    """One process per GPU. Raises the RunError of the rank that failed."""
+    config = case.config
+    with tempfile.TemporaryDirectory(prefix="throughput-") as name:
+        folder = Path(name)
+        (folder / "config.toml").write_text(config.as_toml())
+        arguments = ["-m", "throughput.bench", "--benchmark", case.benchmark, "--config", str(folder / "config.toml")]
+        arguments += ["--device", options.device, "--steps", str(options.steps), "--warmup", str(options.warmup)]
+        arguments += ["--seq", str(case.work.sequence_length), "--layers", str(case.work.shape.num_layers)]
+        arguments += ["--model", case.family.name] if case.family.name != TINY else []
+        arguments += ["--result", str(folder / "result.json")]
+        threads = 1 if case.kind else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
+        environment = rank_environment(os.environ, config.env, threads)
+        ending = supervise(torchrun(folder, config.gpus_per_node, arguments), environment, folder)
+        if ending.signal_number or ending.returncode:
+            raise diagnosis.diagnose(folder, config.world_size)[0]
+        measured = json.loads((folder / "result.json").read_text())
+    return values_of(case, options, measured, result), measured["times_ms"]
+
+
+def values_of(case: Case, options: argparse.Namespace, measured: dict[str, Any], result: Result) -> dict[str, Any]:
+    shape, length, config = case.work.shape, case.work.sequence_length, case.config
+    seconds = spread(measured["times_ms"])["ms"] / 1e3
+    rate = config.global_batch_size * length / seconds
+    rank = case.work.lora_rank
+    flops = shape.lora_flops_per_token(length, rank) if rank else shape.training_flops_per_token(length)
+    tflops = [rate / config.world_size * count / 1e12 for count in (flops, flops + shape.attention_flops_per_token(length))]
+    return {
+        "tokens_per_s": rate,
+        "tokens_per_s_per_gpu": rate / config.world_size,
+        "tflops": tflops[0],
+        "tflops_12lsh": tflops[1],
+        "mfu": result.percent(tflops[0], "bf16"),
+        "percent": result.percent(tflops[0], options.precision),
+        "allocated_gib": gib(measured["allocated"]) or None,
+        "reserved_gib": gib(measured["reserved"]) or None,
+    }
