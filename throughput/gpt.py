@@ -1,0 +1,183 @@
+"""Training steps of GPTs of eight sizes, 30 M to 10 B parameters, on one GPU in plain torch; --batch max and --sweep look for its limit."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError
+from common.kernels.attention import attention_backends
+from throughput import options as common
+from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP, Size, build_gpt, free_memory, ran_out_of_memory, train_step
+from throughput.result import Measured, Result
+from throughput.tables import Beside, Column, Plot, Table
+from throughput.timing import spread, step_ms
+
+MOST_ON_CPU = 16  # sequences of a sweep there: the memory is the machine's own, and nobody may fill it
+PRECISION = "bf16"
+
+COLUMNS = (
+    Column("model", "Model"),
+    Column("precision", "Precision"),
+    Column("parameters", "Parameters", "", ",d"),
+    Column("batch", "Batch", "", ",d"),
+    Column("seq", "Sequence", "", ",d"),
+    Column("tokens_per_s", "Tokens/s", "", ",.0f"),
+    Column("tflops", "TFLOP/s, 6 P", "", ".4g"),
+    Column("tflops_attention", "TFLOP/s, 6 N + 6 L S H", "", ".4g"),
+    Column("percent", "MFU", "%", ".1f"),
+    Column("memory_gb", "Memory", "GB", ".1f"),
+    Column("samples", "Steps", "", "d"),
+    Column("ms", "Step", "ms", ".1f"),
+    Column("ms_p10", "10th percentile", "ms", ".1f"),
+    Column("ms_p90", "90th percentile", "ms", ".1f"),
+)
+FORMULAS = (
+    "A step: forward, mean cross-entropy, backward, AdamW (fused), on random tokens. Weights, gradients and both moments are bf16: 8 bytes a "
+    "parameter, no fp32 master weights. Plain torch: not compiled, nothing recomputed, attention by scaled_dot_product_attention, "
+    "vocabulary 50,257 not padded.",
+    "Tokens/s = batch x sequence / median step time. P counts all parameters, the embedding, which is also the head, once. N: those in "
+    "matrix products; L layers, sequence S, hidden size H: causal attention at half of the square.",
+    "MFU: of TFLOP/s, 6 N + 6 L S H, against the dense bf16 peak of this kind of GPU. Memory: the allocator's peak, in 1e9 bytes.",
+    "tiny and mini stand for the eight on a CPU, and say only that the measurement works.",
+)
+KEYS = ("model", "batch", "seq")
+TABLES = (
+    Table(
+        "gpt",
+        "Training steps of GPTs on one GPU",
+        COLUMNS,
+        KEYS,
+        "tokens_per_s",
+        FORMULAS,
+        plots=(Plot("bars", "TFLOP/s by model", "model", "tflops", "precision"),),
+        published=(
+            Beside("gpt", ("model", "seq"), "parameters"),
+            Beside("gpt", KEYS, "tokens_per_s"),
+            Beside("gpt", KEYS, "tflops"),
+        ),
+    ),
+    Table(
+        "sweep",
+        "GPTs by batch",
+        (*COLUMNS, Column("mark", "Mark")),
+        KEYS,
+        "tokens_per_s",
+        FORMULAS,
+        plots=(Plot("lines", "Tokens/s by batch", "batch", "tokens_per_s", "model"),),
+        published=(Beside("gpt", KEYS, "tokens_per_s"),),
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="NAME", help=f"one of {', '.join(SIZES)}; default: all, on a CPU {' and '.join(STAND_INS)}")
+    parser.add_argument("--sweep", action="store_true", help="batches 1, 2, 4, ... until the memory is full, then the largest that fits")
+    common.add(parser, "batch", "seq", warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP})
+
+
+def measure(options: argparse.Namespace, result: Result) -> None:
+    """Raises ConfigError."""
+    if options.batch and options.sweep:
+        raise ConfigError("--batch and --sweep", "a sweep chooses the batches itself", "leave one of them out")
+    if options.device == "cpu" and options.batch == common.MAX:
+        what, why = "--batch max on a CPU", "its memory is that of the whole machine, which must not be filled"
+        raise ConfigError(what, why, f"use --sweep, which ends at {MOST_ON_CPU} there")
+    options.steps = options.steps or STEPS[options.device]
+    known = SIZES | STAND_INS
+    default = list(STAND_INS if options.device == "cpu" else SIZES)
+    for name in [common.choose("--model", options.model, known)] if options.model else default:
+        size = replace(known[name], sequence_length=options.seq or known[name].sequence_length)
+        if options.sweep:
+            sweep(name, size, options, result)
+        else:
+            batch = largest(size, options) if options.batch == common.MAX else options.batch or size.batch
+            add_row("gpt", name, replace(size, batch=max(batch, 1)), options, result)
+
+
+def add_row(table: str, name: str, size: Size, options: argparse.Namespace, result: Result) -> bool:
+    """Measure and add a row; False if it failed, as for want of memory."""
+    row = {"table": table, "model": name, "precision": PRECISION, "batch": size.batch, "seq": size.sequence_length}
+    return result.attempt(row, lambda: run(size, options, result))
+
+
+def run(size: Size, options: argparse.Namespace, result: Result) -> Measured:
+    times, memory = timed_steps(size, options.device, options.warmup, options.steps)
+    shape, length = size.shape, size.sequence_length
+    rate = 1e3 * size.batch * length / spread(times)["ms"]
+    tflops_attention = shape.training_flops_per_token(length) * rate / 1e12
+    values: dict[str, Any] = {
+        "parameters": shape.num_parameters(length),
+        "tokens_per_s": rate,
+        "tflops": 6 * shape.num_parameters(length) * rate / 1e12,
+        "tflops_attention": tflops_attention,
+        "percent": result.percent(tflops_attention, PRECISION),
+        "memory_gb": memory / 1e9 if memory else None,
+    }
+    return values, times
+
+
+def timed_steps(size: Size, device: str, warmup: int, steps: int) -> tuple[list[float], int]:
+    """(milliseconds of each step, peak memory in bytes, 0 on a CPU) of a new model."""
+    place = torch.device(device)
+    free_memory(place)
+    with attention_backends(device):
+        step = train_step(build_gpt(size.shape, size.sequence_length, place), size)
+        times = step_ms(step, device, warmup, steps)
+    return times, torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+# --- the largest batch ------------------------------------------------------------------------------------------------
+
+
+def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) -> None:
+    """Rows for batches 1, 2, 4, ...; where the memory ends, a row that says so and one of the largest batch that fits. The fastest is marked."""
+    first, batch = len(result.rows), 1
+    while add_row("sweep", name, replace(size, batch=batch), options, result) and not (options.device == "cpu" and batch >= MOST_ON_CPU):
+        batch *= 2
+    marks: dict[int, list[str]] = {}
+    if batch > 1 and "error" in result.rows[-1]:
+        most = between(batch // 2, batch, lambda count: fits(replace(size, batch=count), options.device))
+        marks[most] = ["largest that fits"]
+        if most > batch // 2:
+            add_row("sweep", name, replace(size, batch=most), options, result)
+    measured = [row for row in result.rows[first:] if "tokens_per_s" in row]
+    if measured:
+        marks.setdefault(max(measured, key=lambda row: row["tokens_per_s"])["batch"], []).append("most tokens/s")
+    for row in measured:
+        row["mark"] = ", ".join(marks.get(row["batch"], []))
+
+
+def largest(size: Size, options: argparse.Namespace) -> int:
+    """The largest batch that fits, 0 if none does."""
+
+    def batch_fits(count: int) -> bool:
+        return fits(replace(size, batch=count), options.device)
+
+    batch = 1
+    while batch_fits(batch):
+        batch *= 2
+    return between(batch // 2, batch, batch_fits)
+
+
+def between(good: int, bad: int, works: Callable[[int], bool]) -> int:
+    """The largest number that works, where `good` does (or is 0) and `bad` does not."""
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if works(middle) else (good, middle)
+    return good
+
+
+def fits(size: Size, device: str) -> bool:
+    """Two steps, since AdamW's moments exist from the second on. Raises whatever is not for want of memory."""
+    try:
+        timed_steps(size, device, warmup=1, steps=1)
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        return False
+    return True

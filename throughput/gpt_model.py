@@ -1,0 +1,147 @@
+"""A GPT in plain torch, eight sizes of it, and its training step: what `throughput gpt` and `throughput scaling` time.
+
+Token and learned position embedding; N times (LayerNorm, causal attention with as many key as query heads, residual, LayerNorm, two matrices
+with GELU between, residual); LayerNorm; logits through the token embedding. Every linear layer has a bias. Nothing is compiled or fused by
+hand, so that the numbers say what plain torch does on a machine; the fused Llama of this package is what `bench` times.
+
+Weights, gradients and both of AdamW's moments are bf16: 8 bytes a parameter. There are no fp32 master weights, which a real training
+would have (16 bytes a parameter).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.kernels.attention import causal_attention
+from common.training.build import default_dtype
+
+STATE_BYTES = 8  # a parameter: weight, gradient and two moments in bf16
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class GptShape:
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    ffn_hidden_size: int
+    vocab_size: int = 50257  # GPT-2's
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that take part in a matrix product per token: linear layers, and the embedding as the head. No biases."""
+        per_layer = self.hidden_size * (4 * self.hidden_size + 2 * self.ffn_hidden_size)
+        return self.num_layers * per_layer + self.vocab_size * self.hidden_size
+
+    def num_parameters(self, sequence_length: int) -> int:
+        """All of them, with one row of the position embedding for each place of the sequence."""
+        biases_and_norms = self.num_layers * (9 * self.hidden_size + self.ffn_hidden_size) + 2 * self.hidden_size
+        return self.matmul_parameters + sequence_length * self.hidden_size + biases_and_norms
+
+    def training_flops_per_token(self, sequence_length: int) -> int:
+        """6*N + 6*L*S*H, as common/model/shapes.py counts the Llama: causal attention at half of the square."""
+        return 6 * self.matmul_parameters + 6 * self.num_layers * sequence_length * self.hidden_size
+
+
+@dataclass(frozen=True)
+class Size:
+    """A shape with the batch and the sequence length that it is measured with."""
+
+    shape: GptShape
+    batch: int
+    sequence_length: int
+
+
+# The eight of a published benchmark of one MI350X; its rows are in throughput/published.json. "7b" and "13b" are its labels: they have 5.2
+# and 10.1 billion parameters.
+SIZES = {
+    "small": Size(GptShape(6, 6, 384, 1536), 32, 512),
+    "medium": Size(GptShape(12, 12, 768, 3072), 16, 512),
+    "large": Size(GptShape(24, 16, 1024, 4096), 8, 512),
+    "xl": Size(GptShape(36, 20, 1280, 5120), 4, 512),
+    "1.5b": Size(GptShape(48, 24, 1536, 6144), 4, 512),
+    "3b": Size(GptShape(32, 32, 2560, 10240), 2, 512),
+    "7b": Size(GptShape(32, 32, 4096, 11008), 8, 1024),
+    "13b": Size(GptShape(40, 40, 5120, 13824), 4, 1024),
+}
+# What a CPU measures by default: it shows that the verb works, and says nothing of a machine.
+STAND_INS = {
+    "tiny": Size(GptShape(2, 2, 64, 256, 2048), 2, 64),
+    "mini": Size(GptShape(4, 4, 128, 512, 2048), 2, 64),
+}
+STEPS = {"cuda": 10, "cpu": 3}  # timed, if --steps is left out
+STEPS_HELP = f"timed steps, {STEPS['cuda']} on a GPU and {STEPS['cpu']} on a CPU if it is left out; their median counts"
+
+
+class Block(nn.Module):
+    def __init__(self, shape: GptShape):
+        super().__init__()
+        hidden, self.num_heads = shape.hidden_size, shape.num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.o = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, shape.ffn_hidden_size), nn.Linear(shape.ffn_hidden_size, hidden)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm_1(x_BSD)).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+        x_BSD = x_BSD + self.o(causal_attention(q, k, v).flatten(-2))
+        return x_BSD + self.down(F.gelu(self.up(self.norm_2(x_BSD))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, shape: GptShape, sequence_length: int):
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.positions = nn.Embedding(sequence_length, shape.hidden_size)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.hidden_size)
+        for table in (self.embedding, self.positions):
+            nn.init.normal_(table.weight, std=0.02)  # as GPT-2; the head is tied, and logits of N(0, 1) rows would be huge
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """int [batch, sequence + 1] -> mean loss over all next tokens, []."""
+        inputs, labels = tokens_BS[:, :-1], tokens_BS[:, 1:]
+        x_BSD = self.embedding(inputs) + self.positions.weight
+        for block in self.blocks:
+            x_BSD = block(x_BSD)
+        logits = F.linear(self.norm(x_BSD), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def build_gpt(shape: GptShape, sequence_length: int, device: torch.device) -> Gpt:
+    """In bf16, equal on all ranks."""
+    torch.manual_seed(1)
+    with device, default_dtype(torch.bfloat16):
+        return Gpt(shape, sequence_length)
+
+
+def train_step(model: nn.Module, size: Size) -> Callable[[], None]:
+    """A function that does one step of `model` (a Gpt, or a wrapped one) on random tokens: forward, backward, AdamW."""
+    device = next(model.parameters()).device
+    tokens = torch.randint(size.shape.vocab_size, (size.batch, size.sequence_length + 1), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step() -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """torch's own error, or what a library says that asked the driver itself."""
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nothing refers to, and forget the peak."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
