@@ -119,6 +119,7 @@ SLOW_CALLS = {
     "check_compiles",
     "import_module",
     "run_in_interpreter",
+    "run_ranks",
     "start_ranks",
     "trace_step",
     "transformers",

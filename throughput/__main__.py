@@ -27,6 +27,8 @@ MEASUREMENTS = {
     "gemm": "matrix products in FP16, BF16 and FP8, and copies of memory",
     "llama": "training steps of Llama, Mistral and Qwen3 models, full or LoRA, by the code that trains the benchmarks",
     "mlp": "training steps of a small MLP on one GPU",
+    "gpt": "training steps of GPTs of eight sizes on one GPU",
+    "scaling": "training steps on 1, 2, 4, ... GPUs, collectives by size, and the links between GPUs",
 }
 WITHOUT_RESULT = {
     "suite": "all of the above in one sitting, one page of them; goes on where it was interrupted",
@@ -55,7 +57,7 @@ def start(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments[1:])
     found = probe(os.environ)
     chosen.device = options.device_of(chosen.device, found)
-    if hasattr(chosen, "gpus"):
+    if getattr(chosen, "gpus", None):
         options.check_gpus(chosen.gpus, chosen.device, found)
     from throughput import machine, result
 

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from submission.plots import STYLE
+from throughput import links
 from throughput.report import Drawing, Section
 
 INK = "#0a0b0c"  # of axes and text: replaced by the page's own color, which changes with the scheme
@@ -47,9 +48,9 @@ def svg(drawing: Drawing) -> Markup:
     with rc_context(STYLES):
         figure = Figure(figsize=(5.2, _height(drawing)), layout="constrained")
         axes = figure.add_subplot()
-        {"bars": _bars, "lines": _lines, "roofline": _roofline}[drawing.plot.kind](axes, drawing)
+        {"bars": _bars, "lines": _lines, "roofline": _roofline, "links": _links}[drawing.plot.kind](axes, drawing)
         axes.set_title(drawing.plot.title, fontsize=10, loc="left")
-        if len({by for _, _, by in drawing.points}) > 1 or drawing.plot.kind == "roofline":
+        if len({by for _, _, by in drawing.points}) > 1 or drawing.plot.kind in ("roofline", "links"):
             figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
@@ -92,7 +93,14 @@ def _lines(axes: Axes, drawing: Drawing) -> None:
     axes.set_xlabel(drawing.labels[0])
     axes.set_ylabel(drawing.labels[1])
     axes.set_ylim(bottom=0)
+    xs = [x for x, _, _ in drawing.points]
+    if 0 < 50 * min(xs) < max(xs):  # doubled again and again, such as sizes of messages
+        axes.set_xscale("log", base=2)
     axes.grid()
+
+
+def _links(axes: Axes, drawing: Drawing) -> None:
+    links.draw(axes, drawing.points, COLORS)
 
 
 def _roofline(axes: Axes, drawing: Drawing) -> None:

@@ -41,6 +41,8 @@ PARTS = (
     Part("mlp", "mlp", "mlp", 20, 20),
     Part("llama_full", "llama --precision fp8 --gpus {gpus}", "llama --precision fp8 --layers 8", 300, 90),
     Part("llama_lora", "llama --model qwen3-8b --lora --gpus {gpus}", "", 300, 0),
+    Part("gpt", "gpt", "gpt --steps 5", 60, 50),
+    Part("scaling", "scaling --gpus {gpus}", "", 150, 0),
 )
 
 

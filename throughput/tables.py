@@ -30,7 +30,7 @@ class Column:
 @dataclass(frozen=True)
 class Plot:
     """`bars`: y of each row, named by its x; `lines`: y over the number x; `roofline`: TFLOP/s y over arithmetic intensity x, under the
-    roofs of the result's note "roofline" (throughput/gemm.py). One color per value of `by`. x, y and `by` are keys of columns.
+    roofs of the result's note "roofline" (throughput/gemm.py); `links`: GB/s y of each pair of GPUs x (throughput/links.py). One color per value of `by`. x, y and `by` are keys of columns.
     """
 
     kind: str

@@ -1,0 +1,256 @@
+"""Training steps on 1, 2, 4, 8 GPUs: a GPT under data parallelism and a sharded Llama of few layers; collectives by size; links between GPUs.
+
+Each number of GPUs is a torchrun of its own (throughput/scaling_rank.py), with one process per GPU; on a CPU a process stands for a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import Hang, Interrupted, RunError
+from launch.diagnosis import diagnose
+from launch.job import rank_environment, torchrun
+from launch.supervise import supervise
+from throughput import links
+from throughput import options as common
+from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
+from throughput.result import Result
+from throughput.scaling_rank import Request
+from throughput.tables import Beside, Column, Plot, Table
+from throughput.timing import spread
+
+LIMIT_S = 900.0  # for one number of GPUs; collectives have their own limit
+# The GPT that is measured if none is named: the first whose published peak of memory (7b: 107.9 GB, 3b: 26.9) leaves a tenth of the GPU free.
+DEFAULT_GPT = {"7b": 120e9, "3b": 30e9, "small": 0.0}
+LLAMA_LAYERS = {"cuda": 4, "cpu": 2}
+COLLECTIVE_BYTES = {"cuda": tuple(4**k << 20 for k in range(6)), "cpu": (2**16, 2**18, 2**20)}  # 1 MiB to 1 GiB
+REPEATS = {"cuda": 20, "cpu": 5}
+MIB = 2**20
+
+SCALING = Table(
+    "scaling",
+    "Training steps by number of GPUs",
+    (
+        Column("strategy", "Strategy"),
+        Column("model", "Model"),
+        Column("precision", "Precision"),
+        Column("gpus", "GPUs", "", "d"),
+        Column("tokens_per_s", "Tokens/s", "", ",.0f"),
+        Column("tokens_per_s_per_gpu", "Tokens/s per GPU", "", ",.0f"),
+        Column("efficiency", "Efficiency", "%", ".1f"),
+        Column("exposed", "Exposed communication", "%", ".1f"),
+        Column("mark", "Mark"),
+        Column("tflops_per_gpu", "TFLOP/s per GPU", "", ".4g"),
+        Column("percent", "MFU", "%", ".1f"),
+        Column("memory_gb", "Memory per GPU", "GB", ".1f"),
+        Column("batch", "Batch per GPU", "", ",d"),
+        Column("seq", "Sequence", "", ",d"),
+        Column("samples", "Steps", "", "d"),
+        Column("ms", "Step", "ms", ".1f"),
+        Column("ms_p10", "10th percentile", "ms", ".1f"),
+        Column("ms_p90", "90th percentile", "ms", ".1f"),
+        Column("alone_ms", "Step without reduction", "ms", ".1f"),
+    ),
+    keys=("strategy", "model", "precision", "gpus", "batch", "seq"),
+    value="tokens_per_s",
+    formulas=(
+        "The time of a step is that of the slowest rank, optimizer included. Efficiency = tokens/s on n GPUs / (n x tokens/s on one); the "
+        "batch per GPU stays the same.",
+        "DDP: a GPT (`gpt`) whole on each GPU, torch's DistributedDataParallel, bf16 throughout; on one GPU without that wrapper. ZeRO-2: this "
+        "package's Llama 3.1 8B with fewer layers, fused blocks, fp32 master weights and moments sharded, NCCL's reduce-scatter and "
+        "all-gather. On a CPU both are toys.",
+        "Exposed communication = (step - step without reduction) / step. Without reduction: under DDP's no_sync; in ZeRO-2 each rank adds its "
+        "own rows of its own gradient. The gather of weights is in both.",
+        "TFLOP/s: 6 N + 6 L S H per token, N the parameters in matrix products, attention at half of the square. MFU: against the dense "
+        "peak of one GPU, of FP8 where the precision is fp8.",
+        "Mark: fewer tokens/s than on the next smaller number of GPUs; or steps faster than there beyond the spread: measure that again.",
+    ),
+    plots=(Plot("lines", "Tokens/s by number of GPUs", "gpus", "tokens_per_s", "strategy"),),
+    published=(
+        Beside("scaling_7b", ("model", "gpus"), "tokens_per_s"),
+        Beside("scaling_ddp", ("model", "gpus", "batch"), "tokens_per_s"),
+    ),
+)
+COLLECTIVES = Table(
+    "collectives",
+    "Collectives by size",
+    (
+        Column("name", "Collective"),
+        Column("mib", "Size", "MiB", ",.4g"),
+        Column("samples", "Calls", "", "d"),
+        Column("ms", "Time", "ms", ".3f"),
+        Column("ms_p10", "10th percentile", "ms", ".3f"),
+        Column("ms_p90", "90th percentile", "ms", ".3f"),
+        Column("algorithm_gb_per_s", "Algorithm bandwidth", "GB/s", ".4g"),
+        Column("bus_gb_per_s", "Bus bandwidth", "GB/s", ".4g"),
+    ),
+    keys=("name", "mib"),
+    value="bus_gb_per_s",
+    formulas=(
+        "Size: of the tensor that is reduced, or of the whole that is gathered. Algorithm bandwidth = size / median time of the slowest rank.",
+        "Bus bandwidth, as NCCL's tests define it (nccl-tests, doc/PERFORMANCE.md): algorithm bandwidth x 2 (n - 1) / n for all-reduce, "
+        "x (n - 1) / n for all-gather: what each link carries, whatever the number n of ranks.",
+    ),
+    plots=(Plot("lines", "Bus bandwidth by size", "mib", "bus_gb_per_s", "name"),),
+)
+LINKS = Table(
+    "links",
+    "Links between the GPUs",
+    (
+        Column("pair", "From, to"),
+        Column("link", "Link"),
+        Column("peer", "Peer access"),
+        Column("gb_per_s", "Copy", "GB/s", ".1f"),
+    ),
+    keys=("pair",),
+    value="gb_per_s",
+    formulas=(
+        "Link: as the driver calls it (nvidia-smi topo -m, rocm-smi --showtopo). Copy: 256 MiB from one GPU's memory to the other's, one "
+        "direction at a time, the other GPUs idle; without peer access it goes through the host.",
+    ),
+    plots=(Plot("links", "Links, and copies in GB/s from (row) to (column)", "pair", "gb_per_s", "link"),),
+)
+TABLES = (SCALING, COLLECTIVES, LINKS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="NAME", help=f"the GPT: one of {', '.join(SIZES)}; default: the largest up to 7b that fits")
+    numbers = {"default": None, "help": "numbers of GPUs to measure; default: those of 1, 2, 4 and 8 that are there"}
+    common.add(parser, "precision", "seq", gpus=numbers, batch={"type": common.whole, "metavar": "N", "help": "of the GPT, per GPU"})
+    common.add(parser, warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP})
+
+
+def measure(options: argparse.Namespace, result: Result) -> None:
+    """Raises ConfigError for an unknown model."""
+    if options.device == "cuda":
+        result.data["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # on AMD that of RCCL
+    there = torch.cuda.device_count() if options.device == "cuda" else min(2, os.cpu_count() or 1)
+    model, request = request_for(options, result)
+    result.data["machine"] |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "RCCL_"))}
+    for count in sorted(options.gpus or [count for count in (1, 2, 4, 8) if count <= there]):
+        print(f"starting {count} process{'es' if count > 1 else ''} ...", file=sys.stderr, flush=True)
+        found, error = run_ranks(request, count)
+        for strategy in ("DDP", "ZeRO-2"):
+            add_steps(strategy, model, request, count, found, error, result)
+        add_collectives(count, found.get("collectives", []), result)
+    if options.device == "cuda" and there > 1:
+        add_links(there, result)
+
+
+def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Request]:
+    """Name of the GPT, and what to measure."""
+    device = options.device
+    memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
+    known = SIZES | STAND_INS
+    model = common.choose("--model", options.model or default_gpt(memory), known)
+    gpt = replace(known[model], batch=options.batch or known[model].batch, sequence_length=options.seq or known[model].sequence_length)
+    kind = "CPU" if device == "cpu" else str(result.data["machine"].get("kind"))
+    fp8, sizes = options.precision == "fp8", COLLECTIVE_BYTES[device]
+    return model, Request(kind, gpt, LLAMA_LAYERS[device], fp8, options.warmup, options.steps or STEPS[device], sizes, REPEATS[device])
+
+
+def default_gpt(memory_bytes: int) -> str:
+    """For a GPU of so much memory; the smallest stand-in for none."""
+    return next((name for name, needed in DEFAULT_GPT.items() if memory_bytes > needed), "tiny")
+
+
+def run_ranks(request: Request, count: int) -> tuple[dict[str, Any], RunError | None]:
+    """What `count` ranks, of one thread each on a CPU, measured, and the error that ended them, if one did. Raises Interrupted."""
+    with tempfile.TemporaryDirectory(prefix="scaling-") as name:
+        folder = Path(name)
+        request.write(folder / "request.json")
+        command = torchrun(folder, count, ["-m", "throughput.scaling_rank", name])
+        deadline = time.monotonic() + LIMIT_S
+        environment = rank_environment(os.environ, {}, 1) | {"TMPDIR": name}
+        ending = supervise(command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr)
+        if ending.signal_number:
+            raise Interrupted(ending.signal_number)
+        path = folder / "measured.json"
+        found = json.loads(path.read_text()) if path.is_file() else {}
+        if ending.stopped:
+            return found, Hang(f"{count} ranks needed more than {LIMIT_S:.0f} s")
+        return found, diagnose(folder, count)[0] if ending.returncode else None
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def add_steps(
+    strategy: str, model: str, request: Request, gpus: int, found: dict[str, Any], error: RunError | None, result: Result
+) -> None:
+    """The row of one strategy on `gpus` GPUs, or one that says why there is none."""
+    row: dict[str, Any] = {"table": "scaling", "strategy": strategy, "gpus": gpus}
+    if strategy == "DDP":
+        shape, length, batch, precision = request.gpt.shape, request.gpt.sequence_length, request.gpt.batch, "bf16"
+        flops = shape.training_flops_per_token(length)
+    else:
+        rules = request.rules
+        model, length, batch = f"Llama, {request.llama_layers} layers", rules.sequence_length, 1
+        flops, precision = rules.flops_per_token, "fp8" if request.fp8 else "fp32" if request.gpu == "CPU" else "bf16"
+    row |= {"model": model, "precision": precision, "batch": batch, "seq": length}
+    part = found.get({"DDP": "plain", "ZeRO-2": "sharded"}[strategy])
+    if part is None:
+        result.add(row | {"error": reason(error)})
+        return
+    row |= spread(part["times_ms"])
+    rate = 1e3 * gpus * batch * length / row["ms"]
+    row |= {"tokens_per_s": rate, "tokens_per_s_per_gpu": rate / gpus, "tflops_per_gpu": flops * rate / gpus / 1e12}
+    row |= {"percent": result.percent(row["tflops_per_gpu"], precision), "memory_gb": part["memory_bytes"] / 1e9 or None}
+    if part["alone_ms"]:
+        alone_ms = statistics.median(part["alone_ms"])
+        row |= {"alone_ms": alone_ms, "exposed": 100 * (row["ms"] - alone_ms) / row["ms"]}
+    smaller = [old for old in result.rows if old.get("strategy") == strategy and "tokens_per_s" in old]
+    one = smaller[0] if smaller else row
+    if one["gpus"] == 1:
+        row["efficiency"] = 100 * rate / gpus / one["tokens_per_s"]
+    result.add(row | ({"mark": mark(smaller[-1], row)} if smaller else {}))
+
+
+def reason(error: RunError | None) -> str:
+    if error is None:
+        return "not measured"
+    return "out of memory" if error.kind == "out_of_memory" or "out of memory" in error.what else error.what
+
+
+def mark(smaller: dict[str, Any], row: dict[str, Any]) -> str:
+    """What is odd about `row`, which has the next larger number of GPUs."""
+    if row["tokens_per_s"] < smaller["tokens_per_s"]:
+        return f"below {smaller['gpus']} GPU{'s' if smaller['gpus'] > 1 else ''}"
+    if row["ms_p90"] < smaller["ms_p10"]:
+        return f"faster per GPU than {smaller['gpus']}"
+    return ""
+
+
+def add_collectives(ranks: int, found: list[dict[str, Any]], result: Result) -> None:
+    factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks}
+    for call in found:
+        speed = call["bytes"] / statistics.median(call["times_ms"]) / 1e6
+        row = {"table": "collectives", "name": f"{call['name']}, {ranks} ranks", "mib": call["bytes"] / MIB}
+        result.add(row | {"algorithm_gb_per_s": speed, "bus_gb_per_s": speed * factors[call["name"]]}, call["times_ms"])
+
+
+def add_links(count: int, result: Result) -> None:
+    vendor = "amd" if torch.version.hip else "nvidia"
+    names, why = links.ask_driver(vendor, os.environ, count)
+    with tempfile.TemporaryDirectory(prefix="links-") as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "throughput.links", str(folder / "copies.json")]
+        ending = supervise(command, rank_environment(os.environ, {}, 1), folder, stdout=sys.stderr)
+        if ending.signal_number:
+            raise Interrupted(ending.signal_number)
+        copies = json.loads((folder / "copies.json").read_text()) if ending.returncode == 0 else []
+    for row in links.rows(names, copies):
+        result.add({"table": "links", **row})
+    for failed in filter(None, (why, "" if copies else "the copies could not be measured: see the messages above")):
+        result.add({"table": "links", "pair": "all", "error": failed})

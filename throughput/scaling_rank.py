@@ -1,0 +1,212 @@
+"""What one rank measures for `throughput scaling`: `python -m throughput.scaling_rank FOLDER`, started by torchrun on n GPUs.
+
+FOLDER/request.json says what; rank 0 writes FOLDER/measured.json after each part, so that a part that runs out of memory does not lose
+those before it: collectives by size, then the sharded Llama, then the GPT under data parallelism, which takes the most memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from common.kernels import accumulate
+from common.kernels.attention import attention_backends
+from common.sharding.processes import Processes, start_processes
+from common.sharding.reduce_scatter import pad_rows
+from common.sharding.zero import Shard, ZeroOptimizer
+from common.training.guard import run_guarded
+from common.training.loop import Assembly, Batching
+from common.training.loop import train_step as llama_step
+from common.training.warmup import synthetic_batches
+from llama31_8b.rules import CLOSED, MINIATURE, Config, Rules
+from llama31_8b.train import assemble
+from throughput.gpt_model import LEARNING_RATE, GptShape, Size, build_gpt, free_memory, train_step
+from throughput.timing import step_ms
+
+TIMEOUT_S = 300.0  # of a collective: while one rank still compiles kernels
+COLLECTIVES = ("all-reduce", "all-gather")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What all counts of GPUs measure."""
+
+    gpu: str  # a name of common.gpu_kinds.KINDS, or another GPU's, or CPU
+    gpt: Size
+    llama_layers: int
+    fp8: bool  # of the Llama's linear layers
+    warmup: int
+    steps: int
+    collective_bytes: tuple[int, ...]
+    collective_repeats: int
+
+    @staticmethod
+    def read(path: Path) -> Request:
+        table = json.loads(path.read_text())
+        gpt = table.pop("gpt")
+        return Request(gpt=Size(**gpt | {"shape": GptShape(**gpt["shape"])}), **table)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @property
+    def rules(self) -> Rules:
+        """The benchmark's, with fewer layers; on a CPU those of the miniature."""
+        rules = MINIATURE if self.gpu == "CPU" else CLOSED
+        return replace(rules, shape=replace(rules.shape, num_layers=self.llama_layers))
+
+
+def measure(folder: Path) -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch renames collectives; torch 2.9 has the old names only
+    request = Request.read(folder / "request.json")
+    processes = start_processes("cpu" if request.gpu == "CPU" else "cuda", TIMEOUT_S)
+    found: dict[str, Any] = {}
+    parts: dict[str, Callable[[], Any]] = {
+        "collectives": partial(measure_collectives, request, processes),
+        "sharded": partial(measure_sharded, request, processes),
+        "plain": partial(measure_plain, request, processes),
+    }
+    with attention_backends(processes.device.type):
+        for name, part in parts.items():
+            free_memory(processes.device)
+            found[name] = part()
+            if processes.rank == 0:
+                (folder / "measured.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def measure_plain(request: Request, processes: Processes) -> dict:
+    """The GPT, whole on each rank; torch's DistributedDataParallel averages the gradients during backward. One rank has no wrapper."""
+    model = build_gpt(request.gpt.shape, request.gpt.sequence_length, processes.device)
+    if processes.world_size == 1:
+        return measure_steps(request, processes, train_step(model, request.gpt), None)
+    ids = [processes.device.index] if processes.device.type == "cuda" else None
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    step = train_step(wrapped, request.gpt)
+
+    def alone() -> None:
+        with wrapped.no_sync():
+            step()
+
+    return measure_steps(request, processes, step, alone)
+
+
+def measure_sharded(request: Request, processes: Processes) -> dict:
+    """The Llama that this package trains: ZeRO-2, fused blocks, gradients reduced and weights gathered beside the computation."""
+    rules, ranks = request.rules, processes.world_size
+    config = Config(
+        gpu=request.gpu,
+        nodes=1,
+        gpus_per_node=ranks,
+        global_batch_size=ranks,
+        opt_base_learning_rate=LEARNING_RATE,
+        max_samples=1,
+        micro_batch_size=1,
+        eval_micro_batch_size=1,
+        fp8="torch" if request.fp8 else "",
+        opt_learning_rate_warmup_steps=1,
+    )
+    assembly = assemble(config, rules, processes, seed=1)
+    optimizer = assembly.optimizer
+    assert isinstance(optimizer, ZeroOptimizer)
+    batches = synthetic_batches(rules.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size)
+    step = partial(llama_step, assembly, batches, Batching(ranks, 1), LEARNING_RATE, processes)
+    own_rows = OwnRowsOnly(ranks, processes.rank, accumulate.ENGINES[config.kernels])
+
+    def alone() -> None:
+        optimizer.reduce_scatter = own_rows
+        step()
+
+    found = measure_steps(request, processes, step, alone if ranks > 1 else None)
+    release(assembly)
+    return found
+
+
+def release(assembly: Assembly) -> None:
+    """Give back its memory: torch holds the hooks that ZeroOptimizer put on the parameters where the garbage collector does not look."""
+    for tensor in (*assembly.state_tensors(), *assembly.model.parameters()):
+        tensor.untyped_storage().resize_(0)
+
+
+class OwnRowsOnly:
+    """A ReduceScatter (common/sharding/reduce_scatter.py) that sends nothing: each rank adds its own rows of its own gradient. Its steps do
+    all the work of a step but the communication of gradients; what they learn is wrong.
+    """
+
+    def __init__(self, ranks: int, rank: int, accumulate: Callable[..., Tensor]):
+        self.ranks, self.rank, self.accumulate = ranks, rank, accumulate
+
+    def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
+        for shard, gradient in zip(shards, gradients, strict=True):
+            mine = pad_rows(gradient, len(shard.master) * self.ranks).chunk(self.ranks)[self.rank]
+            shard.gradient = self.accumulate(shard.gradient, mine)
+        return gradients
+
+    def finish(self) -> list[Tensor]:
+        return []
+
+
+def measure_steps(request: Request, processes: Processes, step: Callable[[], object], alone: Callable[[], object] | None) -> dict:
+    """`times_ms`: milliseconds of each step, of the slowest rank; `alone_ms`: of `alone`, the same step without the reduction of gradients,
+    empty if there is none; `memory_bytes`: peak of the fullest rank, 0 on a CPU.
+    """
+    device = processes.device
+    processes.barrier()
+    times = slowest(step_ms(step, device.type, request.warmup, request.steps), processes)
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    processes.barrier()
+    alone_ms = slowest(step_ms(alone, device.type, request.warmup, request.steps), processes) if alone else []
+    return {"times_ms": times, "alone_ms": alone_ms, "memory_bytes": int(slowest([memory], processes)[0])}
+
+
+def slowest(values: list[float], processes: Processes) -> list[float]:
+    """The maximum of each value over the ranks."""
+    largest = torch.tensor(values, dtype=torch.float64, device=processes.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def measure_collectives(request: Request, processes: Processes) -> list[dict]:
+    """For each collective and size: milliseconds of each call, of the slowest rank. Empty with one rank."""
+    found = []
+    for name in COLLECTIVES if processes.world_size > 1 else ():
+        for size in request.collective_bytes:
+            call = prepare_collective(name, size, processes)
+            processes.barrier()
+            times = slowest(step_ms(call, processes.device.type, 3, request.collective_repeats), processes)
+            found.append({"name": name, "bytes": size, "times_ms": times})
+    return found
+
+
+def prepare_collective(name: str, size: int, processes: Processes) -> Callable[[], object]:
+    """`size`: bytes, as NCCL's tests count them: of the tensor that is reduced, or of the whole that is gathered. Random bf16."""
+    whole = torch.randn(size // 2, device=processes.device, dtype=torch.bfloat16)
+    if name == "all-reduce":
+        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX)  # sums of sums would overflow
+    part = whole[: len(whole) // processes.world_size].clone()
+    target = whole[: len(part) * processes.world_size]
+    return lambda: dist.all_gather_into_tensor(target, part)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    run_guarded(folder, int(os.environ["RANK"]), partial(measure, folder), lambda: None, lambda: 0)
+    os._exit(0)  # the record says "done"; gloo's threads now and then end an interpreter that is shutting down with std::terminate
