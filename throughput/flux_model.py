@@ -1,0 +1,257 @@
+"""FLUX.1-dev's transformer: two streams, image and text, that attend to each other; then one stream of both; the rest is conditioning.
+
+Sizes are those of config.json of black-forest-labs/FLUX.1-dev (transformer); the blocks follow Esser et al. (arXiv:2403.03206, MM-DiT) and
+Dehghani et al. (arXiv:2302.05442, attention and MLP side by side). Legend: B batch, S image tokens, T text tokens, N = T + S, D hidden.
+
+Every block normalizes without weights, then scales and shifts by what it computes from the conditioning vector c = time + guidance + text:
+    double: x += gate * out(attention(qkv(norm(x)))), x += gate * down(gelu(up(norm(x)))), for each stream with weights of its own
+    single: x += gate * out([attention(q, k, v), gelu(h)]), (q, k, v, h) = in(norm(x))
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+SINUSOIDS = 256  # of the time and of the guidance
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class FluxShape:
+    """FLUX.1-dev by default."""
+
+    double_blocks: int = 19
+    single_blocks: int = 38
+    hidden_size: int = 3072
+    num_heads: int = 24
+    in_channels: int = 64  # of a token: 2 x 2 latents of 16 channels
+    context_size: int = 4096  # of a text token, from T5
+    pooled_size: int = 768  # of the whole text, from CLIP
+    rope_axes: tuple[int, ...] = (16, 56, 56)  # parts of the head dimension: text (always 0), row, column
+    rope_base: float = 10000.0
+    mlp_ratio: int = 4
+
+    @property
+    def blocks(self) -> int:
+        return self.double_blocks + self.single_blocks
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def flops_per_image(self, image_tokens: int, text_tokens: int) -> int:
+        """Forward and backward of one image, 3 x forward: 2 for each weight of a matrix and each token it multiplies, 4 N^2 D for attention
+        in each block. Recomputation, norms and the optimizer are not counted.
+        """
+        hidden, tokens = self.hidden_size, image_tokens + text_tokens
+        per_token = (4 + 2 * self.mlp_ratio) * hidden**2  # qkv, out and the MLP's two; a single block has the same
+        vectors = 2 * (SINUSOIDS + hidden) * hidden + (self.pooled_size + hidden) * hidden + 2 * hidden**2
+        vectors += (12 * self.double_blocks + 3 * self.single_blocks) * hidden**2  # modulations
+        ends = (2 * self.in_channels * image_tokens + self.context_size * text_tokens) * hidden
+        forward = 2 * (self.blocks * per_token * tokens + vectors + ends) + self.blocks * 4 * tokens**2 * hidden
+        return 3 * forward
+
+
+def image_positions(rows: int, columns: int, text_tokens: int) -> Tensor:
+    """int64 [N, 3]: zeros for text, (0, row, column) for the image's tokens."""
+    grid = torch.cartesian_prod(torch.zeros(1, dtype=torch.int64), torch.arange(rows), torch.arange(columns))
+    return torch.cat((torch.zeros(text_tokens, 3, dtype=torch.int64), grid))
+
+
+def rope_tables(positions: Tensor, shape: FluxShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cos, sin), fp32 [N, 1, head_dim / 2], from angles in fp64: each axis turns its part of the head."""
+    angles = []
+    for axis, size in enumerate(shape.rope_axes):
+        frequencies = shape.rope_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angles.append(torch.outer(positions[:, axis].double(), frequencies))
+    angle = torch.cat(angles, dim=1)[:, None]
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [B, N, heads, head_dim]. Neighbors 2i and 2i + 1 turn by angle i."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def sinusoids(value: Tensor) -> Tensor:
+    """fp32 [B] -> fp32 [B, 256]: cosines, then sines, of 1000 times the value."""
+    frequencies = torch.exp(-math.log(10000.0) / (SINUSOIDS // 2) * torch.arange(SINUSOIDS // 2, device=value.device))
+    angle = 1000.0 * value.float()[:, None] * frequencies
+    return torch.cat((angle.cos(), angle.sin()), dim=1)
+
+
+def normalize(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """x: [B, N, D]; shift, scale: [B, 1, D]."""
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=EPS), 1 + scale)
+
+
+class Modulation(nn.Module):
+    """From c [B, D] the shifts, scales and gates of a block: `count` tensors [B, 1, D]."""
+
+    def __init__(self, hidden_size: int, count: int):
+        super().__init__()
+        self.count = count
+        self.linear = nn.Linear(hidden_size, count * hidden_size)
+
+    def forward(self, c: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(F.silu(c))[:, None].chunk(self.count, dim=-1)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of queries and of keys, each per head, with one weight for all heads."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.q = nn.RMSNorm(head_dim, eps=EPS)
+        self.k = nn.RMSNorm(head_dim, eps=EPS)
+
+    def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, N, 3 D] -> q, k, v of [B, N, heads, head_dim], the first two normalized."""
+        q, k, v = qkv.unflatten(-1, (3, -1, self.q.normalized_shape[0])).unbind(2)
+        return self.q(q), self.k(k), v
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """[B, N, heads, head_dim] -> [B, N, D]: every token attends to every other, text and image alike; no mask, as in FLUX."""
+    q, k = rotate(q, *rope), rotate(k, *rope)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    return out.transpose(1, 2).flatten(2)
+
+
+class Stream(nn.Module):
+    """What a double block has for the image, and once more for the text."""
+
+    def __init__(self, shape: FluxShape):
+        super().__init__()
+        hidden = shape.hidden_size
+        self.modulation = Modulation(hidden, 6)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.norm = HeadNorm(shape.head_dim)
+        self.out = nn.Linear(hidden, hidden)
+        self.up = nn.Linear(hidden, shape.mlp_ratio * hidden)
+        self.down = nn.Linear(shape.mlp_ratio * hidden, hidden)
+
+    def queries(self, x: Tensor, modulation: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        return self.norm(self.qkv(normalize(x, *modulation[:2])))
+
+    def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
+        _, _, attention_gate, shift, scale, gate = modulation
+        x = torch.addcmul(x, attention_gate, self.out(attended))
+        return torch.addcmul(x, gate, self.down(F.gelu(self.up(normalize(x, shift, scale)), approximate="tanh")))
+
+
+class Block(nn.Module):
+    """`recompute`: keep only the inputs for the backward, and run the forward again there."""
+
+    def __init__(self, recompute: bool):
+        super().__init__()
+        self.recompute = recompute
+
+    def forward(self, *inputs):
+        return checkpoint(self.run, *inputs, use_reentrant=False) if self.recompute else self.run(*inputs)
+
+
+class DoubleBlock(Block):
+    def __init__(self, shape: FluxShape, recompute: bool):
+        super().__init__(recompute)
+        self.image, self.text = Stream(shape), Stream(shape)
+
+    def run(self, image: Tensor, text: Tensor, c: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        of_image, of_text = self.image.modulation(c), self.text.modulation(c)
+        parts = zip(self.text.queries(text, of_text), self.image.queries(image, of_image), strict=True)
+        attended = attention(*(torch.cat(part, dim=1) for part in parts), rope)
+        text_tokens = text.shape[1]
+        image = self.image.finish(image, attended[:, text_tokens:], of_image)
+        return image, self.text.finish(text, attended[:, :text_tokens], of_text)
+
+
+class SingleBlock(Block):
+    def __init__(self, shape: FluxShape, recompute: bool):
+        super().__init__(recompute)
+        hidden, self.mlp_size = shape.hidden_size, shape.mlp_ratio * shape.hidden_size
+        self.modulation = Modulation(hidden, 3)
+        self.into = nn.Linear(hidden, 3 * hidden + self.mlp_size)
+        self.norm = HeadNorm(shape.head_dim)
+        self.out = nn.Linear(hidden + self.mlp_size, hidden)
+
+    def run(self, x: Tensor, c: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        shift, scale, gate = self.modulation(c)
+        qkv, up = self.into(normalize(x, shift, scale)).split((3 * x.shape[-1], self.mlp_size), dim=-1)
+        attended = attention(*self.norm(qkv), rope)
+        return torch.addcmul(x, gate, self.out(torch.cat((attended, F.gelu(up, approximate="tanh")), dim=-1)))
+
+
+class Embedding(nn.Module):
+    """A vector [B, size] -> [B, D]."""
+
+    def __init__(self, size: int, hidden_size: int):
+        super().__init__()
+        self.into, self.out = nn.Linear(size, hidden_size), nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.silu(self.into(x.to(self.into.weight.dtype))))
+
+
+class Inputs(nn.Module):
+    """Tokens to the hidden size, and the conditioning vector c."""
+
+    def __init__(self, shape: FluxShape):
+        super().__init__()
+        hidden = shape.hidden_size
+        self.image, self.text = nn.Linear(shape.in_channels, hidden), nn.Linear(shape.context_size, hidden)
+        self.time, self.guidance, self.pooled = (
+            Embedding(SINUSOIDS, hidden),
+            Embedding(SINUSOIDS, hidden),
+            Embedding(shape.pooled_size, hidden),
+        )
+
+    def forward(self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        c = self.time(sinusoids(time)) + self.guidance(sinusoids(guidance)) + self.pooled(pooled)
+        return self.image(latents), self.text(text), c
+
+
+class Outputs(nn.Module):
+    def __init__(self, shape: FluxShape):
+        super().__init__()
+        self.modulation = Modulation(shape.hidden_size, 2)
+        self.linear = nn.Linear(shape.hidden_size, shape.in_channels)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return self.linear(normalize(x, *self.modulation(c)))
+
+
+class Flux(nn.Module):
+    def __init__(self, shape: FluxShape, recompute_blocks: int = 0):
+        """`recompute_blocks`: of the first so many blocks only the inputs are kept for the backward."""
+        super().__init__()
+        self.inputs = Inputs(shape)
+        recompute = [number < recompute_blocks for number in range(shape.blocks)]
+        self.double_blocks = nn.ModuleList(DoubleBlock(shape, again) for again in recompute[: shape.double_blocks])
+        self.single_blocks = nn.ModuleList(SingleBlock(shape, again) for again in recompute[shape.double_blocks :])
+        self.outputs = Outputs(shape)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """In the order of the forward; together they have every parameter once."""
+        return [self.inputs, *self.double_blocks, *self.single_blocks, self.outputs]
+
+    def forward(self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """The velocity [B, S, in_channels].
+
+        latents: [B, S, in_channels], text: [B, T, context_size], pooled: [B, pooled_size], in the weights' dtype; time (0 image, 1 noise)
+        and guidance: fp32 [B]; rope: of `rope_tables`.
+        """
+        image, text, c = self.inputs(latents, text, pooled, time, guidance)
+        for block in self.double_blocks:
+            image, text = block(image, text, c, rope)
+        x = torch.cat((text, image), dim=1)
+        for block in self.single_blocks:
+            x = block(x, c, rope)
+        return self.outputs(x[:, text.shape[1] :], c)
