@@ -29,6 +29,7 @@ MEASUREMENTS = {
     "mlp": "training steps of a small MLP on one GPU",
     "gpt": "training steps of GPTs of eight sizes on one GPU",
     "scaling": "training steps on 1, 2, 4, ... GPUs, collectives by size, and the links between GPUs",
+    "flux": "training steps of FLUX.1-dev's transformer on synthetic latents",
 }
 WITHOUT_RESULT = {
     "suite": "all of the above in one sitting, one page of them; goes on where it was interrupted",

@@ -64,20 +64,22 @@ def image_positions(rows: int, columns: int, text_tokens: int) -> Tensor:
     return torch.cat((torch.zeros(text_tokens, 3, dtype=torch.int64), grid))
 
 
-def rope_tables(positions: Tensor, shape: FluxShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(cos, sin), fp32 [N, 1, head_dim / 2], from angles in fp64: each axis turns its part of the head."""
+def rope_table(positions: Tensor, shape: FluxShape, device: torch.device) -> Tensor:
+    """exp(i angle), complex64 [N, 1, head_dim / 2], from angles in fp64: each axis turns its part of the head."""
     angles = []
     for axis, size in enumerate(shape.rope_axes):
         frequencies = shape.rope_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
         angles.append(torch.outer(positions[:, axis].double(), frequencies))
     angle = torch.cat(angles, dim=1)[:, None]
-    return angle.cos().float().to(device), angle.sin().float().to(device)
+    return torch.polar(torch.ones_like(angle), angle).to(device, torch.complex64)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [B, N, heads, head_dim]. Neighbors 2i and 2i + 1 turn by angle i."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """x: [B, N, heads, head_dim]. Neighbors 2i and 2i + 1 turn by angle i: as complex numbers 20 bytes of memory traffic for each element
+    in plain torch, where products and sums of real ones take 48.
+    """
+    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rope
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 def sinusoids(value: Tensor) -> Tensor:
@@ -118,9 +120,9 @@ class HeadNorm(nn.Module):
         return self.q(q), self.k(k), v
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, rope: Tensor) -> Tensor:
     """[B, N, heads, head_dim] -> [B, N, D]: every token attends to every other, text and image alike; no mask, as in FLUX."""
-    q, k = rotate(q, *rope), rotate(k, *rope)
+    q, k = rotate(q, rope), rotate(k, rope)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return out.transpose(1, 2).flatten(2)
 
@@ -148,14 +150,14 @@ class Stream(nn.Module):
 
 
 class Block(nn.Module):
-    """`recompute`: keep only the inputs for the backward, and run the forward again there."""
+    """`recompute`: keep only the inputs for the backward, and run the forward, which draws no random numbers, again there."""
 
     def __init__(self, recompute: bool):
         super().__init__()
         self.recompute = recompute
 
     def forward(self, *inputs):
-        return checkpoint(self.run, *inputs, use_reentrant=False) if self.recompute else self.run(*inputs)
+        return checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False) if self.recompute else self.run(*inputs)
 
 
 class DoubleBlock(Block):
@@ -163,7 +165,7 @@ class DoubleBlock(Block):
         super().__init__(recompute)
         self.image, self.text = Stream(shape), Stream(shape)
 
-    def run(self, image: Tensor, text: Tensor, c: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, image: Tensor, text: Tensor, c: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         of_image, of_text = self.image.modulation(c), self.text.modulation(c)
         parts = zip(self.text.queries(text, of_text), self.image.queries(image, of_image), strict=True)
         attended = attention(*(torch.cat(part, dim=1) for part in parts), rope)
@@ -181,7 +183,7 @@ class SingleBlock(Block):
         self.norm = HeadNorm(shape.head_dim)
         self.out = nn.Linear(hidden + self.mlp_size, hidden)
 
-    def run(self, x: Tensor, c: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def run(self, x: Tensor, c: Tensor, rope: Tensor) -> Tensor:
         shift, scale, gate = self.modulation(c)
         qkv, up = self.into(normalize(x, shift, scale)).split((3 * x.shape[-1], self.mlp_size), dim=-1)
         attended = attention(*self.norm(qkv), rope)
@@ -242,11 +244,11 @@ class Flux(nn.Module):
         """In the order of the forward; together they have every parameter once."""
         return [self.inputs, *self.double_blocks, *self.single_blocks, self.outputs]
 
-    def forward(self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor, rope: Tensor) -> Tensor:
         """The velocity [B, S, in_channels].
 
         latents: [B, S, in_channels], text: [B, T, context_size], pooled: [B, pooled_size], in the weights' dtype; time (0 image, 1 noise)
-        and guidance: fp32 [B]; rope: of `rope_tables`.
+        and guidance: fp32 [B]; rope: of `rope_table`.
         """
         image, text, c = self.inputs(latents, text, pooled, time, guidance)
         for block in self.double_blocks:

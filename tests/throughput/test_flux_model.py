@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from throughput.flux_model import Flux, FluxShape, image_positions, rope_tables
+from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
 
 # Some hundred fp32 roundings of 6e-8 lie between input and gradient, in another order than in diffusers.
 TOLERANCE = 1e-5  # |ours - theirs| <= TOLERANCE * |theirs|, both L2 norms over the whole tensor
@@ -110,7 +110,7 @@ def test_outputs_and_gradients_are_those_of_diffusers(size, recompute_blocks):
         for name, parameter in ours.named_parameters():
             parameter.copy_(ours_from(weights, name))
     drawn, positions = inputs(TINY, batch, rows, columns, text_tokens), image_positions(rows, columns, text_tokens)
-    out = ours(**drawn, rope=rope_tables(positions, TINY, torch.device("cpu")))
+    out = ours(**drawn, rope=rope_table(positions, TINY, torch.device("cpu")))
     expected = theirs(
         hidden_states=drawn["latents"],
         encoder_hidden_states=drawn["text"],
@@ -133,11 +133,11 @@ def test_outputs_and_gradients_are_those_of_diffusers(size, recompute_blocks):
 def test_every_input_and_the_rope_count():
     """A change of any of them changes the output: none is lost on the way."""
     model, drawn = Flux(TINY), inputs(TINY, 2, 3, 4, 5)
-    rope = rope_tables(image_positions(3, 4, 5), TINY, torch.device("cpu"))
+    rope = rope_table(image_positions(3, 4, 5), TINY, torch.device("cpu"))
     before = model(**drawn, rope=rope)
     for name in drawn:
         assert not torch.allclose(model(**drawn | {name: drawn[name] * 0.5}, rope=rope), before, atol=1e-6), name
-    turned = rope_tables(image_positions(4, 3, 5), TINY, torch.device("cpu"))
+    turned = rope_table(image_positions(4, 3, 5), TINY, torch.device("cpu"))
     assert not torch.allclose(model(**drawn, rope=turned), before, atol=1e-6)
 
 
@@ -159,6 +159,6 @@ def test_the_parts_have_every_parameter_once():
 def test_flops_are_those_that_torch_counts(shape):
     """Forward: its counter has every matrix product, and with the math backend attention is two of them."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        rope = rope_tables(image_positions(4, 6, 7), shape, torch.device("cpu"))
+        rope = rope_table(image_positions(4, 6, 7), shape, torch.device("cpu"))
         Flux(shape)(**inputs(shape, 2, 4, 6, 7), rope=rope)
     assert 3 * counter.get_total_flops() == 2 * shape.flops_per_image(24, 7)

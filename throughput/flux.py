@@ -1,0 +1,194 @@
+"""Training steps of FLUX.1-dev's transformer, 11.9 B parameters, on latents and text embeddings that are drawn at random; bf16, sharded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError
+from common.gpu_kinds import GIB
+from launch.diagnosis import diagnose
+from launch.job import rank_environment, torchrun
+from launch.supervise import supervise
+from throughput import options as common
+from throughput.flux_model import Flux, FluxShape
+from throughput.flux_rank import Request
+from throughput.result import Result
+from throughput.tables import Beside, Column, Table
+from throughput.timing import spread
+
+MODEL = "flux.1-dev"
+PIXELS_PER_TOKEN = 16  # on a side: the autoencoder's 8, and 2 x 2 latents to a token
+TEXT_TOKENS = 512  # FLUX.1-dev pads every text to this length, and attends to the padding
+TINY = FluxShape(2, 3, 64, 2, 16, 32, 24, (8, 12, 12))  # what a CPU measures: it says nothing of a machine
+TINY_TEXT_TOKENS = 24
+BATCH = {"cuda": 10, "cpu": 2}
+RESOLUTION = {"cuda": 512, "cpu": 64}
+STATE_OF_SHARD = 12  # bytes a parameter: fp32 master weight and gradient, two bf16 moments
+
+TABLES = (
+    Table(
+        "flux",
+        "Training steps of FLUX.1-dev's transformer",
+        (
+            Column("model", "Model"),
+            Column("parameters", "Parameters", "", ",d"),
+            Column("precision", "Precision"),
+            Column("gpus", "GPUs", "", "d"),
+            Column("resolution", "Image, pixels a side", "", "d"),
+            Column("tokens", "Tokens of image and text", "", ",d"),
+            Column("batch", "Batch per GPU", "", "d"),
+            Column("recomputed", "Blocks recomputed"),
+            Column("images_per_s_per_gpu", "Images/s per GPU", "", ".3g"),
+            Column("images_per_s_p10", "10th percentile", "", ".3g"),
+            Column("images_per_s_p90", "90th percentile", "", ".3g"),
+            Column("samples", "Steps", "", "d"),
+            Column("ms", "Step", "ms", ".1f"),
+            Column("ms_p10", "10th percentile", "ms", ".1f"),
+            Column("ms_p90", "90th percentile", "ms", ".1f"),
+            Column("tflops", "TFLOP/s per GPU", "", ".4g"),
+            Column("percent", "% of peak", "%", ".1f"),
+            Column("state_gib", "Weights and state", "GiB", ".1f"),
+            Column("memory_gib", "Peak memory", "GiB", ".1f"),
+        ),
+        (
+            "A step: noise and time are drawn, forward, mean squared error in fp32 of the velocity noise - latents (rectified flow), backward, "
+            "clipping, AdamW. Time: the logistic function of N(0, 1), one per image. The autoencoder and the text encoders do not run.",
+            "Images/s per GPU = batch / step time of the slowest rank; the median step counts.",
+            "TFLOP per image = 3 x forward; forward = 2 x weights of each matrix x tokens it multiplies + 4 x tokens^2 x hidden size in each "
+            "block's attention. Recomputation is not counted. Plain torch, nothing compiled.",
+            "Weights, activations and reduced gradients bf16, both moments bf16, master weights and summed gradients fp32, sharded over the "
+            "GPUs (ZeRO-2): 2 + 12 / GPUs bytes a parameter. Of a recomputed block only the inputs are kept for the backward.",
+            "Peak memory: of tensors, on the fullest GPU.",
+            f"A model with fewer blocks, or tiny, is not {MODEL}: its images/s compare with nothing published.",
+        ),
+        published=(Beside("flux", ("model", "precision"), "images_per_s_per_gpu"),),
+    ),
+    Table(
+        "flux_batches",
+        "Batches tried",
+        (
+            Column("model", "Model"),
+            Column("gpus", "GPUs", "", "d"),
+            Column("resolution", "Image, pixels a side", "", "d"),
+            Column("batch", "Batch per GPU", "", "d"),
+            Column("memory_gib", "Peak memory", "GiB", ".1f"),
+        ),
+        (
+            "For --batch max: doubled until memory runs out, then bisected. Each is one whole step with all memory allocated anew; a batch "
+            "counts as out of memory if one GPU runs out.",
+        ),
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add(
+        parser,
+        "gpus",
+        batch={"help": f"images per GPU; default {BATCH['cuda']}; max: the largest that fits, found by trying"},
+        warmup={"default": 2},
+        steps={"default": 8},
+    )
+    parser.add_argument("--resolution", type=common.whole, metavar="N", help=f"pixels of a side; default {RESOLUTION['cuda']}")
+    parser.add_argument(
+        "--layers", type=common.counts, metavar="D,S", help="a part of the model: D double and S single blocks of 19 and 38"
+    )
+    parser.add_argument("--recompute", type=int, metavar="N", help="the first N blocks are recomputed in the backward; default: all")
+
+
+def measure(options: argparse.Namespace, result: Result) -> None:
+    """Raises ConfigError, and whatever ended the ranks but a lack of memory."""
+    request = request_from(options)
+    for gpus in options.gpus:
+        row = row_of(request, options, gpus)
+        memory_gib = result.data["machine"].get("gpu_memory_gib", float("inf"))
+        if row["state_gib"] > memory_gib:
+            result.add(row | {"error": f"out of memory: weights and state alone take {row['state_gib']:.1f} of {memory_gib:.1f} GiB"})
+            continue
+        found = run_ranks(request, gpus)
+        if options.batch == common.MAX:
+            for batch, peak in found["tried"]:
+                tried = {"table": "flux_batches", "model": row["model"], "gpus": gpus, "resolution": row["resolution"], "batch": batch}
+                result.add(tried | ({"error": "out of memory"} if peak is None else {"memory_gib": peak / GIB or None}))
+        if not found["batch"]:
+            result.add(row | {"batch": request.batch or 1, "error": "out of memory"})
+            continue
+        result.add(row | {"batch": found["batch"]} | rates(request, found, result), found["times_ms"])
+
+
+def request_from(options: argparse.Namespace) -> Request:
+    """Raises ConfigError."""
+    device = options.device
+    if device == "cpu" and options.batch == common.MAX:
+        why = "its memory is that of the whole machine, which must not be filled"
+        raise ConfigError("--batch max on a CPU", why, "name a batch")
+    resolution = options.resolution or RESOLUTION[device]
+    if resolution % PIXELS_PER_TOKEN:
+        why = f"a token is a square of {PIXELS_PER_TOKEN} x {PIXELS_PER_TOKEN} pixels"
+        raise ConfigError(f"--resolution {resolution}", why, f"use a multiple of {PIXELS_PER_TOKEN}, such as 512 or 1024")
+    shape = TINY if device == "cpu" else FluxShape()
+    if options.layers:
+        if len(options.layers) != 2:
+            raise ConfigError(f"--layers {options.layers}", "two numbers are needed", "e.g. --layers 12,24")
+        shape = replace(shape, double_blocks=options.layers[0], single_blocks=options.layers[1])
+    recompute = shape.blocks if options.recompute is None else options.recompute
+    if not 0 <= recompute <= shape.blocks:
+        raise ConfigError(f"--recompute {recompute}", f"the model has {shape.blocks} blocks", "name a number up to that")
+    side = resolution // PIXELS_PER_TOKEN
+    text_tokens = TINY_TEXT_TOKENS if device == "cpu" else TEXT_TOKENS
+    batch = 0 if options.batch == common.MAX else options.batch or BATCH[device]
+    return Request(device, shape, side, side, text_tokens, batch, recompute, options.warmup, options.steps)
+
+
+def row_of(request: Request, options: argparse.Namespace, gpus: int) -> dict[str, Any]:
+    """What is known before anything is measured."""
+    shape = request.shape
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Flux(shape).parameters())
+    parts = f", {shape.double_blocks} + {shape.single_blocks} blocks" if options.layers else ""
+    return {
+        "table": "flux",
+        "model": (MODEL if request.device == "cuda" else "tiny") + parts,
+        "parameters": parameters,
+        "precision": "bf16",
+        "gpus": gpus,
+        "resolution": request.rows * PIXELS_PER_TOKEN,
+        "tokens": request.rows * request.columns + request.text_tokens,
+        "batch": request.batch or None,
+        "recomputed": f"{request.recompute_blocks} of {shape.blocks}",
+        "state_gib": parameters * (2 + STATE_OF_SHARD / gpus) / GIB,
+    }
+
+
+def rates(request: Request, found: dict[str, Any], result: Result) -> dict[str, Any]:
+    times, images = spread(found["times_ms"]), 1e3 * found["batch"]
+    tflops = request.shape.flops_per_image(request.rows * request.columns, request.text_tokens) * images / times["ms"] / 1e12
+    return {
+        "images_per_s_per_gpu": images / times["ms"],
+        "images_per_s_p10": images / times["ms_p90"],
+        "images_per_s_p90": images / times["ms_p10"],
+        "tflops": tflops,
+        "percent": result.percent(tflops, "bf16"),
+        "memory_gib": found["memory_bytes"] / GIB or None,
+    }
+
+
+def run_ranks(request: Request, gpus: int) -> dict[str, Any]:
+    """What throughput/flux_rank.py found on so many GPUs, or processes of a CPU. Raises the RunError of the rank that failed first."""
+    threads = max(1, (os.cpu_count() or 1) // gpus) if request.device == "cpu" else 1
+    environment = rank_environment(os.environ, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, threads)
+    with tempfile.TemporaryDirectory(prefix="flux-") as name:
+        folder = Path(name)
+        request.write(folder / "request.json")
+        ending = supervise(torchrun(folder, gpus, ["-m", "throughput.flux_rank", name]), environment, folder)
+        if ending.signal_number or ending.returncode:
+            raise diagnose(folder, gpus)[0]
+        return json.loads((folder / "measured.json").read_text())

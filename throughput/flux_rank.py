@@ -1,0 +1,255 @@
+"""What one rank measures for `throughput flux`: `python -m throughput.flux_rank FOLDER`, started by torchrun on n GPUs.
+
+FOLDER/request.json says what; rank 0 writes FOLDER/measured.json: the batches that were tried and, where one fits, its steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.kernels import accumulate
+from common.kernels.attention import attention_backends
+from common.model.initialization import parameter_seed
+from common.sharding.adamw import AdamWSettings
+from common.sharding.processes import Processes, start_processes
+from common.sharding.reduce_scatter import NcclReduceScatter, make_reduce_scatter, pad_rows
+from common.sharding.zero import Shard, ZeroOptimizer
+from common.training.build import default_dtype
+from common.training.guard import run_guarded
+from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
+from throughput.timing import step_ms
+
+TIMEOUT_S = 300.0  # of a collective
+SETTINGS = AdamWSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, clip_norm=1.0)
+LEARNING_RATE = 1e-5
+WEIGHT_STD = 0.02  # random weights: zeros, with which training would begin, make a GPU faster than it is
+DTYPE = torch.bfloat16  # of weights, activations, reduced gradients and moments; masters and summed gradients are fp32
+GUIDANCE = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    device: str  # "cuda" or "cpu"
+    shape: FluxShape
+    rows: int  # of the image's tokens
+    columns: int
+    text_tokens: int
+    batch: int  # of each rank; 0: the largest that fits
+    recompute_blocks: int
+    warmup: int
+    steps: int
+
+    @staticmethod
+    def read(path: Path) -> Request:
+        table = json.loads(path.read_text())
+        shape = table.pop("shape")
+        return Request(shape=FluxShape(**shape | {"rope_axes": tuple(shape["rope_axes"])}), **table)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+
+def measure(folder: Path) -> None:
+    request = Request.read(folder / "request.json")
+    processes = start_processes(request.device, TIMEOUT_S, high_priority_compute=True)
+    processes.barrier()  # NCCL's own memory is there before any batch is tried
+    with attention_backends(request.device):
+        found = measure_batches(request, processes)
+    if processes.rank == 0:
+        (folder / "measured.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def measure_batches(request: Request, processes: Processes) -> dict[str, Any]:
+    """`tried`: (batch, peak bytes of the fullest rank, or None where a rank ran out of memory). `batch`, 0 if none fits; with one,
+    `times_ms` of its steps on the slowest rank and `memory_bytes`.
+    """
+    tried: list[tuple[int, int | None]] = []
+
+    def fits(batch: int) -> bool:
+        peak = try_batch(request, processes, batch)
+        tried.append((batch, peak))
+        return peak is not None
+
+    batch = (request.batch if fits(request.batch) else 0) if request.batch else largest(fits)
+    found: dict[str, Any] = {"tried": tried, "batch": batch}
+    if batch:
+        free_memory(processes.device)
+        model, optimizer = allocate(request, processes)
+        initialize(model, optimizer)
+        step = partial(train_step, model, optimizer, synthetic_batch(request, processes, batch))
+        times = step_ms(step, request.device, request.warmup, request.steps)
+        found |= {"times_ms": slowest(times, processes), "memory_bytes": int(slowest([peak_bytes(processes.device)], processes)[0])}
+    return found
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What encoders would have made, random: all in bf16 on the device. Shapes: Flux.forward."""
+
+    latents: Tensor
+    text: Tensor
+    pooled: Tensor
+    rope: Tensor
+
+
+def synthetic_batch(request: Request, processes: Processes, size: int) -> Batch:
+    device, shape = processes.device, request.shape
+    draw = partial(torch.randn, device=device, dtype=DTYPE, generator=torch.Generator(device).manual_seed(1 + processes.rank))
+    positions = image_positions(request.rows, request.columns, request.text_tokens)
+    return Batch(
+        draw(size, request.rows * request.columns, shape.in_channels),
+        draw(size, request.text_tokens, shape.context_size),
+        draw(size, shape.pooled_size),
+        rope_table(positions, shape, device),
+    )
+
+
+def flow_loss(model: Flux, batch: Batch) -> Tensor:
+    """Rectified flow (Liu et al., arXiv:2209.03003): mean squared error, fp32 [], of the velocity noise - latents at
+    (1 - t) latents + t noise, with t the logistic function of N(0, 1) (arXiv:2403.03206, logit-normal), one for each image.
+    """
+    latents = batch.latents
+    noise = torch.randn_like(latents)
+    time = torch.randn(len(latents), device=latents.device).sigmoid()
+    noisy = torch.lerp(latents, noise, time[:, None, None].to(latents.dtype))
+    velocity = model(noisy, batch.text, batch.pooled, time, torch.full_like(time, GUIDANCE), batch.rope)
+    return F.mse_loss(velocity.float(), (noise - latents).float())
+
+
+def train_step(model: Flux, optimizer: ZeroOptimizer, batch: Batch, learning_rate: float = LEARNING_RATE) -> Tensor:
+    """Forward, backward with reduction, clipping, AdamW. Returns the loss of this rank's images, fp32 []."""
+    loss = flow_loss(model, batch)
+    loss.backward()
+    optimizer.step(learning_rate)
+    return loss.detach()
+
+
+def allocate(request: Request, processes: Processes) -> tuple[Flux, ZeroOptimizer]:
+    """Without communication, so that a rank that runs out of memory leaves none waiting. The weights are undefined until `initialize`."""
+    with torch.device("meta"), default_dtype(DTYPE):
+        model = Flux(request.shape, request.recompute_blocks)
+    model.to_empty(device=processes.device)
+    kernels = kernels_of(processes.device)
+    reduce_scatter = partial(make_reduce_scatter, "nccl", processes, DTYPE, kernels)
+    return model, ZeroOptimizer(model.parts, processes, SETTINGS, kernels, reduce_scatter, DTYPE)
+
+
+def kernels_of(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" else "reference"
+
+
+def initialize(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    """Matrices N(0, WEIGHT_STD), biases 0, norms 1; equal on all ranks."""
+    for name, parameter in model.named_parameters():
+        full = torch.full(parameter.shape, float(name.endswith("norm.q.weight") or name.endswith("norm.k.weight")), device=parameter.device)
+        if parameter.ndim > 1:
+            full.normal_(0.0, WEIGHT_STD, generator=torch.Generator(parameter.device).manual_seed(parameter_seed(1, name)))
+        optimizer.set_weight(parameter, full)
+    optimizer.gather()
+
+
+# --- the largest batch ------------------------------------------------------------------------------------------------
+
+
+class Unsent(NcclReduceScatter):
+    """Takes this rank's rows of its own gradient for the mean of all ranks: the same memory, and no rank waits for another."""
+
+    def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
+        ranks, rank = self.group.size(), self.group.rank()
+        padded = (pad_rows(gradient, len(shard.master) * ranks) for shard, gradient in zip(shards, gradients, strict=True))
+        return [gradient.chunk(ranks)[rank].to(self.dtype, copy=True) for gradient in padded]
+
+
+def try_batch(request: Request, processes: Processes, size: int) -> int | None:
+    """Peak memory of a step in bytes, on the fullest rank; None if any runs out. Everything is allocated anew, and freed again."""
+    free_memory(processes.device)
+    assembled: list[Any] = []
+
+    def allocate_all() -> None:
+        assembled.extend(allocate(request, processes))
+
+    def run() -> None:
+        model, optimizer = assembled
+        if processes.world_size > 1:
+            optimizer.reduce_scatter = Unsent(processes.shard_group, None, DTYPE, accumulate.ENGINES[kernels_of(processes.device)])
+        flow_loss(model, synthetic_batch(request, processes, size)).backward()
+
+    if not succeeds_everywhere(allocate_all, processes):
+        return None
+    initialize(*assembled)
+    if not succeeds_everywhere(run, processes):
+        return None
+    assembled[1].step(LEARNING_RATE)
+    return int(slowest([peak_bytes(processes.device)], processes)[0])
+
+
+def succeeds_everywhere(work: Callable[[], None], processes: Processes) -> bool:
+    """False if memory runs out on a rank. `work` must not communicate."""
+    good = torch.ones(1, device=processes.device)
+    try:
+        work()
+        if processes.device.type == "cuda":
+            torch.cuda.synchronize(processes.device)
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        good.zero_()
+    return int(processes.sum(good)) == processes.world_size
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest batch that fits, by doubling and bisecting; 0 if none does."""
+    good, bad = 0, 1
+    while fits(bad):
+        good, bad = bad, 2 * bad
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """torch's own error, or what a library says that asked the driver itself."""
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nothing refers to, and forget the peak."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Of tensors; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def slowest(values: list[float], processes: Processes) -> list[float]:
+    """The maximum of each value over the ranks."""
+    most = torch.tensor(values, dtype=torch.float64, device=processes.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()
+
+
+if __name__ == "__main__":
+    run_guarded(Path(sys.argv[1]), int(os.environ["RANK"]), partial(measure, Path(sys.argv[1])), lambda: None, lambda: 0)
+    os._exit(0)  # the record says "done"; gloo's threads now and then end an interpreter that is shutting down with std::terminate
