@@ -111,7 +111,8 @@ class Batch:
 
 def synthetic_batch(request: Request, processes: Processes, size: int) -> Batch:
     device, shape = processes.device, request.shape
-    draw = partial(torch.randn, device=device, dtype=DTYPE, generator=torch.Generator(device).manual_seed(1 + processes.rank))
+    generator = torch.Generator(device).manual_seed(parameter_seed(1, f"batch of rank {processes.rank}"))
+    draw = partial(torch.randn, device=device, dtype=DTYPE, generator=generator)
     positions = image_positions(request.rows, request.columns, request.text_tokens)
     return Batch(
         draw(size, request.rows * request.columns, shape.in_channels),

@@ -1,0 +1,169 @@
+"""`throughput flux` on this CPU: rows, the search for the largest batch with a rank that runs out of memory, what is refused; training learns."""
+
+import argparse
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import call_on_ranks
+
+from common.errors import ConfigError
+from throughput import __main__ as verb
+from throughput import flux, flux_rank
+from throughput.flux_model import Flux, FluxShape
+from throughput.flux_rank import Request, allocate, initialize, largest, synthetic_batch, train_step, try_batch
+from throughput.result import Result
+
+TINY = replace(flux.TINY, double_blocks=1, single_blocks=1)
+REQUEST = Request("cpu", TINY, 2, 3, 5, 2, 1, 1, 1)
+
+
+def options(**changes) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    flux.add_arguments(parser)
+    return argparse.Namespace(**vars(parser.parse_args([])) | {"device": "cuda"} | changes)
+
+
+def result_of(folder, **machine) -> Result:
+    return Result("flux", flux.TABLES, folder, "cuda", machine, {})
+
+
+def test_two_ranks_on_this_cpu(tmp_path):
+    arguments = ["--device=cpu", "--gpus=2", "--layers=1,1", "--batch=3", "--resolution=48", "--recompute=1", "--warmup=1", "--steps=2"]
+    assert verb.main(["flux", *arguments, "--out", str(tmp_path / "out")]) == 0
+    (row,) = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
+    known = {"model": "tiny, 1 + 1 blocks", "gpus": 2, "batch": 3, "resolution": 48, "tokens": 9 + 24, "recomputed": "1 of 2", "samples": 2}
+    assert known.items() <= row.items() and "error" not in row
+    shape = replace(flux.TINY, double_blocks=1, single_blocks=1)
+    assert row["parameters"] == sum(parameter.numel() for parameter in Flux(shape).parameters())
+    assert row["images_per_s_per_gpu"] == pytest.approx(3e3 / row["ms"])
+    assert row["images_per_s_p10"] <= row["images_per_s_per_gpu"] <= row["images_per_s_p90"]
+    assert row["tflops"] == pytest.approx(row["images_per_s_per_gpu"] * shape.flops_per_image(9, 24) / 1e12)
+
+
+def test_training_lowers_the_loss(processes):
+    """From 2, the variance of noise - latents, of which an untrained model knows nothing. A few steps vary by 0.1."""
+    torch.manual_seed(1)
+    request = replace(REQUEST, shape=replace(TINY, hidden_size=32, num_heads=1))
+    model, optimizer = allocate(request, processes)
+    initialize(model, optimizer)
+    batch = synthetic_batch(request, processes, 16)
+    losses = [float(train_step(model, optimizer, batch, learning_rate=3e-3)) for _ in range(60)]
+    assert sum(losses[:10]) / 10 == pytest.approx(2.0, abs=0.1) and sum(losses[-10:]) / 10 < 1.85
+
+
+def test_recomputed_blocks_keep_less(processes):
+    def saved_bytes(recompute_blocks):
+        kept: dict[int, int] = {}
+
+        def note(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        request = replace(REQUEST, recompute_blocks=recompute_blocks)
+        model, optimizer = allocate(request, processes)
+        initialize(model, optimizer)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = flux_rank.flow_loss(model, synthetic_batch(request, processes, 2))
+        del loss
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        return sum(size for place, size in kept.items() if place not in weights)
+
+    none, one, both = map(saved_bytes, (0, 1, 2))
+    assert none > one > both
+
+
+# --- the largest batch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 10, 31, 32])
+def test_the_largest_batch_is_found_by_doubling_and_bisecting(limit):
+    tried = []
+
+    def fits(batch):
+        tried.append(batch)
+        return batch <= limit
+
+    assert largest(fits) == limit
+    assert len(set(tried)) == len(tried) <= 2 * math.ceil(math.log2(limit + 1)) + 1
+
+
+def one_rank_runs_out(processes, folder):
+    """The second rank has memory for a batch of 2, the first for any: in the middle of the backward, where ranks wait for each other."""
+    run = Flux.forward
+
+    def forward(self, latents, *rest):
+        velocity = run(self, latents, *rest)
+        if processes.rank == 1 and len(latents) > 2:
+            self.single_blocks[0].out.weight.register_hook(out_of_memory)
+        return velocity
+
+    def out_of_memory(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    Flux.forward = forward
+    return flux_rank.measure_batches(replace(REQUEST, batch=0), processes)
+
+
+def test_a_rank_that_runs_out_of_memory_ends_the_search_on_all(tmp_path):
+    found = call_on_ranks(2, "test_flux:one_rank_runs_out", tmp_path)
+    for of_rank in found:
+        assert [(batch, peak is not None) for batch, peak in of_rank["tried"]] == [(1, True), (2, True), (4, False), (3, False)]
+        assert of_rank["batch"] == 2 and len(of_rank["times_ms"]) == 1
+    assert found[0]["times_ms"] == found[1]["times_ms"]  # of the slowest rank
+
+
+def test_other_failures_are_not_taken_for_a_lack_of_memory(processes, monkeypatch):
+    def fail(model, batch):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(flux_rank, "flow_loss", fail)
+    with pytest.raises(RuntimeError, match="mat1"):
+        try_batch(REQUEST, processes, 1)
+
+
+def test_rows_of_a_search(tmp_path, monkeypatch, capsys):
+    found = {"tried": [(1, 2**30), (2, None)], "batch": 1, "times_ms": [200.0, 100.0, 400.0], "memory_bytes": 2**31}
+    monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: found)
+    result = result_of(tmp_path / "out", gpu_memory_gib=140.0, kind="H200")
+    flux.measure(options(batch="max", gpus=[2]), result)
+    first, second, row = result.rows
+    assert (first["batch"], first["memory_gib"]) == (1, 1.0) and (second["batch"], second["error"]) == (2, "out of memory")
+    assert (row["batch"], row["ms"], row["images_per_s_per_gpu"], row["memory_gib"]) == (1, 200.0, 5.0, 2.0)
+    assert row["model"] == "flux.1-dev" and row["percent"] == pytest.approx(100 * row["tflops"] / 989.4)
+    monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: {"tried": [(10, None)], "batch": 0})
+    flux.measure(options(gpus=[2]), result)
+    assert (result.rows[-1]["batch"], result.rows[-1]["error"]) == (10, "out of memory") and len(result.rows) == 4
+
+
+def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
+    """The whole model with its optimizer on one H200: 14 bytes for each of 11.9e9 parameters; on two, 8 bytes."""
+    started = []
+    monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: started.append(gpus) or {"tried": [(10, None)], "batch": 0})
+    result = result_of(tmp_path / "out", gpu_memory_gib=139.8)
+    flux.measure(options(gpus=[1, 2]), result)
+    one, two = result.rows
+    assert one["state_gib"] == pytest.approx(14 * 11.90141e9 / 2**30, abs=0.1) and "155.2 of 139.8 GiB" in one["error"]
+    assert two["state_gib"] == pytest.approx(8 * 11.90141e9 / 2**30, abs=0.1) and started == [2]
+
+
+def test_defaults_are_the_published_ones():
+    request = flux.request_from(options())
+    assert (request.batch, request.rows, request.columns, request.text_tokens, request.recompute_blocks) == (10, 32, 32, 512, 57)
+    assert request.shape == FluxShape() and flux.request_from(options(resolution=1024)).rows == 64
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"resolution": 500}, {"layers": [3]}, {"layers": [3, 4, 5]}, {"recompute": 58}, {"recompute": -1}, {"device": "cpu", "batch": "max"}],
+)
+def test_what_is_refused(changes):
+    with pytest.raises(ConfigError):
+        flux.request_from(options(**changes))
+
+
+def test_the_request_reaches_the_ranks_unchanged(tmp_path):
+    REQUEST.write(tmp_path / "request.json")
+    assert Request.read(tmp_path / "request.json") == REQUEST
