@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, Hang, Interrupted, OutOfMemory, RunError
 from common.gpu_kinds import GIB
 from launch.diagnosis import diagnose
 from launch.job import rank_environment, torchrun
@@ -21,7 +23,7 @@ from throughput import options as common
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import Request
 from throughput.result import Result
-from throughput.tables import Beside, Column, Table
+from throughput.tables import Beside, Column, Plot, Table
 from throughput.timing import spread
 
 MODEL = "flux.1-dev"
@@ -31,6 +33,7 @@ TINY = FluxShape(2, 3, 64, 2, 16, 32, 24, (8, 12, 12))  # what a CPU measures: i
 TINY_TEXT_TOKENS = 24
 BATCH = {"cuda": 10, "cpu": 2}
 RESOLUTION = {"cuda": 512, "cpu": 64}
+LIMIT_S = 1800.0  # of one number of GPUs, whose collectives have a limit of their own
 STATE_OF_SHARD = 12  # bytes a parameter: fp32 master weight and gradient, two bf16 moments
 
 TABLES = (
@@ -47,21 +50,23 @@ TABLES = (
             Column("batch", "Batch per GPU", "", "d"),
             Column("recomputed", "Blocks recomputed"),
             Column("images_per_s_per_gpu", "Images/s per GPU", "", ".3g"),
-            Column("images_per_s_p10", "10th percentile", "", ".3g"),
-            Column("images_per_s_p90", "90th percentile", "", ".3g"),
+            Column("images_per_s_p10", "p10", "", ".3g"),
+            Column("images_per_s_p90", "p90", "", ".3g"),
             Column("samples", "Steps", "", "d"),
             Column("ms", "Step", "ms", ".1f"),
-            Column("ms_p10", "10th percentile", "ms", ".1f"),
-            Column("ms_p90", "90th percentile", "ms", ".1f"),
+            Column("ms_p10", "p10", "ms", ".1f"),
+            Column("ms_p90", "p90", "ms", ".1f"),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
-            Column("percent", "% of peak", "%", ".1f"),
+            Column("percent", "% of peak", "", ".1f"),
             Column("state_gib", "Weights and state", "GiB", ".1f"),
             Column("memory_gib", "Peak memory", "GiB", ".1f"),
         ),
-        (
+        keys=("model", "precision", "gpus", "resolution", "batch", "recomputed"),
+        value="images_per_s_per_gpu",
+        formulas=(
             "A step: noise and time are drawn, forward, mean squared error in fp32 of the velocity noise - latents (rectified flow), backward, "
             "clipping, AdamW. Time: the logistic function of N(0, 1), one per image. The autoencoder and the text encoders do not run.",
-            "Images/s per GPU = batch / step time of the slowest rank; the median step counts.",
+            "Images/s per GPU = batch / step time of the slowest rank; the median step counts. p10, p90: percentiles.",
             "TFLOP per image = 3 x forward; forward = 2 x weights of each matrix x tokens it multiplies + 4 x tokens^2 x hidden size in each "
             "block's attention. Recomputation is not counted. Plain torch, nothing compiled.",
             "Weights, activations and reduced gradients bf16, both moments bf16, master weights and summed gradients fp32, sharded over the "
@@ -69,6 +74,7 @@ TABLES = (
             "Peak memory: of tensors, on the fullest GPU.",
             f"A model with fewer blocks, or tiny, is not {MODEL}: its images/s compare with nothing published.",
         ),
+        plots=(Plot("bars", "Images per second and GPU", "gpus", "images_per_s_per_gpu", "model"),),
         published=(Beside("flux", ("model", "precision"), "images_per_s_per_gpu"),),
     ),
     Table(
@@ -81,7 +87,9 @@ TABLES = (
             Column("batch", "Batch per GPU", "", "d"),
             Column("memory_gib", "Peak memory", "GiB", ".1f"),
         ),
-        (
+        keys=("model", "gpus", "resolution", "batch"),
+        value="memory_gib",
+        formulas=(
             "For --batch max: doubled until memory runs out, then bisected. Each is one whole step with all memory allocated anew; a batch "
             "counts as out of memory if one GPU runs out.",
         ),
@@ -105,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
-    """Raises ConfigError, and whatever ended the ranks but a lack of memory."""
+    """Raises ConfigError, and whatever else than a lack of memory ended the ranks."""
     request = request_from(options)
     for gpus in options.gpus:
         row = row_of(request, options, gpus)
@@ -113,7 +121,13 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         if row["state_gib"] > memory_gib:
             result.add(row | {"error": f"out of memory: weights and state alone take {row['state_gib']:.1f} of {memory_gib:.1f} GiB"})
             continue
-        found = run_ranks(request, gpus)
+        try:
+            found = run_ranks(request, gpus)
+        except RunError as error:
+            if error.kind != OutOfMemory.kind:
+                raise
+            result.add(row | {"error": f"out of memory in the timed steps: {error.why}"})
+            continue
         if options.batch == common.MAX:
             for batch, peak in found["tried"]:
                 tried = {"table": "flux_batches", "model": row["model"], "gpus": gpus, "resolution": row["resolution"], "batch": batch}
@@ -183,12 +197,18 @@ def rates(request: Request, found: dict[str, Any], result: Result) -> dict[str, 
 
 def run_ranks(request: Request, gpus: int) -> dict[str, Any]:
     """What throughput/flux_rank.py found on so many GPUs, or processes of a CPU. Raises the RunError of the rank that failed first."""
-    threads = max(1, (os.cpu_count() or 1) // gpus) if request.device == "cpu" else 1
-    environment = rank_environment(os.environ, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, threads)
     with tempfile.TemporaryDirectory(prefix="flux-") as name:
         folder = Path(name)
         request.write(folder / "request.json")
-        ending = supervise(torchrun(folder, gpus, ["-m", "throughput.flux_rank", name]), environment, folder)
-        if ending.signal_number or ending.returncode:
+        environment = rank_environment(os.environ, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, 1)
+        deadline = time.monotonic() + LIMIT_S
+        command = torchrun(folder, gpus, ["-m", "throughput.flux_rank", name])
+        ending = supervise(command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr)
+        if ending.signal_number:
+            raise Interrupted(ending.signal_number)
+        if ending.stopped:
+            what = f"{gpus} ranks needed more than {LIMIT_S:.0f} s"
+            raise Hang(what, "a rank hangs, or the machine is very slow", "try --batch 1 on one GPU")
+        if ending.returncode:
             raise diagnose(folder, gpus)[0]
         return json.loads((folder / "measured.json").read_text())

@@ -168,7 +168,8 @@ class DoubleBlock(Block):
     def run(self, image: Tensor, text: Tensor, c: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         of_image, of_text = self.image.modulation(c), self.text.modulation(c)
         parts = zip(self.text.queries(text, of_text), self.image.queries(image, of_image), strict=True)
-        attended = attention(*(torch.cat(part, dim=1) for part in parts), rope)
+        q, k, v = (torch.cat(part, dim=1) for part in parts)
+        attended = attention(q, k, v, rope)
         text_tokens = text.shape[1]
         image = self.image.finish(image, attended[:, text_tokens:], of_image)
         return image, self.text.finish(text, attended[:, :text_tokens], of_text)
@@ -186,7 +187,8 @@ class SingleBlock(Block):
     def run(self, x: Tensor, c: Tensor, rope: Tensor) -> Tensor:
         shift, scale, gate = self.modulation(c)
         qkv, up = self.into(normalize(x, shift, scale)).split((3 * x.shape[-1], self.mlp_size), dim=-1)
-        attended = attention(*self.norm(qkv), rope)
+        q, k, v = self.norm(qkv)
+        attended = attention(q, k, v, rope)
         return torch.addcmul(x, gate, self.out(torch.cat((attended, F.gelu(up, approximate="tanh")), dim=-1)))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from common.kernels import accumulate
@@ -88,8 +88,8 @@ def measure_batches(request: Request, processes: Processes) -> dict[str, Any]:
     found: dict[str, Any] = {"tried": tried, "batch": batch}
     if batch:
         free_memory(processes.device)
-        model, optimizer = allocate(request, processes)
-        initialize(model, optimizer)
+        model, optimizer = build(request, processes)
+        optimizer.gather()
         step = partial(train_step, model, optimizer, synthetic_batch(request, processes, batch))
         times = step_ms(step, request.device, request.warmup, request.steps)
         found |= {"times_ms": slowest(times, processes), "memory_bytes": int(slowest([peak_bytes(processes.device)], processes)[0])}
@@ -142,28 +142,27 @@ def train_step(model: Flux, optimizer: ZeroOptimizer, batch: Batch, learning_rat
     return loss.detach()
 
 
-def allocate(request: Request, processes: Processes) -> tuple[Flux, ZeroOptimizer]:
-    """Without communication, so that a rank that runs out of memory leaves none waiting. The weights are undefined until `initialize`."""
+def build(request: Request, processes: Processes) -> tuple[Flux, ZeroOptimizer]:
+    """Matrices N(0, WEIGHT_STD), biases 0, norms 1; equal on all ranks. Without communication, so that a rank that runs out of memory
+    leaves none waiting: `optimizer.gather` makes the model whole.
+    """
+    device = processes.device
     with torch.device("meta"), default_dtype(DTYPE):
         model = Flux(request.shape, request.recompute_blocks)
-    model.to_empty(device=processes.device)
-    kernels = kernels_of(processes.device)
+    model.to_empty(device=device)
+    kernels = kernels_of(device)
     reduce_scatter = partial(make_reduce_scatter, "nccl", processes, DTYPE, kernels)
-    return model, ZeroOptimizer(model.parts, processes, SETTINGS, kernels, reduce_scatter, DTYPE)
+    optimizer = ZeroOptimizer(model.parts, processes, SETTINGS, kernels, reduce_scatter, DTYPE)
+    for name, parameter in model.named_parameters():
+        full = torch.full(parameter.shape, float(name.endswith((".norm.q.weight", ".norm.k.weight"))), device=device)
+        if parameter.ndim > 1:
+            full.normal_(0.0, WEIGHT_STD, generator=torch.Generator(device).manual_seed(parameter_seed(1, name)))
+        optimizer.set_weight(parameter, full)
+    return model, optimizer
 
 
 def kernels_of(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "reference"
-
-
-def initialize(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-    """Matrices N(0, WEIGHT_STD), biases 0, norms 1; equal on all ranks."""
-    for name, parameter in model.named_parameters():
-        full = torch.full(parameter.shape, float(name.endswith("norm.q.weight") or name.endswith("norm.k.weight")), device=parameter.device)
-        if parameter.ndim > 1:
-            full.normal_(0.0, WEIGHT_STD, generator=torch.Generator(parameter.device).manual_seed(parameter_seed(1, name)))
-        optimizer.set_weight(parameter, full)
-    optimizer.gather()
 
 
 # --- the largest batch ------------------------------------------------------------------------------------------------
@@ -181,23 +180,23 @@ class Unsent(NcclReduceScatter):
 def try_batch(request: Request, processes: Processes, size: int) -> int | None:
     """Peak memory of a step in bytes, on the fullest rank; None if any runs out. Everything is allocated anew, and freed again."""
     free_memory(processes.device)
-    assembled: list[Any] = []
+    built: list[Any] = []
 
-    def allocate_all() -> None:
-        assembled.extend(allocate(request, processes))
+    def build_all() -> None:
+        built.extend(build(request, processes))
 
     def run() -> None:
-        model, optimizer = assembled
+        model, optimizer = built
         if processes.world_size > 1:
             optimizer.reduce_scatter = Unsent(processes.shard_group, None, DTYPE, accumulate.ENGINES[kernels_of(processes.device)])
         flow_loss(model, synthetic_batch(request, processes, size)).backward()
 
-    if not succeeds_everywhere(allocate_all, processes):
+    if not succeeds_everywhere(build_all, processes):
         return None
-    initialize(*assembled)
+    built[1].gather()
     if not succeeds_everywhere(run, processes):
         return None
-    assembled[1].step(LEARNING_RATE)
+    built[1].step(LEARNING_RATE)
     return int(slowest([peak_bytes(processes.device)], processes)[0])
 
 

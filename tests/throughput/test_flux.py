@@ -9,11 +9,11 @@ import pytest
 import torch
 from tiny import call_on_ranks
 
-from common.errors import ConfigError
+from common.errors import ConfigError, OutOfMemory, RankLost
 from throughput import __main__ as verb
 from throughput import flux, flux_rank
 from throughput.flux_model import Flux, FluxShape
-from throughput.flux_rank import Request, allocate, initialize, largest, synthetic_batch, train_step, try_batch
+from throughput.flux_rank import Request, build, largest, synthetic_batch, train_step, try_batch
 from throughput.result import Result
 
 TINY = replace(flux.TINY, double_blocks=1, single_blocks=1)
@@ -47,8 +47,8 @@ def test_training_lowers_the_loss(processes):
     """From 2, the variance of noise - latents, of which an untrained model knows nothing. A few steps vary by 0.1."""
     torch.manual_seed(1)
     request = replace(REQUEST, shape=replace(TINY, hidden_size=32, num_heads=1))
-    model, optimizer = allocate(request, processes)
-    initialize(model, optimizer)
+    model, optimizer = build(request, processes)
+    optimizer.gather()
     batch = synthetic_batch(request, processes, 16)
     losses = [float(train_step(model, optimizer, batch, learning_rate=3e-3)) for _ in range(60)]
     assert sum(losses[:10]) / 10 == pytest.approx(2.0, abs=0.1) and sum(losses[-10:]) / 10 < 1.85
@@ -63,8 +63,8 @@ def test_recomputed_blocks_keep_less(processes):
             return tensor
 
         request = replace(REQUEST, recompute_blocks=recompute_blocks)
-        model, optimizer = allocate(request, processes)
-        initialize(model, optimizer)
+        model, optimizer = build(request, processes)
+        optimizer.gather()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = flux_rank.flow_loss(model, synthetic_batch(request, processes, 2))
         del loss
@@ -127,7 +127,7 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(processes, monkeypatc
 def test_rows_of_a_search(tmp_path, monkeypatch, capsys):
     found = {"tried": [(1, 2**30), (2, None)], "batch": 1, "times_ms": [200.0, 100.0, 400.0], "memory_bytes": 2**31}
     monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: found)
-    result = result_of(tmp_path / "out", gpu_memory_gib=140.0, kind="H200")
+    result = result_of(tmp_path / "out", gpu_memory_gib=140.0, peak_tflops_16_bits=989.4)
     flux.measure(options(batch="max", gpus=[2]), result)
     first, second, row = result.rows
     assert (first["batch"], first["memory_gib"]) == (1, 1.0) and (second["batch"], second["error"]) == (2, "out of memory")
@@ -147,6 +147,23 @@ def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
     one, two = result.rows
     assert one["state_gib"] == pytest.approx(14 * 11.90141e9 / 2**30, abs=0.1) and "155.2 of 139.8 GiB" in one["error"]
     assert two["state_gib"] == pytest.approx(8 * 11.90141e9 / 2**30, abs=0.1) and started == [2]
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("the GPU's memory is full", "tried to allocate"), RankLost("another rank went away")])
+def test_ranks_that_end_badly(tmp_path, monkeypatch, error):
+    """For want of memory: a row that says so, and the next number of GPUs is measured. Anything else ends the measurement."""
+
+    def fail(request, gpus):
+        raise error
+
+    monkeypatch.setattr(flux, "run_ranks", fail)
+    result = result_of(tmp_path / "out", gpu_memory_gib=139.8)
+    if error.kind == "rank_lost":
+        with pytest.raises(RankLost):
+            flux.measure(options(gpus=[2, 4]), result)
+    else:
+        flux.measure(options(gpus=[2, 4]), result)
+        assert [row["gpus"] for row in result.rows] == [2, 4] and all("tried to allocate" in row["error"] for row in result.rows)
 
 
 def test_defaults_are_the_published_ones():
