@@ -33,6 +33,7 @@ TINY = FluxShape(2, 3, 64, 2, 16, 32, 24, (8, 12, 12))  # what a CPU measures: i
 TINY_TEXT_TOKENS = 24
 BATCH = {"cuda": 10, "cpu": 2}
 RESOLUTION = {"cuda": 512, "cpu": 64}
+PART = (12, 24)  # double and single blocks that are measured where the whole does not fit
 LIMIT_S = 1800.0  # of one number of GPUs, whose collectives have a limit of their own
 STATE_OF_SHARD = 12  # bytes a parameter: fp32 master weight and gradient, two bf16 moments
 
@@ -107,7 +108,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resolution", type=common.whole, metavar="N", help=f"pixels of a side; default {RESOLUTION['cuda']}")
     parser.add_argument(
-        "--layers", type=common.counts, metavar="D,S", help="a part of the model: D double and S single blocks of 19 and 38"
+        "--layers",
+        type=common.counts,
+        metavar="D,S",
+        help="D double and S single blocks instead of 19 and 38; default: all, and where they do not fit 12,24",
     )
     parser.add_argument("--recompute", type=int, metavar="N", help="the first N blocks are recomputed in the backward; default: all")
 
@@ -116,26 +120,34 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     """Raises ConfigError, and whatever else than a lack of memory ended the ranks."""
     request = request_from(options)
     for gpus in options.gpus:
-        row = row_of(request, options, gpus)
-        memory_gib = result.data["machine"].get("gpu_memory_gib", float("inf"))
-        if row["state_gib"] > memory_gib:
-            result.add(row | {"error": f"out of memory: weights and state alone take {row['state_gib']:.1f} of {memory_gib:.1f} GiB"})
-            continue
-        try:
-            found = run_ranks(request, gpus)
-        except RunError as error:
-            if error.kind != OutOfMemory.kind:
-                raise
-            result.add(row | {"error": f"out of memory in the timed steps: {error.why}"})
-            continue
-        if options.batch == common.MAX:
-            for batch, peak in found["tried"]:
-                tried = {"table": "flux_batches", "model": row["model"], "gpus": gpus, "resolution": row["resolution"], "batch": batch}
-                result.add(tried | ({"error": "out of memory"} if peak is None else {"memory_gib": peak / GIB or None}))
-        if not found["batch"]:
-            result.add(row | {"batch": request.batch or 1, "error": "out of memory"})
-            continue
+        if not add_rows(request, gpus, result) and not options.layers:
+            part = replace(request.shape, double_blocks=PART[0], single_blocks=PART[1])
+            add_rows(replace(request, shape=part, recompute_blocks=min(request.recompute_blocks, part.blocks)), gpus, result)
+
+
+def add_rows(request: Request, gpus: int, result: Result) -> bool:
+    """False if weights and state alone do not fit, in which case nothing is started. Every lack of memory is a row."""
+    row = row_of(request, gpus)
+    memory_gib = result.data["machine"].get("gpu_memory_gib", float("inf"))
+    if row["state_gib"] > memory_gib:
+        result.add(row | {"error": f"out of memory: weights and state alone take {row['state_gib']:.1f} of {memory_gib:.1f} GiB"})
+        return False
+    try:
+        found = run_ranks(request, gpus)
+    except RunError as error:
+        if error.kind != OutOfMemory.kind:
+            raise
+        result.add(row | {"error": f"out of memory in the timed steps: {error.why}"})
+        return True
+    if not request.batch:
+        for batch, peak in found["tried"]:
+            tried = {"table": "flux_batches", "model": row["model"], "gpus": gpus, "resolution": row["resolution"], "batch": batch}
+            result.add(tried | ({"error": "out of memory"} if peak is None else {"memory_gib": peak / GIB}))
+    if found["batch"]:
         result.add(row | {"batch": found["batch"]} | rates(request, found, result), found["times_ms"])
+    else:
+        result.add(row | {"batch": request.batch or 1, "error": "out of memory"})
+    return True
 
 
 def request_from(options: argparse.Namespace) -> Request:
@@ -162,12 +174,12 @@ def request_from(options: argparse.Namespace) -> Request:
     return Request(device, shape, side, side, text_tokens, batch, recompute, options.warmup, options.steps)
 
 
-def row_of(request: Request, options: argparse.Namespace, gpus: int) -> dict[str, Any]:
+def row_of(request: Request, gpus: int) -> dict[str, Any]:
     """What is known before anything is measured."""
     shape = request.shape
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Flux(shape).parameters())
-    parts = f", {shape.double_blocks} + {shape.single_blocks} blocks" if options.layers else ""
+    parts = "" if shape in (FluxShape(), TINY) else f", {shape.double_blocks} + {shape.single_blocks} blocks"
     return {
         "table": "flux",
         "model": (MODEL if request.device == "cuda" else "tiny") + parts,

@@ -43,6 +43,7 @@ PARTS = (
     Part("llama_lora", "llama --model qwen3-8b --lora --gpus {gpus}", "", 300, 0),
     Part("gpt", "gpt", "gpt --steps 5", 60, 50),
     Part("scaling", "scaling --gpus {gpus}", "", 150, 0),
+    Part("flux", "flux --gpus {gpus}", "flux --gpus {gpus} --warmup 1 --steps 4", 120, 90),
 )
 
 

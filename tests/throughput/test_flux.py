@@ -139,14 +139,20 @@ def test_rows_of_a_search(tmp_path, monkeypatch, capsys):
 
 
 def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
-    """The whole model with its optimizer on one H200: 14 bytes for each of 11.9e9 parameters; on two, 8 bytes."""
+    """The whole model with its optimizer on one H200: 14 bytes for each of 11.9e9 parameters; on two, 8 bytes. A part is measured there."""
     started = []
-    monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: started.append(gpus) or {"tried": [(10, None)], "batch": 0})
+    found = {"tried": [(10, 1)], "batch": 10, "times_ms": [1.0], "memory_bytes": 1}
+    monkeypatch.setattr(
+        flux, "run_ranks", lambda request, gpus: started.append((gpus, request.shape.blocks, request.recompute_blocks)) or found
+    )
     result = result_of(tmp_path / "out", gpu_memory_gib=139.8)
-    flux.measure(options(gpus=[1, 2]), result)
-    one, two = result.rows
+    flux.measure(options(gpus=[1, 2], recompute=40), result)
+    one, part, two = result.rows
     assert one["state_gib"] == pytest.approx(14 * 11.90141e9 / 2**30, abs=0.1) and "155.2 of 139.8 GiB" in one["error"]
-    assert two["state_gib"] == pytest.approx(8 * 11.90141e9 / 2**30, abs=0.1) and started == [2]
+    assert part["model"] == "flux.1-dev, 12 + 24 blocks" and "error" not in part and part["recomputed"] == "36 of 36"
+    assert two["state_gib"] == pytest.approx(8 * 11.90141e9 / 2**30, abs=0.1) and started == [(1, 36, 36), (2, 57, 40)]
+    flux.measure(options(gpus=[1], layers=[19, 37]), result)
+    assert result.rows[-1]["model"] == "flux.1-dev, 19 + 37 blocks" and "error" in result.rows[-1] and len(result.rows) == 4
 
 
 @pytest.mark.parametrize("error", [OutOfMemory("the GPU's memory is full", "tried to allocate"), RankLost("another rank went away")])
