@@ -5,7 +5,6 @@ FOLDER/request.json says what; rank 0 writes FOLDER/measured.json: the batches t
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -30,6 +29,7 @@ from common.sharding.zero import Shard, ZeroOptimizer
 from common.training.build import default_dtype
 from common.training.guard import run_guarded
 from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
+from throughput.memory import free_memory, largest, peak_bytes, ran_out_of_memory
 from throughput.timing import step_ms
 
 TIMEOUT_S = 300.0  # of a collective
@@ -212,35 +212,6 @@ def succeeds_everywhere(work: Callable[[], None], processes: Processes) -> bool:
             raise
         good.zero_()
     return int(processes.sum(good)) == processes.world_size
-
-
-def largest(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits, by doubling and bisecting; 0 if none does."""
-    good, bad = 0, 1
-    while fits(bad):
-        good, bad = bad, 2 * bad
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
-
-
-def ran_out_of_memory(error: RuntimeError) -> bool:
-    """torch's own error, or what a library says that asked the driver itself."""
-    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error)
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what nothing refers to, and forget the peak."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Of tensors; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def slowest(values: list[float], processes: Processes) -> list[float]:
