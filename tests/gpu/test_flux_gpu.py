@@ -1,0 +1,74 @@
+"""FLUX's transformer on GPUs: the attention that the order of backends chooses, and the search for the largest batch where memory ends."""
+
+import pytest
+import torch
+from tiny import call_on_ranks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common.kernels.attention import attention_backends
+from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
+from throughput.flux_rank import Request, measure_batches
+from throughput.memory import free_memory
+
+SMALL = FluxShape(1, 2, 256, 2, 64, 128, 64)
+LIMIT_GIB = 13  # of the first rank; each other rank has one less
+
+
+def outputs_and_gradients(model: Flux, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """fp32, all in one vector on the CPU; each tensor scaled to length 1, so that none outweighs the others."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(2, *size, generator=generator).to(device, dtype) for size in ((48, 64), (37, 128), (64,))]
+    time = torch.rand(2, generator=generator).to(device)
+    out = model(*drawn, time, torch.ones_like(time), rope_table(image_positions(6, 8, 37), SMALL, torch.device(device)))
+    out.float().square().sum().backward()
+    found = [out.detach(), *(parameter.grad for parameter in model.parameters())]
+    return torch.cat([(tensor.float() / tensor.float().norm()).flatten().cpu() for tensor in found])
+
+
+def copy_of(weights: dict[str, torch.Tensor], device: str, dtype: torch.dtype) -> Flux:
+    model = Flux(SMALL).to(device, dtype)
+    model.load_state_dict(weights)
+    return model
+
+
+def compare_backends(device: str) -> tuple[float, float]:
+    """Errors of bf16 with the backend that a run takes, and with attention in plain products, against fp32 on a CPU."""
+    torch.manual_seed(2)
+    weights = {name: value.bfloat16() for name, value in Flux(SMALL).state_dict().items()}
+    truth = outputs_and_gradients(copy_of(weights, "cpu", torch.float32), "cpu", torch.float32)
+    errors = []
+    for backend in (attention_backends(device), sdpa_kernel(SDPBackend.MATH)):
+        with backend:
+            found = outputs_and_gradients(copy_of(weights, device, torch.bfloat16), device, torch.bfloat16)
+        errors.append(float((found - truth).norm() / truth.norm()))
+    return errors[0], errors[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_attention_is_as_exact_as_plain_products():
+    fused, plain = compare_backends("cuda")
+    assert fused <= 2 * plain < 0.1
+
+
+def search(processes, folder):
+    _, total = torch.cuda.mem_get_info(processes.device)
+    torch.cuda.set_per_process_memory_fraction((LIMIT_GIB - processes.rank) * 2**30 / total, processes.device)
+    free_memory(processes.device)
+    request = Request("cuda", FluxShape(1, 2), 64, 64, 512, batch=0, recompute_blocks=3, warmup=1, steps=2)
+    with attention_backends("cuda"):
+        return measure_batches(request, processes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_search_ends_where_a_gpu_runs_out_of_memory(tmp_path, ranks):
+    """With two, the second runs out while the first has room: nobody hangs."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    found = call_on_ranks(ranks, "test_flux_gpu:search", tmp_path, timeout_s=300, device="cuda")
+    batch, tried = found[0]["batch"], dict(found[0]["tried"])
+    assert batch >= 1 and tried[batch] is not None and tried[batch + 1] is None
+    assert all((peak is None) == (size > batch) for size, peak in tried.items())
+    assert tried[1] < found[0]["memory_bytes"] <= LIMIT_GIB * 2**30
+    assert len(found[0]["times_ms"]) == 2 and all(of_rank["times_ms"] == found[0]["times_ms"] for of_rank in found)
