@@ -49,10 +49,10 @@ TABLES = (
             Column("resolution", "Image, pixels a side", "", "d"),
             Column("tokens", "Tokens of image and text", "", ",d"),
             Column("batch", "Batch per GPU", "", "d"),
-            Column("recomputed", "Blocks recomputed"),
+            Column("recomputed", "Recomputed"),
             Column("images_per_s_per_gpu", "Images/s per GPU", "", ".3g"),
-            Column("images_per_s_p10", "p10", "", ".3g"),
-            Column("images_per_s_p90", "p90", "", ".3g"),
+            Column("images_per_s_p10", "images/s, p10", "", ".3g"),
+            Column("images_per_s_p90", "images/s, p90", "", ".3g"),
             Column("samples", "Steps", "", "d"),
             Column("ms", "Step", "ms", ".1f"),
             Column("ms_p10", "p10", "ms", ".1f"),
@@ -76,7 +76,7 @@ TABLES = (
             f"A model with fewer blocks, or tiny, is not {MODEL}: its images/s compare with nothing published.",
         ),
         plots=(Plot("bars", "Images per second and GPU", "gpus", "images_per_s_per_gpu", "model"),),
-        published=(Beside("flux", ("model", "precision"), "images_per_s_per_gpu"),),
+        published=(Beside("flux", ("model", "precision", "batch"), "images_per_s_per_gpu"),),
     ),
     Table(
         "flux_batches",
@@ -189,7 +189,7 @@ def row_of(request: Request, gpus: int) -> dict[str, Any]:
         "resolution": request.rows * PIXELS_PER_TOKEN,
         "tokens": request.rows * request.columns + request.text_tokens,
         "batch": request.batch or None,
-        "recomputed": f"{request.recompute_blocks} of {shape.blocks}",
+        "recomputed": f"{request.recompute_blocks} of {shape.blocks} blocks",
         "state_gib": parameters * (2 + STATE_OF_SHARD / gpus) / GIB,
     }
 

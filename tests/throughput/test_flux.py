@@ -11,7 +11,7 @@ from tiny import call_on_ranks
 
 from common.errors import ConfigError, OutOfMemory, RankLost
 from throughput import __main__ as verb
-from throughput import flux, flux_rank
+from throughput import flux, flux_rank, published
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import Request, build, synthetic_batch, train_step, try_batch
 from throughput.memory import largest
@@ -35,7 +35,15 @@ def test_two_ranks_on_this_cpu(tmp_path):
     arguments = ["--device=cpu", "--gpus=2", "--layers=1,1", "--batch=3", "--resolution=48", "--recompute=1", "--warmup=1", "--steps=2"]
     assert verb.main(["flux", *arguments, "--out", str(tmp_path / "out")]) == 0
     (row,) = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
-    known = {"model": "tiny, 1 + 1 blocks", "gpus": 2, "batch": 3, "resolution": 48, "tokens": 9 + 24, "recomputed": "1 of 2", "samples": 2}
+    known = {
+        "model": "tiny, 1 + 1 blocks",
+        "gpus": 2,
+        "batch": 3,
+        "resolution": 48,
+        "tokens": 9 + 24,
+        "recomputed": "1 of 2 blocks",
+        "samples": 2,
+    }
     assert known.items() <= row.items() and "error" not in row
     shape = replace(flux.TINY, double_blocks=1, single_blocks=1)
     assert row["parameters"] == sum(parameter.numel() for parameter in Flux(shape).parameters())
@@ -150,10 +158,16 @@ def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
     flux.measure(options(gpus=[1, 2], recompute=40), result)
     one, part, two = result.rows
     assert one["state_gib"] == pytest.approx(14 * 11.90141e9 / 2**30, abs=0.1) and "155.2 of 139.8 GiB" in one["error"]
-    assert part["model"] == "flux.1-dev, 12 + 24 blocks" and "error" not in part and part["recomputed"] == "36 of 36"
+    assert part["model"] == "flux.1-dev, 12 + 24 blocks" and "error" not in part and part["recomputed"] == "36 of 36 blocks"
     assert two["state_gib"] == pytest.approx(8 * 11.90141e9 / 2**30, abs=0.1) and started == [(1, 36, 36), (2, 57, 40)]
     flux.measure(options(gpus=[1], layers=[19, 37]), result)
     assert result.rows[-1]["model"] == "flux.1-dev, 19 + 37 blocks" and "error" in result.rows[-1] and len(result.rows) == 4
+
+
+def test_the_published_number_stands_beside_the_whole_model_only():
+    (wanted,) = flux.TABLES[0].published
+    whole, part = (flux.row_of(flux.request_from(options(layers=layers)), 8) for layers in (None, [12, 24]))
+    assert (published.beside(whole, wanted), published.beside(part, wanted)) == ("MI300X 4.51", "-")
 
 
 @pytest.mark.parametrize("error", [OutOfMemory("the GPU's memory is full", "tried to allocate"), RankLost("another rank went away")])
