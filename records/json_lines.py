@@ -23,8 +23,11 @@ def append_line(descriptor: int, value: dict, sync: bool = False) -> None:
 
 
 def read(path: Path) -> tuple[list[dict], list[str]]:
-    """The JSON objects of `path`, one per line; and what could not be read, as text. Other JSON values are skipped. Raises OSError."""
+    """The JSON objects of `path`, one per line, none if it is missing; and what could not be read, as text. Other JSON values are skipped.
+    Raises OSError."""
     found, notes = [], []
+    if not path.exists():
+        return [], [f"{path.name} is missing"]
     with path.open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:

@@ -106,7 +106,7 @@ def lock(descriptor: int, wait: bool) -> bool:
 def read(path: Path) -> list[Record]:
     """All series, the oldest first. Lines that were cut short, or are not of the ledger, are skipped."""
     records: dict[str, Record] = {}
-    for line in json_lines.read(path)[0] if path.exists() else ():
+    for line in json_lines.read(path)[0]:
         with contextlib.suppress(KeyError, TypeError):
             name = line["series"]
             if line["event"] == "series":

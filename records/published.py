@@ -13,7 +13,7 @@ These are minutes and add up to T - T0. Each divided by L(T, T0) is the logarith
 No order of the terms is preferred, and exchanging the series only turns the signs. The RCP factor f leads from minutes to score:
 its line is (f - 1) * T - (f0 - 1) * T0 minutes, and f/f0.
 
-The results are in published.json, which `python -m submission.published_table` makes of a results repository; its "sources" say what
+The results are in published.json, which `python -m submission.survey --round R` makes of a results repository; its "sources" say what
 each round was read from. Standard library only.
 """
 
@@ -48,18 +48,18 @@ class Pace:
 
 @dataclass(frozen=True)
 class Published:
-    """One result: the row of published.json, whose columns have these names."""
+    """One result: the row of published.json, whose columns have these names; or a series of one's own, which has no round."""
 
     round: str  # 5.1
     benchmark: str
-    gpu: str
-    gpus: int
+    gpu: str | None  # H200; None where nothing tells it
+    gpus: int | None
     submitter: str  # the directory of the organization
-    system: str  # the directory below it
-    batch: int
+    system: str  # the directory below it; the name of the series, if it is one's own
+    batch: int | None
     runs: int  # that it was read from: 10, or 1 where only one log could be read
     score: float | None  # minutes, with the RCP factor; None where the series is no valid result, or of one log
-    minutes: float  # without the factor
+    minutes: float | None  # without the factor; None where no run converged
     samples: float | None  # to the target, counted after the optimizer step
     samples_per_s: float | None
     evaluations: float | None  # per run
@@ -68,17 +68,18 @@ class Published:
     @property
     def pace(self) -> Pace | None:
         """None where the logs do not tell."""
-        if self.samples is None or self.samples_per_s is None:
+        if self.minutes is None or self.samples is None or self.samples_per_s is None:
             return None
         return Pace(self.minutes, self.samples, self.samples_per_s, self.evaluations, self.evaluation_s)
 
     @property
-    def factor(self) -> float | None:
-        return self.score / self.minutes if self.score is not None else None
+    def name(self) -> str:
+        return f"v{self.round} {self.submitter} {self.system}" if self.round else self.system
 
     @property
-    def name(self) -> str:
-        return f"v{self.round} {self.submitter} {self.system}"
+    def rank(self) -> tuple[bool, float]:
+        """What results are ordered by, the best first: those without a score come last."""
+        return self.score is None, self.score or self.minutes or math.inf
 
 
 def load(path: Path = DATA) -> tuple[Published, ...]:
@@ -129,6 +130,6 @@ def _logarithmic_mean(a: float, b: float) -> float:
 
 
 def published(benchmark: str, gpu: str | None = None, gpus: int | None = None) -> list[Published]:
-    """What was published for this kind of GPU, and number of them if it is given, the best first; results of one log come last."""
+    """What was published for this kind of GPU, and number of them if it is given, the best first."""
     found = [r for r in RESULTS if r.benchmark == benchmark and gpu in (None, r.gpu) and gpus in (None, r.gpus)]
-    return sorted(found, key=lambda result: (result.score is None, result.score or result.minutes))
+    return sorted(found, key=lambda result: result.rank)

@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.errors import CheckFailed, ConfigError, StorageError
+from common.errors import CheckFailed, ConfigError
 from common.hardware import probe
 from submission import machine, official_tools, terminal
 from submission.log_rules import converts_to_int
@@ -65,13 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--submitter", default="", metavar="ORG")
     parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1])
     options = parser.parse_args(arguments)
-
-    def work() -> int:
-        answers = _answers(options.set) | ({"submitter": options.submitter} if options.submitter else {})
-        found = machine.facts(Path("/"), probe(), os.environ.get("GPU_KIND", ""))
-        return describe(options.out, found, answers, options.ruleset)
-
-    return terminal.run(work)
+    texts, gpu_kind = options.set + [f"submitter={options.submitter}"] * bool(options.submitter), os.environ.get("GPU_KIND", "")
+    return terminal.run(
+        lambda: describe(options.out, machine.facts(Path("/"), probe(), gpu_kind), terminal.pairs("--set", texts, KEYS), options.ruleset)
+    )
 
 
 def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset: str) -> int:
@@ -80,12 +77,7 @@ def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset
         why = "its name is the system's id: the repo checker refuses blanks and leading dots, the package checker reads *.json"
         raise ConfigError(f"--out {path}", why, "choose a name such as MI355X_1x8_pytorch.json")
     description = compose(found, read(path) if path.exists() else {}, answers)
-    try:
-        path.write_text(json.dumps(description, indent=4) + "\n")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}", str(error), "make the directory, or choose another one") from error
-    for key in ("accelerator_model_name", "accelerators_per_node", "host_processor_model_name", "operating_system", "framework"):
-        print(f"{key:<28} {description[key] or '-'}", file=sys.stderr)
+    terminal.write(path, json.dumps(description, indent=4) + "\n")
     for severity, lines in (("error", problems(description)), ("warning", questions(description))):
         print("".join(f"{severity}: {line}\n" for line in lines), end="", file=sys.stderr)
     if problems(description):
@@ -109,18 +101,13 @@ def compose(found: dict[str, str], earlier: dict[str, str], answers: dict[str, s
 
 def problems(description: dict) -> list[str]:
     """What makes an official tool fail, break off or skip its checks: one line per key."""
+    tests = [(key, isinstance(description.get(key), str), "is not a string (system_desc_checker breaks off)") for key in JOINED_KEYS]
+    tests += [(key, converts_to_int(description.get(key)), "is not a whole number (result_summarizer breaks off)") for key in WHOLE_NUMBERS]
+    status, division = description.get("status"), description.get("division")
+    tests.append(("status", status in STATUS.values(), f"is none of {'; '.join(STATUS.values())} (system_desc_checker)"))
+    tests.append(("division", division == "closed", "is not 'closed' (package_checker skips the seed and RCP checks)"))
     lines = [f"{key}: missing (system_desc_checker)" for key in KEYS if key not in description and key not in POLICY_KEYS]
-    for key in JOINED_KEYS:
-        if key in description and not isinstance(description[key], str):
-            lines.append(f"{key}: {description[key]!r} is not a string (system_desc_checker breaks off)")
-    for key in WHOLE_NUMBERS:
-        if key in description and not converts_to_int(description[key]):
-            lines.append(f"{key}: {description[key]!r} is not a whole number (result_summarizer breaks off)")
-    if "status" in description and description["status"] not in STATUS.values():
-        lines.append(f"status: {description['status']!r} is none of {'; '.join(STATUS.values())} (system_desc_checker)")
-    if "division" in description and description["division"] != "closed":
-        lines.append(f"division: {description['division']!r}, not 'closed' (package_checker skips the seed and RCP checks)")
-    return lines
+    return lines + [f"{key}: {description[key]!r} {why}" for key, holds, why in tests if key in description and not holds]
 
 
 def questions(description: dict) -> list[str]:
@@ -133,26 +120,13 @@ def questions(description: dict) -> list[str]:
 def read(path: Path) -> dict[str, str]:
     """The description in `path`. Raises ConfigError if it is no JSON object."""
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: no system description", str(error), "make one with submission.describe") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: no system description", "it holds no JSON object", "make one with submission.describe")
-    return value
+        return dict(json.loads(path.read_text()).items())
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ConfigError(f"{path}: it holds no system description", str(error), "make one with submission.describe") from None
 
 
 def _is_open(text: object) -> bool:
     return text is None or (isinstance(text, str) and text.strip().lower() in NOT_MEANT)
-
-
-def _answers(pairs: list[str]) -> dict[str, str]:
-    answers = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or key not in KEYS:
-            raise ConfigError(f"--set {pair}", f"it is not KEY=VALUE with one of the keys {', '.join(KEYS)}", "correct the key")
-        answers[key] = value.strip()
-    return answers
 
 
 if __name__ == "__main__":

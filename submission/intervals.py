@@ -7,7 +7,7 @@ so far. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from submission.log import Event, is_number
 
@@ -37,17 +37,17 @@ def rate(blocks: Sequence[Interval]) -> float | None:
 
 
 def samples_of(event: Event) -> int | None:
-    for key in ("samples_count", "epoch_num"):  # both benchmarks give sequences under either name
-        count = event.metadata.get(key)
-        if is_number(count):
-            return round(count)
-    return None
+    counts = (event.metadata.get(key) for key in ("samples_count", "epoch_num"))  # both benchmarks give sequences under either name
+    return next((round(count) for count in counts if is_number(count)), None)
 
 
 def training(events: list[Event], around: list[Interval]) -> list[Interval]:
     """Training intervals, less the evaluations `around` that lie in them: some log one epoch around everything."""
-    name = "block" if any(event.key == "block_start" for event in events) else "epoch"
-    return [_without(block, around) for block in _blocks(events, name)]
+    found = []
+    for block in _blocks(events, "block" if any(event.key == "block_start" for event in events) else "epoch"):
+        inside = sum(e.stop_ms - e.start_ms for e in around if block.start_ms <= e.start_ms and e.stop_ms <= block.stop_ms)
+        found.append(replace(block, stop_ms=block.stop_ms - inside))
+    return found
 
 
 def _blocks(events: list[Event], name: str) -> list[Interval]:
@@ -57,9 +57,7 @@ def _blocks(events: list[Event], name: str) -> list[Interval]:
     if max(stops, default=0) > max(starts, default=0):
         return pairs(events, name, 0)
     found, done = [], 0
-    evaluated = [
-        (event.time_ms, count) for event in events if event.key in ("eval_start", "eval_accuracy") and (count := samples_of(event))
-    ]
+    evaluated = [(event.time_ms, samples_of(event) or 0) for event in events if event.key in ("eval_start", "eval_accuracy")]
     for block in pairs(events, name, 0, counted=False):
         after = next((count for time_ms, count in evaluated if time_ms >= block.stop_ms and count > done), None)
         if after is not None:
@@ -88,8 +86,3 @@ def pairs(events: list[Event], name: str, batch: int, counted: bool = True) -> l
                 found.append(Interval(opened.time_ms, event.time_ms, before, samples))
                 opened = None
     return found
-
-
-def _without(block: Interval, evaluations: list[Interval]) -> Interval:
-    inside = sum(e.stop_ms - e.start_ms for e in evaluations if block.start_ms <= e.start_ms and e.stop_ms <= block.stop_ms)
-    return Interval(block.start_ms, block.stop_ms - inside, block.start_samples, block.stop_samples)

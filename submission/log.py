@@ -66,16 +66,15 @@ class Log:
         return self.by_key.get(key, [])
 
     def first(self, key: str) -> Event | None:
-        return self.all(key)[0] if self.all(key) else None
+        return next(iter(self.all(key)), None)
 
     def value(self, key: str):
         """The first value of `key`, or None."""
-        event = self.first(key)
-        return event.value if event else None
+        return next((event.value for event in self.all(key)), None)
 
-    def number(self, key: str) -> float | None:
-        value = self.value(key)
-        return value if is_number(value) else None
+    def last(self, key: str):
+        """The last value of `key`, or None."""
+        return next((event.value for event in reversed(self.all(key))), None)
 
 
 def read(path: Path, repeated: Collection[str] | None = None) -> Log:
@@ -91,33 +90,24 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
     return Log(kept, bad)
 
 
-def events(path: Path) -> Iterator[Event | BadLine]:
-    """The records of `path` one by one. Raises ConfigError, at once, for what cannot be read or is no text."""
-    _check(path)
-    return _events(path)
-
-
 def is_number(value: object) -> TypeGuard[float]:
     """A finite int or float; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _check(path: Path) -> None:
+def events(path: Path) -> Iterator[Event | BadLine]:
+    """The records of `path` one by one. Raises ConfigError for what cannot be read or is no text."""
     try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
+        with path.open("rb") as binary:
+            head = binary.read(HEAD_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {path}", error.strerror or str(error), DO) from None
-    for magic, kind in MAGIC.items():
-        if head.startswith(magic):
-            raise ConfigError(f"{path} is compressed ({kind})", "the official tools read logs as text only", "decompress it first")
+    if kind := next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None):
+        raise ConfigError(f"{path} is compressed ({kind})", "the official tools read logs as text only", "decompress it first")
     if not head:
         raise ConfigError(f"{path} is empty", "a run writes its first line when it starts", DO)
     if b"\0" in head:
         raise ConfigError(f"{path} is a binary file", "it begins with NUL bytes, or holds some in its first lines", DO)
-
-
-def _events(path: Path) -> Iterator[Event | BadLine]:
     line_feeds = returns = 0
     # latin-1, as the official parser reads: no byte can fail. newline="" splits at CR, LF and CRLF, and leaves them on the line.
     with path.open(encoding="latin-1", newline="") as file:
@@ -137,10 +127,8 @@ def _record(line: int, text: str) -> Event | BadLine:
         return BadLine(line, "no blank after the token: the official parser does not see the line")
     try:
         record = json.loads(rest)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return BadLine(line, f"not one JSON object and nothing else: {error}")
-    except RecursionError:
-        return BadLine(line, "not one JSON object and nothing else: it is nested too deeply")
     if not isinstance(record, dict):
         return BadLine(line, f"not one JSON object but {type(record).__name__}")
     if missing := [key for key in ("time_ms", "key", "value", "metadata") if key not in record]:

@@ -34,17 +34,10 @@ WARNING_OF_OTHERS = "warning of others"  # an error in our own logs: RunLog neve
 PRECISION_KEYS = tuple(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm"))
 PARALLELISM_KEYS = tuple(f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert"))
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
-# Key -> attribute of the benchmark's Rules, where the division fixes a value and the compliance checker lets any other pass.
-UNTESTED_CONSTANTS = {
-    "llama31_8b": {},
-    "llama2_70b_lora": {
-        "opt_gradient_clip_norm": "gradient_clip_norm",
-        "opt_adamw_weight_decay": "weight_decay",
-        "lora_alpha": "lora_alpha",
-        "lora_dropout": "lora_dropout",
-        "eval_samples": "eval_samples",
-        "train_samples": "train_samples",
-    },
+# Key -> attribute of the benchmark's Rules, where the division of LoRA fixes a value and the compliance checker lets any other pass.
+CONSTANTS = {
+    **{"opt_gradient_clip_norm": "gradient_clip_norm", "opt_adamw_weight_decay": "weight_decay"},
+    **{key: key for key in ("lora_alpha", "lora_dropout", "eval_samples", "train_samples")},
 }
 # By global batch: "Hyperparams" of mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_<benchmark>.json.
 REFERENCE_LEARNING_RATES = {
@@ -79,10 +72,8 @@ class Rule:
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
     """Those that the log at hand is held to; None where there are none here. `division` goes before what the log says."""
     benchmark = BENCHMARKS.get(str(log.value("submission_benchmark")))
-    division = division or log.value("submission_division")
-    if benchmark is None or division not in ("closed", "miniature"):
-        return None
-    return benchmark.CLOSED if division == "closed" else benchmark.MINIATURE
+    division = division or str(log.value("submission_division"))
+    return {"closed": benchmark.CLOSED, "miniature": benchmark.MINIATURE}.get(division) if benchmark else None
 
 
 # Evaluations.
@@ -90,8 +81,7 @@ def rules_of(log: Log, division: str | None = None) -> Rules | None:
 
 def wrong_interval(log: Log, rules: Rules) -> Found:
     """The first evaluation that is not where the rules want it, or training to the end without the next one."""
-    batch = log.value("global_batch_size")
-    counts = _evaluations(log)
+    batch, counts = log.value("global_batch_size"), _evaluations(log)
     if not is_positive_int(batch) or _one_step_short(counts, batch, rules):
         return
     due, interval, last = rules.first_evaluation(batch), rules.eval_interval(batch), 0
@@ -118,8 +108,9 @@ def _evaluations(log: Log) -> list[tuple[int, int]]:
     """(line, samples_count) of the evaluations; what several processes log of one evaluation counts once."""
     found: list[tuple[int, int]] = []
     for event in log.all("eval_accuracy"):
-        if is_count(event.samples) and not (found and found[-1][1] == event.samples):
-            found.append((event.line, int(event.samples)))
+        samples = event.samples
+        if is_number(samples) and 0 <= samples == int(samples) and not (found and found[-1][1] == samples):
+            found.append((event.line, int(samples)))
     return found
 
 
@@ -128,21 +119,20 @@ def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> 
     return bool(counts) and all(samples == first + number * interval for number, (_, samples) in enumerate(counts))
 
 
-def unfit(fits: Callable[[object], bool], words: str, *keys: str) -> Callable[[Log, Rules], Found]:
+def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, Rules], Found]:
+    """The rule that `find` says "" of each record of `keys`, or of all records; else it says what is wrong."""
+
+    def found(log: Log, rules: Rules) -> Found:
+        for event in (event for key in keys for event in log.all(key)) if keys else log.events:
+            if message := find(event, rules):
+                yield event.line, message
+
+    return found
+
+
+def unfit(fits: Callable[[object], object], words: str, *keys: str) -> Callable[[Log, Rules], Found]:
     """The rule that each value of `keys` fits; `words`: what it should be."""
-
-    def find(log: Log, rules: Rules) -> Found:
-        for event in (event for key in keys for event in log.all(key)):
-            if not fits(event.value):
-                yield event.line, f"{event.key} is {event.value!r}, not {words}"
-
-    return find
-
-
-def not_finite(log: Log, rules: Rules) -> Found:
-    for event in log.events:
-        if _is_not_finite(event.value):
-            yield event.line, f"{event.key} is {event.value}"
+    return on_each(lambda event, rules: "" if fits(event.value) else f"{event.key} is {event.value!r}, not {words}", *keys)
 
 
 def wrong_status(log: Log, rules: Rules) -> Found:
@@ -173,22 +163,20 @@ def _reaches(event: Event, rules: Rules) -> bool:
 # Hyperparameters and data.
 
 
-def wrong_constant(log: Log, rules: Rules) -> Found:
-    for key, attribute in UNTESTED_CONSTANTS[str(log.value("submission_benchmark"))].items():
-        yield from unlike(log, key, getattr(rules, attribute), rules)
+def unlike(constants: dict[str, str]) -> Callable[[Log, Rules], Found]:
+    """The rule that each key has the value of that attribute of Rules, if these have it; 1 and 1.0 are the same, True and 1 are not."""
 
+    def find(event: Event, rules: Rules) -> str:
+        value, wanted = event.value, getattr(rules, constants[event.key], event.value)
+        same = value == wanted and isinstance(value, str) == isinstance(wanted, str) and not isinstance(value, bool)
+        return "" if same else f"{event.key} is {value!r}, the {rules.division} division fixes {wanted!r}"
 
-def unlike(log: Log, key: str, wanted: object, rules: Rules) -> Found:
-    """Records of `key` with another value; 1 and 1.0 are the same, True and 1 or "1" and 1 are not."""
-    for event in log.all(key):
-        value = event.value
-        if value != wanted or isinstance(value, str) != isinstance(wanted, str) or isinstance(value, bool):
-            yield event.line, f"{key} is {value!r}, the {rules.division} division fixes {wanted!r}"
+    return on_each(find, *constants)
 
 
 def wrong_end_learning_rate(log: Log, rules: Rules) -> Found:
-    base, end = log.number("opt_base_learning_rate"), log.first("opt_end_learning_rate")
-    if not isinstance(rules, llama31_8b_rules.Rules) or base is None or end is None:
+    base, end = log.value("opt_base_learning_rate"), log.first("opt_end_learning_rate")
+    if not isinstance(rules, llama31_8b_rules.Rules) or not is_number(base) or end is None:
         return
     if not (is_number(end.value) and math.isclose(end.value, rules.end_learning_rate(base), rel_tol=1e-9)):
         yield end.line, f"opt_end_learning_rate is {end.value!r}, not {rules.end_learning_rate_ratio} x {base}"
@@ -202,18 +190,16 @@ def unlike_reference(log: Log, rules: Rules) -> Found:
         yield rate.line, f"base learning rate {rate.value!r}; the reference converged with {wanted:g} at a global batch of {batch}"
 
 
-def cache_kept(log: Log, rules: Rules) -> Found:
+def cache_kept(event: Event, rules: Rules) -> str:
     """A miniature may say so honestly: dropping the cache needs root."""
-    for event in log.all("cache_clear"):
-        if event.value is False and rules.division == "closed":
-            yield event.line, "cache_clear is false: the page cache was not dropped before the run"
+    kept = event.value is False and rules.division == "closed"
+    return "cache_clear is false: the page cache was not dropped before the run" if kept else ""
 
 
 def partly_disclosed(log: Log, rules: Rules) -> Found:
-    present = [key for key in DISCLOSURE_KEYS if log.all(key)]
-    missing = [key for key in DISCLOSURE_KEYS if key not in present]
-    if present and missing:
-        yield 0, f"{len(present)} of the nine disclosure keys; 6.1.0 requires {', '.join(missing)} as well"
+    missing = [key for key in DISCLOSURE_KEYS if not log.all(key)]
+    if 0 < len(missing) < len(DISCLOSURE_KEYS):
+        yield 0, f"{len(missing)} of the nine disclosure keys are missing; 6.1.0 requires {', '.join(missing)} as well"
 
 
 # Seeds, and what the RCP checker misreads.
@@ -234,19 +220,16 @@ def many_seeds(log: Log, rules: Rules) -> Found:
         yield list(seeds.values())[1].line, f"{len(seeds)} different seeds in one log"
 
 
-def two_on_a_line(log: Log, rules: Rules) -> Found:
-    for event in log.events:
-        if TOKEN in event.prefix:
-            yield event.line, f"two records on one line: the official parser sees the second one only, {event.key}"
+def two_on_a_line(event: Event, rules: Rules) -> str:
+    twice = TOKEN in event.prefix
+    return f"two records on one line: the official parser sees the second one only, {event.key}" if twice else ""
 
 
-def misread(log: Log, rules: Rules) -> Found:
+def misread(event: Event, rules: Rules) -> str:
     """The RCP checker finds events by substring: elsewhere in a line such a word makes it read a wrong number, or crash."""
-    for event in log.events:
-        text = json.dumps([event.key, event.value, event.metadata])
-        for word in RESERVED_SUBSTRINGS:
-            if word in text and event.key != word:
-                yield event.line, f"the line of {event.key} contains {word}"
+    text = json.dumps([event.key, event.value, event.metadata])
+    words = [word for word in RESERVED_SUBSTRINGS if word in text and event.key != word]
+    return f"the line of {event.key} contains {' and '.join(words)}" if words else ""
 
 
 def converts_to_int(value: object) -> bool:
@@ -270,12 +253,12 @@ def is_positive(value: object) -> bool:
     return is_number(value) and value > 0
 
 
-def is_count(value: object) -> bool:
-    return is_number(value) and value >= 0 and value == int(value)
-
-
 def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def not_finite(event: Event, rules: Rules) -> str:
+    return f"{event.key} is {event.value}" if _is_not_finite(event.value) else ""
 
 
 HYPERPARAMETERS = "TR Hyperparameters (no tool tests it)"
@@ -287,18 +270,18 @@ RULES = (
         unfit(lambda loss: is_positive(loss) or _is_not_finite(loss), "a positive number", "eval_accuracy"),
         "CC eval_accuracy",
     ),
-    Rule("finite", not_finite, "OWN; the compliance checker ignores NaN if another evaluation passes", WARNING_OF_OTHERS),
+    Rule("finite", on_each(not_finite), "OWN; the compliance checker ignores NaN if another evaluation passes", WARNING_OF_OTHERS),
     Rule("status", wrong_status, "TR Run Results; RCP counts a run without success as one that did not converge"),
     Rule("after_target", after_target, "TR Run Results: a run may stop at the target", WARNING_OF_OTHERS),
-    Rule("constant", wrong_constant, "TR Hyperparameters; REF llama2_70b_lora"),
+    Rule("constant", unlike(CONSTANTS), "TR Hyperparameters; REF llama2_70b_lora"),
     Rule("end_learning_rate", wrong_end_learning_rate, HYPERPARAMETERS),
     Rule("learning_rate", unlike_reference, "RCP Hyperparams (the checker does not compare them)", WARNING),
     Rule("batch", unfit(is_positive_int, "a whole number from 1: there is no reference", "global_batch_size"), "RCP rcp_checker.py"),
-    Rule("cache_clear", cache_kept, "TR Data State (the checker takes any value)"),
+    Rule("cache_clear", on_each(cache_kept, "cache_clear"), "TR Data State (the checker takes any value)"),
     Rule("disclosure", partly_disclosed, "CC training_6.1.0/common.yaml", WARNING),
     Rule("seed", no_seed, "SEED; TR Random numbers"),
     Rule("odd_seed", unfit(_is_plain_seed, "a whole number of 32 bits", "seed"), "SEED (converts it with int())", WARNING_OF_OTHERS),
     Rule("many_seeds", many_seeds, "SEED (a warning there)", WARNING_OF_OTHERS),
-    Rule("line_format", two_on_a_line, "CC mlp_parser/ruleset_610.py", WARNING_OF_OTHERS),
-    Rule("reserved_word", misread, "RCP rcp_checker.py"),
+    Rule("line_format", on_each(two_on_a_line), "CC mlp_parser/ruleset_610.py", WARNING_OF_OTHERS),
+    Rule("reserved_word", on_each(misread), "RCP rcp_checker.py"),
 )

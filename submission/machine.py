@@ -1,7 +1,7 @@
 """What this machine is made of, as Linux tells it to anyone: no torch, no root, no program but the GPU's own nvidia-smi.
 
 Every reader takes the root of the file system, so that other machines are fixtures in the tests. What cannot be read is
-missing from the answer; nothing is guessed. Sources: /proc/cpuinfo and /proc/meminfo (proc(5)), /sys/devices/system
+missing from the answer; nothing is guessed. Sources: /proc/cpuinfo (proc(5)), /sys/devices/system
 (the kernel's ABI/stable and ABI/testing), /sys/block, /sys/class/net, /etc/os-release (os-release(5)).
 Standard library only.
 """
@@ -23,20 +23,13 @@ SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own se
 NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")
 DISKS = {"nvme": "NVMe SSD", "vd": "virtual disk", "xvd": "virtual disk"}
 PACKAGES = {"triton": "Triton", "transformer-engine": "Transformer Engine", "amd-aiter": "AITER"}
-NO_CARDS = "ib"  # ib0, ib1 are InfiniBand ports and are counted as such
-
 
 # What a system description says about one kind of GPU and no driver tells: these keys, after `accelerator_`.
 # AMD: data sheets of MI300X, MI325X, MI350X and MI355X ("Peak Engine Clock", "Infinity Cache", "Infinity Fabric Links");
 # NVIDIA: data sheets of H100 and H200 SXM, and the Hopper architecture white paper (L2 cache, NVLink 4).
 GPU_KEYS = (
-    "model_name",
-    "memory_capacity",
-    "memory_configuration",
-    "frequency",
-    "on-chip_memories",
-    "interconnect",
-    "interconnect_topology",
+    *("model_name", "memory_capacity", "memory_configuration", "frequency"),
+    *("on-chip_memories", "interconnect", "interconnect_topology"),
 )
 _MESH = ("256 MB Infinity Cache", "AMD Infinity Fabric (XGMI)", "8 accelerators fully connected")
 _NVLINK = ("50 MB L2", "NVLink 4", "8 accelerators through NVSwitch")
@@ -56,100 +49,48 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
     `found`: the GPUs (common.hardware.probe); `gpu_kind`: the variable GPU_KIND, for GPUs that do not name themselves.
     """
     cpuinfo = _read(root / "proc/cpuinfo")
-    known = {
-        **processors(root, cpuinfo),
-        **memory(root),
-        **storage(root),
-        **network(root),
-        **accelerators(found, gpu_kind),
-        **software(root, found),
-        **product(root, cpuinfo),
-        "number_of_nodes": "1",
-        "host_networking_topology": "N/A (single node)",
-        "system_type": "datacenter",
-    }
+    host = processors(cpuinfo) | memory(root) | storage(root) | network(root) | product(root, cpuinfo)
+    fixed = {"number_of_nodes": "1", "host_networking_topology": "N/A (single node)", "system_type": "datacenter"}
+    known = host | accelerators(found, gpu_kind) | software(root, found) | fixed
     return {key: text for key, text in known.items() if text}
 
 
-# Processors and memory.
-
-
-def processors(root: Path, cpuinfo: str) -> dict[str, str]:
+def processors(cpuinfo: str) -> dict[str, str]:
     blocks = [block for block in map(_key_values, cpuinfo.split("\n\n")) if "processor" in block]
     if not blocks:
         return {}
-    first, sockets = blocks[0], len({block.get("physical id", "0") for block in blocks})
-    cores, kilohertz = first.get("cpu cores", ""), _read(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
-    links = {"AuthenticAMD": "AMD Infinity Fabric", "GenuineIntel": "Intel UPI"}
+    first = blocks[0]
     return {
         "host_processor_model_name": " ".join(first.get("model name", "").split()),
-        "host_processors_per_node": str(sockets),
-        "host_processor_core_count": cores if cores.isdigit() and int(cores) else "",
+        "host_processors_per_node": str(len({block.get("physical id", "0") for block in blocks})),
+        "host_processor_core_count": first.get("cpu cores", "").removeprefix("0"),
         "host_processor_vcpu_count": str(len(blocks)),  # of the whole node
-        "host_processor_frequency": f"{int(kilohertz) / 1e6:.2f} GHz (maximum)" if kilohertz.isdigit() else "",
-        "host_processor_caches": _caches(root),
-        "host_processor_interconnect": links.get(first.get("vendor_id", ""), "") if sockets > 1 else "N/A (one processor)",
     }
 
 
-def _caches(root: Path) -> str:
-    """Of one socket's first core, with how many logical processors share each."""
-    parts = []
-    for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size, cpus = (_read(index / name) for name in ("level", "type", "size", "shared_cpu_list"))
-        if level and size:
-            ranges = [part.partition("-") for part in cpus.split(",") if part]
-            count = sum(int(high or low) - int(low) + 1 for low, _, high in ranges)
-            letter = {"Data": "d", "Instruction": "i"}.get(kind, "")
-            parts.append(f"L{level}{letter} {_kibibytes(size)} per {'vCPU' if count == 1 else f'{count} vCPUs'}")
-    return ", ".join(parts)
-
-
-def _kibibytes(text: str) -> str:
-    """`32768K` -> `32 MiB`, as sysfs writes sizes of caches."""
-    number = int(text.rstrip("KM")) if text.rstrip("KM").isdigit() else 0
-    kib = number * (1024 if text.endswith("M") else 1)
-    return f"{kib // 1024} MiB" if kib >= 1024 and kib % 1024 == 0 else f"{kib} KiB"
-
-
 def memory(root: Path) -> dict[str, str]:
-    """Capacity, and modules such as `24 x 64 GB Registered-DDR5` from EDAC, which anyone may read; the firmware's table needs root."""
-    installed, modules = _memory_bytes(root), Counter[str]()
+    """Capacity by the hot-pluggable blocks, as lsmem counts them, and modules such as `24 x 64 GB Registered-DDR5` from EDAC, which anyone
+    may read; the firmware's table needs root. MemTotal would lack what kernel and firmware keep."""
+    folder, modules = root / "sys/devices/system/memory", Counter[str]()
+    online = sum(_read(block / "online") != "0" for block in folder.glob("memory[0-9]*"))
+    installed = online * int(_read(folder / "block_size_bytes") or "0", 16)
     for module in (root / "sys/devices/system/edac/mc").glob("mc*/dimm*"):
-        size = _read(module / "size")  # MiB
-        if size.isdigit() and int(size):
-            modules[f"{int(size) // 1024} GB {_read(module / 'dimm_mem_type')}".strip()] += 1
-    capacity = f"{installed / GIB:.0f} GB" if installed else ""
+        if size := int(_read(module / "size") or 0):  # MiB
+            modules[f"{size // 1024} GB {_read(module / 'dimm_mem_type')}".strip()] += 1
+    capacity = f"{installed // GIB} GB" if installed else ""
     return {"host_memory_capacity": capacity, "host_memory_configuration": _counted(modules)}
 
 
-def _memory_bytes(root: Path) -> int:
-    """What is installed. MemTotal lacks what kernel and firmware keep, some 1 to 3 %, so it is rounded up: to 16 GiB, to 1 GiB if small."""
-    folder = root / "sys/devices/system/memory"
-    size, blocks = _read(folder / "block_size_bytes"), list(folder.glob("memory[0-9]*"))
-    if size and blocks:  # hot-pluggable blocks, as lsmem counts them: exact
-        return int(size, 16) * sum(_read(block / "online") != "0" for block in blocks)
-    total = _key_values(_read(root / "proc/meminfo")).get("MemTotal", "0").split()
-    size_bytes = int(total[0]) * 1024
-    grain = 16 * GIB if size_bytes > 60 * GIB else GIB
-    return -(-size_bytes // grain) * grain
-
-
-# Storage and network.
-
-
 def storage(root: Path) -> dict[str, str]:
-    kinds: Counter[str] = Counter()
+    kinds: set[str] = set()
     sizes: Counter[str] = Counter()
     for disk in sorted((root / "sys/block").glob("*")):
-        sectors = _read(disk / "size")
-        if NO_DISKS.match(disk.name) or not sectors.isdigit() or not int(sectors) or _read(disk / "removable") == "1":
+        size = int(_read(disk / "size") or 0) * SECTOR
+        if NO_DISKS.match(disk.name) or not size or _read(disk / "removable") == "1":
             continue
-        spins = _read(disk / "queue/rotational") == "1"
-        named = [kind for prefix, kind in DISKS.items() if disk.name.startswith(prefix)]
-        kinds[(named or ["hard disk" if spins else "SATA/SAS SSD"])[0]] += 1
-        size = int(sectors) * SECTOR  # disks are sold by powers of ten
-        sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += 1
+        kind = "hard disk" if _read(disk / "queue/rotational") == "1" else "SATA/SAS SSD"
+        kinds.add(next((named for prefix, named in DISKS.items() if disk.name.startswith(prefix)), kind))
+        sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += 1  # disks are sold by powers of ten
     return {"host_storage_type": ", ".join(sorted(kinds)), "host_storage_capacity": _counted(sizes)}
 
 
@@ -160,13 +101,10 @@ def network(root: Path) -> dict[str, str]:
         if _read(port / "link_layer") == "InfiniBand":  # those of link layer Ethernet are below /sys/class/net as well
             ports[f"InfiniBand {_read(port / 'rate').split(' (')[0]}".strip()] += 1
     for card in sorted((root / "sys/class/net").glob("*")):
-        if (card / "device").exists() and not card.name.startswith(NO_CARDS):
+        if (card / "device").exists() and not card.name.startswith("ib"):  # ib0 is an InfiniBand port, counted as such
             speed = _read(card / "speed")  # Mb/s; -1 or an error where the link is down or virtual
             ports[f"Ethernet {int(speed) / 1000:g} Gb/s" if speed.isdigit() else "Ethernet"] += 1
     return {"host_networking": _counted(ports), "host_network_card_count": str(ports.total()) if ports else ""}
-
-
-# Accelerators, software and product.
 
 
 def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
@@ -213,9 +151,6 @@ def product(root: Path, cpuinfo: str) -> dict[str, str]:
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     virtual = flags is not None and "hypervisor" in flags[1].split()
     return {"system_name": name, "system_type_detail": "virtual machine" if virtual else "bare metal" if flags else ""}
-
-
-# Reading.
 
 
 def _read(path: Path) -> str:

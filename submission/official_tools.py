@@ -20,12 +20,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from common.errors import ConfigError, PreflightError
-from submission.log import Log, read
+from common.errors import PreflightError
+from submission.log import Event, Log, read
 from submission.log_rules import BENCHMARKS, Finding
 
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # those that know both benchmarks
@@ -35,7 +35,6 @@ INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
 TEMPLATES = Path(__file__).parent
 UNSEEN = "no blank after the token"  # how submission.log begins its reason for a line that the official parser skips
 
-LIMIT_S = 600.0
 BAD_LINE = re.compile(
     r"\bERROR\b|Traceback|^\w*(Error|Exception)\b|Skipping benchmark|CHECKS FAILED|FOUND ERRORS|Compliance check failed in"
 )
@@ -54,18 +53,12 @@ class Verdict:
 
 
 def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> Verdict:
-    """What the compliance checker says about the log at `path`. Raises PreflightError where there is no usable checker.
-
-    `log`: the same log, if it has been read already; the lines of complaints are looked up in it.
-    """
+    """What the compliance checker says about the log at `path`, or `log` if it has been read. Raises PreflightError without a checker."""
     return _verdict(path, ruleset, f"training_{ruleset}/common.yaml", log)
 
 
 def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> Verdict:
-    """The same checker with the project's rules for the miniature. Raises PreflightError, ConfigError for an unknown benchmark."""
-    if benchmark not in BENCHMARKS:
-        known = ", ".join(BENCHMARKS)
-        raise ConfigError(f"{path}: no rules for a miniature of {benchmark!r}", f"known are {known}", "check the log's first lines")
+    """The same checker with the project's rules for the miniature of `benchmark`. Raises PreflightError."""
     with tempfile.TemporaryDirectory() as folder:
         rule_file = Path(folder, f"miniature_{benchmark}.yaml")
         rule_file.write_text(miniature_rules(benchmark))
@@ -87,9 +80,8 @@ def checker_version() -> str:
     try:
         version = importlib.metadata.version("mlperf-logging")
     except importlib.metadata.PackageNotFoundError:
-        raise PreflightError(
-            "the official compliance checker is not installed", f"{sys.executable} has no mlperf-logging", INSTALL
-        ) from None
+        why = f"{sys.executable} has no mlperf-logging"
+        raise PreflightError("the official compliance checker is not installed", why, INSTALL) from None
     if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < OLDEST_CHECKER:
         raise PreflightError(f"mlperf-logging {version} is too old", "it lets logs pass that lack the keys of 6.1.0", INSTALL)
     return version
@@ -132,35 +124,29 @@ def _complaints(log: Log, rules: str, key: str | None, text: str, warning: bool)
     first = text.splitlines()[0]
     quoted = re.search(r"'(\w+)'", first)
     source = _source(rules, str(log.value("submission_benchmark")), key or (quoted[1] if quoted else "eval_accuracy"))
+    events = log.all(key or "")
     if text.startswith("Log lines had parsing errors"):
         for bad in log.bad:
             if not bad.reason.startswith(UNSEEN):
                 yield Finding(bad.line, "line_format", bad.reason, "CC mlp_parser/ruleset_610.py")
     elif text.startswith("Required "):
-        events = log.all(key or "")
         rule, line = ("repeated", events[1].line) if len(events) > 1 else ("missing", 0)
         yield Finding(line, rule, f"{key} is missing" if key and not events else first, source, warning)
     elif text.startswith("Failed checks for"):
         last = log.all("eval_accuracy")[-1:]
         yield Finding(last[0].line if last else 0, "target", f"no evaluation reached the target: {first}", source)
     else:
-        line, value = _failed_line(log, key, text) if key else (0, "")
-        test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE) if key else None
-        message = f"{key} is {value}, the rule is: {(test[1] or test[2] or '').strip()}" if test else first
-        yield Finding(line, "value", message, source, warning)
+        # The checker counts its own lines, from 0; the record that it quotes is the one of that time.
+        time = re.search(r'^:::MLLOG .*"time_ms": ([\d.]+)', text, re.MULTILINE)
+        event = next((event for event in events if time and event.time_ms == float(time[1])), events[0] if events else None)
+        test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE)
+        message = f"{key} is {_shown(event)}, the rule is: {(test[1] or test[2] or '').strip()}" if test and event else first
+        yield Finding(event.line if event else 0, "value", message, source, warning)
 
 
-def _failed_line(log: Log, key: str, text: str) -> tuple[int, str]:
-    """Line in the file, and the value, of the record that a complaint quotes; the checker counts its own lines, from 0."""
-    quoted = next((line for line in text.splitlines() if line.startswith(":::MLLOG ")), "")
-    try:
-        record = json.loads(quoted.removeprefix(":::MLLOG "))
-    except (ValueError, RecursionError):
-        record = {}
-    events = [event for event in log.all(key) if event.time_ms == record.get("time_ms")] or log.all(key)
-    metadata = {name: value for name, value in (record.get("metadata") or {}).items() if name not in ("file", "lineno")}
-    value = json.dumps(record.get("value"))[:80] + (f" with {json.dumps(metadata)[:80]}" if metadata else "")
-    return (events[0].line if events else 0), value
+def _shown(event: Event) -> str:
+    metadata = {name: value for name, value in event.metadata.items() if name not in ("file", "lineno")}
+    return json.dumps(event.value)[:80] + (f" with {json.dumps(metadata)[:80]}" if metadata else "")
 
 
 @cache
@@ -171,11 +157,10 @@ def _source(rules: str, benchmark: str, key: str) -> str:
     from mlperf_logging import compliance_checker
 
     folder = Path(compliance_checker.__file__).parent / f"training_{rules}"
-    found = "common.yaml"
-    for name in ("common.yaml", "closed_common.yaml", f"closed_{Path(benchmark).name}.yaml"):
-        if (folder / name).is_file() and re.search(rf"NAME:\s*{re.escape(key)}\s*$", (folder / name).read_text(), re.MULTILINE):
-            found = name
-    return f"CC training_{rules}/{found}"
+    files = [folder / f"{name}.yaml" for name in ("common", "closed_common", f"closed_{Path(benchmark).name}")]
+    entry = re.compile(rf"NAME:\s*{re.escape(key)}\s*$", re.MULTILINE)
+    naming = [file.name for file in files if file.is_file() and entry.search(file.read_text())]
+    return f"CC training_{rules}/{naming[-1] if naming else 'common.yaml'}"
 
 
 # Tools that judge a whole submission.
@@ -183,13 +168,14 @@ def _source(rules: str, benchmark: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one tool said about one submission."""
+    """What one tool said about one submission. Result sets are named by system and benchmark."""
 
     tool: str
     passed: bool
     complaints: tuple[str, ...]
     text: str  # all that it printed
-    scores: dict[str, float] = field(default_factory=dict)  # minutes by benchmark, of the summarizer
+    verdicts: dict[tuple[str, str], str] = field(default_factory=dict)  # passed, or the first complaint; of the package checker
+    scores: dict[tuple[str, str], float] = field(default_factory=dict)  # minutes; of the summarizer
 
 
 def system_description(path: Path, ruleset: str) -> Answer:
@@ -198,49 +184,32 @@ def system_description(path: Path, ruleset: str) -> Answer:
     return _answer("system_desc_checker", text, "System description checker passed" in text)
 
 
-def package(org_dir: Path, ruleset: str, benchmarks: int, missed: int = 0) -> Answer:
+def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
     """Number of files, compliance, seeds and RCP. `missed`: how many result sets hold the one run that olympic scoring forgives.
 
-    The checker skips what it does not know and forgives any one log; here each of `benchmarks` result sets must have passed
-    its RCP test, and no more logs may be forgiven than `missed`.
+    The checker skips what it does not know and forgives any one log; here each of `sets` result sets must have passed its RCP test,
+    and no more logs may be forgiven than `missed`.
     """
     text = _run("package_checker", str(org_dir.resolve()), "training", ruleset)
-    passed = "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text and text.count("RCP Test Passed") == benchmarks
-    return _answer("package_checker", text, passed and text.count("accepting this under olympic scoring") == missed)
-
-
-def summary(org_dir: Path, ruleset: str, benchmarks: list[str], missed: int = 0) -> Answer:
-    """The score of each benchmark, with the RCP factor if the package checker ran before (it writes the factor that this one reads)."""
-    text, rows = _summarize(org_dir, ruleset)
-    scores = {name: float(rows[0][name]) for name in benchmarks if len(rows) == 1 and rows[0].get(name)}
-    forgiven = text.count("Dropping non-converged run(s)") == missed == text.count("Compliance check failed in")
-    answer = _answer("result_summarizer", text, set(scores) == set(benchmarks) and forgiven, missed)
-    return Answer(answer.tool, answer.passed, answer.complaints, text, scores)
-
-
-def package_verdicts(org_dir: Path, ruleset: str) -> dict[tuple[str, str], str]:
-    """What the package checker says of each result set, by system and benchmark: passed, or its first complaint."""
-    parts = re.split(r"Running compliance checks in dir (.+)\n", _run("package_checker", str(org_dir.resolve()), "training", ruleset))
-    verdicts = {}
-    for folder, text in zip(parts[1::2], parts[2::2], strict=True):
-        bad = [line.strip() for line in text.splitlines() if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)]
-        passed = not bad and "RCP Test Passed" in text
+    parts, verdicts = re.split(r"Running compliance checks in dir (.+)\n", text), {}
+    for folder, said in zip(parts[1::2], parts[2::2], strict=True):
+        bad = [line.strip() for line in said.splitlines() if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)]
+        passed = not bad and "RCP Test Passed" in said
         verdicts[Path(folder).parent.name, Path(folder).name] = "passed" if passed else (bad or ["no RCP test"])[0][:60]
-    return verdicts
+    passed = "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text and list(verdicts.values()) == ["passed"] * sets
+    passed = passed and text.count("accepting this under olympic scoring") == missed
+    return replace(_answer("package_checker", text, passed), verdicts=verdicts)
 
 
-def scores(org_dir: Path, ruleset: str) -> dict[tuple[str, str], float]:
-    """Minutes by system and benchmark, as the summarizer gives them."""
-    pairs = [(Path(row["details_url"]).stem, name, row.get(name)) for row in _summarize(org_dir, ruleset)[1] for name in BENCHMARKS]
-    return {(system, name): float(minutes) for system, name, minutes in pairs if minutes}
-
-
-def _summarize(org_dir: Path, ruleset: str) -> tuple[str, list[dict[str, str]]]:
-    """What the summarizer prints, and the rows of its table, one per system."""
+def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
+    """The score of each result set, with the RCP factor if the package checker ran before (it writes the factor that this one reads)."""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "summary.csv")
         text = _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
-        return text, list(csv.DictReader(table.open())) if table.is_file() else []
+        rows = list(csv.DictReader(table.open())) if table.is_file() else []
+    found = {(Path(row["details_url"]).stem, name): float(row[name]) for row in rows for name in BENCHMARKS if row.get(name)}
+    forgiven = text.count("Dropping non-converged run(s)") == missed == text.count("Compliance check failed in")
+    return replace(_answer("result_summarizer", text, len(found) == sets and forgiven, missed), scores=found)
 
 
 def repository(org_dir: Path, ruleset: str) -> Answer:
@@ -259,8 +228,4 @@ def _run(tool: str, *arguments: str) -> str:
     checker_version()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", f"mlperf_logging.{tool}", *arguments]
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return f"ERROR: {tool} gave no answer within {LIMIT_S:.0f} s"
-    return done.stdout
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder).stdout

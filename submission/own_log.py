@@ -13,19 +13,18 @@ from pathlib import Path
 
 from common.training.mllog import END, POINT, START
 from submission import official_tools
-from submission.log import TOKEN, Log, is_number
-from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, unfit, unlike
+from submission.log import TOKEN, Event, Log, is_number
+from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, on_each, unfit, unlike
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +modified, +forced
 CHANGED = ("+modified", "+forced")
-INIT_WARNING_S = 1500.0  # five minutes of reserve below the limit
 SMALL_SEED = 2**15  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only
 WELL_KNOWN_SEEDS = frozenset({123456, 1234567, 12345678, 123456789, 1234567890, 2**31 - 1, 2**32 - 1, 0xDEADBEEF, 0xCAFEBABE})
 STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
 
 SUBMISSION_KEYS = tuple(f"submission_{part}" for part in ("benchmark", "org", "division", "status", "platform"))
-# Key -> attribute of Rules: what neither the compliance checker nor log_rules.UNTESTED_CONSTANTS holds to a value.
+# Key -> attribute of Rules: what neither the compliance checker nor log_rules.CONSTANTS holds to a value.
 OWN_CONSTANTS = {
     "submission_division": "division",
     "max_sequence_length": "sequence_length",
@@ -35,10 +34,7 @@ OWN_CONSTANTS = {
     "opt_adamw_epsilon": "adam_epsilon",
     "target_accuracy": "target_loss",
 }
-EVENT_TYPES = {
-    **{f"{interval}_start": START for interval in ("init", "run", "block", "eval")},
-    **{f"{interval}_stop": END for interval in ("init", "run", "block", "eval")},
-}
+EVENT_TYPES = {f"{name}_{end}": kind for name in ("init", "run", "block", "eval") for end, kind in (("start", START), ("stop", END))}
 CLOCK_KEYS = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
 # Where the run stands -> key -> where it stands then. What is not here is out of order.
@@ -75,17 +71,13 @@ def not_once(log: Log, rules: Rules) -> Found:
             yield event.line, f"{key} again; it stands in line {found[0].line} already"
 
 
-def prefixed(log: Log, rules: Rules) -> Found:
-    for event in log.events:
-        if event.prefix and TOKEN not in event.prefix:
-            yield event.line, f"{event.prefix[:40]!r} before the token"
+def prefixed(event: Event, rules: Rules) -> str:
+    return f"{event.prefix[:40]!r} before the token" if event.prefix and TOKEN not in event.prefix else ""
 
 
-def wrong_event_type(log: Log, rules: Rules) -> Found:
-    for event in log.events:
-        wanted = EVENT_TYPES.get(event.key, POINT)
-        if event.event_type != wanted:
-            yield event.line, f"{event.key} is logged as {event.event_type!r}, not {wanted}"
+def wrong_event_type(event: Event, rules: Rules) -> str:
+    wanted = EVENT_TYPES.get(event.key, POINT)
+    return f"{event.key} is logged as {event.event_type!r}, not {wanted}" if event.event_type != wanted else ""
 
 
 def out_of_order(log: Log, rules: Rules) -> Found:
@@ -124,79 +116,54 @@ def wrong_samples(log: Log, rules: Rules) -> Found:
         last = samples
 
 
-def chosen_seed(log: Log, rules: Rules) -> Found:
-    for event in log.all("seed"):
-        if type(event.value) is int and (0 <= event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS):
-            yield event.line, f"seed {event.value} looks chosen, or drawn from 15 bits; the system's randomness gives 32"
-
-
-def changed_config(log: Log, rules: Rules) -> Found:
-    """A miniature may run anywhere and be changed at will: `CPU_1x1+modified.toml` is the truth, and nobody can submit it."""
-    name = log.value("config_filename")
-    if rules.division == "closed" and isinstance(name, str) and any(mark in name for mark in CHANGED):
-        yield line_of(log, "config_filename"), f"config_filename is {name!r}: changed with --set, or forced onto another GPU"
+def chosen_seed(event: Event, rules: Rules) -> str:
+    chosen = type(event.value) is int and (0 <= event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS)
+    return f"seed {event.value} looks chosen, or drawn from 15 bits; the system's randomness gives 32" if chosen else ""
 
 
 def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
     """With `project_root`, the config that a log names must be a file there."""
 
-    def unknown_config(log: Log, rules: Rules) -> Found:
-        name, folder = log.value("config_filename"), f"configs/{log.value('submission_benchmark')}"
-        if project_root is None or rules.division != "closed" or name is None or any(mark in str(name) for mark in CHANGED):
+    def wrong_config(log: Log, rules: Rules) -> Found:
+        """A miniature may run anywhere and be changed at will: `CPU_1x1+modified.toml` is the truth, and nobody can submit it."""
+        event, folder = log.first("config_filename"), f"configs/{log.value('submission_benchmark')}"
+        if event is None or rules.division != "closed":
             return
-        if not isinstance(name, str) or Path(name).name != name or not (project_root / folder / name).is_file():
-            yield line_of(log, "config_filename"), f"config_filename is {name!r}, which is no file in {folder}/"
+        name = str(event.value)
+        if any(mark in name for mark in CHANGED):
+            yield event.line, f"config_filename is {name!r}: changed with --set, or forced onto another GPU"
+        elif project_root and (Path(name).name != name or not (project_root / folder / name).is_file()):
+            yield event.line, f"config_filename is {name!r}, which is no file in {folder}/"
 
-    return (*OWN_RULES, Rule("config_filename", unknown_config, "OWN; TR mandatory disclosure (6.1)"))
+    return (*OWN_RULES, Rule("config_filename", wrong_config, "OWN; TR mandatory disclosure (6.1)"))
 
 
 def wrong_batch(log: Log, rules: Rules) -> Found:
-    sizes = [log.value(key) for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size")]
-    if all(is_positive_int(size) for size in sizes) and sizes[0] % (sizes[1] * sizes[2]):
-        message = f"global batch {sizes[0]} is no multiple of gradient_accumulation_steps {sizes[1]} x micro_batch_size {sizes[2]}"
-        yield line_of(log, "global_batch_size"), message
+    batch, steps, size = (log.value(key) for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size"))
+    if all(map(is_positive_int, (batch, steps, size))) and batch % (steps * size):
+        message = f"global batch {batch} is no multiple of gradient_accumulation_steps {steps} x micro_batch_size {size}"
+        yield log.all("global_batch_size")[0].line, message
 
 
-def long_init(log: Log, rules: Rules) -> Found:
-    start, stop = log.first("init_start"), log.first("init_stop")
-    seconds = (stop.time_ms - start.time_ms) / 1000 if start and stop else 0.0
-    if stop and INIT_WARNING_S <= seconds < rules.init_limit_s:
-        yield stop.line, f"initialization took {seconds / 60:.1f} of {rules.init_limit_s / 60:.0f} min"
-
-
-def wrong_constant_of_ours(log: Log, rules: Rules) -> Found:
-    for key, attribute in OWN_CONSTANTS.items():
-        yield from unlike(log, key, getattr(rules, attribute), rules)
-
-
-def line_of(log: Log, key: str) -> int:
-    event = log.first(key)
-    return event.line if event else 0
+def is_share(value: object) -> bool:
+    return is_number(value) and 0 <= value < 1
 
 
 TR_HYPERPARAMETERS = "OWN; TR Hyperparameters"
 OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
-    Rule("line_format", prefixed, "OWN (the official parser strips it)"),
-    Rule("event_type", wrong_event_type, "OWN (no checker reads it)"),
-    Rule(
-        "submission", unfit(lambda value: isinstance(value, str) and bool(value.strip()), "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"
-    ),
+    Rule("line_format", on_each(prefixed), "OWN (the official parser strips it)"),
+    Rule("event_type", on_each(wrong_event_type), "OWN (no checker reads it)"),
+    Rule("submission", unfit(lambda value: isinstance(value, str) and value.strip(), "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"),
     Rule("submission", unfit(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"), "OWN; CC common.yaml"),
     Rule("order", out_of_order, "OWN; TR Run Results"),
     Rule("time", back_in_time, "OWN"),
     Rule("samples_count", wrong_samples, "OWN; TR RCP Rules"),
-    Rule("chosen_seed", chosen_seed, "TR Random numbers (a constant seed is not allowed)", WARNING),
-    Rule("config_filename", changed_config, "OWN; TR mandatory disclosure (6.1)"),
+    Rule("chosen_seed", on_each(chosen_seed, "seed"), "TR Random numbers (a constant seed is not allowed)", WARNING),
     Rule("batch", unfit(is_positive_int, "a whole number from 1", "gradient_accumulation_steps", "train_samples"), "OWN"),
     Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),
     Rule("schedule", unfit(is_positive, "a positive number", "opt_base_learning_rate"), TR_HYPERPARAMETERS),
     Rule("schedule", unfit(is_positive_int, "a whole number from 1", "opt_learning_rate_training_steps"), TR_HYPERPARAMETERS),
-    Rule(
-        "schedule",
-        unfit(lambda value: is_number(value) and 0 <= value < 1, "a share of the steps", "opt_learning_rate_warmup_factor"),
-        TR_HYPERPARAMETERS,
-    ),
-    Rule("init_time", long_init, "OWN; TR Run Results", WARNING),
-    Rule("constant", wrong_constant_of_ours, TR_HYPERPARAMETERS),
+    Rule("schedule", unfit(is_share, "a share of the steps", "opt_learning_rate_warmup_factor"), TR_HYPERPARAMETERS),
+    Rule("constant", unlike(OWN_CONSTANTS), TR_HYPERPARAMETERS),
 )

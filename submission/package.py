@@ -16,29 +16,42 @@ import re
 import shutil
 import sys
 import tempfile
-import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, StorageError
 from records import ledger
-from submission import check, describe, forbidden_files, implementation, official_tools, own_log, terminal
-from submission.implementation import Implementation
+from submission import check, describe, implementation, official_tools, own_log, terminal
 from submission.log_rules import BENCHMARKS
 from submission.runs import FAILED, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
 PLACEHOLDERS = ("unnamed", "org", "yourorg", "your_org", "myorg", "example", "test", "todo", "none", "organisation", "organization")
-AS_LEFT = "submit run directories as the launcher left them"
 SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
+SIZE_LIMIT = 50 * 2**20  # bytes; the repo checker's
+CACHES = ("__pycache__", "node_modules", "wandb", "core")
+CACHE_SUFFIXES = (".pyc", ".pyo", ".so", ".o", ".a", ".egg-info", ".whl", ".deb", ".rpm", ".swp")
+
+# What tokens and keys look like: Hugging Face, AWS, GitHub, OpenAI-like, Slack, Google, PEM; and a password that is given.
+SECRETS = {
+    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{20,}",
+    "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}",
+    "an API key": r"\bsk-[A-Za-z0-9_-]{24,}|\bAIza[0-9A-Za-z_-]{35}",
+    "a Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a password": r"(?i:\b\w*(?:password|passwd|api_?key|secret_key|auth_token)[\"']?\s*[=:]\s*[\"']?)(?!None\b|str\b|\$|<)[^\s\"',)\]}\[({]{4,}",
+    "a password in an address": r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'{}]+:[^/\s:@\"'{}]+@",
+}
 
 
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for."""
 
-    sources: dict[str, Path]  # benchmark -> directory of its series
+    sources: Mapping[str, str | Path]  # benchmark -> directory of its series
     system: Path
     out: Path
     org: str
@@ -46,10 +59,6 @@ class Request:
     implementation: str = "torch_native"
     series: str = ""
     root: Path = own_log.PROJECT_ROOT  # the project in its git repository
-
-    @property
-    def system_name(self) -> str:
-        return self.system.stem
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,17 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--implementation", default=Request.implementation, metavar="NAME")
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
     options = vars(parser.parse_args(arguments))
-    return terminal.run(lambda: package(Request(sources=_sources(options.pop("benchmark")), **options)))
-
-
-def _sources(pairs: list[str]) -> dict[str, Path]:
-    sources = {}
-    for pair in pairs:
-        name, equals, folder = pair.partition("=")
-        if not equals or name not in BENCHMARKS or name in sources:
-            raise ConfigError(f"--benchmark {pair}", f"it is not B=DIR with B one of {', '.join(BENCHMARKS)}, each once", "correct it")
-        sources[name] = Path(folder)
-    return sources
+    pairs = options.pop("benchmark")
+    return terminal.run(lambda: package(Request(terminal.pairs("--benchmark", pairs, BENCHMARKS), **options)))
 
 
 def package(request: Request) -> int:
@@ -83,20 +83,15 @@ def package(request: Request) -> int:
     chosen = {name: _chosen(request, name, description) for name in request.sources}
     try:
         request.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{request.out.name}-", dir=request.out.parent))
-    except OSError as error:
-        raise StorageError(f"cannot write to {request.out.parent}", str(error), "choose another --out") from error
-    try:
-        _build(partial / request.org, request, chosen)
-        offences = forbidden_files.findings(partial / request.org)
-        what = f"{len(offences)} things must not be in a submission: {'; '.join(offences)}"
-        _demand(not offences, what, "see there", "remove them")
-        partial.chmod(0o755)
-        partial.rename(request.out)
+        with tempfile.TemporaryDirectory(prefix=f".{request.out.name}-", dir=request.out.parent) as folder:
+            partial = Path(folder, "partial")
+            _build(partial / request.org, request, chosen)
+            offences = forbidden(partial / request.org)
+            what = f"{len(offences)} things must not be in a submission: {'; '.join(offences)}"
+            _demand(not offences, what, "see there", "remove them")
+            partial.rename(request.out)
     except OSError as error:
         raise StorageError(f"cannot write {request.out}", str(error), "free space, or choose another --out") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return judge(request, sum(run.state == FAILED for ten in chosen.values() for run in ten.runs))
 
 
@@ -109,7 +104,7 @@ def _demand(holds: bool, what: str, why: str, do: str) -> None:
 
 
 def _check_names(request: Request) -> None:
-    for flag, name in (("--org", request.org), ("--system", request.system_name), ("--implementation", request.implementation)):
+    for flag, name in (("--org", request.org), ("--system", request.system.stem), ("--implementation", request.implementation)):
         if not NAME.fullmatch(name):
             why = "it becomes a directory: letters, digits and _ . + - only, no blank, no dot in front"
             raise ConfigError(f"{flag}: {name!r} cannot be a name in a submission", why, "choose another name")
@@ -130,30 +125,27 @@ def _check_description(request: Request, description: dict) -> None:
 
 def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
     """The ten runs of `benchmark` that are submitted; everything about them that can be wrong has been looked at."""
-    series = read_series([_folder(request.sources[benchmark], benchmark)], request.series)
+    source = Path(request.sources[benchmark])
+    folder = source if (source / ledger.NAME).is_file() else source / benchmark  # LOGDIR may name it
+    if not (folder / ledger.NAME).is_file():
+        raise ConfigError(f"{source}: no series of {benchmark}", f"there is no {ledger.NAME} in it", "name the LOGDIR of the series")
+    series = read_series([folder], request.series)
     for run in series.runs:
         _refuse_what_was_never_meant(run, benchmark)
     chosen = ten_runs(series)
     _demand(not chosen.invalid, f"{series.name} cannot be submitted", chosen.invalid, "run more: NEXP with --resume, or a new series")
     count = sum(not window.invalid for window in windows(series))
-    print(f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; median: {chosen.describe()}")
+    attempts = f"attempts {chosen.runs[0].number} to {chosen.runs[-1].number}: {chosen.rank:.4f} min"
+    attempts += "" if chosen.passed else ", fails the RCP test"
+    print(f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; median: {attempts}")
     for run in series.runs:
         print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
     _check_seeds(series.runs)
     for run in chosen.runs:
         _check_same(chosen.runs[0], run)
-    for run in chosen.runs:
         _check_identity(request, run, description)
         _check_log(request, run)
     return chosen
-
-
-def _folder(source: Path, benchmark: str) -> Path:
-    """Of the ledger: LOGDIR/<benchmark>, which may be named by LOGDIR. Raises ConfigError if there is none."""
-    for folder in (source, source / benchmark):
-        if (folder / ledger.NAME).is_file():
-            return folder
-    raise ConfigError(f"{source}: no series of {benchmark}", f"there is no {ledger.NAME} in it", "name the LOGDIR of the series")
 
 
 def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
@@ -162,8 +154,6 @@ def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
     _demand(logged in (None, benchmark), f"{run.path} is a log of {logged}", given, "correct --benchmark")
     toy = "a toy with its own target is no benchmark result"
     _demand(division != "miniature", f"{run.folder} is a miniature", toy, "run the benchmark")
-    closed = "this package makes closed submissions"
-    _demand(division in (None, "closed"), f"{run.folder} is of division {division!r}", closed, "run it closed")
     name = str(run.log.value("config_filename") or run.start.get("config", ""))
     why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
     do = "write a config for it, commit it, and run the series with that"
@@ -172,20 +162,17 @@ def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
 
 def _check_seeds(runs: list[Run]) -> None:
     """Of the whole series: its runs must be independent, also those that are not submitted."""
-    seeds: dict[int, Run] = {}
-    before, do = None, "run a series without SEED"
-    for run in runs:
-        seed, logged = run.start.get("seed"), run.log.value("seed")
-        if type(seed) is not int or logged not in (None, seed):
-            why = f"the ledger says {seed}: the log is not the one that this attempt wrote"
-            raise CheckFailed(f"{run.path}: seed {logged}", why, "submit logs as they were written")
-        other = seeds.setdefault(seed, run)
+    seeds, do = [run.start.get("seed") for run in runs], "run a series without SEED"
+    for index, (run, seed) in enumerate(zip(runs, seeds, strict=True)):
+        logged, other, before = run.log.value("seed"), runs[seeds.index(seed)], seeds[index - 1] if index else None
+        why = f"the ledger says {seed}: the log is not the one that this attempt wrote"
+        fits = type(seed) is int and logged in (None, seed)
+        _demand(fits, f"{run.path}: seed {logged}", why, "submit logs as they were written")
         what = f"attempts {other.number} and {run.number} have the same seed {seed}"
         _demand(other is run, what, "the ten runs must be independent", do)
         what = f"attempts {run.number - 1} and {run.number} have the seeds {before} and {seed}"
         why = "these were chosen: seeds come from the clock or from the system's entropy"
         _demand(before is None or seed != before + 1, what, why, do)
-        before = seed
 
 
 def _check_same(first: Run, run: Run) -> None:
@@ -199,8 +186,6 @@ def _check_same(first: Run, run: Run) -> None:
         mine, theirs = run.versions.get(key), first.versions.get(key)
         why = "the ten runs must be of one system and one code"
         _demand(mine == theirs, f"{both} {key}: {theirs} and {mine}", why, "run a series without changing anything")
-    why = "without it nobody can say what ran"
-    _demand(bool(run.config), f"{run.folder / 'config.toml'} is missing", why, AS_LEFT)
     why = f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}"
     _demand(run.config == first.config, f"{both} configs", why, "run a series with one")
 
@@ -208,26 +193,21 @@ def _check_same(first: Run, run: Run) -> None:
 def _check_identity(request: Request, run: Run, description: dict) -> None:
     """Organisation and platform of the log, GPUs of the config, and the system description tell of the same machine."""
     rerun, do = "a log is not edited: run the series with MLPERF_SUBMISSION_{} set", "describe the system that ran"
-    org, platform = run.log.value("submission_org"), str(run.log.value("submission_platform"))
-    what = f"{run.path}: submission_org is {org!r}, --org is {request.org!r}"
-    _demand(org == request.org, what, "both are shown to reviewers", rerun.format("ORG"))
-    try:
-        config = tomllib.loads(run.config)
-        nodes, gpus, kind = (config[key] for key in ("nodes", "gpus_per_node", "gpu"))
-    except (tomllib.TOMLDecodeError, KeyError) as error:
-        raise CheckFailed(f"{run.folder / 'config.toml'} does not say where it ran", str(error), AS_LEFT) from None
-    why = f"{run.folder / 'config.toml'} ran on {nodes} x {gpus} {kind}"
-    for key, value in (("number_of_nodes", str(nodes)), ("accelerators_per_node", str(gpus))):
-        _demand(description[key] == value, f"{request.system}: {key} is {description[key]}, not {value}", why, do)
-    model = description["accelerator_model_name"]
-    named = re.search(rf"\b{re.escape(kind)}\b", model) is not None
-    _demand(named, f"{request.system}: accelerator_model_name is {model!r}", why, do)
-    fitting = (request.system_name, description["system_name"], f"{nodes}x{gpus} {kind}")
+    platform, torch = run.log.value("submission_platform"), str((run.versions.get("packages") or {}).get("torch") or "").split("+")[0]
+    what = f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}"
+    _demand(run.org == request.org, what, "both are shown to reviewers", rerun.format("ORG"))
+    what = f"{run.folder / 'config.toml'} does not say where it ran"
+    _demand(bool(run.nodes), what, "it is missing or spoilt", "submit run directories as the launcher left them")
+    shape = f"{run.nodes}x{run.gpus_per_node}"
+    facts = {"number_of_nodes": str(run.nodes), "accelerators_per_node": str(run.gpus_per_node)}
+    facts |= {"accelerator_model_name": str(run.gpu), "framework": torch}
+    for key, value in facts.items():
+        named = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w.])", description[key]) is not None
+        why = f"{run.folder} ran on {shape} {run.gpu} with torch {torch}"
+        _demand(named, f"{request.system}: {key} is {description[key]}, not {value}", why, do)
+    fitting = (request.system.stem, description["system_name"], f"{shape} {run.gpu}")
     why = f"of this system it would be one of {', '.join(map(repr, fitting))}"
     _demand(platform in fitting, f"{run.path}: submission_platform is {platform!r}", why, rerun.format("PLATFORM"))
-    torch = str((run.versions.get("packages") or {}).get("torch") or "").split("+")[0]
-    what = f"{request.system}: framework is {description['framework']!r}"
-    _demand(torch in description["framework"], what, f"{run.folder} ran with torch {torch}", do)
 
 
 def _check_log(request: Request, run: Run) -> None:
@@ -240,6 +220,38 @@ def _check_log(request: Request, run: Run) -> None:
     _demand(not found, f"{run.path} is not clean", "; ".join(complaints), f"see python -m submission.check {run.path}")
 
 
+# What must not be in a submission.
+
+
+def forbidden(root: Path) -> list[str]:
+    """One line per offence below `root`: what the repo checker refuses, links, which it judges by its own directory, caches and secrets."""
+    paths = (root, *sorted(root.rglob("*")))
+    return [f"{path.relative_to(root.parent)}: {offence}" for path in paths for offence in _offences(path)]
+
+
+def _offences(path: Path) -> Iterator[str]:
+    if path.name.startswith("."):
+        yield "its name starts with a dot"
+    if any(letter.isspace() for letter in path.name):
+        yield "there is a blank in its name"
+    if path.name in CACHES or path.name.endswith(CACHE_SUFFIXES):
+        yield "is a cache or something built"
+    if path.is_symlink():
+        yield "is a link"
+    elif path.is_file() and (size := path.stat().st_size) > SIZE_LIMIT:
+        yield f"is {size / 2**20:.0f} MB, the limit is {SIZE_LIMIT >> 20} MB"
+    elif path.is_file():
+        yield from secrets_in(path.read_bytes())
+
+
+def secrets_in(data: bytes) -> Iterator[str]:
+    """What looks like a secret, with its line; never the secret itself."""
+    text = data.decode("latin-1")
+    for kind, pattern in SECRETS.items():
+        if match := re.search(pattern, text):
+            yield f"line {text.count(chr(10), 0, match.start()) + 1} looks like {kind}"
+
+
 # Building.
 
 
@@ -248,13 +260,12 @@ def _build(org_dir: Path, request: Request, chosen: dict[str, TenRuns]) -> None:
     systems.mkdir(parents=True)
     shutil.copyfile(request.system, systems / request.system.name)
     for benchmark, ten in chosen.items():
-        results = org_dir / "results" / request.system_name / benchmark
+        results = org_dir / "results" / request.system.stem / benchmark
         results.mkdir(parents=True)
         for index, run in enumerate(ten.runs):
             shutil.copyfile(run.path, results / f"result_{index}.txt")
-        about = Implementation(benchmark, request.implementation, request.system_name, request.root)
         folder = org_dir / "benchmarks" / benchmark / "implementations" / request.implementation
-        implementation.write(folder, about, ten.runs[0].log, ten.runs[0].versions)
+        implementation.write(folder, request.root, request.system.stem, ten.runs[0])
 
 
 # Judging.
@@ -265,17 +276,18 @@ def judge(request: Request, missed: int = 0) -> int:
 
     `missed`: runs among those packaged that did not reach the target, at most one per benchmark.
     """
-    org_dir, names = request.out / request.org, list(request.sources)
+    org_dir, sets = request.out / request.org, len(request.sources)
     # In this order: the summarizer reads the RCP factor that the package checker has written.
-    answers = [official_tools.package(org_dir, request.ruleset, len(names), missed)]
-    answers += [official_tools.summary(org_dir, request.ruleset, names, missed), official_tools.repository(org_dir, request.ruleset)]
+    answers = [tool(org_dir, request.ruleset, sets, missed) for tool in (official_tools.package, official_tools.summary)]
+    answers.append(official_tools.repository(org_dir, request.ruleset))
     for answer in answers:
         (request.out / f"{answer.tool}_{request.ruleset}.txt").write_text(answer.text)
         print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")
         print("".join(f"  {line}\n" for line in answer.complaints), end="")
-        print("".join(f"  {name}: {minutes:.3f} minutes\n" for name, minutes in answer.scores.items()), end="")
+        print("".join(f"  {name}: {minutes:.3f} minutes\n" for (_, name), minutes in answer.scores.items()), end="")
     passed = all(answer.passed for answer in answers)
-    facts = {"ruleset": request.ruleset, "passed": passed, "scores_minutes": answers[1].scores}
+    scores = {name: minutes for (_, name), minutes in answers[1].scores.items()}
+    facts = {"ruleset": request.ruleset, "passed": passed, "scores_minutes": scores}
     (request.out / f"verdict_{request.ruleset}.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(f"{org_dir}: {'all tools said success' if passed else 'NOT a submission yet: see the complaints above'}")
     return 0 if passed else CheckFailed.exit_code

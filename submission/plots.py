@@ -17,7 +17,6 @@ from submission.log import is_number as finite
 WIDTH, HEIGHT = 760, 320
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 34, 56  # margins of a chart, in SVG units; text may be 22 of them high
 MAX_POINTS = 800  # of a curve; a run of 10,000 steps needs no more on 680 pixels
-PHASES = ("init", "warmup", "train", "eval")
 SPAN = "least / median / most"
 
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -43,9 +42,7 @@ def banner(kind: str, lines: list[str]) -> str:
     return f'<div class="banner {kind}"><b>{lines[0]}</b>{"".join(f"<br>{line}" for line in lines[1:])}</div>'
 
 
-MINIATURE_NOTICE = banner(
-    "warn", ["A miniature: this is not a benchmark result.", "A small model with its own target; it says nothing about MLPerf."]
-)
+MINIATURE_NOTICE = banner("warn", ["A miniature: this is not a benchmark result.", "A small model with a target of its own."])
 
 
 # Charts.
@@ -61,8 +58,15 @@ class Curve:
     dots: bool = False
 
 
-def chart(curves: list[Curve], labels: tuple[str, str], target: float | None = None, band: tuple[float, float] | None = None) -> str:
-    """Curves over an x axis from 0; "" if they have no point. `labels`: of x and y; `target`: a level of y; `band`: two values of x."""
+def chart(
+    curves: list[Curve],
+    labels: tuple[str, str],
+    target: float | None = None,
+    band: tuple[float, float] | None = None,
+    keys: Iterable[tuple[str, str]] = (),
+) -> str:
+    """Curves over an x axis from 0, and their legend; "" if they have no point. `labels`: of x and y; `target`: a level of y; `band`:
+    two values of x; `keys`: (class of the color, text) of the curves in the legend."""
     spots = [spot for curve in curves for spot in curve.data]
     if not spots:
         return ""
@@ -91,43 +95,20 @@ def chart(curves: list[Curve], labels: tuple[str, str], target: float | None = N
         size = f'width="{across(band[1]) - across(band[0]):.1f}" height="{HEIGHT - TOP - BOTTOM}"'
         parts.append(f'<rect class="band" x="{across(band[0]):.1f}" y="{TOP}" {size}/>')
     for curve in curves:
-        spots_text = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in thinned(curve.data))
+        spots_text = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in curve.data[:: 1 + len(curve.data) // MAX_POINTS])
         parts.append(f'<polyline class="{curve.kind}" points="{spots_text}"><title>{escape(curve.name)}</title></polyline>')
         kind = f"point{' other' if curve.kind.endswith('other') else ''}"
         for x, y in curve.data if curve.dots else ():
             title = f"<title>{escape(curve.name)}: {y:.4f} at {x:.0f}</title>"
             parts.append(f'<circle class="{kind}" cx="{across(x):.1f}" cy="{down(y):.1f}" r="3">{title}</circle>')
-    return "".join(parts) + (level(target, "target") if target is not None else "") + "</svg>"
-
-
-def legend(entries: list[tuple[str, str]], target: float | None, band: tuple[float, float] | None) -> str:
-    """`entries`: (class of the color, text)."""
-    entries = entries + ([] if target is None else [("key-target", f"&#9476; target {target}")])
+    if target is not None:
+        parts.append(level(target, "target"))
+        keys = [*keys, ("key-target", f"&#9476; target {target}")]
     if band:
         text = f"RCP band, from the least mean of a series that passes, {band[0]:,.0f}, to the reference's mean, {band[1]:,.0f}"
-        entries.append(("key-band", f"&#9608; {text}"))
-    return "<p class=keys>" + " ".join(f"<span class={kind}>{text}</span>" for kind, text in entries) + "</p>"
-
-
-def phase_table(rows: list[tuple[str, dict[str, float]]]) -> str:
-    """Seconds by phase of each row, as a bar and in numbers; all bars have one scale. "" if there are none."""
-    longest = max((sum(seconds.values()) for _, seconds in rows), default=0.0)
-    if not longest:
-        return ""
-    key = " &nbsp; ".join(
-        f'<svg viewBox="0 0 10 10" style="width:10px"><rect class="p-{name}" width="10" height="10"/></svg> {name}' for name in PHASES
-    )
-    cells = [[name, _phase_bar(seconds, longest), *(f"{seconds[phase]:,.1f}" for phase in PHASES)] for name, seconds in rows]
-    return f"<p>{key}; seconds</p>" + table(["", "", *PHASES], cells, texts=(1,), kind="many bars")
-
-
-def _phase_bar(seconds: dict[str, float], whole: float) -> str:
-    bar, left = "", 0.0
-    for name, value in seconds.items():
-        width = value / whole * WIDTH
-        bar += f'<rect class="p-{name}" x="{left:.2f}" width="{width:.2f}" height="22"><title>{name} {value:.1f} s</title></rect>'
-        left += width
-    return f'<div class="phases"><svg viewBox="0 0 {WIDTH} 22" role="img" aria-label="phases">{bar}</svg></div>'
+        keys = [*keys, ("key-band", f"&#9608; {text}")]
+    legend = " ".join(f"<span class={kind}>{text}</span>" for kind, text in keys)
+    return "".join(parts) + "</svg>" + (f"<p class=keys>{legend}</p>" if legend else "")
 
 
 # Tables.
@@ -143,10 +124,8 @@ def table(heads: list[str], rows: list[list[str]], texts: tuple[int, ...] = (), 
     """Cells are HTML already. All columns but the first and `texts` hold numbers, unless the table has no heads."""
 
     def row(tag: str, cells: list[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}{_align(index)}>{cell}</{tag}>" for index, cell in enumerate(cells)) + "</tr>"
-
-    def _align(index: int) -> str:
-        return "" if not heads or not index else ' class="t"' if index in texts else ' class="n"'
+        kinds = ["" if not heads or not index else ' class="t"' if index in texts else ' class="n"' for index in range(len(cells))]
+        return "<tr>" + "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
 
     body = f"{row('th', heads) if heads else ''}{''.join(row('td', cells) for cells in rows)}"
     return f"<div class=scroll><table{f' class={kind}' if kind else ''}>{body}</table></div>"
@@ -157,13 +136,6 @@ def table(heads: list[str], rows: list[list[str]], texts: tuple[int, ...] = (), 
 
 def points(records: list[dict], x: str, y: str) -> list[tuple[float, float]]:
     return [(record[x], record[y]) for record in records if finite(record.get(x)) and finite(record.get(y))]
-
-
-def thinned(data: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MAX_POINTS, each the mean of a group of neighbours."""
-    group = max(1, math.ceil(len(data) / MAX_POINTS))
-    chunks = [data[index : index + group] for index in range(0, len(data), group)]
-    return [(sum(x for x, _ in chunk) / len(chunk), sum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
 
 
 def ticks(low: float, high: float) -> list[float]:

@@ -10,30 +10,22 @@ from pathlib import Path
 from types import ModuleType
 
 from common.errors import PreflightError
-from records.rcp import SUBMISSION_RUNS
 from submission.official_tools import INSTALL, silent
 
 POINTS = "pruned_rcps"  # by which package checker and summarizer judge
-DROPPED = 1  # runs at each end that olympic scoring drops
 
 
 @dataclass(frozen=True)
 class Point:
     """What the reference needs at one global batch, in training sequences, as the RCP checker computes it."""
 
-    batch: int
     mean: float  # without the best and the worst run
     sigma: float  # population standard deviation of all runs
     minimum: float  # the lowest mean of a submission that passes
-    samples: tuple[int, ...]  # of the reference's runs, ascending; empty for an interpolated point
 
     def z_score(self, samples: float) -> float:
         """Distance of one run from the reference's mean, in standard deviations of the reference; negative is faster."""
         return (samples - self.mean) / self.sigma
-
-    def share_not_slower(self, samples: float) -> float | None:
-        """Share of the reference's runs that needed at most `samples`; None for an interpolated point."""
-        return sum(value <= samples for value in self.samples) / len(self.samples) if self.samples else None
 
 
 @dataclass(frozen=True)
@@ -47,44 +39,30 @@ class Verdict:
 
 def judge(logs: Sequence[Path], ruleset: str) -> Verdict:
     """The verdict over the logs of a series, of at least three runs. Raises PreflightError without mlperf-logging."""
+    checker = _rcp_checker()
     with silent(), tempfile.TemporaryDirectory() as folder:
         for index, path in enumerate(logs):
             Path(folder, f"result_{index}.txt").symlink_to(path.resolve())
         try:
             # set_scaling: it writes scaling.json into the folder; without, it removes /scaling.json.
-            answer = _rcp_checker().check_directory(folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True)
-        except PreflightError:
-            raise
-        except Exception as error:  # as above
+            found = checker.check_directory(folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True)
+            passed, message, factor = found
+        except Exception as error:  # whatever it is, the checker gave no verdict
             return Verdict(False, f"the official RCP checker broke off: {type(error).__name__}: {error}", 1.0)
-    passed, message, factor = answer
     return Verdict(bool(passed), message, float(factor))
 
 
 @cache
 def point_at(benchmark: str, batch: int, ruleset: str) -> Point | None:
     """The point that a series at `batch` is held against, as `check_directory` selects it; None above the largest."""
-    checker = _checker(benchmark, ruleset)
+    checker = _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
     record = checker._find_rcp(batch, POINTS)
     if record is None:
         low, high = checker._find_top_min_rcp(batch, POINTS), checker._find_bottom_max_rcp(batch, POINTS)
         if high is None:
             return None
         record = checker._create_interp_rcp(batch, low, high)[1] if low else checker._find_min_rcp(POINTS)
-    mean, sigma, minimum = (float(record[key]) for key in ("RCP Mean", "RCP Stdev", "Min Epochs"))
-    return Point(record["BS"], mean, sigma, minimum, tuple(sorted(record["Epochs to converge"])))
-
-
-def chance_of(mean: float, point: Point, benchmark: str, ruleset: str) -> float:
-    """How likely ten runs of the reference have a mean as low as `mean`: the p-value of the RCP checker's t-test."""
-    runs = SUBMISSION_RUNS - 2 * DROPPED
-    counted = len(point.samples) - 2 * DROPPED if point.samples else 2 * SUBMISSION_RUNS
-    return float(_checker(benchmark, ruleset)._find_p_value(mean, point.sigma, runs, point.mean, point.sigma, counted)[1])
-
-
-@cache
-def _checker(benchmark: str, ruleset: str):
-    return _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
+    return Point(*(float(record[key]) for key in ("RCP Mean", "RCP Stdev", "Min Epochs")))
 
 
 def _rcp_checker() -> ModuleType:

@@ -32,25 +32,35 @@ REPEATED = frozenset({*INTERVALS, "eval_accuracy", "eval_error", "submission_ben
 GOOD, FAILED, LOST, NOT_STARTED = "good", "did not converge", "lost", "never started its clock"
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
-    """One run. Minutes are wall time from run_start to run_stop; samples are training sequences."""
+    """One run, equal to itself only. Minutes are wall time from run_start to run_stop; samples are training sequences."""
 
     path: Path  # of its log
     log: Log = field(default_factory=Log)  # all records of the keys in REPEATED, the first one of any other
     number: int = 0  # in its series, from 1
     start: dict = field(default_factory=dict)  # the ledger's line, if the run is an attempt in one
     end: dict = field(default_factory=dict)  # the same; empty while it runs, or if its launcher was killed
+    ruleset: str = ""
+    benchmark: str = ""
+    org: str = ""
+    division: str = ""
+    batch: int | None = None
+    status: str = ""  # success, aborted, or "" without a run_stop; what the log claims
     minutes: float | None = None
     reached: bool = False  # an evaluation was at the target or below
     samples: int | None = None  # at the last evaluation, as logged; what the RCP test counts
-    loss: float | None = None  # there
     blocks: list[Interval] = field(default_factory=list)  # training only
     evaluations: list[Interval] = field(default_factory=list)
     gpu: str | None = None  # H200
-    gpus: int | None = None
-    ruleset: str = ""
+    gpus: int | None = None  # in all nodes
+    nodes: int = 0  # as our config says; 0 without one
+    gpus_per_node: int = 0
     notes: list[str] = field(default_factory=list)  # what was odd
+    # What a run of ours left beside its log; each may be missing, or cut off.
+    config: str = ""
+    versions: dict = field(default_factory=dict)
+    failure: dict = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -59,23 +69,6 @@ class Run:
     @property
     def name(self) -> str:
         return self.folder.name if self.path.name == "result.txt" else self.path.name
-
-    @cached_property
-    def benchmark(self) -> str:
-        return str(_last(self.log, "submission_benchmark") or "")
-
-    @cached_property
-    def batch(self) -> int | None:
-        value = _last(self.log, "global_batch_size")
-        return int(value) if log.is_number(value) and value >= 1 else None
-
-    @property
-    def org(self) -> str:
-        return str(self.log.value("submission_org") or "")
-
-    @property
-    def division(self) -> str:
-        return str(self.log.value("submission_division") or "")
 
     @property
     def is_miniature(self) -> bool:
@@ -89,19 +82,13 @@ class Run:
 
     @property
     def target(self) -> float | None:
-        return self.rules.target_loss if self.rules else self.log.number("target_accuracy")
+        return self.rules.target_loss if self.rules else None
 
     @property
     def point(self) -> rcp.Point | None:
         """The reference convergence point of its batch; None for a miniature, and where there is none."""
         known = not self.is_miniature and self.benchmark in BENCHMARKS and self.batch is not None
         return rcp.point_at(self.benchmark, self.batch, self.ruleset) if known else None  # type: ignore[arg-type]
-
-    @cached_property
-    def status(self) -> str:
-        """success, aborted, or "" without a run_stop; what the log claims."""
-        stops = self.log.all("run_stop")
-        return str(stops[-1].metadata.get("status", "")) if stops else ""
 
     @cached_property
     def refused(self) -> tuple[str, ...]:
@@ -116,7 +103,7 @@ class Run:
         if not self.log.first("run_start"):
             return NOT_STARTED
         if not self.log.first("run_stop"):
-            return LOST if self.path.name == "result.txt" else FAILED  # see submission/series.py
+            return LOST if self.path.name == "result.txt" else FAILED  # chosen by its submitter: docs/submission.md
         claims = self.status == "success" and self.reached and self.samples is not None and (self.minutes or 0) > 0
         return GOOD if claims and not self.refused else FAILED
 
@@ -130,18 +117,24 @@ class Run:
         return max((block.stop_samples or 0 for block in self.blocks), default=0) or self.samples
 
     @property
+    def z(self) -> float | None:
+        """Distance of its samples from the reference's mean, in the reference's standard deviations."""
+        return self.point.z_score(self.samples) if self.point and self.samples else None
+
+    @property
     def samples_per_s(self) -> float | None:
         """Over all training blocks, evaluation excluded."""
         return intervals.rate(self.blocks)
 
     @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        rate = self.samples_per_s
+        return None if rate is None or not self.gpus or not self.rules else rate * self.rules.sequence_length / self.gpus
+
+    @property
     def evaluation_s(self) -> float | None:
         """All evaluations together; None if the log does not time them."""
         return sum(interval.seconds for interval in self.evaluations) if self.evaluations else None
-
-    def tokens_per_gpu(self, samples_per_s: float | None) -> float | None:
-        """Tokens per second and GPU at `samples_per_s` of the whole system."""
-        return None if samples_per_s is None or not self.gpus or not self.rules else samples_per_s * self.rules.sequence_length / self.gpus
 
     def describe(self) -> str:
         result = f"{self.minutes:.2f} min, {self.samples:,} samples" if self.state == GOOD else self.reason
@@ -151,46 +144,19 @@ class Run:
     def reason(self) -> str:
         """Why it is not good, in one line; "" if there is nothing to add."""
         if self.state == FAILED and self.status == "success":
-            return f"the official checker refuses its log: {self.refused[0]}" if self.refused else "its log claims success"
+            return (
+                f"the official checker refuses its log: {self.refused[0]}"
+                if self.refused
+                else "its log claims success and does not show it"
+            )
         return str(self.end.get("reason") or ("" if self.end or not self.start else "its launcher left no end of it"))
-
-    # What a run of ours left beside its log; each part may be missing, or cut off.
-
-    @cached_property
-    def config(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self.folder / "config.toml").read_text(errors="replace")
-        return ""
-
-    @cached_property
-    def versions(self) -> dict:
-        return self._object("versions.json")
-
-    @cached_property
-    def failure(self) -> dict:
-        return self._object("failure.json")
 
     @cached_property
     def records(self) -> list[dict]:
         """The lines of events.jsonl."""
-        try:
-            records, notes = json_lines.read(self.folder / "events.jsonl")
-        except OSError:
-            records, notes = [], ["events.jsonl is missing"]
+        records, notes = json_lines.read(self.folder / "events.jsonl")
         self.notes += notes
         return records
-
-    def _object(self, name: str) -> dict:
-        try:
-            value = json.loads((self.folder / name).read_text(errors="replace"))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            self.notes.append(f"{name} is cut off or spoilt")
-            return {}
-        return value
 
 
 # --- one log ----------------------------------------------------------------------------------------------------------
@@ -198,19 +164,16 @@ class Run:
 
 def read_run(path: Path, ruleset: str = "") -> Run:
     """The run in the log at `path`. Raises ConfigError if that is no MLPerf log of one of our benchmarks."""
-    run = Run(path, log.read(path, REPEATED))
+    run = _filled(Run(path, log.read(path, REPEATED), ruleset=ruleset))
     if run.benchmark not in BENCHMARKS:
         what = f"{path} is no log of {' or '.join(BENCHMARKS)}"
         raise ConfigError(what, f"its submission_benchmark is {run.benchmark or 'missing'}", "name MLPerf result logs")
-    return _filled(run, ruleset)
+    return run
 
 
 def read_attempt(path: Path, number: int = 0, start: dict | None = None, end: dict | None = None) -> Run:
     """The same for an attempt of ours, whose log may be missing, empty or cut off: that is a note then."""
     run = Run(path, number=number, start=start or {}, end=end or {})
-    if not path.exists():
-        run.notes.append(f"{path.name} is missing")
-        return run
     try:
         run.log = log.read(path, REPEATED)
     except ConfigError as error:
@@ -218,8 +181,14 @@ def read_attempt(path: Path, number: int = 0, start: dict | None = None, end: di
     return _filled(run)
 
 
-def _filled(run: Run, ruleset: str = "") -> Run:
-    run.ruleset = ruleset or round_of(run.log, ours=False)
+def _filled(run: Run) -> Run:
+    config, batch = run.folder / "config.toml", run.log.last("global_batch_size")
+    run.config = config.read_text(errors="replace") if config.is_file() else ""
+    run.versions, run.failure = (_object(run, name) for name in ("versions.json", "failure.json"))
+    run.ruleset = run.ruleset or round_of(run.log, ours=False)
+    run.benchmark = str(run.log.last("submission_benchmark") or "")
+    run.org, run.division = (str(run.log.value(f"submission_{part}") or "") for part in ("org", "division"))
+    run.batch = int(batch) if log.is_number(batch) and batch >= 1 else None
     run.notes += [f"line {bad.line}: {bad.reason}" for bad in run.log.bad[:3]]
     _read_result(run)
     run.evaluations = intervals.pairs(run.log.events, "eval", run.batch or 1)
@@ -230,33 +199,29 @@ def _filled(run: Run, ruleset: str = "") -> Run:
     return run
 
 
-def _last(records: Log, key: str):
-    found = records.all(key)
-    return found[-1].value if found else None
+def _object(run: Run, name: str) -> dict:
+    with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads((run.folder / name).read_text(errors="replace")), dict):
+                return value
+        run.notes.append(f"{name} is cut off or spoilt")
+    return {}
 
 
 def _read_result(run: Run) -> None:
-    """Minutes, samples, loss, and whether the target was reached."""
-    start_ms, stopped, last, counted = None, None, None, None
-    for event in run.log.events:
-        if event.key == "run_start":
-            start_ms = event.time_ms
-        elif event.key in ("eval_accuracy", "eval_error"):
-            last = event
-            run.reached |= log.is_number(event.value) and run.target is not None and 0 < event.value <= run.target
-        elif event.key == "run_stop":
-            if stopped is None and start_ms is not None:
-                run.minutes = (event.time_ms - start_ms) / 60 / 1000  # in this order, as the summarizer does
-            stopped, counted = event, last
-    counted = counted if stopped else last
-    if counted:
-        run.samples, run.loss = intervals.samples_of(counted), counted.value if log.is_number(counted.value) else None
-    if run.log.events and stopped is None:
+    """Minutes, samples, and whether the target was reached."""
+    evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
+    run.reached = any(log.is_number(e.value) and run.target is not None and 0 < e.value <= run.target for e in evaluated)
+    stops = run.log.all("run_stop")
+    run.status = str(stops[-1].metadata.get("status", "")) if stops else ""
+    if counted := [event for event in evaluated if not stops or event.line < stops[-1].line]:
+        run.samples = intervals.samples_of(counted[-1])
+    if stops and (started := [event for event in run.log.all("run_start") if event.line < stops[0].line]):
+        run.minutes = (stops[0].time_ms - started[-1].time_ms) / 60 / 1000  # in this order, as the summarizer does
+    if run.log.events and not stops:
         run.notes.append("no run_stop: it was cut short")
-    elif stopped and run.minutes is None:
+    elif stops and run.minutes is None:
         run.notes.append("run_stop stands before run_start, or there is no run_start")
-    elif run.status == "success" and not run.reached:
-        run.notes.append(f"says success, but no evaluation is at {run.target} or below: the compliance checker refuses it")
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -266,7 +231,8 @@ def _find_gpus(run: Run) -> None:
     """Kind and number of GPUs: from our config.toml beside the log, a submission's systems/<system>.json, or the platform's name."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         config = tomllib.loads(run.config)
-        run.gpu, run.gpus = config["gpu"], config["nodes"] * config["gpus_per_node"]
+        run.gpu, run.nodes, run.gpus_per_node = config["gpu"], config["nodes"], config["gpus_per_node"]
+        run.gpus = run.nodes * run.gpus_per_node
         return
     model, system = "", run.path.resolve().parent.parent  # <org>/results/<system>/<benchmark>/result_0.txt
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -1,12 +1,8 @@
 """`python -m submission.score DIR_OR_LOGS... [--against B] [--json]`: what a series of runs scores, and why.
 
-Any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a folder of result_*.txt, or logs by name. Each run's
-minutes, samples and throughput; the score of the series with the official RCP checker's verdict; how lucky its seeds were; and how
-much of the difference to another result is throughput, samples and evaluation. B is such a directory too, or words that name a
-published result (`--against "AMD MI300X 5.1"`); so may be the first argument. Default: the best one published on the same GPUs.
-
-Score: mean of ten runs' minutes without the fastest and the slowest, times the RCP factor; which ten, says submission/series.py.
-The pruned RCPs decide, as in the official tools.
+Any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a folder of result_*.txt, or logs by name. B is such a
+directory too, or words that name a published result (`--against "AMD MI300X 5.1"`); so may be the first argument. Default: the best
+one published on the same GPUs. Which ten runs count says submission/series.py; the pruned RCPs decide, as in the official tools.
 
 Exit code: 0 scored and RCP test passed (a miniature has none), 20 RCP test failed or series invalid, 2 wrong usage, 18 no
 mlperf-logging. Needs mlperf-logging and the standard library.
@@ -16,20 +12,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError
+from records import published
+from records.published import Pace, Published
 from records.rcp import SUBMISSION_RUNS
-from submission import against, rcp, terminal
+from submission import terminal
+from submission.log_rules import BENCHMARKS
 from submission.official_tools import CLOSED_RULESETS
 from submission.runs import NOT_STARTED, Run
-from submission.series import Series, TenRuns, check_same, pace, read_series, ten_runs, windows
-from submission.terminal import number, table
+from submission.series import Series, TenRuns, check_same, pace, read_series, result, ten_runs, windows
+from submission.terminal import number, signed, table
 
-SHOWN_NOTES = 12
+ROUND = re.compile(r"v?\d\.\d")
+OF_A_RUN = (  # in the JSON
+    *("name", "number", "state", "reason", "converged", "minutes", "samples", "z"),
+    *("samples_per_s", "tokens_per_s_per_gpu", "evaluation_s", "notes"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,29 +57,26 @@ def _positive_number(text: str) -> int:
 def _score(options: argparse.Namespace) -> int:
     """Print what was asked for; return the exit code. Raises ConfigError, PreflightError."""
     if len(options.logs) == 1 and options.against is not None and not Path(options.logs[0]).exists():
-        mine = against.find(options.logs[0])  # two published results
-        other = against.find(options.against, options.ruleset, mine)
-        print(json.dumps(against.as_dict(mine, other), indent=1) if options.json else "\n".join(against.lines(mine, other)))
+        mine = find(options.logs[0])  # two published results
+        other = find(options.against, options.ruleset, mine)
+        print(json.dumps(comparison_as_dict(mine, other), indent=1) if options.json else "\n".join(comparison(mine, other)))
         return 0
     series = read_series([Path(name) for name in options.logs], options.series, options.ruleset)
     for run in series.runs:
         run.gpu, run.gpus = options.gpu or run.gpu, options.gpus or run.gpus
     check_same(series)
     ten = ten_runs(series)
-    mine = against.of_runs(series, ten)
+    mine = result(series, ten)
     compared = None
     if options.against is not None:
-        compared = against.find(options.against, options.ruleset, mine)
-        if compared.benchmark != mine.benchmark:
-            why = "minutes of two benchmarks cannot be compared"
-            raise ConfigError(f"{options.against} is a result of {compared.benchmark}", why, f"name one of {mine.benchmark}")
+        compared = find(options.against, options.ruleset, mine)
     elif not series.first.is_miniature:
-        compared = against.best_published(mine)
+        compared = best_published(mine)
     if options.json:
-        print(json.dumps(as_dict(series, ten) | {"against": against.as_dict(mine, compared)}, indent=1))
+        print(json.dumps(as_dict(series, ten) | {"against": comparison_as_dict(mine, compared)}, indent=1))
     else:
-        comparison = against.lines(mine, compared, series.first)
-        print("\n".join([*report(series, ten), "", "against another result", *comparison]))
+        lines = ["  none: a miniature"] if series.first.is_miniature and not compared else comparison(mine, compared)
+        print("\n".join([*report(series, ten), "", "against another result", *lines]))
     return 0 if ten.passed else CheckFailed.exit_code
 
 
@@ -84,25 +85,20 @@ def _score(options: argparse.Namespace) -> int:
 
 def as_dict(series: Series, ten: TenRuns) -> dict:
     """`result` is the series or its median window, `windows` the scores of all windows of ten."""
-    run, mine = series.first, pace(ten)
-    result = {key: getattr(ten, key) for key in ("minutes", "score", "factor", "passed", "samples")}
-    found = [(window.runs[0].name, window.minutes, window.score, window.invalid or None) for window in windows(series)]
+    first, mine = series.first, pace(ten)
+    verdicts = {"rcp": asdict(ten.verdict) if ten.verdict else None, "pace": asdict(mine) if mine else None}
     return {
-        **{key: getattr(run, key) for key in ("benchmark", "division", "org", "ruleset", "gpu", "gpus")},
-        "global_batch_size": run.batch,
-        "runs": [_run_as_dict(run) for run in series.runs],
-        "result": result
-        | {"invalid": ten.invalid or None, "rcp": asdict(ten.verdict) if ten.verdict else None, "pace": asdict(mine) if mine else None},
-        "windows": [dict(zip(("first", "minutes", "score", "invalid"), window, strict=True)) for window in found],
+        **{key: getattr(first, key) for key in ("benchmark", "division", "org", "ruleset", "gpu", "gpus")},
+        "global_batch_size": first.batch,
+        "runs": [{key: getattr(run, key) for key in OF_A_RUN} for run in series.runs],
+        "result": _numbers(ten) | {"factor": ten.factor, "passed": ten.passed, "samples": ten.samples} | verdicts,
+        "windows": [{"first": window.runs[0].name} | _numbers(window) for window in windows(series)],
         "notes": series.notes,
     }
 
 
-def _run_as_dict(run: Run) -> dict:
-    point, facts = run.point, ("name", "number", "state", "reason", "minutes", "samples", "samples_per_s", "evaluation_s", "notes")
-    z = point.z_score(run.samples) if point and run.samples else None
-    rate = run.tokens_per_gpu(run.samples_per_s)
-    return {key: getattr(run, key) for key in facts} | {"converged": run.converged, "z": z, "tokens_per_s_per_gpu": rate}
+def _numbers(ten: TenRuns) -> dict:
+    return {"minutes": ten.minutes, "score": ten.score, "invalid": ten.invalid or None}
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
@@ -111,16 +107,13 @@ def _run_as_dict(run: Run) -> dict:
 def report(series: Series, ten: TenRuns) -> list[str]:
     """The lines on stdout, up to the comparison."""
     first = series.first
-    where = f"{first.gpus or 'unknown number'} x {first.gpu or 'unknown GPU'}"
-    lines = [f"{first.benchmark}, {first.division or 'no division'}, global batch {first.batch}: {len(series.runs)} runs, {where}", ""]
+    lines = [f"{first.benchmark}, {first.division or 'no division'}: {len(series.runs)} runs, {_where(first)}", ""]
     lines += table(_run_rows(series, ten))
-    odd = [f"  {run.name}: {note}" for run in series.runs for note in _notes(run)]
-    more = [f"  ... and {len(odd) - SHOWN_NOTES} more such notes; --json has all"] if len(odd) > SHOWN_NOTES else []
-    lines += ["", *(f"  {note}" for note in series.notes), *odd[:SHOWN_NOTES], *more] if series.notes or odd else []
-    found = windows(series)
-    if len(found) > 1:
-        title = f"windows of {SUBMISSION_RUNS} consecutive runs; the median one is the result"
-        lines += ["", title, *table(_window_rows(found, ten))]
+    notes = [*series.notes, *(f"{run.name}: {note}" for run in series.runs for note in _notes(run))]
+    lines += ["", *(f"  {note}" for note in notes)] if notes else []
+    if (count := len(windows(series))) > 1:
+        median = f"{ten.runs[0].name} to {ten.runs[-1].name}"
+        lines += ["", f"median of {count} windows of {SUBMISSION_RUNS} consecutive runs: {median}; --json has all"]
     return [*lines, "", *score_lines(ten)]
 
 
@@ -133,77 +126,162 @@ def _notes(run: Run) -> list[str]:
 def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("run", "minutes", "converged", "samples", "z", "seq/s", "tokens/s/GPU", "evaluation s", "")]
     for run in series.runs:
-        point, rate = run.point, run.samples_per_s
-        z = point.z_score(run.samples) if point and run.samples and run.converged else None
-        cells = (number(run.minutes, ".3f"), "yes" if run.converged else "NO", number(run.samples, ",d"), number(z, "+.2f"))
-        speed = (number(rate, ".3f"), number(run.tokens_per_gpu(rate), ",.0f"), number(run.evaluation_s, ".1f"))
+        z = number(run.z if run.converged else None, "+.2f")
+        cells = (number(run.minutes, ".3f"), "yes" if run.converged else "NO", number(run.samples, ",d"), z)
+        speed = (number(run.samples_per_s, ".3f"), number(run.tokens_per_s_per_gpu, ",.0f"), number(run.evaluation_s, ".1f"))
         rows.append((run.name, *cells, *speed, _role(run, ten)))
     return rows
 
 
 def _role(run: Run, ten: TenRuns) -> str:
-    """By identity: two runs may look the same."""
-    if not any(run is one for one in ten.runs):
+    if run not in ten.runs:
         return run.state if run.state == NOT_STARTED else "not in the median window"
-    if any(run is one for one in ten.counted):
-        return ""
-    if not run.converged:
-        return run.state
-    minutes = [one.minutes or 0.0 for one in ten.counted]
-    return "dropped: fastest" if minutes and (run.minutes or 0.0) <= min(minutes) else "dropped: slowest"
-
-
-def _window_rows(found: list[TenRuns], chosen: TenRuns) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = [("first run", "last run", "minutes", "factor", "score", "")]
-    for window in found:
-        why = window.invalid or ("" if window.passed else "RCP test failed")
-        numbers = (number(window.minutes, ".3f"), number(window.factor, ".6f"), number(window.score, ".3f"))
-        mark = "  <- median" if window.runs == chosen.runs else ""
-        rows.append((window.runs[0].name, window.runs[-1].name, *numbers, why + mark))
-    return rows
+    if run in ten.counted or not run.converged:
+        return "" if run.converged else run.state
+    fastest = not ten.counted or (run.minutes or 0.0) <= (ten.counted[0].minutes or 0.0)
+    return f"dropped: {'fastest' if fastest else 'slowest'}"
 
 
 def score_lines(ten: TenRuns) -> list[str]:
     """How the score comes about, and how lucky its seeds were."""
-    return ["score", *_score_lines(ten), "", "samples to the target", *_luck_lines(ten)]
-
-
-def _score_lines(ten: TenRuns) -> list[str]:
+    if not ten.runs:
+        return ["score", "  no run started its clock"]
+    first, verdict = ten.runs[0], ten.verdict
     how = "without the fastest and the slowest run" if len(ten.runs) >= 3 else "too few runs to drop the fastest and the slowest"
-    lines = [f"  mean of {len(ten.counted)} runs   {number(ten.minutes, '.4f')} min, {how}"]
-    first = ten.runs[0] if ten.runs else None
-    if verdict := ten.verdict:
+    lines = ["score", f"  mean of {len(ten.counted)} runs   {number(ten.minutes, '.4f')} min, {how}"]
+    if verdict:
         lines.append(f"  RCP test        {'passed' if verdict.passed else 'FAILED'} ({verdict.message})")
-        point = first.point if first else None
-        if point and ten.samples is not None:
-            lines.append(f"                  mean {ten.samples:,.2f}; the lowest that passes {point.minimum:,.2f}")
-            lines.append(f"                  reference {point.mean:,.2f} +- {point.sigma:,.2f}; factor {verdict.factor:.6f}")
-    if first is None or first.is_miniature:
-        lines.append("  a miniature: no RCP, no benchmark result, and nothing to submit" if first else "  no run started its clock")
+    if first.is_miniature:
+        lines.append("  a miniature: no RCP, no benchmark result, and nothing to submit")
     elif ten.invalid:
         lines.append(f"  INVALID         {ten.invalid}")
     elif ten.score is None:
         lines.append("  NO SCORE        the RCP test failed: converging too fast counts as another algorithm, and is rejected")
     else:
         lines.append(f"  score           {ten.score:.4f} min = {ten.minutes:.4f} x {ten.factor:.6f}")
-    return lines
-
-
-def _luck_lines(ten: TenRuns) -> list[str]:
-    run = ten.runs[0] if ten.runs else None
-    point = run.point if run else None
-    if run is None or point is None or ten.samples is None:
-        return ["  nothing to hold them against: too few runs that converged, no RCP for this global batch, or a miniature"]
-    chance = rcp.chance_of(ten.samples, point, run.benchmark, run.ruleset)
-    lines = [
-        f"  mean {ten.samples:,.2f}: {(ten.samples / point.mean - 1) * 100:+.2f} % against the reference, z {point.z_score(ten.samples):+.2f}"
+    lines += ["", "samples to the target"]
+    point, mean = first.point, ten.samples
+    if point is None or mean is None:
+        return [*lines, "  nothing to hold them against: too few runs that converged, no RCP for this global batch, or a miniature"]
+    return [
+        *lines,
+        f"  reference {point.mean:,.2f} +- {point.sigma:,.2f}; the lowest mean that passes {point.minimum:,.2f}",
+        f"  mean {mean:,.2f}: {(mean / point.mean - 1) * 100:+.2f} % against the reference, z {point.z_score(mean):+.2f}",
     ]
-    lines.append(f"  ten runs of the reference would be this fast or faster in {chance * 100:.0f} % of the cases")
-    for samples in sorted({run.samples for run in ten.runs if run.converged and run.samples}):
-        share, times = point.share_not_slower(samples), sum(run.samples == samples for run in ten.runs if run.converged)
-        of_reference = f"; {share * 100:.0f} % of the reference's runs needed no more" if share is not None else ""
-        lines.append(f"  {times:>2} x {samples:,}, z {point.z_score(samples):+.2f}{of_reference}")
-    return lines
+
+
+# --- against another result -------------------------------------------------------------------------------------------
+
+
+def find(wish: str, ruleset: str = "", like: Published | None = None) -> Published:
+    """The result that `wish` names: a directory or log, or words that stand in one row of the published table. Of several rows,
+    those of the benchmark and the GPUs of `like`, if there are such, and of these the best. Raises ConfigError if there is none."""
+    if wish and Path(wish).exists():
+        series = read_series([Path(wish)], ruleset=ruleset)
+        check_same(series)
+        if like and series.first.benchmark != like.benchmark:
+            why = "minutes of two benchmarks cannot be compared"
+            raise ConfigError(f"{wish} is a result of {series.first.benchmark}", why, f"name one of {like.benchmark}")
+        return result(series, ten_runs(series))
+    words = wish.lower().split()
+    rows = [row for row in published.RESULTS if all(_says(row, word) for word in words)]
+    if like is None:
+        if len({row.benchmark for row in rows}) > 1:
+            raise ConfigError(f"{wish!r} names results of both benchmarks", "it is no directory or log either", "add the benchmark's name")
+    else:
+        rows = [row for row in rows if row.benchmark == like.benchmark]
+        for same in ([row for row in rows if row.gpu == like.gpu], [row for row in rows if row.gpus == like.gpus]):
+            rows = [row for row in rows if row in same] or rows
+    if not rows or not words:
+        there = ", ".join(row.name for row in published.published(like.benchmark, like.gpu)) if like else ""
+        why = f"it is no file, and no published result has these words{f'; of {like.gpu} there are: {there}' if like and there else ''}"
+        raise ConfigError(f"no result {wish!r}", why, "name a directory, or submitter, system and round of a published result")
+    return min(rows, key=lambda row: row.rank)
+
+
+def _says(row: Published, word: str) -> bool:
+    """A word such as 5.1 or v5.1 is a round; any other stands in one of the names."""
+    if ROUND.fullmatch(word):
+        return row.round == word.lstrip("v")
+    return word in f"{row.submitter} {row.system} {row.gpu} {row.benchmark}".lower()
+
+
+def best_published(mine: Published) -> Published | None:
+    """The best of the newest round on as many GPUs of the same kind."""
+    same = published.published(mine.benchmark, mine.gpu, mine.gpus) if mine.gpu and mine.gpus else []
+    rows = [row for row in same if row.score is not None]
+    return max(rows, key=lambda row: row.round, default=None)  # of a round the first
+
+
+def comparison_as_dict(mine: Published, other: Published | None) -> dict | None:
+    if other is None:
+        return None
+    parts = [asdict(part) for part in published.split(mine.pace, other.pace)] if mine.pace and other.pace else None
+    return asdict(other) | {"name": other.name, "speedup": _speedup(mine, other), "split": parts}
+
+
+def comparison(mine: Published, other: Published | None) -> list[str]:
+    """The comparison for people."""
+    if other is None:
+        return _others(mine) if mine.gpu and mine.gpus else ["  unknown GPU or number of GPUs: name them with --gpu and --gpus"]
+    found = [f"  yours   {mine.name}: {_where(mine)}", f"  theirs  {other.name}: {_where(other)}"]
+    if (times := _speedup(mine, other)) is not None:
+        found.append(f"  yours is {times:.2f} times as fast: {1 / times:.4f} of the minutes")
+    if not mine.pace or not other.pace:
+        return [*found, "  the logs of one side have no training blocks, or no run converged: no split"]
+    return [*found, "", *table(_pace_rows(mine, other)), "", *table(_split_rows(mine, other, mine.pace, other.pace))]
+
+
+def _where(side: Published | Run) -> str:
+    return f"{side.gpus or 'unknown number'} x {side.gpu or 'unknown GPU'}, global batch {side.batch}"
+
+
+def _tokens_per_gpu(side: Published) -> float | None:
+    rate, gpus = side.samples_per_s, side.gpus
+    return rate * BENCHMARKS[side.benchmark].CLOSED.sequence_length / gpus if rate is not None and gpus else None
+
+
+def _speedup(mine: Published, other: Published) -> float | None:
+    """By the scores; by the minutes where one side has no score."""
+    if mine.score and other.score:
+        return other.score / mine.score
+    return other.minutes / mine.minutes if mine.minutes and other.minutes else None
+
+
+def _others(mine: Published) -> list[str]:
+    found = [f"  no published result of {mine.benchmark} on {mine.gpus} x {mine.gpu} to split a difference to; --against names another"]
+    for row in published.published(mine.benchmark, mine.gpu):
+        rate, yours = (number(_tokens_per_gpu(side), ",.0f") for side in (row, mine))
+        found.append(f"  {row.name}, {row.gpus} GPUs: {number(row.score, '.3f')} min, {rate} tokens/s/GPU; yours {yours}")
+    return found
+
+
+def _pace_rows(mine: Published, other: Published) -> list[Sequence[str]]:
+    def row(name: str, form: str, of) -> Sequence[str]:
+        return (name, *(number(of(side), form) for side in (mine, other)), "")
+
+    return [
+        ("", "yours", "theirs", ""),
+        row("GPUs", "d", lambda side: side.gpus),
+        row("seq/s, first block of each run left out", ".3f", lambda side: side.samples_per_s),
+        row("tokens/s/GPU", ",.0f", _tokens_per_gpu),
+        row("samples to the target", ",.0f", lambda side: side.samples),
+        row("evaluations per run", ".2f", lambda side: side.evaluations),
+        row("seconds per evaluation", ".2f", lambda side: side.evaluation_s),
+        row("minutes without RCP factor", ".3f", lambda side: side.minutes),
+        row("score, minutes", ".3f", lambda side: side.score),
+    ]
+
+
+def _split_rows(mine: Published, other: Published, ours: Pace, theirs: Pace) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [("what the difference is made of", "minutes", "factor on the time", "")]
+    rows += [(part.name, signed(part.minutes), f"{part.factor:.4f}", "") for part in published.split(ours, theirs)]
+    rows.append(("together", signed(ours.minutes - theirs.minutes), f"{ours.minutes / theirs.minutes:.4f}", "without RCP factor"))
+    if mine.score is not None and other.score is not None:
+        factor = (mine.score / ours.minutes) / (other.score / theirs.minutes)
+        rows.append(("RCP factor", signed((mine.score - ours.minutes) - (other.score - theirs.minutes)), f"{factor:.4f}", ""))
+        rows.append(("score", signed(mine.score - other.score), f"{mine.score / other.score:.4f}", ""))
+    return rows
 
 
 if __name__ == "__main__":

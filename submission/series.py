@@ -1,24 +1,18 @@
-"""A series of runs, and which ten of it are the result. The one answer for score, package and report; docs/submission.md has the table.
+"""A series of runs, and which ten of it are the result: the one answer for score, package and report.
 
-The rules (MLPerf Training rules, "Benchmark Results", "Scoring"): ten independent runs, none picked; the mean of their minutes
-without the fastest and the slowest; one that did not converge may be the slowest; of a group of M > 10, the median of the windows of
-ten consecutive runs. So an attempt counts from its run_start on. One without run_stop has no result, and nobody can tell from
-outside whether it was ended for its loss: no window may hold it, and none leaps over it. One that never reached run_start was no run.
-A log that the official compliance checker refuses did not converge, as in mlcommons/logging, result_summarizer. In a folder of
-result_*.txt somebody chose already; a log without run_stop there is one that did not converge, as in that tool.
+The table of docs/submission.md says what an attempt is by its log, where the rules say so, and what is our reading of them.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
 from records import ledger
-from records.published import Pace
+from records.published import Pace, Published
 from records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
 from submission.runs import LOST, NOT_STARTED, Run, read_attempt, read_run
@@ -46,7 +40,7 @@ class Series:
 
 @dataclass(frozen=True)
 class TenRuns:
-    """Runs scored as one result, be they ten or not. `minutes` is the mean of those that count, `score` that times the RCP factor."""
+    """Runs scored as one result, be they ten or not. `minutes` is the mean of those that count, `score` that times `factor`."""
 
     runs: tuple[Run, ...]
     counted: tuple[Run, ...]  # without the fastest and the slowest, fastest first
@@ -54,29 +48,10 @@ class TenRuns:
     samples: float | None  # mean without the lowest and the highest, as the RCP checker takes it; None if two did not converge
     verdict: rcp.Verdict | None  # of the RCP checker; None for a miniature, and for fewer than three runs
     invalid: str  # why these runs are no result; "" for a valid one
-
-    @property
-    def factor(self) -> float | None:
-        """None without a verdict that passed."""
-        return self.verdict.factor if self.verdict and self.verdict.passed else None
-
-    @property
-    def score(self) -> float | None:
-        """Minutes; None for what is no result, or failed the RCP test, or is a miniature."""
-        return None if self.invalid or self.minutes is None or self.factor is None else self.minutes * self.factor
-
-    @property
-    def passed(self) -> bool:
-        return not self.invalid and (self.verdict is None or self.verdict.passed)
-
-    @property
-    def rank(self) -> float:
-        """What windows are ordered by: the score, whether or not the RCP test passes."""
-        return math.inf if self.minutes is None else self.minutes * (self.verdict.factor if self.verdict else 1.0)
-
-    def describe(self) -> str:
-        rcp_text = "" if self.passed else f", {self.invalid or 'fails the RCP test'}"
-        return f"attempts {self.runs[0].number} to {self.runs[-1].number}: {self.rank:.4f} min{rcp_text}"
+    factor: float | None  # None without a verdict that passed
+    score: float | None  # minutes; None for what is no result, or failed the RCP test, or is a miniature
+    passed: bool  # valid, and through the RCP test if there is one
+    rank: float  # what windows are ordered by: the score, whether or not the RCP test passes
 
 
 # Which ten.
@@ -114,24 +89,20 @@ def _invalid(runs: list[Run]) -> str:
 
 def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     """Score `runs` as one result, whatever their number."""
-    counted = _counted(runs)
+    counted = sorted((run for run in runs if run.converged), key=lambda run: run.minutes or 0.0)
+    if len(runs) >= 3:  # without the fastest, and without the slowest, which may be one that failed
+        counted = counted[1:-1] if len(counted) == len(runs) else counted[1:]
     minutes = sum(run.minutes or 0.0 for run in counted) / len(counted) if counted else None
     samples = [float(run.samples or 0) if run.status == "success" else math.inf for run in runs]
     mean = trimmed_mean(samples) if len(samples) >= 3 else math.inf
     judged = len(runs) >= 3 and not any(run.is_miniature or run.state == LOST for run in runs)
     verdict = rcp.judge([run.path for run in runs], runs[0].ruleset) if judged else None
-    return TenRuns(tuple(runs), tuple(counted), minutes, mean if math.isfinite(mean) else None, verdict, invalid)
-
-
-def _counted(runs: list[Run]) -> list[Run]:
-    """The runs whose minutes count, fastest first: without the fastest, and without the slowest, which may be one that failed.
-
-    Of fewer than three runs, all that converged.
-    """
-    converged = sorted((run for run in runs if run.converged), key=lambda run: run.minutes or 0.0)
-    if len(runs) < 3:
-        return converged
-    return converged[1:-1] if len(converged) == len(runs) else converged[1:]
+    factor = verdict.factor if verdict and verdict.passed else None
+    score = None if invalid or minutes is None or factor is None else minutes * factor
+    passed = not invalid and (verdict is None or verdict.passed)
+    rank = math.inf if minutes is None else minutes * (verdict.factor if verdict else 1.0)
+    finite = mean if math.isfinite(mean) else None
+    return TenRuns(tuple(runs), tuple(counted), minutes, finite, verdict, invalid, factor, score, passed, rank)
 
 
 def pace(ten: TenRuns) -> Pace | None:
@@ -142,11 +113,15 @@ def pace(ten: TenRuns) -> Pace | None:
     if not runs or rate is None or ten.minutes is None:
         return None
     samples = sum(run.trained or 0 for run in runs) / len(runs)
-    evaluations = sum(len(run.evaluations) for run in runs)
-    seconds = sum(run.evaluation_s or 0.0 for run in runs)
-    if not evaluations:
-        return Pace(ten.minutes, samples, rate, None, None)
-    return Pace(ten.minutes, samples, rate, evaluations / len(runs), seconds / evaluations)
+    count, seconds = sum(len(run.evaluations) for run in runs), sum(run.evaluation_s or 0.0 for run in runs)
+    return Pace(ten.minutes, samples, rate, *((count / len(runs), seconds / count) if count else (None, None)))
+
+
+def result(series: Series, ten: TenRuns) -> Published:
+    """What `ten` of `series` come to, as a row like the published ones."""
+    run, mine = series.first, pace(ten)
+    rates = (mine.samples, mine.samples_per_s, mine.evaluations, mine.evaluation_s) if mine else (None, None, None, None)
+    return Published("", run.benchmark, run.gpu, run.gpus, "", series.name, run.batch, len(ten.runs), ten.score, ten.minutes, *rates)
 
 
 # Reading.
@@ -157,30 +132,21 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
     LOGDIR/<benchmark>, whose ledger has series: `wanted` (an id or how it begins), else its newest of more than one run, else its
     newest. `ruleset`: what the logs are held to; "": what their own keys say. Raises ConfigError where there is nothing to read.
     """
-    runs: list[Run] = []
     notes: list[str] = []
-    names = []
-    for path in paths:
-        name, found = _read(path, wanted, ruleset, notes)
-        names.append(name)
-        runs += found
+    found = [_read(path, wanted, ruleset, notes) for path in paths]
+    runs = [run for _, part in found for run in part]
     for number, run in enumerate(runs, start=1):
         run.number = run.number or number
     if not runs:
         raise ConfigError(f"there is no run in {', '.join(map(str, paths))}", "; ".join(notes), "let at least one run start")
-    return Series(", ".join(names), runs, notes)
+    return Series(", ".join(name for name, _ in found), runs, notes)
 
 
 def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
     name = path.resolve().name
-    if path.is_file():
-        return name, [read_run(path, ruleset)]
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such file or directory", "there is nothing to read", "name logs or a directory that has some")
-    if results := sorted(path.glob("result_*.txt"), key=_number):
+    in_order = sorted(path.glob("result_*.txt"), key=lambda log: (len(log.name), log.name))
+    if results := [path] if path.is_file() else in_order or sorted(path.glob("result.txt")):
         return name, [read_run(result, ruleset) for result in results]
-    if (path / "result.txt").is_file():
-        return name, [read_run(path / "result.txt", ruleset)]
     if record := _record(path / ledger.NAME, wanted):
         notes.append(f"series {record.id} of {path / ledger.NAME}")
         attempts = sorted(record.starts.items())
@@ -189,25 +155,20 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
     if results := sorted(path.glob("*/result.txt")):  # run directories begin with the date
         notes.append(f"{path} has no ledger: all runs in it, in the order of their names")
         return name, [read_attempt(result) for result in results]
-    inside = ", ".join(sorted(item.name for item in path.iterdir() if item.is_dir())) or "nothing"
-    raise ConfigError(f"{path} has no logs", f"there is {inside} in it", "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt")
-
-
-def _number(path: Path) -> tuple[int, str]:
-    digits = re.search(r"\d+", path.stem)
-    return int(digits[0]) if digits else 0, path.name
+    inside = ", ".join(sorted(item.name for item in path.glob("*/") if item.is_dir())) or "nothing"
+    why = f"there is {inside} in it" if path.exists() else "it does not exist"
+    raise ConfigError(f"{path} has no logs", why, "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt")
 
 
 def _record(path: Path, wanted: str) -> ledger.Record | None:
     records = ledger.read(path)
-    if wanted:
-        found = [record for record in records if record.id.startswith(wanted)]
-        if len(found) != 1:
-            known = ", ".join(f"{record.id} ({record.goal} runs wanted)" for record in records) or "none"
-            why = f"{len(found) or 'none'} of its series begins so; they are: {known}"
-            raise ConfigError(f"{path}: no series {wanted}", why, "name one of those")
-        return found[0]
-    return ([record for record in records if record.goal > 1] or records or [None])[-1]  # type: ignore[list-item]
+    found = [record for record in records if record.id.startswith(wanted)]
+    if wanted and len(found) != 1:
+        known = ", ".join(f"{record.id} ({record.goal} runs wanted)" for record in records) or "none"
+        why = f"{len(found) or 'none'} of its series begins so; they are: {known}"
+        raise ConfigError(f"{path}: no series {wanted}", why, "name one of those")
+    several = [record for record in found if record.goal > 1 or wanted]
+    return next(reversed(several or found), None)
 
 
 def check_same(series: Series) -> None:
@@ -216,18 +177,13 @@ def check_same(series: Series) -> None:
         if len(found := {value for run in series.runs if (value := getattr(run, what)) not in (None, "")}) > 1:
             why = "the runs of a series are of one submitter, one benchmark, one global batch and one system"
             raise ConfigError(f"the logs differ in {what}: {', '.join(sorted(map(str, found)))}", why, "name the logs of one series")
-    seen: dict[object, Run] = {}
+    seen: dict[str, Run] = {}
     for run in series.runs:
-        times = [run.log.value("seed"), *(event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key))]
-        for sign in (run.path.resolve(), str(times) if len(times) > 2 else run.path.resolve()):
-            if (other := seen.setdefault(sign, run)) is not run:
-                what = f"{run.path} is the run of {other.path} again"
-                raise ConfigError(what, "the ten runs must be independent, and each counts once", "name every log once")
-    batches = [run for run in series.runs if run.benchmark and run.batch is None]
-    if batches:
-        raise ConfigError(f"{batches[0].path} has no global_batch_size", "the RCP test goes by it", "name complete logs")
-    seeds: dict[int, Run] = {}
-    for run in series.runs:
-        seed = run.log.value("seed")
-        if type(seed) is int and (other := seeds.setdefault(seed, run)) is not run:
+        if run.benchmark and run.batch is None:
+            raise ConfigError(f"{run.path} has no global_batch_size", "the RCP test goes by it", "name complete logs")
+        seed, times = run.log.value("seed"), [event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key)]
+        if (other := seen.setdefault(f"{seed} {times}" if len(times) > 1 else str(run.path.resolve()), run)) is not run:
+            what = f"{run.path} is the run of {other.path} again"
+            raise ConfigError(what, "the ten runs must be independent, and each counts once", "name every log once")
+        if type(seed) is int and (other := seen.setdefault(f"seed {seed}", run)) is not run:
             series.notes.append(f"{other.name} and {run.name} have the same seed {seed}: the official seed checker may refuse them")

@@ -1,30 +1,34 @@
-"""`python -m submission.survey --results DIR [--ruleset R]`: our verdicts and scores beside the official ones, over a whole results repository.
+"""`python -m submission.survey --results DIR`: a whole results repository, scored by us; beside the official tools, or as a table.
 
 DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and <submitter>/results/<system>/<benchmark>/result_*.txt.
 One row for each result set of our benchmarks: verdict and score of the official tools and ours, and our findings by rule as the number
 of logs that have one. A set passes if at most one of its logs has an error: that one counts as the run that did not converge.
+With --round 5.1 the sets that have a result become rows of records/published.json instead; rows of other rounds stay.
 
-Exit code: 0 every score is the official one to a relative 1e-9, 20 one is not, 2 wrong usage, 18 no official tools.
+Exit code: 0 every score is the official one to a relative 1e-9, 20 one is not, 2 wrong usage, 17 cannot be written, 18 no official tools.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, RunError
+from records.published import DATA, Published
 from submission import official_tools, terminal
 from submission.check import Examined, examine
-from submission.log_rules import Finding
+from submission.log_rules import BENCHMARKS
 from submission.official_tools import CLOSED_RULESETS, RULESETS
-from submission.published_table import result_sets
-from submission.series import read_series, ten_runs
+from submission.series import read_series, result, ten_runs
 from submission.terminal import number
 
 TOLERANCE = 1e-9  # relative, of scores
@@ -34,19 +38,21 @@ TOLERANCE = 1e-9  # relative, of scores
 class ResultSet:
     """The logs of one system and benchmark, and what is said of them."""
 
-    submitter: str
-    system: str
-    benchmark: str
-    folder: Path
+    folder: Path  # <submitter>/results/<system>/<benchmark>
     examined: list[Examined] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
+    unreadable: int = 0
     official: str = "no verdict"  # passed, or why not
     official_score: float | None = None
     score: float | None = None
 
     @property
+    def name(self) -> tuple[str, str]:
+        """System and benchmark."""
+        return self.folder.parent.name, self.folder.name
+
+    @property
     def passed(self) -> bool:
-        return sum(bool(each.errors()) for each in self.examined) + len(self.unreadable) <= 1
+        return sum(bool(each.errors()) for each in self.examined) + self.unreadable <= 1
 
     @property
     def scores_agree(self) -> bool:
@@ -55,60 +61,72 @@ class ResultSet:
         return math.isclose(self.official_score, self.score, rel_tol=TOLERANCE)
 
     def logs_by_rule(self) -> Counter[str]:
-        """Logs that have a finding of the rule; those of our own rules, not what the official checker said."""
-        return Counter(name for each in self.examined for name in {_named(finding) for finding in _ours(each)})
+        """Logs that have a finding of a rule of ours; what the official checker said is none."""
+        counts: Counter[str] = Counter()
+        for each in self.examined:
+            ours = [finding for finding in each.findings if finding not in each.verdict.complaints]
+            counts.update({f"{finding.rule}{' (warning)' if finding.warning else ''}" for finding in ours})
+        return counts
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.survey", description="Hold our checks and scores against the official tools.")
+    parser = argparse.ArgumentParser(prog="submission.survey", description="Score all results of a repository.")
     parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="a checkout of mlcommons/training_results_v*")
     parser.add_argument("--ruleset", choices=RULESETS, help="of that round; default: what the keys of the logs say")
+    parser.add_argument("--round", metavar="R", help="such as 5.1: make the rows of this round, and ask no official tools")
+    parser.add_argument("--out", type=Path, default=DATA, metavar="FILE", help="the table of --round; default: the one of this package")
     options = parser.parse_args(arguments)
+    if options.round:
+        return terminal.run(lambda: write(options.out, options.round, list(rows(options.results, options.round))))
     return terminal.run(lambda: survey(options.results, options.ruleset))
+
+
+def result_sets(results: Path) -> list[Path]:
+    """<submitter>/results/<system>/<benchmark> of our benchmarks below `results`. Raises ConfigError if there is none."""
+    folders = sorted(path for name in BENCHMARKS for path in results.glob(f"*/results/*/{name}") if path.is_dir())
+    if not folders:
+        why = f"there is no <submitter>/results/<system>/<benchmark> of {', '.join(BENCHMARKS)} in it"
+        raise ConfigError(f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*")
+    return folders
+
+
+# Beside the official tools.
 
 
 def survey(results: Path, ruleset: str | None) -> int:
     """Print the tables; return the exit code. Raises ConfigError, PreflightError."""
     official_tools.checker_version()
-    sets = [
-        ResultSet(path.parents[2].name, path.parent.name, path.name, path)
-        for path in result_sets(results)
-        if any(path.glob("result_*.txt"))
-    ]
-    for submitter in sorted({each.submitter for each in sets}):
-        print(f"reading {submitter}", file=sys.stderr)
-        _survey(results / submitter, [each for each in sets if each.submitter == submitter], ruleset)
+    sets = [ResultSet(path) for path in result_sets(results) if any(path.glob("result_*.txt"))]
+    for submitter, group in itertools.groupby(sets, lambda each: each.folder.parents[2]):
+        print(f"reading {submitter.name}", file=sys.stderr)
+        _ask_all(submitter, list(group), ruleset)
     print("\n".join([*table(sets), "", *summary(sets)]))
     return 0 if all(each.scores_agree for each in sets) else CheckFailed.exit_code
 
 
-def _survey(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None:
+def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> None:
     for each in sets:
         for path in sorted(each.folder.glob("result_*.txt")):
             try:
                 each.examined.append(examine(path, ruleset, project_root=None))
-            except ConfigError as error:
-                each.unreadable.append(error.what)
+            except ConfigError:
+                each.unreadable += 1
         each.score = our_score(each.folder, ruleset)
-    rounds = Counter(examined.verdict.rules for each in sets for examined in each.examined)
-    _ask_official_tools(submitter, sets, ruleset or max(rounds, key=lambda name: rounds[name], default=CLOSED_RULESETS[-1]))
-
-
-def _ask_official_tools(submitter: Path, sets: list[ResultSet], ruleset: str) -> None:
-    """Package checker, which writes the RCP factors, and then the summarizer, on a copy that holds these sets only."""
+    rounds = Counter(examined.verdict.rules for each in sets for examined in each.examined).most_common(1)
+    ruleset = ruleset or (rounds[0][0] if rounds else CLOSED_RULESETS[-1])
+    # Package checker, which writes the RCP factors, and then the summarizer, on a copy that holds these sets only.
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, submitter.name)
         (copy / "systems").mkdir(parents=True)
         for each in sets:
-            shutil.copytree(each.folder, copy / "results" / each.system / each.benchmark, ignore=shutil.ignore_patterns("scaling.json"))
-            description = submitter / "systems" / f"{each.system}.json"
+            shutil.copytree(each.folder, copy / each.folder.relative_to(submitter), ignore=shutil.ignore_patterns("scaling.json"))
+            description = submitter / "systems" / f"{each.name[0]}.json"
             if description.is_file():  # without it the package checker breaks off, and says so
                 shutil.copy(description, copy / "systems")
-        verdicts = official_tools.package_verdicts(copy, ruleset)
-        scores = official_tools.scores(copy, ruleset)
+        verdicts = official_tools.package(copy, ruleset, len(sets)).verdicts
+        scores = official_tools.summary(copy, ruleset, len(sets)).scores
     for each in sets:
-        each.official = verdicts.get((each.system, each.benchmark), "no verdict")
-        each.official_score = scores.get((each.system, each.benchmark))
+        each.official, each.official_score = verdicts.get(each.name, "no verdict"), scores.get(each.name)
 
 
 def our_score(folder: Path, ruleset: str | None) -> float | None:
@@ -121,38 +139,55 @@ def our_score(folder: Path, ruleset: str | None) -> float | None:
 
 def table(sets: list[ResultSet]) -> list[str]:
     rows = [("result set", "benchmark", "official", "ours", "official score", "our score", "our findings: logs by rule")]
-    for each in sorted(sets, key=lambda each: (each.benchmark, each.submitter, each.system)):
+    for each in sorted(sets, key=lambda each: (each.folder.name, each.folder)):
         findings = ", ".join(f"{name} {count}" for name, count in sorted(each.logs_by_rule().items()))
-        verdict = "passed" if each.passed else "REFUSED"
+        verdicts = (each.official, "passed" if each.passed else "REFUSED")
         scores = (number(each.official_score, ".6f"), number(each.score, ".6f") + ("" if each.scores_agree else " !"))
-        rows.append((f"{each.submitter}/{each.system}", each.benchmark, each.official, verdict, *scores, findings or "-"))
+        rows.append((f"{each.folder.parents[2].name}/{each.name[0]}", each.name[1], *verdicts, *scores, findings or "-"))
     return terminal.table(rows)
 
 
 def summary(sets: list[ResultSet]) -> list[str]:
-    logs = sum(len(each.examined) for each in sets)
-    unlike = [each for each in sets if each.passed != (each.official == "passed")]
-    scored = [each for each in sets if each.official_score is not None]
-    lines = [
-        f"{len(sets)} sets, {logs} logs; the compliance checker passes {sum(e.verdict.passed for each in sets for e in each.examined)}",
-        f"verdicts: equal for {len(sets) - len(unlike)} sets, {len(unlike)} refused by us alone or passed by us alone",
-        f"scores: equal to a relative {TOLERANCE:g} for {sum(each.scores_agree for each in sets)} of {len(sets)} sets, {len(scored)} have one",
-        "",
-        "our findings: rule, sets and logs that have it, where the rule stands",
+    examined = [examined for each in sets for examined in each.examined]
+    unlike = sum(each.passed != (each.official == "passed") for each in sets)
+    agree, scored = sum(each.scores_agree for each in sets), sum(each.official_score is not None for each in sets)
+    return [
+        f"{len(sets)} sets, {len(examined)} logs; the compliance checker passes {sum(each.verdict.passed for each in examined)}",
+        f"verdicts: equal for {len(sets) - unlike} sets, {unlike} refused by us alone or passed by us alone",
+        f"scores: equal to a relative {TOLERANCE:g} for {agree} of {len(sets)} sets, {scored} have one",
     ]
-    found = {_named(finding): finding.source for each in sets for examined in each.examined for finding in _ours(examined)}
-    for name, source in sorted(found.items()):
-        counts = [each.logs_by_rule()[name] for each in sets]
-        lines.append(f"  {name:<24} {sum(map(bool, counts)):>4} {sum(counts):>5}  {source}")
-    return lines
 
 
-def _ours(examined: Examined) -> list[Finding]:
-    return [finding for finding in examined.findings if finding not in examined.verdict.complaints]
+# As rows of the published table.
 
 
-def _named(finding: Finding) -> str:
-    return f"{finding.rule} (warning)" if finding.warning else finding.rule
+def rows(results: Path, round_: str) -> Iterator[Published]:
+    """One row per set below `results`, of ten logs or fewer. Raises ConfigError if there is none."""
+    for folder in result_sets(results):
+        try:
+            series = read_series([folder])
+            ten = ten_runs(series)
+        except RunError as error:
+            print(f"{folder}: {error.what}: {error.why}", file=sys.stderr)
+            continue
+        found = replace(result(series, ten), round=round_, submitter=folder.parents[2].name, system=folder.parent.name)
+        if found.batch is None or found.minutes is None:
+            print(f"{folder}: no result: {ten.invalid or 'no global batch'}", file=sys.stderr)
+        else:
+            yield found
+
+
+def write(path: Path, round_: str, found: list[Published]) -> int:
+    """Put `found` into the table at `path` in place of the rows of their round. Raises StorageError."""
+    columns = [column.name for column in fields(Published)]
+    table = json.loads(path.read_text()) if path.is_file() else {"sources": {}, "rows": []}
+    table["sources"][round_] = f"mlcommons/training_results_v{round_}, result logs and system descriptions"
+    kept = [row for row in table["rows"] if row[0] != round_]
+    kept += [[float(f"{value:.7g}") if isinstance(value, float) else value for value in astuple(result)] for result in found]
+    lines = ",\n  ".join(json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]]))
+    text = f'{{"columns": {json.dumps(columns)},\n "sources": {json.dumps(table["sources"], indent=2)},\n "rows": [\n  {lines}]}}\n'
+    terminal.write(path, text)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""How the commands here end, and their tables and numbers on a terminal. Standard library only."""
+"""What the commands here share: how they end, files they write, NAME=VALUE, tables and numbers on a terminal. Standard library only."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
-from common.errors import RunError
+from common.errors import ConfigError, RunError, StorageError
 
 PIPE_CLOSED = 141  # what a shell reports of a program that ends by SIGPIPE
 
@@ -24,6 +25,25 @@ def run(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more when it ends
         print("note: the output was closed before all was written", file=sys.stderr)
         return PIPE_CLOSED
+
+
+def write(path: Path, text: str) -> None:
+    """Raises StorageError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}", error.strerror or str(error), "free space, or choose another directory") from error
+
+
+def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]:
+    """`texts` are NAME=VALUE. Raises ConfigError for a name that is not `known`, or comes twice."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in known or name in found:
+            raise ConfigError(f"{flag} {text}", f"it is not NAME=VALUE with NAME one of {', '.join(known)}, each once", "correct it")
+        found[name] = value.strip()
+    return found
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

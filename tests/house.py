@@ -32,7 +32,7 @@ OPTIONAL = {
     'fp8 = "te" (optional package)': ("common/model/te_block.py",),
     "norms of query and key heads (Qwen3)": ("common/kernels/qk_norm.py", "common/model/qk_norm.py"),
 }
-LIMITS = {"imported by a rank of llama31_8b": 5_000, "imported by both": 7_500, "outside tests": 19_100, "files in a step": 19, "keys": 22}
+LIMITS = {"imported by a rank of llama31_8b": 5_000, "imported by both": 7_500, "outside tests": 16_981, "files in a step": 19, "keys": 22}
 AIMS = LIMITS | {"outside tests": 16_500, "files in a step": 12}  # where the project wants to be; a limit above its aim only ever falls
 
 # The keys that choose an execution path, and values that stand for all of theirs (layers: none or some).

@@ -51,7 +51,7 @@ def without(key: str) -> str:
         (":::MLLOG 17", "not one JSON object but int"),
         (":::MLLOG", "no blank after the token"),
         (LINE.replace("MLLOG {", "MLLOG{"), "no blank after the token"),
-        (":::MLLOG " + "[" * 100_000, "nested too deeply"),
+        (":::MLLOG " + "[" * 100_000, "maximum recursion depth"),
         *((without(key), f"without {key}") for key in ("time_ms", "key", "value", "metadata")),
         (LINE.replace("17", '"17"'), "wrong type"),
         (LINE.replace("17", "NaN"), "wrong type"),
@@ -78,7 +78,7 @@ def test_a_file_that_is_no_text_is_refused_for_what_it_is(tmp_path, content, wha
 def test_a_directory_or_nothing_at_all_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConfigError, match="cannot read"):
-            log.events(path)
+            next(log.events(path))
 
 
 def test_read_keeps_the_keys_that_are_named_the_first_of_any_other_and_all_bad_lines(tmp_path):
@@ -86,7 +86,11 @@ def test_read_keeps_the_keys_that_are_named_the_first_of_any_other_and_all_bad_l
     records(tmp_path / "log", f"{LINE}\n{other}\n:::MLLOG\n{LINE}\n{other}\n")
     found = log.read(tmp_path / "log", {"seed"})
     assert [event.line for event in found.events] == [1, 2, 4] and [event.line for event in found.all("seed")] == [1, 4]
-    assert found.value("seed") == 3 and found.number("other") == 3 and found.value("none") is None and found.first("none") is None
+    assert (
+        found.value("seed") == 3 == found.value("other") == found.last("other")
+        and found.value("none") is None
+        and found.first("none") is None
+    )
     assert [bad.line for bad in found.bad] == [3]
     assert len(log.read(tmp_path / "log").events) == 4
 

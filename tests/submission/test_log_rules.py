@@ -190,18 +190,6 @@ def test_time_going_backwards_is_found(tmp_path, good):
     assert found(tmp_path, good) == [(index + 1, "time")] and found(tmp_path, good, ours=False) == []
 
 
-@pytest.mark.parametrize(("minutes", "expected"), [(24.9, 0), (26, 1), (30, 0)])  # from 30 on the official checker refuses
-def test_a_long_initialization_is_a_warning(tmp_path, good, minutes, expected):
-    stop = find(good, "init_stop")
-    for record in good:
-        record["time_ms"] = good[0]["time_ms"]
-    for record in good[stop:]:
-        record["time_ms"] += int(minutes * 60_000)
-    path = write_records(tmp_path / "changed.txt", good)
-    result = [(finding.line, finding.rule, finding.warning) for finding in rule_findings(read(path), True)]
-    assert result == [(stop + 1, "init_time", True)] * expected
-
-
 def moved(key, before):
     def change(log):
         record = log.pop(find(log, key))
