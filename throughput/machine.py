@@ -10,9 +10,9 @@ import torch
 
 from common.errors import PreflightError
 from common.gpu_kinds import GIB, KINDS
-from common.gpu_stats import DriverError
+from common.gpu_stats import DriverError, read_gpus
 from common.hardware import Probe, identify
-from launch import run_directory, sampler
+from launch import run_directory
 from submission import machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,9 +50,10 @@ def kind_of(found: Probe) -> str:
 
 def power_limit(found: Probe) -> dict[str, float]:
     try:
-        limits = [limit for sample in sampler.read(found) if (limit := sample.get("power_limit_w"))]
+        values = read_gpus(found.vendor, [device.address for device in found.devices], ["power_limit_w"])
     except DriverError:
         return {}
+    limits = [value["power_limit_w"] for value in values if value.get("power_limit_w")]
     return {"power_limit_w": min(limits)} if limits else {}
 
 
