@@ -161,7 +161,7 @@ def _parse(name: str, rest: list[str]) -> argparse.Namespace:
 
 def _run_here(benchmark: str, name: str, options: argparse.Namespace) -> int:
     request = series.request_from(os.environ, options.max_failures, options.resume) if name == "run" else None
-    job = job_from(benchmark, options)
+    job = job_from(benchmark, options, any_kind=name != "run")
     print_stderr(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir) if request else None))
     if name == "profile":
         options.out = profile_directory(job, options.out)

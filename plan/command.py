@@ -11,20 +11,19 @@ Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
-from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import config_names, config_path, identify, probe
+from common.hardware import identify, probe
 from plan import estimate as plan
+from plan.benchmark import load_all, workload
+from plan.derive_config import load_or_derive
 from plan.estimate import Estimate, Memory, Workload, gib
 from records import published, rcp
 
@@ -37,14 +36,15 @@ follows from AMD's published MLPerf results and thus describes AMD's software. N
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     options = _parse(arguments)
     overrides = dict(text.partition("=")[::2] for text in options.set)
-    path = None if options.all else _chosen(root, benchmark, options)
+    path, machine = (None, None) if options.all else _chosen(root, benchmark, options)
     if path is None:
         loaded = load_all(root, benchmark, overrides)
         print(all_table(benchmark, loaded), "", SOURCES, sep="\n")
     else:
-        loaded = {path.stem: configs.load(path, config_class(benchmark), overrides)}
-        print("\n".join(describe(benchmark, str(path), loaded[path.stem])))
-    return 0 if all(_fits(benchmark, config) for config in loaded.values()) else OutOfMemory.exit_code
+        config, derived = load_or_derive(root, benchmark, path, machine, overrides)
+        loaded = {path.stem: config}
+        print("\n".join(describe(benchmark, derived or str(path), config, _kind(config, machine))))
+    return 0 if all(_fits(benchmark, config, machine) for config in loaded.values()) else OutOfMemory.exit_code
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -57,50 +57,32 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> Path | None:
-    """The one config to describe, None for all."""
+def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> tuple[Path | None, GpuKind | None]:
+    """The one config to describe, which need not exist, and this machine's GPU where it was asked; None for all configs."""
+    folder = root / "configs" / benchmark
     if options.config:
-        return Path(options.config)
+        return Path(options.config), None
     if name := os.environ.get("DGXSYSTEM"):
-        return config_path(root, benchmark, name.removesuffix(".toml"))
+        return folder / f"{name.removesuffix('.toml')}.toml", None
     found = probe()
-    kind = identify(found, os.environ.get("GPU_KIND", ""))
-    return config_path(root, benchmark, f"{kind.name}_1x{os.environ.get('DGXNGPU') or len(found.devices)}") if kind else None
+    kind = identify(found, os.environ.get("GPU_KIND", ""), any_kind=True)
+    count = os.environ.get("DGXNGPU") or len(found.devices)
+    return (folder / f"{kind.name}_1x{count}.toml", kind) if kind else (None, None)
 
 
-def load_all(root: Path, benchmark: str, overrides: dict[str, str] | None = None) -> dict[str, RunConfig]:
-    """Name -> config, in the order of GPU and number of GPUs."""
-    kind = config_class(benchmark)
-    found = {name: configs.load(config_path(root, benchmark, name), kind, overrides) for name in config_names(root, benchmark)}
-    return dict(sorted(found.items(), key=lambda item: ([*KINDS, "CPU"].index(item[1].gpu), item[1].world_size)))
-
-
-def _rules(benchmark: str) -> ModuleType:
-    return importlib.import_module(f"{benchmark}.rules")
-
-
-def config_class(benchmark: str) -> type[RunConfig]:
-    return _rules(benchmark).Config
-
-
-def workload(benchmark: str, config: RunConfig) -> Workload:
-    """What the benchmark's rules fix, at the config's global batch."""
-    rules, batch = _rules(benchmark).MINIATURE if config.miniature else _rules(benchmark).CLOSED, config.global_batch_size
-    intervals = rules.eval_interval(batch), rules.first_evaluation(batch)
-    return Workload(rules.shape, rules.sequence_length, rules.eval_samples, *intervals, getattr(rules, "lora_rank", 0))
-
-
-def _kind(config: RunConfig) -> GpuKind | None:
-    """None for a CPU, whose memory and speed are not calculated."""
+def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:
+    """None for a CPU, whose memory and speed are not calculated. `machine`: this machine's GPU, which KINDS may lack."""
     if config.gpu == "CPU":
         return None
+    if machine and config.gpu == machine.name:
+        return machine
     if config.gpu not in KINDS:
         raise ConfigError(f"gpu = {config.gpu!r} is unknown", f"known are {', '.join(KINDS)}", "choose one of them")
     return KINDS[config.gpu]
 
 
-def _fits(benchmark: str, config: RunConfig) -> bool:
-    kind = _kind(config)
+def _fits(benchmark: str, config: RunConfig, machine: GpuKind | None) -> bool:
+    kind = _kind(config, machine)
     return kind is None or plan.fits(plan.memory_peak(config, workload(benchmark, config)), kind)
 
 
@@ -108,11 +90,11 @@ def estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
     return plan.estimate(config, workload(benchmark, config), kind, rcp.mean_samples(benchmark, config.global_batch_size))
 
 
-def describe(benchmark: str, path: str, config: RunConfig) -> list[str]:
-    """All about one config."""
-    work, kind = workload(benchmark, config), _kind(config)
+def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | None) -> list[str]:
+    """All about one config, on GPUs of `kind`, None for a CPU. `source`: its file, or from what it was derived."""
+    work = workload(benchmark, config)
     batch = f"global batch {config.global_batch_size} = {config.world_size} x micro-batch {config.micro_batch_size} x "
-    title = f"{benchmark}, {path}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.fp8 else config.precision}"
+    title = f"{benchmark}, {source}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.fp8 else config.precision}"
     if kind is None:
         return [title, "", "A CPU: its memory and its speed are not calculated."]
     memory = plan.memory_peak(config, work)
