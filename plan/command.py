@@ -6,6 +6,7 @@
     plan ... --set K=V      with one value changed
 
 Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The formulas are in plan/estimate.py.
+`./run_and_time.sh plan` without a benchmark plans any model: plan/any_model.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +21,12 @@ from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import identify, probe
+from plan import any_model
 from plan import estimate as plan
 from plan.benchmark import load_all, workload
 from plan.derive_config import load_or_derive
 from plan.estimate import Estimate, Memory, Workload, gib
+from plan.tables import memory_table, table
 from records import published, rcp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,11 +110,6 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
     ]
 
 
-def memory_table(memory: Memory) -> str:
-    rows = [[name, f"{gib(size):.1f}"] for name, size in memory.parts.items() if gib(size) >= 0.05]
-    return table([f"per GPU, in {memory.moment}", "GiB"], [*rows, ["sum", f"{gib(memory.allocated):.1f}"]])
-
-
 def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
     usable, needed = plan.usable_bytes(kind), memory.needed
     sizes = f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on {kind.name}"
@@ -146,14 +143,6 @@ def target_line(benchmark: str, config: RunConfig) -> str:
     return (
         f"Minutes to the target: {samples:,.0f} sequences, the mean of the MLPerf reference at global batch {batch}, and the evaluations."
     )
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, aligned for a terminal as well: the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, rule, *rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in aligned)
 
 
 SPEED = ["tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
@@ -196,7 +185,9 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(ROOT, sys.argv[1], sys.argv[2:]))
+        given = sys.argv[1:]
+        of_benchmark = given and not given[0].startswith("-")
+        sys.exit(main(ROOT, given[0], given[1:]) if of_benchmark else any_model.main(given))
     except RunError as error:
         print(error.lines(), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -275,10 +275,9 @@ def test_offloaded_layers_move_to_the_host():
     assert plan.offloaded_layers(replace(none, offload_layers=80), work) == 79, "the last layer's backward comes at once"
 
 
-def test_blocks_have_the_parameters_of_the_model():
-    for shape in (LLAMA31_8B, LLAMA2_70B):
-        outside = 2 * shape.vocab_size * shape.hidden_size + shape.hidden_size
-        assert shape.num_layers * plan.layer_parameters(shape) + outside == shape.num_parameters
+def test_largest_is_the_last_good_number():
+    for limit in (0, 1, 2, 3, 7, 8, 100, 1025):
+        assert plan.largest(lambda number, limit=limit: number <= limit) == limit
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
