@@ -26,7 +26,7 @@ NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8: one node
 WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
 WITHOUT_FP8 = {"fp8": '""', "fp8_head": "false", "frozen_base": "replicated"}
 NO_LAYERS = {"recompute_layers": "0", "offload_layers": "0"}
-# Of a GPU's memory, for what no run has tried: torch reserves up to 5 % more than it allocates, and is slower if it must return that.
+# Of a GPU's memory, since no run has tried a derived config: torch reserves up to 5 % more than it allocates where it can.
 ROOM = 0.96
 
 
