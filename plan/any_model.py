@@ -11,12 +11,13 @@ plan/estimate.py and plan/mfu.py. `./run_and_time.sh <benchmark> plan` plans a c
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import MAX_GPUS
+from common.hardware import MAX_GPUS, identify, probe
 from common.model.families import FAMILIES, shape_of
 from common.model.shapes import ModelShape
 from plan import estimate as plan
@@ -63,7 +64,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("./run_and_time.sh plan", description=__doc__, allow_abbrev=False, formatter_class=style)
     parser.add_argument("--model", metavar="NAME|FILE", help=f"{', '.join(FAMILIES)}, or a Hugging Face config.json")
-    parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(KINDS)}")
+    parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(KINDS)}; default that of this machine")
     parser.add_argument("--gpus", type=count, default=1, metavar="N", help="default 1")
     parser.add_argument("--lora", nargs="?", type=count, const=LORA_RANK, default=0, metavar="RANK", help=f"rank {LORA_RANK} unless given")
     parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences on one GPU at once; default 1")
@@ -100,15 +101,23 @@ def _request(options: argparse.Namespace) -> Request:
         raise ConfigError("which model?", "plan without a benchmark needs --model", f"name {', '.join(FAMILIES)}, or a config.json")
     if options.gpus > MAX_GPUS and options.gpus % MAX_GPUS:
         raise ConfigError(f"--gpus {options.gpus}", f"more than {MAX_GPUS} are nodes of {MAX_GPUS}", f"use a multiple of {MAX_GPUS}")
-    shape, kind = shape_of(options.model), _kind(options.gpu)
+    shape, kind = shape_of(options.model), _kind(options.gpu) if options.gpu else _of_this_machine()
     return Request(options.model, shape, kind, options.gpus, options.batch, options.seq, options.precision, options.lora)
 
 
-def _kind(name: str | None) -> GpuKind:
+def _kind(name: str) -> GpuKind:
     if name not in KINDS:
-        what = f"--gpu {name} is unknown" if name else "which GPU?"
-        raise ConfigError(what, f"known are {', '.join(KINDS)}", "name one with --gpu")
+        raise ConfigError(
+            f"--gpu {name} is unknown", f"known are {', '.join(KINDS)}", "name one of them, or leave it out on the machine itself"
+        )
     return KINDS[name]
+
+
+def _of_this_machine() -> GpuKind:
+    kind = identify(probe(), os.environ.get("GPU_KIND", ""), any_kind=True)
+    if kind is None:
+        raise ConfigError("which GPU?", "this machine has none", f"name one with --gpu: {', '.join(KINDS)}")
+    return kind
 
 
 # --- does it fit? -----------------------------------------------------------------------------------------------------
@@ -144,8 +153,8 @@ def arrangements_table(request: Request) -> str:
     for each in request.arrangements():
         fit = "yes" if plan.fits(each.memory, request.kind) else "NO"
         rows.append([each.name, "yes" if each.ours else "no", f"{gib(each.memory.needed):.1f}", fit, str(each.largest_batch(request.kind))])
-    usable = f"of {gib(plan.usable_bytes(request.kind)):.1f} GiB needed"
-    return table(["per GPU", "in this package", usable, "fits", "largest batch"], rows)
+    needed = f"GiB needed of {gib(plan.usable_bytes(request.kind)):.1f}"
+    return table(["per GPU", "in this package", needed, "fits", "largest batch"], rows)
 
 
 def verdict(request: Request, shown: Arrangement) -> str:

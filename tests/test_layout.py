@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),  # facts about runs that both the launcher and a submission need
     "launch": {"plan", "records"},
     "gemm_tuning": {"launch"},
-    "plan": {"records"},
+    "plan": {"common.model.families", "records"},
     "preflight": {"gemm_tuning", "launch", "plan"},
     "submission": {"common.training.mllog", "records", *(f"{name}.rules" for name in BENCHMARKS)},
     "system_tuning": set(),

@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.gpu_kinds import GIB, KINDS
+from common.hardware import Device, Probe
 from common.model.families import shape_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from llama2_70b_lora.rules import Config as LoraConfig
@@ -227,10 +228,18 @@ def test_remarks_on_implausible_utilization():
         ("--mfu --params 1e9 --peak 1e15", "needs --seconds"),
     ],
 )
-def test_what_is_missing_is_said(line, words):
+def test_what_is_missing_is_said(line, words, monkeypatch):
+    monkeypatch.setattr(any_model, "probe", lambda: Probe("none"))
     with pytest.raises(ConfigError) as caught:
         any_model.main(line.split())
     assert words in caught.value.what
+
+
+def test_without_gpu_it_is_that_of_this_machine_known_or_not(capsys, monkeypatch):
+    monkeypatch.delenv("GPU_KIND", raising=False)
+    monkeypatch.setattr(any_model, "probe", lambda: Probe("nvidia", (Device("NVIDIA B200", "sm_100", 180 * GIB),)))
+    code, text = planned(capsys, "--model llama3.1-8b --gpus 8")
+    assert code == 0 and "8 x NVIDIA_B200 of 180 GiB" in text
 
 
 @pytest.mark.parametrize("line", ["--batch 0", "--gpus -1", "--seq x", "--mfu --seconds nan", "--peak -1"])
@@ -252,7 +261,7 @@ def test_a_number_that_is_none_is_refused(line, capsys):
 )
 def test_without_a_benchmark_and_without_torch(arguments, code, said, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('the plan needs no torch')")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     command_line = [sys.executable, "-m", "launch", *arguments]
     done = subprocess.run(command_line, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
