@@ -59,10 +59,11 @@ class Probe:
 # --- from a probe to a kind -------------------------------------------------------------------------------------------
 
 
-def identify(found: Probe, override: str = "") -> GpuKind | None:
+def identify(found: Probe, override: str = "", any_kind: bool = False) -> GpuKind | None:
     """The kind of all visible GPUs; None if there is no GPU. `override` is the environment variable GPU_KIND.
 
-    Raises PreflightError for partitions, mixed kinds, and whatever is not in KINDS, naming what there is.
+    Raises PreflightError for partitions, mixed kinds, and whatever is not in KINDS, naming what there is. With `any_kind` a GPU that is
+    not in KINDS is a kind of its own, as the driver describes it, with peaks of 0.
     """
     if not found.devices:
         return None
@@ -70,17 +71,23 @@ def identify(found: Probe, override: str = "") -> GpuKind | None:
         raise _partitioned(f"partition mode {mode}")
     if len(found.devices) > MAX_GPUS:
         raise _partitioned(f"{len(found.devices)} devices in one node")
-    kinds = [KINDS.get(override or _named_kind(device.name)) for device in found.devices]
-    for device, kind in zip(found.devices, kinds, strict=True):
-        if kind is None or not device.arch.startswith(kind.arch):
-            raise _unknown(found, override)
-        _refuse_less_than_whole(device, kind)
-    if len(set(kinds)) > 1:
-        names = ", ".join(sorted({kind.name for kind in kinds if kind}))
+    kinds = [_kind_of(device, found, override, any_kind) for device in found.devices]
+    if len(names := {kind.name for kind in kinds}) > 1:
         variable = "HIP_VISIBLE_DEVICES" if found.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
         why = "MLPerf requires one kind, and all would wait for the slowest"
-        raise PreflightError(f"different kinds of GPU in one run: {names}", why, f"choose one kind with {variable}")
-    return kinds[0]
+        raise PreflightError(f"different kinds of GPU in one run: {', '.join(sorted(names))}", why, f"choose one kind with {variable}")
+    return min(kinds, key=lambda kind: kind.memory_bytes)
+
+
+def _kind_of(device: Device, found: Probe, override: str, any_kind: bool) -> GpuKind:
+    kind = KINDS.get(override or _named_kind(device.name))
+    if kind is not None and device.arch.startswith(kind.arch):
+        _refuse_less_than_whole(device, kind)
+        return kind
+    if override or not any_kind:
+        raise _unknown(found, override)
+    own = re.sub(r"\W+", "_", device.name or device.arch).strip("_")  # as it may stand in the name of a config
+    return GpuKind(own, found.vendor, device.arch, device.compute_units, device.memory_bytes, 0.0, 0.0)
 
 
 def _named_kind(name: str) -> str:
@@ -106,7 +113,7 @@ def _unknown(found: Probe, override: str) -> PreflightError:
     known = f"the known kinds are {', '.join(KINDS)} (H100 and H200 as SXM modules)"
     if override:
         return PreflightError(f"GPU_KIND={override} is not the kind of this GPU: {_listing(found)}", known, "correct or unset GPU_KIND")
-    do = "use one of them, or set GPU_KIND if the driver's name is missing or misleading, or run the miniature with --device cpu"
+    do = "use one of them, set GPU_KIND if the name misleads, or run the miniature with --device cpu; bench and plan take any GPU"
     return PreflightError(f"no config and no peak is known for this GPU: {_listing(found)}", known, do)
 
 

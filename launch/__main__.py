@@ -7,6 +7,7 @@ Verbs of a benchmark:
     bench           throughput on synthetic tokens
     profile         bench, then steps under torch's profiler: trace for Perfetto, table and picture of where the time went
     plan            memory and time of a config, without a GPU and without torch
+                    (without a benchmark: memory of any model on any GPUs, and the MFU of a measured step; plan --help says more)
     preflight       is this machine fit? GPUs, host, versions, and their speed: passed on to preflight, whose --help says more
     gemms ...       record, tune and check GEMM solutions of AMD's libraries; docs/gemm_tuning.md
     merge ...       adapters into a base, where a benchmark has adapters: passed on to <benchmark>.merge
@@ -110,7 +111,7 @@ def _split(arguments: list[str]) -> tuple[str, str, list[str]]:
     """Benchmark ("" for a verb that takes none), verb, and the rest. Raises ConfigError."""
     known = benchmarks(ROOT)
     first, *rest = arguments or [""]
-    if first in WITHOUT_BENCHMARK:
+    if first in WITHOUT_BENCHMARK or first == "plan":  # plan takes a benchmark or none
         return "", first, rest
     if first in OF_A_BENCHMARK:
         raise ConfigError(f"{first} needs a benchmark", f"there are: {', '.join(known)}", f"./run_and_time.sh <benchmark> {first} ...")
@@ -161,7 +162,7 @@ def _parse(name: str, rest: list[str]) -> argparse.Namespace:
 
 def _run_here(benchmark: str, name: str, options: argparse.Namespace) -> int:
     request = series.request_from(os.environ, options.max_failures, options.resume) if name == "run" else None
-    job = job_from(benchmark, options)
+    job = job_from(benchmark, options, any_kind=name != "run")
     print_stderr(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir) if request else None))
     if name == "profile":
         options.out = profile_directory(job, options.out)

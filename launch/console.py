@@ -30,7 +30,7 @@ def header(benchmark: str, selection: Selection, rules, directories: tuple[Path,
     lines += [
         f"benchmark  {benchmark}, {rules.division}, sequence length {rules.sequence_length}",
         f"GPU        {selection.found}; using {where}",
-        f"config     {selection.path}, because {selection.reason}",
+        f"config     {selection.derived or selection.path}, because {selection.reason}",
     ]
     if directories:
         lines += [f"data       {directories[0]}", f"results    {directories[1]}", f"expect     {expectation(benchmark, selection, rules)}"]

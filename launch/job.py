@@ -74,11 +74,11 @@ class Job:
         return [self.data_dir / name for name in self.rules.data_files]
 
 
-def job_from(benchmark: str, options: argparse.Namespace) -> Job:
-    """Raises ConfigError or PreflightError if options, environment and machine do not fit each other."""
+def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job:
+    """`any_kind` of GPU, or those that have peaks only. Raises what `select_config` raises, and ConfigError for a wrong NODE_RANK."""
     environment = os.environ
     gpus = Probe("none") if options.device == "cpu" else probe()
-    selection = select_config(ROOT, benchmark, options, environment, gpus)
+    selection = select_config(ROOT, benchmark, options, environment, gpus, any_kind)
     folders = directories(benchmark, selection.config.miniature, environment)
     return Job(benchmark, selection, gpus, *folders, environment, node_from(environment, selection.config.nodes))
 

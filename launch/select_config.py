@@ -8,22 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, GpuKind
-from common.hardware import Probe, config_name, config_path, identify
+from common.hardware import Probe, config_name, identify
+from plan.derive_config import load_or_derive
 
 
 @dataclass(frozen=True)
 class Selection:
     config: RunConfig
-    path: Path
-    log_name: str  # config_filename in the log; with +forced or +modified if the run does not follow a shipped file
+    path: Path  # of a derived config: where its file would be
+    log_name: str  # config_filename in the log; with +derived, +forced or +modified if the run does not follow a shipped file
     reason: str
     device: str  # "cpu" or "cuda"; ROCm's torch calls its device cuda as well
     found: str  # the GPUs, for people
     notes: tuple[str, ...] = ()  # why the run cannot be submitted
+    derived: str = ""  # from what, where configs/ has no file
 
 
 def benchmarks(root: Path) -> list[str]:
@@ -36,18 +37,22 @@ def rules_of(benchmark: str, config: RunConfig):
     return module.MINIATURE if config.miniature else module.CLOSED
 
 
-def select_config(root: Path, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str], found: Probe) -> Selection:
-    """Read the config that fits the machine. `options` has config, set and device from the command line.
+def select_config(
+    root: Path, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str], found: Probe, any_kind: bool = False
+) -> Selection:
+    """Read, or derive, the config that fits the machine. `options` has config, set and device from the command line, and perhaps layers.
 
-    Raises ConfigError if config and machine do not fit, PreflightError if the GPU cannot be used.
+    `any_kind`: GPUs that common/gpu_kinds.py lacks may be used. Raises ConfigError if config and machine do not fit, PreflightError if the
+    GPU cannot be used, OutOfMemory if no config can be derived that fits its memory.
     """
     device = options.device or ("cuda" if found.devices else "cpu")
     if device == "cuda" and not found.devices:
         why = "no driver answers, or *_VISIBLE_DEVICES hides all"
         raise PreflightError("--device cuda, but no GPU is visible", why, "use --device cpu")
-    kind = identify(found, environment.get("GPU_KIND", "")) if device == "cuda" else None
+    kind = identify(found, environment.get("GPU_KIND", ""), any_kind) if device == "cuda" else None
     path, reason = config_file(root, benchmark, options, environment, kind, len(found.devices))
-    config = configs.load(path, importlib.import_module(f"{benchmark}.rules").Config, dict(key_value(text) for text in options.set))
+    layers = getattr(options, "layers", None) or 0
+    config, derived = load_or_derive(root, benchmark, path, kind, dict(key_value(text) for text in options.set), layers)
     if config.gpu == "CPU" and not options.device:
         device, kind = "cpu", None
     notes = _mismatches(config, kind, options, environment)
@@ -56,26 +61,30 @@ def select_config(root: Path, benchmark: str, options: argparse.Namespace, envir
         raise ConfigError(f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", do)
     shipped = root / "configs" / benchmark / path.name  # must be equal, since the log has only the name
     modified = bool(options.set)
+    if derived:
+        notes.append(f"{path.name} is no file in configs/{benchmark}: not for submission")
     if options.set:
         notes.append(f"changed on the command line ({', '.join(options.set)}): not for submission")
     elif shipped.is_file() and shipped.read_bytes() != path.read_bytes():
         modified = True
         notes.append(f"{path} differs from the file of that name in configs/{benchmark}: not for submission")
-    suffix = ("+forced" if config.gpu != _kind_name(kind) else "") + ("+modified" if modified else "")
-    return Selection(config, path, f"{path.stem}{suffix}{path.suffix}", reason, device, describe(found, kind), tuple(notes))
+    suffix = "+derived" if derived else "+forced" if config.gpu != _kind_name(kind) else ""
+    name = f"{path.stem}{suffix}{'+modified' if modified else ''}.toml"
+    return Selection(config, path, name, reason, device, describe(found, kind), tuple(notes), derived)
 
 
 def config_file(
     root: Path, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
 ) -> tuple[Path, str]:
-    """The config that --config, DGXSYSTEM, or else kind and number of GPUs select, and the reason. Raises ConfigError."""
+    """The config that --config, DGXSYSTEM, or else kind and number of GPUs select, and the reason. The file need not exist."""
+    folder = root / "configs" / benchmark
     if options.config:
         return Path(options.config), "given with --config"
     if environment.get("DGXSYSTEM"):
-        return config_path(root, benchmark, environment["DGXSYSTEM"].removesuffix(".toml")), "named by DGXSYSTEM"
+        return folder / f"{environment['DGXSYSTEM'].removesuffix('.toml')}.toml", "named by DGXSYSTEM"
     count = requested_gpus(environment) or (visible if kind else 1)
     reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"
-    return config_path(root, benchmark, config_name(kind, count)), reason
+    return folder / f"{config_name(kind, count)}.toml", reason
 
 
 def _mismatches(config: RunConfig, kind: GpuKind | None, options: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:

@@ -6,26 +6,27 @@
     plan ... --set K=V      with one value changed
 
 Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The formulas are in plan/estimate.py.
+`./run_and_time.sh plan` without a benchmark plans any model: plan/any_model.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
-from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import config_names, config_path, identify, probe
+from common.hardware import identify, probe
+from plan import any_model
 from plan import estimate as plan
+from plan.benchmark import load_all, workload
+from plan.derive_config import load_or_derive
 from plan.estimate import Estimate, Memory, Workload, gib
+from plan.tables import memory_table, table
 from records import published, rcp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,14 +38,15 @@ follows from AMD's published MLPerf results and thus describes AMD's software. N
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:
     options = _parse(arguments)
     overrides = dict(text.partition("=")[::2] for text in options.set)
-    path = None if options.all else _chosen(root, benchmark, options)
+    path, machine = (None, None) if options.all else _chosen(root, benchmark, options)
     if path is None:
         loaded = load_all(root, benchmark, overrides)
         print(all_table(benchmark, loaded), "", SOURCES, sep="\n")
     else:
-        loaded = {path.stem: configs.load(path, config_class(benchmark), overrides)}
-        print("\n".join(describe(benchmark, str(path), loaded[path.stem])))
-    return 0 if all(_fits(benchmark, config) for config in loaded.values()) else OutOfMemory.exit_code
+        config, derived = load_or_derive(root, benchmark, path, machine, overrides)
+        loaded = {path.stem: config}
+        print("\n".join(describe(benchmark, derived or str(path), config, _kind(config, machine))))
+    return 0 if all(_fits(benchmark, config, machine) for config in loaded.values()) else OutOfMemory.exit_code
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -57,50 +59,32 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> Path | None:
-    """The one config to describe, None for all."""
+def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> tuple[Path | None, GpuKind | None]:
+    """The one config to describe, which need not exist, and this machine's GPU where it was asked; None for all configs."""
+    folder = root / "configs" / benchmark
     if options.config:
-        return Path(options.config)
+        return Path(options.config), None
     if name := os.environ.get("DGXSYSTEM"):
-        return config_path(root, benchmark, name.removesuffix(".toml"))
+        return folder / f"{name.removesuffix('.toml')}.toml", None
     found = probe()
-    kind = identify(found, os.environ.get("GPU_KIND", ""))
-    return config_path(root, benchmark, f"{kind.name}_1x{os.environ.get('DGXNGPU') or len(found.devices)}") if kind else None
+    kind = identify(found, os.environ.get("GPU_KIND", ""), any_kind=True)
+    count = os.environ.get("DGXNGPU") or len(found.devices)
+    return (folder / f"{kind.name}_1x{count}.toml", kind) if kind else (None, None)
 
 
-def load_all(root: Path, benchmark: str, overrides: dict[str, str] | None = None) -> dict[str, RunConfig]:
-    """Name -> config, in the order of GPU and number of GPUs."""
-    kind = config_class(benchmark)
-    found = {name: configs.load(config_path(root, benchmark, name), kind, overrides) for name in config_names(root, benchmark)}
-    return dict(sorted(found.items(), key=lambda item: ([*KINDS, "CPU"].index(item[1].gpu), item[1].world_size)))
-
-
-def _rules(benchmark: str) -> ModuleType:
-    return importlib.import_module(f"{benchmark}.rules")
-
-
-def config_class(benchmark: str) -> type[RunConfig]:
-    return _rules(benchmark).Config
-
-
-def workload(benchmark: str, config: RunConfig) -> Workload:
-    """What the benchmark's rules fix, at the config's global batch."""
-    rules, batch = _rules(benchmark).MINIATURE if config.miniature else _rules(benchmark).CLOSED, config.global_batch_size
-    intervals = rules.eval_interval(batch), rules.first_evaluation(batch)
-    return Workload(rules.shape, rules.sequence_length, rules.eval_samples, *intervals, getattr(rules, "lora_rank", 0))
-
-
-def _kind(config: RunConfig) -> GpuKind | None:
-    """None for a CPU, whose memory and speed are not calculated."""
+def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:
+    """None for a CPU, whose memory and speed are not calculated. `machine`: this machine's GPU, which KINDS may lack."""
     if config.gpu == "CPU":
         return None
+    if machine and config.gpu == machine.name:
+        return machine
     if config.gpu not in KINDS:
         raise ConfigError(f"gpu = {config.gpu!r} is unknown", f"known are {', '.join(KINDS)}", "choose one of them")
     return KINDS[config.gpu]
 
 
-def _fits(benchmark: str, config: RunConfig) -> bool:
-    kind = _kind(config)
+def _fits(benchmark: str, config: RunConfig, machine: GpuKind | None) -> bool:
+    kind = _kind(config, machine)
     return kind is None or plan.fits(plan.memory_peak(config, workload(benchmark, config)), kind)
 
 
@@ -108,11 +92,11 @@ def estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
     return plan.estimate(config, workload(benchmark, config), kind, rcp.mean_samples(benchmark, config.global_batch_size))
 
 
-def describe(benchmark: str, path: str, config: RunConfig) -> list[str]:
-    """All about one config."""
-    work, kind = workload(benchmark, config), _kind(config)
+def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | None) -> list[str]:
+    """All about one config, on GPUs of `kind`, None for a CPU. `source`: its file, or from what it was derived."""
+    work = workload(benchmark, config)
     batch = f"global batch {config.global_batch_size} = {config.world_size} x micro-batch {config.micro_batch_size} x "
-    title = f"{benchmark}, {path}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.fp8 else config.precision}"
+    title = f"{benchmark}, {source}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.fp8 else config.precision}"
     if kind is None:
         return [title, "", "A CPU: its memory and its speed are not calculated."]
     memory = plan.memory_peak(config, work)
@@ -124,11 +108,6 @@ def describe(benchmark: str, path: str, config: RunConfig) -> list[str]:
         f"Largest micro-batch that fits, all else unchanged: {plan.largest_micro_batch(config, work, kind)}.",
         *("", flops_line(work), "", kinds_table(benchmark, config), "", target_line(benchmark, config), SOURCES),
     ]
-
-
-def memory_table(memory: Memory) -> str:
-    rows = [[name, f"{gib(size):.1f}"] for name, size in memory.parts.items() if gib(size) >= 0.05]
-    return table([f"per GPU, in {memory.moment}", "GiB"], [*rows, ["sum", f"{gib(memory.allocated):.1f}"]])
 
 
 def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
@@ -164,14 +143,6 @@ def target_line(benchmark: str, config: RunConfig) -> str:
     return (
         f"Minutes to the target: {samples:,.0f} sequences, the mean of the MLPerf reference at global batch {batch}, and the evaluations."
     )
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, aligned for a terminal as well: the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, rule, *rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in aligned)
 
 
 SPEED = ["tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
@@ -214,7 +185,9 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(ROOT, sys.argv[1], sys.argv[2:]))
+        given = sys.argv[1:]
+        of_benchmark = given and not given[0].startswith("-")
+        sys.exit(main(ROOT, given[0], given[1:]) if of_benchmark else any_model.main(given))
     except RunError as error:
         print(error.lines(), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

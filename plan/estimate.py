@@ -6,6 +6,7 @@ are met within 1 % (tests/plan/test_plan.py). Time is one efficiency per GPU kin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.config import RunConfig
@@ -76,7 +77,7 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
         backward = max(backward, forward + element * shape.hidden_size)
     head = _head_bytes_per_token(config, shape)
     table_in_flight = {"gradients in flight": shape.vocab_size * shape.hidden_size * gradient}
-    layer_in_flight = {"gradients in flight": layer_parameters(shape) * gradient}
+    layer_in_flight = {"gradients in flight": shape.layer_parameters * gradient}
     evaluated = config.eval_micro_batch_size * work.sequence_length * max(head, sum(activation_bytes(config, work).values()) + forward)
     moments = {
         "the head's backward": state | saved | table_in_flight | {"logits and head": tokens * head},
@@ -88,15 +89,6 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
     return Memory(moment, {name: size for name, size in parts.items() if size})
 
 
-def layer_parameters(shape: ModelShape) -> int:
-    """Weights of one block: four matrices and two norms."""
-    return matrix_parameters(shape) + 2 * shape.hidden_size
-
-
-def matrix_parameters(shape: ModelShape) -> int:
-    return shape.hidden_size * (shape.qkv_size + shape.hidden_size + 3 * shape.ffn_hidden_size)
-
-
 def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     """Tensors that live as long as the run.
 
@@ -106,7 +98,7 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     shape, gpus, table = work.shape, config.gpus_per_node, work.shape.vocab_size * work.shape.hidden_size
     trained = shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
     moments = 2 * BYTES[getattr(config, "moment_precision", "fp32")]
-    cast = shape.num_layers * matrix_parameters(shape) + (table if getattr(config, "fp8_head", False) else 0)
+    cast = shape.num_layers * shape.matrix_parameters + (table if getattr(config, "fp8_head", False) else 0)
     # With copy engines: two buffers for what the other ranks send of the largest gradient (common/sharding/reduce_scatter.py).
     received = 2 * (1 - 1 / gpus) * table * BYTES[config.precision] if getattr(config, "reduce_scatter", "nccl") == "copy_engine" else 0
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
@@ -130,7 +122,7 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
     storage, gpus = getattr(config, "frozen_base", "sharded"), config.gpus_per_node
     transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
     per_value = (2 if transposed else 1) if config.fp8 else BYTES[config.precision]
-    matrices = shape.num_layers * matrix_parameters(shape)
+    matrices = shape.num_layers * shape.matrix_parameters
     return per_value * matrices / (gpus if storage == "sharded" else 1) + BYTES[config.precision] * (shape.num_parameters - matrices)
 
 
@@ -145,7 +137,7 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
     gathers = storage == "sharded" and config.gpus_per_node > 1
     transposes = bool(config.fp8) and not gathers and storage != "replicated_both"
     per_value = 1 if config.fp8 else BYTES[config.precision]
-    return FROZEN_BUFFERS * matrix_parameters(work.shape) * per_value if gathers or transposes else 0
+    return FROZEN_BUFFERS * work.shape.matrix_parameters * per_value if gathers or transposes else 0
 
 
 def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
@@ -168,12 +160,16 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
     kept = {
         "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
         "qkv": shape.qkv_size * element,
-        "attention output": hidden * element + shape.num_heads * 4,  # with its log-sum-exp in fp32
+        "attention output": shape.attention_size * element + shape.num_heads * 4,  # with its log-sum-exp in fp32
         "SwiGLU input": 2 * ffn * (1 if work.lora_rank and config.fp8 else element),
     }
+    if shape.qk_norm:
+        kept["queries and keys before their norm"] = (shape.num_heads + shape.num_kv_heads) * shape.head_dim * element
     if work.lora_rank:
         return kept | {"adapters": 2 * work.lora_rank * element}
-    operand, o = (1, hidden) if config.fp8 else (element, 0)  # in bf16 the output projection reads the attention output itself
+    operand, o = (
+        (1, shape.attention_size) if config.fp8 else (element, 0)
+    )  # in bf16 the output projection reads the attention output itself
     return kept | {"norm outputs": 2 * hidden * operand, "output projection's input": o, "SwiGLU output": ffn * operand}
 
 
@@ -223,10 +219,18 @@ def host_bytes(config: RunConfig, work: Workload) -> int:
 
 def largest_micro_batch(config: RunConfig, work: Workload, kind: GpuKind) -> int:
     """The largest micro-batch that fits, all else unchanged; 0 if none does. It need not divide the global batch."""
-    size = 0
-    while fits(memory_peak(with_micro_batch(config, size + 1), work), kind):
-        size += 1
-    return size
+    return largest(lambda size: fits(memory_peak(with_micro_batch(config, size), work), kind))
+
+
+def largest(good: Callable[[int], bool]) -> int:
+    """The largest number that is good, at most 2^20; 0 if 1 is not. All below a good one are good."""
+    low, high = 0, 1
+    while high <= 2**20 and good(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low
 
 
 def with_micro_batch(config: RunConfig, size: int) -> RunConfig:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -18,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common import config as configs
-from common.errors import ConfigError, Interrupted, PreflightError, RunError
+from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError, RunError
 from common.gpu_kinds import GpuKind
 from common.gpu_stats import HEALTH, DriverError, read_gpus
 from common.hardware import Probe, identify, probe
@@ -28,7 +26,8 @@ from launch.job import ROOT, directories, rank_environment, torchrun
 from launch.select_config import benchmarks, config_file, requested_gpus
 from launch.supervise import supervise
 from plan import estimate as plan
-from plan.command import workload
+from plan.benchmark import workload
+from plan.derive_config import load_or_derive
 from preflight import gpus, host
 from preflight.check_row import CheckRow, graded, overall, skipped, table
 from preflight.measured import Measured, read_ranks
@@ -115,13 +114,13 @@ def requested_run(options: argparse.Namespace, environment: Mapping[str, str], k
     requested = requested_gpus(environment)
     try:
         path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
-    except ConfigError as error:
-        if environment.get("DGXSYSTEM"):
+        config, derived = load_or_derive(ROOT, options.benchmark, path)
+    except (ConfigError, OutOfMemory) as error:
+        if environment.get("DGXSYSTEM") or options.config or path.is_file():
             raise
         row = CheckRow("config", "warn", error.what, "a config for this machine", "only the machine itself is checked")
         return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
-    config = configs.load(path, importlib.import_module(f"{options.benchmark}.rules").Config)
-    row = CheckRow("config", "ok", f"{path.name}: {config.gpus_per_node} x {config.gpu}")
+    row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
     pinned = plan.host_bytes(config, workload(options.benchmark, config))
     return Request(config.gpu, config.gpus_per_node, row, config.nodes, config.miniature, config.env, pinned)
 

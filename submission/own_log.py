@@ -17,8 +17,8 @@ from submission.log import TOKEN, Event, Log, is_number
 from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, on_each, unfit, unlike
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +modified, +forced
-CHANGED = ("+modified", "+forced")
+CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +derived, ...
+CHANGED = ("+derived", "+modified", "+forced")
 SMALL_SEED = 2**15  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only
 WELL_KNOWN_SEEDS = frozenset({123456, 1234567, 12345678, 123456789, 1234567890, 2**31 - 1, 2**32 - 1, 0xDEADBEEF, 0xCAFEBABE})
 STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
@@ -131,7 +131,7 @@ def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
             return
         name = str(event.value)
         if any(mark in name for mark in CHANGED):
-            yield event.line, f"config_filename is {name!r}: changed with --set, or forced onto another GPU"
+            yield event.line, f"config_filename is {name!r}: derived, changed with --set, or forced onto another GPU"
         elif project_root and (Path(name).name != name or not (project_root / folder / name).is_file()):
             yield event.line, f"config_filename is {name!r}, which is no file in {folder}/"
 

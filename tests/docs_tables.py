@@ -19,7 +19,8 @@ import house  # noqa: E402
 
 from common.config import RunConfig  # noqa: E402
 from common.gpu_kinds import GIB, KINDS, fp8_family  # noqa: E402
-from plan.command import all_table, kinds_table, load_all, target_line  # noqa: E402
+from plan.benchmark import load_all  # noqa: E402
+from plan.command import all_table, kinds_table, target_line  # noqa: E402
 from records.published import RESULTS, Published  # noqa: E402
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").rglob("*.md")})

@@ -14,7 +14,7 @@ from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 from llama31_8b.rules import Config
 from plan import estimate as plan
-from plan.command import workload
+from plan.benchmark import workload
 from records.rcp import mean_samples
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ from common.errors import Interrupted, RunError
 from common.gpu_kinds import KINDS
 from common.hardware import config_path
 from launch.__main__ import VERBS
-from plan.command import config_class, load_all
+from plan.benchmark import config_class, load_all
 
 DOCS = ROOT / "docs"
 RECORDS = {"log.md", "results.md", "results-archive.md"}  # commands and keys as they were when something was measured

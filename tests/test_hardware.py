@@ -1,6 +1,7 @@
 """Every GPU as its driver shows it, whole and partitioned. Only the H200's output was seen by us; the rest is from reports."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,17 @@ def test_unknown_gpu_is_an_error_that_names_it(words, found):
     with pytest.raises(PreflightError) as caught:
         identify(found)
     assert words in caught.value.lines() and "GPU_KIND" in caught.value.do
+
+
+@pytest.mark.parametrize(("words", "found"), REFUSED)
+def test_any_kind_is_described_by_its_driver(words, found):
+    if words == "an MI350X or an MI355X":  # known kinds: GPU_KIND says which
+        with pytest.raises(PreflightError, match=words):
+            identify(found, any_kind=True)
+        return
+    kind, device = identify(found, any_kind=True), found.devices[0]
+    assert (kind.memory_bytes, kind.arch, kind.vendor) == (device.memory_bytes, device.arch, found.vendor)
+    assert kind.peak_bf16_tflops == kind.peak_fp8_tflops == 0 and re.fullmatch(r"\w+", kind.name) and kind.name not in KINDS
 
 
 @pytest.mark.parametrize("found", CUT)

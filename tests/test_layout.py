@@ -27,9 +27,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llama31_8b": {"common"},
     "llama2_70b_lora": {"common"},
     "records": set(),  # facts about runs that both the launcher and a submission need
-    "launch": {"records"},
+    "launch": {"plan", "records"},
     "gemm_tuning": {"launch"},
-    "plan": {"records"},
+    "plan": {"common.model.families", "records"},
     "preflight": {"gemm_tuning", "launch", "plan"},
     "submission": {"common.training.mllog", "records", *(f"{name}.rules" for name in BENCHMARKS)},
     "system_tuning": set(),

@@ -111,7 +111,7 @@ REPORT = "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_te
 
 def make_project(root: Path, torchrun: str = "") -> Path:
     """The launcher and the toy in `root`; `torchrun` replaces launch/torchrun.py."""
-    for room in ("launch", "records", "common"):
+    for room in ("launch", "plan", "records", "common"):
         shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_and_time.sh", root)
     config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")

@@ -3,10 +3,15 @@
 import argparse
 from pathlib import Path
 
-from common.hardware import Probe
-from launch import console
+import pytest
+
+from common.errors import PreflightError
+from common.gpu_kinds import GIB
+from common.hardware import Device, Probe
+from launch import __main__ as verbs
+from launch import console, job
 from launch.select_config import select_config
-from llama31_8b.rules import MINIATURE
+from llama31_8b.rules import CLOSED, MINIATURE
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,3 +24,23 @@ def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_res
     text = "\n".join(lines[1:])
     assert all(words in text for words in ("llama31_8b", "CPU_1x1.toml", str(MINIATURE.target_loss), "/data", "/results"))
     assert "/data" not in "\n".join(console.header("llama31_8b", selection, MINIATURE, None))
+
+
+def test_the_header_says_from_what_a_config_was_derived():
+    options = argparse.Namespace(config=None, set=[], device=None)
+    found = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),) * 2)
+    lines = console.header("llama31_8b", select_config(ROOT, "llama31_8b", options, {}, found), CLOSED, None)
+    assert "config     derived for 2 x MI300X from MI300X_1x8.toml: micro_batch_size 2, because 2 x MI300X found" in lines
+    assert any(line.startswith("NOTE") and "not for submission" in line for line in lines)
+
+
+def test_bench_and_profile_take_an_unknown_gpu_and_a_run_does_not(monkeypatch, capsys, tmp_path):
+    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA B200", "sm_100", 180 * GIB),) * 2))
+    for name in ("bench", "profile"):
+        assert verbs._run_here("llama31_8b", name, verbs._parse(name, ["--print"])) == 0
+        assert "--config DIR/NVIDIA_B200_1x2+derived.toml --device cuda" in capsys.readouterr().out
+    with pytest.raises(PreflightError, match="no peak is known"):
+        verbs._run_here("llama31_8b", "run", verbs._parse("run", ["--print"]))

@@ -1,14 +1,16 @@
 """Which config is selected for which machine, and what is refused."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError, PreflightError
-from common.gpu_kinds import GIB
+from common.errors import ConfigError, OutOfMemory, PreflightError
+from common.gpu_kinds import GIB, KINDS
 from common.hardware import Device, Probe
 from launch.select_config import benchmarks, select_config
+from submission.own_log import CONFIG_NAME
 
 ROOT = Path(__file__).parents[2]
 H200X4 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4, "580.95.05")
@@ -20,8 +22,8 @@ def options(config=None, set=(), device=None):
     return argparse.Namespace(config=config, set=list(set), device=device)
 
 
-def select(found, environment=None, **changes):
-    return select_config(ROOT, "llama31_8b", options(**changes), environment or {}, found)
+def select(found, environment=None, benchmark="llama31_8b", any_kind=False, **changes):
+    return select_config(ROOT, benchmark, options(**changes), environment or {}, found, any_kind)
 
 
 def test_benchmarks_are_found():
@@ -47,7 +49,7 @@ def test_no_gpu_is_the_miniature():
         (H200X4, {"DGXSYSTEM": "MI300X_1x8"}, "the config is for MI300X, this is H200"),
         (H200X4, {"DGXSYSTEM": "H200_1x8"}, "needs 8 GPUs"),
         (H200X4, {"DGXSYSTEM": "H200"}, "no config H200"),
-        (H200X4, {"DGXNGPU": "3"}, "no config H200_1x3"),
+        (H200X4, {"DGXNGPU": "3"}, "3 GPUs cannot share a global batch of 16"),
         (H200X4, {"DGXNGPU": "two"}, "DGXNGPU=two"),
         (H200X4, {"DGXNGPU": "2", "DGXSYSTEM": "H200_1x4"}, "DGXNGPU=2"),
         (NOTHING, {"DGXSYSTEM": "H200_1x4"}, "this is CPU"),
@@ -73,6 +75,75 @@ def test_forced_and_changed_configs_say_so():
         select(H200X4, set=["precision"])
     with pytest.raises(ConfigError, match="unknown key"):
         select(H200X4, set=["precison=fp32"])
+
+
+def some(probe, count):
+    return Probe(probe.vendor, probe.devices[:count], probe.driver)
+
+
+def test_two_gpus_without_a_file_get_a_derived_config():
+    chosen = select(some(MI300X, 2))
+    assert chosen.log_name == "MI300X_1x2+derived.toml" and chosen.device == "cuda"
+    assert chosen.derived == "derived for 2 x MI300X from MI300X_1x8.toml: micro_batch_size 2"
+    assert (chosen.config.gpu, chosen.config.gpus_per_node, chosen.config.gradient_accumulation_steps) == ("MI300X", 2, 4)
+    assert len(chosen.notes) == 1 and "not for submission" in chosen.notes[0]
+    assert select(MI300X, {"DGXNGPU": "2"}).config == chosen.config == select(MI300X, {"DGXSYSTEM": "MI300X_1x2"}).config
+    assert select(MI300X).derived == "" and not select(MI300X).notes, "a file wins"
+    assert select(some(MI300X, 2), set=["micro_batch_size=1"]).log_name == "MI300X_1x2+derived+modified.toml"
+
+
+def test_a_batch_of_the_command_line_lets_other_counts_share_it():
+    chosen = select(MI300X, {"DGXNGPU": "3"}, set=["global_batch_size=18", "opt_base_learning_rate=5e-4"])
+    assert (chosen.config.gpus_per_node, chosen.config.micro_batch_size, chosen.config.gradient_accumulation_steps) == (3, 2, 3)
+    assert chosen.config.opt_base_learning_rate == 5e-4 and "global_batch_size" not in chosen.derived, "that is not what was derived"
+
+
+@pytest.mark.parametrize("count", [3, 5, 6, 7])
+def test_what_cannot_share_the_batch_is_told_what_can(count):
+    with pytest.raises(ConfigError) as caught:
+        select(some(MI300X, count))
+    assert "DGXNGPU to 1 or 2 or 4 or 8" in caught.value.do and "global_batch_size=" in caught.value.do
+
+
+# GPUs that common/gpu_kinds.py lacks.
+A100 = Probe("nvidia", (Device("NVIDIA A100-SXM4-80GB", "sm_80", 81920 * 2**20),) * 8)
+B200 = Probe("nvidia", (Device("NVIDIA B200", "sm_100", 183359 * 2**20),) * 2)
+L40S = Probe("nvidia", (Device("NVIDIA L40S", "sm_89", 46068 * 2**20),))
+MI308X = Probe("amd", (Device("AMD Instinct MI308X", "gfx942", 192 * GIB, 80),) * 8)
+
+
+@pytest.mark.parametrize("found", [A100, B200, MI308X])
+def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(found):
+    with pytest.raises(PreflightError, match="no peak is known"):
+        select(found)
+    chosen = select(found, any_kind=True)
+    assert chosen.config.gpu not in KINDS and chosen.config.gpu in chosen.derived and chosen.config.reduce_scatter == "nccl"
+    assert CONFIG_NAME.fullmatch(chosen.log_name) and chosen.found.startswith(f"{len(found.devices)} x ")
+
+
+def test_an_unknown_gpu_takes_the_file_of_its_maker_with_the_nearest_memory():
+    assert "from MI300X_1x8.toml" in select(MI308X, any_kind=True).derived
+    assert "from H200_1x2.toml" in select(B200, any_kind=True).derived
+    assert select(B200, any_kind=True).config.fp8 == "torch" and select(B200, any_kind=True).config.recompute_layers == 0
+
+
+def test_a_gpu_without_fp8_computes_in_bf16():
+    chosen = select(A100, any_kind=True)
+    assert chosen.config.fp8 == "" and "fp8 none" in chosen.derived
+    with pytest.raises(OutOfMemory) as caught:  # 80 layers keep 115 GiB for backward, and only FP8 can offload them
+        select(A100, benchmark="llama2_70b_lora", any_kind=True)
+    assert "offload_layers 0, frozen_base sharded" in caught.value.why
+
+
+def test_a_gpu_that_is_too_small_measures_fewer_layers():
+    with pytest.raises(OutOfMemory) as caught:
+        select(L40S, any_kind=True)
+    layers = int(re.search(r"--layers (\d+)", caught.value.do)[1])
+    given = argparse.Namespace(config=None, set=[], device=None, layers=layers)
+    assert select_config(ROOT, "llama31_8b", given, {}, L40S, any_kind=True).config.gpus_per_node == 1
+    given.layers += 1
+    with pytest.raises(OutOfMemory, match="does not fit into 1 x"):
+        select_config(ROOT, "llama31_8b", given, {}, L40S, any_kind=True)
 
 
 def test_a_config_that_only_bears_our_name_is_modified(tmp_path):

@@ -28,6 +28,7 @@ from records import published, rcp
 ROOT = Path(__file__).parents[2]
 PRETRAINING, LORA = "llama31_8b", "llama2_70b_lora"
 BENCHMARKS = (PRETRAINING, LORA)
+QWEN3_LIKE = ModelShape(1, 64, 112, 4, 2, 61, 10000.0, explicit_head_dim=32, qk_norm=True)
 
 
 def shipped(benchmark, name, layers=0, **changes):
@@ -216,10 +217,10 @@ def test_activations_of_pre_training_by_hand():
     assert sum(plan.activation_bytes(replace(config, fp8=""), work).values()) == kept + 2 * 8192 + 28672
 
 
+@pytest.mark.parametrize("shape", [ModelShape(1, 64, 112, 4, 2, 61, 10000.0), QWEN3_LIKE], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("fp8", ["", "torch"])
-def test_activations_of_pre_training_are_what_a_block_saves(fp8):
+def test_activations_of_pre_training_are_what_a_block_saves(fp8, shape):
     """All tensors that the block keeps, each memory once, and the log-sum-exp that the attention of a GPU keeps in fp32."""
-    shape = ModelShape(1, 64, 112, 4, 2, 61, 10000.0)
     scaling = DelayedScaling() if fp8 else None
     block = FusedBlock(shape, "reference", scaling).to(torch.bfloat16)
     if scaling is not None:
@@ -231,6 +232,7 @@ def test_activations_of_pre_training_are_what_a_block_saves(fp8):
         _, saved = block.run(x, cos, sin, keep=True)
     attention, leaves = saved.attention
     parts = [saved.x, saved.residual, saved.rstd_1, saved.rstd_2, saved.gate_up, attention, *leaves]
+    parts += [saved.before] if shape.qk_norm else []
     for operand in (saved.n_1, saved.o, saved.n_2, saved.h):
         parts += [part for part in (operand.rowwise, operand.columnwise) if part is not None]
     sizes = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts if part.numel()}
@@ -239,10 +241,12 @@ def test_activations_of_pre_training_are_what_a_block_saves(fp8):
     assert sum(sizes.values()) + 16 * 4 * shape.num_heads == 16 * sum(counted.values())
 
 
+@pytest.mark.parametrize("shape", [LLAMA2_70B, QWEN3_LIKE], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("fp8", ["", "torch"])
-def test_activations_of_lora_are_those_of_the_block(fp8):
+def test_activations_of_lora_are_those_of_the_block(fp8, shape):
     config, work = shipped(LORA, "H200_1x4", fp8=fp8, offload_layers=0)
-    assert sum(plan.activation_bytes(config, work).values()) == saved_bytes_per_token(LLAMA2_70B, 16, bool(fp8))
+    counted = plan.activation_bytes(config, replace(work, shape=shape))
+    assert sum(counted.values()) == saved_bytes_per_token(shape, 16, bool(fp8))
 
 
 def test_working_sets_by_hand():
@@ -275,10 +279,9 @@ def test_offloaded_layers_move_to_the_host():
     assert plan.offloaded_layers(replace(none, offload_layers=80), work) == 79, "the last layer's backward comes at once"
 
 
-def test_blocks_have_the_parameters_of_the_model():
-    for shape in (LLAMA31_8B, LLAMA2_70B):
-        outside = 2 * shape.vocab_size * shape.hidden_size + shape.hidden_size
-        assert shape.num_layers * plan.layer_parameters(shape) + outside == shape.num_parameters
+def test_largest_is_the_last_good_number():
+    for limit in (0, 1, 2, 3, 7, 8, 100, 1025):
+        assert plan.largest(lambda number, limit=limit: number <= limit) == limit
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)

@@ -437,6 +437,12 @@ def test_ranks_that_failed_are_not_compared(monkeypatch):
     assert rows["GPU memory in use"].verdict == "ok", "what they said before still counts"
 
 
+def test_a_derived_config_is_named(monkeypatch):
+    card = replace(H200, name="NVIDIA H100 80GB HBM3", memory_bytes=80 * GIB)
+    row = on_gpus(monkeypatch, (card,) * 4, ranks(4))["config"]
+    assert row.verdict == "ok" and row.value.startswith("derived for 4 x H100 from H100_1x8.toml: ")
+
+
 def test_a_machine_without_a_config_is_checked_by_itself(monkeypatch):
     rows = on_gpus(monkeypatch, (H200,) * 3, ranks(3))
     assert rows["config"].verdict == "warn" and rows["GPU count"].expected == "3"

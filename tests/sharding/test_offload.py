@@ -14,7 +14,7 @@ from common.sharding import activation_offload as offload
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
 from llama2_70b_lora.rules import Config
 from plan import estimate as plan
-from plan.command import workload
+from plan.benchmark import workload
 
 CPU = torch.device("cpu")
 

@@ -147,6 +147,7 @@ MUTATIONS = [
     ("two seeds", insert_after("seed", value=99_999), "many_seeds", "SEED", WARNING),
     ("learning rate unlike the reference's", put("opt_base_learning_rate", 5e-4), "learning_rate", "RCP Hyperparams", WARNING),
     ("config changed with --set", put("config_filename", "A_TEST_1x8+modified.toml"), "config_filename", OWN, ERROR),
+    ("config derived, not a file", put("config_filename", "A_TEST_1x2+derived.toml"), "config_filename", OWN, ERROR),
     ("config of another GPU", put("config_filename", "A_TEST_1x8+forced.toml"), "config_filename", OWN, ERROR),
     *((f"{key} absent", drop(key), "missing", LATEST, WARNING) for key in DISCLOSURE_KEYS),
 ]

@@ -190,7 +190,7 @@ def test_a_miniature_is_refused(case):
     case.refused("is a miniature")
 
 
-@pytest.mark.parametrize("suffix", ["+modified", "+forced"])
+@pytest.mark.parametrize("suffix", ["+modified", "+forced", "+derived"])
 def test_a_run_that_was_not_as_its_config_says_is_refused(case, suffix):
     case.plans[4].config_name = f"MI355X_1x8{suffix}.toml"
     case.write()

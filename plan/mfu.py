@@ -1,0 +1,63 @@
+"""Model FLOP/s utilization by every convention in use: the same tokens per second are a different MFU under each. Standard library only.
+
+A multiply-add is 2 FLOPs. Training takes three products per weight and token (forward, gradient of the input, gradient of the weight), 6 P
+FLOPs per token; LoRA has no gradient of the frozen weights: 4 P (PaLM, arXiv:2204.02311, appendix B). Attention adds 12 L S H over the whole
+square of scores, 6 L S H over the half that is not masked. Where the shape is known, N leaves out the embedding, which is looked up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.model.shapes import ModelShape
+
+LOW = 0.05  # below it something is wrong, not slow: an idle host, one GPU of many, a step that is mostly compilation
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """By one convention: TFLOP/s of one GPU, and their share of its peak."""
+
+    formula: str
+    tflops: float
+    mfu: float
+
+
+def utilization(
+    parameters: float, tokens: float, seconds: float, gpus: int, peak: float, attention: Attention | None = None
+) -> list[Utilization]:
+    """`tokens` of all GPUs in `seconds`; `peak`: dense FLOP/s of one GPU."""
+    formulas = {"full, 6 P": 6 * parameters, "LoRA, 4 P": 4 * parameters} | (attention.formulas() if attention else {})
+    rate = tokens / seconds / gpus
+    return [Utilization(formula, rate * flops / 1e12, rate * flops / peak) for formula, flops in formulas.items()]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What counts attention as well: a shape, its sequence length, and the rank of LoRA's adapters."""
+
+    shape: ModelShape
+    sequence_length: int
+    lora_rank: int
+
+    def formulas(self) -> dict[str, int]:
+        """FLOPs per token. The causal ones are those that `bench` and a run print."""
+        shape, length = self.shape, self.sequence_length
+        full, lora = shape.training_flops_per_token(length), shape.lora_flops_per_token(length, self.lora_rank)
+        masked = shape.attention_flops_per_token(length)  # as much again
+        return {
+            "full, 6 N + 6 L S H (causal)": full,
+            "full, 6 N + 12 L S H": full + masked,
+            f"LoRA, 4 N + 6 N_lora + 6 L S H (causal, rank {self.lora_rank})": lora,
+            f"LoRA, 4 N + 6 N_lora + 12 L S H (rank {self.lora_rank})": lora + masked,
+        }
+
+
+def remark(found: list[Utilization]) -> str:
+    """What such an MFU says by itself, "" for a plausible one."""
+    highest = max(each.mfu for each in found)
+    if highest > 1:
+        return "Above 100 % by one convention: tokens, seconds, peak or number of GPUs cannot all be right."
+    if highest < LOW:
+        return "Below 5 %: something is wrong, and tuning kernels will not help. Look for GPUs that wait: for data, for the host, for each other."
+    return ""
