@@ -96,6 +96,8 @@ def test_wrong_options_are_refused():
         case(model="llama3.1-8b", layers=33)
     with pytest.raises(ConfigError, match="no model is called"):
         case(model="gpt-2")
+    with pytest.raises(ConfigError, match="--model miniature"):
+        case(model="miniature")
     with pytest.raises(ConfigError, match="--batch max"):
         case(None, 1, device="cpu", batch="max")
 
