@@ -150,6 +150,12 @@ def gpu_kind() -> GpuKind:
 
 def model_of(options: argparse.Namespace) -> Family:
     name = options.model or (TINY if options.device == "cpu" else "llama3.1-8b")
+    if name == TINY and options.device != "cpu":
+        raise ConfigError(
+            f"--model {TINY}",
+            "it is for a CPU: on a GPU nothing but launches would be measured",
+            "name another, with --layers 1 if it must be small",
+        )
     family = Family(TINY, importlib.import_module("llama31_8b.rules").MINIATURE.shape) if name == TINY else family_of(name)
     layers = options.layers or family.shape.num_layers
     if layers > family.shape.num_layers:

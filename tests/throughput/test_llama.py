@@ -65,7 +65,7 @@ def test_batch_max_is_the_largest_that_plan_says_fits(model, precision, lora):
 
 
 def test_a_batch_that_needs_it_recomputes_as_few_layers_as_it_can():
-    small, large = (case(MI300X, model="qwen3-8b", batch=batch) for batch in (4, 8))
+    small, large = (case(MI300X, model="qwen3-8b", batch=batch) for batch in (2, 8))
     layers = large.config.recompute_layers
     assert small.config.recompute_layers == 0 < layers and large.config.micro_batch_size == 8
     fewer = replace(large.config, recompute_layers=layers - 1)
@@ -96,6 +96,8 @@ def test_wrong_options_are_refused():
         case(model="llama3.1-8b", layers=33)
     with pytest.raises(ConfigError, match="no model is called"):
         case(model="gpt-2")
+    with pytest.raises(ConfigError, match="--model miniature"):
+        case(model="miniature")
     with pytest.raises(ConfigError, match="--batch max"):
         case(None, 1, device="cpu", batch="max")
 
