@@ -137,7 +137,7 @@ def add_rows(request: Request, gpus: int, result: Result) -> bool:
     except RunError as error:
         if error.kind != OutOfMemory.kind:
             raise
-        result.add(row | {"error": f"out of memory in the timed steps: {error.why}"})
+        result.add(row | {"error": "out of memory in the timed steps"})
         return True
     if not request.batch:
         for batch, peak in found["tried"]:

@@ -27,7 +27,7 @@ from common.sharding.processes import Processes, start_processes
 from common.sharding.reduce_scatter import pad_rows
 from common.sharding.zero import Shard, ZeroOptimizer
 from common.training.guard import run_guarded
-from common.training.loop import Assembly, Batching
+from common.training.loop import Batching
 from common.training.loop import train_step as llama_step
 from common.training.warmup import synthetic_batches
 from llama31_8b.rules import CLOSED, MINIATURE, Config, Rules
@@ -132,15 +132,7 @@ def measure_sharded(request: Request, processes: Processes) -> dict:
         optimizer.reduce_scatter = own_rows
         step()
 
-    found = measure_steps(request, processes, step, alone if ranks > 1 else None)
-    release(assembly)
-    return found
-
-
-def release(assembly: Assembly) -> None:
-    """Give back its memory: torch holds the hooks that ZeroOptimizer put on the parameters where the garbage collector does not look."""
-    for tensor in (*assembly.state_tensors(), *assembly.model.parameters()):
-        tensor.untyped_storage().resize_(0)
+    return measure_steps(request, processes, step, alone if ranks > 1 else None)
 
 
 class OwnRowsOnly:

@@ -12,11 +12,11 @@ during the rest of the backward, its weights while the modules before it compute
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -133,9 +133,12 @@ class ZeroOptimizer:
         shards = [self._shard(parameter) for parameter in module.parameters() if parameter not in self.shard_of]
         bucket = Bucket(shards, missing=len(shards))
         module.register_forward_pre_hook(lambda module, args: self._before_forward(bucket))
+        # torch keeps a parameter's hooks where the garbage collector does not look: what they referred to would never be freed. The hook of
+        # the module, which the collector sees, keeps this object for as long as the model can run.
+        optimizer, arrived = weakref.proxy(self), weakref.proxy(bucket)
         for shard in shards:
             self.shard_of[shard.parameter] = shard
-            shard.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, bucket))
+            shard.parameter.register_post_accumulate_grad_hook(lambda parameter: optimizer._gradient_arrived(arrived))
         return bucket
 
     def _shard(self, parameter: nn.Parameter) -> Shard:
@@ -171,7 +174,7 @@ class ZeroOptimizer:
 
     # Gradients.
 
-    def _gradient_arrived(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _gradient_arrived(self, bucket: Bucket) -> None:
         bucket.missing -= 1
         if bucket.missing == 0:
             bucket.missing = len(bucket.shards)

@@ -3,8 +3,10 @@
 That two ranks train as one process does is in test_loop.py; several nodes are in test_multi_node.py.
 """
 
+import gc
 import random
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -213,6 +215,20 @@ def test_what_it_trains_is_what_the_model_reads(processes):
     module(1.0).backward()
     optimizer.step(LEARNING_RATE)
     assert not torch.equal(module.even, before) and torch.equal(module.even, optimizer.weights[0].bfloat16())
+
+
+def test_its_memory_is_free_again_once_nothing_refers_to_the_model(processes):
+    """Although torch keeps the hooks of parameters where the garbage collector does not look."""
+    module = Weights(["even", "ragged"])
+    optimizer = zero([module], processes)
+    module(1.0).backward()
+    optimizer.step(LEARNING_RATE)
+    module(1.0).backward()
+    held = [*module.parameters(), *optimizer.weights, *(shard.gradient for shard in optimizer.shards)]
+    gone = [weakref.ref(tensor) for tensor in held]
+    del module, optimizer, held
+    gc.collect()
+    assert len(gone) == 6 and not any(reference() is not None for reference in gone)
 
 
 WRONG_WAYS = [{"gpu": "CPU", "gpus_per_node": 2}, {"gpu": "H200", "gpus_per_node": 2, "nodes": 2}, {"gpu": "H200"}]
