@@ -36,6 +36,8 @@ from common.training.metrics import Meter, Rate, memory_gib
 from common.training.session import Session
 from common.training.warmup import synthetic_batches
 from throughput import profiling
+from throughput.memory import peak_bytes
+from throughput.ranks import max_over_ranks
 
 LEARNING_RATE = 1e-6
 
@@ -86,13 +88,10 @@ def measure(session: Session, assembly: Assembly, processes: Processes, meter: M
 def write_result(path: Path, processes: Processes, meter: Meter) -> None:
     """For throughput/llama.py: milliseconds of each timed step, and the largest peak of memory of all ranks, bytes; 0 on a CPU."""
     device = processes.device
-    on_gpu = device.type == "cuda"
-    peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)] if on_gpu else [0, 0]
-    most = torch.tensor(peaks, dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    peaks = max_over_ranks([peak_bytes(device), reserved], processes)
     if processes.rank == 0:
-        allocated, reserved = most.tolist()
-        path.write_text(json.dumps({"times_ms": meter.step_times_ms, "allocated": allocated, "reserved": reserved}))
+        path.write_text(json.dumps({"times_ms": meter.step_times_ms, "allocated": peaks[0], "reserved": peaks[1]}))
     torch.distributed.destroy_process_group()
 
 
@@ -192,7 +191,7 @@ def main(argv: list[str]) -> None:
     args, rank = parse(argv), int(os.environ.get("RANK", "0"))
     kind = importlib.import_module(f"{args.benchmark}.rules").Config
     config = configs.load(args.config, kind, dict(item.split("=", 1) for item in args.set))
-    run_guarded(None, rank, partial(bench, Session(args, config, rank)), lambda: None, lambda: 0)
+    run_guarded(args.result and args.result.parent, rank, partial(bench, Session(args, config, rank)), lambda: None, lambda: 0)
 
 
 if __name__ == "__main__":

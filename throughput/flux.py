@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.errors import ConfigError, Hang, Interrupted, OutOfMemory, RunError
+from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import GIB
-from launch.diagnosis import diagnose
-from launch.job import rank_environment, torchrun
-from launch.supervise import supervise
 from throughput import options as common
+from throughput import ranks
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import Request
 from throughput.result import Result
@@ -210,17 +204,9 @@ def rates(request: Request, found: dict[str, Any], result: Result) -> dict[str, 
 def run_ranks(request: Request, gpus: int) -> dict[str, Any]:
     """What throughput/flux_rank.py found on so many GPUs, or processes of a CPU. Raises the RunError of the rank that failed first."""
     with tempfile.TemporaryDirectory(prefix="flux-") as name:
-        folder = Path(name)
-        request.write(folder / "request.json")
-        environment = rank_environment(os.environ, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, 1)
-        deadline = time.monotonic() + LIMIT_S
-        command = torchrun(folder, gpus, ["-m", "throughput.flux_rank", name])
-        ending = supervise(command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr)
-        if ending.signal_number:
-            raise Interrupted(ending.signal_number)
-        if ending.stopped:
-            what = f"{gpus} ranks needed more than {LIMIT_S:.0f} s"
-            raise Hang(what, "a rank hangs, or the machine is very slow", "try --batch 1 on one GPU")
-        if ending.returncode:
-            raise diagnose(folder, gpus)[0]
-        return json.loads((folder / "measured.json").read_text())
+        request.write(Path(name) / ranks.REQUEST)
+        settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        found, error = ranks.run_ranks(Path(name), gpus, ["throughput.flux_rank", name], settings, LIMIT_S)
+    if error:
+        raise error
+    return found

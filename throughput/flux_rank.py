@@ -6,9 +6,7 @@ FOLDER/request.json says what; rank 0 writes FOLDER/measured.json: the batches t
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,12 +22,13 @@ from common.kernels.attention import attention_backends
 from common.model.initialization import parameter_seed
 from common.sharding.adamw import AdamWSettings
 from common.sharding.processes import Processes, start_processes
-from common.sharding.reduce_scatter import NcclReduceScatter, make_reduce_scatter, pad_rows
-from common.sharding.zero import Shard, ZeroOptimizer
+from common.sharding.reduce_scatter import make_reduce_scatter
+from common.sharding.zero import ZeroOptimizer
 from common.training.build import default_dtype
-from common.training.guard import run_guarded
+from plan.estimate import largest
 from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
-from throughput.memory import free_memory, largest, peak_bytes, ran_out_of_memory
+from throughput.memory import free_memory, peak_bytes, ran_out_of_memory
+from throughput.ranks import MEASURED, REQUEST, Unsent, main, max_over_ranks
 from throughput.timing import step_ms
 
 TIMEOUT_S = 300.0  # of a collective
@@ -63,13 +62,13 @@ class Request:
 
 
 def measure(folder: Path) -> None:
-    request = Request.read(folder / "request.json")
+    request = Request.read(folder / REQUEST)
     processes = start_processes(request.device, TIMEOUT_S, high_priority_compute=True)
     processes.barrier()  # NCCL's own memory is there before any batch is tried
     with attention_backends(request.device):
         found = measure_batches(request, processes)
     if processes.rank == 0:
-        (folder / "measured.json").write_text(json.dumps(found))
+        (folder / MEASURED).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -92,7 +91,10 @@ def measure_batches(request: Request, processes: Processes) -> dict[str, Any]:
         optimizer.gather()
         step = partial(train_step, model, optimizer, synthetic_batch(request, processes, batch))
         times = step_ms(step, request.device, request.warmup, request.steps)
-        found |= {"times_ms": slowest(times, processes), "memory_bytes": int(slowest([peak_bytes(processes.device)], processes)[0])}
+        found |= {
+            "times_ms": max_over_ranks(times, processes),
+            "memory_bytes": int(max_over_ranks([peak_bytes(processes.device)], processes)[0]),
+        }
     return found
 
 
@@ -168,15 +170,6 @@ def kernels_of(device: torch.device) -> str:
 # --- the largest batch ------------------------------------------------------------------------------------------------
 
 
-class Unsent(NcclReduceScatter):
-    """Takes this rank's rows of its own gradient for the mean of all ranks: the same memory, and no rank waits for another."""
-
-    def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        ranks, rank = self.group.size(), self.group.rank()
-        padded = (pad_rows(gradient, len(shard.master) * ranks) for shard, gradient in zip(shards, gradients, strict=True))
-        return [gradient.chunk(ranks)[rank].to(self.dtype, copy=True) for gradient in padded]
-
-
 def try_batch(request: Request, processes: Processes, size: int) -> int | None:
     """Peak memory of a step in bytes, on the fullest rank; None if any runs out. Everything is allocated anew, and freed again."""
     free_memory(processes.device)
@@ -197,7 +190,7 @@ def try_batch(request: Request, processes: Processes, size: int) -> int | None:
     if not succeeds_everywhere(run, processes):
         return None
     built[1].step(LEARNING_RATE)
-    return int(slowest([peak_bytes(processes.device)], processes)[0])
+    return int(max_over_ranks([peak_bytes(processes.device)], processes)[0])
 
 
 def succeeds_everywhere(work: Callable[[], None], processes: Processes) -> bool:
@@ -214,13 +207,5 @@ def succeeds_everywhere(work: Callable[[], None], processes: Processes) -> bool:
     return int(processes.sum(good)) == processes.world_size
 
 
-def slowest(values: list[float], processes: Processes) -> list[float]:
-    """The maximum of each value over the ranks."""
-    most = torch.tensor(values, dtype=torch.float64, device=processes.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.tolist()
-
-
 if __name__ == "__main__":
-    run_guarded(Path(sys.argv[1]), int(os.environ["RANK"]), partial(measure, Path(sys.argv[1])), lambda: None, lambda: 0)
-    os._exit(0)  # the record says "done"; gloo's threads now and then end an interpreter that is shutting down with std::terminate
+    main(measure)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
+from plan.estimate import largest
 from throughput import options as common
-from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP, Size, build_gpt, free_memory, ran_out_of_memory, train_step
+from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP, Size, build_gpt, train_step
+from throughput.memory import free_memory, peak_bytes, ran_out_of_memory
 from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table
 from throughput.timing import spread, step_ms
@@ -95,8 +97,10 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         if options.sweep:
             sweep(name, size, options, result)
         else:
-            batch = largest(size, options) if options.batch == common.MAX else options.batch or size.batch
-            add_row("gpt", name, replace(size, batch=max(batch, 1)), options, result)
+            batch = options.batch or size.batch
+            if batch == common.MAX:
+                batch = max(1, largest(partial(fits, size, options.device)))
+            add_row("gpt", name, replace(size, batch=batch), options, result)
 
 
 def add_row(table: str, name: str, size: Size, options: argparse.Namespace, result: Result) -> bool:
@@ -128,7 +132,7 @@ def timed_steps(size: Size, device: str, warmup: int, steps: int) -> tuple[list[
     with attention_backends(device):
         step = train_step(build_gpt(size.shape, size.sequence_length, place), size)
         times = step_ms(step, device, warmup, steps)
-    return times, torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return times, peak_bytes(place)
 
 
 # --- the largest batch ------------------------------------------------------------------------------------------------
@@ -141,9 +145,10 @@ def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) ->
         batch *= 2
     marks: dict[int, list[str]] = {}
     if batch > 1 and "error" in result.rows[-1]:
-        most = between(batch // 2, batch, lambda count: fits(replace(size, batch=count), options.device))
+        good, bad = batch // 2, batch
+        most = largest(lambda count: count <= good or (count < bad and fits(size, options.device, count)))
         marks[most] = ["largest that fits"]
-        if most > batch // 2:
+        if most > good:
             add_row("sweep", name, replace(size, batch=most), options, result)
     measured = [row for row in result.rows[first:] if "tokens_per_s" in row]
     if measured:
@@ -152,30 +157,10 @@ def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) ->
         row["mark"] = ", ".join(marks.get(row["batch"], []))
 
 
-def largest(size: Size, options: argparse.Namespace) -> int:
-    """The largest batch that fits, 0 if none does."""
-
-    def batch_fits(count: int) -> bool:
-        return fits(replace(size, batch=count), options.device)
-
-    batch = 1
-    while batch_fits(batch):
-        batch *= 2
-    return between(batch // 2, batch, batch_fits)
-
-
-def between(good: int, bad: int, works: Callable[[int], bool]) -> int:
-    """The largest number that works, where `good` does (or is 0) and `bad` does not."""
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if works(middle) else (good, middle)
-    return good
-
-
-def fits(size: Size, device: str) -> bool:
+def fits(size: Size, device: str, batch: int) -> bool:
     """Two steps, since AdamW's moments exist from the second on. Raises whatever is not for want of memory."""
     try:
-        timed_steps(size, device, warmup=1, steps=1)
+        timed_steps(replace(size, batch=batch), device, warmup=1, steps=1)
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise

@@ -10,7 +10,6 @@ would have (16 bytes a parameter).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -132,16 +131,3 @@ def train_step(model: nn.Module, size: Size) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
-
-
-def ran_out_of_memory(error: RuntimeError) -> bool:
-    """torch's own error, or what a library says that asked the driver itself."""
-    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error)
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what nothing refers to, and forget the peak."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)

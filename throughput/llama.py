@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import tempfile
 from dataclasses import dataclass, replace
@@ -17,13 +16,12 @@ from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import probe
 from common.model.families import FAMILIES, Family, family_of
-from launch import diagnosis
-from launch.job import ROOT, rank_environment, torchrun
-from launch.supervise import supervise
+from launch.job import ROOT
 from plan import estimate as plan
 from plan.estimate import Memory, Workload, gib
 from throughput import machine
 from throughput import options as common
+from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table
 from throughput.timing import spread
@@ -271,17 +269,15 @@ def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
     with tempfile.TemporaryDirectory(prefix="throughput-") as name:
         folder = Path(name)
         (folder / "config.toml").write_text(config.as_toml())
-        arguments = ["-m", "throughput.bench", "--benchmark", case.benchmark, "--config", str(folder / "config.toml")]
+        arguments = ["throughput.bench", "--benchmark", case.benchmark, "--config", str(folder / "config.toml")]
         arguments += ["--device", options.device, "--steps", str(options.steps), "--warmup", str(options.warmup)]
         arguments += ["--seq", str(case.work.sequence_length), "--layers", str(case.work.shape.num_layers)]
         arguments += ["--model", case.family.name] if case.family.name != TINY else []
-        arguments += ["--result", str(folder / "result.json")]
+        arguments += ["--result", str(folder / MEASURED)]
         threads = 1 if case.kind else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
-        environment = rank_environment(os.environ, config.env, threads)
-        ending = supervise(torchrun(folder, config.gpus_per_node, arguments), environment, folder)
-        if ending.signal_number or ending.returncode:
-            raise diagnosis.diagnose(folder, config.world_size)[0]
-        measured = json.loads((folder / "result.json").read_text())
+        measured, error = run_ranks(folder, config.gpus_per_node, arguments, config.env, threads=threads)
+    if error:
+        raise error
     return values_of(case, options, measured, result), measured["times_ms"]
 
 

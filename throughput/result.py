@@ -18,6 +18,7 @@ from typing import Any
 
 from common.errors import ConfigError, DataError, RunError, StorageError
 from throughput import report
+from throughput.memory import ran_out_of_memory
 from throughput.tables import Table
 from throughput.timing import spread
 
@@ -94,7 +95,7 @@ class Result:
 
 def why_failed(error: Exception) -> str:
     """One line."""
-    if type(error).__name__ == "OutOfMemoryError":
+    if ran_out_of_memory(error):
         return "out of memory"
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
 

@@ -11,18 +11,16 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.errors import Hang, Interrupted, RunError
-from launch.diagnosis import diagnose
-from launch.job import rank_environment, torchrun
+from common.errors import Interrupted, RunError
+from launch.job import rank_environment
 from launch.supervise import supervise
-from throughput import links
+from throughput import links, ranks
 from throughput import options as common
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
 from throughput.result import Result
@@ -168,19 +166,8 @@ def default_gpt(memory_bytes: int) -> str:
 def run_ranks(request: Request, count: int) -> tuple[dict[str, Any], RunError | None]:
     """What `count` ranks, of one thread each on a CPU, measured, and the error that ended them, if one did. Raises Interrupted."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
-        folder = Path(name)
-        request.write(folder / "request.json")
-        command = torchrun(folder, count, ["-m", "throughput.scaling_rank", name])
-        deadline = time.monotonic() + LIMIT_S
-        environment = rank_environment(os.environ, {}, 1) | {"TMPDIR": name}
-        ending = supervise(command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr)
-        if ending.signal_number:
-            raise Interrupted(ending.signal_number)
-        path = folder / "measured.json"
-        found = json.loads(path.read_text()) if path.is_file() else {}
-        if ending.stopped:
-            return found, Hang(f"{count} ranks needed more than {LIMIT_S:.0f} s")
-        return found, diagnose(folder, count)[0] if ending.returncode else None
+        request.write(Path(name) / ranks.REQUEST)
+        return ranks.run_ranks(Path(name), count, ["throughput.scaling_rank", name], {}, LIMIT_S)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -7,10 +7,8 @@ those before it: collectives by size, then the sharded Llama, then the GPT under
 from __future__ import annotations
 
 import json
-import os
-import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,21 +16,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.kernels import accumulate
 from common.kernels.attention import attention_backends
 from common.sharding.processes import Processes, start_processes
-from common.sharding.reduce_scatter import pad_rows
-from common.sharding.zero import Shard, ZeroOptimizer
-from common.training.guard import run_guarded
+from common.sharding.zero import ZeroOptimizer
 from common.training.loop import Batching
 from common.training.loop import train_step as llama_step
 from common.training.warmup import synthetic_batches
 from llama31_8b.rules import CLOSED, MINIATURE, Config, Rules
 from llama31_8b.train import assemble
-from throughput.gpt_model import LEARNING_RATE, GptShape, Size, build_gpt, free_memory, train_step
+from throughput.gpt_model import LEARNING_RATE, GptShape, Size, build_gpt, train_step
+from throughput.memory import free_memory, peak_bytes
+from throughput.ranks import MEASURED, REQUEST, Unsent, main, max_over_ranks
 from throughput.timing import step_ms
 
 TIMEOUT_S = 300.0  # of a collective: while one rank still compiles kernels
@@ -70,7 +67,7 @@ class Request:
 
 def measure(folder: Path) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch renames collectives; torch 2.9 has the old names only
-    request = Request.read(folder / "request.json")
+    request = Request.read(folder / REQUEST)
     processes = start_processes("cpu" if request.gpu == "CPU" else "cuda", TIMEOUT_S)
     found: dict[str, Any] = {}
     parts: dict[str, Callable[[], Any]] = {
@@ -83,7 +80,7 @@ def measure(folder: Path) -> None:
             free_memory(processes.device)
             found[name] = part()
             if processes.rank == 0:
-                (folder / "measured.json").write_text(json.dumps(found))
+                (folder / MEASURED).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -126,31 +123,13 @@ def measure_sharded(request: Request, processes: Processes) -> dict:
     assert isinstance(optimizer, ZeroOptimizer)
     batches = synthetic_batches(rules.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size)
     step = partial(llama_step, assembly, batches, Batching(ranks, 1), LEARNING_RATE, processes)
-    own_rows = OwnRowsOnly(ranks, processes.rank, accumulate.ENGINES[config.kernels])
+    unsent = Unsent(processes.shard_group, None, optimizer.shards[0].parameter.dtype, accumulate.ENGINES[config.kernels])
 
     def alone() -> None:
-        optimizer.reduce_scatter = own_rows
+        optimizer.reduce_scatter = unsent
         step()
 
     return measure_steps(request, processes, step, alone if ranks > 1 else None)
-
-
-class OwnRowsOnly:
-    """A ReduceScatter (common/sharding/reduce_scatter.py) that sends nothing: each rank adds its own rows of its own gradient. Its steps do
-    all the work of a step but the communication of gradients; what they learn is wrong.
-    """
-
-    def __init__(self, ranks: int, rank: int, accumulate: Callable[..., Tensor]):
-        self.ranks, self.rank, self.accumulate = ranks, rank, accumulate
-
-    def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        for shard, gradient in zip(shards, gradients, strict=True):
-            mine = pad_rows(gradient, len(shard.master) * self.ranks).chunk(self.ranks)[self.rank]
-            shard.gradient = self.accumulate(shard.gradient, mine)
-        return gradients
-
-    def finish(self) -> list[Tensor]:
-        return []
 
 
 def measure_steps(request: Request, processes: Processes, step: Callable[[], object], alone: Callable[[], object] | None) -> dict:
@@ -159,18 +138,11 @@ def measure_steps(request: Request, processes: Processes, step: Callable[[], obj
     """
     device = processes.device
     processes.barrier()
-    times = slowest(step_ms(step, device.type, request.warmup, request.steps), processes)
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    times = max_over_ranks(step_ms(step, device.type, request.warmup, request.steps), processes)
+    memory = peak_bytes(device)
     processes.barrier()
-    alone_ms = slowest(step_ms(alone, device.type, request.warmup, request.steps), processes) if alone else []
-    return {"times_ms": times, "alone_ms": alone_ms, "memory_bytes": int(slowest([memory], processes)[0])}
-
-
-def slowest(values: list[float], processes: Processes) -> list[float]:
-    """The maximum of each value over the ranks."""
-    largest = torch.tensor(values, dtype=torch.float64, device=processes.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.tolist()
+    alone_ms = max_over_ranks(step_ms(alone, device.type, request.warmup, request.steps), processes) if alone else []
+    return {"times_ms": times, "alone_ms": alone_ms, "memory_bytes": int(max_over_ranks([memory], processes)[0])}
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
@@ -183,7 +155,7 @@ def measure_collectives(request: Request, processes: Processes) -> list[dict]:
         for size in request.collective_bytes:
             call = prepare_collective(name, size, processes)
             processes.barrier()
-            times = slowest(step_ms(call, processes.device.type, 3, request.collective_repeats), processes)
+            times = max_over_ranks(step_ms(call, processes.device.type, 3, request.collective_repeats), processes)
             found.append({"name": name, "bytes": size, "times_ms": times})
     return found
 
@@ -199,6 +171,4 @@ def prepare_collective(name: str, size: int, processes: Processes) -> Callable[[
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    run_guarded(folder, int(os.environ["RANK"]), partial(measure, folder), lambda: None, lambda: 0)
-    os._exit(0)  # the record says "done"; gloo's threads now and then end an interpreter that is shutting down with std::terminate
+    main(measure)

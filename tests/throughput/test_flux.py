@@ -12,11 +12,11 @@ import torch
 from tiny import call_on_ranks
 
 from common.errors import ConfigError, OutOfMemory, RankLost
+from plan.estimate import largest
 from throughput import __main__ as verb
 from throughput import flux, flux_rank, published
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import Request, build, synthetic_batch, train_step, try_batch
-from throughput.memory import largest
 from throughput.result import Result
 
 TINY = replace(flux.TINY, double_blocks=1, single_blocks=1)

@@ -160,11 +160,6 @@ def test_a_doubled_batch_may_be_the_largest_and_is_measured_once(result, monkeyp
     ]
 
 
-@pytest.mark.parametrize("good", [0, 1, 2, 3, 7, 8])
-def test_between_finds_the_last_that_works(good):
-    assert gpt.between(0, 9, lambda count: count <= good) == good
-
-
 @pytest.mark.parametrize(
     ("error", "memory"),
     [(torch.OutOfMemoryError("x"), True), (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), True), (RuntimeError("shape"), False)],
@@ -175,10 +170,10 @@ def test_only_a_lack_of_memory_means_that_a_batch_does_not_fit(monkeypatch, erro
 
     monkeypatch.setattr(gpt, "timed_steps", fail)
     if memory:
-        assert not gpt.fits(STAND_INS["tiny"], "cpu")
+        assert not gpt.fits(STAND_INS["tiny"], "cpu", 1)
     else:
         with pytest.raises(RuntimeError, match="shape"):
-            gpt.fits(STAND_INS["tiny"], "cpu")
+            gpt.fits(STAND_INS["tiny"], "cpu", 1)
 
 
 @pytest.mark.parametrize("changes", [{"batch": "max"}, {"model": "9b"}, {"batch": 2, "sweep": True}])

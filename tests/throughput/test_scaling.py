@@ -13,12 +13,15 @@ from matplotlib.figure import Figure
 from tiny import call_on_ranks
 
 from common.errors import ConfigError, OutOfMemory, RunError
+from common.kernels.accumulate import accumulate_reference
 from common.sharding.processes import start_processes
+from common.sharding.zero import Shard
 from throughput import gpt_model, page, report, scaling, scaling_rank
 from throughput.__main__ import main
 from throughput.gpt_model import SIZES, STAND_INS, GptShape, Size
+from throughput.ranks import Unsent
 from throughput.result import Result
-from throughput.scaling_rank import OwnRowsOnly, Request
+from throughput.scaling_rank import Request
 
 GPT = Size(GptShape(2, 2, 32, 48, 61), 2, 8)
 REQUEST = Request("CPU", GPT, 2, False, 1, 2, (2**12, 2**13), 3)
@@ -90,17 +93,20 @@ def test_the_second_step_leaves_out_the_reduction(tmp_path):
     assert int(first["sharded"][0][1]) > 0 and int(first["sharded"][1][1]) == 0
 
 
-def test_a_rank_keeps_its_own_rows_of_its_own_gradient():
-    from common.kernels.accumulate import accumulate_reference
-    from common.sharding.zero import Shard
+def own_rows(processes, folder):
+    gradient = torch.arange(10.0).view(5, 2) * (1 + processes.rank)
+    shard = Shard(torch.nn.Parameter(gradient), gradient, gradient, torch.zeros(3, 2))
+    unsent = Unsent(processes.shard_group, None, torch.float32, accumulate_reference)
+    unsent.start([shard], [gradient])
+    unsent.start([shard], [gradient])
+    return shard.gradient
 
+
+def test_a_rank_keeps_its_own_rows_of_its_own_gradient(tmp_path):
     gradient = torch.arange(10.0).view(5, 2)
-    for rank, rows in ((0, gradient[:3]), (1, torch.cat([gradient[3:], torch.zeros(1, 2)]))):
-        shard = Shard(torch.nn.Parameter(gradient), gradient, gradient, torch.zeros(3, 2))
-        own = OwnRowsOnly(2, rank, accumulate_reference)
-        own.start([shard], [gradient])
-        own.start([shard], [gradient])
-        assert torch.equal(shard.gradient, 2 * rows)
+    first, second = call_on_ranks(2, "test_scaling:own_rows", tmp_path)
+    assert torch.equal(first, 2 * gradient[:3])
+    assert torch.equal(second, 2 * 2 * torch.cat([gradient[3:], torch.zeros(1, 2)]))
 
 
 def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):

@@ -1,0 +1,82 @@
+"""A measurement on several GPUs: a torchrun with one process per GPU, or on a CPU one that stands for it, and what its ranks share."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import Hang, Interrupted, OutOfMemory, RunError
+from common.sharding.processes import Processes
+from common.sharding.reduce_scatter import NcclReduceScatter, pad_rows
+from common.sharding.zero import Shard
+from common.training.guard import run_guarded
+from launch.diagnosis import diagnose
+from launch.job import rank_environment, torchrun
+from launch.supervise import supervise
+
+REQUEST, MEASURED = "request.json", "measured.json"  # in the folder of a run: what is asked for, and what rank 0 found
+
+
+def run_ranks(
+    folder: Path, count: int, arguments: list[str], settings: Mapping[str, str], limit_s: float = math.inf, threads: int = 1
+) -> tuple[dict[str, Any], RunError | None]:
+    """What `count` ranks of `python -m *arguments` left in `folder`, {} if nothing, and the error that ended them, if one did.
+
+    `settings`: environment variables. `threads`: of each rank. Raises Interrupted.
+    """
+    environment = rank_environment(os.environ, settings, threads) | {"TMPDIR": str(folder)}
+    deadline = time.monotonic() + limit_s
+    command = torchrun(folder, count, ["-m", *arguments])
+    ending = supervise(command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr)
+    if ending.signal_number:
+        raise Interrupted(ending.signal_number)
+    path = folder / MEASURED
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    if ending.stopped:
+        what = f"{count} ranks needed more than {limit_s:.0f} s"
+        return found, Hang(what, "a rank hangs, or the machine is very slow", "measure on one GPU, or less at a time")
+    if not ending.returncode:
+        return found, None
+    error = diagnose(folder, count)[0]
+    if error.kind != OutOfMemory.kind:  # that is told by a row; the place of another failure would be gone with the folder
+        print(*(path.read_text() for path in sorted(folder.glob("ranks/*.traceback"))), file=sys.stderr)
+    return found, error
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def main(measure: Callable[[Path], None]) -> None:
+    """`measure` the request in the folder that the command line names."""
+    folder = Path(sys.argv[1])
+    run_guarded(folder, int(os.environ["RANK"]), partial(measure, folder), lambda: None, lambda: 0)
+    os._exit(0)  # the record says "done"; gloo's threads now and then end an interpreter that is shutting down with std::terminate
+
+
+def max_over_ranks(values: list[float], processes: Processes) -> list[float]:
+    """The maximum of each value over the ranks."""
+    most = torch.tensor(values, dtype=torch.float64, device=processes.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()
+
+
+class Unsent(NcclReduceScatter):
+    """Takes this rank's rows of its own gradient for the mean of all ranks: the same work and memory, but nothing is sent, and no rank waits for
+    another. What such steps learn is wrong.
+    """
+
+    def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
+        ranks, rank = self.group.size(), self.group.rank()
+        padded = (pad_rows(gradient, len(shard.master) * ranks) for shard, gradient in zip(shards, gradients, strict=True))
+        return [gradient.chunk(ranks)[rank].to(self.dtype, copy=True) for gradient in padded]
