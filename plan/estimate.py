@@ -78,6 +78,8 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
     head = _head_bytes_per_token(config, shape)
     table_in_flight = {"gradients in flight": shape.vocab_size * shape.hidden_size * gradient}
     layer_in_flight = {"gradients in flight": shape.layer_parameters * gradient}
+    if shape.tied_embedding and not work.lora_rank:  # autograd adds the embedding's gradient to the head's, which waits for it
+        layer_in_flight["the tied head's gradient"] = shape.vocab_size * shape.hidden_size * element
     evaluated = config.eval_micro_batch_size * work.sequence_length * max(head, sum(activation_bytes(config, work).values()) + forward)
     moments = {
         "the head's backward": state | saved | table_in_flight | {"logits and head": tokens * head},

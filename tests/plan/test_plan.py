@@ -270,6 +270,20 @@ def test_recomputed_layers_keep_their_input_and_the_last_one_runs_again():
     assert again.moment == "a block's backward" and again.parts["SwiGLU input"] == layer
 
 
+def test_a_tied_heads_gradient_lives_until_the_embeddings_is_added():
+    """A batch at which a block's backward is the peak. The rest of a tied model is smaller: one table instead of two."""
+    config, work = shipped(PRETRAINING, "H200_1x8", micro_batch_size=4, global_batch_size=32, fp8="", fp8_head=False)
+    wide = replace(work.shape, vocab_size=16384)
+    two, one = (plan.memory_peak(config, replace(work, shape=replace(wide, tied_embedding=tied))) for tied in (False, True))
+    table = wide.vocab_size * wide.hidden_size
+    assert two.moment == one.moment == "a block's backward"
+    assert one.parts["the tied head's gradient"] == 2 * table and "the tied head's gradient" not in two.parts
+    less = 2 * table + (4 + 4 + 8) * table / 8  # the gathered table; its shard of masters, gradients and moments
+    assert two.allocated - one.allocated == less - 2 * table
+    lora, base = shipped(LORA, "H200_1x8")
+    assert "the tied head's gradient" not in plan.memory_peak(lora, replace(base, shape=replace(base.shape, tied_embedding=True))).parts
+
+
 def test_offloaded_layers_move_to_the_host():
     none, work = shipped(LORA, "H200_1x1", offload_layers=0)
     many = replace(none, offload_layers=40)
