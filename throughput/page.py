@@ -80,10 +80,15 @@ def _bars(axes: Axes, drawing: Drawing) -> None:
     for index, (color, (by, points)) in enumerate(zip(cycle(COLORS), groups.items(), strict=False)):
         places = [names.index(str(x)) + width * (index + 0.5) - 0.4 for x, _ in points]
         axes.barh(places, [y for _, y in points], height=0.92 * width, color=color, label=by)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [_short(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel(drawing.labels[1])
     axes.grid(axis="x")
+
+
+def _short(name: str) -> str:
+    """`name`, which may be the path of a model's file, in at most 40 characters: it takes its width from the bars."""
+    return name if len(name) <= 40 else f"{name[:12]}…{name[-27:]}"
 
 
 def _lines(axes: Axes, drawing: Drawing) -> None:

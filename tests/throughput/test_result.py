@@ -191,6 +191,15 @@ def test_a_roofline_is_drawn_with_and_without_peaks():
         assert "copy: 4,000 GB/s" in text and ("peak of H200" in text) == bool(peaks)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_bar_has_room_beside_the_longest_name():
+    from throughput import page
+
+    plot, path = Plot("bars", "Tokens/s", "model", "tokens_per_s", "precision"), f"/data/{'models/' * 20}qwen3/config.json"
+    text = page.svg(report.Drawing(plot, ("Model", "Tokens/s"), ((path, 10.0, "bf16"), ("qwen3-8b", 10.0, "bf16")), {}))
+    assert "qwen3/config.json<" in text and "qwen3-8b<" in text and path not in text
+
+
 def test_times_are_milliseconds_of_calls_that_count():
     import time
 
