@@ -97,8 +97,8 @@ def _scaled(text: str, unit: float) -> float | None:
 def read_text(path: Path) -> str:
     """The stripped text of a file in /proc or /sys; "" if it cannot be read."""
     try:
-        return path.read_text().strip()
-    except OSError:
+        return path.read_text(errors="replace").strip()
+    except OSError:  # also what the kernel answers for a speed that it does not know
         return ""
 
 

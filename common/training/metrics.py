@@ -174,11 +174,9 @@ class Meter:
                 values |= {"mfu": self.rate.mfu, "memory_gib": memory_gib(self.processes.device)}
             self.events.write("step", **values)
             if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
-                raise NonFinite(
-                    f"step {step}: loss {losses[index]}, gradient norm {norms[index]}",
-                    "a value is not finite; the weights were not updated with it",
-                    f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure",
-                )
+                what, why = f"step {step}: loss {losses[index]}, gradient norm {norms[index]}", "the weights were not updated with it"
+                do = f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure"
+                raise NonFinite(what, why, do)
         self._show(self.pending[-1][0], losses[-1], next_eval_samples)
         self.pending.clear()
 

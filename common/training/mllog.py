@@ -212,9 +212,8 @@ class LineFile:
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            raise StorageError(
-                f"{path} exists already", "a run never overwrites or continues the log of another", "give the run a directory of its own"
-            ) from None
+            why, do = "a run never overwrites or continues the log of another", "give the run a directory of its own"
+            raise StorageError(f"{path} exists already", why, do) from None
         except OSError as error:
             raise _storage_error(str(path), error) from error
 

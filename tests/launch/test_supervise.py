@@ -10,7 +10,6 @@ import time
 import pytest
 from toy import alive
 
-from common.errors import Hang
 from launch import supervise
 from launch.supervise import HangWatch
 
