@@ -162,7 +162,13 @@ def on_four_ranks(processes, folder):
 
     sizes = [float(processes.sum(torch.ones(()))), processes.shard_group.size()]
     lora = few_steps(processes, micro_batch_size=2)
-    return {"sizes": sizes, "losses": lora["losses"], "norms": lora["norms"], "adapters": lora["adapters"], "evaluation": lora["evaluation"]}
+    return {
+        "sizes": sizes,
+        "losses": lora["losses"],
+        "norms": lora["norms"],
+        "adapters": lora["adapters"],
+        "evaluation": lora["evaluation"],
+    }
 
 
 def test_lora_on_two_nodes_trains_as_on_one_process(tmp_path, processes):
