@@ -27,12 +27,8 @@ class RunError(Exception):
         return {"kind": self.kind, "exit_code": self.exit_code, "what": self.what, "why": self.why, "do": self.do}
 
     def lines(self) -> str:
-        parts = [f"error: {self.what}"]
-        if self.why:
-            parts.append(f"  why: {self.why}")
-        if self.do:
-            parts.append(f"  do:  {self.do}")
-        return "\n".join(parts)
+        labelled = (("error: ", self.what), ("  why: ", self.why), ("  do:  ", self.do))
+        return "\n".join(label + text for label, text in labelled if text)
 
 
 class ConfigError(RunError):
@@ -85,9 +81,8 @@ class Interrupted(RunError):
     kind = "interrupted"
 
     def __init__(self, signal_number: int):
-        super().__init__(
-            f"stopped by signal {signal_number}", "someone, or the batch system, asked the run to stop", "start it again when ready"
-        )
+        why = "someone, or the batch system, asked the run to stop"
+        super().__init__(f"stopped by signal {signal_number}", why, "start it again when ready")
         self.exit_code = 128 + signal_number
 
 

@@ -166,10 +166,8 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
     except DriverError as error:
         if "No devices were found" in str(error):
             return Probe("none")
-        why, do = (
-            "an NVIDIA driver is installed, but does not work here",
-            "repair it (see the kernel log), or run the miniature with --device cpu",
-        )
+        why = "an NVIDIA driver is installed, but does not work here"
+        do = "repair it (see the kernel log), or run the miniature with --device cpu"
         raise PreflightError(f"nvidia-smi does not answer: {error}", why, do) from None
     devices = []
     for uuid, name, memory_mib, capability, mig, _ in rows:

@@ -1,6 +1,6 @@
 """`./run_and_time.sh <benchmark> gemms record|tune|check`: tune the GEMMs of AMD's libraries before a run; docs/gemm_tuning.md.
 
-    gemms record DIR               two short benches record every GEMM of training and evaluation in the new directory DIR
+    gemms record DIR               a short bench records every GEMM of training and evaluation in the new directory DIR
     gemms tune DIR [--out FILE]    on one GPU: time the solutions of each, prove them, write configs/gemm/<GPU>.csv
     gemms check [FILE]             does FILE, or the file that the config names, fit this machine's library versions?
 
@@ -53,27 +53,25 @@ def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:
 
 
 def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
-    """Bench with the training micro-batch, and again with the evaluation's if it differs: its GEMMs have other sizes."""
+    """Bench training and evaluation, whose micro-batch may differ: its GEMMs then have other sizes."""
     try:
         options.path.mkdir(parents=True)  # must be new: `tune` would also tune what another config recorded there
     except OSError as error:
         raise StorageError(f"cannot create {options.path}: {error.strerror}", "records need a new directory", "name another") from None
-    for number, micro_batch_size in enumerate(dict.fromkeys((config.micro_batch_size, config.eval_micro_batch_size))):
-        out = str(options.path.absolute() / f"untuned_{number}_gpu.csv")  # TunableOp inserts the GPU's index before the last dot
-        switches = {"ENABLED": "1", "TUNING": "0", "RECORD_UNTUNED": "1", "UNTUNED_FILENAME": out}
-        env = _without_tunable_op({**os.environ}) | {PREFIX + name: value for name, value in switches.items()}
-        print_stderr(f"recording the GEMMs of micro-batches of {micro_batch_size}")
-        if code := subprocess.run(bench_command(benchmark, config, options, micro_batch_size), env=env, stdout=sys.stderr).returncode:
-            return code
+    out = str(options.path.absolute() / "untuned_gpu.csv")  # TunableOp inserts the GPU's index before the last dot
+    switches = {"ENABLED": "1", "TUNING": "0", "RECORD_UNTUNED": "1", "UNTUNED_FILENAME": out}
+    env = _without_tunable_op({**os.environ}) | {PREFIX + name: value for name, value in switches.items()}
+    if code := subprocess.run(bench_command(benchmark, config, options), env=env, stdout=sys.stderr).returncode:
+        return code
     print(f"{len(read_recorded(options.path))} GEMMs recorded; next: ./run_and_time.sh {benchmark} gemms tune {options.path}")
     return 0
 
 
-def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace, micro_batch_size: int) -> list[str]:
+def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace) -> list[str]:
     """Two layers, since all have the same GEMMs; two micro-batches per step, since the first may differ from the others."""
-    sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": 2 * micro_batch_size * config.world_size}
-    changes = [*options.set, *(f"{key}={value}" for key, value in sizes.items())]
+    changes = [*options.set, f"global_batch_size={2 * config.micro_batch_size * config.world_size}"]
     command = [sys.executable, "-m", "launch", benchmark, "bench", "--layers", "2", "--warmup", "1", "--steps", "1"]
+    command += ["--eval-sequences", str(config.eval_micro_batch_size * config.world_size)]
     command += [f"--{name}={value}" for name in ("config", "device") if (value := getattr(options, name))]
     return command + [f"--set={change}" for change in changes]
 

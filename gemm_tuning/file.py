@@ -14,6 +14,7 @@ from pathlib import Path
 from common.errors import ConfigError, StorageError
 
 PREFIX = "PYTORCH_TUNABLEOP_"
+AGAIN = "tune again, see docs/gemm_tuning.md"
 Key = tuple[str, str]  # operation with dtypes and layouts; parameters with sizes and strides
 
 
@@ -49,12 +50,10 @@ def read_tuned(path: Path) -> Tuned:
         elif _is_gemm(parts) and len(parts) >= 3:
             solutions[parts[0], parts[1]] = (parts[2], parts[3] if len(parts) > 3 else "")
         else:
-            raise ConfigError(
-                f"{path} line {number} is invalid", f"it reads: {','.join(parts)[:80]}", "tune again, see docs/gemm_tuning.md"
-            )
+            raise ConfigError(f"{path} line {number} is invalid", f"it reads: {','.join(parts)[:80]}", AGAIN)
     if not validators or not solutions:
         missing = "library versions" if not validators else "solutions"
-        raise ConfigError(f"{path} has no {missing}", "it is truncated or not a tuned file", "tune again, see docs/gemm_tuning.md")
+        raise ConfigError(f"{path} has no {missing}", "it is truncated or not a tuned file", AGAIN)
     return Tuned(validators, solutions)
 
 

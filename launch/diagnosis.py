@@ -19,16 +19,11 @@ from common.errors import RankLost, RunError
 
 @dataclass(frozen=True)
 class Result:
-    """What `result.txt` says about its run; times in seconds, None where the line is missing."""
+    """What `result.txt` says about its run."""
 
-    start_s: float | None = None
-    stop_s: float | None = None
+    seconds: float | None = None  # from run_start to run_stop; None where one of them is missing
     status: str = ""  # "success", "aborted", or "" without a run_stop
     samples: int = 0
-
-    @property
-    def seconds(self) -> float | None:
-        return None if self.start_s is None or self.stop_s is None else self.stop_s - self.start_s
 
 
 def read_result(path: Path) -> Result:
@@ -41,8 +36,8 @@ def read_result(path: Path) -> Result:
                     events[event.get("key", "")] = event
     start, stop = events.get("run_start", {}), events.get("run_stop", {})
     about = stop.get("metadata") or {}
-    seconds = [event["time_ms"] / 1000 if "time_ms" in event else None for event in (start, stop)]
-    return Result(seconds[0], seconds[1], about.get("status", ""), about.get("samples_count", 0))
+    seconds = (stop["time_ms"] - start["time_ms"]) / 1000 if "time_ms" in start and "time_ms" in stop else None
+    return Result(seconds, about.get("status", ""), about.get("samples_count", 0))
 
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:

@@ -134,9 +134,8 @@ def _attempts(series: Series, log_dir: Path, benchmark: str, request: Request, e
     failed: list[int] = []  # exit codes of this command's failures
     while len(record.good) < record.goal:
         if record.goal > 1:
-            print_stderr(
-                f"attempt    {record.next_attempt}; {len(record.good)} of {record.goal} runs are good, {len(record.failed)} failed"
-            )
+            counts = f"{len(record.good)} of {record.goal} runs are good, {len(record.failed)} failed"
+            print_stderr(f"attempt    {record.next_attempt}; {counts}")
         seed = series.seed() if request.seed is None else request.seed
         run_dir = run_directory.create(log_dir, benchmark, series.selection.path.stem, seed)
         start = series.start(run_dir, seed)

@@ -1,6 +1,6 @@
 """The processes of a run: started in a session of their own, watched for hangs, stopped in order, and none left behind.
 
-The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/sharding/processes.py). When no rank has done so for the
+The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/training/loop.py). When no rank has done so for the
 configured time, the rank that holds up the others is named, all ranks are asked for their stacks, and all are killed.
 """
 
@@ -65,15 +65,10 @@ class HangWatch:
         return self.clock() - self.last_change > (self.step_s if started else self.startup_s)
 
     def explain(self) -> tuple[Hang, dict]:
-        """The error, and the last heartbeat of the culprit: a stopped process, else a silent one, else the one furthest behind."""
+        """The error, and the last heartbeat of the culprit: a silent one, else the one furthest behind."""
         silent_s = self.clock() - self.last_change
-        local_beats = [self.beats[rank] for rank in self.local_ranks if rank in self.beats]
-        stopped = [beat for beat in local_beats if process_state(beat["pid"]) in ("T", "t")]
         unheard = [rank for rank in self.ranks if rank not in self.beats]
-        if stopped:
-            culprit = stopped[0]
-            why = f"process {culprit['pid']} of rank {culprit['rank']} is stopped (SIGSTOP, or a debugger)"
-        elif unheard:
+        if unheard:
             culprit = {"rank": unheard[0], "step": 0}
             why = f"rank {', '.join(map(str, unheard))} never reported"
         else:
@@ -184,11 +179,3 @@ def kill_processes_of(run_dir: Path, grace_s: float = 0.0, limit_s: float = 10.0
 def _kill(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-
-
-def process_state(pid: int) -> str:
-    """The letter of /proc/<pid>/stat: R, S, D, T (stopped), t (traced), Z; "" if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""

@@ -21,7 +21,6 @@ from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError,
 from common.gpu_kinds import GpuKind
 from common.gpu_stats import HEALTH, DriverError, read_gpus
 from common.hardware import Probe, identify, probe
-from gemm_tuning.file import configured, read_tuned, require_same_versions
 from launch.job import ROOT, directories, rank_environment, torchrun
 from launch.select_config import benchmarks, config_file, requested_gpus
 from launch.supervise import supervise
@@ -105,8 +104,7 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
     not_measured = skipped("health and speed of the GPUs", "the GPUs are not those of the config")
     ranks, measured_rows = measured(request, found, kind, options, environment) if fits else ([], [not_measured])
     rows += [host.judge_software(), CheckRow("driver", "ok", found.driver)] if found.driver else [host.judge_software()]
-    first = next((rank for rank in ranks if rank.phase != "start"), None)
-    return rows + judge_gemm_tuning(request, first) + measured_rows, ranks
+    return rows + measured_rows, ranks
 
 
 def requested_run(options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int) -> Request:
@@ -128,26 +126,10 @@ def requested_run(options: argparse.Namespace, environment: Mapping[str, str], k
 def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) -> list[CheckRow]:
     data_dir, log_dir = directories(benchmark, request.miniature, environment)
     rows = host.judge(host.read(), request.count, request.device, request.nodes, request.pinned_bytes)
-    rows += host.judge_read_folder("DATADIR", data_dir, request.miniature)
+    rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
     if environment.get("MODEL"):
-        rows += host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), request.miniature)
+        rows.append(host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), request.miniature))
     return [*rows, host.judge_log_folder(log_dir)]
-
-
-def judge_gemm_tuning(request: Request, rank: Measured | None) -> list[CheckRow]:
-    """Whether the tuned GEMMs that the config names fit these libraries; no row for a config without any."""
-    check, expected = "tuned GEMMs", "a file for every GPU, tuned with these library versions"
-    here = rank.gemm_versions if rank else {}
-    try:
-        paths = configured(request.env, request.count)
-        for path in paths:
-            tuned = read_tuned(path)
-            if not here:
-                return [skipped(check, "no process reported the library versions", expected)]
-            require_same_versions(path, tuned.validators, here)
-    except ConfigError as error:
-        return [CheckRow(check, "refuse", error.what, expected, error.do)]
-    return [CheckRow(check, "ok", f"{len(paths)} files like {paths[0]}", expected)] if paths else []
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

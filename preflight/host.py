@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import re
 import resource
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +16,12 @@ from launch.environment import OLDEST_TORCH
 from launch.run_directory import version_of
 from preflight.check_row import CheckRow, at_least, graded, skipped
 
-MB = 10**6
 # Available memory per process, warn and refuse: torch and its libraries take 2 to 4 GiB, compiling and pinned batches the rest.
 MEMORY_GIB = {"cuda": (16, 4), "cpu": (1.0, 0.5)}
 # NCCL and RCCL pass messages within a node through /dev/shm; Docker's default of 64 MB ends in a bus error or a hang at start.
 SHM_GIB = (8, 1)
 OPEN_FILES = (1024, 256)  # sockets and shared files of 8 ranks are some hundreds
 LOG_GIB = (10, 1)  # ten runs leave some hundred MB; traces and stacks more
-# The 138 GB of a 70B base take half of the 30 minutes that the rules allow for the start at 150 MB/s. Tokens need 1 MB/s.
-READ_MB_S = (150, 10)
-MEASURABLE_BYTES = 64 * MB  # reading a shorter file does not measure the disk
 UNLIMITED = resource.RLIM_INFINITY
 
 
@@ -82,43 +76,15 @@ def _limit(value: int) -> str:
 # --- disks ------------------------------------------------------------------------------------------------------------
 
 
-def judge_read_folder(name: str, folder: Path, miniature: bool) -> list[CheckRow]:
-    """Does it hold files, and how fast is its largest file read?"""
+def judge_read_folder(name: str, folder: Path, miniature: bool) -> CheckRow:
+    """Does it hold files?"""
     files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []
-    speed = f"{name}, read speed"
     if not files and miniature:
-        return [skipped(name, f"{folder}: the first run creates it"), skipped(speed, "nothing to read yet")]
+        return skipped(name, f"{folder}: the first run creates it")
     if not files:
-        row = CheckRow(name, "warn", f"no files in {folder}", "the data", "see prepare --help")
-        return [row, skipped(speed, "nothing to read")]
+        return CheckRow(name, "warn", f"no files in {folder}", "the data", "see prepare --help")
     size = sum(path.stat().st_size for path in files)
-    row = CheckRow(name, "ok", f"{folder}: {len(files)} files, {size / GIB:,.1f} GiB")
-    return [row, judge_speed(speed, max(files, key=lambda path: path.stat().st_size))]
-
-
-def judge_speed(check: str, path: Path) -> CheckRow:
-    size = path.stat().st_size
-    if size < MEASURABLE_BYTES:
-        return skipped(check, f"not measured: the largest file has only {size / MB:.1f} MB", f">= {READ_MB_S[0]} MB/s")
-    try:
-        speed = read_speed(path) / MB
-    except OSError as error:
-        return skipped(check, f"not measured: {path.name} cannot be read past the page cache ({error.strerror})", f">= {READ_MB_S[0]} MB/s")
-    do = "use a faster file system, or copy the files to a local disk"
-    return at_least(check, speed, READ_MB_S, f"{speed:,.0f} MB/s ({path.name})", "MB/s", do)
-
-
-def read_speed(path: Path, seconds: float = 1.0) -> float:
-    """Bytes per second of direct reads of 16 MiB, past the page cache. Raises OSError if the file system cannot."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        with mmap.mmap(-1, 16 * 2**20) as buffer:  # direct reads need page-aligned memory
-            done, start = 0, time.perf_counter()
-            while time.perf_counter() - start < seconds and (count := os.preadv(descriptor, [buffer], done)):
-                done += count
-            return done / (time.perf_counter() - start)
-    finally:
-        os.close(descriptor)
+    return CheckRow(name, "ok", f"{folder}: {len(files)} files, {size / GIB:,.1f} GiB")
 
 
 def judge_log_folder(folder: Path) -> CheckRow:

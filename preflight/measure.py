@@ -8,22 +8,21 @@ SECONDS.
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import math
 import os
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.gpu_kinds import fp8_family
+from common.training.metrics import StepClock
 from preflight.measured import UNITS, Measured, limit_s
 
 SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (512, 2**24, 2**22)}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
@@ -82,8 +81,6 @@ def look(found: Measured, device: str) -> torch.device:
     found.arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
     found.uuid = str(facts.uuid)
     found.pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    if torch.cuda.tunable.is_enabled():
-        found.gemm_versions = dict(cast(Any, torch.cuda.tunable.get_validators()))
     return place
 
 
@@ -158,19 +155,12 @@ def median_s(work: Callable[[], object], place: torch.device, seconds: float) ->
 
 
 def times_s(work: Callable[[], object], count: int, place: torch.device) -> list[float]:
-    if place.type == "cpu":
-        marks = [time.perf_counter()]
-        for _ in range(count):
-            work()
-            marks.append(time.perf_counter())
-        return [after - before for before, after in itertools.pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
+    clock = StepClock(place)
+    clock.restart()
+    for _ in range(count):
         work()
-        event.record()
-    torch.cuda.synchronize(place)
-    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+        clock.mark()
+    return [ms / 1e3 for ms in clock.drain_ms()]
 
 
 if __name__ == "__main__":

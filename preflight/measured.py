@@ -29,7 +29,6 @@ class Measured:
     uuid: str = ""
     pci: str = ""  # 0000:1b:00.0
     used_bytes: int = 0  # on the GPU before we allocate: other processes, and our own context
-    gemm_versions: dict[str, str] = field(default_factory=dict)  # TunableOp's, if the config enables it
     fp8_error: str = ""
     fp8_db: list[float] = field(default_factory=list)  # against the product of the dequantized operands; against bf16
     speeds: dict[str, float] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.gpu_kinds import GIB
+from common.gpu_stats import read_text
 from common.hardware import Probe, identify
 
 SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own sectors are
@@ -48,7 +49,7 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
 
     `found`: the GPUs (common.hardware.probe); `gpu_kind`: the variable GPU_KIND, for GPUs that do not name themselves.
     """
-    cpuinfo = _read(root / "proc/cpuinfo")
+    cpuinfo = read_text(root / "proc/cpuinfo")
     host = processors(cpuinfo) | memory(root) | storage(root) | network(root) | product(root, cpuinfo)
     fixed = {"number_of_nodes": "1", "host_networking_topology": "N/A (single node)", "system_type": "datacenter"}
     known = host | accelerators(found, gpu_kind) | software(root, found) | fixed
@@ -72,11 +73,11 @@ def memory(root: Path) -> dict[str, str]:
     """Capacity by the hot-pluggable blocks, as lsmem counts them, and modules such as `24 x 64 GB Registered-DDR5` from EDAC, which anyone
     may read; the firmware's table needs root. MemTotal would lack what kernel and firmware keep."""
     folder, modules = root / "sys/devices/system/memory", Counter[str]()
-    online = sum(_read(block / "online") != "0" for block in folder.glob("memory[0-9]*"))
-    installed = online * int(_read(folder / "block_size_bytes") or "0", 16)
+    online = sum(read_text(block / "online") != "0" for block in folder.glob("memory[0-9]*"))
+    installed = online * int(read_text(folder / "block_size_bytes") or "0", 16)
     for module in (root / "sys/devices/system/edac/mc").glob("mc*/dimm*"):
-        if size := int(_read(module / "size") or 0):  # MiB
-            modules[f"{size // 1024} GB {_read(module / 'dimm_mem_type')}".strip()] += 1
+        if size := int(read_text(module / "size") or 0):  # MiB
+            modules[f"{size // 1024} GB {read_text(module / 'dimm_mem_type')}".strip()] += 1
     capacity = f"{installed // GIB} GB" if installed else ""
     return {"host_memory_capacity": capacity, "host_memory_configuration": _counted(modules)}
 
@@ -85,10 +86,10 @@ def storage(root: Path) -> dict[str, str]:
     kinds: set[str] = set()
     sizes: Counter[str] = Counter()
     for disk in sorted((root / "sys/block").glob("*")):
-        size = int(_read(disk / "size") or 0) * SECTOR
-        if NO_DISKS.match(disk.name) or not size or _read(disk / "removable") == "1":
+        size = int(read_text(disk / "size") or 0) * SECTOR
+        if NO_DISKS.match(disk.name) or not size or read_text(disk / "removable") == "1":
             continue
-        kind = "hard disk" if _read(disk / "queue/rotational") == "1" else "SATA/SAS SSD"
+        kind = "hard disk" if read_text(disk / "queue/rotational") == "1" else "SATA/SAS SSD"
         kinds.add(next((named for prefix, named in DISKS.items() if disk.name.startswith(prefix)), kind))
         sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += 1  # disks are sold by powers of ten
     return {"host_storage_type": ", ".join(sorted(kinds)), "host_storage_capacity": _counted(sizes)}
@@ -98,11 +99,11 @@ def network(root: Path) -> dict[str, str]:
     """Physical ports with their speed; virtual interfaces have no device."""
     ports: Counter[str] = Counter()
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        if _read(port / "link_layer") == "InfiniBand":  # those of link layer Ethernet are below /sys/class/net as well
-            ports[f"InfiniBand {_read(port / 'rate').split(' (')[0]}".strip()] += 1
+        if read_text(port / "link_layer") == "InfiniBand":  # those of link layer Ethernet are below /sys/class/net as well
+            ports[f"InfiniBand {read_text(port / 'rate').split(' (')[0]}".strip()] += 1
     for card in sorted((root / "sys/class/net").glob("*")):
         if (card / "device").exists() and not card.name.startswith("ib"):  # ib0 is an InfiniBand port, counted as such
-            speed = _read(card / "speed")  # Mb/s; -1 or an error where the link is down or virtual
+            speed = read_text(card / "speed")  # Mb/s; -1 or an error where the link is down or virtual
             ports[f"Ethernet {int(speed) / 1000:g} Gb/s" if speed.isdigit() else "Ethernet"] += 1
     return {"host_networking": _counted(ports), "host_network_card_count": str(ports.total()) if ports else ""}
 
@@ -125,9 +126,9 @@ def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
 
 
 def software(root: Path, found: Probe) -> dict[str, str]:
-    system = _key_values(_read(root / "etc/os-release"), "=")
-    kernel = _read(root / "proc/sys/kernel/osrelease")
-    name, torch, rocm = system.get("PRETTY_NAME", "").strip('"'), _version("torch"), _read(root / "opt/rocm/.info/version")
+    system = _key_values(read_text(root / "etc/os-release"), "=")
+    kernel = read_text(root / "proc/sys/kernel/osrelease")
+    name, torch, rocm = system.get("PRETTY_NAME", "").strip('"'), _version("torch"), read_text(root / "opt/rocm/.info/version")
     stack = [f"{'amdgpu' if found.vendor == 'amd' else 'NVIDIA'} driver {found.driver}"] if found.driver else []
     stack += [f"ROCm {rocm}"] if rocm else []
     if cuda := re.search(r"\+cu(\d+)(\d)$", torch):  # the wheel brings its own
@@ -147,17 +148,10 @@ def _version(package: str) -> str:
 
 
 def product(root: Path, cpuinfo: str) -> dict[str, str]:
-    name = " ".join(filter(None, (_read(root / "sys/class/dmi/id" / fact) for fact in ("sys_vendor", "product_name"))))
+    name = " ".join(filter(None, (read_text(root / "sys/class/dmi/id" / fact) for fact in ("sys_vendor", "product_name"))))
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     virtual = flags is not None and "hypervisor" in flags[1].split()
     return {"system_name": name, "system_type_detail": "virtual machine" if virtual else "bare metal" if flags else ""}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:  # also what the kernel answers for a speed that it does not know
-        return ""
 
 
 def _key_values(text: str, separator: str = ":") -> dict[str, str]:

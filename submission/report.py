@@ -173,9 +173,8 @@ def _evaluation_table(run: Run) -> str:
     rows = []
     for row in _evaluations(run):
         reached = finite(row["loss"]) and run.target is not None and 0 < row["loss"] <= run.target
-        rows.append(
-            [number(row["samples"]), number(row["loss"]), "yes" if reached else "no", number(row["minutes"]), number(row["seconds"])]
-        )
+        samples, loss, minutes, seconds = (number(row[key]) for key in ("samples", "loss", "minutes", "seconds"))
+        rows.append([samples, loss, "yes" if reached else "no", minutes, seconds])
     return table(["samples", "loss", "target reached", "minutes on the clock", "took, s"], rows) if rows else ""
 
 

@@ -144,11 +144,8 @@ class Run:
     def reason(self) -> str:
         """Why it is not good, in one line; "" if there is nothing to add."""
         if self.state == FAILED and self.status == "success":
-            return (
-                f"the official checker refuses its log: {self.refused[0]}"
-                if self.refused
-                else "its log claims success and does not show it"
-            )
+            refused = self.refused[:1]
+            return f"the official checker refuses its log: {refused[0]}" if refused else "its log claims success and does not show it"
         return str(self.end.get("reason") or ("" if self.end or not self.start else "its launcher left no end of it"))
 
     @cached_property

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from common.errors import Hang, Interrupted, OutOfMemory, RunError
 from common.sharding.processes import Processes
-from common.sharding.reduce_scatter import NcclReduceScatter, pad_rows
-from common.sharding.zero import Shard
+from common.sharding.zero import NcclReduceScatter, Shard, pad_rows
 from common.training.guard import run_guarded
 from launch.diagnosis import diagnose
 from launch.job import rank_environment, torchrun

@@ -143,21 +143,15 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
         losses, largest, total = cross_entropy_forward(logits, labels)
         ctx.save_for_backward(logits, labels, largest, total)  # autograd keeps nothing where no gradient is wanted
-        ctx.overwritten = False
         return losses.sum(-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss_sum: Tensor) -> tuple[Tensor, None]:
-        if ctx.overwritten:
-            raise RuntimeError(
-                "second backward through cross_entropy_triton: the first one wrote the gradient over the logits; "
-                "run the forward again, or use cross_entropy_reference"
-            )
         logits, labels, largest, total = ctx.saved_tensors
         cross_entropy_backward(logits, labels, largest, total, d_loss_sum)
-        ctx.overwritten = True
-        # Autograd does not see what a kernel writes. Told of it, it refuses every later backward that would read these logits.
+        # Autograd does not see what a kernel writes. Told of it, it refuses every later backward that would read these logits, this one
+        # too.
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None
 

@@ -112,15 +112,6 @@ def tile_mask(row, column, num_rows, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: t
 
 
 @triton.jit
-def record(x, scale, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr):
-    """Record the amax of the fp32 tile `x` (0 where masked) in a quantizer's state, and count the elements that saturate."""
-    amax = tl.max(tl.abs(x))
-    raise_amax(amax, state_ptr)
-    if MODE == STORE_AND_RECORD and amax * scale > LARGEST:
-        tl.atomic_add(state_ptr + 3, tl.sum((tl.abs(x) * scale > LARGEST).to(tl.float32)), sem="relaxed")
-
-
-@triton.jit
 def raise_amax(amax, state_ptr):
     """Raise the amax in a quantizer's state to a program's own.
 
@@ -141,7 +132,10 @@ def store_quantized(x, row, column, mask, out_ptr, num_columns, state_ptr, MODE:
     else:
         scale = tl.load(state_ptr + 1)
         if MODE != STORE:
-            record(x, scale, state_ptr, MODE, LARGEST)
+            amax = tl.max(tl.abs(x))
+            raise_amax(amax, state_ptr)
+            if MODE == STORE_AND_RECORD and amax * scale > LARGEST:
+                tl.atomic_add(state_ptr + 3, tl.sum((tl.abs(x) * scale > LARGEST).to(tl.float32)), sem="relaxed")
         if MODE != AMAX_ONLY:
             # NaN must stay NaN (tl.clamp loses it), and inf must not become LARGEST: 0 * inf is NaN. To a finite element this adds 0.
             scaled = x * scale

@@ -84,17 +84,6 @@ def _whole_rows(rows_of_4096: int, num_columns: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _residual(x_ptr, branch_ptr, offset, mask):
-    """x + branch in x's dtype, rounded as torch does; x where branch_ptr is None."""
-    if branch_ptr is None:
-        return tl.load(x_ptr + offset, mask=mask, other=0.0)
-    else:
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        branch = tl.load(branch_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        return (x + branch).to(x_ptr.dtype.element_ty)
-
-
-@triton.jit
 def _add_rms_norm_kernel(
     x_ptr, branch_ptr, weight_ptr, residual_ptr, rstd_ptr, n_ptr, state_ptr, num_rows,
     NUM_COLUMNS: tl.constexpr, EPS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
@@ -105,9 +94,14 @@ def _add_rms_norm_kernel(
     mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
     offset = row[:, None] * NUM_COLUMNS + column[None, :]
     weight = tl.load(weight_ptr + column, mask=column < NUM_COLUMNS, other=0.0).to(tl.float32)
-    r = _residual(x_ptr, branch_ptr, offset, mask)
-    if branch_ptr is not None and MODE != AMAX_ONLY:
-        tl.store(residual_ptr + offset, r, mask=mask)
+    if branch_ptr is None:
+        r = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    else:
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        branch = tl.load(branch_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        r = (x + branch).to(x_ptr.dtype.element_ty)  # rounded as torch does
+        if MODE != AMAX_ONLY:
+            tl.store(residual_ptr + offset, r, mask=mask)
     r = r.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(r * r, 1) / NUM_COLUMNS + EPS)
     tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
@@ -140,34 +134,6 @@ def add_rms_norm_triton(
 
 
 @triton.jit
-def _gradient_tile(d_n_ptr, residual_ptr, weight_ptr, rstd, row, column, mask, NUM_COLUMNS: tl.constexpr, POLICY: tl.constexpr):
-    """d_n, g = d_n * w and x_hat, fp32 [R, C], 0 where masked."""
-    offset = row[:, None] * NUM_COLUMNS + column[None, :]
-    weight = tl.load(weight_ptr + column, mask=column < NUM_COLUMNS, other=0.0).to(tl.float32)
-    d_n = tl.load(d_n_ptr + offset, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
-    r = tl.load(residual_ptr + offset, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
-    return d_n, d_n * weight[None, :], r * rstd[:, None]
-
-
-@triton.jit
-def _store_d_x(
-    d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, quantized_ptr, state_ptr,
-    NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Add d_residual to the fp32 tile `d_x`, the gradient through the norm; round it, store it, also quantized, and return it rounded."""
-    offset = row[:, None] * NUM_COLUMNS + column[None, :]
-    if d_residual_ptr is not None:
-        d_x += tl.load(d_residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    rounded = d_x.to(d_x_ptr.dtype.element_ty)
-    if MODE != AMAX_ONLY:
-        tl.store(d_x_ptr + offset, rounded, mask=mask)
-    d_x = rounded.to(tl.float32)
-    if quantized_ptr is not None and MODE != AMAX_ONLY:
-        store_quantized(d_x, row, column, mask, quantized_ptr, NUM_COLUMNS, state_ptr, STORE, LARGEST)
-    return d_x
-
-
-@triton.jit
 def _rms_norm_backward_kernel(
     d_n_ptr, residual_ptr, rstd_ptr, weight_ptr, d_residual_ptr, d_x_ptr, d_weight_ptr, quantized_ptr, state_ptr, num_rows,
     NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr,
@@ -182,12 +148,21 @@ def _rms_norm_backward_kernel(
         row = (tl.program_id(0).to(tl.int64) * REPEATS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
         mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
-        d_n, g, x_hat = _gradient_tile(d_n_ptr, residual_ptr, weight_ptr, rstd, row, column, mask, NUM_COLUMNS, "evict_first")
+        offset = row[:, None] * NUM_COLUMNS + column[None, :]
+        weight = tl.load(weight_ptr + column, mask=column < NUM_COLUMNS, other=0.0).to(tl.float32)
+        d_n = tl.load(d_n_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        r = tl.load(residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        g, x_hat = d_n * weight[None, :], r * rstd[:, None]
         mean = tl.sum(g * x_hat, 1) / NUM_COLUMNS
         d_x = rstd[:, None] * (g - x_hat * mean[:, None])
-        d_x = _store_d_x(
-            d_x, row, column, mask, num_rows, d_residual_ptr, d_x_ptr, quantized_ptr, state_ptr, NUM_COLUMNS, MODE, LARGEST,
-        )  # fmt: skip
+        if d_residual_ptr is not None:
+            d_x += tl.load(d_residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        rounded = d_x.to(d_x_ptr.dtype.element_ty)
+        if MODE != AMAX_ONLY:
+            tl.store(d_x_ptr + offset, rounded, mask=mask)
+        d_x = rounded.to(tl.float32)  # what is quantized and recorded
+        if quantized_ptr is not None and MODE != AMAX_ONLY:
+            store_quantized(d_x, row, column, mask, quantized_ptr, NUM_COLUMNS, state_ptr, STORE, LARGEST)
         d_weight += tl.sum(d_n * x_hat, 0)
         if MODE != STORE and MODE != UNQUANTIZED:
             amax = tl.maximum(amax, tl.max(tl.abs(d_x), 0))

@@ -8,7 +8,6 @@ faults are served one by one, while a few threads with large reads saturate an N
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -35,10 +34,8 @@ class LoadReport:
     """What a load took on this rank."""
 
     layout: str
-    check_s: float  # headers, and SHA-256 where a manifest was given
-    seconds: float  # check_s included
+    seconds: float  # headers and SHA-256 included
     bytes: int  # read by this rank, without headers and hashing
-    peak_host_bytes: int  # resident memory since the process started
 
 
 def load_base(model: Llama, folder: Path, manifest: Path | None = None, frozen: FrozenBase | None = None) -> LoadReport:
@@ -53,13 +50,11 @@ def load_base(model: Llama, folder: Path, manifest: Path | None = None, frozen: 
     checkpoint = open_checkpoint(Path(folder), model.shape)
     if manifest is not None:
         check_hashes(checkpoint, Path(manifest), next(model.parameters()).device)
-    check_s = time.monotonic() - start
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if ".lora_" not in name}
     size = _execute([read for name, target in parameters.items() for read in _reads(name, 0, target, checkpoint, model.shape)])
     if frozen is not None:
         size += _fill(frozen, checkpoint, model.shape)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return LoadReport(checkpoint.layout, check_s, time.monotonic() - start, size, peak)
+    return LoadReport(checkpoint.layout, time.monotonic() - start, size)
 
 
 def _fill(frozen: FrozenBase, checkpoint: Checkpoint, shape: ModelShape) -> int:
@@ -158,11 +153,9 @@ def _read_exactly(file: int, path: Path, raw: Tensor, offset: int) -> None:
         try:
             size = os.preadv(file, [view[done:]], offset + done)
         except OSError as error:
-            raise StorageError(
-                f"{path}: {error.strerror}", f"reading at byte {offset + done} failed", "check the disk or the mount"
-            ) from error
+            why = f"reading at byte {offset + done} failed"
+            raise StorageError(f"{path}: {error.strerror}", why, "check the disk or the mount") from error
         if not size:
-            refuse(
-                f"{path}: ends at byte {offset + done}", "it became shorter while it was read", "let nothing write to it, and start again"
-            )
+            what, do = f"{path}: ends at byte {offset + done}", "let nothing write to it, and start again"
+            refuse(what, "it became shorter while it was read", do)
         done += size

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +58,7 @@ def open_checkpoint(folder: Path, shape: ModelShape) -> Checkpoint:
     is one, because head counts, norm epsilon and rotation base do not show in the shapes.
     """
     tensors, files = read_tensors(folder)
-    layout = _layout(folder, tensors)
+    layout = FUSED if any(name.endswith(".self_attn.qkv_proj.weight") for name in tensors) else ORDINARY
     _check_tensors(folder, tensors, tensor_shapes(shape, layout), layout)
     _check_config(folder / CONFIG, shape)
     return Checkpoint(folder, layout, tensors, files)
@@ -108,18 +107,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
         for name, (entry, data, begin, end) in places.items()
     }
-
-
-def _layout(folder: Path, tensors: Iterable[str]) -> str:
-    kinds = {name.rsplit(".", 2)[-2] for name in tensors if ".self_attn." in name}
-    ordinary = kinds & {"q_proj", "k_proj", "v_proj"}
-    if "qkv_proj" in kinds and ordinary:
-        what = f"{folder}: mixes two layouts (qkv_proj and {', '.join(sorted(ordinary))})"
-        refuse(what, "the folder has files of two checkpoints, or a conversion was interrupted", FETCH_AGAIN)
-    if "qkv_proj" not in kinds and not ordinary:
-        what = f"{folder}: has no attention projections, but {some(sorted(tensors))}"
-        refuse(what, "this is no Llama under Hugging Face's names", FETCH_AGAIN)
-    return ORDINARY if ordinary else FUSED
 
 
 def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], layout: str) -> None:
@@ -196,11 +183,8 @@ def check_hashes(checkpoint: Checkpoint, manifest_path: Path, device: torch.devi
         dist.all_reduce(summed)
         differs = summed.cpu()
     if wrong := [file.name for file, flag in zip(checkpoint.files, differs.tolist(), strict=True) if flag]:
-        refuse(
-            f"{checkpoint.folder}: the SHA-256 of {some(wrong)} differs from {manifest_path}",
-            "the file is damaged or changed",
-            FETCH_AGAIN,
-        )
+        what = f"{checkpoint.folder}: the SHA-256 of {some(wrong)} differs from {manifest_path}"
+        refuse(what, "the file is damaged or changed", FETCH_AGAIN)
 
 
 def read_json(path: Path) -> dict:

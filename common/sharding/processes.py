@@ -1,13 +1,10 @@
-"""The process group: rank and groups of this process, sums over ranks, and the heartbeat from which the launcher sees a hang."""
+"""The process group: rank and groups of this process, and sums over all ranks."""
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,11 +33,6 @@ class Processes:
     def node_group(self) -> dist.ProcessGroup | None:
         """On several nodes, the ranks that hold the same shard, one of each node; None on one node."""
         return self.mesh.get_group("replicate") if self.mesh.ndim > 1 else None
-
-    def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """Sum over `shard_group`, in place. A sum over all ranks would count every shard as often as there are nodes."""
-        dist.all_reduce(tensor, group=self.shard_group)
-        return tensor
 
     def barrier(self) -> None:
         # An all-reduce rather than dist.barrier: the same on gloo and NCCL, without NCCL's guess of the device.
@@ -90,24 +82,3 @@ def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMes
     if world_size == ranks_per_node:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))
     return init_device_mesh(device_type, (world_size // ranks_per_node, ranks_per_node), mesh_dim_names=("replicate", "shard"))
-
-
-class Heartbeat:
-    """`ranks/rank_<k>.heartbeat`, rewritten at every micro-step: the launcher reads from it which rank hangs, and where.
-
-    One small write to an open file, some 10 us; without a directory it does nothing.
-    """
-
-    def __init__(self, run_dir: Path | None, rank: int):
-        self.rank, self.file = rank, None
-        if run_dir is not None:
-            folder = Path(run_dir) / "ranks"
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = os.open(folder / f"rank_{rank}.heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
-
-    def beat(self, step: int, phase: str) -> None:
-        if self.file is None:
-            return
-        record = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
-        # One write of fixed length: a reader never sees half a record after a whole one.
-        os.pwrite(self.file, json.dumps(record).ljust(160).encode(), 0)

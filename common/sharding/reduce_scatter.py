@@ -1,7 +1,7 @@
-"""How a module's gradients, whole on every rank, are added to the shards: each rank gets the mean over the ranks of its own rows.
+"""Reduce-scatter by the GPUs' copy engines, in place of NCCL's (NcclReduceScatter in zero.py), and the choice between the two.
 
-By NCCL's reduce-scatter, or by the GPUs' copy engines. An NCCL kernel holds multiprocessors for as long as it sends, and cuBLAS's kernels on
-Hopper, one block per multiprocessor, wait for the blocks that found none: 45 ms of a step of 2,148 (8B in FP8 on two H200, docs/log.md).
+An NCCL kernel holds multiprocessors for as long as it sends, and cuBLAS's kernels on Hopper, one block per multiprocessor, wait for the
+blocks that found none: 45 ms of a step of 2,148 (8B in FP8 on two H200, docs/log.md).
 Copy engines need no multiprocessor: each rank copies its peers' rows into a buffer of theirs, and a kernel there adds what arrived to the
 rank's own rows in fp32 (NCCL rounds to bf16 at every hop of its ring).
 """
@@ -9,67 +9,15 @@ rank's own rows in fp32 (NCCL rounds to bf16 at every hop of its ring).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.kernels import accumulate
 from common.sharding.processes import Processes
 from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
-
-if TYPE_CHECKING:
-    from common.sharding.zero import Shard
-
-Accumulate = Callable[..., Tensor]  # an engine of kernels/accumulate.py
-
-
-class ReduceScatter(Protocol):
-    """Called on one stream, for the modules in the same order on all ranks. Both methods return gradients that the stream reads until it has
-    done what it has been given so far.
-    """
-
-    def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        """Gradients: [up to rows x ranks, ...], of whole weights, contiguous."""
-
-    def finish(self) -> list[Tensor]:
-        """Everything that was started is now added to `shard.gradient`."""
-
-
-class NcclReduceScatter:
-    """NCCL or RCCL; gloo on a CPU. It finishes what it starts."""
-
-    def __init__(self, group: dist.ProcessGroup, nodes: dist.ProcessGroup | None, dtype: torch.dtype, accumulate: Accumulate):
-        """`group`: the ranks that share the rows. `nodes`: with several nodes, the ranks that hold the same rows. `dtype`: of what is sent."""
-        self.group, self.nodes, self.dtype, self.accumulate = group, nodes, dtype, accumulate
-
-    def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        for shard, mean in zip(shards, self._means(shards, gradients), strict=True):
-            shard.gradient = self.accumulate(shard.gradient, mean)
-        return gradients
-
-    def finish(self) -> list[Tensor]:
-        return []
-
-    def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        ranks = self.group.size()
-        if ranks == 1 and self.nodes is None:
-            return gradients
-        op = dist.ReduceOp.AVG if gradients[0].is_cuda else dist.ReduceOp.SUM  # gloo has no AVG
-        means = [torch.empty_like(shard.master, dtype=self.dtype) for shard in shards]
-        with coalesced(self.group):
-            for gradient, mean in zip(gradients, means, strict=True):
-                dist.reduce_scatter_tensor(mean, pad_rows(gradient, len(mean) * ranks).to(self.dtype), op, group=self.group)
-        if self.nodes is not None:
-            with coalesced(self.nodes):
-                for mean in means:
-                    dist.all_reduce(mean, op, group=self.nodes)
-        if op == dist.ReduceOp.SUM:
-            torch._foreach_div_(means, ranks * (self.nodes.size() if self.nodes is not None else 1))
-        return means
+from common.sharding.zero import Accumulate, NcclReduceScatter, ReduceScatter, Shard, pad_rows
 
 
 class CopyEngineReduceScatter:
@@ -122,20 +70,6 @@ class CopyEngineReduceScatter:
 def _received_bytes(shard: Shard, ranks: int, dtype: torch.dtype) -> int:
     """Rounded up to 16, for loads of 16 bytes."""
     return -(-(ranks - 1) * shard.master.numel() * dtype.itemsize // 16) * 16
-
-
-def pad_rows(gradient: Tensor, rows: int) -> Tensor:
-    """`gradient` with rows of zeros appended until there are `rows`."""
-    if (added := rows - len(gradient)) == 0:
-        return gradient
-    return torch.cat([gradient, gradient.new_zeros(added, *gradient.shape[1:])])
-
-
-def coalesced(group: dist.ProcessGroup) -> AbstractContextManager:
-    """Collectives of one kind inside become one launch. Six launches per module, each waiting for free multiprocessors and then for the other
-    rank, occupied multiprocessors for 452 ms of a step instead of 225 (8B on two H200s).
-    """
-    return dist._coalescing_manager(group)
 
 
 def make_reduce_scatter(

@@ -52,16 +52,11 @@ def classify(error: BaseException) -> RunError:
     if isinstance(error, RunError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
-        message = str(error).splitlines()[0]
-        return OutOfMemory(
-            "the GPU's memory is full",
-            message,
-            "use a smaller micro_batch_size, or recompute_layers, or offload_layers (LoRA), or more GPUs",
-        )
+        do = "use a smaller micro_batch_size, or recompute_layers, or offload_layers (LoRA), or more GPUs"
+        return OutOfMemory("the GPU's memory is full", str(error).splitlines()[0], do)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS):
-        return StorageError(
-            f"cannot write {error.filename or ''}: {error.strerror}", "the disk is full or read-only", "free space and start again"
-        )
+        what = f"cannot write {error.filename or ''}: {error.strerror}"
+        return StorageError(what, "the disk is full or read-only", "free space and start again")
     if isinstance(error, RuntimeError) and _from_collective(error):
         text = str(error).splitlines()[0][:300]
         if any(word in str(error) for word in _TIMED_OUT):
@@ -78,10 +73,8 @@ def is_secondary(error: BaseException) -> bool:
 def _from_collective(error: RuntimeError) -> bool:
     if isinstance(error, dist.DistError):
         return True
-    text = str(error)
-    return any(word in text for word in (*_TIMED_OUT, *_PEER_GONE)) and any(
-        word in text for word in ("gloo", "NCCL", "c10d", "TCPStore", "socket")
-    )
+    ours, signs = ("gloo", "NCCL", "c10d", "TCPStore", "socket"), (*_TIMED_OUT, *_PEER_GONE)
+    return all(any(word in str(error) for word in words) for words in (ours, signs))
 
 
 def _listen_to_signals(run_dir: Path | None, rank: int) -> None:

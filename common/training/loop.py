@@ -7,10 +7,13 @@ in pre-training, that is the mean over all tokens; where a mask leaves some out,
 from __future__ import annotations
 
 import gc
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +24,7 @@ from common.errors import NonFinite, TargetMissed
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model.llama import Llama
 from common.sharding.adamw import require_owner
-from common.sharding.processes import Heartbeat, Processes
+from common.sharding.processes import Processes
 from common.training.metrics import Meter
 from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison
@@ -169,6 +172,27 @@ class Goal:
 
     def next_evaluation(self, samples: int) -> int:
         return max(self.first_evaluation, -(-samples // self.eval_interval) * self.eval_interval)
+
+
+class Heartbeat:
+    """`ranks/rank_<k>.heartbeat`, rewritten at every micro-step: the launcher reads from it which rank hangs, and where.
+
+    One small write to an open file, some 10 us; without a directory it does nothing.
+    """
+
+    def __init__(self, run_dir: Path | None, rank: int):
+        self.rank, self.file = rank, None
+        if run_dir is not None:
+            folder = Path(run_dir) / "ranks"
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(folder / f"rank_{rank}.heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def beat(self, step: int, phase: str) -> None:
+        if self.file is None:
+            return
+        record = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
+        # One write of fixed length: a reader never sees half a record after a whole one.
+        os.pwrite(self.file, json.dumps(record).ljust(160).encode(), 0)
 
 
 @dataclass(frozen=True)

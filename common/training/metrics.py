@@ -51,13 +51,11 @@ class Progress:
         if not self.is_terminal:
             print(text, file=self.stream, flush=True)
         elif final or now - self.last > 0.5:
-            # What is to be rewritten must fit: of a wrapped line only the last row would be.
-            self.stream.write("\r\x1b[K" + (text + "\n" if final else text[: self._columns() - 1]))
+            # What is to be rewritten must fit: of a wrapped line only the last row would be. 0 columns: the terminal does not know.
+            columns = os.get_terminal_size(self.stream.fileno()).columns or 80
+            self.stream.write("\r\x1b[K" + (text + "\n" if final else text[: columns - 1]))
             self.stream.flush()
             self.last, self.open_line = now, not final
-
-    def _columns(self) -> int:
-        return os.get_terminal_size(self.stream.fileno()).columns or 80  # 0: the terminal does not know
 
     def close(self) -> None:
         if self.open_line:
@@ -174,11 +172,9 @@ class Meter:
                 values |= {"mfu": self.rate.mfu, "memory_gib": memory_gib(self.processes.device)}
             self.events.write("step", **values)
             if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
-                raise NonFinite(
-                    f"step {step}: loss {losses[index]}, gradient norm {norms[index]}",
-                    "a value is not finite; the weights were not updated with it",
-                    f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure",
-                )
+                what, why = f"step {step}: loss {losses[index]}, gradient norm {norms[index]}", "the weights were not updated with it"
+                do = f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure"
+                raise NonFinite(what, why, do)
         self._show(self.pending[-1][0], losses[-1], next_eval_samples)
         self.pending.clear()
 

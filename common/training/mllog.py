@@ -108,7 +108,8 @@ class RunLog:
     def block_stop(self, samples: int, throughput: float | None = None) -> None:
         """`throughput`: training sequences per second over the block, of the whole system."""
         self._expect("block")
-        self._advance(samples)
+        assert type(samples) is int and samples >= self._samples, f"samples went from {self._samples} to {samples}"
+        self._samples = samples
         self._write(END, "block_stop", metadata={"samples_count": samples}, enter="running")
         if throughput is not None:
             self.tracked_stats({"throughput": throughput}, samples)
@@ -174,10 +175,6 @@ class RunLog:
         assert name not in self._written_once, f"{name} was logged already"
         self._written_once.add(name)
 
-    def _advance(self, samples: int) -> None:
-        assert type(samples) is int and samples >= self._samples, f"samples went from {self._samples} to {samples}"
-        self._samples = samples
-
     def _same(self, samples: int) -> None:
         assert samples == self._samples, f"{samples} samples here, but training stands at {self._samples}"
 
@@ -212,9 +209,8 @@ class LineFile:
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            raise StorageError(
-                f"{path} exists already", "a run never overwrites or continues the log of another", "give the run a directory of its own"
-            ) from None
+            why, do = "a run never overwrites or continues the log of another", "give the run a directory of its own"
+            raise StorageError(f"{path} exists already", why, do) from None
         except OSError as error:
             raise _storage_error(str(path), error) from error
 

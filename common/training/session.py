@@ -20,10 +20,10 @@ from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
-from common.sharding.processes import Heartbeat, Processes, start_processes
+from common.sharding.processes import Processes, start_processes
 from common.training.guard import run_guarded
 from common.training.log_keys import hyperparameters
-from common.training.loop import Assembly, Batching, Goal, Reporting, train
+from common.training.loop import Assembly, Batching, Goal, Heartbeat, Reporting, train
 from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison, compare_ranks

@@ -10,7 +10,6 @@ import time
 import pytest
 from toy import alive
 
-from common.errors import Hang
 from launch import supervise
 from launch.supervise import HangWatch
 
@@ -56,7 +55,7 @@ def test_signals_are_passed_on_and_stubborn_ranks_are_killed(tmp_path, number):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_stopped_rank_is_named(tmp_path):
+def test_the_rank_furthest_behind_is_named(tmp_path):
     script = """
         for step in range(1, 3 if rank == 1 else 4):
             beat(step)
@@ -69,19 +68,8 @@ def test_a_stopped_rank_is_named(tmp_path):
     """
     ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3)
     assert ending.hang and ending.hang.exit_code == 13
-    assert ending.culprit["rank"] == 1 and "SIGSTOP" in ending.hang.why
+    assert ending.culprit["rank"] == 1 and "step 2" in ending.hang.why
     assert "wait_for_the_others" in (tmp_path / "ranks" / "rank_0.stack").read_text()
-    assert not alive(tmp_path)
-
-
-def test_the_rank_furthest_behind_is_named(tmp_path):
-    script = """
-        for step in range(1, 3 if rank == 0 else 5):
-            beat(step)
-        time.sleep(60)
-    """
-    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(2), range(2), **LIMITS), ranks=2)
-    assert isinstance(ending.hang, Hang) and ending.culprit["rank"] == 0 and "step 2" in ending.hang.why
     assert not alive(tmp_path)
 
 

@@ -12,10 +12,9 @@ import torch
 from synthetic_series import DESCRIPTION, ORG, SYSTEM
 
 from common.config import load
-from common.sharding.processes import Heartbeat
 from common.training import loop
 from common.training.log_keys import hyperparameters
-from common.training.loop import Batching, Goal, Reporting
+from common.training.loop import Batching, Goal, Heartbeat, Reporting
 from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
 from llama2_70b_lora import rules as lora_rules
