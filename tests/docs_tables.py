@@ -209,7 +209,8 @@ def house_table() -> str:
     names = {
         "imported by a rank of llama31_8b": "lines that a rank of the 8B imports",
         "imported by both": "lines that the ranks of both benchmarks import",
-        "outside tests": "lines of Python outside tests",
+        "outside tests and throughput": "lines of Python outside tests, but for `throughput/`",
+        "throughput": "lines of `throughput/`, which measures machines and trains no benchmark",
         "keys": "config keys of both benchmarks",
     }
     rows = [[text, counted[name], f"{house.LIMITS[name]:,}", f"{house.AIMS[name]:,}"] for name, text in names.items()]
