@@ -56,7 +56,9 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
     found: dict[str, dict] = {}
     for uuid, reasons, *texts in ask_nvidia_smi(",".join(fields), os.environ):
         values = {name: _scaled(text, VALUES[name][1]) for name, text in zip(names, texts, strict=True)}
-        found[uuid] = {**values, "throttle": _throttle_reasons(reasons)}
+        bits = int(reasons, 16) if reasons.startswith("0x") else None  # such as 0x0000000000000004; None for [N/A]
+        throttle = None if bits is None else [name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit]
+        found[uuid] = {**values, "throttle": throttle}
     return [found.get(address, {}) for address in addresses]
 
 
@@ -70,11 +72,6 @@ def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str
     if answer.returncode:
         raise DriverError(next(iter((answer.stdout + answer.stderr).strip().splitlines()), "no output"))
     return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.strip().splitlines()]
-
-
-def _throttle_reasons(text: str) -> list[str] | None:
-    """The names of the bits that nvidia-smi gives as 0x0000000000000004; None for [N/A]."""
-    return [name for bit, name in NVML_THROTTLE_REASONS.items() if int(text, 16) & bit] if text.startswith("0x") else None
 
 
 def _amd_value(card: Path, name: str) -> float | None:

@@ -118,16 +118,6 @@ def down_backward_reference_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tenso
 
 
 @triton.jit
-def keep_tile(seed, row, group, THRESHOLD: tl.constexpr):
-    """row: [R], group: [G], the columns' eighths -> bool [R, 8 * G], as `keep_mask`."""
-    zeros = tl.zeros((row.shape[0], group.shape[0]), tl.int32)
-    row_number = row.to(tl.int32)[:, None] + zeros
-    a, b, c, d = tl.philox(seed, row_number, group[None, :] + zeros, zeros, zeros, ROUNDS)
-    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-    return tl.interleave(words & 0xFFFF, words >> 16) >= THRESHOLD
-
-
-@triton.jit
 def input_tile(
     x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first_column, num_rows, num_columns, THRESHOLD: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
@@ -144,7 +134,12 @@ def input_tile(
         n = (n.to(tl.float32) * rstd[:, None] * weight[None, :]).to(x_ptr.dtype.element_ty)
     if seed_ptr is not None:
         group = first_column // 8 + tl.arange(0, COLUMNS // 8)
-        keep = keep_tile(tl.load(seed_ptr), row, group, THRESHOLD)
+        seed = tl.load(seed_ptr)
+        zeros = tl.zeros((row.shape[0], COLUMNS // 8), tl.int32)
+        row_number = row.to(tl.int32)[:, None] + zeros
+        a, b, c, d = tl.philox(seed, row_number, group[None, :] + zeros, zeros, zeros, ROUNDS)
+        words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+        keep = tl.interleave(words & 0xFFFF, words >> 16) >= THRESHOLD  # as `keep_mask`
         n = tl.where(keep, n, 0.0)
     else:
         keep = mask

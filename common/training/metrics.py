@@ -51,13 +51,11 @@ class Progress:
         if not self.is_terminal:
             print(text, file=self.stream, flush=True)
         elif final or now - self.last > 0.5:
-            # What is to be rewritten must fit: of a wrapped line only the last row would be.
-            self.stream.write("\r\x1b[K" + (text + "\n" if final else text[: self._columns() - 1]))
+            # What is to be rewritten must fit: of a wrapped line only the last row would be. 0 columns: the terminal does not know.
+            columns = os.get_terminal_size(self.stream.fileno()).columns or 80
+            self.stream.write("\r\x1b[K" + (text + "\n" if final else text[: columns - 1]))
             self.stream.flush()
             self.last, self.open_line = now, not final
-
-    def _columns(self) -> int:
-        return os.get_terminal_size(self.stream.fileno()).columns or 80  # 0: the terminal does not know
 
     def close(self) -> None:
         if self.open_line:

@@ -108,7 +108,8 @@ class RunLog:
     def block_stop(self, samples: int, throughput: float | None = None) -> None:
         """`throughput`: training sequences per second over the block, of the whole system."""
         self._expect("block")
-        self._advance(samples)
+        assert type(samples) is int and samples >= self._samples, f"samples went from {self._samples} to {samples}"
+        self._samples = samples
         self._write(END, "block_stop", metadata={"samples_count": samples}, enter="running")
         if throughput is not None:
             self.tracked_stats({"throughput": throughput}, samples)
@@ -173,10 +174,6 @@ class RunLog:
     def _once(self, name: str) -> None:
         assert name not in self._written_once, f"{name} was logged already"
         self._written_once.add(name)
-
-    def _advance(self, samples: int) -> None:
-        assert type(samples) is int and samples >= self._samples, f"samples went from {self._samples} to {samples}"
-        self._samples = samples
 
     def _same(self, samples: int) -> None:
         assert samples == self._samples, f"{samples} samples here, but training stands at {self._samples}"
