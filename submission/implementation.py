@@ -33,8 +33,9 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
         what = f"commit {commit} has no configs/{run.benchmark}/{config}"
         raise CheckFailed(what, "the log names it as its config (config_filename)", "run with a config of the repository")
     # What the policy calls the implementation's measurements file: which config, which code, which number formats.
-    facts = {"benchmark": run.benchmark, "implementation": folder.name, "system": system, "config": f"configs/{run.benchmark}/{config}"}
-    facts |= {"commit": commit, "python": run.versions.get("python"), "packages": run.versions.get("packages") or {}}
+    facts: dict = {"benchmark": run.benchmark, "implementation": folder.name, "system": system}
+    facts |= {"config": f"configs/{run.benchmark}/{config}", "commit": commit}
+    facts |= {"python": run.versions.get("python"), "packages": run.versions.get("packages") or {}}
     facts |= {key: run.log.value(key) for key in KEYS if run.log.value(key) is not None}
     place = folder / system
     place.mkdir()
