@@ -25,7 +25,7 @@ from throughput import machine
 from throughput import options as common
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table
+from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
 BENCHMARKS = {"full": "llama31_8b", "lora": "llama2_70b_lora"}  # mode -> whose code and configs
@@ -49,10 +49,7 @@ TABLES = (
             Column("settings", "Settings"),
             Column("tokens_per_s_per_gpu", "Tokens/s per GPU", "", ",.0f"),
             Column("tokens_per_s", "Tokens/s in all", "", ",.0f"),
-            Column("ms", "Step", "ms", ",.1f"),
-            Column("ms_p10", "p10", "ms", ",.1f"),
-            Column("ms_p90", "p90", "ms", ",.1f"),
-            Column("samples", "Steps", "", "d"),
+            *times(),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
             Column("tflops_12lsh", "TFLOP/s per GPU, 12LSH", "", ".4g"),
             Column("mfu", "MFU, % of BF16 peak", "", ".1f"),
