@@ -73,7 +73,7 @@ def _derive(benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dic
     work = workload(benchmark, start)
     work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
     roomy = replace(kind, memory_bytes=int(kind.memory_bytes * ROOM))
-    config = _fitting(start, file, work, roomy, overrides) or _fitting(start, file, work, kind, overrides)
+    config = fitting(start, file, work, roomy, overrides) or fitting(start, file, work, kind, overrides)
     if config is None:
         raise _does_not_fit(benchmark, start, work, kind)
     return config
@@ -105,7 +105,11 @@ def _candidates(start: RunConfig, file: RunConfig, overrides: dict[str, str]) ->
         yield [replace(start, micro_batch_size=size, **storage) for size in sizes if share % size == 0]
 
 
-def _fitting(start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]) -> RunConfig | None:
+def fitting(start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]) -> RunConfig | None:
+    """The first of `_candidates` that fits, or else the first of their smallest that fits with layers offloaded or recomputed, as few as can be.
+
+    `start`: with none of them. `file`: whose micro-batch is the most. `overrides`: keys that stay as they are.
+    """
     for configs_of_storage in _candidates(start, file, overrides):
         for config in configs_of_storage:
             if plan.fits(plan.memory_peak(config, work), kind):

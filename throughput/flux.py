@@ -17,7 +17,7 @@ from throughput import ranks
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import Request
 from throughput.result import Result
-from throughput.tables import Beside, Column, Plot, Table
+from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
 MODEL = "flux.1-dev"
@@ -47,10 +47,7 @@ TABLES = (
             Column("images_per_s_per_gpu", "Images/s per GPU", "", ".3g"),
             Column("images_per_s_p10", "images/s, p10", "", ".3g"),
             Column("images_per_s_p90", "images/s, p90", "", ".3g"),
-            Column("samples", "Steps", "", "d"),
-            Column("ms", "Step", "ms", ".1f"),
-            Column("ms_p10", "p10", "ms", ".1f"),
-            Column("ms_p90", "p90", "ms", ".1f"),
+            *times(),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
             Column("percent", "% of peak", "", ".1f"),
             Column("state_gib", "Weights and state", "GiB", ".1f"),

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from common.errors import ConfigError
 from common.kernels.fp8 import fp8_dtypes
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table
+from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, spread
 
 # (M, K, N) -> what it is: 16,384 tokens of Llama 70B (hidden 8192, FFN 28672, 64 and 8 heads of 128) cut by tensor parallelism 8, and
@@ -35,12 +35,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SCALINGS = {"tensorwise": None, "rowwise": 1}  # of FP8 -> dimension over which one scale is found
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 HOST_BYTES = 2**28
-TIMES = (
-    Column("ms", "Median", "ms", ".3f"),
-    Column("ms_p10", "p10", "ms", ".3f"),
-    Column("ms_p90", "p90", "ms", ".3f"),
-    Column("samples", "Samples", "", "d"),
-)
+TIMES = times("Samples", "Median", ".3f")
 METHOD = (
     f"Each call is timed by itself for {REPEAT_MS:.0f} ms in all, after {WARMUP_MS:.0f} ms of calls that do not count; on a GPU with events and "
     "an L2 cache that was overwritten before the call (Triton's do_bench). Inputs are normal(0, 1). p10, p90: percentiles."

@@ -16,7 +16,7 @@ from throughput import options as common
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP, Size, build_gpt, train_step
 from throughput.memory import free_memory, peak_bytes, ran_out_of_memory
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table
+from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread, step_ms
 
 MOST_ON_CPU = 16  # sequences of a sweep there: the memory is the machine's own, and nobody may fill it
@@ -33,10 +33,7 @@ COLUMNS = (
     Column("tflops_attention", "TFLOP/s, 6 N + 6 L S H", "", ".4g"),
     Column("percent", "MFU", "%", ".1f"),
     Column("memory_gb", "Memory", "GB", ".1f"),
-    Column("samples", "Steps", "", "d"),
-    Column("ms", "Step", "ms", ".1f"),
-    Column("ms_p10", "10th percentile", "ms", ".1f"),
-    Column("ms_p90", "90th percentile", "ms", ".1f"),
+    *times(),
 )
 FORMULAS = (
     "A step: forward, mean cross-entropy, backward, AdamW (fused), on random tokens. Weights, gradients and both moments are bf16: 8 bytes a "

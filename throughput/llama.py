@@ -14,16 +14,18 @@ from common import config as configs
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
-from common.hardware import probe
+from common.hardware import config_path, probe
 from common.model.families import FAMILIES, Family, family_of
 from launch.job import ROOT
 from plan import estimate as plan
+from plan.benchmark import config_class
+from plan.derive_config import fitting, nearest_file
 from plan.estimate import Memory, Workload, gib
 from throughput import machine
 from throughput import options as common
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table
+from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
 BENCHMARKS = {"full": "llama31_8b", "lora": "llama2_70b_lora"}  # mode -> whose code and configs
@@ -47,10 +49,7 @@ TABLES = (
             Column("settings", "Settings"),
             Column("tokens_per_s_per_gpu", "Tokens/s per GPU", "", ",.0f"),
             Column("tokens_per_s", "Tokens/s in all", "", ",.0f"),
-            Column("ms", "Step", "ms", ",.1f"),
-            Column("ms_p10", "p10", "ms", ",.1f"),
-            Column("ms_p90", "p90", "ms", ",.1f"),
-            Column("samples", "Steps", "", "d"),
+            *times(),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
             Column("tflops_12lsh", "TFLOP/s per GPU, 12LSH", "", ".4g"),
             Column("mfu", "MFU, % of BF16 peak", "", ".1f"),
@@ -100,6 +99,7 @@ class Case:
     config: RunConfig
     work: Workload
     kind: GpuKind | None  # None: a CPU
+    source: str  # of a config that configs/ has no file for
 
     @property
     def benchmark(self) -> str:
@@ -115,12 +115,13 @@ class Case:
         settings = [text.format(getattr(config, key)) for key, text in kept.items() if getattr(config, key, 0)]
         settings += ["moments bf16"] if getattr(config, "moment_precision", "fp32") == "bf16" else []
         beyond = window is not None and self.work.sequence_length > window
-        note = f"sliding window of {window} not computed: attention sees the whole sequence" if beyond else ""
+        notes = [f"sliding window of {window} not computed: attention sees the whole sequence"] if beyond else []
         precision = "fp8" if config.fp8 else config.precision
         return {
             **{"model": self.family.name, "mode": self.mode, "precision": precision, "layers": self.work.shape.num_layers},
-            **{"seq": self.work.sequence_length, "gpus": config.world_size, "batch": config.micro_batch_size, "note": note},
+            **{"seq": self.work.sequence_length, "gpus": config.world_size, "batch": config.micro_batch_size},
             **{"micro_batches": config.gradient_accumulation_steps, "settings": ", ".join(settings)},
+            "note": "; ".join([*notes, *filter(None, [self.source])]),
             "planned_gib": gib(self.planned.allocated) if self.planned else None,
         }
 
@@ -169,8 +170,8 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     work = Workload(family.shape, length, 0, 1, 1, getattr(rules, "lora_rank", 0))
     # Fewer layers of the benchmark's model are measured as `bench --layers` does.
     as_benchmark = replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape and length == rules.sequence_length
-    config = config_of(BENCHMARKS[mode], kind, gpus, options.precision == "fp8")
-    case = Case(family, mode, config, work, kind)
+    config, source = config_of(BENCHMARKS[mode], kind, gpus, options.precision == "fp8")
+    case = Case(family, mode, config, work, kind, source)
     if as_benchmark and kind and not options.batch and plan.fits(plan.memory_peak(config, work), kind):
         return case
     wanted = options.batch or (common.MAX if kind else 1)
@@ -187,26 +188,22 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     return replace(case, config=config)
 
 
-def config_of(benchmark: str, kind: GpuKind | None, gpus: int, fp8: bool) -> RunConfig:
-    """The config of this kind for so many GPUs, or else the one for the nearest number, in the precision that is asked for."""
-    name = kind.name if kind and kind.name in KINDS else "H200" if kind else "CPU"
-    found = [configs.load(path, config_class(benchmark)) for path in sorted((ROOT / "configs" / benchmark).glob(f"{name}_1x*.toml"))]
-    nearest = min(found, key=lambda config: abs(config.gpus_per_node - gpus))
+def config_of(benchmark: str, kind: GpuKind | None, gpus: int, fp8: bool) -> tuple[RunConfig, str]:
+    """The config of this kind for so many GPUs in the precision that is asked for, and ""; or else the nearest one, and its name."""
+    name = kind.name if kind else "CPU"
+    path = nearest_file(ROOT, benchmark, kind, gpus) if kind else config_path(ROOT, benchmark, "CPU_1x1")
+    file = configs.load(path, config_class(benchmark))
     changes: dict[str, Any] = {"fp8": "torch" if fp8 else ""}
-    if nearest.gpus_per_node != gpus:
-        changes |= {"gpus_per_node": gpus, "global_batch_size": nearest.micro_batch_size * gpus}
-        changes |= {"reduce_scatter": "nccl"} if gpus == 1 and hasattr(nearest, "reduce_scatter") else {}
-    if kind and kind.name not in KINDS:
-        changes |= {"gpu": kind.name, "env": {}}
-        changes |= {"reduce_scatter": "nccl"} if hasattr(nearest, "reduce_scatter") else {}
+    if file.gpus_per_node != gpus:
+        changes |= {"gpus_per_node": gpus, "global_batch_size": file.micro_batch_size * gpus}
+    if file.gpu != name:
+        changes |= {"gpu": name, "env": {}}
+    if hasattr(file, "reduce_scatter") and (gpus == 1 or file.gpu != name):
+        changes |= {"reduce_scatter": "nccl"}
     if not fp8:
-        changes |= {"fp8_head": False} if hasattr(nearest, "fp8_head") else {"offload_layers": 0}
-        changes |= {"frozen_base": "replicated"} if getattr(nearest, "frozen_base", "") == "replicated_both" else {}
-    return replace(nearest, **changes)
-
-
-def config_class(benchmark: str) -> type[RunConfig]:
-    return importlib.import_module(f"{benchmark}.rules").Config
+        changes |= {"fp8_head": False} if hasattr(file, "fp8_head") else {"offload_layers": 0}
+        changes |= {"frozen_base": "replicated"} if getattr(file, "frozen_base", "") == "replicated_both" else {}
+    return replace(file, **changes), "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
 
 
 def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
@@ -218,19 +215,14 @@ def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
     assert kind is not None
     if as_benchmark and plan.fits(plan.memory_peak(config, work), kind):
         return config
-    changes: list[dict[str, Any]] = [{key: 0}]
-    if case.mode == "lora":
-        changes += [{key: 0, "frozen_base": storage} for storage in ("replicated", "sharded")]
-    else:
-        changes += [{key: 0, "moment_precision": "bf16"}]
-    for change in changes:
-        candidate = replace(config, **change)
-        if plan.fits(plan.memory_peak(candidate, work), kind):
-            return candidate
-        if (count := plan.fewest_layers(candidate, work, kind, key)) is not None:
-            return changed(candidate, key, count)
+    starts = [changed(config, key, 0)]
+    starts += [changed(starts[0], "moment_precision", "bf16")] if case.mode == "full" else []
+    for start in starts:
+        if found := fitting(start, start, work, kind, {"micro_batch_size": str(start.micro_batch_size)}):
+            return found
+    smallest = starts[-1] if case.mode == "full" else changed(starts[-1], "frozen_base", "sharded")
     most = work.shape.num_layers if config.fp8 or case.mode == "full" else 0  # of LoRA in bf16 nothing is offloaded
-    raise does_not_fit(replace(case, config=changed(candidate, key, most)))
+    raise does_not_fit(replace(case, config=changed(smallest, key, most)))
 
 
 def changed(config: RunConfig, key: str, value: Any) -> RunConfig:

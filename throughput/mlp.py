@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from throughput import options as common
 from throughput.result import Measured, Result
-from throughput.tables import Beside, Column, Plot, Table
+from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread, step_ms
 
 SIZES = {"cuda": (4096, 8192, 8192, 4096), "cpu": (256, 512, 512, 256)}
@@ -27,10 +27,7 @@ TABLES = (
             Column("precision", "Weights, state"),
             Column("parameters", "Parameters", "", ",d"),
             Column("batch", "Batch", "", ",d"),
-            Column("samples", "Steps", "", "d"),
-            Column("ms", "Step", "ms", ".3f"),
-            Column("ms_p10", "p10", "ms", ".3f"),
-            Column("ms_p90", "p90", "ms", ".3f"),
+            *times(format=".3f"),
             Column("samples_per_s", "Samples/s", "", ",.0f"),
             Column("tflops", "TFLOP/s", "", ".4g"),
             Column("percent", "% of peak", "", ".1f"),

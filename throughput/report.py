@@ -168,7 +168,7 @@ def _side_by_side(table: Table, labels: list[str], keyed: list[dict[tuple, dict]
 
 def write(folder: Path, title: str, made: list[Section]) -> None:
     """table.md and, where jinja2 and matplotlib are installed, page.html in `folder`; says where they are. Raises StorageError."""
-    _write_text(folder / "table.md", markdown(title, made))
+    write_text(folder / "table.md", markdown(title, made))
     try:
         from throughput import page
     except ModuleNotFoundError as error:
@@ -176,13 +176,16 @@ def write(folder: Path, title: str, made: list[Section]) -> None:
             raise
         print(f"result: {folder}, table.md. No page, since {error.name} is missing: where it is, throughput compare {folder} makes it")
         return
-    _write_text(folder / "page.html", page.html(title, made))
+    write_text(folder / "page.html", page.html(title, made))
     print(f"result: {folder}, table.md, page.html")
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Replaced as a whole, so that a reader never sees half of it. Raises StorageError."""
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        path.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.rename(path)
     except OSError as error:
         raise StorageError(f"cannot write {path}", error.strerror or str(error), "free space, or name another directory") from None
 

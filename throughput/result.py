@@ -119,13 +119,8 @@ def claim(folder: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replaced as a whole, so that a reader never sees half of it. Raises StorageError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(json.dumps(value, indent=1) + "\n")
-        temporary.rename(path)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}", error.strerror or str(error), "free space, or name another directory") from None
+    """Raises StorageError."""
+    report.write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from throughput import options as common
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
 from throughput.result import Result
 from throughput.scaling_rank import Request
-from throughput.tables import Beside, Column, Plot, Table
+from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
 LIMIT_S = 900.0  # for one number of GPUs; collectives have their own limit
@@ -54,10 +54,7 @@ SCALING = Table(
         Column("memory_gb", "Memory per GPU", "GB", ".1f"),
         Column("batch", "Batch per GPU", "", ",d"),
         Column("seq", "Sequence", "", ",d"),
-        Column("samples", "Steps", "", "d"),
-        Column("ms", "Step", "ms", ".1f"),
-        Column("ms_p10", "10th percentile", "ms", ".1f"),
-        Column("ms_p90", "90th percentile", "ms", ".1f"),
+        *times(),
         Column("alone_ms", "Step without reduction", "ms", ".1f"),
     ),
     keys=("strategy", "model", "precision", "gpus", "batch", "seq"),
@@ -86,10 +83,7 @@ COLLECTIVES = Table(
     (
         Column("name", "Collective"),
         Column("mib", "Size", "MiB", ",.4g"),
-        Column("samples", "Calls", "", "d"),
-        Column("ms", "Time", "ms", ".3f"),
-        Column("ms_p10", "10th percentile", "ms", ".3f"),
-        Column("ms_p90", "90th percentile", "ms", ".3f"),
+        *times("Calls", "Time", ".3f"),
         Column("algorithm_gb_per_s", "Algorithm bandwidth", "GB/s", ".4g"),
         Column("bus_gb_per_s", "Bus bandwidth", "GB/s", ".4g"),
     ),

@@ -27,6 +27,12 @@ class Column:
         return f"{self.title}, {self.unit}" if self.unit else self.title
 
 
+def times(count: str = "Steps", title: str = "Step", format: str = ",.1f") -> tuple[Column, ...]:
+    """The columns of what `spread` of throughput/timing.py returns."""
+    percentiles = (Column(f"ms_p{part}", f"p{part}", "ms", format) for part in (10, 90))
+    return (Column("samples", count, "", "d"), Column("ms", title, "ms", format), *percentiles)
+
+
 @dataclass(frozen=True)
 class Plot:
     """`bars`: y of each row, named by its x; `lines`: y over the number x; `roofline`: TFLOP/s y over arithmetic intensity x, under the

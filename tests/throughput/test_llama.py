@@ -20,6 +20,7 @@ from throughput.result import Result, read
 
 ROOT = Path(__file__).resolve().parents[2]
 H200, MI300X = KINDS["H200"], KINDS["MI300X"]
+ARCHITECTURES = {"nvidia": "sm_120", "amd": "gfx942"}
 
 
 def options(**changes) -> argparse.Namespace:
@@ -48,6 +49,8 @@ def test_a_number_of_gpus_without_a_file_takes_the_nearest():
     found = case(MI300X, gpus=2, model="llama3.1-8b", precision="fp8").config
     assert (found.gpu, found.gpus_per_node, found.world_size, found.gradient_accumulation_steps) == ("MI300X", 2, 2, 1)
     assert found.env == shipped("MI300X_1x8").env
+    notes = [case(MI300X, gpus=gpus, model="llama3.1-8b", precision="fp8").row()["note"] for gpus in (2, 8)]
+    assert notes == ["settings from MI300X_1x8.toml", ""]
     assert case(gpus=3, model="qwen3-4b").config.reduce_scatter == "copy_engine" != case(gpus=1, model="qwen3-4b").config.reduce_scatter
 
 
@@ -109,6 +112,10 @@ def test_a_gpu_that_is_not_known_gets_settings_by_its_memory():
     found = case(unknown, 4, model="qwen3-4b").config
     assert (found.gpu, found.env, found.reduce_scatter) == ("unknown", {}, "nccl") and found.kernels == "triton"
     assert plan.fits(plan.memory_peak(found, case(unknown, 4, model="qwen3-4b").work), unknown)
+    nearest = {
+        vendor: case(replace(unknown, vendor=vendor, arch=arch), 8, model="qwen3-4b").source for vendor, arch in ARCHITECTURES.items()
+    }
+    assert nearest == {"nvidia": "settings from H100_1x8.toml", "amd": "settings from MI300X_1x8.toml"}, "of the same maker"
 
 
 def test_rows_beyond_a_sliding_window_say_so():
