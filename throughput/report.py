@@ -109,7 +109,7 @@ def drawn(plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[
     """None if no row has both values."""
     points = tuple((row[plot.x], row[plot.y], str(row.get(plot.by, ""))) for row in rows if _has(row, plot.x) and _has(row, plot.y))
     heads = {column.key: column.head for column in table.columns}
-    return Drawing(plot, (heads[plot.x], heads[plot.y]), points, notes.get("roofline", {})) if points else None
+    return Drawing(plot, (heads.get(plot.x, ""), heads[plot.y]), points, notes.get("roofline", {})) if points else None
 
 
 def _has(row: dict[str, Any], key: str) -> bool:

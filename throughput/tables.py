@@ -36,7 +36,8 @@ def times(count: str = "Steps", title: str = "Step", format: str = ",.1f") -> tu
 @dataclass(frozen=True)
 class Plot:
     """`bars`: y of each row, named by its x; `lines`: y over the number x; `roofline`: TFLOP/s y over arithmetic intensity x, under the
-    roofs of the result's note "roofline" (throughput/gemm.py); `links`: GB/s y of each pair of GPUs x (throughput/links.py). One color per value of `by`. x, y and `by` are keys of columns.
+    roofs of the result's note "roofline" (throughput/gemm.py); `links`: GB/s y of each pair of GPUs x (throughput/links.py). One color
+    per value of `by`. x, y and `by` are keys of rows, y that of a column.
     """
 
     kind: str
