@@ -1,4 +1,4 @@
-"""`prepare convert`: text to Megatron's .bin/.idx with a SentencePiece model."""
+"""`prepare convert`: text to Megatron's .bin/.idx with a SentencePiece model or Llama 3.1's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from common.data.indexed_dataset import Index, index_path, tokens_path
 from common.data.indexed_dataset_writer import Writer
 from common.data.preparation import Bar, locked, say
 from common.errors import ConfigError, DataError, StorageError
+from llama31_8b.rules import CLOSED
 
 BATCH_DOCUMENTS = 512  # encoded in one call, on all cores
 
 
 def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) -> Index:
-    """Tokenize `inputs` into `<prefix>.bin/.idx`, one sequence per document, without bos or eos, as the reference's preprocessing.
+    """Tokenize `inputs` into `<prefix>.bin/.idx`, one sequence per document.
 
+    No document gets a bos or an eos: the reference's `utils/preprocess.sh` calls NeMo's preprocessor without `--append-eod`.
     `.jsonl` and `.json` files have one object per line, as C4 does, with the document in `key`; in `.txt` files blank lines separate
     documents. All are streamed, and may be compressed (`.gz`). Documents without a token are left out, as in Megatron's preprocessor. A
     conversion that was killed starts again. Raises ConfigError, DataError, StorageError.
     """
-    tokenizer = corpus.load_sentencepiece(tokenizer_path)
+    encode, vocab_size = _load_tokenizer(tokenizer_path)
     for path in inputs:
         _reader_of(path)
         if not path.is_file():
@@ -36,10 +38,10 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
         if index_path(prefix).exists() or tokens_path(prefix).exists():
             do = "remove it yourself, or choose another --output-prefix"
             raise StorageError(f"{prefix}.bin/.idx: exists already", "nothing is overwritten", do)
-        writer, read = Writer(prefix, tokenizer.vocab_size()), 0
+        writer, read = Writer(prefix, vocab_size), 0
         bar, documents = Bar("converting", sum(path.stat().st_size for path in inputs), "bytes"), _documents(inputs, key)
         while batch := list(islice(documents, BATCH_DOCUMENTS)):
-            for ids in filter(None, tokenizer.encode([text for text, _ in batch])):
+            for ids in filter(None, encode([text for text, _ in batch])):
                 writer.add(ids)
             read += len(batch)
             bar.at(batch[-1][1])
@@ -47,6 +49,30 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
     counts = f"{index.num_documents:,} documents, {index.num_tokens:,} tokens as {index.dtype.name}"
     say(f"{prefix}: {counts}; {read - index.num_documents} empty documents left out")
     return index
+
+
+def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]], int]:
+    """A function from documents to their token ids, and the size of the vocabulary. A `.json` file must have Llama 3.1's size."""
+    if path.suffix != ".json":
+        model = corpus.load_sentencepiece(path)
+        return model.encode, model.vocab_size()
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        why = "the package tokenizers, which reads it, cannot be imported"
+        raise ConfigError(f"{path}: {error}", why, "pip install -e '.[prepare]', or pip install tokenizers") from error
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises no narrower class
+        why = "it is missing, damaged, or another file of that name"
+        raise DataError(f"{path}: expected a tokenizer.json: {error}", why, "fetch the model's tokenizer.json again") from error
+    size, expected = tokenizer.get_vocab_size(), CLOSED.shape.vocab_size
+    if size != expected:
+        why = "the file is another model's: its ids mean other words, or do not fit into the embedding"
+        raise DataError(f"{path}: expected a vocabulary of {expected:,} tokens, got {size:,}", why, "take Llama 3.1's tokenizer.json")
+    tokenizer.no_truncation()  # both may be stored in the file
+    tokenizer.no_padding()
+    return lambda texts: [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)], size
 
 
 def _reader_of(path: Path) -> Callable[[Iterable[bytes], Path, str], Iterator[str]]:

@@ -1,7 +1,7 @@
 """Data of `llama31_8b`: build the miniature's, convert your own text, verify MLCommons' files, print how to fetch them.
 
     python -m llama31_8b.prepare miniature --data-dir D
-    python -m llama31_8b.prepare convert --input FILES... --tokenizer tokenizer.model --output-prefix P [--jsonl-key text]
+    python -m llama31_8b.prepare convert --input FILES... --tokenizer T --output-prefix P [--jsonl-key text]
     python -m llama31_8b.prepare verify --data-dir D [--manifest M.json] [--full] [--write-manifest M.json]
     python -m llama31_8b.prepare fetch --data-dir D
 
@@ -109,7 +109,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for command in (miniature, verify, fetch):
         command.add_argument("--data-dir", type=Path, required=True)
     convert.add_argument("--input", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .txt, also .gz")
-    convert.add_argument("--tokenizer", type=Path, required=True, help="a SentencePiece model")
+    convert.add_argument("--tokenizer", type=Path, required=True, help="a SentencePiece model, or tokenizer.json of Llama 3.1")
     convert.add_argument("--output-prefix", type=Path, required=True)
     convert.add_argument("--jsonl-key", default="text")
     verify.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST)

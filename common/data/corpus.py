@@ -124,7 +124,7 @@ def load_sentencepiece(path: Path) -> Any:
         raise DataError(
             f"{path}: expected a SentencePiece model: {error}",
             "it is missing, or of another kind: Llama 3's tokenizer.model is a tiktoken list of base64 lines, which this package does not read",
-            "take a SentencePiece model, or use MLCommons' tokenized files",
+            "take a SentencePiece model, or the tokenizer.json beside Llama 3's tokenizer.model",
         ) from error
 
 

@@ -1,0 +1,82 @@
+"""`prepare convert` with a tokenizer.json of Llama 3.1's kind and size, against transformers."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from common.data.indexed_dataset import Index
+from common.errors import ConfigError, DataError
+from llama31_8b import prepare
+from llama31_8b.data import validation_tokens
+from llama31_8b.rules import CLOSED
+
+VOCAB = CLOSED.shape.vocab_size
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{i}|>" for i in range(254))]
+TEXTS = [f"document {i}: the quick brown fox jumps over {i * 37} lazy dogs, naïvely 🙂.\n" * (1 + i % 5) for i in range(600)]
+TEXTS += ["it says <|end_of_text|> in the middle", "", "word " * 700]  # the last is longer than the file's truncation
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """tokenizer.json with byte-level BPE, split and template as in Llama 3.1's; small.json is the same before it is filled up to 128,256."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    small = Tokenizer(models.BPE(ignore_merges=True))
+    words = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
+    small.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    small.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    small.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    small.save(str(folder / "small.json"))
+    table = json.loads(small.to_str())
+    vocab = table["model"]["vocab"]
+    vocab.update({f"unused_{i}": i for i in range(len(vocab), VOCAB - len(SPECIAL))})
+    full = Tokenizer.from_str(json.dumps(table))
+    full.add_special_tokens(SPECIAL)
+    full.post_processor = processors.TemplateProcessing(single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], VOCAB - len(SPECIAL))])
+    full.enable_truncation(512)
+    full.enable_padding(length=16, pad_id=VOCAB - 1, pad_token=SPECIAL[-1])
+    full.save(str(folder / "tokenizer.json"))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def convert(files, tokenizer, prefix):
+    arguments = ["--input", files / "texts.jsonl", "--tokenizer", files / tokenizer, "--output-prefix", prefix]
+    return prepare.main(["convert", *map(str, arguments)])
+
+
+def test_ids_are_those_of_transformers_and_the_trainer_reads_them(files, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    assert convert(files, "tokenizer.json", tmp_path / "p") == 0
+    peer = PreTrainedTokenizerFast(tokenizer_file=str(files / "tokenizer.json"))
+    expected = [peer.convert_tokens_to_ids(peer.tokenize(text)) for text in TEXTS if text]  # NeMo's AutoTokenizer.text_to_ids
+    index = Index.read(tmp_path / "p")
+    assert index.sequence_lengths.tolist() == [len(ids) for ids in expected] and index.dtype == np.dtype("<i4")
+    flat = np.concatenate(expected)
+    assert len(np.unique(flat)) > 100 and VOCAB - len(SPECIAL) not in flat and (flat == VOCAB - len(SPECIAL) + 1).sum() == 1
+    rows = validation_tokens(tmp_path / "p", 16, (len(flat) - 1) // 16, VOCAB)
+    np.testing.assert_array_equal(rows[:, :-1].ravel(), flat[: rows[:, :-1].size])
+
+
+def test_another_models_tokenizer_is_refused(files, tmp_path, capsys):
+    assert convert(files, "small.json", tmp_path / "p") == DataError.exit_code
+    assert "expected a vocabulary of 128,256 tokens, got 400" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [None, "", '{"model": 1}'])
+def test_missing_or_damaged_tokenizer_is_named(files, tmp_path, content, capsys):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    assert convert(files, tmp_path / "tokenizer.json", tmp_path / "p") == DataError.exit_code
+    assert "tokenizer.json: expected a tokenizer.json" in capsys.readouterr().err
+
+
+def test_without_the_package_it_says_how_to_install_it(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert convert(files, "tokenizer.json", tmp_path / "p") == ConfigError.exit_code
+    assert "pip install tokenizers" in capsys.readouterr().err
