@@ -27,12 +27,12 @@ def write_corpus(prefix, lengths, seed=0, vocab_size=VOCAB):
     return prefix
 
 
-def witness(megatron, prefix, sequence_length, num_samples, seed, cache):
+def witness(megatron, prefix, sequence_length, num_samples, seed, cache, split="train"):
     tokenizer = SimpleNamespace(vocab_size=VOCAB, unique_identifiers={"tokenizer": "none"}, pad=-1, eod=-2)
     config = megatron.Config(
         random_seed=seed,
         sequence_length=sequence_length,
-        blend_per_split=[([str(prefix)], None), None, None],
+        blend_per_split=[([str(prefix)], None), ([str(prefix)], None), None],
         path_to_cache=str(cache),
         tokenizer=tokenizer,
         reset_position_ids=False,
@@ -42,7 +42,7 @@ def witness(megatron, prefix, sequence_length, num_samples, seed, cache):
     )
     low = megatron.IndexedDataset(str(prefix))
     documents = np.arange(len(low), dtype=np.int32)
-    return megatron.GPTDataset(low, str(prefix), documents, num_samples, megatron.Split.train, config)
+    return megatron.GPTDataset(low, str(prefix), documents, num_samples, megatron.Split[split], config)
 
 
 CORPORA = {
@@ -107,6 +107,19 @@ def write_empty_documents_into(prefix, lengths):
     ends = np.cumsum(lengths, dtype=np.int64) * 2
     parts = [lengths.astype("<i4"), np.concatenate(([0], ends[:-1])).astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")]
     index_path(prefix).write_bytes(HEADER.pack(MAGIC, 1, 8, len(lengths), len(lengths) + 1) + b"".join(p.tobytes() for p in parts))
+
+
+@pytest.mark.parametrize("seed", [1, 1234])
+def test_the_references_code_shuffles_its_evaluation_set(megatron, tmp_path, seed):
+    """What README.md says of it: Megatron orders the validation split as the training split, so other seeds evaluate on other sequences."""
+    prefix = write_corpus(tmp_path / "v", CORPORA["mixed"](np.random.RandomState(0)))
+    one_pass = sequences_in(prefix, 16)
+    theirs = witness(megatron, prefix, 16, 10 * one_pass, seed, tmp_path / "cache", "valid")
+    ours = TrainData(prefix, 16, 10 * one_pass, seed, VOCAB)
+    for i in range(one_pass):
+        np.testing.assert_array_equal(ours[i][:-1], theirs[i]["tokens"].numpy())
+    in_file_order = validation_tokens(prefix, 16, one_pass // 5, VOCAB)[:, :-1]
+    assert not (np.stack([theirs[i]["tokens"].numpy() for i in range(one_pass // 5)]) == in_file_order).all(axis=1).any()
 
 
 def test_one_epoch_reads_each_token_once(tmp_path):
