@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError, OutOfMemory, RunError
+from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GIB
 from throughput import options as common
 from throughput import ranks
@@ -82,8 +82,8 @@ TABLES = (
         keys=("model", "gpus", "resolution", "batch"),
         value="memory_gib",
         formulas=(
-            "For --batch max: doubled until memory runs out, then bisected. Each is one whole step with all memory allocated anew; a batch "
-            "counts as out of memory if one GPU runs out.",
+            "For --batch max: doubled until memory runs out, then bisected. Each is two whole steps with all memory allocated anew; a batch "
+            "counts as out of memory if one GPU runs out. Where the timed steps of the largest run out after all, the next smaller one is timed.",
         ),
     ),
 )
@@ -123,21 +123,19 @@ def add_rows(request: Request, gpus: int, result: Result) -> bool:
     if row["state_gib"] > memory_gib:
         result.add(row | {"error": f"out of memory: weights and state alone take {row['state_gib']:.1f} of {memory_gib:.1f} GiB"})
         return False
-    try:
-        found = run_ranks(request, gpus)
-    except RunError as error:
-        if error.kind != OutOfMemory.kind:
-            raise
-        result.add(row | {"error": "out of memory in the timed steps"})
-        return True
+    found = run_ranks(request, gpus)
     if not request.batch:
-        for batch, peak in found["tried"]:
+        for batch, peak in found.get("tried", ()):
             tried = {"table": "flux_batches", "model": row["model"], "gpus": gpus, "resolution": row["resolution"], "batch": batch}
             result.add(tried | ({"error": "out of memory"} if peak is None else {"memory_gib": peak / GIB}))
-    if found["batch"]:
-        result.add(row | {"batch": found["batch"]} | rates(request, found, result), found["times_ms"])
-    else:
-        result.add(row | {"batch": request.batch or 1, "error": "out of memory"})
+    batch = found.get("batch") or request.batch or 1
+    while "times_ms" not in found:
+        result.add(row | {"batch": batch, "error": "out of memory" + (" in the timed steps" if found.get("batch") else "")})
+        if request.batch or batch == 1:
+            return True
+        batch -= 1
+        found = run_ranks(replace(request, batch=batch), gpus)
+    result.add(row | {"batch": batch} | rates(request, found, result), found["times_ms"])
     return True
 
 
@@ -199,11 +197,13 @@ def rates(request: Request, found: dict[str, Any], result: Result) -> dict[str, 
 
 
 def run_ranks(request: Request, gpus: int) -> dict[str, Any]:
-    """What throughput/flux_rank.py found on so many GPUs, or processes of a CPU. Raises the RunError of the rank that failed first."""
+    """What throughput/flux_rank.py found on so many GPUs, or processes of a CPU; without `times_ms` where memory ran out, and empty where that
+    was before the first try ended. Raises the RunError of the rank that failed first, for any other reason.
+    """
     with tempfile.TemporaryDirectory(prefix="flux-") as name:
         request.write(Path(name) / ranks.REQUEST)
         settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         found, error = ranks.run_ranks(Path(name), gpus, ["throughput.flux_rank", name], settings, LIMIT_S)
-    if error:
+    if error and error.kind != OutOfMemory.kind:
         raise error
     return found

@@ -1,6 +1,7 @@
 """What one rank measures for `throughput flux`: `python -m throughput.flux_rank FOLDER`, started by torchrun on n GPUs.
 
-FOLDER/request.json says what; rank 0 writes FOLDER/measured.json: the batches that were tried and, where one fits, its steps.
+FOLDER/request.json says what; rank 0 writes FOLDER/measured.json: the batches that were tried and, where one fits, its steps. It is there before
+the steps, which may run out of memory after all.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ LEARNING_RATE = 1e-5
 WEIGHT_STD = 0.02  # random weights: zeros, with which training would begin, make a GPU faster than it is
 DTYPE = torch.bfloat16  # of weights, activations, reduced gradients and moments; masters and summed gradients are fp32
 GUIDANCE = 1.0
+STEPS_OF_TRY = 2  # the second begins with what the first left in torch's cache, as every later one does
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,13 @@ def measure(folder: Path) -> None:
     processes = start_processes(request.device, TIMEOUT_S, high_priority_compute=True)
     processes.barrier()  # NCCL's own memory is there before any batch is tried
     with attention_backends(request.device):
-        found = measure_batches(request, processes)
-    if processes.rank == 0:
-        (folder / MEASURED).write_text(json.dumps(found))
+        measure_batches(request, processes, folder / MEASURED)
     dist.destroy_process_group()
 
 
-def measure_batches(request: Request, processes: Processes) -> dict[str, Any]:
+def measure_batches(request: Request, processes: Processes, path: Path) -> dict[str, Any]:
     """`tried`: (batch, peak bytes of the fullest rank, or None where a rank ran out of memory). `batch`, 0 if none fits; with one,
-    `times_ms` of its steps on the slowest rank and `memory_bytes`.
+    `times_ms` of its steps on the slowest rank and `memory_bytes`. Rank 0 writes it to `path`, the first two before the steps.
     """
     tried: list[tuple[int, int | None]] = []
 
@@ -85,6 +85,7 @@ def measure_batches(request: Request, processes: Processes) -> dict[str, Any]:
 
     batch = (request.batch if fits(request.batch) else 0) if request.batch else largest(fits)
     found: dict[str, Any] = {"tried": tried, "batch": batch}
+    write(found, path, processes)
     if batch:
         free_memory(processes.device)
         model, optimizer = build(request, processes)
@@ -95,7 +96,13 @@ def measure_batches(request: Request, processes: Processes) -> dict[str, Any]:
             "times_ms": max_over_ranks(times, processes),
             "memory_bytes": int(max_over_ranks([peak_bytes(processes.device)], processes)[0]),
         }
+        write(found, path, processes)
     return found
+
+
+def write(found: dict[str, Any], path: Path, processes: Processes) -> None:
+    if processes.rank == 0:
+        path.write_text(json.dumps(found))
 
 
 # --- a training step --------------------------------------------------------------------------------------------------
@@ -171,25 +178,27 @@ def kernels_of(device: torch.device) -> str:
 
 
 def try_batch(request: Request, processes: Processes, size: int) -> int | None:
-    """Peak memory of a step in bytes, on the fullest rank; None if any runs out. Everything is allocated anew, and freed again."""
+    """Peak memory of two steps in bytes, on the fullest rank; None if any runs out. Everything is allocated anew, and freed again."""
     free_memory(processes.device)
     built: list[Any] = []
 
     def build_all() -> None:
-        built.extend(build(request, processes))
-
-    def run() -> None:
-        model, optimizer = built
+        model, optimizer = build(request, processes)
         if processes.world_size > 1:
             optimizer.reduce_scatter = Unsent(processes.shard_group, None, DTYPE, accumulate.ENGINES[kernels_of(processes.device)])
-        flow_loss(model, synthetic_batch(request, processes, size)).backward()
+        built.extend((model, optimizer, synthetic_batch(request, processes, size)))
+
+    def run() -> None:
+        model, _, batch = built
+        flow_loss(model, batch).backward()
 
     if not succeeds_everywhere(build_all, processes):
         return None
     built[1].gather()
-    if not succeeds_everywhere(run, processes):
-        return None
-    built[1].step(LEARNING_RATE)
+    for _ in range(STEPS_OF_TRY):
+        if not succeeds_everywhere(run, processes):
+            return None
+        built[1].step(LEARNING_RATE)
     return int(max_over_ranks([peak_bytes(processes.device)], processes)[0])
 
 

@@ -14,6 +14,8 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 def free_memory(device: torch.device) -> None:
     """Give back what nothing refers to, and forget the peak."""
+    # What a failed backward left to do refers to its graph, and so to the model, until torch runs the next backward.
+    torch.zeros((), device=device, requires_grad=True).backward()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

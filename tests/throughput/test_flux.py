@@ -101,6 +101,10 @@ def test_the_largest_batch_is_found_by_doubling_and_bisecting(limit):
     assert len(set(tried)) == len(tried) <= 2 * math.ceil(math.log2(limit + 1)) + 1
 
 
+def out_of_memory(gradient):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def one_rank_runs_out(processes, folder):
     """The second rank has memory for a batch of 2, the first for any: in the middle of the backward, where ranks wait for each other."""
     run = Flux.forward
@@ -111,11 +115,8 @@ def one_rank_runs_out(processes, folder):
             self.single_blocks[0].out.weight.register_hook(out_of_memory)
         return velocity
 
-    def out_of_memory(gradient):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     Flux.forward = forward
-    return flux_rank.measure_batches(replace(REQUEST, batch=0), processes)
+    return flux_rank.measure_batches(replace(REQUEST, batch=0), processes, folder / "measured.json")
 
 
 def test_a_rank_that_runs_out_of_memory_ends_the_search_on_all(tmp_path):
@@ -140,6 +141,39 @@ def test_a_try_leaves_its_memory_to_the_timed_steps(processes, monkeypatch):
     assert len(left) > 20 and not any(reference() is not None for reference in left)
 
 
+def test_a_try_that_ran_out_in_the_backward_leaves_its_memory_to_the_next(processes, monkeypatch):
+    left, alive = [], []
+
+    def watch(*arguments):
+        alive.append(sum(reference() is not None for reference in left))
+        model, optimizer = build(*arguments)
+        left.extend(weakref.ref(tensor) for tensor in (*model.parameters(), *optimizer.weights))
+        model.double_blocks[0].image.out.weight.register_hook(out_of_memory)
+        return model, optimizer
+
+    monkeypatch.setattr(flux_rank, "build", watch)
+    assert [try_batch(REQUEST, processes, 1) for _ in range(2)] == [None, None]
+    assert alive == [0, 0] and len(left) > 40
+
+
+def test_a_batch_that_fits_in_the_first_step_only_does_not_fit(processes, monkeypatch):
+    steps, run = [], flux_rank.flow_loss
+
+    def loss(model, batch):
+        steps.append(len(batch.latents))
+        return out_of_memory(None) if len(steps) == 2 else run(model, batch)
+
+    monkeypatch.setattr(flux_rank, "flow_loss", loss)
+    assert try_batch(REQUEST, processes, 3) is None and steps == [3, 3]
+
+
+def test_what_was_tried_is_written_before_the_timed_steps_run_out(processes, monkeypatch, tmp_path):
+    monkeypatch.setattr(flux_rank, "step_ms", lambda *arguments: out_of_memory(None))
+    with pytest.raises(torch.OutOfMemoryError):
+        flux_rank.measure_batches(REQUEST, processes, tmp_path / "measured.json")
+    assert json.loads((tmp_path / "measured.json").read_text()) == {"tried": [[2, 0]], "batch": 2}
+
+
 def test_other_failures_are_not_taken_for_a_lack_of_memory(processes, monkeypatch):
     def fail(model, batch):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
@@ -161,6 +195,20 @@ def test_rows_of_a_search(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: {"tried": [(10, None)], "batch": 0})
     flux.measure(options(gpus=[2]), result)
     assert (result.rows[-1]["batch"], result.rows[-1]["error"]) == (10, "out of memory") and len(result.rows) == 4
+
+
+def test_a_search_goes_down_where_the_timed_steps_run_out(tmp_path, monkeypatch):
+    """A batch that was asked for is not changed."""
+    asked, timed = [], {"tried": [(3, 1)], "batch": 3, "times_ms": [100.0], "memory_bytes": 1}
+    answers = {0: {"tried": [(4, 2**30), (8, None)], "batch": 5}, 4: {"tried": [(4, None)], "batch": 0}, 3: timed, 10: {}}
+    monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: asked.append(request.batch) or answers[request.batch])
+    result = result_of(tmp_path / "out", gpu_memory_gib=139.8)
+    flux.measure(options(batch="max", gpus=[2]), result)
+    rows = [(row["batch"], row.get("error")) for row in result.rows if row["table"] == "flux"]
+    assert asked == [0, 4, 3] and rows == [(5, "out of memory in the timed steps"), (4, "out of memory"), (3, None)]
+    assert len(result.rows) == 5 and result.rows[-1]["images_per_s_per_gpu"] == pytest.approx(30.0)
+    flux.measure(options(gpus=[2]), result)
+    assert (result.rows[-1]["batch"], result.rows[-1]["error"], len(result.rows)) == (10, "out of memory", 6) and asked[3:] == [10]
 
 
 def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
@@ -190,10 +238,8 @@ def test_the_published_number_stands_beside_the_whole_model_only():
 def test_ranks_that_end_badly(tmp_path, monkeypatch, error):
     """For want of memory: a row that says so, and the next number of GPUs is measured. Anything else ends the measurement."""
 
-    def fail(request, gpus):
-        raise error
-
-    monkeypatch.setattr(flux, "run_ranks", fail)
+    found = {"tried": [[10, 1]], "batch": 10} if error.kind == OutOfMemory.kind else {}
+    monkeypatch.setattr(flux.ranks, "run_ranks", lambda *arguments: (found, error))
     result = result_of(tmp_path / "out", gpu_memory_gib=139.8)
     if error.kind == "rank_lost":
         with pytest.raises(RankLost):

@@ -65,6 +65,20 @@ def test_it_goes_on_after_the_last_part_that_ended(tmp_path, commands, capsys):
     assert suite.main(asked(tmp_path / "s")) == 0 and started == []
 
 
+def test_it_repeats_what_failed(tmp_path, commands):
+    started, codes = commands
+    codes["mlp"] = 1
+    assert suite.main(asked(tmp_path / "s")) == 1 and len(started) == 3
+    del codes["mlp"]
+    started.clear()
+    assert suite.main(asked(tmp_path / "s")) == 0
+    assert [words[0] for words in started] == ["mlp"]
+    names = sorted(path.name for path in (tmp_path / "s").iterdir() if path.is_dir())
+    assert names[:2] == ["a", "b"] and names[2].startswith("b.failed-") and names[3:] == ["c"]
+    table = (tmp_path / "s" / "table.md").read_text()
+    assert "failed, exit code" not in table and table.index("| a | ended") < table.index("| b | ended") < table.index("| c | ended")
+
+
 def test_quick_leaves_parts_out(tmp_path, commands):
     started, _ = commands
     assert suite.main(asked(tmp_path / "s", quick=True)) == 0
