@@ -1,7 +1,6 @@
 """What one rank measures for `throughput flux`: `python -m throughput.flux_rank FOLDER`, started by torchrun on n GPUs.
 
-FOLDER/request.json says what; rank 0 writes FOLDER/measured.json: the batches that were tried and, where one fits, its steps. It is there before
-the steps, which may run out of memory after all.
+FOLDER/request.json says what; rank 0 writes FOLDER/measured.json: the batches that were tried and, where one fits, its steps.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ LEARNING_RATE = 1e-5
 WEIGHT_STD = 0.02  # random weights: zeros, with which training would begin, make a GPU faster than it is
 DTYPE = torch.bfloat16  # of weights, activations, reduced gradients and moments; masters and summed gradients are fp32
 GUIDANCE = 1.0
-STEPS_OF_TRY = 2  # the second begins with what the first left in torch's cache, as every later one does
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,8 @@ def measure_batches(request: Request, processes: Processes, path: Path) -> dict[
 
     batch = (request.batch if fits(request.batch) else 0) if request.batch else largest(fits)
     found: dict[str, Any] = {"tried": tried, "batch": batch}
-    write(found, path, processes)
+    if processes.rank == 0:
+        path.write_text(json.dumps(found))
     if batch:
         free_memory(processes.device)
         model, optimizer = build(request, processes)
@@ -96,13 +95,9 @@ def measure_batches(request: Request, processes: Processes, path: Path) -> dict[
             "times_ms": max_over_ranks(times, processes),
             "memory_bytes": int(max_over_ranks([peak_bytes(processes.device)], processes)[0]),
         }
-        write(found, path, processes)
+        if processes.rank == 0:
+            path.write_text(json.dumps(found))
     return found
-
-
-def write(found: dict[str, Any], path: Path, processes: Processes) -> None:
-    if processes.rank == 0:
-        path.write_text(json.dumps(found))
 
 
 # --- a training step --------------------------------------------------------------------------------------------------
@@ -188,15 +183,11 @@ def try_batch(request: Request, processes: Processes, size: int) -> int | None:
             optimizer.reduce_scatter = Unsent(processes.shard_group, None, DTYPE, accumulate.ENGINES[kernels_of(processes.device)])
         built.extend((model, optimizer, synthetic_batch(request, processes, size)))
 
-    def run() -> None:
-        model, _, batch = built
-        flow_loss(model, batch).backward()
-
     if not succeeds_everywhere(build_all, processes):
         return None
     built[1].gather()
-    for _ in range(STEPS_OF_TRY):
-        if not succeeds_everywhere(run, processes):
+    for _ in range(2):  # the second begins with what the first left in torch's cache, as every later one does
+        if not succeeds_everywhere(lambda: flow_loss(built[0], built[2]).backward(), processes):
             return None
         built[1].step(LEARNING_RATE)
     return int(max_over_ranks([peak_bytes(processes.device)], processes)[0])

@@ -1,6 +1,4 @@
-"""All measurements in one sitting, each in a process of its own, and one page of them. Started again with the same --out, it goes on, and
-repeats what failed.
-"""
+"""All measurements in one sitting, each in a process of its own, and one page of them. Started again with the same --out, it goes on."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ SCHEDULED = 60.0  # seconds: below that the time left is not worth a line
 @dataclass(frozen=True)
 class Part:
     """One command. `words` follow `python3 -m throughput`, `quick` those of --quick ("" leaves it out); {gpus} stands for 1,2,4 or what
-    --gpus says. `seconds`, `quick_seconds`: expected on one H200, for the time left; measured with --quick, but for what it leaves out. Two
-    H200s took 70 s for scaling and 32 s for flux, and a full llama 35 to 65 s for each number of GPUs.
+    --gpus says. `seconds`, `quick_seconds`: for the time left, measured on one H200 in a suite with --quick. Measured elsewhere: scaling and
+    flux on two (on one, flux ran out of memory after 21 s), and a full llama, 35 to 65 s for each number of GPUs; with --lora it is assumed to take as long.
     """
 
     name: str
@@ -143,11 +141,8 @@ def sections(folder: Path, ended: dict[str, dict]) -> list[Section]:
             found[name] = result.read(folder / name)
         except RunError:  # it ended before it wrote one; its row says how
             continue
-    made = (
-        [report.facts([("", next(iter(found.values())) | {"command": shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])})])]
-        if found
-        else []
-    )
+    command = shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])
+    made = [report.facts([("", next(iter(found.values())) | {"command": command})])] if found else []
     made.append(parts_section(ended, found))
     for name, data in found.items():
         made += report.relabeled([part for table in data["tables"] for part in report.measured(table, data)], name)
