@@ -26,8 +26,7 @@ SCHEDULED = 60.0  # seconds: below that the time left is not worth a line
 @dataclass(frozen=True)
 class Part:
     """One command. `words` follow `python3 -m throughput`, `quick` those of --quick ("" leaves it out); {gpus} stands for 1,2,4 or what
-    --gpus says. `seconds`, `quick_seconds`: for the time left, measured on one H200 in a suite with --quick. Measured elsewhere: scaling and
-    flux on two (on one, flux ran out of memory after 21 s), and a full llama, 35 to 65 s for each number of GPUs; with --lora it is assumed to take as long.
+    --gpus says. `seconds`, `quick_seconds`: for the time left, measured on one H200; scaling and flux on two, llama_lora assumed.
     """
 
     name: str
