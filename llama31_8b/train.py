@@ -2,8 +2,8 @@
 
     python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N --device cuda|cpu [--save]
 
-It reads DIR/config.toml, which the launcher wrote. Order: build, warm up on synthetic tokens, start the clock, open the data; with --save, after the
-clock, write the model.
+It reads DIR/config.toml, which the launcher wrote. Order: build, warm up on synthetic tokens, start the clock, open the data; with --save,
+write the model at the end (save.py).
 """
 
 from __future__ import annotations

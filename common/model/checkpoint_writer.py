@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.data.manifest import write_whole
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, parts_of
 from common.model.llama import Llama
 
@@ -33,8 +34,8 @@ def write_checkpoint(
     """Write a model without adapters to `folder`; returns the files: at most `files` with weights, config.json of a LlamaConfig, the index.
 
     `layout`: FUSED as MLCommons', ORDINARY for `LlamaForCausalLM.from_pretrained`. `dtype`: of the files, by default the parameters'.
-    `beat` is called before each tensor. The index comes last, and all files are on the disk when this returns. Raises ValueError for a
-    model that is no LlamaForCausalLM, OSError where the disk takes no more.
+    `beat` is called before each tensor. The index comes last. Raises ValueError for a model that is no LlamaForCausalLM, OSError where the
+    disk takes no more.
     """
     if model.shape.qk_norm:
         raise ValueError("only Llama can be written: this model norms its query and key heads")
@@ -49,13 +50,9 @@ def write_checkpoint(
         paths.append(path)
         weight_map.update(dict.fromkeys(names, path.name))
     total = sum(rows.numel() for rows in tensors.values()) * dtype.itemsize
-    for name, content in (
-        (CONFIG, _llama_config(model, dtype)),
-        (INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}),
-    ):
-        with (folder / name).open("w") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            _sync(file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, content in ((CONFIG, _llama_config(model, dtype)), (INDEX, index)):
+        write_whole(folder / name, json.dumps(content, indent=2).encode() + b"\n")
         paths.append(folder / name)
     return paths
 
@@ -82,13 +79,8 @@ def _write_file(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, beat
         for rows in tensors.values():
             beat()
             file.write(rows.to("cpu", dtype).contiguous().view(torch.uint8).numpy())
-        _sync(file)
-
-
-def _sync(file) -> None:
-    """Some file systems report a full disk only here."""
-    file.flush()
-    os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())  # some file systems report a full disk only here
 
 
 def _groups(sizes: dict[str, int], count: int) -> list[list[str]]:
@@ -105,7 +97,15 @@ def _groups(sizes: dict[str, int], count: int) -> list[list[str]]:
 
 def _llama_config(model: Llama, dtype: torch.dtype) -> dict:
     """The fields of transformers' LlamaConfig. No ids of special tokens: which ones there are is the tokenizer's matter."""
-    shape, scaling = model.shape, model.shape.rope_scaling
+    shape, scaling = model.shape, None
+    if rope := shape.rope_scaling:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_frequency_factor,
+            "high_freq_factor": rope.high_frequency_factor,
+            "original_max_position_embeddings": rope.original_context,
+        }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -119,15 +119,7 @@ def _llama_config(model: Llama, dtype: torch.dtype) -> dict:
         "max_position_embeddings": model.max_sequence_length,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_base,
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        },
+        "rope_scaling": scaling,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
