@@ -36,8 +36,8 @@ LOGDIR/<benchmark>/attempts.jsonl records when every attempt started and how it 
 the last series that lacks good runs, after a signal, a crash or too many failures, provided that config, code, data and GPUs are the
 same. It takes NEXP from the ledger; a larger NEXP adds runs to a series, finished or not.
 
---save writes the trained model of llama31_8b into the directory of each run, in model/, as transformers reads it, when the clock has stopped. Where that
-fails, a full disk for example, the run stays good, and the command ends with the code of what failed.
+--save writes the trained model of llama31_8b into the directory of each run, in model/, as transformers reads it, when the clock has
+stopped. Where that fails, a full disk for example, the run stays good, and the command ends with the code of what failed.
 
 Exit codes: 0 all runs good; else that of the first failure, see common/errors.py; a signal ends the series with 130 (INT), 143 (TERM).
 """

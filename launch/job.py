@@ -76,7 +76,9 @@ class Job:
 
 
 def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job:
-    """`any_kind` of GPU, or those that have peaks only. Raises what `select_config` raises, and ConfigError for a wrong NODE_RANK or --save."""
+    """`any_kind` of GPU, or those that have peaks only. Raises what `select_config` raises, and ConfigError for a wrong NODE_RANK, or for
+    --save where there is nothing to save.
+    """
     environment = os.environ
     save = getattr(options, "save", False)
     if save and not (ROOT / benchmark / "save.py").is_file():

@@ -1,7 +1,7 @@
 """`--save`: after the clock, the trained model as a Hugging Face checkpoint in `model/` of the run's directory.
 
-Written are the module's parameters, which every rank has whole: the weights that the last evaluation computed with, bf16 on a GPU, fp32 on a CPU. The fp32
-masters, of which each rank has a part, are not saved. Only rank 0 writes.
+Written are the module's parameters, which every rank has whole: the weights that the last evaluation computed with, bf16 on a GPU,
+fp32 on a CPU. The fp32 masters, of which each rank has a part, are not saved. Only rank 0 writes.
 """
 
 from __future__ import annotations

@@ -113,4 +113,4 @@ def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], Config, run, "llama31_8b.train")
+    main(sys.argv[1:], Config, run, "llama31_8b.train", saves=True)

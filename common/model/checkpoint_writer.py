@@ -59,7 +59,7 @@ def write_checkpoint(
 
 def _tensors(model: Llama, layout: str) -> dict[str, Tensor]:
     """The tensors of the checkpoint in the order of the forward: views of the parameters."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, parts in parts_of(model.shape, layout).items():
         rows = model.get_parameter(name).split([part.rows for part in parts])
         found |= {part.name: view for part, view in zip(parts, rows, strict=True)}
@@ -78,7 +78,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, beat
         file.write(struct.pack("<Q", len(text)) + text)
         for rows in tensors.values():
             beat()
-            file.write(rows.to("cpu", dtype).contiguous().view(torch.uint8).numpy())
+            file.write(rows.to("cpu", dtype).contiguous().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())  # some file systems report a full disk only here
 

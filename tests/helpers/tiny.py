@@ -188,7 +188,7 @@ def train_watched(opens: Path, arguments: list[str]) -> None:
 
     sys.addaudithook(hook)
     trainer.MINIATURE = TINY
-    main(arguments, Config, trainer.run, "llama31_8b.train")
+    main(arguments, Config, trainer.run, "llama31_8b.train", saves=True)
 
 
 if __name__ == "__main__":
