@@ -36,6 +36,9 @@ LOGDIR/<benchmark>/attempts.jsonl records when every attempt started and how it 
 the last series that lacks good runs, after a signal, a crash or too many failures, provided that config, code, data and GPUs are the
 same. It takes NEXP from the ledger; a larger NEXP adds runs to a series, finished or not.
 
+--save writes the trained model of llama31_8b into the directory of each run, in model/, as transformers reads it, when the clock has
+stopped. Where that fails, a full disk for example, the run stays good, and the command ends with the code of what failed.
+
 Exit codes: 0 all runs good; else that of the first failure, see common/errors.py; a signal ends the series with 130 (INT), 143 (TERM).
 """
 
@@ -148,6 +151,8 @@ def _parse(name: str, rest: list[str]) -> argparse.Namespace:
         limit = f"end the series when more than N attempts failed; default {series.MAX_FAILURES}, for a single run 0"
         parser.add_argument("--max-failures", type=int, metavar="N", help=limit)
         parser.add_argument("--resume", action="store_true", help="continue the last series in LOGDIR that lacks good runs")
+        help_save = "llama31_8b: after the clock, write the trained model to model/ of the run's directory, for transformers"
+        parser.add_argument("--save", action="store_true", help=help_save)
     else:
         for key in ("steps", "warmup", "layers"):
             parser.add_argument(f"--{key}", type=int, metavar="N", default=2 if (name, key) == ("profile", "steps") else None)

@@ -60,6 +60,7 @@ class Job:
     log_dir: Path
     environment: Mapping[str, str]
     node: Node
+    save: bool  # the trained model, after the clock
 
     @property
     def config(self) -> RunConfig:
@@ -75,12 +76,18 @@ class Job:
 
 
 def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job:
-    """`any_kind` of GPU, or those that have peaks only. Raises what `select_config` raises, and ConfigError for a wrong NODE_RANK."""
+    """`any_kind` of GPU, or those that have peaks only. Raises what `select_config` raises, and ConfigError for a wrong NODE_RANK, or for
+    --save where there is nothing to save.
+    """
     environment = os.environ
+    save = getattr(options, "save", False)
+    if save and not (ROOT / benchmark / "save.py").is_file():
+        why = "it has no weights of its own, or saves what it trained in any case"
+        raise ConfigError(f"{benchmark} has no --save", why, "leave it out")
     gpus = Probe("none") if options.device == "cpu" else probe()
     selection = select_config(ROOT, benchmark, options, environment, gpus, any_kind)
     folders = directories(benchmark, selection.config.miniature, environment)
-    return Job(benchmark, selection, gpus, *folders, environment, node_from(environment, selection.config.nodes))
+    return Job(benchmark, selection, gpus, *folders, environment, node_from(environment, selection.config.nodes), save)
 
 
 def directories(benchmark: str, miniature: bool, environment: Mapping[str, str]) -> tuple[Path, Path]:
@@ -121,7 +128,7 @@ def torchrun(folder: Path, processes: int, arguments: list[str], nodes: list[str
 
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
     arguments = ["--run-dir", str(run_dir), "--data-dir", str(job.data_dir), "--config-name", job.selection.log_name]
-    arguments += ["--seed", str(seed), "--device", job.selection.device]
+    arguments += ["--seed", str(seed), "--device", job.selection.device, *(["--save"] if job.save else [])]
     return torchrun_command(job, run_dir, ["-m", f"{job.benchmark}.train", *arguments])
 
 

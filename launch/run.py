@@ -74,10 +74,12 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     if result.seconds is not None:
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
         print(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}", flush=True)
-    error = _judge(job, nodes, run_dir, ending, result)
+    error, unsaved = _judge(job, nodes, run_dir, ending, result)
     write_report(run_dir)
     print_stderr(*closing(result, run_dir, error.lines() if error else "", job.config.miniature))
-    return series.Outcome(error, result, cleared)
+    if unsaved:
+        print_stderr("This failed after the clock, and does not concern the run:", unsaved.lines())
+    return series.Outcome(error, result, cleared, unsaved)
 
 
 def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> str:
@@ -99,23 +101,26 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
         return supervise(command, environment, run_dir, watch, functools.partial(nodes.poll, run_dir))
 
 
-def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result) -> RunError | None:
-    """What went wrong, also left in failure.json; None for a run that reached the target and passed the checks."""
+def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result) -> tuple[RunError | None, RunError | None]:
+    """What went wrong with the run, also left in failure.json, None where it reached the target and passed the checks; and with saving."""
     facts: dict = {}
-    error: RunError | None
+    error: RunError | None = None
+    unsaved: RunError | None = None
     if ending.signal_number:
         error = Interrupted(ending.signal_number)
     elif nodes.lost:
         error = next(iter(nodes.lost.values()))
     elif ending.hang and not nodes.failed:
         error, facts = ending.hang, ending.culprit or {}
-    elif ending.returncode == 0 and not nodes.failed and result.status == "success":
-        error = _check(run_dir)
-    else:
+    elif ending.returncode or nodes.failed or result.status != "success":
         error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
+    if result.status == "success" and job.save:  # the log of the run is complete, and only saving comes after it
+        unsaved, error = error, None
+    if result.status == "success" and not error:
+        error = _check(run_dir)
     if error:
         diagnosis.write_failure(run_dir, error, facts)
-    return error
+    return error, unsaved
 
 
 def _check(run_dir: Path) -> RunError | None:

@@ -42,6 +42,7 @@ class Outcome:
     error: RunError | None
     result: diagnosis.Result = field(default_factory=diagnosis.Result)
     cache: str = ""
+    unsaved: RunError | None = None  # what failed after a good run: its model was not saved
 
 
 Execute = Callable[[Path, int], Outcome]  # run directory, seed
@@ -102,7 +103,14 @@ class Series:
     def end(self, start: dict, outcome: Outcome) -> None:
         error, result = outcome.error, outcome.result
         minutes = None if result.seconds is None else round(result.seconds / 60, 6)
-        ending = {"exit_code": 0, "kind": "success", "reason": "", "minutes": minutes, "samples": result.samples, "cache": outcome.cache}
+        ending = {
+            "exit_code": 0,
+            "kind": "success",
+            "reason": outcome.unsaved.what if outcome.unsaved else "",
+            "minutes": minutes,
+            "samples": result.samples,
+            "cache": outcome.cache,
+        }
         if error:
             ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
         self.append(**start | ending | {"event": "end"})
@@ -115,7 +123,8 @@ class Series:
 
 
 def run(log_dir: Path, benchmark: str, selection: Selection, facts: dict, request: Request, execute: Execute) -> int:
-    """Attempts until the request is fulfilled. Returns 0 with all good runs, else the code of the first failure, or 128 + n after signal n.
+    """Attempts until the request is fulfilled. Returns 0 with all good runs, else the code of the first failure, or 128 + n after signal n; with
+    all good runs of which one was not saved, the code of that.
 
     Raises ConfigError if there is nothing that can be resumed, StorageError if the ledger or a run directory cannot be written.
     """
@@ -132,6 +141,7 @@ def run(log_dir: Path, benchmark: str, selection: Selection, facts: dict, reques
 def _attempts(series: Series, log_dir: Path, benchmark: str, request: Request, execute: Execute) -> int:
     record = series.record
     failed: list[int] = []  # exit codes of this command's failures
+    unsaved: list[int] = []  # and of its good runs whose model was not saved
     while len(record.good) < record.goal:
         if record.goal > 1:
             counts = f"{len(record.good)} of {record.goal} runs are good, {len(record.failed)} failed"
@@ -141,13 +151,14 @@ def _attempts(series: Series, log_dir: Path, benchmark: str, request: Request, e
         start = series.start(run_dir, seed)
         outcome = _outcome(execute, run_dir, seed)
         series.end(start, outcome)
-        if isinstance(outcome.error, Interrupted):
-            return outcome.error.exit_code
+        if isinstance(end := outcome.error or outcome.unsaved, Interrupted):
+            return end.exit_code
         failed += [outcome.error.exit_code] if outcome.error else []
+        unsaved += [outcome.unsaved.exit_code] if outcome.unsaved else []
         if len(failed) > request.max_failures:
             return failed[0]
     series.append("closed")
-    return 0
+    return unsaved[0] if unsaved else 0
 
 
 def _outcome(execute: Execute, run_dir: Path, seed: int) -> Outcome:

@@ -1,8 +1,9 @@
 """A timed run of `llama31_8b`: builds the objects and hands them to the loop. One process per GPU, started by torchrun.
 
-    python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N --device cuda|cpu
+    python -m llama31_8b.train --run-dir DIR --data-dir DIR --config-name NAME --seed N --device cuda|cpu [--save]
 
-It reads DIR/config.toml, which the launcher wrote. Order: build, warm up on synthetic tokens, start the clock, open the data.
+It reads DIR/config.toml, which the launcher wrote. Order: build, warm up on synthetic tokens, start the clock, open the data; with --save,
+write the model at the end (save.py).
 """
 
 from __future__ import annotations
@@ -82,6 +83,10 @@ def run(session: Session) -> None:
     config, data_dir, seed = session.config, session.args.data_dir, session.args.seed
     assert isinstance(config, Config)
     rules = MINIATURE if config.miniature else CLOSED
+    if session.args.save:
+        from llama31_8b import save  # no other run needs it
+
+        save.require_absent(session.args.run_dir)
     processes = session.start(HIGH_PRIORITY_COMPUTE)
     # Document lengths are metadata: the .idx may be read before the clock starts, the tokens may not.
     session.log_submission(BENCHMARK, rules, sequences_in(data_dir / rules.train_prefix, rules.sequence_length))
@@ -92,6 +97,8 @@ def run(session: Session) -> None:
         assembly = assemble(config, rules, processes, seed)
         session.phase_done("init")
         session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes))
+    if session.args.save and session.rank == 0:
+        save.save_model(assembly.model, session.args.run_dir, partial(session.heartbeat.beat, session.step(), "save"))
 
 
 def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
@@ -106,4 +113,4 @@ def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], Config, run, "llama31_8b.train")
+    main(sys.argv[1:], Config, run, "llama31_8b.train", saves=True)

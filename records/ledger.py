@@ -5,8 +5,8 @@ One JSON object per line, all with `event` and `series` (an id):
   series  a series begins: started, goal (number of good runs), facts (what must not change within it, see series.facts_of)
   start   an attempt begins: attempt (1, 2, ...), run (directory beside the ledger), seed, started (UTC), config (file name in the log),
           modified (the config is not as in the repository), commit
-  end     the attempt ended: the same, and exit_code, kind (success, lost, or of failure.json), reason, minutes (run_start to run_stop),
-          samples (training sequences), cache (fadvise, no: how the data left the page cache)
+  end     the attempt ended: the same, and exit_code, kind (success, lost, or of failure.json), reason (of a good run: why its model was
+          not saved), minutes (run_start to run_stop), samples (training sequences), cache (fadvise, no: how the data left the page cache)
   goal    the series was resumed with a larger NEXP: goal
   closed  the series has its good runs; a larger NEXP may reopen it
 

@@ -43,6 +43,7 @@ class Session:
         self.heartbeat = Heartbeat(self.run_dir, rank)
         self.meter: Meter | None = None
         self.ranks: RankComparison | None = None
+        self.succeeded = False
 
     # The beginning.
 
@@ -137,11 +138,14 @@ class Session:
         minutes = self.log.run_stop(outcome.samples, "success")
         self.events.write("verdict", status="success", samples=outcome.samples, loss=outcome.loss, minutes=minutes)
         self.heartbeat.beat(self.step(), "done")
+        self.succeeded = True
 
     # Failure.
 
     def abort(self) -> None:
         self.progress.close()
+        if self.succeeded:  # what failed came after the run
+            return
         samples = self.meter.samples if self.meter else 0
         self.log.abort(samples)
         self.events.write("verdict", status="aborted", samples=samples, loss=None, minutes=None)
@@ -150,14 +154,16 @@ class Session:
         return self.meter.samples // self.config.global_batch_size if self.meter else 0
 
 
-def main(argv: list[str], kind: type[RunConfig], run: Callable[[Session], None], program: str) -> None:
-    """Entry of a rank: `run` under the guard. Does not return."""
+def main(argv: list[str], kind: type[RunConfig], run: Callable[[Session], None], program: str, saves: bool = False) -> None:
+    """Entry of a rank: `run` under the guard. Does not return. `saves`: the program takes --save."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description="One rank of a timed run; ./run_and_time.sh starts it.")
     parser.add_argument("--run-dir", type=Path, required=True, help="holds config.toml; results go here")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--config-name", required=True, help="name of the TOML, as it goes into the log")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    if saves:
+        parser.add_argument("--save", action="store_true", help="write the trained model when the clock has stopped")
     args = parser.parse_args(argv)
     session = Session(args, configs.load(args.run_dir / "config.toml", kind), int(os.environ.get("RANK", "0")))
     run_guarded(args.run_dir, session.rank, partial(run, session), session.abort, session.step)

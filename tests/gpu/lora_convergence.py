@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from checkpoint_writer import save_base
 from signal_to_noise import sqnr_db
 from torch import Tensor
 
 from common.data import corpus
 from common.kernels.attention import attention_backends
 from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.llama import Llama
 from common.model.lora import adapter_parameters
@@ -80,7 +80,7 @@ def train_base(size: Size, data_dir: Path, folder: Path, steps: int, processes: 
     whole = fused_llama(size.shape, rules.sequence_length)
     whole.load_state_dict({name: tensor.bfloat16().cpu() for name, tensor in assembly.model.state_dict().items()})
     whole.bfloat16()
-    save_base(whole, folder)
+    write_checkpoint(whole, folder)
 
 
 def config_of(size: Size, in_fp8: bool) -> Config:

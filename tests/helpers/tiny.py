@@ -91,12 +91,14 @@ class Facts:
     message: str
 
 
-def run(run_dir: Path, data_dir: Path, rules: Rules = TINY, seed: int = 1, config_name: str = "CPU_1x1.toml", **changes) -> Facts:
+def run(
+    run_dir: Path, data_dir: Path, rules: Rules = TINY, seed: int = 1, config_name: str = "CPU_1x1.toml", save: bool = False, **changes
+) -> Facts:
     """The trainer's `run` in this process, and the session's `abort` where it fails, as run_guarded would call it."""
     rank = int(os.environ.get("RANK", "0"))
     run_dir.mkdir(parents=True)
     configured = run_config(**changes)
-    args = argparse.Namespace(run_dir=run_dir, data_dir=data_dir, config_name=config_name, seed=seed, device="cpu")
+    args = argparse.Namespace(run_dir=run_dir, data_dir=data_dir, config_name=config_name, seed=seed, device="cpu", save=save)
     error = None
     with mock.patch.object(trainer, "MINIATURE" if configured.miniature else "CLOSED", rules):
         session = Session(args, configured, rank)
@@ -186,7 +188,7 @@ def train_watched(opens: Path, arguments: list[str]) -> None:
 
     sys.addaudithook(hook)
     trainer.MINIATURE = TINY
-    main(arguments, Config, trainer.run, "llama31_8b.train")
+    main(arguments, Config, trainer.run, "llama31_8b.train", saves=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A project of its own for tests of the launcher: the launcher as it is, and a toy benchmark whose trainer misbehaves as told.
 
-TOY says how: good, kill, wait, or held. A held run waits while there is a file hold_<attempt> where the launcher was started.
+TOY says how: good, kill, wait, held; or "unsaved", "killed in save" with --save, or "late": it fails after a successful run. A held run waits while there is a file hold_<attempt> where the launcher was started.
 """
 
 import os
@@ -21,6 +21,7 @@ from common.errors import StorageError, write_rank_record
 parser = argparse.ArgumentParser()
 for name in ("run-dir", "data-dir", "config-name", "seed", "device"):
     parser.add_argument(f"--{name}", required=True)
+parser.add_argument("--save", action="store_true")
 args = parser.parse_args()
 run_dir, rank, mode = Path(args.run_dir), int(os.environ["RANK"]), os.environ["TOY"]
 attempt = sum(json.loads(line)["event"] == "start" for line in (run_dir.parent / "attempts.jsonl").read_text().splitlines())
@@ -63,6 +64,12 @@ try:
 except OSError as error:
     end("failed", StorageError(f"cannot write: {error.strerror}", "the disk is full", "free space"), step=1)
 log("run_stop", status="success", samples_count=32)
+if args.save and mode == "unsaved" and rank == 0:
+    end("failed", StorageError("the model was not saved", "the disk is full", "free space"), step=2)
+if args.save and mode == "killed in save" and rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "late":
+    end("failed", StorageError("something is missing", "the disk is full", "free space"), step=2)
 end("done", step=2)
 """
 # In place of launch/torchrun.py: the same processes, signals and findings, without the seconds that an import of torch takes.
@@ -120,6 +127,7 @@ def make_project(root: Path, torchrun: str = "") -> Path:
         "toy/__init__.py": "",
         "toy/rules.py": RULES,
         "toy/train.py": TRAINER,
+        "toy/save.py": "",
         "toy/prepare.py": PREPARE,
         "submission/__init__.py": "",
         "submission/check.py": CHECK,

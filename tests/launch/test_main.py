@@ -57,6 +57,32 @@ def test_findings_are_no_success(project, tmp_path):
     assert (end["event"], end["exit_code"], end["kind"], end["samples"]) == ("end", 20, "check_failed", 32)
 
 
+@pytest.mark.parametrize(
+    ("mode", "code", "words"), [("unsaved", 17, "the model was not saved"), ("killed in save", 14, "died without a message")]
+)
+def test_what_fails_in_saving_ends_the_command_and_not_the_run(project, tmp_path, mode, code, words):
+    seen, _, err = finish(launch(project, tmp_path, "--save", TOY=mode))
+    assert seen == code and words in err and "target reached with 32 sequences" in err and "the log is clean" in err
+    end = next(
+        line for line in map(json.loads, reversed((tmp_path / "out/toy/attempts.jsonl").read_text().splitlines())) if line["event"] == "end"
+    )
+    assert (end["exit_code"], end["kind"], end["samples"]) == (0, "success", 32) and words in end["reason"]
+    assert not (only_run(tmp_path) / "failure.json").exists() and (only_run(tmp_path) / "check.txt").is_file()
+
+
+def test_a_run_without_saving_that_fails_after_its_end_has_failed(project, tmp_path):
+    code, _, _ = finish(launch(project, tmp_path, TOY="late"))
+    assert code == 17 and json.loads((only_run(tmp_path) / "failure.json").read_text())["kind"] == "storage"
+
+
+def test_only_a_benchmark_that_can_save_takes_the_option():
+    command = [sys.executable, "-m", "launch", "llama2_70b_lora", "--device", "cpu", "--save", "--print"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert answer.returncode == 2 and "llama2_70b_lora has no --save" in answer.stderr and not answer.stdout
+    command[3] = "llama31_8b"
+    assert " --save\n" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+
+
 @pytest.mark.parametrize("verb", ["check", "report", "score", "describe", "package"])
 def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_path, verb):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")

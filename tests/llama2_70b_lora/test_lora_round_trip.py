@@ -10,7 +10,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from checkpoint_writer import save_base
 from lora_ranks import RULES, TABLE
 from safetensors.torch import load_file
 from test_govreport import LENGTH, VOCAB, write
@@ -19,6 +18,7 @@ from tiny import ROOT
 from common.config import from_table
 from common.errors import RunError
 from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.training.log_keys import hyperparameters
@@ -49,7 +49,7 @@ def start(folder, rules, processes, layout="fused", **changes):
     write(folder / "data", **{split: np.repeat(random.integers(VOCAB, size=(rows, 1, LENGTH)), 2, 1) for split, rows in splits.items()})
     base = fused_llama(SHAPE, LENGTH)
     init_weights(base, SHAPE.num_layers, 1, 0.2, copy_weight)
-    save_base(base, folder / "data" / "base", layout=layout)
+    write_checkpoint(base, folder / "data" / "base", layout=layout)
     run_dir = folder / "run"
     run_dir.mkdir()
     config = from_table(TABLE | {"gpus_per_node": 1, "micro_batch_size": 8} | changes, Config, "test")
@@ -80,7 +80,7 @@ def test_peft_and_the_merged_checkpoint_give_the_logits_of_the_run(tmp_path, pro
     base, ordinary = tmp_path / "data" / "base", tmp_path / "ordinary"
     model = fused_llama(SHAPE, LENGTH)
     load_base(model, base)
-    save_base(model, ordinary, layout="ordinary")  # what transformers can read
+    write_checkpoint(model, ordinary, layout="ordinary")  # what transformers can read
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
     peft = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(ordinary, dtype=torch.float32), run_dir / "adapter").eval()
     merged = tmp_path / "merged"

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoint_writer import save_base
 from lora_ranks import RULES, few_steps, lora_config
 from tiny import call_on_ranks
 
@@ -17,6 +16,7 @@ from common.kernels.fp8 import Quantizer
 from common.kernels.quantize import quantize_reference
 from common.model import checkpoint_loader, checkpoint_names
 from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.sharding.activation_offload import ActivationOffloader
@@ -75,7 +75,7 @@ def checkpoints(tmp_path_factory):
     folder, model = tmp_path_factory.mktemp("frozen"), fused_llama(MODEL, 16)
     init_weights(model, MODEL.num_layers, 5, 0.5, copy_weight)
     for layout in ("fused", "ordinary"):
-        save_base(model, folder / layout, shards=3, layout=layout)
+        write_checkpoint(model, folder / layout, files=3, layout=layout)
     return folder
 
 
@@ -174,7 +174,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_before_a_layer_is_held(processe
         load_base(model, tmp_path, None, base)
     source = fused_llama(MODEL, 16)
     init_weights(source, MODEL.num_layers, 5, 0.5, copy_weight)
-    save_base(source, tmp_path / "double", dtype=torch.float64)
+    write_checkpoint(source, tmp_path / "double", dtype=torch.float64)
     with mock.patch.object(base, "add_layer", side_effect=AssertionError), pytest.raises(WeightsError, match="expected a dtype of BF16"):
         load_base(model, tmp_path / "double", None, base)
 

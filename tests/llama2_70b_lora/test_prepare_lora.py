@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_writer import save_base
 
 from common.data import corpus
 from common.data.manifest import Manifest
 from common.errors import DataError, PreflightError, StorageError, WeightsError
 from common.model.checkpoint_loader import load_base
+from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.shapes import ModelShape
@@ -210,7 +210,7 @@ def whole(tmp_path):
     write_parquet(tmp_path / "d", govreport_rows())
     model = fused_llama(SMALL.shape, 12)
     init_weights(model, SMALL.shape.num_layers, 1, 0.02, copy_weight)
-    save_base(model, tmp_path / "w", dtype=torch.bfloat16)
+    write_checkpoint(model, tmp_path / "w", dtype=torch.bfloat16)
     return tmp_path
 
 

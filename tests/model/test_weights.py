@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_writer import save_base
 from lora_ranks import RULES, lora_config
 from safetensors.torch import load_file, save_file
 from tiny import call_on_ranks
@@ -19,6 +18,7 @@ from common.model import checkpoint_loader, checkpoint_names
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_names import tensor_shapes
 from common.model.checkpoint_reader import open_checkpoint
+from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
@@ -53,7 +53,7 @@ def stored(tmp_path_factory):
     """The same model in both layouts, fp32."""
     folder, model = tmp_path_factory.mktemp("weights"), model_of(seed=5)
     for layout in ("fused", "ordinary"):
-        save_base(model, folder / layout, shards=3, layout=layout)
+        write_checkpoint(model, folder / layout, files=3, layout=layout)
     return folder, values(model)
 
 
@@ -79,7 +79,7 @@ def test_both_layouts_give_the_same_model(stored, layout):
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
 def test_dtypes_are_converted_once(stored, tmp_path, stored_as, wanted):
     source = model_of(seed=5)
-    save_base(source, tmp_path, dtype=stored_as)
+    write_checkpoint(source, tmp_path, dtype=stored_as)
     model = model_of(wanted)
     load_base(model, tmp_path)
     assert_same(values(model), {name: tensor.to(stored_as).to(wanted) for name, tensor in stored[1].items()})

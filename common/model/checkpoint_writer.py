@@ -1,0 +1,130 @@
+"""Write a model as a Hugging Face safetensors checkpoint: some files of weights, their index, and config.json.
+
+One tensor after another: host memory holds a copy of one of them, at most. The format is described in checkpoint_reader.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.data.manifest import write_whole
+from common.model.checkpoint_names import CONFIG, FUSED, INDEX, parts_of
+from common.model.llama import Llama
+
+NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}  # torch -> name in safetensors
+
+
+@torch.no_grad()
+def write_checkpoint(
+    model: Llama,
+    folder: Path,
+    *,
+    files: int = 3,
+    layout: str = FUSED,
+    dtype: torch.dtype | None = None,
+    beat: Callable[[], object] = lambda: None,
+) -> list[Path]:
+    """Write a model without adapters to `folder`; returns the files: at most `files` with weights, config.json of a LlamaConfig, the index.
+
+    `layout`: FUSED as MLCommons', ORDINARY for `LlamaForCausalLM.from_pretrained`. `dtype`: of the files, by default the parameters'.
+    `beat` is called before each tensor. The index comes last. Raises ValueError for a model that is no LlamaForCausalLM, OSError where the
+    disk takes no more.
+    """
+    if model.shape.qk_norm:
+        raise ValueError("only Llama can be written: this model norms its query and key heads")
+    dtype = dtype or model.embedding.weight.dtype
+    tensors = _tensors(model, layout)
+    folder.mkdir(parents=True, exist_ok=True)
+    groups = _groups({name: rows.numel() * dtype.itemsize for name, rows in tensors.items()}, files)
+    paths, weight_map = [], {}
+    for number, names in enumerate(groups, start=1):
+        path = folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        _write_file(path, {name: tensors[name] for name in names}, dtype, beat)
+        paths.append(path)
+        weight_map.update(dict.fromkeys(names, path.name))
+    total = sum(rows.numel() for rows in tensors.values()) * dtype.itemsize
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, content in ((CONFIG, _llama_config(model, dtype)), (INDEX, index)):
+        write_whole(folder / name, json.dumps(content, indent=2).encode() + b"\n")
+        paths.append(folder / name)
+    return paths
+
+
+def _tensors(model: Llama, layout: str) -> dict[str, Tensor]:
+    """The tensors of the checkpoint in the order of the forward: views of the parameters."""
+    found: dict[str, Tensor] = {}
+    for name, parts in parts_of(model.shape, layout).items():
+        rows = model.get_parameter(name).split([part.rows for part in parts])
+        found |= {part.name: view for part, view in zip(parts, rows, strict=True)}
+    return found
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, beat: Callable[[], object]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    end = 0
+    for name, rows in tensors.items():
+        begin, end = end, end + rows.numel() * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(rows.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for rows in tensors.values():
+            beat()
+            file.write(rows.to("cpu", dtype).contiguous().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())  # some file systems report a full disk only here
+
+
+def _groups(sizes: dict[str, int], count: int) -> list[list[str]]:
+    """The names in their order, cut into at most `count` groups of about equal bytes, none of them empty."""
+    share, done = sum(sizes.values()) / count, 0
+    groups: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if groups[-1] and done >= share * len(groups):
+            groups.append([])
+        groups[-1].append(name)
+        done += size
+    return groups
+
+
+def _llama_config(model: Llama, dtype: torch.dtype) -> dict:
+    """The fields of transformers' LlamaConfig. No ids of special tokens: which ones there are is the tokenizer's matter."""
+    shape, scaling = model.shape, None
+    if rope := shape.rope_scaling:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_frequency_factor,
+            "high_freq_factor": rope.high_frequency_factor,
+            "original_max_position_embeddings": rope.original_context,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": model.max_sequence_length,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_base,
+        "rope_scaling": scaling,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": shape.tied_embedding,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,167 @@
+"""`--save`: what a run leaves in model/ is what transformers loads; nothing half-made has that name; and a failure leaves the run good."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from tiny import PYTHONPATH, TINY, call_on_ranks, records, run, run_config, write_data
+
+from common.errors import ConfigError, StorageError, WeightsError
+from common.model.checkpoint_reader import open_checkpoint
+from common.model.families import shape_of
+from common.model.fused_block import fused_llama
+from common.model.initialization import copy_weight, init_weights
+from common.model.shapes import RopeScaling
+from llama31_8b import save, train
+from llama31_8b.rules import MINIATURE
+
+# The miniature's model, with Llama 3.1's rotation and a vocabulary that two ranks do not divide; the first evaluation ends the run.
+SHAPE = replace(MINIATURE.shape, vocab_size=2047, rope_scaling=RopeScaling(original_context=16))
+RULES = replace(TINY, shape=SHAPE, target_loss=100.0)
+TOKENS = torch.arange(32).view(2, 16) * 61 % SHAPE.vocab_size
+
+
+def saved_run(processes, folder):
+    """A run with --save: the logits of the model as the run left it, and the files in the run's directory."""
+    made = []
+    if not (folder / "data").exists():
+        write_data(folder / "data", RULES)
+
+    def assemble(*arguments):
+        made.append(ASSEMBLE(*arguments))
+        return made[0]
+
+    run_dir = folder / f"run_{processes.rank}"
+    with mock.patch.object(train, "assemble", assemble):
+        facts = run(run_dir, folder / "data", RULES, save=True, gpus_per_node=processes.world_size)
+    assert not facts.error, facts.message
+    with torch.no_grad():
+        logits = made[0].model(TOKENS)
+    return {"logits": logits, "files": sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.safetensors"))}
+
+
+ASSEMBLE = train.assemble
+
+
+def their_logits(folder: Path) -> torch.Tensor:
+    transformers = pytest.importorskip("transformers")
+    model, report = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    assert model.dtype == torch.float32, "that of the parameters on a CPU"
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_transformers_computes_the_logits_of_the_trained_model(processes, tmp_path, ranks):
+    if ranks == 1:
+        found = [saved_run(processes, tmp_path)]
+    else:
+        write_data(tmp_path / "data", RULES)
+        found = call_on_ranks(2, "test_save:saved_run", tmp_path)
+    assert [rank["files"] for rank in found] == [["model/model-00001-of-00001.safetensors"], []][:ranks], "rank 0 alone writes"
+    torch.testing.assert_close(their_logits(tmp_path / "run_0/model"), found[0]["logits"], rtol=1e-4, atol=1e-4)
+    assert shape_of(str(tmp_path / "run_0/model")) == SHAPE
+
+
+def test_a_run_that_does_not_ask_writes_no_weights(processes, tmp_path):
+    assert not run(tmp_path / "run", write_data(tmp_path / "data", RULES), RULES).error
+    assert not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "run" / save.FOLDER).exists()
+
+
+def random_model(dtype=torch.bfloat16):
+    model = fused_llama(SHAPE, 16).to(dtype)
+    init_weights(model, SHAPE.num_layers, 5, 0.5, copy_weight)
+    return model
+
+
+def test_many_files_hold_each_tensor_once_and_none_is_larger_than_its_share_and_a_tensor(tmp_path, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    monkeypatch.setattr(save, "FILE_BYTES", 500_000)
+    model, beats = random_model(), []
+    folder = save.save_model(model, tmp_path, lambda: beats.append(1))
+    files = sorted(folder.glob("*.safetensors"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    loaded = {name: (file.name, tensor) for file in files for name, tensor in safetensors.load_file(file).items()}
+    assert index["weight_map"] == {name: file for name, (file, _) in loaded.items()} and len(loaded) == len(beats) == 4 * 9 + 3
+    assert index["metadata"]["total_size"] == 2 * SHAPE.num_parameters
+    assert len(files) > 3 and max(file.stat().st_size for file in files) <= 500_000 + 2 * 2047 * 128 + 8192
+    query = loaded["model.layers.3.self_attn.q_proj.weight"][1]
+    assert query.dtype == torch.bfloat16 and torch.equal(query, model.blocks[3].qkv.weight[:128])
+    assert torch.equal(loaded["model.layers.3.mlp.up_proj.weight"][1], model.blocks[3].gate_up.weight[384:])
+    assert {file.name for file in open_checkpoint(folder, SHAPE).files} == {file.name for file in files}
+
+
+# --- what goes wrong
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import test_save
+from llama31_8b import save
+place, point = Path(sys.argv[1]), sys.argv[2]
+end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+beats = iter(range(1000))
+save.FILE_BYTES = 500_000
+if point == "rename":
+    Path.rename = end
+if point == "index":
+    import json
+    dumps = json.dumps
+    json.dumps = lambda content, **options: end() if "weight_map" in content else dumps(content, **options)
+save.save_model(test_save.random_model(), place, lambda: end() if point == str(next(beats)) else None)
+"""
+
+
+@pytest.mark.parametrize("point", ["0", "20", "38", "index", "rename"])
+def test_what_a_kill_leaves_does_not_look_like_a_checkpoint(tmp_path, point):
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, "-c", KILLED, str(tmp_path), point]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [save.PARTIAL]
+    assert (tmp_path / save.PARTIAL / "model.safetensors.index.json").exists() == (point == "rename"), "the index comes last"
+    if point not in ("index", "rename"):  # only then all weights are there
+        with pytest.raises(WeightsError):
+            open_checkpoint(tmp_path / save.PARTIAL, SHAPE)
+    with pytest.raises(ConfigError, match=r"model\.partial exists"):
+        save.require_absent(tmp_path)
+
+
+def test_a_full_disk_is_said_and_leaves_its_space(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    model = random_model()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))  # python ignores SIGXFSZ
+    try:
+        with pytest.raises(StorageError, match=r"was not saved .* File too large") as failure:
+            save.save_model(model, tmp_path, lambda: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failure.value.exit_code == 17 and "GB" in failure.value.why and not list(tmp_path.iterdir())
+
+
+def test_a_run_that_cannot_be_saved_was_a_success(processes, tmp_path):
+    data = write_data(tmp_path / "data", RULES)
+    with mock.patch.object(save, "write_checkpoint", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        facts = run(tmp_path / "run", data, RULES, save=True)
+    assert facts.error == "storage" and facts.status == "success"
+    assert records(tmp_path / "run/result.txt")[-1]["key"] == "run_stop"
+    assert json.loads((tmp_path / "run/events.jsonl").read_text().splitlines()[-1])["status"] == "success"
+
+
+def test_an_existing_folder_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / save.FOLDER).mkdir()
+    args = SimpleNamespace(run_dir=tmp_path, data_dir=tmp_path, seed=1, save=True)
+    with pytest.raises(ConfigError, match="model exists"):
+        train.run(SimpleNamespace(config=run_config(), args=args))
