@@ -156,7 +156,7 @@ def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
 
 
 def test_target_not_reached(tmp_path, data):
-    expect(Started(tmp_path, data, "max_samples=32"), 10, "target_missed", "32", status="aborted")
+    expect(Started(tmp_path, data, "max_samples=1024"), 10, "target_missed", "1024", status="aborted")
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

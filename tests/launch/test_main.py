@@ -110,6 +110,12 @@ def test_sigterm_to_the_launcher(project, tmp_path):
         (["merge"], 2, "toy has no verb merge"),
         (["--set", "micro_batch_size=3", "--print"], 2, "not a multiple"),
         (["--config", "absent.toml"], 2, "no such config"),
+        (["--config", ""], 2, "--config names no file"),
+        (["--config", "."], 2, "the config cannot be read"),
+        (["--config", "x" * 300], 2, "the config cannot be read"),
+        (["--set", "hang_timeout_s=inf"], 2, "hang_timeout_s = inf"),
+        (["--set", "eval_micro_batch_size=65"], 2, "eval_micro_batch_size = 65"),
+        (["--set", "max_samples=8"], 2, "max_samples = 8"),
         (["--device", "cuda"], 18, "no GPU is visible"),
         (["--set", "miniature=false"], 15, "data files are missing"),
         (["run", "--steps", "3"], 2, "unrecognized"),
@@ -118,6 +124,7 @@ def test_sigterm_to_the_launcher(project, tmp_path):
 def test_errors_before_anything_starts(project, tmp_path, arguments, code, words):
     seen, out, err = finish(launch(project, tmp_path, *arguments))
     assert (seen, out) == (code, "") and words in err and "Traceback" not in err
+    assert "usage" in err or [line.split(":")[0].strip() for line in err.splitlines()[-3:]] == ["error", "why", "do"]
     assert not (tmp_path / "out").exists()
 
 
