@@ -168,7 +168,7 @@ def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
 
 
 def test_target_not_reached(tmp_path, data):
-    expect(Started(tmp_path, data, "max_samples=1024"), 10, "target_missed", "1024", status="aborted")
+    expect(Started(tmp_path, data, "global_batch_size=16", "micro_batch_size=16", "max_samples=1024"), 10, "target_missed", "1024", status="aborted")
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
