@@ -9,7 +9,4 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; 
         "$(python3 --version 2>&1 || true)" >&2
     exit 18
 fi
-python=$(python3 "$root/launch/environment.py" requirements.txt)
-# Import packages from here only, not from the current directory.
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
-exec "$python" -m launch "$@"
+exec python3 "$root/launch/environment.py" requirements.txt -m launch "$@" # one process from here on: a signal to it ends pip, too

@@ -50,7 +50,7 @@ import tomllib
 from pathlib import Path
 from typing import NoReturn
 
-from common.errors import ConfigError, Interrupted, RunError
+from common.errors import ConfigError, RunError
 from launch import series
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header, print_stderr
@@ -58,7 +58,7 @@ from launch.job import ROOT, job_from, trainer_command
 from launch.run import run_all
 from launch.run_directory import git
 from launch.select_config import benchmarks
-from launch.supervise import handled_signals
+from launch.supervise import handled_signals, raise_interrupted
 
 PACKAGE = "mlperf-llama-training"
 USAGE = "./run_and_time.sh <benchmark> [verb] [options]; --help says more"
@@ -76,7 +76,7 @@ VERBS = OF_A_BENCHMARK | WITHOUT_BENCHMARK
 
 def main(arguments: list[str]) -> int:
     for number in handled_signals():
-        signal.signal(number, _interrupt)
+        signal.signal(number, raise_interrupted)
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__ + f"\nBenchmarks: {', '.join(benchmarks(ROOT))}")
         return 0
@@ -91,10 +91,6 @@ def main(arguments: list[str]) -> int:
     except RunError as error:
         print_stderr(error.lines())
         return error.exit_code
-
-
-def _interrupt(number: int, frame) -> None:
-    raise Interrupted(number)
 
 
 def version() -> str:
