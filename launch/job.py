@@ -17,7 +17,7 @@ from launch.console import print_stderr
 from launch.select_config import Selection, rules_of, select_config
 
 ROOT = Path(__file__).resolve().parents[1]
-ONE_NODE = ["--standalone", "--nnodes", "1"]
+ONE_NODE = ["--standalone", "--nnodes", "1", "--local-addr", "127.0.0.1"]  # else by the host name, which need not resolve
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
 
 
