@@ -55,6 +55,8 @@ class RunConfig:
         self.require(self.opt_base_learning_rate > 0, "opt_base_learning_rate", "it must be positive", "give a learning rate")
         self.require(self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
         self.require_choice("fp8", FP8_ENGINES)
+        named = all(name and "=" not in name and "\0" not in name + value for name, value in self.env.items())
+        self.require(named, "env", "the name of a variable has no = and no NUL, and its value no NUL", "correct the name or the value")
         per_pass = self.micro_batch_size * self.world_size
         self.require(
             self.global_batch_size % per_pass == 0,

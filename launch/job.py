@@ -91,7 +91,13 @@ def directories(benchmark: str, miniature: bool, environment: Mapping[str, str])
 
 def ensure_data(job: Job) -> None:
     """Build the miniature's data if it is missing; for real data say how to get it. Raises DataError."""
-    missing = [path for path in job.data_files if not path.is_file()]
+    try:
+        missing = [path for path in job.data_files if not path.is_file()]
+        for path in job.data_files[: 0 if missing else None]:
+            path.open("rb").close()
+    except OSError as error:
+        why, do = error.strerror or str(error), "give this user the right to read the files and to enter their folders, or set DATADIR"
+        raise DataError(f"{error.filename} cannot be read", why, do) from None
     if not missing:
         return
     prepare = f"./run_and_time.sh {job.benchmark} prepare"

@@ -1,10 +1,13 @@
 """The command line, and runs from the first line to the exit code: a toy benchmark that misbehaves as told, under real torchrun."""
 
+import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,8 +15,10 @@ import pytest
 from toy import alive, finish, launch, make_project, wait_until
 
 from common import hardware
+from common.errors import DataError
 from launch import diagnosis
 from launch.__main__ import version
+from launch.job import ensure_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +131,32 @@ def test_errors_before_anything_starts(project, tmp_path, arguments, code, words
     assert (seen, out) == (code, "") and words in err and "Traceback" not in err
     assert "usage" in err or [line.split(":")[0].strip() for line in err.splitlines()[-3:]] == ["error", "why", "do"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_project_in_a_path_with_a_colon(project, tmp_path):
+    (tmp_path / "a:b").mkdir()
+    shutil.copy(project / "run_and_time.sh", tmp_path / "a:b")
+    code, out, err = finish(launch(tmp_path / "a:b", tmp_path))
+    assert (code, out) == (2, "") and "has a colon" in err and len(err.splitlines()) == 3
+
+
+@pytest.mark.parametrize("forbidden", [".", "t.bin"])
+def test_data_that_this_user_may_not_read(forbidden):
+    with tempfile.TemporaryDirectory() as name:  # not in pytest's folder, which nobody else may enter
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "t.bin").write_text("x")
+        (folder / forbidden).chmod(0)
+        user = os.geteuid()
+        try:
+            if user == 0:  # who may read everything
+                os.seteuid(65534)
+            with pytest.raises(DataError, match="cannot be read") as caught:
+                ensure_data(argparse.Namespace(data_files=[folder / "t.bin"]))
+        finally:
+            os.seteuid(user)
+            folder.chmod(0o755)
+    assert "t.bin" in caught.value.what and caught.value.why == "Permission denied" and "DATADIR" in caught.value.do
 
 
 def test_version(project, tmp_path):
