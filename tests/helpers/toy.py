@@ -96,6 +96,7 @@ MINIATURE = SimpleNamespace(
     sequence_length=8,
     target_loss=1.0,
     data_files=("t.bin", "t.idx", "v.bin", "v.idx"),
+    manifests=("miniature.json",),
     eval_samples=64,
     eval_interval=lambda batch: 16,
     first_evaluation=lambda batch: 16,

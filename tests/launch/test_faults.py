@@ -105,6 +105,7 @@ def expect(run: Started, code: int, kind: str, *words: str, status: str | None) 
 def damaged(data: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "damaged"
     shutil.copytree(data, copy)
+    (copy / "miniature.json").unlink()  # else the launcher would see the damage and build the files again
     return copy
 
 
@@ -168,7 +169,13 @@ def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
 
 
 def test_target_not_reached(tmp_path, data):
-    expect(Started(tmp_path, data, "global_batch_size=16", "micro_batch_size=16", "max_samples=1024"), 10, "target_missed", "1024", status="aborted")
+    expect(
+        Started(tmp_path, data, "global_batch_size=16", "micro_batch_size=16", "max_samples=1024"),
+        10,
+        "target_missed",
+        "1024",
+        status="aborted",
+    )
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -15,8 +15,9 @@ import pytest
 from toy import alive, finish, launch, make_project, wait_until
 
 from common import hardware
+from common.data.manifest import Manifest, facts_of
 from common.errors import DataError
-from launch import diagnosis
+from launch import diagnosis, job
 from launch.__main__ import version
 from launch.job import ensure_data
 
@@ -138,6 +139,43 @@ def test_a_project_in_a_path_with_a_colon(project, tmp_path):
     shutil.copy(project / "run_and_time.sh", tmp_path / "a:b")
     code, out, err = finish(launch(tmp_path / "a:b", tmp_path))
     assert (code, out) == (2, "") and "has a colon" in err and len(err.splitlines()) == 3
+
+
+def _flip(content: bytes) -> bytes:
+    return content[:5] + bytes([content[5] ^ 1]) + content[6:]
+
+
+@pytest.mark.parametrize("change", [_flip, lambda content: bytes(8) + content[8:], lambda content: content[:-2]])
+@pytest.mark.parametrize("name", ["t.bin", "tokenizer.model", "miniature.json"])
+def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, capfd, name, change):
+    """By the manifest that `prepare` left; without one the files are the user's own."""
+    names = ("t.bin", "tokenizer.model")
+    for each in names:
+        (tmp_path / each).write_bytes(b"x" * 64)
+    good = Manifest("a test", 7, {each: facts_of(tmp_path / each) for each in names})
+    good.write(tmp_path / "miniature.json")
+    rules = argparse.Namespace(manifests=("miniature.json",))
+    config = argparse.Namespace(miniature=True)
+    asked = argparse.Namespace(benchmark="toy", data_dir=tmp_path, data_files=[tmp_path / "t.bin"], rules=rules, config=config)
+    builds = []
+
+    def repair(command, **options):
+        builds.append(command)
+        (tmp_path / "tokenizer.model").write_bytes(b"x" * 64)
+        (tmp_path / "t.bin").write_bytes(b"x" * 64)
+        good.write(tmp_path / "miniature.json")
+        return argparse.Namespace(returncode=0)
+
+    monkeypatch.setattr(job.subprocess, "run", repair)
+    ensure_data(asked)
+    assert not builds, "nothing is damaged"
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    ensure_data(asked)
+    assert len(builds) == 1 and "again" in capfd.readouterr().err
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    monkeypatch.setattr(job.subprocess, "run", lambda command, **options: argparse.Namespace(returncode=0))
+    with pytest.raises(DataError, match="could not be built"):
+        ensure_data(asked)
 
 
 @pytest.mark.parametrize("forbidden", [".", "t.bin"])
