@@ -56,7 +56,7 @@ from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header, print_stderr
 from launch.job import ROOT, job_from, trainer_command
 from launch.run import run_all
-from launch.run_directory import git
+from launch.run_directory import doubts, git
 from launch.select_config import benchmarks
 from launch.supervise import handled_signals, raise_interrupted
 
@@ -160,6 +160,8 @@ def _run_here(benchmark: str, name: str, options: argparse.Namespace) -> int:
     request = series.request_from(os.environ, options.max_failures, options.resume) if name == "run" else None
     job = job_from(benchmark, options, any_kind=name != "run")
     print_stderr(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir) if request else None))
+    if request and not job.config.miniature:
+        print_stderr(*(f"NOTE       {doubt}: package will refuse these runs" for doubt in doubts(ROOT, os.environ)))
     if name == "profile":
         options.out = profile_directory(job, options.out)
     if options.print:

@@ -130,7 +130,8 @@ def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) 
     rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
     if environment.get("MODEL"):
         rows.append(host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), request.miniature))
-    return [*rows, host.judge_log_folder(log_dir)]
+    rows.append(host.judge_log_folder(log_dir))
+    return rows if request.miniature else [*rows, host.judge_checkout(ROOT, environment)]
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
