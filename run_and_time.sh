@@ -4,12 +4,14 @@
 # Needs bash, python3 >= 3.11 and git. Uses the current Python if it has what requirements.txt lists, else makes .venv.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
+if [[ $root == *:* ]]; then
+    printf 'error: the path of this project has a colon: %s\n  why: PYTHONPATH, which names it, separates paths by colons\n  do:  %s\n' \
+        "$root" 'move or clone it to a path without one' >&2
+    exit 2
+fi
 if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     printf 'error: no python3 of version 3.11 or newer\n  why: found: %s\n  do:  install one and put it first on PATH\n' \
         "$(python3 --version 2>&1 || true)" >&2
     exit 18
 fi
-python=$(python3 "$root/launch/environment.py" requirements.txt)
-# Import packages from here only, not from the current directory.
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
-exec "$python" -m launch "$@"
+exec python3 "$root/launch/environment.py" requirements.txt -m launch "$@" # one process from here on: a signal to it ends pip, too

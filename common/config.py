@@ -16,6 +16,10 @@ from typing import TypeVar
 from common.errors import ConfigError
 
 FP8_ENGINES = ("", "torch", "te")
+LARGEST = {  # of a key; 2^31 - 1 for the others, since C counts with int
+    "hang_timeout_s": 604_800.0,  # a week
+    "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes for each
+}
 FROZEN_BASE_STORAGE = ("sharded", "replicated", "replicated_both")  # LoRA; see common/sharding/frozen_base.py
 
 
@@ -43,12 +47,16 @@ class RunConfig:
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, int | float):
-                self.require(value >= 0, f.name, "it cannot be negative", "give 0 or more")
+                limit = LARGEST.get(f.name, 2**31 - 1)
+                self.require(value >= 0, f.name, "it must be a number, and not negative", "give 0 or more")
+                self.require(value <= limit, f.name, "it is too large", f"give at most {limit:,}")
         for key in ("nodes", "gpus_per_node", "global_batch_size", "micro_batch_size", "eval_micro_batch_size", "max_samples"):
             self.require(getattr(self, key) >= 1, key, "it must be at least 1", "give a positive number")
         self.require(self.opt_base_learning_rate > 0, "opt_base_learning_rate", "it must be positive", "give a learning rate")
         self.require(self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
         self.require_choice("fp8", FP8_ENGINES)
+        named = all(name and "=" not in name and "\0" not in name + value for name, value in self.env.items())
+        self.require(named, "env", "the name of a variable has no = and no NUL, and its value no NUL", "correct the name or the value")
         per_pass = self.micro_batch_size * self.world_size
         self.require(
             self.global_batch_size % per_pass == 0,
@@ -101,6 +109,9 @@ def load(path: Path, kind: type[C], overrides: dict[str, str] | None = None) -> 
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config", "the file does not exist", "name one of the files under configs/") from None
+    except OSError as error:
+        do = "name a file that this user may read, or one under configs/"
+        raise ConfigError(f"{path}: the config cannot be read", error.strerror or str(error), do) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}", "the file cannot be parsed", "correct the line it names") from None
     for key, text in (overrides or {}).items():
@@ -130,7 +141,7 @@ def from_table(table: dict, kind: type[C], source: str) -> C:
 
 
 def _checked(value, type_name: str, key: str, source: str):
-    if type_name == "float" and type(value) is int:
+    if type_name == "float" and type(value) is int and abs(value) < 2**63:  # Python's own integers go on beyond every float
         value = float(value)
     wanted = {"int": int, "float": float, "str": str, "bool": bool, "dict[str, str]": dict}[type_name]
     texts = isinstance(value, dict) and all(type(v) is str for v in value.values())

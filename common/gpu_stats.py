@@ -42,7 +42,7 @@ NVML_THROTTLE_REASONS = {
 
 
 class DriverError(Exception):
-    """nvidia-smi is missing, fails or hangs; the message is its first line of output."""
+    """nvidia-smi is missing, fails, hangs, or answers something else; the message is its first line of output."""
 
 
 def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> list[dict]:
@@ -66,12 +66,16 @@ def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str
     """The values of `fields` (separated by commas), one row per GPU of the machine. Raises DriverError."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(environment))
+        answer = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, env=dict(environment))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DriverError(str(error)) from None
-    if answer.returncode:
-        raise DriverError(next(iter((answer.stdout + answer.stderr).strip().splitlines()), "no output"))
-    return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.strip().splitlines()]
+    lines = answer.stdout.strip().splitlines()
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    strange = [line for line, row in zip(lines, rows, strict=True) if len(row) != len(fields.split(","))]  # a message between the rows
+    if answer.returncode or strange or not rows:
+        said = strange + lines + answer.stderr.strip().splitlines()
+        raise DriverError(said[0] if said else f"no output, exit code {answer.returncode}")
+    return rows
 
 
 def _amd_value(card: Path, name: str) -> float | None:

@@ -163,20 +163,23 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
         return Probe("none")
     try:
         rows = ask_nvidia_smi("uuid,name,memory.total,compute_cap,mig.mode.current,driver_version", env)
+        for _, name, memory_mib, capability, *_ in rows:
+            if not (name and memory_mib.isdigit() and re.fullmatch(r"\d+\.\d+", capability)):
+                raise DriverError(f"it says name {name!r}, memory {memory_mib!r}, compute capability {capability!r}")
     except DriverError as error:
         if "No devices were found" in str(error):
             return Probe("none")
         why = "an NVIDIA driver is installed, but does not work here"
         do = "repair it (see the kernel log), or run the miniature with --device cpu"
-        raise PreflightError(f"nvidia-smi does not answer: {error}", why, do) from None
+        raise PreflightError(f"nvidia-smi does not describe the GPUs: {error}", why, do) from None
     devices = []
     for uuid, name, memory_mib, capability, mig, _ in rows:
         partition = "MIG" if mig == "Enabled" or " MIG " in name else ""
-        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(float(memory_mib)) * 2**20, 0, partition, uuid))
+        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(memory_mib) * 2**20, 0, partition, uuid))
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
     visible = visible_indices(len(devices), env.get("CUDA_VISIBLE_DEVICES"), [device.address for device in devices])
-    return Probe("nvidia" if visible else "none", tuple(devices[i] for i in visible), rows[0][5] if rows else "")
+    return Probe("nvidia" if visible else "none", tuple(devices[i] for i in visible), rows[0][5])
 
 
 def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:

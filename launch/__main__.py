@@ -53,15 +53,15 @@ import tomllib
 from pathlib import Path
 from typing import NoReturn
 
-from common.errors import ConfigError, Interrupted, RunError
+from common.errors import ConfigError, RunError
 from launch import series
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header, print_stderr
 from launch.job import ROOT, job_from, trainer_command
 from launch.run import run_all
-from launch.run_directory import git
+from launch.run_directory import doubts, git
 from launch.select_config import benchmarks
-from launch.supervise import handled_signals
+from launch.supervise import handled_signals, raise_interrupted
 
 PACKAGE = "mlperf-llama-training"
 USAGE = "./run_and_time.sh <benchmark> [verb] [options]; --help says more"
@@ -79,7 +79,7 @@ VERBS = OF_A_BENCHMARK | WITHOUT_BENCHMARK
 
 def main(arguments: list[str]) -> int:
     for number in handled_signals():
-        signal.signal(number, _interrupt)
+        signal.signal(number, raise_interrupted)
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__ + f"\nBenchmarks: {', '.join(benchmarks(ROOT))}")
         return 0
@@ -94,10 +94,6 @@ def main(arguments: list[str]) -> int:
     except RunError as error:
         print_stderr(error.lines())
         return error.exit_code
-
-
-def _interrupt(number: int, frame) -> None:
-    raise Interrupted(number)
 
 
 def version() -> str:
@@ -169,6 +165,8 @@ def _run_here(benchmark: str, name: str, options: argparse.Namespace) -> int:
     request = series.request_from(os.environ, options.max_failures, options.resume) if name == "run" else None
     job = job_from(benchmark, options, any_kind=name != "run")
     print_stderr(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir) if request else None))
+    if request and not job.config.miniature:
+        print_stderr(*(f"NOTE       {doubt}: package will refuse these runs" for doubt in doubts(ROOT, os.environ)))
     if name == "profile":
         options.out = profile_directory(job, options.out)
     if options.print:

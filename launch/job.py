@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import RunConfig
+from common.data.preparation import damage_of
 from common.errors import ConfigError, DataError
 from common.hardware import Probe, probe
 from launch.console import print_stderr
 from launch.select_config import Selection, rules_of, select_config
 
 ROOT = Path(__file__).resolve().parents[1]
-ONE_NODE = ["--standalone", "--nnodes", "1"]
+ONE_NODE = ["--standalone", "--nnodes", "1", "--local-addr", "127.0.0.1"]  # else by the host name, which need not resolve
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
 
 
@@ -97,18 +98,30 @@ def directories(benchmark: str, miniature: bool, environment: Mapping[str, str])
 
 
 def ensure_data(job: Job) -> None:
-    """Build the miniature's data if it is missing; for real data say how to get it. Raises DataError."""
-    missing = [path for path in job.data_files if not path.is_file()]
-    if not missing:
+    """Build the miniature's data if it is missing or damaged; for real data say how to get it. Raises DataError."""
+    try:
+        missing = [path for path in job.data_files if not path.is_file()]
+        for path in job.data_files[: 0 if missing else None]:
+            path.open("rb").close()
+    except OSError as error:
+        why, do = error.strerror or str(error), "give this user the right to read the files and to enter their folders, or set DATADIR"
+        raise DataError(f"{error.filename} cannot be read", why, do) from None
+    if not missing and not (damage := _damage(job)):
         return
     prepare = f"./run_and_time.sh {job.benchmark} prepare"
     if not job.config.miniature:
         why = f"{len(missing)} of {len(job.data_files)} data files are missing"
         raise DataError(f"there is no {missing[0]}", why, f"set DATADIR, or see {prepare} --help")
-    print_stderr(f"building the miniature's data in {job.data_dir} (once)")
+    print_stderr(f"building the miniature's data in {job.data_dir} " + ("(once)" if missing else f"again: {damage}"))
     command = [sys.executable, "-m", f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)]
-    if subprocess.run(command, stdout=sys.stderr).returncode or not all(path.is_file() for path in job.data_files):
+    if subprocess.run(command, stdout=sys.stderr).returncode or not all(path.is_file() for path in job.data_files) or _damage(job):
         raise DataError("the miniature's data could not be built", "see the message above", f"try {prepare} miniature --data-dir DIR")
+
+
+def _damage(job: Job) -> str:
+    """Of files that `prepare` made in DATADIR: what is damaged; empty if nothing is, and where it made none."""
+    manifests = (job.data_dir / name for name in job.rules.manifests)
+    return next((f"{path}: {damage}" for path in manifests if path.is_file() and (damage := damage_of(path))), "")
 
 
 def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.config import RunConfig
@@ -63,6 +64,20 @@ def versions(root: Path, found: Probe) -> dict:
         "gpus": [str(device) for device in found.devices],
         "driver": found.driver or None,
     }
+
+
+def doubts(root: Path, environment: Mapping[str, str]) -> list[str]:
+    """Why submission.package would refuse a run that is started now, days later; empty if nothing is known."""
+    found = []
+    commit, changes = git(root, "rev-parse", "HEAD"), git(root, "status", "--porcelain")
+    if commit is None or changes is None:
+        found.append(f"git names no commit of {root}: there is no git, no repository, or one of another owner (git status says which)")
+    elif changes:
+        lines = changes.splitlines()
+        found.append(f"{len(lines)} changed or untracked in the checkout, such as {lines[0].split(maxsplit=1)[-1]}")
+    if not environment.get("MLPERF_SUBMISSION_ORG"):
+        found.append("MLPERF_SUBMISSION_ORG is not set")
+    return found
 
 
 def version_of(name: str) -> str | None:

@@ -37,6 +37,16 @@ def rules_of(benchmark: str, config: RunConfig):
     return module.MINIATURE if config.miniature else module.CLOSED
 
 
+def require_by_rules(benchmark: str, config: RunConfig, whole_run: bool = True) -> None:
+    """Raises ConfigError for what the benchmark's rules make useless; a bench is no whole run and need not reach an evaluation."""
+    rules = rules_of(benchmark, config)
+    why = f"an evaluation has {rules.eval_samples:,} sequences"
+    config.require(config.eval_micro_batch_size <= rules.eval_samples, "eval_micro_batch_size", why, "give at most so many")
+    first = rules.first_evaluation(config.global_batch_size)
+    why = f"the first evaluation is after {first:,} sequences, so that no loss would be measured"
+    config.require(not whole_run or config.max_samples >= first, "max_samples", why, "give at least so many")
+
+
 def select_config(
     root: Path, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str], found: Probe, any_kind: bool = False
 ) -> Selection:
@@ -53,6 +63,7 @@ def select_config(
     path, reason = config_file(root, benchmark, options, environment, kind, len(found.devices))
     layers = getattr(options, "layers", None) or 0
     config, derived = load_or_derive(root, benchmark, path, kind, dict(key_value(text) for text in options.set), layers)
+    require_by_rules(benchmark, config, whole_run=not any_kind)
     if config.gpu == "CPU" and not options.device:
         device, kind = "cpu", None
     notes = _mismatches(config, kind, options, environment)
@@ -78,6 +89,8 @@ def config_file(
 ) -> tuple[Path, str]:
     """The config that --config, DGXSYSTEM, or else kind and number of GPUs select, and the reason. The file need not exist."""
     folder = root / "configs" / benchmark
+    if options.config == "":
+        raise ConfigError("--config names no file", "its value is empty", "give a file, or leave --config out")
     if options.config:
         return Path(options.config), "given with --config"
     if environment.get("DGXSYSTEM"):

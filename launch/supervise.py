@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from common.errors import Hang
+from common.errors import Hang, Interrupted
 
 POLL_S = 0.5
 GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own (KillWait) is 30 s
@@ -139,6 +139,11 @@ def _stop(process: subprocess.Popen, received: list[int], grace_s: float) -> Non
 def handled_signals() -> list[int]:
     """SIGINT, SIGTERM and SIGHUP, except those that the launcher's parent ignores (nohup, a shell's background jobs)."""
     return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def raise_interrupted(number: int, frame: object) -> None:
+    """A handler of signals. Raises Interrupted."""
+    raise Interrupted(number)
 
 
 @contextlib.contextmanager

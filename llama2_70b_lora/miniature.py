@@ -34,8 +34,8 @@ from llama2_70b_lora.miniature_task import library_texts, pack
 from llama2_70b_lora.rules import DATA_FILES, MINIATURE, Rules
 
 RECIPE = 1  # raise when texts, packing or the base's training change: existing files are then built again
-TOKENIZER, BASE_MANIFEST = "tokenizer.model", "manifest.json"
-DATA_MANIFEST = "miniature-govreport.json"  # not the name of the 8B miniature's, which may be in the same folder
+TOKENIZER = "tokenizer.model"
+BASE_MANIFEST, DATA_MANIFEST = (Path(name).name for name in MINIATURE.manifests)
 
 # 655,360 tokens of documentation, 0.7 of a pass: under a minute on two cores. With 410,000 tokens attention has learned too little for
 # adapters to change: they gained 0.1 nats instead of 0.3. Sequences of 64 instead of 128 made the base 0.08 nats better.

@@ -53,6 +53,7 @@ class Rules:
     weight_decay: float = 1e-4  # decoupled
     gradient_clip_norm: float = 0.3
     init_limit_s: float = 1800.0
+    manifests: tuple[str, ...] = ()  # under DATADIR, where `prepare` wrote them: the files beside one are checked before a run
 
     # Files of DATADIR that a run reads; the base weights are in $MODEL, or in DATADIR/base without it.
     data_files: tuple[str, ...] = tuple(DATA_FILES.values())
@@ -106,4 +107,5 @@ MINIATURE = replace(
     eval_interval_samples=128,
     target_loss=4.68,  # the base alone stands at 4.95 with Python 3.11's texts, adapters reach 4.6, full-rank training 4.5
     data_files=(*CLOSED.data_files, "base/manifest.json"),
+    manifests=("base/manifest.json", "miniature-govreport.json"),  # not the name of the 8B miniature's, which may be in the same folder
 )

@@ -25,7 +25,6 @@ from llama31_8b.rules import CLOSED, MINIATURE
 from llama31_8b.verify import verify
 
 MINIATURE_RECIPE = 1  # raise it when the corpus, the vocabulary or the format changes: existing data is then built again
-MINIATURE_MANIFEST = "miniature.json"
 TOKENIZER = "tokenizer.model"
 SHIPPED_MANIFEST = Path(__file__).with_name("manifest.json")
 
@@ -57,7 +56,7 @@ def miniature(data_dir: Path) -> None:
     """Corpus, vocabulary and both .bin/.idx pairs in `data_dir`, the manifest last. Does nothing where they are complete."""
     source = f"documentation of the standard library of Python {platform.python_version()}, recipe {MINIATURE_RECIPE}"
     files = (TOKENIZER, *MINIATURE.data_files)
-    build_once(data_dir, Recipe("miniature data", source, MINIATURE.shape.vocab_size, files, MINIATURE_MANIFEST), _build_miniature)
+    build_once(data_dir, Recipe("miniature data", source, MINIATURE.shape.vocab_size, files, *MINIATURE.manifests), _build_miniature)
 
 
 def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:

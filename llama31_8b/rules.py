@@ -61,6 +61,7 @@ class Rules:
     decay_schedule: str = "cosine with linear warmup"
     init_std: float = 0.02
     init_limit_s: float = 1800.0
+    manifests: tuple[str, ...] = ()  # under DATADIR, where `prepare` wrote them: the files beside one are checked before a run
 
     @property
     def data_files(self) -> tuple[str, ...]:
@@ -118,4 +119,5 @@ MINIATURE = replace(
     eval_interval_samples=1024,
     target_loss=4.5,  # ten seeds needed 5 to 9 of at most 20 evaluations
     max_steps=2_000,
+    manifests=("miniature.json",),
 )

@@ -62,7 +62,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> tuple[Path | None, GpuKind | None]:
     """The one config to describe, which need not exist, and this machine's GPU where it was asked; None for all configs."""
     folder = root / "configs" / benchmark
-    if options.config:
+    if options.config is not None:
         return Path(options.config), None
     if name := os.environ.get("DGXSYSTEM"):
         return folder / f"{name.removesuffix('.toml')}.toml", None

@@ -39,7 +39,7 @@ def load_or_derive(
     be derived for and for a batch that cannot be shared out, OutOfMemory if the benchmark fits with no option.
     """
     overrides = overrides or {}
-    if path.is_file() or path.parent != root / "configs" / benchmark:
+    if path.parent != root / "configs" / benchmark or path.is_file():
         return configs.load(path, config_class(benchmark), overrides), ""
     named = NAME.fullmatch(path.stem)
     kind = (KINDS | ({machine.name: machine} if machine else {})).get(named[1]) if named else None

@@ -22,7 +22,7 @@ from common.gpu_kinds import GpuKind
 from common.gpu_stats import HEALTH, DriverError, read_gpus
 from common.hardware import Probe, identify, probe
 from launch.job import ROOT, directories, rank_environment, torchrun
-from launch.select_config import benchmarks, config_file, requested_gpus
+from launch.select_config import benchmarks, config_file, requested_gpus, require_by_rules
 from launch.supervise import supervise
 from plan import estimate as plan
 from plan.benchmark import workload
@@ -118,6 +118,7 @@ def requested_run(options: argparse.Namespace, environment: Mapping[str, str], k
             raise
         row = CheckRow("config", "warn", error.what, "a config for this machine", "only the machine itself is checked")
         return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
+    require_by_rules(options.benchmark, config)
     row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
     pinned = plan.host_bytes(config, workload(options.benchmark, config))
     return Request(config.gpu, config.gpus_per_node, row, config.nodes, config.miniature, config.env, pinned)
@@ -129,7 +130,8 @@ def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) 
     rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
     if environment.get("MODEL"):
         rows.append(host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), request.miniature))
-    return [*rows, host.judge_log_folder(log_dir)]
+    rows.append(host.judge_log_folder(log_dir))
+    return rows if request.miniature else [*rows, host.judge_checkout(ROOT, environment)]
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

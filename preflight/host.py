@@ -7,13 +7,14 @@ import platform
 import re
 import resource
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.gpu_kinds import GIB
 from common.gpu_stats import key_values, read_text
 from launch.environment import OLDEST_TORCH
-from launch.run_directory import version_of
+from launch.run_directory import doubts, version_of
 from preflight.check_row import CheckRow, at_least, graded, skipped
 
 # Available memory per process, warn and refuse: torch and its libraries take 2 to 4 GiB, compiling and pinned batches the rest.
@@ -107,3 +108,10 @@ def judge_software() -> CheckRow:
     oldest = ".".join(map(str, OLDEST_TORCH))
     is_old = tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2]) < OLDEST_TORCH
     return graded("software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old)
+
+
+def judge_checkout(root: Path, environment: Mapping[str, str]) -> CheckRow:
+    """Whether runs that are started now can be submitted: the log must name a commit, whole, and an organization."""
+    found = doubts(root, environment)
+    do = "commit, ignore or remove the files, run as the owner of the checkout, set the variable: else package will refuse the runs"
+    return graded("checkout", "; ".join(found) or "a clean commit", "a clean commit, MLPERF_SUBMISSION_ORG", do, warn=bool(found))

@@ -156,6 +156,17 @@ def test_impossible_batch():
     [
         {"micro_batch_size": 0},
         {"opt_base_learning_rate": -1.0},
+        {"opt_base_learning_rate": float("inf")},
+        {"opt_base_learning_rate": float("nan")},
+        {"hang_timeout_s": float("inf")},
+        {"hang_timeout_s": 1e300},
+        {"hang_timeout_s": 10**400},
+        {"eval_micro_batch_size": 2**31},
+        {"max_samples": 2 * 10**8},
+        {"env": {"A=B": "1"}},
+        {"env": {"": "1"}},
+        {"env": {"A\0": "1"}},
+        {"env": {"A": "\0"}},
         {"recompute_layers": -1},
         {"fp8": "fp7"},
         {"moment_precision": "fp16"},
@@ -190,6 +201,8 @@ def test_broken_toml_and_missing_file(tmp_path):
         load(tmp_path / "broken.toml", Config)
     with pytest.raises(ConfigError, match="no such config"):
         load(tmp_path / "absent.toml", Config)
+    with pytest.raises(ConfigError, match="the config cannot be read"):
+        load(tmp_path, Config)
 
 
 def test_overrides_from_the_command_line(tmp_path):

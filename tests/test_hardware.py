@@ -172,6 +172,23 @@ def test_probe_with_a_stub_nvidia_smi(tmp_path):
         hardware.probe(env, tmp_path, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("kill -9 $$", "no output, exit code -9"),
+        ("true", "no output"),
+        ("echo 'GPU-1, NVIDIA H200, [N/A], 9.0, Disabled, 580.0'", r"memory '\[N/A\]'"),
+        ("echo 'GPU-1, NVIDIA H200, 143771, [N/A], Disabled, 580.0'", "compute capability"),
+        ("echo 'GPU-1, NVIDIA H200, 143771, 9.0, Disabled, 580.0'; echo 'Unable to determine the device handle'", "Unable to determine"),
+        ("echo 'GPU-1, NVIDIA H200'", "GPU-1, NVIDIA H200"),
+    ],
+)
+def test_a_driver_that_does_not_describe_its_gpus_is_no_cpu(tmp_path, script, words):
+    with pytest.raises(PreflightError, match=words) as caught:
+        hardware.probe(_stub_nvidia_smi(tmp_path, script), tmp_path, tmp_path)
+    assert caught.value.why and caught.value.do
+
+
 def test_probe_without_any_gpu(tmp_path):
     assert hardware.probe({"PATH": str(tmp_path)}, tmp_path, tmp_path) == Probe("none")
 

@@ -122,13 +122,21 @@ def _defect(folder: Path, recipe: Recipe) -> str:
     """Why the files must be built (again); empty if each of them is what the manifest says."""
     if not (folder / recipe.manifest).exists():
         return "not built yet, or not to the end"
-    try:
-        manifest = Manifest.read(folder / recipe.manifest)
-    except DataError as error:
-        return error.what
+    if damage := damage_of(folder / recipe.manifest):
+        return damage
+    manifest = Manifest.read(folder / recipe.manifest)
     if (manifest.source, manifest.vocab_size, set(manifest.files)) != (recipe.source, recipe.vocab_size, set(recipe.files)):
         return f"built by another recipe: {manifest.source}"
+    return ""
+
+
+def damage_of(path: Path) -> str:
+    """What is wrong with the manifest at `path` or with the first bad file of its folder, by size and SHA-256; empty if nothing."""
+    try:
+        manifest = Manifest.read(path)
+    except DataError as error:
+        return error.what
     for name, facts in manifest.files.items():
-        if not (folder / name).is_file() or facts_of(folder / name) != facts:
+        if not (path.parent / name).is_file() or facts_of(path.parent / name) != facts:
             return f"{name} is missing or damaged"
     return ""

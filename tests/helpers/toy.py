@@ -99,7 +99,14 @@ RULES = """
 from types import SimpleNamespace
 from common.config import RunConfig as Config
 MINIATURE = SimpleNamespace(
-    division="miniature", sequence_length=8, target_loss=1.0, data_files=("t.bin", "t.idx", "v.bin", "v.idx"), eval_interval=lambda batch: 16
+    division="miniature",
+    sequence_length=8,
+    target_loss=1.0,
+    data_files=("t.bin", "t.idx", "v.bin", "v.idx"),
+    manifests=("miniature.json",),
+    eval_samples=64,
+    eval_interval=lambda batch: 16,
+    first_evaluation=lambda batch: 16,
 )
 CLOSED = MINIATURE
 """

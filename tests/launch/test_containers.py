@@ -69,7 +69,7 @@ def test_the_dockerfile_is_clean():
 
 def install_steps(text: str) -> list[str]:
     """Calls of launch/environment.py, and of anything else that could install."""
-    steps = re.findall(r'python3 "?(?:\$root/)?(launch/environment\.py)"? (\S+?)\)', text)
+    steps = re.findall(r'python3 "?(?:\$root/)?(launch/environment\.py)"? (\S+?)[) ]', text)
     return [" ".join(step) for step in steps] + re.findall(r"\b(?:pip3?|apt|apt-get|conda|curl|wget|uv|dpkg|make) (?:-\S+ )*\S+", text)
 
 

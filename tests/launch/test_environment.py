@@ -1,12 +1,19 @@
 """Which Python runs the package, and what is installed when."""
 
 import argparse
+import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from toy import wait_until
 
+from common.errors import PreflightError
 from launch import environment
+from launch.supervise import Ending
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,9 +50,7 @@ def pip(monkeypatch):
 
     monkeypatch.setattr(environment.venv, "create", create)
     monkeypatch.setattr(environment, "_answers", lambda url: False)
-    monkeypatch.setattr(
-        environment.subprocess, "run", lambda command, **_: fake.commands.append(command) or argparse.Namespace(returncode=fake.code)
-    )
+    monkeypatch.setattr(environment, "supervise", lambda command, *_, **__: fake.commands.append(command) or Ending(fake.code))
     return fake
 
 
@@ -53,7 +58,7 @@ def test_environment_is_made_once_and_repaired(tmp_path, pip):
     wanted, folder = tmp_path / "r.txt", tmp_path / ".venv"
     wanted.write_text("no-such-package==1.0\n")
     pip.code = 1
-    with pytest.raises(SystemExit, match="pip could not install"):
+    with pytest.raises(PreflightError, match="pip could not install"):
         environment.python_for(wanted, folder)
     (folder / "left-over").write_text("")
     pip.code = 0
@@ -72,7 +77,7 @@ def test_a_foreign_environment_is_not_touched(tmp_path, pip):
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "precious").write_text("")
-    with pytest.raises(SystemExit, match="not made by this script"):
+    with pytest.raises(PreflightError, match="lacks packages"):
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert (tmp_path / ".venv" / "precious").exists() and not pip.commands
 
@@ -81,6 +86,60 @@ def test_no_cuda_torch_on_an_amd_machine(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
     monkeypatch.setattr(environment, "_has", lambda name: False)
     monkeypatch.setattr(Path, "exists", lambda self: "kfd" in str(self))
-    with pytest.raises(SystemExit, match="ROCm"):
+    with pytest.raises(PreflightError, match="AMD GPU") as caught:
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert "ROCm" in caught.value.do
     assert not pip.commands
+
+
+def test_of_two_first_starts_one_waits(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    create = environment.venv.create
+    monkeypatch.setattr(environment.venv, "create", lambda *arguments, **options: (time.sleep(0.5), create(*arguments, **options)))
+    found = []
+    starts = [
+        threading.Thread(target=lambda: found.append(environment.python_for(tmp_path / "r.txt", tmp_path / ".venv"))) for _ in range(2)
+    ]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join(30)
+    assert found == [tmp_path / ".venv" / "bin" / "python"] * 2 and len(pip.commands) == 1
+
+
+def test_a_checkout_that_cannot_be_written(tmp_path, pip):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    (tmp_path / ".venv.lock").mkdir()  # refuses to be opened for writing, to root as well
+    with pytest.raises(PreflightError, match="cannot be made") as caught:
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert "no-such-package" in caught.value.why and "writable" in caught.value.do and not pip.commands
+
+
+INSTALLING = """
+import os, sys
+from pathlib import Path
+from launch import environment
+
+def create(folder, with_pip):
+    (folder / "lib/python3/site-packages").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    (folder / "bin/python").write_text("#!/bin/sh\\nsleep 60 & echo $! > {pid}.new; mv {pid}.new {pid}; wait")
+    (folder / "bin/python").chmod(0o755)
+
+environment.ROOT, environment.venv.create, environment._answers = Path({root!r}), create, lambda url: False
+sys.exit(environment.run_to_exit_code(lambda: environment.main("r.txt")))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_pip_installs_ends_pip_and_what_it_started(tmp_path, number, code):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    program = INSTALLING.format(pid=tmp_path / "pid", root=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until((tmp_path / "pid").exists)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "") and "stopped by signal" in err and "Traceback" not in err
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    wait_until(lambda: not state.exists() or " Z " in state.read_text())
+    assert not list(tmp_path.glob(".venv/*.sha256")), "the next start makes it anew"

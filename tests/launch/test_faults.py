@@ -105,11 +105,12 @@ def expect(run: Started, code: int, kind: str, *words: str, status: str | None) 
 def damaged(data: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "damaged"
     shutil.copytree(data, copy)
+    (copy / "miniature.json").unlink()  # else the launcher would see the damage and build the files again
     return copy
 
 
 def test_real_data_missing_is_said_before_anything_starts(tmp_path):
-    run = Started(tmp_path, tmp_path / "nothing", "miniature=false")
+    run = Started(tmp_path, tmp_path / "nothing", "miniature=false", "max_samples=12288")
     code, out, err = run.end()
     assert code == 15 and "there is no" in err and "prepare" in err and out == "" and not run.log_dir.exists()
 
@@ -136,15 +137,27 @@ def test_config_error_names_the_key_and_starts_nothing(tmp_path, data, setting, 
     assert code == 2 and word in err and setting.partition("=")[0] in err and out == "" and not run.log_dir.exists()
 
 
-def test_unknown_gpu_is_never_guessed(tmp_path, data):
+B200 = "GPU-1, NVIDIA B200, 183359, 10.0, Disabled, 580.0"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (f"echo '{B200}'", ("B200", "H200")),
+        ("kill -9 $$", ("no output", "driver")),
+        ("echo 'GPU-1, NVIDIA H200, [N/A], 9.0, [N/A], 580.0'", ("[N/A]",)),
+    ],
+)
+def test_unknown_gpu_is_never_guessed(tmp_path, data, script, words):
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU-1, NVIDIA B200, 183359, 10.0, Disabled, 580.0'\n")
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tools / "nvidia-smi").chmod(0o755)
     path = f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     run = Started(tmp_path, data, environment={"PATH": path})
     code, out, err = run.end()
-    assert code == 18 and "B200" in err and "H200" in err and out == "" and not run.log_dir.exists()
+    assert code == 18 and all(word in err for word in words) and out == "" and not run.log_dir.exists()
+    assert [line.split(":")[0].strip() for line in err.splitlines()] == ["error", "why", "do"]
 
 
 def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
@@ -156,7 +169,13 @@ def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
 
 
 def test_target_not_reached(tmp_path, data):
-    expect(Started(tmp_path, data, "max_samples=32"), 10, "target_missed", "32", status="aborted")
+    expect(
+        Started(tmp_path, data, "global_batch_size=16", "micro_batch_size=16", "max_samples=1024"),
+        10,
+        "target_missed",
+        "1024",
+        status="aborted",
+    )
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -1,10 +1,13 @@
 """The command line, and runs from the first line to the exit code: a toy benchmark that misbehaves as told, under real torchrun."""
 
+import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,8 +15,11 @@ import pytest
 from toy import alive, finish, launch, make_project, wait_until
 
 from common import hardware
-from launch import diagnosis
+from common.data.manifest import Manifest, facts_of
+from common.errors import DataError
+from launch import diagnosis, job
 from launch.__main__ import version
+from launch.job import ensure_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,6 +142,12 @@ def test_sigterm_to_the_launcher(project, tmp_path):
         (["merge"], 2, "toy has no verb merge"),
         (["--set", "micro_batch_size=3", "--print"], 2, "not a multiple"),
         (["--config", "absent.toml"], 2, "no such config"),
+        (["--config", ""], 2, "--config names no file"),
+        (["--config", "."], 2, "the config cannot be read"),
+        (["--config", "x" * 300], 2, "the config cannot be read"),
+        (["--set", "hang_timeout_s=inf"], 2, "hang_timeout_s = inf"),
+        (["--set", "eval_micro_batch_size=65"], 2, "eval_micro_batch_size = 65"),
+        (["--set", "max_samples=8"], 2, "max_samples = 8"),
         (["--device", "cuda"], 18, "no GPU is visible"),
         (["--set", "miniature=false"], 15, "data files are missing"),
         (["run", "--steps", "3"], 2, "unrecognized"),
@@ -144,7 +156,71 @@ def test_sigterm_to_the_launcher(project, tmp_path):
 def test_errors_before_anything_starts(project, tmp_path, arguments, code, words):
     seen, out, err = finish(launch(project, tmp_path, *arguments))
     assert (seen, out) == (code, "") and words in err and "Traceback" not in err
+    assert "usage" in err or [line.split(":")[0].strip() for line in err.splitlines()[-3:]] == ["error", "why", "do"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_project_in_a_path_with_a_colon(project, tmp_path):
+    (tmp_path / "a:b").mkdir()
+    shutil.copy(project / "run_and_time.sh", tmp_path / "a:b")
+    code, out, err = finish(launch(tmp_path / "a:b", tmp_path))
+    assert (code, out) == (2, "") and "has a colon" in err and len(err.splitlines()) == 3
+
+
+def _flip(content: bytes) -> bytes:
+    return content[:5] + bytes([content[5] ^ 1]) + content[6:]
+
+
+@pytest.mark.parametrize("change", [_flip, lambda content: bytes(8) + content[8:], lambda content: content[:-2]])
+@pytest.mark.parametrize("name", ["t.bin", "tokenizer.model", "miniature.json"])
+def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, capfd, name, change):
+    """By the manifest that `prepare` left; without one the files are the user's own."""
+    names = ("t.bin", "tokenizer.model")
+    for each in names:
+        (tmp_path / each).write_bytes(b"x" * 64)
+    good = Manifest("a test", 7, {each: facts_of(tmp_path / each) for each in names})
+    good.write(tmp_path / "miniature.json")
+    rules = argparse.Namespace(manifests=("miniature.json",))
+    config = argparse.Namespace(miniature=True)
+    asked = argparse.Namespace(benchmark="toy", data_dir=tmp_path, data_files=[tmp_path / "t.bin"], rules=rules, config=config)
+    builds = []
+
+    def repair(command, **options):
+        builds.append(command)
+        (tmp_path / "tokenizer.model").write_bytes(b"x" * 64)
+        (tmp_path / "t.bin").write_bytes(b"x" * 64)
+        good.write(tmp_path / "miniature.json")
+        return argparse.Namespace(returncode=0)
+
+    monkeypatch.setattr(job.subprocess, "run", repair)
+    ensure_data(asked)
+    assert not builds, "nothing is damaged"
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    ensure_data(asked)
+    assert len(builds) == 1 and "again" in capfd.readouterr().err
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    monkeypatch.setattr(job.subprocess, "run", lambda command, **options: argparse.Namespace(returncode=0))
+    with pytest.raises(DataError, match="could not be built"):
+        ensure_data(asked)
+
+
+@pytest.mark.parametrize("forbidden", [".", "t.bin"])
+def test_data_that_this_user_may_not_read(forbidden):
+    with tempfile.TemporaryDirectory() as name:  # not in pytest's folder, which nobody else may enter
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "t.bin").write_text("x")
+        (folder / forbidden).chmod(0)
+        user = os.geteuid()
+        try:
+            if user == 0:  # who may read everything
+                os.seteuid(65534)
+            with pytest.raises(DataError, match="cannot be read") as caught:
+                ensure_data(argparse.Namespace(data_files=[folder / "t.bin"]))
+        finally:
+            os.seteuid(user)
+            folder.chmod(0o755)
+    assert "t.bin" in caught.value.what and caught.value.why == "Permission denied" and "DATADIR" in caught.value.do
 
 
 def test_version(project, tmp_path):
@@ -166,7 +242,7 @@ def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
     code, out, _ = finish(launch(project, tmp_path, "bench", "--print", "--steps", "5", "--set", "micro_batch_size=4"))
     assert code == 0 and not (tmp_path / "out").exists()
     assert out.endswith("-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n")
-    assert "-m launch.torchrun DIR --standalone --nnodes 1 --nproc-per-node 2" in out
+    assert "-m launch.torchrun DIR --standalone --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2" in out
 
 
 def test_hardware_of_this_machine_is_readable():

@@ -1,6 +1,8 @@
 """The directory of a run: never reused, with the facts about what ran."""
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,44 @@ def test_facts(tmp_path, monkeypatch):
     facts = json.loads((tmp_path / "versions.json").read_text())
     assert facts["driver"] == "580.95.05" and len(facts["gpus"]) == 4 and "torch" in facts["packages"] and "dirty" in facts
     assert "hf_secret" not in (tmp_path / "versions.json").read_text()
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A git repository with one commit."""
+    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
+        monkeypatch.setenv(name, "/dev/null")
+    (tmp_path / "code.py").write_text("")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "code"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    return tmp_path
+
+
+NAMED = {"MLPERF_SUBMISSION_ORG": "Us"}
+
+
+def test_a_clean_commit_and_a_name_can_be_submitted(checkout):
+    assert run_directory.doubts(checkout, NAMED) == []
+    (missing,) = run_directory.doubts(checkout, {})
+    assert "MLPERF_SUBMISSION_ORG" in missing
+
+
+def test_what_runs_leave_in_the_checkout_makes_it_no_other_code(checkout):
+    shutil.copy(ROOT / ".gitignore", checkout / ".git/info/exclude")
+    for name in ("nohup.out", "slurm-17.out", ".venv.lock"):
+        (checkout / name).write_text("")
+    assert run_directory.doubts(checkout, NAMED) == []
+    (checkout / "notes.txt").write_text("")
+    (untracked,) = run_directory.doubts(checkout, NAMED)
+    assert "notes.txt" in untracked
+
+
+def test_a_commit_that_git_does_not_tell_is_a_doubt(checkout, monkeypatch, tmp_path_factory):
+    (none,) = run_directory.doubts(tmp_path_factory.mktemp("no repository"), NAMED)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own means of injecting it
+    (foreign,) = run_directory.doubts(checkout, NAMED)
+    monkeypatch.delenv("GIT_TEST_ASSUME_DIFFERENT_OWNER")
+    monkeypatch.setenv("PATH", "")
+    (no_git,) = run_directory.doubts(checkout, NAMED)
+    assert all("names no commit" in text for text in (none, foreign, no_git))

@@ -549,3 +549,14 @@ def test_the_verb_on_this_machines_gpus(tmp_path):
         assert one["pci"].count(":") == 2 and one["uuid"] and one["memory_bytes"] > 2**34
         assert one["speeds"]["bf16 GEMM"] > 100 and one["speeds"]["FP8 GEMM"] > one["speeds"]["bf16 GEMM"] and one["speeds"]["copy"] > 1
         assert set(one["speeds"]) >= ({"all-reduce", "all-gather"} if len(answer["ranks"]) > 1 else set())
+
+
+def test_a_checkout_that_package_would_refuse_is_a_warning(tmp_path):
+    row = host.judge_checkout(tmp_path, {})
+    assert row.verdict == "warn" and row.do and "no commit" in row.value and "MLPERF_SUBMISSION_ORG" in row.value
+
+
+def test_the_checkout_is_judged_for_what_can_be_submitted_only():
+    for miniature in (False, True):
+        request = verb.Request("CPU", 1, CheckRow("config", "ok", ""), miniature=miniature)
+        assert ("checkout" in by_check(verb.host_rows("llama31_8b", request, {}))) == (not miniature)
