@@ -71,7 +71,7 @@ TABLES = (
             "attention is half of the square. 12LSH counts the whole square. lora: 4N + 6 x adapters instead of 6N. Recomputation is not counted.",
             "Peak memory: of torch's allocator. Planned: the same by calculation (plan/estimate.py), which --batch max begins with.",
         ),
-        plots=(Plot("bars", "Tokens per second and GPU", "case", "tokens_per_s_per_gpu", "precision"),),
+        plots=(Plot("bars", "Tokens per second and GPU", "model, mode, seq", "tokens_per_s_per_gpu", "precision"),),
         published=(
             Beside("llama_fsdp", ("model", "precision", "seq"), "tflops"),
             Beside("qwen3_8b", ("model", "mode", "precision", "seq"), "tokens_per_s_per_gpu"),
@@ -122,7 +122,6 @@ class Case:
             **{"seq": self.work.sequence_length, "gpus": config.world_size, "batch": config.micro_batch_size},
             **{"micro_batches": config.gradient_accumulation_steps, "settings": ", ".join(settings)},
             "note": "; ".join([*notes, *filter(None, [self.source])]),
-            "case": f"{self.family.name}, {self.mode}, {self.work.sequence_length:,}",
             "planned_gib": gib(self.planned.allocated) if self.planned else None,
         }
 

@@ -106,10 +106,12 @@ def beside(column: Column, table: Table, rows: list[dict[str, Any]]) -> list[tup
 
 
 def drawn(plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]) -> Drawing | None:
-    """None if no row has both values."""
-    points = tuple((row[plot.x], row[plot.y], str(row.get(plot.by, ""))) for row in rows if _has(row, plot.x) and _has(row, plot.y))
-    heads = {column.key: column.head for column in table.columns}
-    return Drawing(plot, (heads.get(plot.x, ""), heads[plot.y]), points, notes.get("roofline", {})) if points else None
+    """None if no row has all values."""
+    columns, names = {column.key: column for column in table.columns}, plot.x.split(", ")
+    shown = [row for row in rows if _has(row, plot.y) and all(_has(row, name) for name in names)]
+    xs = [row[plot.x] if len(names) == 1 else ", ".join(columns[name].text(row) for name in names) for row in shown]
+    points = tuple((x, row[plot.y], str(row.get(plot.by, ""))) for x, row in zip(xs, shown, strict=True))
+    return Drawing(plot, (columns[names[0]].head, columns[plot.y].head), points, notes.get("roofline", {})) if points else None
 
 
 def _has(row: dict[str, Any], key: str) -> bool:

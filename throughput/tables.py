@@ -37,7 +37,7 @@ def times(count: str = "Steps", title: str = "Step", format: str = ",.1f") -> tu
 class Plot:
     """`bars`: y of each row, named by its x; `lines`: y over the number x; `roofline`: TFLOP/s y over arithmetic intensity x, under the
     roofs of the result's note "roofline" (throughput/gemm.py); `links`: GB/s y of each pair of GPUs x (throughput/links.py). One color
-    per value of `by`. x, y and `by` are keys of rows, y that of a column.
+    per value of `by`. x, y and `by` are keys of columns; x of bars may be several, as in "model, seq", whose texts together name a bar.
     """
 
     kind: str

@@ -96,7 +96,7 @@ def test_what_a_measurement_declares_fits_together(what):
     for table in module.TABLES:
         keys = [column.key for column in table.columns]
         assert len(keys) == len(set(keys)) and {*table.keys, table.value, *filter(None, [table.sort])} <= set(keys)
-        assert {key for plot in table.plots for key in (plot.x, plot.y, plot.by)} <= set(keys)
+        assert {key for plot in table.plots for key in (*plot.x.split(", "), plot.y, plot.by)} <= set(keys)
         assert isinstance(table.formulas, tuple)
         for wanted in table.published:
             columns = {column.key for column in published.tables()[wanted.table].columns}

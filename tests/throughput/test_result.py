@@ -223,3 +223,12 @@ def test_read_gives_what_was_written(tmp_path):
     opened(tmp_path / "a").add(ROW)
     data = result.read(tmp_path / "a")
     assert data["tables"] == [TABLE] and data["rows"][0]["batch"] == 256
+
+
+def test_bars_of_one_model_are_told_apart_by_further_columns():
+    columns = (Column("model", "Model"), Column("seq", "Sequence", "", ",d"), Column("rate", "Tokens/s", "", ",.0f"))
+    plot = Plot("bars", "Speed", "model, seq", "rate", "precision")
+    table = Table("llama", "Steps", columns, keys=("model", "seq"), value="rate", plots=(plot,))
+    rows = [{"model": "8b", "seq": seq, "rate": 1e7 / seq, "precision": "bf16"} for seq in (4096, 8192)]
+    drawing = report.drawn(plot, table, [*rows, {"model": "8b", "seq": 16384, "error": "out of memory"}], {})
+    assert drawing is not None and [x for x, _, _ in drawing.points] == ["8b, 4,096", "8b, 8,192"]
