@@ -161,7 +161,7 @@ def test_unknown_gpu_is_never_guessed(tmp_path, data, script, words):
 
 
 def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
-    run = Started(tmp_path, data, "opt_base_learning_rate=1e30", "opt_learning_rate_warmup_steps=0")
+    run = Started(tmp_path, data, "opt_base_learning_rate=2e9", "opt_learning_rate_warmup_steps=0")
     expect(run, 11, "non_finite", "step", status="aborted")
     steps = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
     last = [event for event in steps if event["event"] == "step"][-1]
@@ -173,7 +173,7 @@ def test_target_not_reached(tmp_path, data):
         Started(tmp_path, data, "global_batch_size=16", "micro_batch_size=16", "max_samples=1024"),
         10,
         "target_missed",
-        "1024",
+        "1,024",
         status="aborted",
     )
 
