@@ -15,7 +15,8 @@ from common.data.preparation import damage_of
 from common.errors import ConfigError, DataError
 from common.hardware import Probe, probe
 from launch.console import print_stderr
-from launch.select_config import Selection, rules_of, select_config
+from launch.select_config import Selection, select_config
+from plan.benchmark import rules_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_NODE = ["--standalone", "--nnodes", "1", "--local-addr", "127.0.0.1"]  # else by the host name, which need not resolve

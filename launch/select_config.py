@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from common.config import RunConfig
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, GpuKind
 from common.hardware import Probe, config_name, identify
+from plan.benchmark import rules_of
 from plan.derive_config import load_or_derive
 
 
@@ -30,11 +30,6 @@ class Selection:
 def benchmarks(root: Path) -> list[str]:
     """Packages with rules and a trainer."""
     return sorted(path.parent.name for path in root.glob("*/rules.py") if (path.parent / "train.py").is_file())
-
-
-def rules_of(benchmark: str, config: RunConfig):
-    module = importlib.import_module(f"{benchmark}.rules")
-    return module.MINIATURE if config.miniature else module.CLOSED
 
 
 def require_by_rules(benchmark: str, config: RunConfig, whole_run: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from common import config as configs
 from common.config import RunConfig
@@ -20,16 +20,18 @@ def load_all(root: Path, benchmark: str, overrides: dict[str, str] | None = None
     return dict(sorted(found.items(), key=lambda item: ([*KINDS, "CPU"].index(item[1].gpu), item[1].world_size)))
 
 
-def _rules(benchmark: str) -> ModuleType:
-    return importlib.import_module(f"{benchmark}.rules")
-
-
 def config_class(benchmark: str) -> type[RunConfig]:
-    return _rules(benchmark).Config
+    return importlib.import_module(f"{benchmark}.rules").Config
+
+
+def rules_of(benchmark: str, config: RunConfig) -> Any:
+    """The benchmark's `Rules` that the config runs by: the closed division's, or the miniature's."""
+    module = importlib.import_module(f"{benchmark}.rules")
+    return module.MINIATURE if config.miniature else module.CLOSED
 
 
 def workload(benchmark: str, config: RunConfig) -> Workload:
     """What the benchmark's rules fix, at the config's global batch."""
-    rules, batch = _rules(benchmark).MINIATURE if config.miniature else _rules(benchmark).CLOSED, config.global_batch_size
+    rules, batch = rules_of(benchmark, config), config.global_batch_size
     intervals = rules.eval_interval(batch), rules.first_evaluation(batch)
     return Workload(rules.shape, rules.sequence_length, rules.eval_samples, *intervals, getattr(rules, "lora_rank", 0))

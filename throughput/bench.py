@@ -35,6 +35,7 @@ from common.training.loop import Assembly, evaluate, pad_for_ranks, train_step
 from common.training.metrics import Meter, Rate, memory_gib
 from common.training.session import Session
 from common.training.warmup import synthetic_batches
+from plan.benchmark import config_class, rules_of
 from throughput import profiling
 from throughput.memory import peak_bytes
 from throughput.ranks import max_over_ranks
@@ -44,8 +45,7 @@ LEARNING_RATE = 1e-6
 
 def bench(session: Session) -> None:
     config, args = session.config, session.args
-    rules_module = importlib.import_module(f"{args.benchmark}.rules")
-    rules = rules_module.MINIATURE if config.miniature else rules_module.CLOSED
+    rules = rules_of(args.benchmark, config)
     rules = replace(rules, shape=shape_of(args.model) if args.model else rules.shape, sequence_length=args.seq or rules.sequence_length)
     if args.layers:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
@@ -189,8 +189,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> None:
     args, rank = parse(argv), int(os.environ.get("RANK", "0"))
-    kind = importlib.import_module(f"{args.benchmark}.rules").Config
-    config = configs.load(args.config, kind, dict(item.split("=", 1) for item in args.set))
+    config = configs.load(args.config, config_class(args.benchmark), dict(item.split("=", 1) for item in args.set))
     run_guarded(args.result and args.result.parent, rank, partial(bench, Session(args, config, rank)), lambda: None, lambda: 0)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common.data.manifest import write_whole
 from common.errors import StorageError
 from throughput import published
 from throughput.tables import Column, Plot, Table
@@ -184,10 +185,8 @@ def write(folder: Path, title: str, made: list[Section]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaced as a whole, so that a reader never sees half of it. Raises StorageError."""
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.rename(path)
+        write_whole(path, text.encode())
     except OSError as error:
         raise StorageError(f"cannot write {path}", error.strerror or str(error), "free space, or name another directory") from None
 
