@@ -65,15 +65,17 @@ class HangWatch:
         return self.clock() - self.last_change > (self.step_s if started else self.startup_s)
 
     def explain(self) -> tuple[Hang, dict]:
-        """The error, and the last heartbeat of the culprit: a silent one, else the one furthest behind."""
+        """The error, and the last heartbeat of the culprit: a rank never heard of, else one that `ask_for_stacks` got no stack from (it is
+        stopped, or stuck in the kernel), else the one furthest behind."""
         silent_s = self.clock() - self.last_change
         unheard = [rank for rank in self.ranks if rank not in self.beats]
         if unheard:
             culprit = {"rank": unheard[0], "step": 0}
             why = f"rank {', '.join(map(str, unheard))} never reported"
         else:
-            culprit = min(self.beats.values(), key=lambda beat: (beat["step"], beat["time"]))
-            why = f"rank {culprit['rank']} was the first to stop reporting, at step {culprit['step']} in {culprit['phase']!r}"
+            # Ranks that wait for each other in one step reported in any order, so time decides last.
+            culprit = min(self.beats.values(), key=lambda beat: (self._answered(beat["rank"]), beat["step"], beat["time"]))
+            why = f"rank {culprit['rank']} stopped reporting, at step {culprit['step']} in {culprit['phase']!r}"
         what = f"no rank made progress for {silent_s:.0f} s: rank {culprit['rank']} holds up the others"
         return Hang(what, why, "see the stack of every rank in ranks/rank_*.stack; then start again"), culprit
 
@@ -83,6 +85,14 @@ class HangWatch:
             if rank in self.beats:
                 _kill(self.beats[rank]["pid"], signal.SIGUSR1)
         time.sleep(STACK_S)
+
+    def _answered(self, rank: int) -> bool:
+        if rank not in self.local_ranks:
+            return True  # its own launcher asked it
+        try:
+            return (self.folder / f"rank_{rank}.stack").stat().st_size > 0
+        except OSError:
+            return True  # it ended, or never opened its file: silence says nothing
 
 
 def supervise(
@@ -107,9 +117,9 @@ def supervise(
             while not _ended(process, poll_s) and not received:
                 hangs, stopped = watch is not None and watch.look(), stop()
                 if hangs or stopped:
-                    hang, culprit = watch.explain() if watch and not stopped else (None, None)
                     if watch:
                         watch.ask_for_stacks()
+                    hang, culprit = watch.explain() if watch and not stopped else (None, None)
                     return Ending(-signal.SIGKILL, hang=hang, culprit=culprit, stopped=stopped)
             if received:
                 _stop(process, received, grace_s)

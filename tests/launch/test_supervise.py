@@ -23,8 +23,8 @@ def start(tmp_path, script, watch=None, ranks=1, **options):
         import faulthandler, json, os, signal, sys, time
         rank, folder = int(sys.argv[1]), {str(tmp_path)!r}
         faulthandler.register(signal.SIGUSR1, open(f"{{folder}}/ranks/rank_{{rank}}.stack", "w"))
-        def beat(step, phase="train"):
-            record = dict(rank=rank, pid=os.getpid(), step=step, phase=phase, time=time.time())
+        def beat(step, phase="train", at=None):
+            record = dict(rank=rank, pid=os.getpid(), step=step, phase=phase, time=at or time.time())
             open(f"{{folder}}/ranks/rank_{{rank}}.heartbeat", "w").write(json.dumps(record))
     """
     (tmp_path / "rank.py").write_text(textwrap.dedent(prelude) + textwrap.dedent(script))
@@ -71,6 +71,17 @@ def test_the_rank_furthest_behind_is_named(tmp_path):
     assert ending.culprit["rank"] == 1 and "step 2" in ending.hang.why
     assert "wait_for_the_others" in (tmp_path / "ranks" / "rank_0.stack").read_text()
     assert not alive(tmp_path)
+
+
+def test_of_ranks_at_one_step_the_one_that_gives_no_stack_holds_up_the_others(tmp_path):
+    script = """
+        beat(3, at=1000.0 + rank)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+    """
+    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3)
+    assert ending.hang and ending.culprit["rank"] == 1, "rank 0 reported earlier, but it answers"
 
 
 def test_hang_limits(tmp_path):
