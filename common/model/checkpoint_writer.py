@@ -42,11 +42,11 @@ def write_checkpoint(
     dtype = dtype or model.embedding.weight.dtype
     tensors = _tensors(model, layout)
     folder.mkdir(parents=True, exist_ok=True)
-    groups = _groups({name: rows.numel() * dtype.itemsize for name, rows in tensors.items()}, files)
+    groups = groups_of_equal_size({name: rows.numel() * dtype.itemsize for name, rows in tensors.items()}, files)
     paths, weight_map = [], {}
     for number, names in enumerate(groups, start=1):
         path = folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        _write_file(path, {name: tensors[name] for name in names}, dtype, beat)
+        write_file(path, {name: tensors[name] for name in names}, dtype, beat)
         paths.append(path)
         weight_map.update(dict.fromkeys(names, path.name))
     total = sum(rows.numel() for rows in tensors.values()) * dtype.itemsize
@@ -66,7 +66,7 @@ def _tensors(model: Llama, layout: str) -> dict[str, Tensor]:
     return found
 
 
-def _write_file(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, beat: Callable[[], object]) -> None:
+def write_file(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, beat: Callable[[], object]) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0
     for name, rows in tensors.items():
@@ -83,7 +83,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, beat
         os.fsync(file.fileno())  # some file systems report a full disk only here
 
 
-def _groups(sizes: dict[str, int], count: int) -> list[list[str]]:
+def groups_of_equal_size(sizes: dict[str, int], count: int) -> list[list[str]]:
     """The names in their order, cut into at most `count` groups of about equal bytes, none of them empty."""
     share, done = sum(sizes.values()) / count, 0
     groups: list[list[str]] = [[]]
