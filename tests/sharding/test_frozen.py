@@ -1,8 +1,6 @@
 """The frozen base: every storage gives the same bits, and no buffer is overwritten while it is read."""
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 from lora_ranks import TABLE, fill, matrix
 from simulated_streams import ORDERS, SimulatedStreams
-from tiny import TINY_PROGRAM, call_on_ranks, free_port, rank_environment
+from tiny import call_on_ranks
 
 from common.config import FROZEN_BASE_STORAGE, from_table
 from common.kernels import fp8
@@ -248,15 +246,7 @@ def on_four_ranks(processes, folder):
 
 
 def test_two_nodes_share_within_a_node(tmp_path):
-    command, port = (
-        [sys.executable, str(TINY_PROGRAM), "call", "test_frozen:on_four_ranks", str(tmp_path), "cpu"],
-        free_port(),
-    )
-    environments = [rank_environment(rank, 4, port) | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
-    started = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in environments]
-    for process in started:
-        assert process.wait(120) == 0, process.stderr.read()[-3000:]
-    found = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in range(4)]
+    found = call_on_ranks(4, "test_frozen:on_four_ranks", tmp_path, ranks_per_node=2)
     size = SHAPE.num_layers * layer_layout(SHAPE, 2, 1)[1]
     assert found == [{"wrong": [], "bytes": size, "shards": 2, "share": (32 * (rank % 2), 32, 32)} for rank in range(4)]
 

@@ -229,7 +229,7 @@ def trained(tiny_data, tmp_path_factory):
     (folder / "run").mkdir()
     (folder / "run" / "config.toml").write_text(run_config().as_toml())
     arguments = ["--run-dir", str(folder / "run"), "--data-dir", str(tiny_data), "--config-name", "CPU_1x1.toml", "--device", "cpu"]
-    (process,) = start_ranks(1, [str(TINY_PROGRAM), "train", str(folder / "opens"), *arguments])
+    (process,) = start_ranks(1, [str(TINY_PROGRAM), str(folder / "opens"), *arguments])
     stdout, stderr = process.communicate(timeout=120)
     assert (folder / "opens").exists(), stderr
     return process.returncode, stdout, stderr, folder / "run", [json.loads(line) for line in (folder / "opens").read_text().splitlines()]
