@@ -115,10 +115,12 @@ def run(session: Session) -> None:
     save_adapter(session, assembly.model, rules, base, before)
 
 
-def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Training micro-batches, read ahead, and the evaluation set on the device. The clock runs."""
+def open_data(
+    config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
+) -> tuple[Prefetcher, list[torch.Tensor]]:
+    """Training micro-batches from `step` on, read ahead, and the evaluation set on the device. The clock runs."""
     rows = read_rows(data_dir, "train", rules)
-    pairs = train_batches(rows, seed, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size)
+    pairs = train_batches(rows, seed, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size, step)
     validation = next_token_labels(read_rows(data_dir, "validation", rules))
     return Prefetcher(pairs, processes.device), pad_for_ranks(validation, processes, config.eval_micro_batch_size)
 

@@ -101,12 +101,14 @@ def run(session: Session) -> None:
         save.save_model(assembly.model, session.args.run_dir, partial(session.heartbeat.beat, session.step(), "save"))
 
 
-def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Training micro-batches, read ahead, and the evaluation set on the device. The clock runs."""
+def open_data(
+    config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
+) -> tuple[Prefetcher, list[torch.Tensor]]:
+    """Training micro-batches from `step` on, read ahead, and the evaluation set on the device. The clock runs."""
     vocab_size, length = rules.shape.vocab_size, rules.sequence_length
     samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size  # the last step is a whole one
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
-    windows = train_batches(data, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size)
+    windows = train_batches(data, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size, step)
     validation = validation_tokens(data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size)
     batches = Prefetcher(map(next_token_pairs, windows), processes.device)
     return batches, pad_for_ranks(next_token_pairs(validation), processes, config.eval_micro_batch_size)

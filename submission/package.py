@@ -154,6 +154,8 @@ def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
     _demand(logged in (None, benchmark), f"{run.path} is a log of {logged}", given, "correct --benchmark")
     toy = "a toy with its own target is no benchmark result"
     _demand(division != "miniature", f"{run.folder} is a miniature", toy, "run the benchmark")
+    half, do = "it is timed from its first step to its last, in one sitting", "run it without --continue"
+    _demand(run.log.value("resumed") is None, f"{run.folder} went on from a checkpoint of another run", half, do)
     name = str(run.log.value("config_filename") or run.start.get("config", ""))
     why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
     do = "write a config for it, commit it, and run the series with that"

@@ -170,6 +170,12 @@ class DelayedScaling:
         self.steps = 0
         self._start_step()
 
+    def resume(self, state: Tensor, history: Tensor, steps: int) -> None:
+        """As after `steps` steps that left `tensors()` so."""
+        torch._foreach_copy_(self.tensors(), [state.to(self.state.device), history.to(self.state.device)])
+        self.steps = steps
+        self._start_step()
+
     def _start_step(self) -> None:
         for quantizer in self.quantizers:
             quantizer.two_pass = quantizer.weight or self.steps == 0

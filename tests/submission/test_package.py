@@ -197,6 +197,16 @@ def test_a_run_that_was_not_as_its_config_says_is_refused(case, suffix):
     case.refused(f"ran with MI355X_1x8{suffix}.toml", "--set")
 
 
+def test_a_resumed_run_is_refused(case):
+    case.write()
+    path = case.runs()[4] / "result.txt"
+    lines = path.read_text().splitlines(keepends=True)
+    seed = next(line for line in lines if '"key": "seed"' in line)
+    at = lines.index(seed) + 1
+    path.write_text("".join([*lines[:at], re.sub(r'"key": "seed", "value": \d+', '"key": "resumed", "value": 12288', seed), *lines[at:]]))
+    case.refused("went on from a checkpoint of another run", "one sitting", "--continue")
+
+
 def test_the_same_seed_twice_is_refused(case):
     case.plans[7].seed = case.plans[2].seed
     case.write()
