@@ -110,10 +110,12 @@ class BlockScaling(DelayedScaling):
             self.heal()
 
     def evaluated(self, loss: float) -> dict[str, object]:
+        """Also what this evaluation's products were in."""
+        after = "fp8" if self.fp8 else "compute dtype"
+        facts = {"linear_format": after if self.healed else f"{self.name}, emulated", **super().evaluated(loss)}
         if self.healing == "loss" and not self.healed and loss <= self.point:
             self.heal()
-        after = "fp8" if self.fp8 else "compute dtype"
-        return {"linear_format": after if self.healed else f"{self.name}, emulated", **super().evaluated(loss)}
+        return facts
 
 
 def _with_operand(result: Any, cast: Callable[[Tensor], QuantizedTensor]) -> Any:

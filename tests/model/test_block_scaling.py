@@ -7,7 +7,7 @@ import torch
 from fused_lora import RANK, SMALL, MemoryBase, data, plain_block, results
 from plain_block import Block
 from signal_to_noise import sqnr_db
-from test_fused_block import SHAPE, run
+from test_fused_block import QK_NORM, SHAPE, run
 from tiny import run_config
 
 from common.kernels.block_formats import FORMATS, hadamard, quantize
@@ -66,9 +66,9 @@ def start(scaling, block):
         scaling.attach(block)
 
 
-def fused(scaling, dtype=torch.float32, recompute=False):
+def fused(scaling, dtype=torch.float32, recompute=False, shape=SHAPE):
     torch.manual_seed(0)
-    block = FusedBlock(SHAPE, "reference", scaling, recompute)
+    block = FusedBlock(shape, "reference", scaling, recompute)
     start(scaling, block)
     for name, parameter in block.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.05)
@@ -85,9 +85,9 @@ def near(found, expected):
     return all((found[name] - value).norm() < 1e-3 * value.norm() for name, value in expected.items())
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *WGRAD])
-def test_a_block_quantizes_the_factors_of_all_its_products(recipe):
-    block, plain = fused(scaling_of(recipe)), Block(SHAPE)
+@pytest.mark.parametrize(("recipe", "shape"), [*((recipe, SHAPE) for recipe in (*RECIPES, *WGRAD)), ("mxfp4", QK_NORM)])
+def test_a_block_quantizes_the_factors_of_all_its_products(recipe, shape):
+    block, plain = fused(scaling_of(recipe), shape=shape), Block(shape)
     plain.load_state_dict(block.state_dict())
     exact = run(plain)
     for name in ("qkv", "o", "gate_up", "down"):
@@ -178,7 +178,7 @@ def test_healing_at_a_loss_waits_for_an_evaluation_that_reaches_it():
     fused(scaling)
     assert scaling.evaluated(3.7) == {"linear_format": "mxfp4, emulated", "clipped_elements": 0} and not scaling.healed
     scaling.step_done()
-    assert scaling.evaluated(3.6)["linear_format"] == "fp8" and scaling.healed
+    assert scaling.evaluated(3.6)["linear_format"] == "mxfp4, emulated" and scaling.healed, "this evaluation was still in the format"
     scaling.step_done()
     assert scaling.evaluated(9.9)["linear_format"] == "fp8" and scaling.steps == 1, "it stays healed, and its FP8 history goes on"
 
