@@ -43,7 +43,7 @@ HIGH_PRIORITY_COMPUTE = True  # gradients are summed beside the backward: 10 ms 
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
     """Every weight trains, sharded by ZeRO-2, from the random values of `seed`."""
     shape, kernels = rules.shape, config.kernels
-    scaling = DelayedScaling() if config.fp8 == "torch" else None
+    scaling = scales(config)
     engine = transformer_engine() if config.fp8 == "te" else None
 
     def layers() -> tuple[list[nn.Module], Head]:
@@ -69,6 +69,15 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
 
 
 assemble_random = assemble  # for measurements of speed; pre-training starts from random weights anyway
+
+
+def scales(config: Config) -> DelayedScaling | None:
+    """Those of this package's own blocks."""
+    if not config.block_format:
+        return DelayedScaling() if config.fp8 == "torch" else None
+    from common.model.block_scaling import BlockScaling  # research: no other run needs it
+
+    return BlockScaling(config)
 
 
 def transformer_engine() -> TransformerEngine:

@@ -53,7 +53,7 @@ class Fp8State(Protocol):
     def step_done(self) -> None: ...
     def tensors(self) -> list[Tensor]: ...
     def reset(self) -> None: ...
-    def take_clipped(self) -> int | None: ...
+    def evaluated(self, loss: float) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ def _evaluate_and_log(
     gc.collect()
     seconds = time.monotonic() - began
     meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds())
-    if assembly.fp8 is not None and (clipped := assembly.fp8.take_clipped()) is not None:
-        meter.events.write("fp8", step=step, clipped_elements=clipped, time_s=meter.seconds())
+    if assembly.fp8 is not None and (facts := assembly.fp8.evaluated(loss)):
+        meter.events.write("fp8", step=step, **facts, time_s=meter.seconds())
     if not math.isfinite(loss):
         raise NonFinite(
             f"evaluation at {samples} samples: loss {loss}", "the weights or activations are not finite", "look at events.jsonl"
