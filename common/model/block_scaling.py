@@ -71,6 +71,7 @@ class BlockScaling(DelayedScaling):
     def attach(self, model: torch.nn.Module) -> None:
         """As with FP8; and the ops of the blocks, of their rotation and of their adapters are called through this object."""
         super().attach(model)
+        module: Any
         for module in model.modules():
             for name in {"ops", "lora"} & vars(module).keys():
                 ops = getattr(module, name)

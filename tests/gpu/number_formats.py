@@ -20,6 +20,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import convergence
 import torch
 from convergence import SHAPE, config_of, text_batches, train_losses
 
@@ -153,6 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
     curves = merged(args.add)
     todo = [(seed, name) for seed in seeds_of(args.seeds) for name in args.only.split(";") if str(seed) not in curves.get(name, {})]
     shape = SMALL if args.small else replace(SHAPE, num_layers=args.layers)
+    if args.small:
+        convergence.SEQUENCE, convergence.BATCH = 64, 2
     if todo:
         prepare.miniature(args.data_dir)
         processes = start_processes("cpu" if args.small else "cuda", 600.0)

@@ -2,6 +2,7 @@
 
 import json
 
+import convergence
 import number_formats
 import pytest
 from number_formats import HEALED, RECIPES, main, options_of, seeds_of, table
@@ -30,6 +31,8 @@ def test_the_table_pairs_by_seed():
 
 def test_a_later_call_goes_on(processes, miniature_data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(number_formats, "start_processes", lambda *arguments: processes)
+    for name in ("SEQUENCE", "BATCH"):  # which --small changes
+        monkeypatch.setattr(convergence, name, getattr(convergence, name))
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     common = ["--small", "--data-dir", str(miniature_data), "--steps", "5", "--only", f"bf16;MXFP4;{HEALED[0]}"]
     main([*common, "--seeds", "1", "--out", str(first)])
