@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.config import RunConfig
 from common.kernels import block_formats
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer
+from common.kernels.fp8 import SCALE, DelayedScaling, QuantizedTensor, Quantizer
 
 
 class BlockQuantizer(Quantizer):
@@ -95,10 +95,21 @@ class BlockScaling(DelayedScaling):
 
     # How it follows the training.
 
+    def allocate(self, device: torch.device) -> None:
+        """As with FP8; and one row more of the state, whose scale is the step of healing, or 0: it is part of every checkpoint."""
+        self.quantizers.append(Quantizer(weight=True))  # no step changes the scale of a weight
+        super().allocate(device)
+
     def heal(self) -> None:
         """From here on products are in `fp8`'s precision."""
         self.healed = True
         super().reset()  # no history of FP8 yet: the first step takes its scales from the tensors themselves
+        self.state[-1, SCALE] = self.steps_done
+
+    def resume(self, state: Tensor, history: Tensor, steps: int) -> None:
+        healed_after = int(state[-1, SCALE])
+        super().resume(state, history, steps - healed_after)
+        self.steps_done, self.healed = steps, healed_after > 0
 
     def reset(self) -> None:
         self.steps_done, self.healed = 0, False

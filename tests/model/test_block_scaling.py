@@ -119,7 +119,6 @@ def test_a_base_in_fp8_is_read_in_the_format_and_after_healing_as_it_is():
     scaling, of_base = scaling_of("mxfp4", "step 1", "torch"), DelayedScaling()
     stored = MemoryBase({"o": torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()}, of_base)
     base = BlockBase(stored, scaling)
-    scaling.quantizer()
     scaling.allocate(torch.device("cpu"))
     whole = stored.operands["o"].rowwise.float() * stored.operands["o"].scale
     forward, backward = base.forward_weights(0)["o"], base.backward_weights(0)["o"]
@@ -181,6 +180,30 @@ def test_healing_at_a_loss_waits_for_an_evaluation_that_reaches_it():
     assert scaling.evaluated(3.6)["linear_format"] == "mxfp4, emulated" and scaling.healed, "this evaluation was still in the format"
     scaling.step_done()
     assert scaling.evaluated(9.9)["linear_format"] == "fp8" and scaling.steps == 1, "it stays healed, and its FP8 history goes on"
+
+
+@pytest.mark.parametrize("healing", ["step 2", "loss 3.6", ""])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_checkpoint_knows_whether_it_has_healed(healing, steps):
+    """After `steps` of four steps, with an evaluation after the second."""
+    scaling = scaling_of("mxfp4+hadamard", healing, "torch")
+    block, found = fused(scaling, torch.bfloat16), []
+    for step in range(4):
+        if step == steps:
+            saved = [tensor.clone() for tensor in scaling.tensors()]
+        found.append(run(block, torch.bfloat16, seed=step))
+        scaling.step_done()
+        if step == 1:
+            scaling.evaluated(3.0)
+    continued = scaling_of("mxfp4+hadamard", healing, "torch")
+    block = fused(continued, torch.bfloat16)
+    continued.resume(*saved, steps)
+    assert continued.healed == (healing != "" and steps >= 2)
+    for step in range(steps, 4):
+        assert equal(run(block, torch.bfloat16, seed=step), found[step])
+        continued.step_done()
+        if step == 1:
+            continued.evaluated(3.0)
 
 
 def test_weights_are_cast_once_per_step():
