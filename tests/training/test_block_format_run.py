@@ -66,6 +66,15 @@ def test_the_warm_up_leaves_no_trace(healed, data, tmp_path, monkeypatch):
     assert (cold.losses, cold.norms, cold.evaluations) == (healed[0].losses, healed[0].norms, healed[0].evaluations)
 
 
+def test_a_run_that_continues_is_as_healed_as_it_was(processes, healed, data, tmp_path):
+    """Healed after step 4 by its loss; the checkpoint is of step 8, the generator that rounds included."""
+    options = FORMAT | {"healing": f"loss {healed[0].evaluations[0][1] + 1e-6:.9f}"}
+    whole = run(tmp_path / "run", data, RULES, checkpoint="2", **options)
+    rest = run(tmp_path / "on", data, RULES, continues=tmp_path / "run", **options)
+    assert len(rest.losses) == 4 and rest.losses == whole.losses[8:] and rest.evaluations == whole.evaluations[2:]
+    assert formats(tmp_path / "on") == ["fp8"]
+
+
 @pytest.mark.slow
 def test_the_miniature_reaches_its_target_in_mxfp4_with_healing(miniature_data, tmp_path):
     """Three evaluation intervals in MXFP4; in fp32 after that, as a CPU without FP8 computes."""
