@@ -19,7 +19,6 @@ from torch import nn
 from common.data.prefetch import Prefetcher
 from common.kernels.attention import attention_backends
 from common.kernels.fp8 import DelayedScaling
-from common.model.fp8_linear import Fp8Linear
 from common.model.fused_block import FusedBlock
 from common.model.initialization import init_weights
 from common.model.llama import Head, Llama
@@ -49,7 +48,11 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
     def layers() -> tuple[list[nn.Module], Head]:
         if engine is not None:
             return [engine.block(shape, kernels) for _ in range(shape.num_layers)], Head(shape, kernels)
-        output = Fp8Linear(shape.hidden_size, shape.vocab_size, kernels, scaling) if config.fp8_head and scaling is not None else None
+        output = None
+        if config.fp8_head and scaling is not None:
+            from common.model.fp8_linear import Fp8Linear  # imported only where a config asks for it
+
+            output = Fp8Linear(shape.hidden_size, shape.vocab_size, kernels, scaling)
         blocks = [FusedBlock(shape, kernels, scaling, layer < config.recompute_layers) for layer in range(shape.num_layers)]
         return [*blocks], Head(shape, kernels, output)
 

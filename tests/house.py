@@ -31,6 +31,7 @@ BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
 OPTIONAL = {
     'fp8 = "te" (optional package)': ("common/model/te_block.py",),
     "block_format (research)": ("common/kernels/block_formats.py", "common/model/block_scaling.py"),
+    "fp8_head": ("common/model/fp8_linear.py",),
     "norms of query and key heads (Qwen3)": ("common/kernels/qk_norm.py", "common/model/qk_norm.py"),
     "--save": ("common/model/checkpoint_writer.py", "llama31_8b/save.py"),
     "--checkpoint or --continue": ("common/training/checkpoint.py", "common/training/continuation.py"),
