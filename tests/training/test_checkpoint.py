@@ -17,6 +17,8 @@ from common.model.shapes import ModelShape
 from common.training import checkpoint, continuation, loop
 from common.training.checkpoint import Checkpoints
 from common.training.continuation import FACTS, FOLDER, PARTIAL, When, newest, require_possible, require_same, when_from
+from common.training.metrics import Events, Progress
+from llama31_8b.train import assemble
 from submission.check import examine
 
 # A batch that 1, 2 and 3 ranks divide: evaluations at steps 3, 6 and 9, the last; with "2" the checkpoint of step 6 remains.
@@ -50,6 +52,14 @@ def trained(run_dir, folder, rules=TINY, **options):
 TRAIN = loop.train
 
 
+def checkpoints_of(processes, run_dir, config=None, rules=TINY, **args):
+    """Of an assembly that no loop trains."""
+    config = config or run_config(**SIZES)
+    given = {"run_dir": run_dir, "seed": 1, "checkpoint": "1", "continues": None} | args
+    session = mock.Mock(args=mock.Mock(**given), config=config, benchmark="llama31_8b", events=Events(None), progress=Progress(False))
+    return Checkpoints(session, assemble(config, rules, processes, 1), processes)
+
+
 def sittings(folder, name, ranks, rules=TINY, **options):
     """A run with checkpoints, and one that continues from the checkpoint of its step 6."""
     whole = trained(folder / name, folder, rules, checkpoint="2", gpus_per_node=ranks, **options)
@@ -61,7 +71,18 @@ def on_two_ranks(processes, folder):
 
 
 def on_three_ranks(processes, folder):
-    return trained(folder / "run_on_3", folder, continues=folder / "run", gpus_per_node=3)
+    """What continued the run of two; and a model of four columns, whose norms leave the third rank without a row."""
+    found = trained(folder / "run_on_3", folder, continues=folder / "run", gpus_per_node=3)
+    config, rules = run_config(**SIZES, gpus_per_node=3), replace(TINY, shape=ModelShape(1, 4, 6, 2, 1, 61, 10000.0))
+    saving = checkpoints_of(processes, folder / "narrow", config, rules)
+    saving.offer(7, evaluated=True)
+    saving.finish()
+    loading = checkpoints_of(processes, folder / "elsewhere", config, rules, seed=1, continues=folder / "narrow")
+    for part in loading.parts.values():
+        part.live.fill_(-1.0)
+    assert loading.load() == 7
+    assert all(torch.equal(part.live, loading.parts[name].live) for name, part in saving.parts.items())
+    return found | {"without a row": sorted(name for name, part in saving.parts.items() if "master" in name and not len(part.live))}
 
 
 def fp8_on_two_ranks(processes, folder):
@@ -135,6 +156,10 @@ def test_another_number_of_ranks_begins_with_the_same_bits(processes, shared):
         assert [loss for _, loss in rest["evaluations"]] == pytest.approx([loss for _, loss in whole["evaluations"][2:]], rel=1e-4)
 
 
+def test_a_rank_may_have_no_row_of_a_weight(shared):
+    assert [len(rank["without a row"]) for rank in shared[2]] == [0, 0, 5], "three norms, o and down"
+
+
 @pytest.mark.slow
 def test_fp8_continues_on_another_number_of_ranks_with_the_smallest_scales(processes, other_pairs):
     folder, pair, _ = other_pairs
@@ -195,18 +220,7 @@ def test_when_is_evaluations_or_seconds():
 
 @pytest.fixture
 def made(processes, tmp_path):
-    """Checkpoints of an assembly that no loop trains."""
-
-    def make(config=None, **args):
-        from common.training.metrics import Events, Progress
-        from llama31_8b.train import assemble
-
-        config = config or run_config(**SIZES)
-        given = {"run_dir": tmp_path, "seed": 1, "checkpoint": "1", "continues": None} | args
-        session = mock.Mock(args=mock.Mock(**given), config=config, benchmark="llama31_8b", events=Events(None), progress=Progress(False))
-        return Checkpoints(session, assemble(config, TINY, processes, 1), processes)
-
-    return make
+    return lambda config=None, **args: checkpoints_of(processes, **{"run_dir": tmp_path, "config": config} | args)
 
 
 def test_every_second_evaluation_or_every_so_many_seconds(made, monkeypatch):
@@ -358,6 +372,8 @@ def test_of_two_the_newer_one_is_taken(copied):
 def test_configs_without_checkpoints():
     with pytest.raises(ConfigError, match="one node, not 2"):
         require_possible(run_config(nodes=2))
+    with pytest.raises(ConfigError, match="block_format = mxfp4 has no checkpoints"):
+        require_possible(run_config(block_format="mxfp4"))
     with pytest.raises(ConfigError, match='"te" has no checkpoints'):
         require_possible(mock.Mock(nodes=1, fp8="te"))
 

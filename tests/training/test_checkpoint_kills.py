@@ -5,30 +5,22 @@ import os
 import random
 import signal
 import time
-from unittest import mock
 
 import pytest
 import torch
-from tiny import TINY, free_port, rank_environment, rank_server, run_config
+from test_checkpoint import SIZES, checkpoints_of
+from tiny import free_port, rank_environment, rank_server, run_config
 
 from common.errors import ConfigError
-from common.training.checkpoint import Checkpoints
+from common.sharding.processes import start_processes
 from common.training.continuation import FOLDER, newest
-from common.training.metrics import Events, Progress
-from llama31_8b.train import assemble
 
 KILLS = 60
-SIZES = {"global_batch_size": 12, "micro_batch_size": 2, "eval_micro_batch_size": 2}
 
 
 def made(rank, ranks, port, folder, **args):
-    from common.sharding.processes import start_processes
-
     os.environ.update(rank_environment(rank, ranks, port))
-    processes, config = start_processes("cpu", 60.0), run_config(gpus_per_node=ranks, **SIZES)
-    given = mock.Mock(**{"run_dir": folder, "seed": 1, "checkpoint": None, "continues": None} | args)
-    session = mock.Mock(args=given, config=config, benchmark="llama31_8b", events=Events(None), progress=Progress(False))
-    return Checkpoints(session, assemble(config, TINY, processes, 1), processes)
+    return checkpoints_of(start_processes("cpu", 60.0), folder, run_config(gpus_per_node=ranks, **SIZES), **args)
 
 
 def save_on_and_on(rank, ranks, port, folder, ready):
@@ -45,7 +37,7 @@ def save_on_and_on(rank, ranks, port, folder, ready):
 
 
 def load_on_and_on(rank, ranks, port, folder, ready):
-    checkpoints = made(rank, ranks, port, folder, continues=folder)
+    checkpoints = made(rank, ranks, port, folder, checkpoint=None, continues=folder)
     ready.touch()
     while checkpoints.load():
         pass
@@ -59,7 +51,7 @@ def newest_step(folder):
 
 def verify(folder):
     """On one rank, whoever saved."""
-    checkpoints = made(0, 1, free_port(), folder, continues=folder)
+    checkpoints = made(0, 1, free_port(), folder, checkpoint=None, continues=folder)
     step = checkpoints.load()
     assert all(torch.equal(weight, torch.full_like(weight, step)) for weight in checkpoints.assembly.optimizer.weights)
     os._exit(0)  # gloo's threads now and then end an interpreter that is shutting down
