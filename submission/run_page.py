@@ -123,25 +123,21 @@ def step_chart(curves: list[Curve]) -> Block:
     return pages.chart("step time, ms", "training sequences", curves, max)
 
 
-def provenance(runs: list[Labeled]) -> list[Section]:
-    """What differs among the runs, with the labels of who differs, then what they share; what could not be read."""
-    found: dict[str, dict[str, list[str]]] = {}  # key -> value -> labels
-    for label, run in runs:  # a run that has not got so far is not asked
-        for key, value in _facts(run, len(runs) == 1).items():
-            found.setdefault(key, {}).setdefault(value, []).append(label)
-    same = [(key, value) for key, holders in found.items() for value in holders if len(holders) == 1]
-    differing = [
-        (key, "\n".join(f"{', '.join(who).replace(', attempt ', ', ')}: {value}" for value, who in holders.items()))
-        for key, holders in found.items()
-        if len(holders) > 1
-    ]
+def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
+    """What differs among the runs, with the labels of who differs, then what they share; what could not be read. Unless `ask_all`, a run
+    that lacks a fact is left out of it: it may not have got so far."""
+    facts = [(label, _facts(run, len(runs) == 1)) for label, run in runs]
+    same, differing = [], []
+    for key in dict.fromkeys(key for _, each in facts for key in each):
+        holders: dict[str, list[str]] = {}
+        for label, each in facts:
+            if ask_all or key in each:
+                holders.setdefault(each.get(key, "-"), []).append(label)
+        values = [f"{', '.join(who).replace(', attempt ', ', ')}: {value}" for value, who in holders.items()]
+        (differing.append((key, "\n".join(values))) if len(values) > 1 else same.append((key, next(iter(holders)))))
     config = {"text": runs[0][1].config if len(runs) == 1 else "", "title": "Config, as resolved"}
     unread = [f"{label} {note}".strip() for label, run in runs for note in run.notes]
-    return [
-        ("What differs", [table((), differing)]),
-        ("Provenance", [table((), same), config]),
-        ("Could not be read, or odd", [{"notes": unread}]),
-    ]
+    return [("What differs", [table((), differing)]), ("Provenance", [table((), same), config]), ("Could not be read", [{"notes": unread}])]
 
 
 def _facts(run: Run, alone: bool) -> dict[str, str]:

@@ -23,7 +23,7 @@ def series_page(series: Series, folder: Path) -> str:
     ten, runs = ten_runs(series), [(f"attempt {run.number}", run) for run in series.runs]
     counts = () if ten.invalid else ten.runs
     heads, rows = _rows([(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs], OF_AN_ATTEMPT, folder)
-    known = run_page.provenance(runs)
+    known = run_page.provenance(runs, ask_all=False)
     differ = [banner("warn", "The runs differ in what should be the same")] if known[0][1][0]["table"] else []
     return pages.render(
         f"{series.first.benchmark or 'runs'} · {series.name}",

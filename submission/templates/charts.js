@@ -2,7 +2,7 @@
 // Draws the JSON in each figure with uPlot. A drag selects a range, a double click shows all again, a click in the legend hides a curve.
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const font = "12px system-ui, sans-serif";
-const short = value => value == null ? "–" : Math.abs(value) >= 100 ? value.toLocaleString("en", {maximumFractionDigits: 1}) : String(+value.toPrecision(5));
+const short = value => value == null ? "-" : Math.abs(value) >= 100 ? value.toLocaleString("en", {maximumFractionDigits: 1}) : String(+value.toPrecision(5));
 
 function axis(more) {
   return {stroke: () => css("--dim"), grid: {stroke: () => css("--line"), width: 1}, ticks: {show: false}, font, labelFont: font, ...more};
@@ -48,7 +48,7 @@ function draw(figure) {
     points: {show: curve.dots || curve.data[0].length === 1, size: 7, fill: curve.color}, value: (plot, value) => short(value),
   }));
   const room = (plot, values) => 14 + 7 * Math.max(...(values || [""]).map(text => text.length));
-  const plot = new uPlot({
+  const plot = figure.plot = new uPlot({
     ...size(), series: [{label: spec.x, value: (plot, value) => short(value)}, ...series], scales: ranges(spec),
     axes: [axis({label: spec.x, labelSize: 18, size: 28, space: 80}), axis({size: room})], plugins: [levels(spec)],
     cursor: {sync: spec.sync ? {key: spec.sync, setSeries: true} : undefined, focus: {prox: 24}}, focus: {alpha: 0.25},
