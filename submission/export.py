@@ -11,7 +11,7 @@ from common.errors import ConfigError, PreflightError
 from records import json_lines
 from submission.log import is_number
 
-SINKS = {"tensorboard": "tensorboard.summary", "wandb": "wandb"}  # the folder beside events.jsonl, and the module that writes it
+SINKS = {"tensorboard": "tensorboard.summary", "wandb": "wandb"}  # the folder in the run's, and the module that writes it
 
 
 def export(folder: Path, sink: str) -> str:
@@ -25,17 +25,16 @@ def export(folder: Path, sink: str) -> str:
         module: Any = importlib.import_module(SINKS[sink])
     except ImportError as error:
         raise PreflightError(f"{sink} cannot be imported", str(error), f"pip install {sink}") from None
-    if sink == "tensorboard":
-        writer = module.Writer(str(target))
-        for step, values in rows:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-        writer.close()
-        return f"{target}: tensorboard --logdir {target}"
-    with module.init(project="mlperf-llama-training", name=folder.resolve().name, dir=str(folder), mode="offline") as run:
-        for step, values in rows:
-            run.log(values, step=step)
-    return f"{target}: wandb sync {target}/offline-run-*"
+    if sink == "wandb":
+        with module.init(project="mlperf-llama-training", name=folder.resolve().name, dir=str(folder), mode="offline") as run:
+            for step, values in rows:
+                run.log(values, step=step)
+        return f"{target}: wandb sync {target}/offline-run-*"
+    writer = module.Writer(str(target))
+    for step, name, value in ((step, *item) for step, values in rows for item in values.items()):
+        writer.add_scalar(name, value, step)
+    writer.close()
+    return f"{target}: tensorboard --logdir {target}"
 
 
 def scalars(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:

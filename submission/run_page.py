@@ -137,7 +137,7 @@ def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
         (differing.append((key, "\n".join(values))) if len(values) > 1 else same.append((key, next(iter(holders)))))
     config = {"text": runs[0][1].config if len(runs) == 1 else "", "title": "Config, as resolved"}
     unread = [f"{label} {note}".strip() for label, run in runs for note in run.notes]
-    return [("What differs", [table((), differing)]), ("Provenance", [table((), same), config]), ("Could not be read", [{"notes": unread}])]
+    return [("What differs", [table((), differing)]), ("Provenance", [table((), same), config]), ("What was odd", [{"notes": unread}])]
 
 
 def _facts(run: Run, alone: bool) -> dict[str, str]:
@@ -170,7 +170,7 @@ def _banner(run: Run) -> Block:
     lines = ["Target reached" if run.state == GOOD else f"{run.state}{': ' if why else ''}{why}"]
     if last := evaluations(run)[-1:]:
         lines.append(f"last evaluation {number(last[0]['loss'])}, target {number(run.target)}, at {number(last[0]['samples'])} samples")
-    lines += [f"{key}: {run.failure[key]}" for key in ("what", "why", "do") if run.failure.get(key)]
+    lines += [f"{key}: {run.failure[key]}" for key in ("what", "why") if run.failure.get(key)]
     return banner("good" if run.state == GOOD else "bad", *lines)
 
 

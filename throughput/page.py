@@ -49,9 +49,13 @@ def _blocks(section: Section) -> list[Block]:
 
 def svg(drawing: Drawing) -> Markup:
     with rc_context(STYLES):
-        figure = Figure(figsize=(5.2, _height(drawing)), layout="constrained")
+        height = 1.2 + 0.19 * len(drawing.points) if drawing.plot.kind == "bars" else 3.4
+        figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.add_subplot()
-        {"bars": _bars, "lines": _lines, "roofline": _roofline, "links": _links}[drawing.plot.kind](axes, drawing)
+        if drawing.plot.kind == "links":
+            links.draw(axes, drawing.points, COLORS)
+        else:
+            {"bars": _bars, "lines": _lines, "roofline": _roofline}[drawing.plot.kind](axes, drawing)
         axes.set_title(drawing.plot.title, fontsize=10, loc="left")
         if len({by for _, _, by in drawing.points}) > 1 or drawing.plot.kind in ("roofline", "links"):
             figure.legend(loc="outside lower center", ncols=2, fontsize=8)
@@ -63,10 +67,6 @@ def svg(drawing: Drawing) -> Markup:
         r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" role="img" xmlns:xlink="http://www.w3.org/1999/xlink">', body, count=1
     )
     return Markup(body.replace(INK, "var(--text)"))
-
-
-def _height(drawing: Drawing) -> float:
-    return 1.2 + 0.19 * len(drawing.points) if drawing.plot.kind == "bars" else 3.4
 
 
 def _grouped(drawing: Drawing) -> dict[str, list[tuple]]:
@@ -105,10 +105,6 @@ def _lines(axes: Axes, drawing: Drawing) -> None:
     if 0 < 50 * min(xs) < max(xs):  # doubled again and again, such as sizes of messages
         axes.set_xscale("log", base=2)
     axes.grid()
-
-
-def _links(axes: Axes, drawing: Drawing) -> None:
-    links.draw(axes, drawing.points, COLORS)
 
 
 def _roofline(axes: Axes, drawing: Drawing) -> None:

@@ -39,7 +39,7 @@ def test_the_report_of_a_good_run_is_complete(run_dir):
         assert part in text
     for part in ("0123abc", "2.13.0", "1234567", "global_batch_size = 32", "An Organisation", "8 x MI355X", "NEXP=10"):
         assert part in text
-    assert "MFU" not in text and "miniature" not in text and "Could not be read" not in text and 'class="banner good"' in text
+    assert "MFU" not in text and "miniature" not in text and "What was odd" not in text and 'class="banner good"' in text
     train, evaluation = charts(text)["loss"]["series"]
     assert evaluation["data"][0] == [12288, 24576, 36864, 49152] and evaluation["dots"] and len(train["data"][0]) == 50
     assert charts(text)["loss"]["target"] == 3.3 and charts(text)["step time"]["series"][0]["data"][1][6] == 900
