@@ -27,19 +27,20 @@ def export(folder: Path, sink: str) -> str:
         raise PreflightError(f"{sink} cannot be imported", str(error), f"pip install {sink}") from None
     if sink == "wandb":
         with module.init(project="mlperf-llama-training", name=folder.resolve().name, dir=str(folder), mode="offline") as run:
-            for step, values in rows:
-                run.log(values, step=step)
+            for step, name, value in rows:
+                run.log({name: value}, step=step)  # values of one step are put together
         return f"{target}: wandb sync {target}/offline-run-*"
     writer = module.Writer(str(target))
-    for step, name, value in ((step, *item) for step, values in rows for item in values.items()):
+    for step, name, value in rows:
         writer.add_scalar(name, value, step)
     writer.close()
     return f"{target}: tensorboard --logdir {target}"
 
 
-def scalars(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Steps and their numbers, named <event>/<key>: step/loss, eval/loss, ..."""
+def scalars(folder: Path) -> Iterator[tuple[int, str, float]]:
+    """Steps with their numbers, named <event>/<key>: step/loss, eval/loss, ..."""
     for record in json_lines.read(folder / "events.jsonl")[0]:
-        values = {f"{record.get('event')}/{key}": float(value) for key, value in record.items() if key != "step" and is_number(value)}
-        if isinstance(step := record.get("step"), int) and values:
-            yield step, values
+        if isinstance(step := record.get("step"), int):
+            yield from (
+                (step, f"{record.get('event')}/{key}", float(value)) for key, value in record.items() if is_number(value) and key != "step"
+            )

@@ -64,8 +64,8 @@ def _read(folder: Path) -> Run:
         return read_attempt(folder / "result.txt")
     why = f"it has none of {', '.join(OF_A_RUN)}, no ledger and no runs" if folder.is_dir() else "it is not a directory"
     if any(folder.glob("*/result.txt")):
-        why = "it is a series; only runs are put beside each other: `score A --against B` takes two series"
-    raise ConfigError(f"{folder}: no such run", why, "name the directory that a run has written, or LOGDIR/<benchmark> alone")
+        why = "it is a series, and only runs are put beside each other"
+    raise ConfigError(f"{folder}: no such run", why, "name directories of runs; of two series: score A --against B")
 
 
 if __name__ == "__main__":
