@@ -53,7 +53,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool) -> int:
             print(error.lines(), file=sys.stderr)
             codes.append(error.exit_code)
             continue
-        print("\n".join(_lines(examined, werror)))
+        print("\n".join(lines(examined, werror)))
         codes.append(CheckFailed.exit_code if examined.errors(werror) else 0)
     if len(logs) > 1:
         print(f"\n{len(logs)} logs, {codes.count(0)} clean")
@@ -108,18 +108,18 @@ def round_of(log: Log, ours: bool) -> str:
     return "5.1.0" if log.all("submission_org") or log.all("submission_platform") else "5.0.0"
 
 
-def _lines(examined: Examined, werror: bool) -> list[str]:
+def lines(examined: Examined, werror: bool) -> list[str]:
     verdict, errors = examined.verdict, examined.errors(werror)
     warned = sum(complaint.warning for complaint in verdict.complaints)
     words = "FAILED" if not verdict.passed or (werror and warned) else "passed"
     if warned:
         words += f", {warned} warnings{' count as errors' if werror else ', errors with --werror'}"
-    lines = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
+    found = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
     for finding in examined.findings:
         place = f"{examined.path.name}:{finding.line}" if finding.line else f"{examined.path.name}"
         severity = "warning" if finding.warning and not werror else "error"
-        lines.append(f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]")
-    return [*lines, f"  {'NOT CLEAN' if errors else 'CLEAN'}: {len(errors)} errors, {len(examined.findings) - len(errors)} warnings"]
+        found.append(f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]")
+    return [*found, f"  {'NOT CLEAN' if errors else 'CLEAN'}: {len(errors)} errors, {len(examined.findings) - len(errors)} warnings"]
 
 
 if __name__ == "__main__":

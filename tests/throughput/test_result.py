@@ -106,7 +106,7 @@ def test_the_page_stands_alone_in_both_color_schemes(tmp_path):
     text = (tmp_path / "a" / "page.html").read_text()
     page = Page(text)
     assert page.tags.count("svg") == 2 and all(link.startswith("#") for link in page.links)
-    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text and "step &lt; time" in text
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text and "step &lt; time" in text and "default-src 'none'" in text
     assert "var(--text)" in text and "#0a0b0c" not in text
     assert "<script" not in text and "@import" not in text and "url(http" not in text
 
