@@ -10,12 +10,12 @@ Exit code: 0, 2 for a directory that is no run, 17 cannot be written, 18 no mlpe
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from html import escape
 from pathlib import Path
 
+from common.command_line import Parser
 from common.errors import ConfigError
 from records import ledger
 from submission import gpu_samples, plots, terminal
@@ -36,12 +36,15 @@ PHASES = ("init", "warmup", "train", "eval")
 ATTEMPT_HEADS = ["attempt", "state", "seed", "samples", "minutes", "init, s", "step, ms", "tok/s/GPU", "GiB", "exit", "reason"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.report", description="Write report.html into the directory of a run, or of a series.")
+def parser(benchmark: str = "") -> Parser:
+    parser = Parser("report", "Write report.html into the directory of a run, or of a series.", ["report results/llama31_8b"])
     parser.add_argument("directory", type=Path, help="of a run, or LOGDIR/<benchmark>")
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger (how its id begins); default: the newest")
-    options = parser.parse_args(arguments)
-    return terminal.run(lambda: write(options.directory, options.series))
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return terminal.run(lambda: write(*vars(parser().parse_args(arguments)).values()))
 
 
 def write(folder: Path, series: str) -> int:

@@ -377,7 +377,7 @@ def test_the_table_names_unknown_kernels_and_says_where_the_clock_disagrees():
 
 def profile_verb(tmp_path, *arguments, device="cpu"):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "launch", "llama31_8b", "profile", "--device", device, *arguments]
+    command = [sys.executable, "-m", "door", "llama31_8b", "profile", "--device", device, *arguments]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
 
