@@ -9,12 +9,15 @@ import sys
 import time
 from pathlib import Path
 
+from common.data import page_cache
 from common.errors import CheckFailed, Interrupted, RunError
 from common.hardware import Probe
-from launch import diagnosis, page_cache, run_directory, sampler, series
-from launch.console import closing, print_stderr
+from common.terminal import inform, print_stderr, shown
+from launch import diagnosis, run_directory, sampler, series
+from launch.console import closing, mlperf_line
 from launch.job import ROOT, Job, ensure_data, trainer_command, trainer_environment
 from launch.multi_node import LeaderEnded, Nodes
+from launch.screen import Screen
 from launch.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, supervise
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
@@ -66,14 +69,14 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     if cleared == "no":
         print_stderr("NOTE       the data is still in the page cache, and the log will say so: not for submission")
     start_date = time.strftime(DATE)
-    print(f"STARTING TIMING RUN AT {start_date}", flush=True)
+    mlperf_line(f"STARTING TIMING RUN AT {start_date}")
     ending = _train(job, nodes, run_dir, seed, cleared)
     nodes.finish(run_dir, stop=ending.returncode != 0 or ending.signal_number != 0)
-    print(f"ENDING TIMING RUN AT {time.strftime(DATE)}", flush=True)
+    mlperf_line(f"ENDING TIMING RUN AT {time.strftime(DATE)}")
     result = diagnosis.read_result(run_dir / "result.txt")
     if result.seconds is not None:
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
-        print(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}", flush=True)
+        mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}")
     error, unsaved = _judge(job, nodes, run_dir, ending, result)
     write_report(run_dir)
     print_stderr(*closing(result, run_dir, error.lines() if error else "", job.config.miniature))
@@ -85,7 +88,7 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
 def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> str:
     """Write config and versions, clear the page cache, wait for the other nodes; how the cache was cleared."""
     run_directory.write_facts(run_dir, job.config, versions)
-    print_stderr(f"run        {run_dir}, seed {seed}")
+    inform(f"run        {shown(run_dir)}, seed {seed}")
     return nodes.ready(page_cache.clear(job.data_files))
 
 
@@ -97,8 +100,13 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     ranks = range(config.world_size) if node.rank == 0 else local_ranks
     watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
     command, environment = trainer_command(job, run_dir, seed), trainer_environment(job, cleared)
-    with sampler.sampling(run_dir, job.gpus if job.selection.device == "cuda" else Probe("none")):
-        return supervise(command, environment, run_dir, watch, functools.partial(nodes.poll, run_dir))
+    with sampler.sampling(run_dir, job.gpus if job.selection.device == "cuda" else Probe("none")), Screen(job, run_dir) as screen:
+
+        def stop() -> bool:
+            screen.update()
+            return nodes.poll(run_dir)
+
+        return supervise(command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr)
 
 
 def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result) -> tuple[RunError | None, RunError | None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.config import RunConfig
 from common.errors import StorageError
 from common.hardware import Probe
-from launch.environment import requirements
+from common.packages import requirements
 
 OPTIONAL = ("triton", "pytorch-triton-rocm", "transformer-engine", "amd-aiter", "flash-attn")  # in no requirements file
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError, Interrupted, RankLost, RunError, StorageError
+from common.terminal import print_stderr
 from launch import diagnosis, run_directory, supervise
-from launch.console import print_stderr, series_closing
+from launch.console import series_closing
 from launch.select_config import Selection
 from records import ledger
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from common.errors import Hang, Interrupted
 
@@ -104,7 +104,8 @@ def supervise(
     *,
     poll_s: float = POLL_S,
     grace_s: float = GRACE_S,
-    stdout: TextIO | None = None,
+    stdout: IO | None = None,
+    stderr: IO | None = None,
 ) -> Ending:
     """Run `command` to its end, or until `watch` sees a hang or `stop`, which is called every `poll_s`, returns True.
 
@@ -112,7 +113,7 @@ def supervise(
     left when the function returns or raises.
     """
     with _signals_noted() as received:
-        process = subprocess.Popen(command, env=environment | {MARK: str(run_dir)}, stdout=stdout, start_new_session=True)
+        process = subprocess.Popen(command, env=environment | {MARK: str(run_dir)}, stdout=stdout, stderr=stderr, start_new_session=True)
         try:
             while not _ended(process, poll_s) and not received:
                 hangs, stopped = watch is not None and watch.look(), stop()

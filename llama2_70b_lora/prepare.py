@@ -7,7 +7,7 @@
     python -m llama2_70b_lora.prepare fetch --data-dir D --weights W
 
 No verb deletes or overwrites a file that it did not create. Messages go to stderr; the exit code is that of the kind of failure
-(common/errors.py). torch is imported only by the verbs that need it.
+(common/errors.py). torch and numpy are imported only by the verbs that need them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import os
 import sys
 from pathlib import Path
 
+from common.command_line import Parser
 from common.data.preparation import require_free_space, run_to_exit_code, say
-from llama2_70b_lora.packed_npy import convert_npy
 from llama2_70b_lora.rules import CLOSED, DATA_FILES, MINIATURE, Rules
-from llama2_70b_lora.verify import verify_data, verify_weights, write_manifest
 
 DATA_REPOSITORY = "regisss/scrolls_gov_report_preprocessed_mlperf_2"
 DATA_REVISION = "21ff1233ee3e87bc780ab719c755170148aba1cb"
@@ -78,19 +77,31 @@ Training needs no tokenizer: it reads token ids only."""
     )
 
 
+def convert(args: argparse.Namespace, rules: Rules) -> None:
+    from llama2_70b_lora.packed_npy import convert_npy
+
+    convert_npy(args.npy_dir, args.data_dir, rules)
+
+
+def write(args: argparse.Namespace, rules: Rules) -> None:
+    from llama2_70b_lora.verify import write_manifest
+
+    write_manifest(args.weights, args.output, rules)
+
+
 def verify(args: argparse.Namespace, rules: Rules) -> None:
+    from llama2_70b_lora.verify import verify_data, verify_weights
+
     verify_data(args.data_dir, rules)
     if args.weights is not None:
         verify_weights(args.weights, args.manifest, args.full, rules)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The arguments of a verb; `work(args, rules)` executes it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m llama2_70b_lora.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(benchmark: str = "llama2_70b_lora") -> Parser:
+    """`work(args, rules)` of the arguments executes the verb."""
+    parser = Parser(f"{benchmark} prepare", __doc__)
     verbs = parser.add_subparsers(dest="command", required=True)
-    data, weights, small = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    data, weights, small = (Parser("", add_help=False) for _ in range(3))
     data.add_argument("--data-dir", type=Path, required=True)
     weights.add_argument("--weights", type=Path, help="the checkpoint's folder")
     small.add_argument("--miniature", action="store_true", help="of the miniature's sizes")
@@ -98,7 +109,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verb.set_defaults(work=lambda args, rules: miniature(args.data_dir))
     verb = verbs.add_parser("convert-npy", parents=[data], help="AMD's packed .npy files to parquet")
     verb.add_argument("--npy-dir", type=Path, required=True)
-    verb.set_defaults(work=lambda args, rules: convert_npy(args.npy_dir, args.data_dir, rules))
+    verb.set_defaults(work=convert)
     verb = verbs.add_parser("verify", parents=[data, weights, small], help="check data and weights")
     verb.add_argument("--manifest", type=Path, help="written by write-manifest")
     verb.add_argument("--full", action="store_true", help="read every byte of the weights too")
@@ -106,16 +117,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verb = verbs.add_parser("write-manifest", parents=[small], help="write sizes and SHA-256 of weights (reads every byte)")
     verb.add_argument("--weights", type=Path, required=True)
     verb.add_argument("--output", type=Path, required=True)
-    verb.set_defaults(work=lambda args, rules: write_manifest(args.weights, args.output, rules))
+    verb.set_defaults(work=write)
     verb = verbs.add_parser("fetch", parents=[data, weights], help="how to get data and weights")
     verb.set_defaults(work=lambda args, rules: fetch(args.data_dir, args.weights or args.data_dir / "base"))
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
-    rules = MINIATURE if getattr(args, "miniature", False) else CLOSED
-    return run_to_exit_code(lambda: args.work(args, rules))
+    return run_to_exit_code(lambda: execute(parser().parse_args(argv)))
+
+
+def execute(args: argparse.Namespace) -> None:
+    args.work(args, MINIATURE if getattr(args, "miniature", False) else CLOSED)
 
 
 if __name__ == "__main__":

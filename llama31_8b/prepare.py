@@ -16,13 +16,11 @@ import platform
 import sys
 from pathlib import Path
 
+from common.command_line import Parser
 from common.data import corpus
-from common.data.indexed_dataset_writer import Writer
 from common.data.manifest import PairFacts
 from common.data.preparation import Recipe, build_once, require_free_space, run_to_exit_code, say
-from llama31_8b.convert import convert
 from llama31_8b.rules import CLOSED, MINIATURE
-from llama31_8b.verify import verify
 
 MINIATURE_RECIPE = 1  # raise it when the corpus, the vocabulary or the format changes: existing data is then built again
 TOKENIZER = "tokenizer.model"
@@ -60,6 +58,8 @@ def miniature(data_dir: Path) -> None:
 
 
 def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
+    from common.data.indexed_dataset_writer import Writer
+
     train, validation = corpus.split(corpus.documents())
     corpus.train_sentencepiece(train, MINIATURE.shape.vocab_size, data_dir / TOKENIZER)
     tokenizer = corpus.load_sentencepiece(data_dir / TOKENIZER)
@@ -91,10 +91,8 @@ def fetch(data_dir: Path) -> None:
 # ---- command line
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m llama31_8b.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(benchmark: str = "llama31_8b") -> Parser:
+    parser = Parser(f"{benchmark} prepare", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     miniature, convert, verify, fetch = (
         commands.add_parser(name, help=text)
@@ -114,18 +112,33 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verify.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST)
     verify.add_argument("--full", action="store_true", help="every token and every byte")
     verify.add_argument("--write-manifest", type=Path, metavar="FILE", help="record sizes, SHA-256 and counts (reads every byte)")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
+    return run_to_exit_code(lambda: execute(parser().parse_args(argv)))
+
+
+def execute(args: argparse.Namespace) -> None:
+    """convert and verify import numpy, which the command line is read without."""
+
+    def convert() -> None:
+        from llama31_8b.convert import convert
+
+        convert(args.input, args.tokenizer, args.output_prefix, args.jsonl_key)
+
+    def verify() -> None:
+        from llama31_8b.verify import verify
+
+        verify(args.data_dir, args.manifest, args.full, args.write_manifest)
+
     work = {
         "miniature": lambda: miniature(args.data_dir),
-        "convert": lambda: convert(args.input, args.tokenizer, args.output_prefix, args.jsonl_key),
-        "verify": lambda: verify(args.data_dir, args.manifest, args.full, args.write_manifest),
+        "convert": convert,
+        "verify": verify,
         "fetch": lambda: fetch(args.data_dir),
     }
-    return run_to_exit_code(work[args.command])
+    work[args.command]()
 
 
 if __name__ == "__main__":

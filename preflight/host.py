@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.gpu_kinds import GIB
 from common.gpu_stats import key_values, read_text
-from launch.environment import OLDEST_TORCH
+from common.packages import OLDEST_TORCH
 from launch.run_directory import doubts, version_of
 from preflight.check_row import CheckRow, at_least, graded, skipped
 

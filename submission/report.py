@@ -9,10 +9,10 @@ Exit code: 0, 2 for a directory that is no run, 17 cannot be written, 18 no mlpe
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from common.command_line import Parser
 from common.errors import ConfigError
 from records import ledger
 from submission import gpu_samples, terminal
@@ -25,14 +25,19 @@ from submission.series_page import comparison_page, series_page
 OF_A_RUN = ("result.txt", "events.jsonl", "config.toml", "failure.json", gpu_samples.NAME)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.report", description="Write the page of a run, of a series, or of runs compared.")
+def parser(benchmark: str = "") -> Parser:
+    about = "Write the page of a run, of a series, or of runs compared: report.html in DIR."
+    parser = Parser("report", about, ["report results/llama31_8b", "report RUN OTHER_RUN", "report RUN --export tensorboard"])
     parser.add_argument(
         "directories", type=Path, nargs="+", metavar="DIR", help="of a run, or LOGDIR/<benchmark>; several runs are compared"
     )
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger (how its id begins); default: the newest")
     parser.add_argument("--export", choices=SINKS, help="instead of a page, DIR/tensorboard or DIR/wandb with the events of the run")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
     return terminal.run(lambda: write(options.directories, options.series, options.export))
 
 

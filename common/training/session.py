@@ -31,7 +31,7 @@ from common.training.warmup import warm_up
 
 
 class Session:
-    """One rank's files, clock and reporting. Without a run directory nothing is logged but the progress line."""
+    """One rank's files, clock and reporting. Without a run directory nothing is logged."""
 
     def __init__(self, args: argparse.Namespace, config: RunConfig, rank: int):
         self.args, self.config, self.rank = args, config, rank
@@ -89,19 +89,13 @@ class Session:
         config = self.config
         # No peak, so no MFU, where the run is elsewhere than its config says: the miniature on a GPU.
         peak_tflops = KINDS[config.gpu].peak_bf16_tflops if processes.device.type == "cuda" and config.gpu in KINDS else None
-        against = f"; MFU is against {peak_tflops} TFLOP/s, dense bf16" if peak_tflops else ""
-        self.progress.show(
-            f"{flops_per_token / 1e9:.4g} GFLOP per token, recomputation not counted (common/model/shapes.py){against}", final=True
-        )
         self.meter = Meter(
             processes,
             self.events,
-            self.progress,
             tokens_per_step=config.global_batch_size * sequence_length,
             samples_per_step=config.global_batch_size,
             flops_per_token=flops_per_token,
             peak_tflops=peak_tflops,
-            max_samples=config.max_samples,
         )
         self.ranks = compare_ranks(processes, self.events, self.progress)
         return self.meter
@@ -156,7 +150,6 @@ class Session:
     # Failure.
 
     def abort(self) -> None:
-        self.progress.close()
         if self.succeeded:  # what failed came after the run
             return
         samples = self.meter.samples if self.meter else 0

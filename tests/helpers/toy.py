@@ -119,13 +119,14 @@ for name in ("t.bin", "t.idx", "v.bin", "v.idx"):
     (folder / name).write_text("x")
 print("prepared")
 """
-CHECK = "import os, sys; print('one finding'); sys.exit(int(os.environ.get('FINDINGS', 0)))"
-REPORT = "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
+STUB = "if __name__ != '__main__': raise ImportError\n"  # so that the door, which imports a verb's module for its options, does not run it
+CHECK = STUB + "import os, sys; print('one finding'); sys.exit(int(os.environ.get('FINDINGS', 0)))"
+REPORT = STUB + "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
 
 
 def make_project(root: Path, torchrun: str = "") -> Path:
     """The launcher and the toy in `root`; `torchrun` replaces launch/torchrun.py."""
-    for room in ("launch", "plan", "records", "common"):
+    for room in ("door", "launch", "plan", "records", "common"):
         shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_and_time.sh", root)
     config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
@@ -141,6 +142,7 @@ def make_project(root: Path, torchrun: str = "") -> Path:
         "submission/report.py": REPORT,
         "records/rcp.py": "SUBMISSION_RUNS = 10\ndef mean_samples(benchmark, batch): return None",
         "requirements.txt": "pytest\n",
+        "requirements-logs.txt": "",
         "configs/toy/CPU_1x1.toml": config.replace("global_batch_size = 8", "global_batch_size = 16")
         + 'FROM_CONFIG = "yes"\n',  # the file ends with its [env]
     }

@@ -6,9 +6,9 @@ import sys
 import pytest
 from page import Page
 
+from common.command_line import Parser
 from common.errors import ConfigError, DataError, RunError
 from throughput import compare, report, result
-from throughput.options import Parser
 from throughput.result import Result
 from throughput.tables import Beside, Column, Plot, Table
 from throughput.timing import kernel_ms, spread, step_ms
@@ -129,7 +129,7 @@ def test_without_matplotlib_there_is_a_table_and_a_line_how_to_make_the_page(tmp
 
 
 def compared(*words) -> int:
-    parser = Parser()
+    parser = Parser("throughput x")
     compare.add_arguments(parser)
     parser.add_argument("--out", type=type(words[0]))
     return compare.main(parser.parse_args(list(map(str, words))))
