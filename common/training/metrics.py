@@ -45,17 +45,20 @@ class Progress:
         self.enabled, self.is_terminal, self.last, self.open_line = enabled, self.stream.isatty(), 0.0, False
 
     def show(self, text: str, final: bool = False) -> None:
-        if not self.enabled:
-            return
         now = time.monotonic()
-        if not self.is_terminal:
-            print(text, file=self.stream, flush=True)
-        elif final or now - self.last > 0.5:
-            # What is to be rewritten must fit: of a wrapped line only the last row would be. 0 columns: the terminal does not know.
-            columns = os.get_terminal_size(self.stream.fileno()).columns or 80
-            self.stream.write("\r\x1b[K" + (text + "\n" if final else text[: columns - 1]))
-            self.stream.flush()
-            self.last, self.open_line = now, not final
+        if not self.enabled or (self.is_terminal and not final and now - self.last <= 0.5):
+            return
+        try:
+            if self.is_terminal:
+                # What is to be rewritten must fit: of a wrapped line only the last row would be. 0 columns: the terminal does not know.
+                columns = os.get_terminal_size(self.stream.fileno()).columns or 80
+                self.stream.write("\r\x1b[K" + (text + "\n" if final else text[: columns - 1]))
+                self.stream.flush()
+                self.last, self.open_line = now, not final
+            else:
+                print(text, file=self.stream, flush=True)
+        except OSError:  # nobody looks on any more: the terminal was closed, or the reader of a pipe ended
+            self.enabled = self.open_line = False
 
     def close(self) -> None:
         if self.open_line:

@@ -180,7 +180,13 @@ def main(argv: list[str], kind: type[RunConfig], run: Callable[[Session], None],
     if saves:
         parser.add_argument("--save", action="store_true", help="write the trained model when the clock has stopped")
     args = parser.parse_args(argv)
-    session = Session(args, configs.load(args.run_dir / "config.toml", kind), int(os.environ.get("RANK", "0")))
-    run_guarded(args.run_dir, session.rank, partial(run, session), session.abort, session.step)
+    rank, sessions = int(os.environ.get("RANK", "0")), []
+
+    def work() -> None:
+        sessions.append(Session(args, configs.load(args.run_dir / "config.toml", kind), rank))
+        run(sessions[0])
+
+    on_failure = lambda: [session.abort() for session in sessions]  # noqa: E731 - none where its config cannot be read
+    run_guarded(args.run_dir, rank, work, on_failure, lambda: sum(session.step() for session in sessions))
     # The record says "done"; waiting for the peers here would only give a broken group a chance to hang.
     os._exit(0)
