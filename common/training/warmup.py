@@ -75,7 +75,7 @@ def warm_up(
     losses = [evaluate(model, [next(eval_batches)], processes, beat) for _ in range(EVAL_STEPS)]
     if not all(map(math.isfinite, [*map(float, values), *losses])):
         why = "training on real data would meet the same: a kernel, a tuned GEMM or a GPU computes wrong values"
-        raise NonFinite("the synthetic warm-up gave a loss or a gradient norm that is not finite", why, "run preflight; try fp8 = \"\"")
+        raise NonFinite("the synthetic warm-up gave a loss or a gradient norm that is not finite", why, 'run preflight; try fp8 = ""')
     assembly.reset()
     torch.set_rng_state(cpu_rng)
     if gpu_rng is not None:

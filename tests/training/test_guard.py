@@ -131,7 +131,9 @@ def test_a_disk_that_takes_nothing_is_a_storage_error_naming_the_file(number):
     "error",
     [
         MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+        ),
         RuntimeError("can't start new thread"),
         OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
         BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),  # fork, at the limit of processes
