@@ -112,6 +112,8 @@ def write_record(run_dir: Path, name: str, text: str) -> None:
     try:
         temporary.write_text(text)
     except OSError:
+        if not (Path(run_dir) / ROOM).exists():
+            raise
         (Path(run_dir) / ROOM).unlink()
         temporary.write_text(text)
     temporary.rename(Path(run_dir) / name)

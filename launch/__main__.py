@@ -63,6 +63,7 @@ from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header, print_stderr
 from launch.continued import continued
 from launch.job import ROOT, job_from, trainer_command
+from launch.output import outlive_readers
 from launch.run import run_all
 from launch.run_directory import doubts, git
 from launch.select_config import benchmarks
@@ -83,6 +84,7 @@ VERBS = OF_A_BENCHMARK | WITHOUT_BENCHMARK
 
 
 def main(arguments: list[str]) -> int:
+    outlive_readers()
     for number in handled_signals():
         signal.signal(number, raise_interrupted)
     if arguments[:1] in (["-h"], ["--help"]):

@@ -180,13 +180,14 @@ def main(argv: list[str], kind: type[RunConfig], run: Callable[[Session], None],
     if saves:
         parser.add_argument("--save", action="store_true", help="write the trained model when the clock has stopped")
     args = parser.parse_args(argv)
-    rank, sessions = int(os.environ.get("RANK", "0")), []
+    rank = int(os.environ.get("RANK", "0"))
+    session: Session | None = None  # until its config was read
 
     def work() -> None:
-        sessions.append(Session(args, configs.load(args.run_dir / "config.toml", kind), rank))
-        run(sessions[0])
+        nonlocal session
+        session = Session(args, configs.load(args.run_dir / "config.toml", kind), rank)
+        run(session)
 
-    on_failure = lambda: [session.abort() for session in sessions]  # noqa: E731 - none where its config cannot be read
-    run_guarded(args.run_dir, rank, work, on_failure, lambda: sum(session.step() for session in sessions))
+    run_guarded(args.run_dir, rank, work, lambda: session.abort() if session else None, lambda: session.step() if session else 0)
     # The record says "done"; waiting for the peers here would only give a broken group a chance to hang.
     os._exit(0)

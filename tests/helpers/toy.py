@@ -59,11 +59,13 @@ deadline = time.monotonic() + 30
 while mode == "held" and (run_dir.parents[2] / f"hold_{attempt}").exists() and time.monotonic() < deadline:
     time.sleep(0.02)
 try:
-    for step in range(400):
+    for step in range(600):
         log("tracked_stats", text="a line to fill the disk" * 4)
 except OSError as error:
     end("failed", StorageError(f"cannot write: {error.strerror}", "the disk is full", "free space"), step=1)
 log("run_stop", status="success", samples_count=32)
+if args.save and rank == 0:
+    (run_dir / "ranks/rank_0.heartbeat").write_text(json.dumps({"rank": 0, "pid": os.getpid(), "step": 2, "phase": "save", "time": 0}))
 if args.save and mode == "unsaved" and rank == 0:
     end("failed", StorageError("the model was not saved", "the disk is full", "free space"), step=2)
 if args.save and mode == "killed in save" and rank == 0:

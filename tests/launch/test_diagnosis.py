@@ -22,6 +22,11 @@ def test_result_is_read_from_the_log(tmp_path):
     assert (result.seconds, result.status, result.samples) == (60.0, "success", 48)
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
+    (tmp_path / "ranks").mkdir()
+
+
 def exits(run_dir, *entries):
     listed = [{"rank": rank, "pid": 100 + rank, "exit_code": code, "time": 10} for rank, code in entries]
     (run_dir / "torchrun.json").write_text(json.dumps(listed))

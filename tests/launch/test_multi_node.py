@@ -42,8 +42,8 @@ def log(key, **metadata):
             file.write(line + "\\n")
 assert (run_dir / "config.toml").is_file()
 (run_dir / f"seed_{rank}").write_text(args.seed)
-beat(1)
 log("run_start", cache=os.environ["CACHE_CLEARED"])
+beat(1)
 if rank == 3 and mode == "fail":
     write_rank_record(run_dir, rank, "failed", RunError("boom", "as told", "nothing"), step=1)
     sys.exit(1)
