@@ -124,7 +124,7 @@ def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagno
         error = next(iter(nodes.lost.values()))
     elif ending.hang and not nodes.failed:
         error, facts = ending.hang, ending.culprit or {}
-    elif ending.returncode < 0 and not ending.stopped:
+    elif ending.returncode < 0 and not (ending.stopped or ending.hang):
         why = f"{signal.Signals(-ending.returncode).name}: someone killed it, or the kernel did because the host ran out of memory (see dmesg)"
         error = RankLost("torchrun, which starts the ranks, was killed", why, "make host memory free, then start again")
     elif ending.returncode or nodes.failed or result.status != "success":

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 TRAINER = """
-import argparse, json, os, signal, sys, time
+import argparse, contextlib, json, os, signal, sys, time
 from pathlib import Path
 from common.errors import StorageError, write_rank_record
 
@@ -30,9 +30,14 @@ def log(key, **metadata):
     if rank == 0:
         line = ":::MLLOG " + json.dumps({"key": key, "time_ms": int(time.time() * 1000), "value": None, "metadata": metadata})
         if key != "tracked_stats":
-            print(line, flush=True)
+            with contextlib.suppress(OSError):
+                print(line, flush=True)
         with (run_dir / "result.txt").open("a") as file:
             file.write(line + "\\n")
+
+def beat(phase):
+    record = {"rank": rank, "pid": os.getpid(), "step": 2, "phase": phase, "time": time.time()}
+    (run_dir / "ranks" / f"rank_{rank}.heartbeat").write_text(json.dumps(record))
 
 def end(outcome, error=None, **facts):
     write_rank_record(run_dir, rank, outcome, error, **facts)
@@ -46,7 +51,9 @@ def stop(number, frame):
 signal.signal(signal.SIGTERM, stop)
 assert (run_dir / "config.toml").is_file() and os.environ["CACHE_CLEARED"] == "fadvise" and os.environ["FROM_CONFIG"] == "yes"
 log("run_start", config=args.config_name)
-print("progress line", file=sys.stderr, flush=True)
+beat("train")
+with contextlib.suppress(OSError):
+    print("progress line", file=sys.stderr, flush=True)
 if mode == "kill":
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -65,7 +72,7 @@ except OSError as error:
     end("failed", StorageError(f"cannot write: {error.strerror}", "the disk is full", "free space"), step=1)
 log("run_stop", status="success", samples_count=32)
 if args.save and rank == 0:
-    (run_dir / "ranks/rank_0.heartbeat").write_text(json.dumps({"rank": 0, "pid": os.getpid(), "step": 2, "phase": "save", "time": 0}))
+    beat("save")
 if args.save and mode == "unsaved" and rank == 0:
     end("failed", StorageError("the model was not saved", "the disk is full", "free space"), step=2)
 if args.save and mode == "killed in save" and rank == 0:
@@ -121,7 +128,16 @@ for name in ("t.bin", "t.idx", "v.bin", "v.idx"):
     (folder / name).write_text("x")
 print("prepared")
 """
-CHECK = "import os, sys; print('one finding'); sys.exit(int(os.environ.get('FINDINGS', 0)))"
+CHECK = """
+import os, pathlib, sys, time
+deadline = time.monotonic() + 30
+if os.path.exists("hold_check"):
+    pathlib.Path("checking").touch()
+while os.path.exists("hold_check") and time.monotonic() < deadline:
+    time.sleep(0.02)
+print('one finding')
+sys.exit(int(os.environ.get('FINDINGS', 0)))
+"""
 REPORT = "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
 
 
@@ -154,14 +170,14 @@ def make_project(root: Path, torchrun: str = "") -> Path:
     return root
 
 
-def launch(project, cwd, *arguments, benchmark="toy", **variables):
-    """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb that takes none."""
+def launch(project, cwd, *arguments, benchmark="toy", shell="", **variables):
+    """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb that takes none; by a line of bash."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     keep = {key: value for key, value in os.environ.items() if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")}
     environment = (
         keep | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOGDIR": "out", "DATADIR": "data"} | variables
     )
-    command = [str(project / "run_and_time.sh"), *filter(None, [benchmark]), *arguments]
+    command = [*(["bash", "-c", shell] if shell else []), str(project / "run_and_time.sh"), *filter(None, [benchmark]), *arguments]
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -34,11 +34,11 @@ def project(tmp_path_factory):
 class Running:
     """A series of the toy in `cwd`, in the background; attempts in `held` wait to be released."""
 
-    def __init__(self, project, cwd, *arguments, held=(), **variables):
+    def __init__(self, project, cwd, *arguments, held=(), shell="", **variables):
         self.cwd = cwd
         for attempt in held:
             (cwd / f"hold_{attempt}").write_text("")
-        self.process = launch(project, cwd, *arguments, **({"TOY": "held"} | variables))
+        self.process = launch(project, cwd, *arguments, shell=shell, **({"TOY": "held"} | variables))
 
     def lines(self, event):
         path = self.cwd / "out/toy/attempts.jsonl"
