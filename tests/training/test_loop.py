@@ -260,7 +260,7 @@ def test_a_failure_after_run_start_is_logged_recorded_and_is_the_exit_code(train
     assert (verdict["event"], verdict["status"], verdict["samples"]) == ("verdict", "aborted", 96)
 
 
-@pytest.mark.parametrize(("config", "words"), [("", "config.toml: no such config"), ("global_batch_size = 7", "multiple of 4")])
+@pytest.mark.parametrize(("config", "words"), [("", "config.toml: no such config"), ("global_batch_size = 7", "global_batch_size = 7")])
 def test_a_rank_without_a_usable_config_says_so_in_three_lines(tmp_path, config, words):
     """By hand, or under a bare torchrun."""
     (tmp_path / "run").mkdir()
