@@ -56,6 +56,8 @@ def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
     run_directory.fill(run_dir)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     ending = _train(job, nodes, run_dir, seed, cleared)
+    if gone := run_directory.missing(run_dir):
+        raise gone
     code = 128 + ending.signal_number if ending.signal_number else ending.returncode
     nodes.publish(run_dir, 0 if ending.stopped else code)  # stopped by node 0: that is no failure of this node
     if ending.signal_number:
