@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -17,22 +18,18 @@ class Copy:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            self._stream.write(text)
-        except OSError:
-            self._drop()
-        return len(text)
+        return self._or_drop(self._stream.write, text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError:
-            self._drop()
+        self._or_drop(self._stream.flush)
 
-    def _drop(self) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+    def _or_drop(self, do: Callable, *text: str) -> Any:
+        try:
+            return do(*text)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def outlive_readers() -> None:

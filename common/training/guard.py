@@ -58,7 +58,7 @@ def classify(error: BaseException) -> RunError:
         return known
     if isinstance(error, SystemExit):
         return RankLost(f"the rank ended itself with exit code {error.code}", "some code called exit", "see the traceback in ranks/")
-    if isinstance(error, RuntimeError) and _from_collective(error):
+    if is_secondary(error):
         text = str(error).splitlines()[0][:300]
         if any(word in str(error) for word in _TIMED_OUT):
             return Hang("a collective timed out", text, "see which rank did not report in ranks/")
@@ -67,15 +67,10 @@ def classify(error: BaseException) -> RunError:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """True where this rank only saw the failure of another one."""
-    return not isinstance(error, RunError) and isinstance(error, RuntimeError) and _from_collective(error)
-
-
-def _from_collective(error: RuntimeError) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
+    """True where this rank only saw the failure of another one: what a collective raised."""
     ours, signs = ("gloo", "NCCL", "c10d", "TCPStore", "socket"), (*_TIMED_OUT, *_PEER_GONE)
-    return all(any(word in str(error) for word in words) for words in (ours, signs))
+    known = all(any(word in str(error) for word in words) for words in (ours, signs))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and known)
 
 
 def _listen_to_signals(run_dir: Path | None, rank: int) -> None:

@@ -202,11 +202,11 @@ class RunLog:
         self._state = enter or self._state  # between the two writes: the file holds the line, whatever becomes of stdout
         if self._copies:
             try:
-                _write_all(STDOUT_FD, line, "stdout")
-            except StorageError as error:  # its reader ended, or the terminal is closed: the file is the log
+                _write_all(STDOUT_FD, line)
+            except OSError as error:  # its reader ended, or the terminal is closed: the file is the log
                 self._copies = False
                 with contextlib.suppress(Exception):
-                    print(f"note: {error.what}: {error.why}; the file goes on", file=sys.stderr, flush=True)
+                    print(f"note: cannot write the log to stdout: {error.strerror}; the file goes on", file=sys.stderr, flush=True)
         return time_ms
 
     def _finish(self) -> None:
@@ -228,38 +228,34 @@ class LineFile:
             why, do = "a run never overwrites or continues the log of another", "give the run a directory of its own"
             raise StorageError(f"{path} exists already", why, do) from None
         except OSError as error:
-            raise _storage_error(str(path), error) from error
+            raise _storage_error(path, error) from error
 
     def write(self, line: bytes) -> None:
         end = os.lseek(self.fd, 0, os.SEEK_CUR)
         try:
-            _write_all(self.fd, line, str(self.path))
-        except StorageError:
+            _write_all(self.fd, line)
+        except OSError as error:
             os.ftruncate(self.fd, end)  # a cut line would make the whole file unreadable
             os.lseek(self.fd, end, os.SEEK_SET)
-            raise
+            raise _storage_error(self.path, error) from error
 
     def close(self) -> None:
         try:
             os.fsync(self.fd)
         except OSError as error:
-            raise _storage_error(str(self.path), error) from error
+            raise _storage_error(self.path, error) from error
         finally:
             os.close(self.fd)
 
 
-def _write_all(fd: int, line: bytes, name: str) -> None:
+def _write_all(fd: int, line: bytes) -> None:
     while line:
-        try:
-            written = os.write(fd, line)
-        except OSError as error:
-            raise _storage_error(name, error) from error
-        line = line[written:]  # a short write: the next one tells why
+        line = line[os.write(fd, line) :]  # after a short write the next one tells why
 
 
-def _storage_error(name: str, error: OSError) -> StorageError:
+def _storage_error(path: Path, error: OSError) -> StorageError:
     why = f"{error.strerror} (errno {error.errno})"
-    return StorageError(f"cannot write the log to {name}", why, "free space, or set LOGDIR to a disk that takes the result")
+    return StorageError(f"cannot write the log to {path}", why, "free space, or set LOGDIR to a disk that takes the result")
 
 
 def _encode(record: dict) -> bytes:
