@@ -11,10 +11,12 @@ import errno
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 LAUNCHED = "LAUNCH_RUN_DIR"  # in the environment of all processes of a run: the launcher finds them by it, and tells what they failed of
 ROOM = ".room"  # a file in a run's directory that is removed when the disk is full: then there is room for the records of that
+TRIES = 20  # a tenth of a second between them
 NO_MEMORY, DISK = (errno.ENOMEM, errno.EAGAIN), (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _NO_MEMORY = ("can't start new thread", "can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
 
@@ -106,16 +108,23 @@ def failure_of(error: BaseException) -> RunError | None:
     return None
 
 
+def with_room(run_dir: Path, write: Callable[[], object]) -> None:
+    """Call `write`; where the disk is full, give up the room that was set aside for that, and try again: some disks free it a little later."""
+    for attempt in range(TRIES):
+        try:
+            write()
+            return
+        except (OSError, StorageError):
+            if attempt == TRIES - 1:
+                raise
+            (Path(run_dir) / ROOM).unlink(missing_ok=True)
+            time.sleep(0.1)
+
+
 def write_record(run_dir: Path, name: str, text: str) -> None:
     """Write `name` in `run_dir` under another name and rename it: a reader sees all of it or nothing. Raises OSError."""
     temporary = Path(run_dir) / f"{name}.tmp"
-    try:
-        temporary.write_text(text)
-    except OSError:
-        if not (Path(run_dir) / ROOM).exists():
-            raise
-        (Path(run_dir) / ROOM).unlink()
-        temporary.write_text(text)
+    with_room(run_dir, lambda: temporary.write_text(text))
     temporary.rename(Path(run_dir) / name)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import ROOM, ConfigError, Interrupted, RankLost, RunError, StorageError, failure_of
+from common.errors import ROOM, ConfigError, Interrupted, RankLost, RunError, StorageError, failure_of, with_room
 from launch import diagnosis, run_directory, supervise
 from launch.console import print_stderr, series_closing
 from launch.select_config import Selection
@@ -114,13 +114,9 @@ class Series:
         }
         if error:
             ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
-        room = self.folder / start["run"] / ROOM
-        try:
-            self.append(**start | ending | {"event": "end"})
-        except StorageError:
-            room.unlink(missing_ok=True)
-            self.append(**start | ending | {"event": "end"})
-        room.unlink(missing_ok=True)
+        run_dir = self.folder / start["run"]
+        with_room(run_dir, lambda: self.append(**start | ending | {"event": "end"}))
+        (run_dir / ROOM).unlink(missing_ok=True)
 
     def seed(self) -> int:
         """32 bits from the system's random source that no run of this series has had."""

@@ -70,6 +70,8 @@ try:
         log("tracked_stats", text="a line to fill the disk" * 4)
 except OSError as error:
     end("failed", StorageError(f"cannot write: {error.strerror}", "the disk is full", "free space"), step=1)
+while mode == "held" and rank and not (run_dir / "ranks/rank_0.json").exists() and time.monotonic() < deadline:
+    time.sleep(0.02)  # as collectives hold the ranks together
 log("run_stop", status="success", samples_count=32)
 if args.save and rank == 0:
     beat("save")

@@ -5,12 +5,14 @@ import json
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from tiny import start_ranks
 from toy import wait_until
 
+from common import errors
 from common.errors import (
     LAUNCHED,
     ROOM,
@@ -23,6 +25,7 @@ from common.errors import (
     StorageError,
     write_rank_record,
 )
+from common.training import guard
 from common.training.guard import classify, is_secondary
 
 # Two ranks add up until rank 1 goes away, as argv[2] says. on_failure fails itself: that must not hide the first failure.
@@ -235,26 +238,22 @@ def test_a_record_of_a_full_disk_takes_the_room_that_was_set_aside(tmp_path, mon
     assert record(tmp_path, 0)["kind"] == "storage" and not (tmp_path / ROOM).exists()
 
 
-TOLD = """
-import errno, sys
-from pathlib import Path
-from common.training import guard
-def body(): raise OSError(errno.ENOSPC, "No space left on device", "events.jsonl")
-folder = Path(sys.argv[1])
-if sys.argv[2:]:
-    guard.write_rank_record = lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
-guard.run_guarded(folder, 0, body, lambda: None, lambda: 3)
-"""
-
-
-@pytest.mark.parametrize(("launched", "full", "told"), [("", "", True), ("run", "", False), ("run", "full", True)])
-def test_a_failure_is_told_on_stderr_where_no_launcher_reads_the_record(tmp_path, monkeypatch, launched, full, told):
-    monkeypatch.setenv(LAUNCHED, launched) if launched else monkeypatch.delenv(LAUNCHED, raising=False)
-    (process,) = start_ranks(1, ["-c", TOLD, str(tmp_path), *filter(None, [full])])
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == StorageError.exit_code
+@pytest.mark.parametrize(("launched", "full", "told"), [(False, False, True), (True, False, False), (True, True, True)])
+def test_a_failure_is_told_on_stderr_where_no_launcher_reads_the_record(tmp_path, monkeypatch, capfd, launched, full, told):
+    (tmp_path / "ranks").mkdir()
+    monkeypatch.setattr(errors, "TRIES", 2)
+    monkeypatch.setenv(LAUNCHED, "run")
+    if not launched:
+        monkeypatch.delenv(LAUNCHED)
+    if full:
+        monkeypatch.setattr(Path, "write_text", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        guard._end_badly(tmp_path, 0, OSError(errno.ENOSPC, "No space left on device", "events.jsonl"), lambda: None, lambda: 3)
+    os._exit.assert_called_with(StorageError.exit_code)
+    stderr = capfd.readouterr().err
     assert ("error: events.jsonl: No space left on device" in stderr and "  do:  free space" in stderr) == told, stderr
-    assert (tmp_path / "ranks/rank_0.json").exists() != bool(full)
+    assert (tmp_path / "ranks/rank_0.json").exists() != full
 
 
 # torchrun: starts a rank and is killed. The rank sleeps; or waits in native code, deaf to signals, as for a collective of ranks that are gone.
