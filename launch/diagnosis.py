@@ -66,10 +66,10 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
 
 
 def finished(run_dir: Path, world_size: int) -> bool:
-    """Every rank did all its work for the run; at most rank 0 was still saving what was trained."""
-    ranks = run_dir / "ranks"
-    saving = _read_json(ranks / "rank_0.heartbeat", {}).get("phase") == "save"
-    return all(_read_json(ranks / f"rank_{rank}.json", {}).get("outcome") == "done" for rank in range(1 if saving else 0, world_size))
+    """The ranks did all their work for the run: rank 0 ended well, or was saving what was trained, and no other one failed or vanished."""
+    first, *others = (_read_json(run_dir / "ranks" / f"rank_{rank}.json", {}).get("outcome") for rank in range(world_size))
+    saving = _read_json(run_dir / "ranks" / "rank_0.heartbeat", {}).get("phase") == "save"
+    return (saving or first == "done") and {*others} <= {"done", "interrupted"}
 
 
 def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:

@@ -59,7 +59,8 @@ if mode == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
 if mode == "wait":
-    (run_dir / "waiting").write_text("")
+    if rank == 0:
+        (run_dir / "waiting").write_text("")
     time.sleep(30)
 (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
 deadline = time.monotonic() + 30
