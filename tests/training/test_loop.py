@@ -267,7 +267,7 @@ def test_a_rank_without_a_usable_config_says_so_in_three_lines(tmp_path, config,
     if config:
         (tmp_path / "run/config.toml").write_text(run_config().as_toml().replace("global_batch_size = 8", config))
     arguments = ["--run-dir", str(tmp_path / "run"), "--data-dir", str(tmp_path), "--config-name", "CPU_1x1.toml", "--device", "cpu"]
-    (process,) = start_ranks(1, [str(TINY_PROGRAM), "train", str(tmp_path / "opens"), *arguments])
+    (process,) = start_ranks(1, [str(TINY_PROGRAM), str(tmp_path / "opens"), *arguments])
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 2 and words in stderr, stderr
     assert [line.split(":")[0].strip() for line in stderr.splitlines()] == ["error", "why", "do"]
