@@ -25,6 +25,7 @@ from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header
 from launch.continued import continued
 from launch.job import ROOT, job_from, trainer_command
+from launch.output import outlive_readers
 from launch.run import run_all
 from launch.run_directory import doubts
 from launch.supervise import handled_signals, raise_interrupted
@@ -65,6 +66,7 @@ def parser(name: str, benchmark: str) -> Parser:
 
 
 def main(arguments: list[str]) -> int:
+    outlive_readers()
     for number in handled_signals():
         signal.signal(number, raise_interrupted)
     name, benchmark, *rest = arguments

@@ -67,7 +67,9 @@ class Screen:
     def _show(self, to_the_end: bool) -> None:
         messages, news = self.messages.lines(to_the_end), self._read_events()
         if self.rewrites:
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0: the terminal does not know
+            columns = 80
+            with contextlib.suppress(OSError):  # the terminal was closed
+                columns = os.get_terminal_size(sys.stderr.fileno()).columns or columns  # 0: the terminal does not know
             lines = [line[: columns - 1] for line in self.lines()]
             lines[0] = paint(lines[0], "1")
             back = f"\x1b[{self.drawn}A\r\x1b[J" if self.drawn else ""

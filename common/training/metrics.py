@@ -43,8 +43,12 @@ class Progress:
         self.stream, self.enabled = stream or sys.stderr, enabled
 
     def show(self, text: str) -> None:
-        if self.enabled:
+        if not self.enabled:
+            return
+        try:
             print(text, file=self.stream, flush=True)
+        except OSError:  # nobody looks on any more: the terminal was closed, or the reader of a pipe ended
+            self.enabled = False
 
 
 class StepClock:

@@ -173,7 +173,14 @@ def main(argv: list[str], kind: type[RunConfig], run: Callable[[Session], None],
     if saves:
         parser.add_argument("--save", action="store_true", help="write the trained model when the clock has stopped")
     args = parser.parse_args(argv)
-    session = Session(args, configs.load(args.run_dir / "config.toml", kind), int(os.environ.get("RANK", "0")))
-    run_guarded(args.run_dir, session.rank, partial(run, session), session.abort, session.step)
+    rank = int(os.environ.get("RANK", "0"))
+    session: Session | None = None  # until its config was read
+
+    def work() -> None:
+        nonlocal session
+        session = Session(args, configs.load(args.run_dir / "config.toml", kind), rank)
+        run(session)
+
+    run_guarded(args.run_dir, rank, work, lambda: session.abort() if session else None, lambda: session.step() if session else 0)
     # The record says "done"; waiting for the peers here would only give a broken group a chance to hang.
     os._exit(0)

@@ -260,6 +260,20 @@ def test_a_failure_after_run_start_is_logged_recorded_and_is_the_exit_code(train
     assert (verdict["event"], verdict["status"], verdict["samples"]) == ("verdict", "aborted", 96)
 
 
+@pytest.mark.parametrize(("config", "words"), [("", "config.toml: no such config"), ("global_batch_size = 7", "global_batch_size = 7")])
+def test_a_rank_without_a_usable_config_says_so_in_three_lines(tmp_path, config, words):
+    """By hand, or under a bare torchrun."""
+    (tmp_path / "run").mkdir()
+    if config:
+        (tmp_path / "run/config.toml").write_text(run_config().as_toml().replace("global_batch_size = 8", config))
+    arguments = ["--run-dir", str(tmp_path / "run"), "--data-dir", str(tmp_path), "--config-name", "CPU_1x1.toml", "--device", "cpu"]
+    (process,) = start_ranks(1, [str(TINY_PROGRAM), str(tmp_path / "opens"), *arguments])
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2 and words in stderr, stderr
+    assert [line.split(":")[0].strip() for line in stderr.splitlines()] == ["error", "why", "do"]
+    assert not (tmp_path / "run/result.txt").exists()
+
+
 def test_a_process_trains_as_this_one_does(trained, plain):
     assert_same_curve(facts(trained[3]), plain, tolerance=1e-6)
 

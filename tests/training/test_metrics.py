@@ -149,3 +149,15 @@ def test_events_of_another_run_are_not_touched(tmp_path):
 
 def test_a_rank_without_a_file_writes_no_events():
     Events(None).write("step", step=1)
+
+
+def test_a_reader_that_ended_ends_no_run():
+    reader, writer = os.pipe()
+    os.close(reader)
+    progress = Progress(True, os.fdopen(writer, "w"))
+    progress.show("step 1", final=True)
+    assert not progress.enabled
+    progress.show("step 2")
+    progress.close()
+    with pytest.raises(BrokenPipeError):
+        progress.stream.close()
