@@ -48,7 +48,7 @@ TABLE = {
     "score": ("the following arguments are required: DIR_OR_LOG", f"{RUN} score --help"),
     "score results --agianst x": ("unknown option --agianst", "did you mean --against?"),
     "check x --ruleset 6.1": ("--ruleset 6.1", "did you mean 6.1.0?"),
-    "report": ("the following arguments are required: directory", f"{RUN} report --help"),
+    "report": ("the following arguments are required: DIR", f"{RUN} report --help"),
     "describe": ("the following arguments are required: --out", f"{RUN} describe --help"),
     "package --out x": ("the following arguments are required: --benchmark, --system, --org", f"{RUN} package --help"),
     "plan --modle llama3.1-8b": ("unknown option --modle", "did you mean --model?"),
