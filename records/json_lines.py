@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from pathlib import Path
+from typing import TypeGuard
 
 
 def append_line(descriptor: int, value: dict, sync: bool = False) -> None:
@@ -53,3 +55,8 @@ class Tail:
             self.offset += len(whole)
             return whole.decode(errors="replace").splitlines()
         return []
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """A finite int or float; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

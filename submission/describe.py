@@ -17,10 +17,11 @@ import os
 import sys
 from pathlib import Path
 
+from common import inventory
 from common.command_line import Parser
 from common.errors import CheckFailed, ConfigError
 from common.hardware import probe
-from submission import machine, official_tools, terminal
+from submission import official_tools, terminal
 from submission.log_rules import converts_to_int
 from submission.official_tools import CLOSED_RULESETS
 
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _describe(options: argparse.Namespace) -> int:
     answers = terminal.pairs("--set", options.set + [f"submitter={options.submitter}"] * bool(options.submitter), KEYS)
-    return describe(options.out, machine.facts(Path("/"), probe(), os.environ.get("GPU_KIND", "")), answers, options.ruleset)
+    return describe(options.out, inventory.facts(Path("/"), probe(), os.environ.get("GPU_KIND", "")), answers, options.ruleset)
 
 
 def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset: str) -> int:

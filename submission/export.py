@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import ConfigError, PreflightError
 from records import json_lines
-from submission.log import is_number
+from records.json_lines import is_number
 
 SINKS = {"tensorboard": "tensorboard.summary", "wandb": "wandb"}  # the folder in the run's, and the module that writes it
 

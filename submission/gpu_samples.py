@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
+from pages import page
+from pages.page import Block, Curve, finite, median, points, span
 from records import json_lines
-from submission import pages, terminal
-from submission.pages import Block, Curve, finite, median, points, span
+from submission import terminal
 from submission.runs import Run
 
 NAME = "gpu_samples.jsonl"
@@ -77,8 +78,8 @@ def blocks(samples: Samples) -> list[Block]:
     charts = []
     for key, label in CURVES.items():
         curves = [Curve(f"GPU {gpu}", points(rows, "minute", key), gpu) for gpu, rows in enumerate(samples.rows)]
-        charts.append(pages.chart(label, "minutes", curves, sync="gpus"))
-    how = f"{pages.SPAN}, from run_start to run_stop; once a second, by {samples.source}; not a power measurement by MLPerf's rules"
+        charts.append(page.chart(label, "minutes", curves, sync="gpus"))
+    how = f"{page.SPAN}, from run_start to run_stop; once a second, by {samples.source}; not a power measurement by MLPerf's rules"
     return [{"findings": findings(samples)}, _table(samples), {"notes": [how, *samples.notes]}, *charts]
 
 
@@ -105,7 +106,7 @@ def _table(samples: Samples) -> Block:
         spans = [span(samples.values(gpu, key)) for key in known]
         energy = terminal.number(_kwh(samples, gpu), ".3f")
         rows.append([f"{gpu}: {facts['name'] or 'no name'}", *spans, energy, "-" if reasons is None else held])
-    return pages.table(["GPU", *(CURVES[key] for key in known), "kWh", "held down by"], rows, (0, len(known) + 2))
+    return page.table(["GPU", *(CURVES[key] for key in known), "kWh", "held down by"], rows, (0, len(known) + 2))
 
 
 def ranks_compared(run: Run) -> list[Block]:
@@ -118,5 +119,5 @@ def ranks_compared(run: Run) -> list[Block]:
         mine = [record["probe_ms"][rank] for record in records]
         times = sum(rank in record["slow"] for record in records)
         rows.append([f"rank {rank}", span(mine, ".3f"), f"{times} of {len(records)}" if times else "never"])
-    heads = ["", f"{pages.SPAN}, ms", "slower than the median rank by 5 %"]
-    return [{"notes": ["one GEMM, the same for all, timed at each evaluation"]}, pages.table(heads, rows)]
+    heads = ["", f"{page.SPAN}, ms", "slower than the median rank by 5 %"]
+    return [{"notes": ["one GEMM, the same for all, timed at each evaluation"]}, page.table(heads, rows)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from submission.log import Event, is_number
+from records.json_lines import is_number
+from submission.log import Event
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ the official parser strips it too (mlcommons/logging, compliance_checker/mlp_par
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeGuard
 
 from common.errors import ConfigError
+from records.json_lines import is_number
 
 TOKEN = ":::MLLOG"
 BOM = "\xef\xbb\xbf"  # of UTF-8, read as latin-1
@@ -88,11 +87,6 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
             kept.append(record)
             seen.add(record.key)
     return Log(kept, bad)
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """A finite int or float; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def events(path: Path) -> Iterator[Event | BadLine]:

@@ -12,8 +12,9 @@ from functools import cache
 from pathlib import Path
 
 from common.training.mllog import END, POINT, START
+from records.json_lines import is_number
 from submission import official_tools
-from submission.log import TOKEN, Event, Log, is_number
+from submission.log import TOKEN, Event, Log
 from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, on_each, resumed_at, unfit, unlike
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]

@@ -1,6 +1,6 @@
 """`python -m submission.report DIR`: one page about one run, DIR/report.html, or about a series of runs; of several runs, all beside each other.
 
-A page stands alone, with its charts (submission/pages.py). If DIR holds a ledger or the directories of several runs, such as
+A page stands alone, with its charts (pages/page.py). If DIR holds a ledger or the directories of several runs, such as
 LOGDIR/<benchmark>, it is about them: which ten count, and which attempts are good, lost or no run, is what submission/series.py says.
 `report A B` writes A/compared_with_B.html. Nothing is written into any other directory.
 

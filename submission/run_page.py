@@ -14,10 +14,11 @@ from collections import Counter
 from pathlib import Path
 
 from common.errors import ConfigError
-from submission import check, gpu_samples, pages, terminal
+from pages import page
+from pages.page import Block, Curve, Section, banner, finite, median, number, points, table
+from submission import check, gpu_samples, terminal
 from submission.intervals import samples_of
 from submission.log_rules import PRECISION_KEYS
-from submission.pages import Block, Curve, Section, banner, finite, median, number, points, table
 from submission.runs import GOOD, Run
 
 FACTS = (
@@ -41,14 +42,14 @@ def run_page(run: Run) -> str:
     tiles = [(name.replace("GPU", unit), shown(figures, name)) for name in FORMS if figures[name] is not None]
     evaluated = [[number(value) for value in row.values()] for row in evaluations(run)]
     curves = [Curve("train", of_steps(run, "loss")), Curve("evaluation", points(evaluations(run), "samples", "loss"), 1, dots=True)]
-    return pages.render(
+    return page.render(
         f"{run.benchmark or 'run'} · {run.folder.resolve().name}",
         [
             ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run), {"tiles": tiles}]),
             ("What to do next", [{"steps": _next_steps(run, samples, clean)}]),
             ("Loss", [loss_chart("loss", run, curves)]),
             ("Evaluations", [table(["samples", "loss", "minutes on the clock", "took, s"], evaluated)]),
-            ("Where the time went", [pages.shares(phases(run))]),
+            ("Where the time went", [page.shares(phases(run))]),
             ("Step time", [step_chart([Curve("step", of_steps(run, "step_time_ms"))])]),
             ("GPUs during the run", gpu_samples.blocks(samples)),
             ("Ranks compared", gpu_samples.ranks_compared(run)),
@@ -116,11 +117,11 @@ def loss_chart(label: str, run: Run, curves: list[Curve]) -> Block:
     label += ", nats per token" + (f" · dashed: target {run.target}" if run.target is not None else "")
     if band:
         label += f" · band: RCP, from the least mean of a series that passes, {band[0]:,.2f}, to the reference's mean, {band[1]:,.2f}"
-    return pages.chart(label, "training sequences", curves, target=run.target, band=band)
+    return page.chart(label, "training sequences", curves, target=run.target, band=band)
 
 
 def step_chart(curves: list[Curve]) -> Block:
-    return pages.chart("step time, ms", "training sequences", curves, max)
+    return page.chart("step time, ms", "training sequences", curves, max)
 
 
 def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:

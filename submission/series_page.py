@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
-from submission import pages, run_page
-from submission.pages import Block, Curve, Link, banner, points, table
+from pages import page
+from pages.page import Block, Curve, Link, banner, points, table
+from submission import run_page
 from submission.run_page import FORMS, Labeled, evaluations, figures_of, of_steps, shown
 from submission.runs import GOOD, Run
 from submission.score import score_lines
@@ -25,7 +26,7 @@ def series_page(series: Series, folder: Path) -> str:
     heads, rows = _rows([(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs], OF_AN_ATTEMPT, folder)
     known = run_page.provenance(runs, ask_all=False)
     differ = [banner("warn", "The runs differ in what should be the same")] if known[0][1][0]["table"] else []
-    return pages.render(
+    return page.render(
         f"{series.first.benchmark or 'runs'} · {series.name}",
         [
             ("", [*[run_page.MINIATURE_NOTICE] * series.first.is_miniature, _banner(series, ten), *differ]),
@@ -51,7 +52,7 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
         changes = [f"{value / base - 1:+.1%}" if (base := first[name]) and (value := other[name]) is not None else "-" for name in FORMS]
         rows.append([f"{label} against A", "", "", "", "", *changes])
     top, *cells = zip(heads, *rows, strict=True)
-    return pages.render(
+    return page.render(
         ", ".join(f"{label}: {run.folder.resolve().name}" for label, run in named),
         [
             ("Differences", [table(top, [row for row in cells if {*row[1:]} - {"-", ""}])]),

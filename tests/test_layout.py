@@ -50,9 +50,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gemm_tuning": {"launch"},
     "plan": {"common.model.families", "records"},
     "preflight": {"common.training.metrics", "launch", "plan"},
-    "submission": {"common.training.mllog", "records", *(f"{name}.rules" for name in BENCHMARKS)},
+    "pages": {"records"},
+    "submission": {"common.inventory", "common.training.mllog", "pages", "records", *(f"{name}.rules" for name in BENCHMARKS)},
     "system_tuning": set(),
-    "throughput": {"common", "launch", "plan", "preflight", "submission", *BENCHMARKS},
+    "throughput": {"common", "launch", "pages", "plan", "preflight", "submission", *BENCHMARKS},
 }
 NOT_YET: set[str] = set()  # a move that is still to come removes it
 HEAVY = {"torch", "triton", "transformers", "numpy"}

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from common import inventory
 from common.errors import PreflightError
 from common.gpu_kinds import GIB, KINDS
 from common.gpu_stats import DriverError, read_gpus
 from common.hardware import Probe, identify
 from launch import run_directory
-from submission import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 OF_LINUX = {  # key of a system description -> ours
@@ -29,7 +29,7 @@ def facts(found: Probe, device: str) -> dict[str, Any]:
     """GPU name, kind ("unknown" if it is not in common/gpu_kinds.py), dense peaks of a known kind, count, memory and power limit; CPU;
     operating system.
     """
-    of_linux = machine.facts(Path("/"), found, os.environ.get("GPU_KIND", ""))
+    of_linux = inventory.facts(Path("/"), found, os.environ.get("GPU_KIND", ""))
     known: dict[str, Any] = {name: of_linux[key] for key, name in OF_LINUX.items() if key in of_linux}
     if device == "cpu":
         return {"gpu": "none: measured on the CPU", **known, "threads": torch.get_num_threads()}

@@ -1,4 +1,4 @@
-"""page.html of sections (throughput/report.py): the page of submission/pages.py, with plots that matplotlib draws as SVG inside of it."""
+"""page.html of sections (throughput/report.py): the page of pages/page.py, with plots that matplotlib draws as SVG inside of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from submission import pages
-from submission.pages import COLORS, Block
+from pages import page
+from pages.page import COLORS, Block
 from throughput import links
 from throughput.report import Drawing, Section
 
@@ -37,12 +37,12 @@ STYLES = {
 
 
 def html(title: str, sections: list[Section]) -> str:
-    return pages.render(title, [(section.title, _blocks(section)) for section in sections])
+    return page.render(title, [(section.title, _blocks(section)) for section in sections])
 
 
 def _blocks(section: Section) -> list[Block]:
     words = [column for column, number in enumerate(section.numbers) if not number]
-    table = pages.table(section.heads if any(section.heads) else (), section.rows, words)
+    table = page.table(section.heads if any(section.heads) else (), section.rows, words)
     drawings = [{"drawing": svg(drawing)} for drawing in section.drawings]
     return [{"notes": [section.mark] * bool(section.mark)}, table, {"notes": section.notes}, *drawings]
 

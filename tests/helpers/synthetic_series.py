@@ -136,7 +136,7 @@ def write(
 
 
 def _only_to_files(write_all):
-    return lambda fd, line, name: write_all(fd, line, name) if fd >= 0 else None
+    return lambda fd, line: write_all(fd, line) if fd >= 0 else None
 
 
 def _attempt(folder: Path, benchmark, rules, plan: Plan, number: int, series: str, clock: Clock) -> None:

@@ -5,10 +5,11 @@ import json
 import pytest
 import synthetic_series
 
+from common import inventory
 from common.errors import ConfigError
 from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
-from submission import describe, machine, official_tools
+from submission import describe, official_tools
 
 NVIDIA_8 = Probe("nvidia", tuple(Device("NVIDIA H200", "sm_90", 141 * GIB) for _ in range(8)), "580.65")
 AMD_8 = Probe("amd", tuple(Device("AMD Instinct MI355X", "gfx950", 288 * GIB, 256) for _ in range(8)), "6.14.14")
@@ -63,7 +64,7 @@ def server(tmp_path):
 
 
 def test_a_server_is_described_as_it_is(server):
-    told = machine.facts(server, AMD_8)
+    told = inventory.facts(server, AMD_8)
     assert told["host_processor_model_name"] == "AMD EPYC 9575F 64-Core Processor"
     assert [told[f"host_processor{part}"] for part in ("s_per_node", "_core_count", "_vcpu_count")] == ["2", "64", "256"]
     assert told["host_memory_capacity"] == "3072 GB" and told["host_memory_configuration"] == "24 x 128 GB DDR5"
@@ -78,41 +79,41 @@ def test_a_server_is_described_as_it_is(server):
 def test_memory_that_is_offline_does_not_count(tmp_path):
     blocks = {f"sys/devices/system/memory/memory{n}/online": "1" for n in range(12)} | {"sys/devices/system/memory/memory12/online": "0"}
     root = write(tmp_path, {"sys/devices/system/memory/block_size_bytes": "80000000", **blocks})
-    assert machine.memory(root)["host_memory_capacity"] == "24 GB"
+    assert inventory.memory(root)["host_memory_capacity"] == "24 GB"
 
 
 def test_a_small_virtual_machine(tmp_path):
     files = {"proc/cpuinfo": cpuinfo(1, 2, 1, "Some CPU", "GenuineIntel", "fpu hypervisor"), "sys/block/vda/size": "536870912"}
-    told = machine.facts(write(tmp_path, files | {"sys/class/net/eth0/device/x": "", "sys/class/net/eth0/speed": "-1"}), Probe("none"))
+    told = inventory.facts(write(tmp_path, files | {"sys/class/net/eth0/device/x": "", "sys/class/net/eth0/speed": "-1"}), Probe("none"))
     assert told["host_processors_per_node"] == "1" and told["system_type_detail"] == "virtual machine"
     assert told["host_storage_type"] == "virtual disk" and told["host_networking"] == "1 x Ethernet"
     assert "accelerator_model_name" not in told and "system_name" not in told and "operating_system" not in told
 
 
 def test_a_machine_that_tells_nothing_is_no_crash(tmp_path):
-    told = machine.facts(tmp_path, Probe("none"))
+    told = inventory.facts(tmp_path, Probe("none"))
     assert told["number_of_nodes"] == "1" and "host_processor_model_name" not in told
 
 
 def test_accelerators_by_kind():
-    told = machine.accelerators(AMD_8)
+    told = inventory.accelerators(AMD_8)
     assert told["accelerator_model_name"] == "AMD Instinct MI355X" and told["accelerator_memory_capacity"] == "288 GB"
     assert told["accelerator_memory_configuration"] == "HBM3e" and "fully connected" in told["accelerator_interconnect_topology"]
-    told = machine.accelerators(NVIDIA_8)
+    told = inventory.accelerators(NVIDIA_8)
     assert told["accelerators_per_node"] == "8" and told["accelerator_interconnect"] == "NVLink 4"
-    one = machine.accelerators(Probe("nvidia", NVIDIA_8.devices[:1], "580.65"))
+    one = inventory.accelerators(Probe("nvidia", NVIDIA_8.devices[:1], "580.65"))
     assert one["accelerator_interconnect"] == "N/A (one accelerator)" and one["accelerator_interconnect_topology"] == ""
 
 
 def test_an_unknown_accelerator_keeps_its_own_name_and_nothing_is_guessed():
-    told = machine.accelerators(Probe("nvidia", (Device("NVIDIA Z999", "sm_200", 96 * GIB),), "600"))
+    told = inventory.accelerators(Probe("nvidia", (Device("NVIDIA Z999", "sm_200", 96 * GIB),), "600"))
     assert told == {"accelerators_per_node": "1", "accelerator_model_name": "NVIDIA Z999", "accelerator_memory_capacity": "96 GB"}
 
 
 def test_there_is_a_text_for_every_kind_of_gpu():
     from common.gpu_kinds import KINDS
 
-    assert set(machine.GPU_TEXTS) == set(KINDS)
+    assert set(inventory.GPU_TEXTS) == set(KINDS)
 
 
 def run(path, found, answers=None):
@@ -121,7 +122,7 @@ def run(path, found, answers=None):
 
 def test_what_the_machine_does_not_say_is_asked_for_by_name(server, tmp_path, capsys):
     path = tmp_path / "MI355X.json"
-    assert run(path, machine.facts(server, AMD_8)) == 20  # an empty status is an error of the official checker, the rest are warnings
+    assert run(path, inventory.facts(server, AMD_8)) == 20  # an empty status is an error of the official checker, the rest are warnings
     said = capsys.readouterr().err
     assert "error: status: '' is none of" in said and all(f"warning: --set {key}=" in said for key in ("submitter", "cooling"))
     assert "--set hw_notes" not in said and "--set host_processor_model_name" not in said
@@ -130,14 +131,14 @@ def test_what_the_machine_does_not_say_is_asked_for_by_name(server, tmp_path, ca
 
 def test_empty_answers_are_warnings_where_the_official_checker_passes(server, tmp_path, capsys):
     path = tmp_path / "MI355X.json"
-    assert run(path, machine.facts(server, AMD_8), {"status": "onprem"}) == 0
+    assert run(path, inventory.facts(server, AMD_8), {"status": "onprem"}) == 0
     said = capsys.readouterr()
     assert "official checker for 6.1.0: passed" in said.out and "warning: --set cooling=" in said.err and "error:" not in said.err
 
 
 def test_complete_it_passes_without_a_warning(server, tmp_path, capsys):
     path = tmp_path / "MI355X.json"
-    assert run(path, machine.facts(server, AMD_8), ASKED | {"framework": "PyTorch 2.13.0"}) == 0
+    assert run(path, inventory.facts(server, AMD_8), ASKED | {"framework": "PyTorch 2.13.0"}) == 0
     said = capsys.readouterr()
     assert "official checker for 6.1.0: passed" in said.out and "warning" not in said.err
     description = json.loads(path.read_text())
@@ -148,7 +149,7 @@ def test_complete_it_passes_without_a_warning(server, tmp_path, capsys):
 def test_answers_in_the_file_stay(server, tmp_path, capsys):
     path = tmp_path / "MI355X.json"
     path.write_text(json.dumps({"cooling": "immersion", "host_storage_type": "Lustre", "system_name": "TODO"}))
-    run(path, machine.facts(server, AMD_8), {"submitter": "Acme"})
+    run(path, inventory.facts(server, AMD_8), {"submitter": "Acme"})
     description = json.loads(path.read_text())
     assert description["cooling"] == "immersion" and description["host_storage_type"] == "Lustre"
     assert description["system_name"] == "Supermicro AS-8126GS-TNMR" and description["submitter"] == "Acme"

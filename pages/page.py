@@ -14,7 +14,7 @@ from statistics import median_high as median
 from typing import Any, NamedTuple
 
 from common.errors import PreflightError
-from submission.log import is_number as finite
+from records.json_lines import is_number as finite
 
 TEMPLATES = Path(__file__).with_name("templates")
 # Of curves and bars, in their order; each has a contrast of at least 3:1 on white and on the dark page.
