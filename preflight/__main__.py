@@ -21,6 +21,7 @@ from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError,
 from common.gpu_kinds import GpuKind
 from common.gpu_stats import HEALTH, DriverError, read_gpus
 from common.hardware import Probe, identify, probe
+from common.known_issues import installed
 from launch.job import ROOT, directories, rank_environment, torchrun
 from launch.select_config import benchmarks, config_file, requested_gpus, require_by_rules
 from launch.supervise import supervise
@@ -104,6 +105,8 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
     not_measured = skipped("health and speed of the GPUs", "the GPUs are not those of the config")
     ranks, measured_rows = measured(request, found, kind, options, environment) if fits else ([], [not_measured])
     rows += [host.judge_software(), CheckRow("driver", "ok", found.driver)] if found.driver else [host.judge_software()]
+    if kind:
+        rows.append(host.judge_known_issues(kind, installed(found.driver), environment))
     return rows + measured_rows, ranks
 
 

@@ -153,3 +153,13 @@ def test_a_config_that_only_bears_our_name_is_modified(tmp_path):
     (tmp_path / ours.name).write_text(ours.read_text() + "# changed\n")
     changed = select(H200X4, config=str(tmp_path / ours.name))
     assert changed.log_name == "H200_1x4+modified.toml" and "differs" in changed.notes[0]
+
+
+def test_versions_known_to_compute_wrongly_are_refused_for_a_run_and_named_for_a_measurement(monkeypatch):
+    monkeypatch.setattr("common.known_issues.installed", lambda driver: {"rocm": "7.13.26183", "driver": driver})
+    mi355x = Probe("amd", (Device("AMD Instinct MI355X", "gfx950", 288 * GIB, 256),) * 8)
+    with pytest.raises(PreflightError, match=re.escape("rocm 7.13.26183 is known to compute wrongly on MI355X")):
+        select(mi355x)
+    for chosen in (select(mi355x, any_kind=True), select(mi355x, {"ALLOW_KNOWN_ISSUES": "rocm-7.12-bf16-nan"})):
+        assert "rocm-7.12-bf16-nan" in chosen.notes[0]
+    assert select(MI300X).notes == () and select(mi355x, device="cpu").notes == ()
