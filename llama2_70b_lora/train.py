@@ -102,7 +102,8 @@ def run(session: Session) -> None:
     processes = session.start(HIGH_PRIORITY_COMPUTE)
     session.log_submission(BENCHMARK, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
-    with attention_backends(processes.device.type):
+    with attention_backends(processes.device.type, DTYPES[config.precision]):
+        session.self_test(rules, processes)
         reports: list[LoadReport] = []
         folder, manifest = base_folder(config, data_dir)
         assembly, base = assemble(

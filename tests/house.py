@@ -31,6 +31,7 @@ BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
 OPTIONAL = {
     'fp8 = "te" (optional package)': ("common/model/te_block.py",),
     "norms of query and key heads (Qwen3)": ("common/kernels/qk_norm.py", "common/model/qk_norm.py"),
+    "the self-test before the clock": ("common/known_issues.py", "common/training/kernel_cases.py", "common/training/self_test.py"),
     "--save": ("common/model/checkpoint_writer.py", "llama31_8b/save.py"),
 }
 LIMITS = {

@@ -1,8 +1,9 @@
 """Causal attention with grouped query heads, through torch's scaled_dot_product_attention.
 
 On Hopper cuDNN's kernel is 1.7x faster than torch's flash backend at sequence 8192 and head size 128 (552 against 315 TFLOP/s
-forward, 474 against 279 backward; docs/results.md), so it comes first there. Never pass a mask: it loses the causal fast path
-and runs into a NaN bug of cuDNN (pytorch#196678).
+forward, 474 against 279 backward; docs/results.md), so it comes first there. ROCm has the flash backend alone, behind which are AOTriton's
+kernels with AITER's assembly for gfx942 and gfx950, or CK's (pytorch#161754). Never pass a mask: it loses the causal fast path and runs into a
+NaN bug of cuDNN (pytorch#196678).
 """
 
 from __future__ import annotations
@@ -15,13 +16,39 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-def attention_backends(device_type: str) -> AbstractContextManager:
-    """Context for a whole run that fixes the order in which SDPA tries its backends."""
-    if device_type == "cuda" and torch.version.hip is None:
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    else:
-        order = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
+def allowed_backends(vendor: str, dtype: torch.dtype) -> list[SDPBackend]:
+    """SDPA's backends in the order in which they are tried. `vendor`: "nvidia", "amd", or "cpu".
+
+    On a GPU the math backend, which writes the whole square of scores, is no choice for 16 bits: SDPA then raises where no other can run,
+    instead of a run that is ten times slower or out of memory. In fp32, the miniature's, there is no other.
+    """
+    fused = {"nvidia": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]}.get(vendor, [SDPBackend.FLASH_ATTENTION])
+    return fused if vendor != "cpu" and dtype.itemsize == 2 else [*fused, SDPBackend.MATH]
+
+
+def vendor_of(device_type: str) -> str:
+    return "cpu" if device_type != "cuda" else "amd" if torch.version.hip else "nvidia"
+
+
+def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager:
+    """Context for a whole run in `dtype` that fixes the order in which SDPA tries its backends."""
+    return sdpa_kernel(allowed_backends(vendor_of(device_type), dtype), set_priority=True)
+
+
+def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What `causal_attention` of these tensors would run on here: "cudnn", "flash", "math"; on ROCm with the library that is preferred.
+
+    Raises RuntimeError where no allowed backend can.
+    """
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
+    if chosen == SDPBackend.ERROR:
+        raise RuntimeError(f"none of the backends that are allowed takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads")
+    name = chosen.name.lower().removesuffix("_attention")
+    if not torch.version.hip:
+        return name
+    library = torch.backends.cuda.preferred_rocm_fa_library().name if hasattr(torch.backends.cuda, "preferred_rocm_fa_library") else "?"
+    return f"{name} ({library})"
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
