@@ -51,7 +51,7 @@ def load(path: Path = DATA) -> KnownIssues:
     for entry in table["issue"]:
         ranges = tuple((name, entry.pop(name)) for name in SOFTWARE if name in entry)
         lists = {name: tuple(entry.pop(name, ())) for name in ("gpus", "ops")}
-        issues.append(KnownIssue(**entry, **lists, ranges=ranges))
+        issues.append(KnownIssue(**entry, gpus=lists["gpus"], ops=lists["ops"], ranges=ranges))
     return KnownIssues(tuple(issues), table["newest"])
 
 

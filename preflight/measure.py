@@ -50,8 +50,8 @@ def measure(found: Measured, folder: Path, device: str, seconds: float, benchmar
     place = look(found, device)
     if benchmark:
         config = configs.load(folder / "config.toml", config_class(benchmark))
-        work = workload(benchmark, config)
-        sizes = Sizes.of(config, work.shape, work.sequence_length, work.lora_rank)
+        fixed = workload(benchmark, config)
+        sizes = Sizes.of(config, fixed.shape, fixed.sequence_length, fixed.lora_rank)
         result = self_test(sizes, place, lambda op: found.write(folder, op))
         found.attention, found.self_test_s = result.attention, result.seconds
         found.self_test = [(finding.op, str(finding), finding.good) for finding in result.findings]

@@ -91,8 +91,10 @@ def _attempt(run: Run) -> list[str]:
 
 
 def _provenance(run: Run, keys: tuple[str, ...]) -> dict[str, str]:
-    """Of the log and versions.json, as text."""
+    """Of the log, the self-test and versions.json, as text."""
     facts = {key: str(value) for key in keys if (value := run.log.value(key)) is not None}
+    for record in _of(run, "self_test"):
+        facts["attention by"] = str(record.get("attention"))
     return facts | {str(key): value if isinstance(value, str) else json.dumps(value) for key, value in run.versions.items()}
 
 

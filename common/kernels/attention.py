@@ -47,8 +47,7 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
     name = chosen.name.lower().removesuffix("_attention")
     if not torch.version.hip:
         return name
-    library = torch.backends.cuda.preferred_rocm_fa_library().name if hasattr(torch.backends.cuda, "preferred_rocm_fa_library") else "?"
-    return f"{name} ({library})"
+    return f"{name}, {str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition('.')[2]}"
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
     state, largest = state_and_largest(quantizer)
 
     def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
-        _quantize_kernel[grid](x, rowwise, state, num_rows, num_columns, mode, largest, tile.rows, tile.columns, num_warps=tile.warps)
+        _quantize_kernel[grid](x, rowwise, state, num_rows, num_columns, mode, largest, tile.rows, tile.columns, **tile.options)
 
     return quantize_with(quantizer, (num_rows, num_columns), x, launch)
 

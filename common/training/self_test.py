@@ -165,17 +165,17 @@ def _finite(x: Tensor) -> bool:
 
 
 def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
-    """q, d_out: [S, group, D] of the query heads that share k, v: [S, D]. A head at a time in fp32, since each writes its [S, S] scores."""
-    k, v = (x.detach().float().requires_grad_() for x in (k, v))
-    outs, d_qs = [], []
+    """q, d_out: [S, group, D] of the query heads that share k, v: [S, D] -> out, dQ, dK, dV. A head at a time in fp32: each writes its scores."""
+    k, v = (x.detach().float()[None, None].requires_grad_() for x in (k, v))
+    heads: list[tuple[Tensor, ...]] = []
     for head in range(q.shape[1]):
-        query = q[:, head].detach().float().requires_grad_()
+        query = q[:, head].detach().float()[None, None].requires_grad_()
         with sdpa_kernel(SDPBackend.MATH):
-            out = torch.nn.functional.scaled_dot_product_attention(query[None, None], k[None, None], v[None, None], is_causal=True)[0, 0]
-        out.backward(d_out[:, head].float())
-        outs.append(out.detach())
-        d_qs.append(query.grad)
-    return torch.stack(outs, 1), torch.stack(d_qs, 1), k.grad[:, None], v.grad[:, None]
+            out = torch.nn.functional.scaled_dot_product_attention(query, k, v, is_causal=True)
+        gradients = torch.autograd.grad(out, (query, k, v), d_out[:, head].float()[None, None])
+        heads.append(tuple(x[0, 0].detach() for x in (out, *gradients)))
+    outs, d_q, d_k, d_v = (torch.stack(parts, 1) for parts in zip(*heads, strict=True))
+    return outs, d_q, d_k.sum(1, keepdim=True), d_v.sum(1, keepdim=True)
 
 
 # --- matrix products --------------------------------------------------------------------------------------------------
@@ -241,11 +241,11 @@ def _bits(x: Tensor) -> Tensor:
 def kernel_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
     if sizes.kernels == "triton":
         for op, shape, case in kernel_cases(sizes, draw):
-            yield f"triton {op}", str(shape), KERNEL_DB, partial(_against_reference, case, sizes, draw.device)
+            yield f"triton {op}", str(shape), KERNEL_DB, partial(against_reference, case, sizes, draw.device)
 
 
-def _against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
-    """The second launch of each engine: scales are delayed, so that a kernel stores and records in one pass."""
+def against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
+    """dB of the kernels to their references, in the second launch of each: scales are delayed, so that a kernel stores and records in one pass."""
     results = []
     for engine in ("reference", "triton"):
         quantizers = Quantizers(sizes, device)

@@ -23,6 +23,7 @@ def events(steps: int = 50, interval: int = 12288) -> list[dict]:
         lines.append({"event": "step", "step": step, "samples": step * 1000, **values, **measured})
     lines += [{"event": "eval", "step": n, "samples": n * interval, "loss": 3.4, "seconds": 8.25, "time_s": 60.0} for n in (1, 2, 3, 4)]
     lines += [{"event": "phase", "name": name, "seconds": 100.0, "time_s": 200.0} for name in ("train", "eval")]
+    lines.append({"event": "self_test", "attention": "cudnn-of-the-test", "seconds": 5.0, "ops": 30, "worst": "attention: 50.0 dB"})
     return [*lines, {"event": "verdict", "status": "success", "samples": 4 * interval, "loss": 3.3, "minutes": 5.0}]
 
 
@@ -53,7 +54,7 @@ def test_the_report_of_a_good_run_is_complete(run_dir):
     text = page(run_dir)
     for part in ("Target reached", "training sequences", "loss, nats per token", "step time, ms", "target 3.3", "49,152", "8.2500"):
         assert part in text
-    for part in ("0123abc", "2.13.0", "1234567", "global_batch_size = 32", "An Organisation", "480.0 TFLOP/s per GPU"):
+    for part in ("0123abc", "2.13.0", "1234567", "global_batch_size = 32", "An Organisation", "480.0 TFLOP/s per GPU", "cudnn-of-the-test"):
         assert part in text
     assert "MFU" not in text and "miniature" not in text and "Could not be read" not in text
     assert text.count('<circle class="point"') == 4 and "prefers-color-scheme: dark" in text
