@@ -67,7 +67,7 @@ def fill_columnwise(quantized: QuantizedTensor) -> None:
     """Write `columnwise`, where there is one, from `rowwise`: one byte read and one written per element, in a kernel of its own.
 
     Kernels that wrote both layouts from one tile were up to 14 % faster on an H200, but their columns came out wrong there, by what looks
-    like a defect of ptxas 12.9 (triton#11111; docs/log.md).
+    like a defect of ptxas 12.8, triton 3.6's for Hopper (triton#11111; docs/log.md).
     """
     rowwise, columnwise = quantized.rowwise, quantized.columnwise
     if columnwise is None:
