@@ -26,12 +26,14 @@ WHOLE = [
     ("MI300X", amd(8, "AMD Instinct MI300X")),
     ("MI300X", amd(8, "AMD Instinct MI300X OAM")),
     ("MI300X", amd(1, "AMD Instinct MI300X VF", gib=191.7)),
+    ("MI308X", amd(8, "AMD Instinct MI308X", units=80)),
     ("MI325X", amd(8, "AMD Instinct MI325X", gib=256)),
     ("MI350X", amd(8, "AMD Instinct MI350X", "gfx950", 288, 256)),
     ("MI350X", amd(8, "AMD Instinct MI350X VF", "gfx950", 252, 256)),
     ("MI355X", amd(8, "AMD Instinct MI355X", "gfx950", 288, 256)),
     ("H100", nvidia(8, "NVIDIA H100 80GB HBM3", 81559)),
     ("H200", nvidia(4, "NVIDIA H200", 143771)),
+    ("B200", nvidia(8, "NVIDIA B200", 183359, "sm_100")),
 ]
 
 REFUSED = [
@@ -39,13 +41,13 @@ REFUSED = [
     ("no name", amd(8, "")),
     ("MI300A", amd(4, "AMD Instinct MI300A", gib=128, units=228)),
     ("AMD Radeon Graphics", amd(4, "AMD Radeon Graphics", gib=128, units=228)),  # an MI300A without its name
-    ("MI308X", amd(8, "AMD Instinct MI308X", units=80)),
     ("AMD Radeon Graphics", amd(8, "AMD Radeon Graphics", units=80)),  # an MI308X without its name
     ("MI250X", amd(8, "AMD Instinct MI250X", "gfx90a", 64, 110)),
     ("Radeon RX 7900", amd(1, "AMD Radeon RX 7900 XTX", "gfx1100", 24, 96)),
     ("NVIDIA H20,", nvidia(8, "NVIDIA H20", 97871)),
     ("GH200", nvidia(1, "NVIDIA GH200 480GB", 97871)),
-    ("B200", nvidia(8, "NVIDIA B200", 183359, "sm_100")),
+    ("GB200", nvidia(4, "NVIDIA GB200", 189471, "sm_100")),
+    ("B300", nvidia(8, "NVIDIA B300 SXM6 AC", 275040, "sm_103")),
     ("H100 PCIe", nvidia(2, "NVIDIA H100 PCIe", 81559)),
     ("H200 NVL", nvidia(2, "NVIDIA H200 NVL", 143771)),
     ("A100", nvidia(8, "NVIDIA A100-SXM4-80GB", 81920, "sm_80")),
@@ -115,11 +117,17 @@ def test_no_gpu_is_the_miniature():
 def test_fp8_family():
     assert fp8_family("gfx942:sramecc+:xnack-") == "fnuz"
     assert {fp8_family(arch) for arch in ("gfx950", "sm_90", "sm_100")} == {"ocp"}
-    assert {kind.name for kind in KINDS.values() if fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI325X"}
+    assert {kind.name for kind in KINDS.values() if fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI308X", "MI325X"}
 
 
 def test_peaks_follow_from_units_and_clock():
-    for name, clock_ghz, flop_per_clock in (("MI300X", 2.1, 4096), ("MI325X", 2.1, 4096), ("MI350X", 2.2, 8192), ("MI355X", 2.4, 8192)):
+    for name, clock_ghz, flop_per_clock in (
+        ("MI300X", 2.1, 4096),
+        ("MI308X", 2.1, 4096),
+        ("MI325X", 2.1, 4096),
+        ("MI350X", 2.2, 8192),
+        ("MI355X", 2.4, 8192),
+    ):
         assert KINDS[name].peak_fp8_tflops == pytest.approx(KINDS[name].compute_units * clock_ghz * flop_per_clock / 1e3, rel=1e-4)
     assert all(kind.peak_fp8_tflops == pytest.approx(2 * kind.peak_bf16_tflops, rel=1e-4) for kind in KINDS.values())
 

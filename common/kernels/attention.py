@@ -26,28 +26,10 @@ def allowed_backends(vendor: str, dtype: torch.dtype) -> list[SDPBackend]:
     return fused if vendor != "cpu" and dtype.itemsize == 2 else [*fused, SDPBackend.MATH]
 
 
-def vendor_of(device_type: str) -> str:
-    return "cpu" if device_type != "cuda" else "amd" if torch.version.hip else "nvidia"
-
-
 def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager:
     """Context for a whole run in `dtype` that fixes the order in which SDPA tries its backends."""
-    return sdpa_kernel(allowed_backends(vendor_of(device_type), dtype), set_priority=True)
-
-
-def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What `causal_attention` of these tensors would run on here: "cudnn", "flash", "math"; on ROCm with the library that is preferred.
-
-    Raises RuntimeError where no allowed backend can.
-    """
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
-    if chosen == SDPBackend.ERROR:
-        raise RuntimeError(f"none of the backends that are allowed takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads")
-    name = chosen.name.lower().removesuffix("_attention")
-    if not torch.version.hip:
-        return name
-    return f"{name}, {str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition('.')[2]}"
+    vendor = "cpu" if device_type != "cuda" else "amd" if torch.version.hip else "nvidia"
+    return sdpa_kernel(allowed_backends(vendor, dtype), set_priority=True)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

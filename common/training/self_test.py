@@ -18,16 +18,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import known_issues
+from common.config import RunConfig
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
-from common.kernels.attention import attention_backends, backend_in_use, causal_attention
+from common.kernels.attention import attention_backends, causal_attention
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
 from common.model.fused_block import ENGINES
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
@@ -100,6 +102,13 @@ def self_test(sizes: Sizes, device: torch.device, beat: Callable[[str], object] 
     return result
 
 
+def before_a_run(config: RunConfig, rules: Any, device: torch.device, beat: Callable[[str], object]) -> dict[str, Any]:
+    """Raises PreflightError where an op computes wrongly. `rules`: the benchmark's. Returns the facts of the event."""
+    result = self_test(Sizes.of(config, rules.shape, rules.sequence_length, getattr(rules, "lora_rank", 0)), device, beat)
+    require_sound(result, device)
+    return {"attention": result.attention, "seconds": result.seconds, "ops": len(result.findings), "worst": str(result.worst)}
+
+
 def require_sound(result: Result, device: torch.device, driver: str = "") -> None:
     """Raises PreflightError for the first bad finding, with the versions and what is known of them."""
     if not result.bad:
@@ -158,6 +167,21 @@ def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check
     for index, name in enumerate(("dQ", "dK", "dV"), start=1):
         if kept:
             yield f"attention backward {name}", text, ATTENTION_DB, partial(compared, index)
+
+
+def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What `causal_attention` of these tensors would run on here: "cudnn", "flash", "math"; on ROCm with the library that is preferred.
+
+    Raises RuntimeError where no allowed backend can.
+    """
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
+    if chosen == SDPBackend.ERROR:
+        raise RuntimeError(f"none of the backends that are allowed takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads")
+    name = chosen.name.lower().removesuffix("_attention")
+    if not torch.version.hip:
+        return name
+    return f"{name}, {str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition('.')[2]}"
 
 
 def _finite(x: Tensor) -> bool:

@@ -79,14 +79,10 @@ class Session:
         self.log.hyperparameters(hyperparameters(self.config, rules, train_samples, self.args.config_name))
 
     def self_test(self, rules: Any, processes: Processes) -> None:
-        """Before any weight exists. Raises PreflightError where an op computes wrongly on this machine (common/training/self_test.py)."""
-        from common.training import self_test as test  # as large as the loop, and none of it runs after this
+        """Before any weight exists. Raises PreflightError where an op computes wrongly on this machine."""
+        from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
 
-        sizes = test.Sizes.of(self.config, rules.shape, rules.sequence_length, getattr(rules, "lora_rank", 0))
-        result = test.self_test(sizes, processes.device, partial(self.heartbeat.beat, 0))
-        worst = str(result.worst)
-        self.events.write("self_test", attention=result.attention, seconds=result.seconds, ops=len(result.findings), worst=worst)
-        test.require_sound(result, processes.device)
+        self.events.write("self_test", **before_a_run(self.config, rules, processes.device, partial(self.heartbeat.beat, 0)))
 
     def phase_done(self, name: str, **facts) -> None:
         """Note a phase before the clock: seconds since the last one."""

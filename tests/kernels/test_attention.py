@@ -5,7 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from common.kernels import attention
-from common.kernels.attention import allowed_backends, attention_backends, backend_in_use, causal_attention
+from common.kernels.attention import allowed_backends, attention_backends, causal_attention
+from common.training.self_test import backend_in_use
 
 
 @pytest.mark.parametrize(("vendor", "first"), [("nvidia", SDPBackend.CUDNN_ATTENTION), ("amd", SDPBackend.FLASH_ATTENTION)])

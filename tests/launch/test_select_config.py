@@ -107,12 +107,12 @@ def test_what_cannot_share_the_batch_is_told_what_can(count):
 
 # GPUs that common/gpu_kinds.py lacks.
 A100 = Probe("nvidia", (Device("NVIDIA A100-SXM4-80GB", "sm_80", 81920 * 2**20),) * 8)
-B200 = Probe("nvidia", (Device("NVIDIA B200", "sm_100", 183359 * 2**20),) * 2)
+B300 = Probe("nvidia", (Device("NVIDIA B300 SXM6 AC", "sm_103", 275040 * 2**20),) * 2)
 L40S = Probe("nvidia", (Device("NVIDIA L40S", "sm_89", 46068 * 2**20),))
-MI308X = Probe("amd", (Device("AMD Instinct MI308X", "gfx942", 192 * GIB, 80),) * 8)
+MI300A = Probe("amd", (Device("AMD Instinct MI300A", "gfx942", 128 * GIB, 228),) * 8)
 
 
-@pytest.mark.parametrize("found", [A100, B200, MI308X])
+@pytest.mark.parametrize("found", [A100, B300, MI300A])
 def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(found):
     with pytest.raises(PreflightError, match="no peak is known"):
         select(found)
@@ -122,9 +122,9 @@ def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(fou
 
 
 def test_an_unknown_gpu_takes_the_file_of_its_maker_with_the_nearest_memory():
-    assert "from MI300X_1x8.toml" in select(MI308X, any_kind=True).derived
-    assert "from H200_1x2.toml" in select(B200, any_kind=True).derived
-    assert select(B200, any_kind=True).config.fp8 == "torch" and select(B200, any_kind=True).config.recompute_layers == 0
+    assert "from MI300X_1x8.toml" in select(MI300A, any_kind=True).derived
+    assert "from B200_1x8.toml" in select(B300, any_kind=True).derived
+    assert select(B300, any_kind=True).config.fp8 == "torch" and select(B300, any_kind=True).config.recompute_layers == 0
 
 
 def test_a_gpu_without_fp8_computes_in_bf16():
