@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from instinct import CARDS, kfd_tree
 
 from common import hardware
 from common.errors import ConfigError, PreflightError
@@ -201,37 +202,9 @@ def test_probe_without_any_gpu(tmp_path):
     assert hardware.probe({"PATH": str(tmp_path)}, tmp_path, tmp_path) == Probe("none")
 
 
-def _kfd(sys: Path, count: int, name: str, device_id: int, gib: int, simd: int, target: int, mode: str = "SPX") -> None:
-    nodes = sys / "class/kfd/kfd/topology/nodes"
-    (nodes / "0").mkdir(parents=True)
-    (nodes / "0" / "properties").write_text("cpu_cores_count 96\nsimd_count 0\n")
-    for i in range(1, count + 1):
-        bank = nodes / str(i) / "mem_banks" / "0"
-        bank.mkdir(parents=True)
-        bank.joinpath("properties").write_text(f"heap_type 1\nsize_in_bytes {gib * GIB}\nwidth 8192\n")
-        minor = 120 + 8 * i
-        (nodes / str(i) / "properties").write_text(
-            f"simd_count {simd}\nsimd_per_cu 4\ngfx_target_version {target}\ndevice_id {device_id}\ndrm_render_minor {minor}\n"
-        )
-        card = sys / f"class/drm/renderD{minor}/device"
-        card.mkdir(parents=True)
-        if name:
-            (card / "product_name").write_text(name + "\n")
-        (card / "current_compute_partition").write_text(mode + "\n")
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        ("MI300X", ("AMD Instinct MI300X OAM", 0x74A1, 192, 1216, 90402)),
-        ("MI300X", ("", 0x74B5, 192, 1216, 90402)),
-        ("MI325X", ("AMD Radeon Graphics", 0x74A5, 256, 1216, 90402)),
-        ("MI350X", ("", 0x75A0, 288, 1024, 90500)),
-        ("MI355X", ("", 0x75A3, 288, 1024, 90500)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "arguments"), [(card.kind, card.topology(name)) for card in CARDS for name in card.names])
 def test_amd_topology(tmp_path, kind, arguments):
-    _kfd(tmp_path, 8, *arguments)
+    kfd_tree(tmp_path, 8, *arguments)
     (tmp_path / "kfd").write_text("")
     found = hardware.probe({"PATH": str(tmp_path)}, tmp_path, tmp_path)
     assert (found.vendor, len(found.devices)) == ("amd", 8)
@@ -249,13 +222,13 @@ def test_amd_topology(tmp_path, kind, arguments):
     ],
 )
 def test_amd_visible_devices(tmp_path, env, count):
-    _kfd(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402)
+    kfd_tree(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402)
     (tmp_path / "kfd").write_text("")
     assert len(hardware.probe_amd(env, tmp_path, tmp_path).devices) == count
 
 
 def test_amd_partition_mode_and_missing_device_file(tmp_path):
-    _kfd(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402, mode="DPX")
+    kfd_tree(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402, mode="DPX")
     with pytest.raises(PreflightError, match="may not open"):
         hardware.probe_amd({}, tmp_path, tmp_path)
     (tmp_path / "kfd").write_text("")
