@@ -2,7 +2,8 @@
 
     ./run_and_time.sh throughput settings [--benchmark llama2_70b_lora] [--only RoPE]
 
-Each line is one Tile of common/kernels/architecture.py; the shipped one is marked. A candidate that does not compile, or whose results are not
+First attention, with each of SDPA's backends: microseconds of forward and backward together, and dB against the math backend; a run takes the first
+that can (common/kernels/attention.py). Then each line is one Tile of common/kernels/architecture.py; the shipped one is marked. A candidate that does not compile, or whose results are not
 its reference's, says so instead of a time. A line that is faster on your GPU is what we would like to hear of, with the first line of the
 output: put it into the kernel's `_settings` function, run pytest tests/kernels, and send both.
 """
@@ -11,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 from collections.abc import Iterator, Mapping
 from unittest import mock
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import known_issues
 from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture
+from common.kernels.attention import causal_attention
+from common.training import self_test
 from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
 from common.training.self_test import KERNEL_DB, against_reference
 from llama2_70b_lora import rules as lora_rules
@@ -59,9 +64,38 @@ def main(options: argparse.Namespace) -> int:
     device = torch.device("cuda")
     versions = ", ".join(f"{name} {text}" for name, text in known_issues.installed().items())
     print(f"{torch.cuda.get_device_name()}, {architecture(device)}, {versions}", flush=True)
-    for line in lines(sizes_of(options), device, options.only):
+    sizes = sizes_of(options)
+    for line in itertools.chain(attention_lines(sizes, device) if options.only in "attention" else (), lines(sizes, device, options.only)):
         print(line, flush=True)
     return 0
+
+
+def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
+    """One per backend, and on ROCm per library behind flash."""
+    yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
+    libraries = ("aotriton", "ck") if torch.version.hip else ("",)
+    backends = [(SDPBackend.FLASH_ATTENTION, library) for library in libraries] + [(SDPBackend.EFFICIENT_ATTENTION, "")]
+    for backend, library in [*backends, *([] if torch.version.hip else [(SDPBackend.CUDNN_ATTENTION, "")])]:
+        try:
+            if library:
+                torch.backends.cuda.preferred_rocm_fa_library(library)
+            with mock.patch.object(self_test, "attention_backends", lambda *_, backend=backend: sdpa_kernel(backend)):
+                checks = self_test.attention_checks(sizes, Draw(device), self_test.Result())
+                found = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks) + " dB"
+            found = f"{attention_us(sizes, device, backend):8.1f} us  {found} (out, dQ, dK, dV)"
+        except Exception as error:
+            found = f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"
+        yield f"  {found}  {backend.name.lower()} {library}".rstrip()
+
+
+def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:
+    """Of a forward and a backward."""
+    shape, draw = sizes.shape, Draw(device)
+    counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    leaves = [draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype).requires_grad_() for n in counts]
+    d_out = draw(*leaves[0].shape, dtype=sizes.dtype)
+    with sdpa_kernel(backend):
+        return 1e6 * median_s(lambda: torch.autograd.grad(causal_attention(*leaves), leaves, d_out), device, SECONDS)
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:

@@ -52,6 +52,14 @@ def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
     assert all(db >= settings.KERNEL_DB for db in tried), "another tile computes the same"
 
 
+def test_attention_is_timed_and_compared_with_each_backend(monkeypatch):
+    monkeypatch.setattr(settings, "median_s", lambda work, device, seconds: work() and 1e-5)
+    title, flash, efficient, cudnn = settings.attention_lines(SIZES, torch.device("cpu"))
+    assert title == "attention [1, 16, 4/2]"
+    assert flash.split()[:2] == ["10.0", "us"] and flash.endswith("flash_attention") and flash.count("/") == 3 and "nan" not in flash
+    assert "fails: RuntimeError" in efficient and "fails: RuntimeError" in cudnn, "a CPU has neither"
+
+
 def test_without_a_gpu_it_says_so():
     from common.errors import ConfigError
 
