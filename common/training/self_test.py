@@ -94,8 +94,8 @@ def self_test(sizes: Sizes, device: torch.device, beat: Callable[[str], object] 
                 except (RuntimeError, NotImplementedError, AssertionError) as error:
                     finding.error = next(iter(str(error).splitlines()), "") or type(error).__name__
         finally:
-            gc.collect()
             if device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)
     result.seconds = time.monotonic() - began
