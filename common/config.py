@@ -8,6 +8,7 @@ Standard library only: the launcher reads the file before torch is imported.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import TypeVar
 from common.errors import ConfigError
 
 FP8_ENGINES = ("", "torch", "te")
+BLOCK_FORMATS = ("mxfp8", "mxfp8_hybrid", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")  # see common/kernels/block_formats.py
+BLOCK_RECIPE = re.compile(rf"(({'|'.join(BLOCK_FORMATS)})(\+stochastic)?(\+(random_)?hadamard)?(\+square_weights)?)?", re.ASCII)
+HEALING = re.compile(r"(step [1-9]\d{0,7}|loss \d{1,3}(\.\d{1,9})?)?", re.ASCII)
 LARGEST = {  # of a key; 2^31 - 1 for the others, since C counts with int
     "hang_timeout_s": 604_800.0,  # a week
     "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes for each
@@ -39,6 +43,8 @@ class RunConfig:
     micro_batch_size: int
     eval_micro_batch_size: int
     fp8: str = ""  # linear layers of the blocks in FP8: "torch" (torch._scaled_mm) or "te" (Transformer Engine); "" for none
+    block_format: str = ""  # research: the same layers in an emulated format, "mxfp4", or with options "mxfp4+stochastic+hadamard"
+    healing: str = ""  # when `block_format` ends and `fp8` begins: after "step 340", or at the first evaluation down to "loss 3.6"
     hang_timeout_s: float = 600.0  # no rank makes progress for so long: stop and name the rank
     miniature: bool = False  # the toy: its own rules, never a submission
     env: dict[str, str] = field(default_factory=dict)  # exported before Python imports torch
@@ -55,6 +61,7 @@ class RunConfig:
         self.require(self.opt_base_learning_rate > 0, "opt_base_learning_rate", "it must be positive", "give a learning rate")
         self.require(self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
         self.require_choice("fp8", FP8_ENGINES)
+        self._check_block_format()
         named = all(name and "=" not in name and "\0" not in name + value for name, value in self.env.items())
         self.require(named, "env", "the name of a variable has no = and no NUL, and its value no NUL", "correct the name or the value")
         per_pass = self.micro_batch_size * self.world_size
@@ -64,6 +71,14 @@ class RunConfig:
             f"it is not a multiple of micro_batch_size x processes = {self.micro_batch_size} x {self.world_size} = {per_pass}",
             "change global_batch_size or micro_batch_size so that every process gets whole micro-batches",
         )
+
+    def _check_block_format(self) -> None:
+        known = BLOCK_RECIPE.fullmatch(self.block_format) is not None
+        do = f"choose one of {', '.join(BLOCK_FORMATS)}; then +stochastic, +hadamard or +random_hadamard, +square_weights, in this order"
+        self.require(known, "block_format", "no format is written so", do)
+        self.require(not self.block_format or self.fp8 != "te", "block_format", "its kernels are not ours", 'set fp8 = "torch" or ""')
+        self.require(HEALING.fullmatch(self.healing) is not None, "healing", "it is a step or a loss", 'write "step 340" or "loss 3.6"')
+        self.require(not self.healing or self.block_format != "", "healing", "there is no block_format to end", "set block_format too")
 
     def require(self, good: bool, key: str, why: str, do: str) -> None:
         """Raises ConfigError that names `key` and its value unless `good`."""

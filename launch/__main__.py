@@ -39,6 +39,10 @@ same. It takes NEXP from the ledger; a larger NEXP adds runs to a series, finish
 --save writes the trained model of llama31_8b into the directory of each run, in model/, as transformers reads it, when the clock has
 stopped. Where that fails, a full disk for example, the run stays good, and the command ends with the code of what failed.
 
+--checkpoint WHEN saves the state of training into checkpoints/ of the run's directory, the newest one only: 2 after every second evaluation,
+600s every ten minutes. --continue RUN goes on from there in a new directory, with the same seed and config, on the same number of GPUs or another.
+Its log says so and its clock starts anew: `package` refuses it. docs/checkpoints.md says more.
+
 Exit codes: 0 all runs good; else that of the first failure, see common/errors.py; a signal ends the series with 130 (INT), 143 (TERM).
 """
 
@@ -57,6 +61,7 @@ from common.errors import ConfigError, RunError
 from launch import series
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header, print_stderr
+from launch.continued import continued
 from launch.job import ROOT, job_from, trainer_command
 from launch.run import run_all
 from launch.run_directory import doubts, git
@@ -149,6 +154,10 @@ def _parse(name: str, rest: list[str]) -> argparse.Namespace:
         parser.add_argument("--resume", action="store_true", help="continue the last series in LOGDIR that lacks good runs")
         help_save = "llama31_8b: after the clock, write the trained model to model/ of the run's directory, for transformers"
         parser.add_argument("--save", action="store_true", help=help_save)
+        help_checkpoint = "save the state of training: WHEN is 2 for every second evaluation, 600s for every ten minutes"
+        parser.add_argument("--checkpoint", metavar="WHEN", help=help_checkpoint)
+        help_continue = "go on from the checkpoint in this run's directory; for research, never for submission"
+        parser.add_argument("--continue", dest="continues", type=lambda run: Path(run).absolute(), metavar="RUN", help=help_continue)
     else:
         for key in ("steps", "warmup", "layers"):
             parser.add_argument(f"--{key}", type=int, metavar="N", default=2 if (name, key) == ("profile", "steps") else None)
@@ -164,6 +173,8 @@ def _parse(name: str, rest: list[str]) -> argparse.Namespace:
 def _run_here(benchmark: str, name: str, options: argparse.Namespace) -> int:
     request = series.request_from(os.environ, options.max_failures, options.resume) if name == "run" else None
     job = job_from(benchmark, options, any_kind=name != "run")
+    if request and job.continues:
+        request = continued(job, request)
     print_stderr(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir) if request else None))
     if request and not job.config.miniature:
         print_stderr(*(f"NOTE       {doubt}: package will refuse these runs" for doubt in doubts(ROOT, os.environ)))

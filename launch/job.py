@@ -14,6 +14,7 @@ from common.config import RunConfig
 from common.data.preparation import damage_of
 from common.errors import ConfigError, DataError
 from common.hardware import Probe, probe
+from common.training.continuation import require_possible, when_from
 from launch.console import print_stderr
 from launch.select_config import Selection, select_config
 from plan.benchmark import rules_of
@@ -63,6 +64,8 @@ class Job:
     environment: Mapping[str, str]
     node: Node
     save: bool  # the trained model, after the clock
+    checkpoint: str = ""  # when to save the state of training
+    continues: Path | None = None  # the run whose checkpoint to go on from
 
     @property
     def config(self) -> RunConfig:
@@ -78,8 +81,8 @@ class Job:
 
 
 def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job:
-    """`any_kind` of GPU, or those that have peaks only. Raises what `select_config` raises, and ConfigError for a wrong NODE_RANK, or for
-    --save where there is nothing to save.
+    """`any_kind` of GPU, or those that have peaks only. Raises what `select_config` raises, and ConfigError for a wrong NODE_RANK, for
+    --save where there is nothing to save, or for --checkpoint and --continue where there are no checkpoints.
     """
     environment = os.environ
     save = getattr(options, "save", False)
@@ -88,8 +91,15 @@ def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job
         raise ConfigError(f"{benchmark} has no --save", why, "leave it out")
     gpus = Probe("none") if options.device == "cpu" else probe()
     selection = select_config(ROOT, benchmark, options, environment, gpus, any_kind)
+    checkpoint, continues = getattr(options, "checkpoint", None) or "", getattr(options, "continues", None)
+    if checkpoint or continues:
+        require_possible(selection.config)
+    if checkpoint:
+        when_from(checkpoint)
     folders = directories(benchmark, selection.config.miniature, environment)
-    return Job(benchmark, selection, gpus, *folders, environment, node_from(environment, selection.config.nodes), save)
+    return Job(
+        benchmark, selection, gpus, *folders, environment, node_from(environment, selection.config.nodes), save, checkpoint, continues
+    )
 
 
 def directories(benchmark: str, miniature: bool, environment: Mapping[str, str]) -> tuple[Path, Path]:
@@ -143,6 +153,8 @@ def torchrun(folder: Path, processes: int, arguments: list[str], nodes: list[str
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
     arguments = ["--run-dir", str(run_dir), "--data-dir", str(job.data_dir), "--config-name", job.selection.log_name]
     arguments += ["--seed", str(seed), "--device", job.selection.device, *(["--save"] if job.save else [])]
+    arguments += ["--checkpoint", job.checkpoint] if job.checkpoint else []
+    arguments += ["--continue", str(job.continues)] if job.continues else []
     return torchrun_command(job, run_dir, ["-m", f"{job.benchmark}.train", *arguments])
 
 

@@ -114,7 +114,7 @@ def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagno
         error, facts = ending.hang, ending.culprit or {}
     elif ending.returncode or nodes.failed or result.status != "success":
         error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
-    if result.status == "success" and job.save:  # the log of the run is complete, and only saving comes after it
+    if result.status == "success" and (job.save or job.checkpoint):  # the log of the run is complete, and only saving comes after it
         unsaved, error = error, None
     if result.status == "success" and not error:
         error = _check(run_dir)

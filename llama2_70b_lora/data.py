@@ -120,15 +120,15 @@ def row_order(rows: int, seed: int) -> Iterator[int]:
 
 
 def train_batches(
-    rows: np.ndarray, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
+    rows: np.ndarray, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int, step: int = 0
 ) -> Iterator[np.ndarray]:
-    """This rank's micro-batches without end, int32 [micro_batch_size, 2, sequence]; `global/(micro*world)` of them make a step.
+    """This rank's micro-batches from `step` on, without end, int32 [micro_batch_size, 2, sequence]; `global/(micro*world)` of them make a step.
 
     `rows`: of `read_rows`. Step s holds the samples s*GBS .. + GBS - 1 of the order, whatever the number of processes: each rank takes a
     contiguous share of them and cuts it into micro-batches.
     """
     share = global_batch_size // world_size
-    order = row_order(len(rows), seed)
+    order = itertools.islice(row_order(len(rows), seed), step * global_batch_size, None)
     while True:
         mine = list(itertools.islice(order, global_batch_size))[rank * share : (rank + 1) * share]
         for start in range(0, share, micro_batch_size):

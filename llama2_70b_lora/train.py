@@ -21,7 +21,7 @@ from common.errors import RunError
 from common.kernels.attention import attention_backends
 from common.kernels.fp8 import DelayedScaling, fp8_dtypes
 from common.model.checkpoint_loader import LoadReport, load_base
-from common.model.fused_lora_block import FusedLoraBlock
+from common.model.fused_lora_block import FrozenWeights, FusedLoraBlock
 from common.model.llama import Head, Llama
 from common.model.lora import AdapterSettings, adapter_parameters, init_adapters
 from common.model.peft_adapter import save_peft_adapter
@@ -50,9 +50,9 @@ def assemble(
     rank: sharding it would save less than a gigabyte, for two collectives in every pass.
     """
     shape, kernels, device = rules.shape, config.kernels, processes.device
-    fp8 = DelayedScaling() if config.fp8 else None
     dtype = None if config.fp8 else DTYPES[config.precision]
     base = FrozenBase(shape, processes, kernels=kernels, storage=config.frozen_base, dtype=dtype, timeout_s=config.hang_timeout_s)
+    fp8, read_base = scales(config, base)
     offloaded = layers_to_offload(config.offload_layers, shape.num_layers) if config.offload_layers else set()
     gate_up = (config.micro_batch_size * rules.sequence_length, 2 * shape.ffn_hidden_size)
     offloader = ActivationOffloader(len(offloaded), gate_up, fp8_dtypes(device)[0], device) if offloaded else None
@@ -60,7 +60,8 @@ def assemble(
 
     def layers() -> tuple[list[FusedLoraBlock], Head]:
         blocks = [
-            FusedLoraBlock(shape, layer, base, kernels, adapters, fp8, offloader, layer in offloaded) for layer in range(shape.num_layers)
+            FusedLoraBlock(shape, layer, read_base, kernels, adapters, fp8, offloader, layer in offloaded)
+            for layer in range(shape.num_layers)
         ]
         return blocks, Head(shape, kernels)
 
@@ -80,6 +81,16 @@ def assemble(
         config, shape, rules.sequence_length, device, fp8=fp8, layers=layers, optimizer=optimizer, weights=weights, before_each_pass=passes
     )
     return assembly, base
+
+
+def scales(config: Config, base: FrozenBase) -> tuple[DelayedScaling | None, FrozenWeights]:
+    """The scales of the blocks, and the base as they read it."""
+    if not config.block_format:
+        return DelayedScaling() if config.fp8 else None, base
+    from common.model.block_scaling import BlockBase, BlockScaling  # research: no other run needs it
+
+    scaling = BlockScaling(config)
+    return scaling, BlockBase(base, scaling)
 
 
 def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:
@@ -102,8 +113,10 @@ def run(session: Session) -> None:
     processes = session.start(HIGH_PRIORITY_COMPUTE)
     session.log_submission(BENCHMARK, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
+    from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
+
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        session.self_test(rules, processes)
+        before_a_run(session, rules, processes)
         reports: list[LoadReport] = []
         folder, manifest = base_folder(config, data_dir)
         assembly, base = assemble(
@@ -116,10 +129,12 @@ def run(session: Session) -> None:
     save_adapter(session, assembly.model, rules, base, before)
 
 
-def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Training micro-batches, read ahead, and the evaluation set on the device. The clock runs."""
+def open_data(
+    config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
+) -> tuple[Prefetcher, list[torch.Tensor]]:
+    """Training micro-batches from `step` on, read ahead, and the evaluation set on the device. The clock runs."""
     rows = read_rows(data_dir, "train", rules)
-    pairs = train_batches(rows, seed, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size)
+    pairs = train_batches(rows, seed, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size, step)
     validation = next_token_labels(read_rows(data_dir, "validation", rules))
     return Prefetcher(pairs, processes.device), pad_for_ranks(validation, processes, config.eval_micro_batch_size)
 

@@ -74,15 +74,18 @@ class TrainData:
         return sample
 
 
-def train_batches(data: TrainData, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> Iterator[np.ndarray]:
-    """This rank's micro-batches, int32 [micro_batch_size, sequence_length + 1]; `global/(micro*world)` of them make a step.
+def train_batches(
+    data: TrainData, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int, step: int = 0
+) -> Iterator[np.ndarray]:
+    """This rank's micro-batches from `step` on, int32 [micro_batch_size, sequence_length + 1]; `global/(micro*world)` of them make a step.
 
     Step s holds the samples s*GBS .. + GBS - 1, whatever the number of processes: each rank takes a contiguous
     share of them and cuts it into micro-batches. So 2 ranks train on what 1 process does, and 4 micro-batches of 1 are 1 of 4.
     Ends when fewer than a global batch are left.
     """
     share = global_batch_size // world_size
-    firsts = (step + rank * share for step in range(0, len(data) - global_batch_size + 1, global_batch_size))
+    begin = step * global_batch_size
+    firsts = (batch + rank * share for batch in range(begin, len(data) - global_batch_size + 1, global_batch_size))
     starts = (start for first in firsts for start in range(first, first + share, micro_batch_size))
     return (np.stack([data[i] for i in range(start, start + micro_batch_size)]) for start in starts)
 

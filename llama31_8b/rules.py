@@ -33,6 +33,8 @@ class Config(RunConfig):
             self.require(self.gpus_per_node > 1, "reduce_scatter", "one GPU sends nothing", do)
             self.require(self.nodes == 1, "reduce_scatter", "copy engines reach the GPUs of one node only", do)
         self.require(not self.fp8_head or self.fp8 == "torch", "fp8_head", "the head is computed by that engine", 'set fp8 = "torch"')
+        why = "in a block format the head stays in bf16, before healing and after it"
+        self.require(not self.fp8_head or not self.block_format, "fp8_head", why, "leave out one of the two")
         if self.fp8 == "te":
             self.require(self.gpu != "CPU", "fp8", "Transformer Engine needs an NVIDIA GPU", 'set fp8 = "torch"')
             why = "a layer of Transformer Engine would run again outside of its FP8 region"

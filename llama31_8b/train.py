@@ -19,7 +19,6 @@ from torch import nn
 from common.data.prefetch import Prefetcher
 from common.kernels.attention import attention_backends
 from common.kernels.fp8 import DelayedScaling
-from common.model.fp8_linear import Fp8Linear
 from common.model.fused_block import FusedBlock
 from common.model.initialization import init_weights
 from common.model.llama import Head, Llama
@@ -43,13 +42,17 @@ HIGH_PRIORITY_COMPUTE = True  # gradients are summed beside the backward: 10 ms 
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
     """Every weight trains, sharded by ZeRO-2, from the random values of `seed`."""
     shape, kernels = rules.shape, config.kernels
-    scaling = DelayedScaling() if config.fp8 == "torch" else None
+    scaling = scales(config)
     engine = transformer_engine() if config.fp8 == "te" else None
 
     def layers() -> tuple[list[nn.Module], Head]:
         if engine is not None:
             return [engine.block(shape, kernels) for _ in range(shape.num_layers)], Head(shape, kernels)
-        output = Fp8Linear(shape.hidden_size, shape.vocab_size, kernels, scaling) if config.fp8_head and scaling is not None else None
+        output = None
+        if config.fp8_head and scaling is not None:
+            from common.model.fp8_linear import Fp8Linear  # imported only where a config asks for it
+
+            output = Fp8Linear(shape.hidden_size, shape.vocab_size, kernels, scaling)
         blocks = [FusedBlock(shape, kernels, scaling, layer < config.recompute_layers) for layer in range(shape.num_layers)]
         return [*blocks], Head(shape, kernels, output)
 
@@ -69,6 +72,15 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
 
 
 assemble_random = assemble  # for measurements of speed; pre-training starts from random weights anyway
+
+
+def scales(config: Config) -> DelayedScaling | None:
+    """Those of this package's own blocks."""
+    if not config.block_format:
+        return DelayedScaling() if config.fp8 == "torch" else None
+    from common.model.block_scaling import BlockScaling  # research: no other run needs it
+
+    return BlockScaling(config)
 
 
 def transformer_engine() -> TransformerEngine:
@@ -93,8 +105,10 @@ def run(session: Session) -> None:
     torch.manual_seed(seed)  # nothing draws from it, but the digest of the warm-up covers the generator
     base = config.opt_base_learning_rate
     lr_at = warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps)
+    from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
+
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        session.self_test(rules, processes)
+        before_a_run(session, rules, processes)
         assembly = assemble(config, rules, processes, seed)
         session.phase_done("init")
         session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes))
@@ -102,12 +116,14 @@ def run(session: Session) -> None:
         save.save_model(assembly.model, session.args.run_dir, partial(session.heartbeat.beat, session.step(), "save"))
 
 
-def open_data(config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes) -> tuple[Prefetcher, list[torch.Tensor]]:
-    """Training micro-batches, read ahead, and the evaluation set on the device. The clock runs."""
+def open_data(
+    config: Config, rules: Rules, data_dir: Path, seed: int, processes: Processes, step: int
+) -> tuple[Prefetcher, list[torch.Tensor]]:
+    """Training micro-batches from `step` on, read ahead, and the evaluation set on the device. The clock runs."""
     vocab_size, length = rules.shape.vocab_size, rules.sequence_length
     samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size  # the last step is a whole one
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
-    windows = train_batches(data, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size)
+    windows = train_batches(data, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size, step)
     validation = validation_tokens(data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size)
     batches = Prefetcher(map(next_token_pairs, windows), processes.device)
     return batches, pad_for_ranks(next_token_pairs(validation), processes, config.eval_micro_batch_size)

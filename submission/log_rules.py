@@ -84,7 +84,8 @@ def wrong_interval(log: Log, rules: Rules) -> Found:
     batch, counts = log.value("global_batch_size"), _evaluations(log)
     if not is_positive_int(batch) or _one_step_short(counts, batch, rules):
         return
-    due, interval, last = rules.first_evaluation(batch), rules.eval_interval(batch), 0
+    interval, last = rules.eval_interval(batch), resumed_at(log)
+    due = max(rules.first_evaluation(batch), last // interval * interval + interval if last else 0)
     for line, samples in counts:
         if samples != due:
             message = f"evaluation at {samples}, {samples - last} after {last}; at a global batch of {batch} it is due at {due}"
@@ -94,6 +95,12 @@ def wrong_interval(log: Log, rules: Rules) -> Found:
     stop = log.first("run_stop")
     if stop and type(stop.samples) is int and stop.samples >= due:
         yield stop.line, f"training went on from {last} to {stop.samples} with no evaluation; one was due at {due}"
+
+
+def resumed_at(log: Log) -> int:
+    """Training sequences of the sittings before this one, by a log of ours; 0 for a run that is whole."""
+    samples = log.value("resumed")
+    return samples if is_positive_int(samples) else 0  # type: ignore[return-value]
 
 
 def counted_short(log: Log, rules: Rules) -> Found:

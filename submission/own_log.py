@@ -14,7 +14,7 @@ from pathlib import Path
 from common.training.mllog import END, POINT, START
 from submission import official_tools
 from submission.log import TOKEN, Event, Log, is_number
-from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, on_each, unfit, unlike
+from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, on_each, resumed_at, unfit, unlike
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +derived, ...
@@ -103,7 +103,7 @@ def back_in_time(log: Log, rules: Rules) -> Found:
 
 def wrong_samples(log: Log, rules: Rules) -> Found:
     """Sequences trained so far, counted after the optimizer step: whole steps, never fewer than before."""
-    batch, last = log.value("global_batch_size"), 0
+    batch, last = log.value("global_batch_size"), resumed_at(log)
     for event in (event for event in log.events if event.key in COUNTED_KEYS):
         samples = event.samples
         if type(samples) is not int or samples < 0:
@@ -114,6 +114,10 @@ def wrong_samples(log: Log, rules: Rules) -> Found:
         if samples < last or (samples > last and event.key != "block_stop"):
             yield event.line, f"{event.key} at {samples}, but training stands at {last}"
         last = samples
+
+
+def resumed(event: Event, rules: Rules) -> str:
+    return f"the run went on from a checkpoint at {event.value!r} samples: its minutes are those of one sitting, and package refuses it"
 
 
 def chosen_seed(event: Event, rules: Rules) -> str:
@@ -159,6 +163,7 @@ OWN_RULES = (
     Rule("order", out_of_order, "OWN; TR Run Results"),
     Rule("time", back_in_time, "OWN"),
     Rule("samples_count", wrong_samples, "OWN; TR RCP Rules"),
+    Rule("resumed", on_each(resumed, "resumed"), "TR Run Results: a run is timed from run_start to run_stop", WARNING),
     Rule("chosen_seed", on_each(chosen_seed, "seed"), "TR Random numbers (a constant seed is not allowed)", WARNING),
     Rule("batch", unfit(is_positive_int, "a whole number from 1", "gradient_accumulation_steps", "train_samples"), "OWN"),
     Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),

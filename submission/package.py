@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import CheckFailed, ConfigError, StorageError
+from common.training.mllog import EMULATED
 from records import ledger
 from submission import check, describe, implementation, official_tools, own_log, terminal
 from submission.log_rules import BENCHMARKS
@@ -154,6 +155,11 @@ def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
     _demand(logged in (None, benchmark), f"{run.path} is a log of {logged}", given, "correct --benchmark")
     toy = "a toy with its own target is no benchmark result"
     _demand(division != "miniature", f"{run.folder} is a miniature", toy, "run the benchmark")
+    half, do = "it is timed from its first step to its last, in one sitting", "run it without --continue"
+    _demand(run.log.value("resumed") is None, f"{run.folder} went on from a checkpoint of another run", half, do)
+    emulated = run.log.value(EMULATED)
+    why = "its products computed what another number format gives, in bf16 or FP8: research, no result of that format"
+    _demand(emulated is None, f"{run.folder} emulated {emulated}", why, "run a series without block_format")
     name = str(run.log.value("config_filename") or run.start.get("config", ""))
     why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
     do = "write a config for it, commit it, and run the series with that"

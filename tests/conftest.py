@@ -107,6 +107,8 @@ NOT_QUICK = {  # files that train, start several processes, compile kernels, or 
         "launch/test_two_nodes.py",
     ),
     *("model/test_adapters.py", "model/test_lora_adapter.py", "model/test_lora_parity.py", "model/test_model.py", "model/test_weights.py"),
+    *("kernels/test_block_formats.py", "llama2_70b_lora/test_lora_block_format.py", "model/test_block_scaling.py"),
+    *("llama2_70b_lora/test_lora_checkpoint.py", "training/test_block_format_run.py", "training/test_checkpoint.py"),
     *("launch/test_main.py", "llama2_70b_lora/test_lora_training.py", "sharding/test_frozen.py", "training/test_fp8_run.py"),
     *("submission/test_lost_attempts.py", "submission/test_package.py", "submission/test_score.py", "submission/test_survey.py"),
     *("throughput/test_flux.py", "throughput/test_flux_model.py"),

@@ -172,6 +172,18 @@ def test_impossible_batch():
         {"reduce_scatter": "mail"},
         {"reduce_scatter": "copy_engine", "nodes": 2, "global_batch_size": 32},
         {"fp8_head": True},
+        {"fp8_head": True, "fp8": "torch", "block_format": "mxfp4"},
+        {"block_format": "mxfp5"},
+        {"block_format": "mxfp4+"},
+        {"block_format": "+hadamard"},
+        {"block_format": "mxfp4+hadamard+hadamard"},
+        {"block_format": "mxfp4+hadamard+random_hadamard"},
+        {"block_format": "mxfp4", "fp8": "te"},
+        {"healing": "step 340"},
+        {"healing": "340", "block_format": "mxfp4"},
+        {"healing": "step 0", "block_format": "mxfp4"},
+        {"healing": "loss -1", "block_format": "mxfp4"},
+        {"healing": "loss 3.6\n", "block_format": "mxfp4"},
     ],
 )
 def test_impossible_value(changes):
@@ -187,6 +199,22 @@ def test_impossible_value_of_lora(key, value):
     assert configs.from_table(dict(good), lora_rules.Config, "some.toml").frozen_base == "sharded"
     with pytest.raises(ConfigError, match=key):
         configs.from_table(good | {key: value}, lora_rules.Config, "some.toml")
+
+
+@pytest.mark.parametrize("name", configs.BLOCK_FORMATS)
+@pytest.mark.parametrize("healing", ["", "step 340", "loss 3.6", "loss 4"])
+def test_every_block_format_can_be_chosen_and_healed(name, healing):
+    for options in ("", "+stochastic", "+stochastic+random_hadamard+square_weights"):
+        made = configs.from_table(GOOD | {"block_format": name + options, "healing": healing, "fp8": "torch"}, Config, "some.toml")
+        assert (made.block_format, made.healing) == (name + options, healing)
+
+
+def test_lora_has_no_wgrad_to_transform_for():
+    table = {key: value for key, value in GOOD.items() if key != "opt_learning_rate_warmup_steps"} | {"opt_learning_rate_training_steps": 9}
+    assert configs.from_table(table | {"block_format": "mxfp4+stochastic"}, lora_rules.Config, "some.toml").block_format
+    for option in ("hadamard", "random_hadamard"):
+        with pytest.raises(ConfigError, match="block_format"):
+            configs.from_table(table | {"block_format": f"mxfp4+{option}"}, lora_rules.Config, "some.toml")
 
 
 def test_a_key_of_the_other_benchmark_is_unknown():

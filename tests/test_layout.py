@@ -35,7 +35,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llama31_8b": {"common"},
     "llama2_70b_lora": {"common"},
     "records": set(),  # facts about runs that both the launcher and a submission need
-    "launch": {"common.data.preparation", "plan", "records"},  # a lock, and what a manifest says
+    "launch": {
+        "common.data.preparation",
+        "common.training.continuation",
+        "plan",
+        "records",
+    },  # a lock, what a manifest or a checkpoint says
     "gemm_tuning": {"launch"},
     "plan": {"common.model.families", "records"},
     "preflight": {"common.training.kernel_cases", "common.training.metrics", "common.training.self_test", "launch", "plan"},

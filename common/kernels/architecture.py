@@ -3,7 +3,8 @@
 Each kernel file has one function `<kernel>_settings(architecture)` beside each kernel, which returns a Tile. This is the place to tune a
 kernel for another GPU: branch on the name, and run tests/kernels, which compile every kernel with these settings for four architectures
 and fail if one spills registers or takes more shared memory than there is. `./run_and_time.sh throughput settings` times others on the GPU at
-hand. The numbers for gfx942 and gfx950 compile without spills; none was ever timed on an AMD GPU.
+hand. The numbers for gfx942 and gfx950 compile without spills; none was ever timed on an AMD GPU. gfx950 has one stage everywhere: Triton 3.7 and
+3.8 crash on more there or compute wrongly (aiter#4163, aiter#5428).
 """
 
 from __future__ import annotations
@@ -31,11 +32,6 @@ class Tile(NamedTuple):
     def options(self) -> dict[str, int]:
         """What Triton's launcher takes beside the kernel's own arguments."""
         return {"num_warps": self.warps} | ({"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {})
-
-
-def stages(arch: str, wanted: int) -> int:
-    """Stages in flight of a loop over memory. One on gfx950, where Triton 3.7 and 3.8 crash on more or compute wrongly (aiter#4163, aiter#5428)."""
-    return 1 if arch == "gfx950" else wanted
 
 
 @cache

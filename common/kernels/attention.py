@@ -16,20 +16,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-def allowed_backends(vendor: str, dtype: torch.dtype) -> list[SDPBackend]:
-    """SDPA's backends in the order in which they are tried. `vendor`: "nvidia", "amd", or "cpu".
-
-    On a GPU the math backend, which writes the whole square of scores, is no choice for 16 bits: SDPA then raises where no other can run,
-    instead of a run that is ten times slower or out of memory. In fp32, the miniature's, there is no other.
-    """
-    fused = {"nvidia": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]}.get(vendor, [SDPBackend.FLASH_ATTENTION])
-    return fused if vendor != "cpu" and dtype.itemsize == 2 else [*fused, SDPBackend.MATH]
-
-
 def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager:
-    """Context for a whole run in `dtype` that fixes the order in which SDPA tries its backends."""
-    vendor = "cpu" if device_type != "cuda" else "amd" if torch.version.hip else "nvidia"
-    return sdpa_kernel(allowed_backends(vendor, dtype), set_priority=True)
+    """Context for a whole run in `dtype` that fixes the order in which SDPA tries its backends.
+
+    In 16 bits on a GPU the math backend, which writes all scores, is no choice: SDPA raises where no other can run. fp32 has no other.
+    """
+    flash = [SDPBackend.FLASH_ATTENTION]
+    order = [SDPBackend.CUDNN_ATTENTION, *flash] if device_type == "cuda" and not torch.version.hip else flash
+    return sdpa_kernel(order if device_type == "cuda" and dtype.itemsize == 2 else [*order, SDPBackend.MATH], set_priority=True)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

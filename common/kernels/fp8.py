@@ -47,7 +47,7 @@ def fp8_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
 
 
 class QuantizedTensor(NamedTuple):
-    """A matrix in the form that matrix products read. An unquantized one (bf16) has only `rowwise`."""
+    """A matrix in the form that matrix products read. An unquantized one (bf16) has only `rowwise`, an emulated one (block_formats.py) no scale."""
 
     rowwise: Tensor  # [rows, columns], contiguous
     columnwise: Tensor | None = None  # [columns, rows], contiguous: the transpose; None where no product reads it
@@ -124,17 +124,15 @@ def matmul(a: QuantizedTensor, b: QuantizedTensor, fast: bool) -> Tensor:
 
 def dgrad(g: QuantizedTensor, weight: QuantizedTensor, fast: bool) -> Tensor:
     """g: [M, N], weight: [N, K] -> g W, [M, K]."""
-    if g.scale is None or weight.scale is None:
+    if weight.columnwise is None:
         return g.rowwise @ weight.rowwise
-    assert weight.columnwise is not None
     return matmul(g, QuantizedTensor(weight.columnwise, None, weight.scale), fast)
 
 
 def wgrad(g: QuantizedTensor, x: QuantizedTensor, fast: bool) -> Tensor:
     """g: [M, N], x: [M, K] -> g^T x, [N, K]."""
-    if g.scale is None or x.scale is None:
+    if g.columnwise is None or x.columnwise is None:
         return g.rowwise.t() @ x.rowwise
-    assert g.columnwise is not None and x.columnwise is not None
     return matmul(QuantizedTensor(g.columnwise, None, g.scale), QuantizedTensor(x.columnwise, None, x.scale), fast)
 
 
@@ -170,6 +168,12 @@ class DelayedScaling:
         self.steps = 0
         self._start_step()
 
+    def resume(self, state: Tensor, history: Tensor, steps: int) -> None:
+        """As after `steps` steps that left `tensors()` so."""
+        torch._foreach_copy_(self.tensors(), [state.to(self.state.device), history.to(self.state.device)])
+        self.steps = steps
+        self._start_step()
+
     def _start_step(self) -> None:
         for quantizer in self.quantizers:
             quantizer.two_pass = quantizer.weight or self.steps == 0
@@ -198,6 +202,10 @@ class DelayedScaling:
         self.state[:, AMAX] = 0.0
         self.steps += 1
         self._start_step()
+
+    def evaluated(self, loss: float) -> dict[str, object]:
+        """After an evaluation: what its event in the run's records says of the scales. The host waits for the device."""
+        return {"clipped_elements": self.take_clipped()}
 
     def take_clipped(self) -> int:
         """The number of elements that saturated since the last call. The host waits for the device."""

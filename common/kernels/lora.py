@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture, stages
+from common.kernels.architecture import Tile, architecture
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import UNQUANTIZED, quantize_reference, quantize_with, state_and_largest, store_quantized
 
@@ -226,16 +226,18 @@ def _down_backward_kernel(
 
 def down_settings(arch: str) -> Tile:
     # Faster ones on an H200 spill or were not checked there for their results (docs/log.md).
-    return Tile(rows=64, columns=128, warps=8, stages=stages(arch, 3), parts=4)
+    return Tile(rows=64, columns=128, warps=8, stages=1 if arch == "gfx950" else 3, parts=4)
 
 
 def up_backward_settings(arch: str) -> Tile:
-    return Tile(rows=64, columns=128, warps=8, stages=stages(arch, 3), parts=32)  # sm_90: the fastest of 80 tried on an H200 (docs/log.md)
+    return Tile(
+        rows=64, columns=128, warps=8, stages=1 if arch == "gfx950" else 3, parts=32
+    )  # sm_90: the fastest of 80 tried on an H200 (docs/log.md)
 
 
 def down_backward_settings(arch: str) -> Tile:
     # sm_90: the fastest of 80 tried on an H200 (docs/log.md). On gfx942 64 rows spill with dropout and a norm.
-    return Tile(rows=32 if arch == "gfx942" else 64, columns=64, warps=4, stages=stages(arch, 3), parts=16)
+    return Tile(rows=32 if arch == "gfx942" else 64, columns=64, warps=4, stages=1 if arch == "gfx950" else 3, parts=16)
 
 
 def _each(size: int, tile: int, parts: int) -> int:

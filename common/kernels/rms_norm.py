@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture, stages
+from common.kernels.architecture import Tile, architecture
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import (
     AMAX_ONLY,
@@ -193,7 +193,7 @@ def _rms_norm_weight_grad_kernel(
 def rms_norm_backward_settings(arch: str, num_columns: int, weight_grad: bool) -> Tile:
     """With `weight_grad` a program sums over several tiles of rows and leaves one row of partial sums of d_weight."""
     rows, columns = _whole_rows(1, num_columns)
-    return Tile(rows, columns, warps=8, stages=stages(arch, 3) if weight_grad else 1, repeats=32 if weight_grad else 1)  # as above
+    return Tile(rows, columns, warps=8, stages=3 if weight_grad and arch != "gfx950" else 1, repeats=32 if weight_grad else 1)  # as above
 
 
 def rms_norm_weight_grad_settings(arch: str) -> Tile:

@@ -18,7 +18,8 @@ from common.data.manifest import write_whole
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, parts_of
 from common.model.llama import Llama
 
-NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}  # torch -> name in safetensors
+# torch -> name in safetensors
+NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.uint8: "U8"}
 
 
 @torch.no_grad()
@@ -66,19 +67,27 @@ def _tensors(model: Llama, layout: str) -> dict[str, Tensor]:
     return found
 
 
-def write_file(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype, beat: Callable[[], object]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+def write_file(
+    path: Path,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype | None = None,
+    beat: Callable[[], object] = lambda: None,
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """One safetensors file, on the disk when this returns. `dtype`: of all tensors, by default of each its own. Raises OSError."""
+    header: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}  # transformers asks for it
     end = 0
     for name, rows in tensors.items():
-        begin, end = end, end + rows.numel() * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(rows.shape), "data_offsets": [begin, end]}
+        kind = dtype or rows.dtype
+        begin, end = end, end + rows.numel() * kind.itemsize
+        header[name] = {"dtype": NAMES[kind], "shape": list(rows.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for rows in tensors.values():
             beat()
-            file.write(rows.to("cpu", dtype).contiguous().view(torch.uint8).numpy().data)
+            file.write(rows.to("cpu", dtype or rows.dtype).contiguous().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())  # some file systems report a full disk only here
 

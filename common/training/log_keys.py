@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.config import RunConfig
+from common.training.mllog import EMULATED
 
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word of the MLPerf log
 
@@ -20,6 +21,8 @@ def hyperparameters(config: RunConfig, rules: Any, train_samples: int, config_fi
     `rules`: a benchmark's Rules, whose `own_log_keys` adds what only this benchmark has. `train_samples`: training sequences in the data set.
     `config_filename`: name of the TOML under configs/<benchmark>/.
     """
+    emulated = config.block_format.replace("+", "_").split("_")[0]  # "mxfp6_e2m3+stochastic" -> "mxfp6", the log's word
+    linear = "fp8" if emulated == "mxfp8" else emulated or ("fp8" if config.fp8 else PRECISIONS[config.precision])
     return [
         ("global_batch_size", config.global_batch_size),
         ("gradient_accumulation_steps", config.gradient_accumulation_steps),
@@ -35,7 +38,8 @@ def hyperparameters(config: RunConfig, rules: Any, train_samples: int, config_fi
         ("opt_adamw_weight_decay", rules.weight_decay),
         ("opt_gradient_clip_norm", rules.gradient_clip_norm),
         ("target_accuracy", rules.target_loss),
-        ("lowest_numerical_precision_in_linear", "fp8" if config.fp8 else PRECISIONS[config.precision]),
+        ("lowest_numerical_precision_in_linear", linear),
+        *([(EMULATED, f"{config.block_format} {config.healing}".strip())] if config.block_format else []),
         ("lowest_numerical_precision_in_attn", PRECISIONS[config.precision]),
         ("lowest_numerical_precision_in_comm", PRECISIONS[config.precision]),
         *((f"{kind}_parallelism", 1) for kind in ("tensor", "pipeline", "context", "expert")),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from common.sharding.processes import Processes
 from common.training.metrics import Meter
 from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison
+
+if TYPE_CHECKING:
+    from common.training.checkpoint import Checkpoints
 
 LOG_EVERY_STEPS = 10  # the host waits for the device only then, and at evaluations
 
@@ -50,7 +53,7 @@ class Fp8State(Protocol):
     def step_done(self) -> None: ...
     def tensors(self) -> list[Tensor]: ...
     def reset(self) -> None: ...
-    def take_clipped(self) -> int | None: ...
+    def evaluated(self, loss: float) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,7 @@ class Reporting:
     meter: Meter
     heartbeat: Heartbeat
     ranks: RankComparison | None
+    checkpoints: Checkpoints | None = None
 
 
 def train(
@@ -214,13 +218,14 @@ def train(
     goal: Goal,
     processes: Processes,
     reporting: Reporting,
+    step: int = 0,
 ) -> Outcome:
-    """Train until an evaluation is <= the target. `lr_at`: learning rate of a step, counted from 0.
+    """Train until an evaluation is <= the target. `lr_at`: learning rate of a step, counted from 0. `step`: how many were done before.
 
     Raises TargetMissed after `goal.max_samples` sequences, NonFinite where loss, gradient norm or evaluation is not finite.
     """
-    step, samples = 0, 0
-    log, meter = reporting.log, reporting.meter
+    samples = step * batching.global_batch_size
+    log, meter, checkpoints = reporting.log, reporting.meter, reporting.checkpoints
     beat = lambda phase: reporting.heartbeat.beat(step, phase)  # noqa: E731 - reads the current step
     phases = {"train": 0.0, "eval": 0.0}
     # A garbage collection in the middle of a step stalls all ranks: what exists now is frozen, the rest is collected at evaluations.
@@ -238,6 +243,8 @@ def train(
         evaluates = goal.evaluates_at(samples)
         if step % LOG_EVERY_STEPS == 0 or evaluates:
             meter.flush(next_eval_samples=goal.next_evaluation(samples))
+            if checkpoints and not evaluates:
+                checkpoints.offer(step, evaluated=False)
         if not evaluates:
             continue
         block_s = time.monotonic() - block_began
@@ -250,9 +257,13 @@ def train(
             for name, seconds in phases.items():
                 meter.events.write("phase", name=name, seconds=seconds, time_s=meter.seconds())
             return Outcome(samples, loss)
+        if checkpoints:
+            checkpoints.offer(step, evaluated=True)
         meter.clock.restart()
         log.block_start(samples)
         block_samples, block_began = samples, time.monotonic()
+    if checkpoints:
+        checkpoints.finish()
     raise TargetMissed(
         f"target {goal.target_loss} not reached within {samples:,} samples",
         "the last evaluation was above the target when max_samples was used up",
@@ -271,8 +282,8 @@ def _evaluate_and_log(
     gc.collect()
     seconds = time.monotonic() - began
     meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds())
-    if assembly.fp8 is not None and (clipped := assembly.fp8.take_clipped()) is not None:
-        meter.events.write("fp8", step=step, clipped_elements=clipped, time_s=meter.seconds())
+    if assembly.fp8 is not None and (facts := assembly.fp8.evaluated(loss)):
+        meter.events.write("fp8", step=step, **facts, time_s=meter.seconds())
     if not math.isfinite(loss):
         raise NonFinite(
             f"evaluation at {samples} samples: loss {loss}", "the weights or activations are not finite", "look at events.jsonl"

@@ -27,6 +27,7 @@ TOKEN = ":::MLLOG "
 RESERVED_SUBSTRINGS = ("global_batch_size", "submission_benchmark", "eval_accuracy", "eval_error", ":::MLLOG")
 
 POINT, START, END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
+EMULATED = "emulated_block_format"  # a key of ours, only in the logs of such runs: no checker knows it, and no submission may have it
 STDOUT_FD = 1
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,6 +85,13 @@ class RunLog:
         self._once("hyperparameters")
         for key, value in pairs:
             self._write(POINT, key, value)
+
+    def resumed(self, samples: int, run: str) -> None:
+        """Training goes on at `samples` from a checkpoint of `run`. A key of ours: no checker reads it, and submission.package refuses it."""
+        self._expect("init")
+        self._once("resumed")
+        self._samples = samples
+        self._write(POINT, "resumed", samples, {"run": run})
 
     def init_stop(self) -> None:
         """The model stands, warmed up and restored. No token file has been opened yet."""

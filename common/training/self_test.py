@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import known_issues
-from common.config import RunConfig
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import attention_backends, causal_attention
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
 from common.model.fused_block import ENGINES
+from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
 
 # What is right keeps more, what is wrong less: a bf16 result alone rounds at 56 dB. Attention rounds its probabilities to bf16 as well. Products with
@@ -102,11 +102,13 @@ def self_test(sizes: Sizes, device: torch.device, beat: Callable[[str], object] 
     return result
 
 
-def before_a_run(config: RunConfig, rules: Any, device: torch.device, beat: Callable[[str], object]) -> dict[str, Any]:
-    """Raises PreflightError where an op computes wrongly. `rules`: the benchmark's. Returns the facts of the event."""
-    result = self_test(Sizes.of(config, rules.shape, rules.sequence_length, getattr(rules, "lora_rank", 0)), device, beat)
-    require_sound(result, device)
-    return {"attention": result.attention, "seconds": result.seconds, "ops": len(result.findings), "worst": str(result.worst)}
+def before_a_run(session: Any, rules: Any, processes: Processes) -> None:
+    """Before any weight exists; writes the event `self_test` of the Session. Raises PreflightError where an op computes wrongly on this machine."""
+    sizes = Sizes.of(session.config, rules.shape, rules.sequence_length, getattr(rules, "lora_rank", 0))
+    result = self_test(sizes, processes.device, partial(session.heartbeat.beat, 0))
+    require_sound(result, processes.device)
+    facts = {"attention": result.attention, "seconds": result.seconds, "ops": len(result.findings), "worst": str(result.worst)}
+    session.events.write("self_test", **facts)
 
 
 def require_sound(result: Result, device: torch.device, driver: str = "") -> None:

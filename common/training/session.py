@@ -67,6 +67,7 @@ class Session:
 
     def log_submission(self, benchmark: str, rules: Any, train_samples: int) -> None:
         """`rules`: the benchmark's Rules. `train_samples`: training sequences in the data set."""
+        self.benchmark = benchmark
         platform = f"{self.config.nodes}x{self.config.gpus_per_node} {self.config.gpu}"
         self.log.submission(
             benchmark=benchmark,
@@ -77,12 +78,6 @@ class Session:
         )
         self.log.seed(self.args.seed)
         self.log.hyperparameters(hyperparameters(self.config, rules, train_samples, self.args.config_name))
-
-    def self_test(self, rules: Any, processes: Processes) -> None:
-        """Before any weight exists. Raises PreflightError where an op computes wrongly on this machine."""
-        from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
-
-        self.events.write("self_test", **before_a_run(self.config, rules, processes.device, partial(self.heartbeat.beat, 0)))
 
     def phase_done(self, name: str, **facts) -> None:
         """Note a phase before the clock: seconds since the last one."""
@@ -123,28 +118,40 @@ class Session:
         rules: Any,
         lr_at: Callable[[int], float],
         processes: Processes,
-        open_data: Callable[[], tuple[Iterator[Tensor], list[Tensor]]],
+        open_data: Callable[[int], tuple[Iterator[Tensor], list[Tensor]]],
     ) -> None:
-        """From the synthetic steps to run_stop. `open_data` opens the token files, when the clock runs: training micro-batches, and all of
-        an evaluation.
+        """From the synthetic steps to run_stop. `open_data` opens the token files, when the clock runs: training micro-batches after so many
+        steps, and all of an evaluation.
         """
         config, beat = self.config, partial(self.heartbeat.beat, 0)
+        checkpoints = None
+        if self.args.checkpoint or self.args.continues:
+            from common.training.checkpoint import Checkpoints  # no other run needs it
+
+            checkpoints = Checkpoints(self, assembly, processes)
         digest = warm_up(assembly, self.batching, (config.micro_batch_size, config.eval_micro_batch_size), processes, beat)
         self.phase_done("warmup", state_digest=digest)
         meter = self.make_meter(rules.sequence_length, rules.flops_per_token, processes)
+        step = checkpoints.load() if checkpoints else 0
+        if step:
+            meter.samples = step * config.global_batch_size
+            self.log.resumed(meter.samples, self.args.continues.name)
+            self.phase_done("load checkpoint", step=step)
         processes.barrier()
         self.log.init_stop()
         self.log.run_start()
         beat("open data")
-        batches, validation = open_data()
+        batches, validation = open_data(step)
         size = config.global_batch_size
         goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
-        reporting = Reporting(self.log, meter, self.heartbeat, self.ranks)
-        outcome = train(assembly, lr_at, batches, validation, self.batching, goal, processes, reporting)
+        reporting = Reporting(self.log, meter, self.heartbeat, self.ranks, checkpoints)
+        outcome = train(assembly, lr_at, batches, validation, self.batching, goal, processes, reporting, step)
         minutes = self.log.run_stop(outcome.samples, "success")
         self.events.write("verdict", status="success", samples=outcome.samples, loss=outcome.loss, minutes=minutes)
         self.heartbeat.beat(self.step(), "done")
         self.succeeded = True
+        if checkpoints:
+            checkpoints.finish()
 
     # Failure.
 
@@ -168,6 +175,8 @@ def main(argv: list[str], kind: type[RunConfig], run: Callable[[Session], None],
     parser.add_argument("--config-name", required=True, help="name of the TOML, as it goes into the log")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--checkpoint", metavar="WHEN", help="save the state of training: after N evaluations, or every Ns, seconds")
+    parser.add_argument("--continue", dest="continues", type=Path, metavar="RUN", help="go on from the checkpoint of this run")
     if saves:
         parser.add_argument("--save", action="store_true", help="write the trained model when the clock has stopped")
     args = parser.parse_args(argv)

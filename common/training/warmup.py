@@ -25,8 +25,8 @@ _CHUNK = 1 << 24  # elements hashed at a time: 128 MiB of int64 on the device
 _GOLDEN, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """64-bit hash of a tensor's bits, computed where it lives: sum over i of splitmix64(word_i + i * golden), modulo 2^64.
+def fingerprint(tensor: Tensor, first: int = 0) -> int:
+    """64-bit hash of a tensor's bits, computed where it lives: sum over i of splitmix64(word_i + i * golden), modulo 2^64, i from `first`.
 
     Position-dependent, so that swapped values are seen; mixed before the sum, so that changes do not cancel as in a linear sum;
     and exact: integer arithmetic wraps and does not round.
@@ -36,7 +36,7 @@ def fingerprint(tensor: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start, start + part.numel(), device=tensor.device)
+        place = torch.arange(first + start, first + start + part.numel(), device=tensor.device)
         mixed = (part + place * _GOLDEN) * _MIX_1
         mixed = (mixed ^ (mixed >> 30)) * _MIX_2
         total += (mixed ^ (mixed >> 31)).sum()

@@ -94,13 +94,22 @@ class Facts:
 
 
 def run(
-    run_dir: Path, data_dir: Path, rules: Rules = TINY, seed: int = 1, config_name: str = "CPU_1x1.toml", save: bool = False, **changes
+    run_dir: Path,
+    data_dir: Path,
+    rules: Rules = TINY,
+    seed: int = 1,
+    config_name: str = "CPU_1x1.toml",
+    save: bool = False,
+    checkpoint: str = "",
+    continues: Path | None = None,
+    **changes,
 ) -> Facts:
     """The trainer's `run` in this process, and the session's `abort` where it fails, as run_guarded would call it."""
     rank = int(os.environ.get("RANK", "0"))
-    run_dir.mkdir(parents=True)
+    run_dir.mkdir(parents=True, exist_ok=True)  # another rank may have made it; what is in it is never overwritten
     configured = run_config(**changes)
     args = argparse.Namespace(run_dir=run_dir, data_dir=data_dir, config_name=config_name, seed=seed, device="cpu", save=save)
+    args.checkpoint, args.continues = checkpoint, continues
     error = None
     with mock.patch.object(trainer, "MINIATURE" if configured.miniature else "CLOSED", rules):
         session = Session(args, configured, rank)
@@ -182,7 +191,8 @@ def call_on_ranks(
 def rank_server() -> multiprocessing.context.ForkServerContext:
     """Ranks are forked from a process that has imported torch and does nothing else: that saves each of them four seconds of a core."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tiny"])
+    # torch imports dynamo for the first optimizer.
+    context.set_forkserver_preload(["tiny", "torch._dynamo", "common.training.checkpoint"])
     with mock.patch.dict(os.environ, rank_environment(0, 1, 0)):
         multiprocessing.forkserver.ensure_running()
     return context

@@ -41,8 +41,8 @@ TINY = replace(
 )
 
 
-def start(folder, rules, processes, layout="fused", **changes):
-    """A whole run of the LoRA trainer in this process; the run directory, and the RunError that ended it."""
+def start(folder, rules, processes, layout="fused", run_dir=None, checkpoint="", continues=None, **changes):
+    """A whole run of the LoRA trainer in this process; the run directory, `folder`/run if not given, and the RunError that ended it."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     splits = {"train": rules.train_samples, "validation": rules.eval_samples}
@@ -50,13 +50,14 @@ def start(folder, rules, processes, layout="fused", **changes):
     base = fused_llama(SHAPE, LENGTH)
     init_weights(base, SHAPE.num_layers, 1, 0.2, copy_weight)
     write_checkpoint(base, folder / "data" / "base", layout=layout)
-    run_dir = folder / "run"
-    run_dir.mkdir()
-    config = from_table(TABLE | {"gpus_per_node": 1, "micro_batch_size": 8} | changes, Config, "test")
+    run_dir = run_dir or folder / "run"
+    run_dir.mkdir(exist_ok=True)
+    config = from_table(TABLE | {"gpus_per_node": processes.world_size, "micro_batch_size": 8} | changes, Config, "test")
     args = argparse.Namespace(run_dir=run_dir, data_dir=folder / "data", config_name="H200_1x8.toml", seed=3123456789, device="cpu")
+    args.checkpoint, args.continues = checkpoint, continues
     error = None
     with mock.patch.object(train, "MINIATURE" if config.miniature else "CLOSED", rules):
-        session = Session(args, config, 0)
+        session = Session(args, config, processes.rank)
         try:
             train.run(session)
         except RunError as failure:

@@ -228,6 +228,24 @@ def test_a_wrong_event_type_is_found(tmp_path, good):
     assert found(tmp_path, good) == [(len(good), "event_type")] and found(tmp_path, good, ours=False) == []
 
 
+def test_a_resumed_log_is_said_to_be_one_and_may_begin_where_the_other_sitting_ended(tmp_path):
+    for benchmark, at in ((PRETRAINING, 12288), (PRETRAINING, 12288 + 320), (LORA, 8), (LORA, 1920)):
+        log = records(write_good(tmp_path / f"good_{benchmark.rules.BENCHMARK}_{at}.txt", benchmark.rules.CLOSED))
+        first = next(
+            index for index, record in enumerate(log) if record["key"] == "block_stop" and record["metadata"]["samples_count"] > at
+        )
+        begin = {**log[first], "key": "block_start", "event_type": "INTERVAL_START", "metadata": {"samples_count": at}}
+        del log[find(log, "block_start") : first]
+        line = {**log[find(log, "seed")], "key": "resumed", "value": at, "metadata": {"run": "20261122-101112_A_TEST_1x8_seed3"}}
+        log.insert(find(log, "run_start") + 1, begin)
+        log.insert(find(log, "seed") + 1, line)
+        path = write_records(tmp_path / "resumed.txt", log)
+        (finding,) = list(rule_findings(read(path), True))
+        assert (finding.line, finding.rule, finding.warning) == (find(log, "resumed") + 1, "resumed", True) and str(at) in finding.message
+        log[find(log, "resumed")]["value"] = 0
+        assert {"samples_count"} <= {rule for _, rule in found(tmp_path, log)}, "without that line it is no log of a run"
+
+
 def test_what_others_may_write_is_a_finding_in_a_log_of_ours(tmp_path, good_lora):
     log = srun(good_lora)
     assert found(tmp_path, log, ours=False) == [] and {"once", "order", "samples_count"} <= {rule for _, rule in found(tmp_path, log)}

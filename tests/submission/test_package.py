@@ -15,6 +15,7 @@ import synthetic_series as synthetic
 from synthetic_log import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError
+from common.training.mllog import EMULATED, TOKEN
 from submission import describe, official_tools, package
 from submission.log_rules import Finding
 from submission.package import Request
@@ -190,11 +191,31 @@ def test_a_miniature_is_refused(case):
     case.refused("is a miniature")
 
 
+def test_a_run_that_emulated_another_number_format_is_refused(case):
+    case.write()
+    log = case.runs()[3] / "result.txt"
+    lines = log.read_text().splitlines(keepends=True)
+    seed = next(line for line in lines if '"key": "seed"' in line)
+    record = json.loads(seed.removeprefix(TOKEN)) | {"key": EMULATED, "value": "mxfp4+hadamard step 340"}
+    log.write_text("".join(lines).replace(seed, f"{seed}{TOKEN}{json.dumps(record)}\n"))
+    case.refused("emulated mxfp4+hadamard step 340", "research")
+
+
 @pytest.mark.parametrize("suffix", ["+modified", "+forced", "+derived"])
 def test_a_run_that_was_not_as_its_config_says_is_refused(case, suffix):
     case.plans[4].config_name = f"MI355X_1x8{suffix}.toml"
     case.write()
     case.refused(f"ran with MI355X_1x8{suffix}.toml", "--set")
+
+
+def test_a_resumed_run_is_refused(case):
+    case.write()
+    path = case.runs()[4] / "result.txt"
+    lines = path.read_text().splitlines(keepends=True)
+    seed = next(line for line in lines if '"key": "seed"' in line)
+    at = lines.index(seed) + 1
+    path.write_text("".join([*lines[:at], re.sub(r'"key": "seed", "value": \d+', '"key": "resumed", "value": 12288', seed), *lines[at:]]))
+    case.refused("went on from a checkpoint of another run", "one sitting", "--continue")
 
 
 def test_the_same_seed_twice_is_refused(case):

@@ -50,6 +50,8 @@ def test_precisions_are_disclosed():
         return [keys[f"lowest_numerical_precision_in_{where}"] for where in ("linear", "attn", "comm")]
 
     assert disclosed(fp8="torch") == ["fp8", "bfloat16", "bfloat16"]
+    for name, word in {"mxfp8_hybrid": "fp8", "mxfp6_e2m3+stochastic": "mxfp6", "mxfp4+hadamard": "mxfp4", "nvfp4": "nvfp4"}.items():
+        assert disclosed(fp8="torch", block_format=name)[0] == word
     assert disclosed(fp8="") == ["bfloat16"] * 3 and disclosed(fp8="", gpu="CPU") == ["fp32"] * 3
 
 

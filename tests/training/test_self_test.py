@@ -15,8 +15,7 @@ from common.model.shapes import ModelShape
 from common.training import self_test as module
 from common.training.kernel_cases import Sizes
 from common.training.metrics import Events
-from common.training.self_test import require_sound, self_test
-from common.training.session import Session
+from common.training.self_test import before_a_run, require_sound, self_test
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(2, 32, 48, 4, 2, 64, 10000.0)
@@ -129,11 +128,11 @@ def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_pat
     beats = []
     heartbeat = SimpleNamespace(beat=lambda step, phase: beats.append(phase))
     session = SimpleNamespace(config=run_config(), heartbeat=heartbeat, events=Events(tmp_path / "events.jsonl"))
-    Session.self_test(session, TINY, SimpleNamespace(device=CPU))
+    before_a_run(session, TINY, SimpleNamespace(device=CPU))
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert event["event"] == "self_test" and event["attention"] == "flash" and event["ops"] == 19 and "dB" in event["worst"]
     assert any("attention" in phase for phase in beats)
     monkeypatch.setattr(module, "dgrad", lambda g, weight, fast: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1]))
     with pytest.raises(PreflightError, match="bf16 product qkv dgrad"):
-        Session.self_test(session, TINY, SimpleNamespace(device=CPU))
+        before_a_run(session, TINY, SimpleNamespace(device=CPU))
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1

@@ -1,0 +1,347 @@
+"""`--checkpoint` and `--continue`: everything that training changes, in files of torch.distributed.checkpoint (DCP).
+
+Saved are the fp32 masters, both moments, the optimizer's step count, FP8's scales and histories, and the random generators. The data need no
+more than the number of steps: their order is a function of the seed. A frozen base is not saved, it is loaded again.
+
+Each rank writes what it holds, in DCP's safetensors layout (torch.distributed.checkpoint.HuggingFaceStorageWriter): its other one is pickle,
+which runs what a file says. DCP cuts tensors anew for another number of ranks. A digest in facts.json, over all values, is equal
+on any number of ranks: what was loaded is what was saved. A save copies the state to host memory, while training stands still, and writes it in a
+thread. A folder is renamed when every file in it is on the disk, and only then is the one before removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from common.data.manifest import write_whole
+from common.errors import RunError, StorageError
+from common.kernels.fp8 import SCALE, DelayedScaling
+from common.model.checkpoint_writer import write_file
+from common.sharding.processes import Processes
+from common.sharding.replicated import ReplicatedOptimizer
+from common.sharding.zero import ZeroOptimizer
+from common.training.continuation import FACTS, FOLDER, PARTIAL, When, damaged, newest, require_possible, require_same, when_from
+from common.training.loop import Assembly
+from common.training.warmup import fingerprint
+
+if TYPE_CHECKING:
+    from common.training.session import Session
+
+WRITE_LIMIT = timedelta(hours=2)  # for the slowest rank and disk: no rank gives up on another before
+OFFSETS = "DCP_SHARDING_INFO"  # in the header of a file: where in the whole tensor a part begins; as HuggingFaceStorageReader looks for it
+
+
+@dataclass
+class Part:
+    """What this rank holds of one tensor."""
+
+    live: Tensor  # where training changes it
+    host: Tensor  # a copy in host memory
+    state: Tensor  # `host` as DCP takes it: a DTensor where the ranks share the rows
+    first: int  # the number of its first element in the whole tensor
+
+    @property
+    def shared(self) -> bool:
+        return isinstance(self.state, DTensor)
+
+
+class Checkpoints:
+    """Of one run. `load` it before the clock, `offer` it every step that could be saved, `finish` it at the end."""
+
+    def __init__(self, session: Session, assembly: Assembly, processes: Processes):
+        """Raises ConfigError for configs without checkpoints."""
+        require_possible(session.config)
+        args = session.args
+        self.session, self.assembly, self.processes, self.rank = session, assembly, processes, processes.rank
+        self.when: When | None = when_from(args.checkpoint) if args.checkpoint else None
+        self.folder = args.run_dir / FOLDER
+        # Of its own: a save runs beside the step, and DCP's messages between ranks need a CPU.
+        self.group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
+        self.mesh = DeviceMesh.from_group(self.group, "cpu")
+        self.parts = {name: self._part(live, rows) for name, (live, rows) in self._tensors().items()}
+        self.own: dict[str, Tensor] = {}  # what this rank saves for itself
+        self.saving: Future | None = None
+        self.step, self.evaluations, self.last = 0, 0, time.monotonic()
+
+    def identity(self) -> dict[str, Any]:
+        return {"benchmark": self.session.benchmark, "seed": self.session.args.seed, "config": asdict(self.session.config)}
+
+    # What is saved.
+
+    def _tensors(self) -> dict[str, tuple[Tensor, int]]:
+        """Name -> (this rank's rows, rows of all ranks together), or 0 where each rank holds the whole."""
+        model, optimizer = self.assembly.model, self.assembly.optimizer
+        assert isinstance(optimizer, ZeroOptimizer | ReplicatedOptimizer)
+        sharded = isinstance(optimizer, ZeroOptimizer)
+        parameters = [shard.parameter for shard in optimizer.shards] if isinstance(optimizer, ZeroOptimizer) else optimizer.parameters
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        found = {"optimizer.steps": (optimizer.adamw.steps.view(1), 0)}
+        for parameter, master, moments in zip(parameters, optimizer.weights, optimizer.adamw.moments, strict=True):
+            for kind, tensor in zip(("master", "first_moment", "second_moment"), (master, *moments), strict=True):
+                rows = len(parameter) if sharded else 0
+                # The last ranks may hold rows of padding behind, or nothing else.
+                own = tensor[: max(0, rows - self.rank * len(master))] if sharded else tensor
+                found[f"{names[parameter]}.{kind}"] = (own.detach(), rows)
+        return found
+
+    def _part(self, live: Tensor, rows: int) -> Part:
+        pinned = self.when is not None and live.is_cuda
+        host = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
+        if not rows:
+            return Part(live, host, host, 0)
+        size = torch.Size([rows, *live.shape[1:]])
+        stride = torch.empty(size, device="meta").stride()
+        state = DTensor.from_local(host, self.mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
+        each = -(-rows // self.processes.world_size)
+        return Part(live, host, state, min(self.rank * each, rows) * (live.numel() // max(1, len(live))))
+
+    def _own(self) -> dict[str, Tensor]:
+        """What each rank has for itself, on the CPU: copies."""
+        own = {"cpu_generator": torch.get_rng_state()}
+        if self.processes.device.type == "cuda":
+            own["gpu_generator"] = torch.cuda.get_rng_state(self.processes.device)
+        if isinstance(scaling := self.assembly.fp8, DelayedScaling):
+            own |= {"fp8_state": scaling.state.to("cpu", copy=True), "fp8_history": scaling.history.to("cpu", copy=True)}
+        return own
+
+    def _digest(self, own: dict[str, Tensor]) -> str:
+        """Of all values on all ranks, however they are shared. `own`: by their names in the checkpoint."""
+        mine = {name: (part.shared, fingerprint(part.live.float(), part.first)) for name, part in self.parts.items()}
+        mine |= {name: (False, fingerprint(tensor)) for name, tensor in own.items()}
+        everyone: list[Any] = [None] * self.processes.world_size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        total: dict[str, int] = {}
+        for name, (shared, value) in (item for rank in everyone for item in rank.items()):
+            total[name] = (total.get(name, 0) + value) % 2**64 if shared else value % 2**64
+        return hashlib.sha256(json.dumps(total, sort_keys=True).encode()).hexdigest()
+
+    # Saving.
+
+    def offer(self, step: int, evaluated: bool) -> None:
+        """Between two steps, on all ranks at the same ones: save if it is time. Raises StorageError where the save before failed."""
+        if self.saving is not None and self.saving.done():
+            self.finish()
+        self.step = step
+        if self.when is None or not self._due(self.when, evaluated):
+            return
+        began = time.monotonic()
+        self._beat()
+        self.finish()
+        samples = step * self.session.config.global_batch_size
+        self.own = {f"rank_{self.rank}.{name}": tensor for name, tensor in self._own().items()}
+        facts = self.identity() | {"step": step, "samples": samples, "ranks": self.processes.world_size}
+        facts |= {"digest": self._digest(self.own), "torch": torch.__version__}
+        writer = Writer(self.folder / f"step_{step:08d}", facts)
+        self.saving = dcp.async_save({}, storage_writer=writer, async_stager=Stager(self._stage), process_group=self.group)  # type: ignore[assignment]
+        self.last = time.monotonic()
+        held = self.last - began
+        self.session.events.write("checkpoint", step=step, samples=samples, seconds=held)
+        self.session.progress.show(f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written", final=True)
+
+    def _due(self, when: When, evaluated: bool) -> bool:
+        if when.evaluations:
+            self.evaluations += evaluated
+            return evaluated and self.evaluations % when.evaluations == 0
+        mine = self.rank == 0 and time.monotonic() - self.last >= when.seconds  # the clock of one rank decides for all
+        return bool(self.processes.sum(torch.tensor([float(mine)], device=self.processes.device)))
+
+    def _stage(self) -> dict[str, Tensor]:
+        for part in self.parts.values():
+            part.host.copy_(part.live, non_blocking=True)
+        if self.processes.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {name: part.state for name, part in self.parts.items()} | self.own
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Raises StorageError; the checkpoint before is whole then."""
+        if self.saving is None:
+            return
+        while not self.saving.done():
+            self._beat()
+            time.sleep(0.02)
+        error, self.saving = self.saving.exception(), None
+        if error is not None:
+            if self.rank == 0:
+                for partial in self.folder.glob(f"*{PARTIAL}"):
+                    shutil.rmtree(partial, ignore_errors=True)
+            _raise_unsaved(error, self.folder)
+
+    def _beat(self) -> None:
+        self.session.heartbeat.beat(self.step, "checkpoint")
+
+    # Loading.
+
+    def load(self) -> int:
+        """The state of --continue's run; returns its steps. 0 without --continue.
+
+        Raises ConfigError where there is no checkpoint or it is of another run, WeightsError where it is damaged.
+        """
+        if self.session.args.continues is None:
+            return 0
+        folder, facts = newest(self.session.args.continues)
+        require_same(folder, facts, **self.identity() | {"config": self.session.config})
+        ranks, step = facts["ranks"], facts["step"]
+        own = self._own()
+        every = {f"rank_{rank}.{name}": torch.empty_like(tensor) for rank in range(ranks) for name, tensor in own.items()}
+        state = {name: part.state for name, part in self.parts.items()} | every
+        try:
+            dcp.load(state, storage_reader=Reader(str(folder)), planner=Planner(self._beat), process_group=self.group)
+        except CheckpointException as error:
+            raise damaged(folder, _cause(error)) from None
+        for part in self.parts.values():
+            part.live.copy_(part.host)
+        if self._digest(every) != facts["digest"]:
+            raise damaged(folder, "its values are not those that were saved")
+        self._restore_own([{name: every[f"rank_{rank}.{name}"] for name in own} for rank in range(ranks)], step)
+        if isinstance(optimizer := self.assembly.optimizer, ZeroOptimizer):
+            optimizer.gather()
+        self.step = step
+        self.session.progress.show(f"continues {folder} after step {step}, {facts['samples']:,} samples", final=True)
+        return step
+
+    def _restore_own(self, ranks: list[dict[str, Tensor]], step: int) -> None:
+        """`ranks`: what each rank had for itself. On another number of ranks scales are those of the largest values that any has seen, and
+        the generators start anew.
+        """
+        same = len(ranks) == self.processes.world_size
+        if isinstance(scaling := self.assembly.fp8, DelayedScaling):
+            states, histories = (torch.stack([own[name] for own in ranks]) for name in ("fp8_state", "fp8_history"))
+            state = states[states[:, :, SCALE].argmin(0), torch.arange(states.shape[1])]
+            scaling.resume(states[self.rank] if same else state, histories[self.rank] if same else histories.amax(0), step)
+        if not same:
+            torch.manual_seed(hash((self.session.args.seed, step, self.rank)) % 2**63)
+            return
+        torch.set_rng_state(ranks[self.rank]["cpu_generator"])
+        if self.processes.device.type == "cuda":
+            torch.cuda.set_rng_state(ranks[self.rank]["gpu_generator"], self.processes.device)
+
+
+def _cause(error: BaseException) -> str:
+    """In one line. Raises what a signal raised inside of DCP."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    for cause in causes:
+        if isinstance(cause, RunError):
+            raise cause
+    return (str(causes[0]).splitlines() or [type(causes[0]).__name__])[0]
+
+
+def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    full = next((cause for cause in causes if isinstance(cause, OSError)), None)
+    if full is None:
+        raise error
+    why = "the disk is full or read-only; it must hold two checkpoints, since the one before stays until the new one is whole"
+    raise StorageError(f"no checkpoint was saved in {folder}: {full.strerror}", why, "free space, then --continue this run") from error
+
+
+class Stager(BlockingAsyncStager):
+    """DCP asks it for the copies that it may write while training goes on."""
+
+    def __init__(self, stage: Callable[[], dict[str, Tensor]]):
+        super().__init__()
+        self.copies = stage
+
+    def stage(self, state_dict: dict) -> dict:
+        return self.copies()
+
+
+class Writer(dcp.HuggingFaceStorageWriter):
+    """Writes a rank's tensors into a file of its own, one after the other, and makes `folder` of all of them.
+
+    DCP's own `write_data` makes one bytes object of a file first: a second copy in host memory, during which Python cannot start a kernel.
+    """
+
+    def __init__(self, folder: Path, facts: dict):
+        super().__init__(path=str(folder) + PARTIAL, save_distributed=True)
+        self.folder, self.facts = folder, facts
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        tensors: dict[str, Tensor] = {}
+        offsets = {}
+        for item in plan.items:
+            assert item.tensor_data is not None
+            tensors[item.index.fqn] = planner.resolve_data(item)  # type: ignore[assignment]
+            offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+        shard = plan.storage_data["shard_index"]
+        tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))  # each begins where its dtype may
+        write_file(Path(self.path) / f"rank_{shard - 1}.safetensors", tensors, metadata={OFFSETS: json.dumps(offsets)})
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when the files of all ranks are on the disk."""
+        partial = Path(self.path)
+        write_whole(partial / FACTS, json.dumps(self.facts, indent=1).encode() + b"\n")
+        _sync(partial / FACTS)
+        _sync(partial)
+        before = [path for path in self.folder.parent.glob("step_*") if path != partial]
+        partial.rename(self.folder)
+        _sync(self.folder.parent)
+        for path in before:
+            gone = path if path.suffix == PARTIAL else path.rename(str(path) + PARTIAL)  # at no moment a part has the name of a whole
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Reader(dcp.HuggingFaceStorageReader):
+    """Of damaged files it says so in an exception that can be sent to the other ranks; that of safetensors cannot."""
+
+    def read_metadata(self) -> Metadata:
+        with _sendable():
+            return super().read_metadata()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        with _sendable():
+            return super().read_data(plan, planner)
+
+
+@contextmanager
+def _sendable() -> Iterator[None]:
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """Gives a sign of life for each tensor."""
+
+    def __init__(self, beat: Callable[[], None]):
+        super().__init__()
+        self.beat = beat
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self.beat()

@@ -1,0 +1,85 @@
+"""Which checkpoint a run continues from, and whether it may. Standard library only: the launcher asks before it starts anything.
+
+A run with --checkpoint keeps its newest checkpoint in RUN/checkpoints/step_<number>/: a safetensors file of each rank, and facts.json, which
+says of what run it is. A folder has this name when it is whole; what is being written or removed has .partial behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common.config import RunConfig
+from common.errors import ConfigError, WeightsError
+
+FOLDER, FACTS, PARTIAL = "checkpoints", "facts.json", ".partial"
+# Keys of a config that another sitting of the same run may change. All others decide what is computed, or in which order data are read.
+MAY_DIFFER = {
+    *("nodes", "gpus_per_node", "micro_batch_size", "eval_micro_batch_size", "hang_timeout_s", "env"),
+    *("recompute_layers", "reduce_scatter", "frozen_base", "offload_layers"),
+}
+
+
+@dataclass(frozen=True)
+class When:
+    """Of the two one is 0."""
+
+    evaluations: int  # after every so many
+    seconds: float  # at the next step that is logged after so many
+
+
+def when_from(text: str) -> When:
+    """ "2": after every second evaluation; "600s": every ten minutes. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+)(s?)", text)
+    if not found or int(found[1]) < 1:
+        do = "give --checkpoint 1 for every evaluation, or --checkpoint 600s for every ten minutes"
+        raise ConfigError(f"--checkpoint {text} says no time", "it is a number of evaluations, or of seconds with an s behind it", do)
+    return When(0, float(found[1])) if found[2] else When(int(found[1]), 0.0)
+
+
+def require_possible(config: RunConfig) -> None:
+    """Raises ConfigError where no checkpoint can be written or read."""
+    do = "leave out --checkpoint and --continue"
+    if config.nodes > 1:
+        raise ConfigError(f"checkpoints are for one node, not {config.nodes}", "the ranks of several nodes need not see one directory", do)
+    if config.fp8 == "te":
+        raise ConfigError('fp8 = "te" has no checkpoints', "Transformer Engine keeps a part of its scaling state to itself", do)
+    if config.block_format:
+        raise ConfigError(f"block_format = {config.block_format} has no checkpoints", "whether and when it has healed is not saved", do)
+
+
+def newest(run_dir: Path) -> tuple[Path, dict]:
+    """The whole checkpoint of `run_dir` with the most steps, and its facts. Raises ConfigError if there is none, WeightsError if these are
+    damaged.
+    """
+    folders = [path for path in (run_dir / FOLDER).glob("step_*") if path.suffix != PARTIAL and path.is_dir()]
+    if not folders:
+        why = f"there is no {run_dir}" if not run_dir.is_dir() else f"{run_dir / FOLDER} holds none that is whole"
+        raise ConfigError(f"{run_dir} has no checkpoint to continue from", why, "name the directory of a run that had --checkpoint")
+    folder = max(folders, key=lambda path: path.name)
+    try:
+        facts = json.loads((folder / FACTS).read_text())
+        complete = {"benchmark", "seed", "config", "step", "samples", "ranks", "digest"} <= facts.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise damaged(folder, f"{FACTS}: {error}") from None
+    if not complete:
+        raise damaged(folder, f"{FACTS} lacks what every checkpoint says")
+    return folder, facts
+
+
+def damaged(folder: Path, why: str) -> WeightsError:
+    return WeightsError(f"the checkpoint {folder} is damaged", why, "restore it from a copy, or start the run anew without --continue")
+
+
+def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: RunConfig) -> None:
+    """Raises ConfigError unless a run of this benchmark, seed and config is the one that the checkpoint is of."""
+    before, now = facts["config"], asdict(config)
+    different = [] if facts["benchmark"] == benchmark else [f"benchmark was {facts['benchmark']}, now {benchmark}"]
+    different += [] if facts["seed"] == seed else [f"seed was {facts['seed']}, now {seed}"]
+    keys = sorted((before.keys() | now.keys()) - MAY_DIFFER) if not different else []
+    different += [f"{key} was {before.get(key)}, now {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+    if different:
+        why = "it would be another run: they decide what is learned, or in which order data are read"
+        raise ConfigError(f"{folder} cannot be continued: {'; '.join(different)}", why, "undo that, or start a run without --continue")

@@ -1,0 +1,186 @@
+"""How much does a number format cost in loss? A model of the 8B's width on the miniature's real text, per format and seed.
+
+    PYTHONPATH=.:tests/gpu python tests/gpu/number_formats.py --data-dir DIR --out FILE.json [--seeds 1-8] [--steps 500] [--layers 2]
+        [--only "NAME;..."] [--minutes 8.5] [--add EARLIER.json ...] [--compile] [--plot FILE.png]
+
+Block formats are emulated (docs/number_formats.md): the losses are what counts here, and the seconds say nothing of a GPU that has them.
+Within a seed all formats see the same weights, sequences and schedule, so the differences from bf16 are paired by seed. A seed is finished
+before the next begins, and no run is begun that would not end within `--minutes`: FILE.json holds what there is, and a later call that is given
+it with `--add` goes on from there. `--compile` lets torch.compile fuse the emulation, and says first how many elements it rounds
+otherwise. `--small` is the same in miniature on a CPU, to see that it runs. Without seeds left to run it prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import convergence
+import torch
+from convergence import SHAPE, config_of, text_batches, train_losses
+
+from common.kernels import block_formats
+from common.model.shapes import ModelShape
+from common.sharding.processes import start_processes
+from llama31_8b import prepare
+
+RECIPES: dict[str, dict[str, object]] = {  # keys of the config
+    "bf16": {},
+    "FP8": {"fp8": "torch"},
+    "MXFP8": {"block_format": "mxfp8"},
+    "MXFP4": {"block_format": "mxfp4"},
+    "MXFP4, Hadamard": {"block_format": "mxfp4+hadamard"},
+    "MXFP4, stochastic": {"block_format": "mxfp4+stochastic"},
+    "MXFP4, stochastic, Hadamard": {"block_format": "mxfp4+stochastic+hadamard"},
+    "MXFP4, Hadamard, FP8 after 60 %": {"block_format": "mxfp4+hadamard", "fp8": "torch"},
+    "NVFP4": {"block_format": "nvfp4"},
+    "NVFP4, stochastic, random Hadamard, squares": {"block_format": "nvfp4+stochastic+random_hadamard+square_weights"},
+    "MXFP6 e2m3": {"block_format": "mxfp6_e2m3"},
+    "MXFP6 e3m2": {"block_format": "mxfp6_e3m2"},
+}
+HEALED = ("MXFP4, Hadamard, FP8 after 60 %", 0.6)
+LAST = 50  # steps of a run whose mean loss is its result
+SMALL = ModelShape(1, 64, 96, 4, 2, SHAPE.vocab_size, 10000.0)
+Curves = dict[str, dict[str, list[float]]]  # recipe -> seed -> loss of each step
+
+
+def options_of(name: str, steps: int) -> dict[str, object]:
+    healed, share = HEALED
+    return RECIPES[name] | ({"healing": f"step {round(share * steps)}"} if name == healed else {})
+
+
+def seeds_of(text: str) -> list[int]:
+    """ "1-3,7" -> 1, 2, 3, 7."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return [seed for first, _, last in ends for seed in range(int(first), int(last or first) + 1)]
+
+
+def merged(files: list[Path]) -> Curves:
+    curves: Curves = {}
+    for path in files:
+        for name, by_seed in json.loads(path.read_text()).items():
+            curves.setdefault(name, {}).update(by_seed)
+    return curves
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Mean and its standard error; NaN for the latter of fewer than two values."""
+    return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def smoothed(by_seed: dict[str, list[float]]) -> list[float]:
+    """Mean over the seeds, and over LAST steps up to each."""
+    steps = [statistics.mean(losses) for losses in zip(*by_seed.values(), strict=True)]
+    return [statistics.mean(steps[max(0, end - LAST) : end]) for end in range(1, len(steps) + 1)]
+
+
+def table(curves: Curves) -> str:
+    """Loss of the last steps, its difference from bf16 over the seeds that both have, and at which step bf16 had that loss."""
+    last = {name: {seed: statistics.mean(losses[-LAST:]) for seed, losses in by_seed.items()} for name, by_seed in curves.items()}
+    lines = ["| format | seeds | loss | ± | minus bf16 | ± | in % | bf16 had this loss at step |", "|---|---|---|---|---|---|---|---|"]
+    for name, by_seed in last.items():
+        mean, error = mean_and_error(list(by_seed.values()))
+        cells = [name, str(len(by_seed)), f"{mean:.4f}", f"{error:.4f}"]
+        shared = [seed for seed in by_seed if seed in last.get("bf16", {})]
+        if shared and name != "bf16":
+            difference, error = mean_and_error([by_seed[seed] - last["bf16"][seed] for seed in shared])
+            bf16 = smoothed({seed: curves["bf16"][seed] for seed in shared})
+            there = bf16[-1] + difference
+            reached = next(step for step, loss in enumerate(bf16, 1) if loss <= there or step == len(bf16))
+            cells += [f"{difference:+.4f}", f"{error:.4f}", f"{difference / bf16[-1]:+.2%}", f"{reached} of {len(bf16)}"]
+        lines.append(f"| {' | '.join(cells + [''] * (8 - len(cells)))} |")
+    return "\n".join(lines)
+
+
+def plot(curves: Curves, path: Path) -> None:
+    """Over the steps: what each format's loss is above bf16's, the mean over the seeds, with a band of one standard error."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, by_seed in curves.items():
+        shared = [seed for seed in by_seed if seed in curves["bf16"]]
+        if name == "bf16" or not shared:
+            continue
+        above = [
+            [a - b for a, b in zip(*(smoothed({seed: losses[seed]}) for losses in (by_seed, curves["bf16"])), strict=True)]
+            for seed in shared
+        ]
+        means, errors = zip(*(mean_and_error(list(values)) for values in zip(*above, strict=True)), strict=True)
+        steps = range(1, len(means) + 1)
+        axes.plot(steps, means, label=name)
+        if len(shared) > 1:
+            low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+            axes.fill_between(steps, low, high, alpha=0.15)
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set(xlabel="step", ylabel=f"loss minus bf16's, mean of the last {LAST} steps")
+    axes.legend(fontsize="small")
+    figure.savefig(path)
+
+
+def compile_emulation(device: torch.device) -> str:
+    """Replace the emulation by a compiled one. Returns what it rounds otherwise, of a million normal numbers per format."""
+    torch._dynamo.config.recompile_limit = 1000
+    plain = block_formats.emulate
+    compiled = torch.compile(plain, dynamic=True)
+    x, found = torch.randn(1024, 1024, device=device).bfloat16(), []
+    for name, form in block_formats.FORMATS.items():
+        made = [function(x, form, form.gradient_element, x.dtype) for function in (plain, compiled)]
+        found.append(f"{name} {int((made[0] != made[1]).sum())}")
+    block_formats.emulate = compiled  # type: ignore[assignment]
+    return f"compiled; of 1,048,576 elements it rounds otherwise: {', '.join(found)}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", type=Path, default=Path("data/miniature"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--add", type=Path, nargs="*", default=[])
+    parser.add_argument("--seeds", default="1-8")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--only", default=";".join(list(RECIPES)[:-2]))
+    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args(arguments)
+    began = time.monotonic()
+    curves = merged(args.add)
+    todo = [(seed, name) for seed in seeds_of(args.seeds) for name in args.only.split(";") if str(seed) not in curves.get(name, {})]
+    shape = SMALL if args.small else replace(SHAPE, num_layers=args.layers)
+    if args.small:
+        convergence.SEQUENCE, convergence.BATCH = 64, 2
+    if todo:
+        prepare.miniature(args.data_dir)
+        processes = start_processes("cpu" if args.small else "cuda", 600.0)
+        if args.compile:
+            print(compile_emulation(processes.device), flush=True)
+    longest = 0.0
+    for seed, name in todo:
+        started = time.monotonic()
+        if started - began + 1.2 * longest > 60 * args.minutes:
+            print(f"{args.minutes} minutes are over; go on with --add {args.out}", flush=True)
+            break
+        config = config_of(options_of(name, args.steps))
+        config = replace(config, gpu="CPU") if args.small else config
+        batches = text_batches(args.data_dir, args.steps, shape.vocab_size, seed)
+        curves.setdefault(name, {})[str(seed)] = train_losses(config, batches, args.steps, processes, seed, shape)
+        longest = max(longest, time.monotonic() - started)
+        print(f"seed {seed}, {name}: {curves[name][str(seed)][-1]:.4f} after {time.monotonic() - started:.0f} s", flush=True)
+        args.out.write_text(json.dumps(curves))
+        if not args.small:
+            torch.cuda.empty_cache()
+    args.out.write_text(json.dumps(curves))
+    print(table(curves))
+    if args.plot:
+        plot(curves, args.plot)
+
+
+if __name__ == "__main__":
+    main()

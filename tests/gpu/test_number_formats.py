@@ -1,0 +1,56 @@
+"""The study of number formats: its table, and in miniature that each run is what its name says and that a later call goes on."""
+
+import json
+
+import convergence
+import number_formats
+import pytest
+from number_formats import HEALED, RECIPES, main, options_of, seeds_of, table
+
+from llama31_8b.rules import Config
+
+
+def test_every_recipe_is_a_config():
+    for name in RECIPES:
+        number_formats.config_of(options_of(name, 500))
+    assert options_of(HEALED[0], 500)["healing"] == "step 300" and Config.__dataclass_fields__["healing"]
+    assert seeds_of("1-3,7") == [1, 2, 3, 7]
+
+
+def test_the_table_pairs_by_seed():
+    falling = [10.0 - step / 100 for step in range(500)]
+    curves = {
+        "bf16": {"1": falling, "2": [loss + 1 for loss in falling], "3": falling},
+        "MXFP4": {"1": [loss + 0.5 for loss in falling], "2": [loss + 1.5 for loss in falling]},
+    }
+    bf16, mxfp4 = (line.split(" | ") for line in table(curves).splitlines()[2:])
+    assert bf16[:4] == ["| bf16", "3", "5.5883", "0.3333"]
+    assert mxfp4[:7] == ["| MXFP4", "2", "6.2550", "0.5000", "+0.5000", "0.0000", "+8.69%"]
+    assert mxfp4[7] == "450 of 500 |", "0.01 per step: 50 steps earlier"
+
+
+def test_a_later_call_goes_on(processes, miniature_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(number_formats, "start_processes", lambda *arguments: processes)
+    for name in ("SEQUENCE", "BATCH"):  # which --small changes
+        monkeypatch.setattr(convergence, name, getattr(convergence, name))
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    common = ["--small", "--data-dir", str(miniature_data), "--steps", "5", "--only", f"bf16;MXFP4;{HEALED[0]}"]
+    main([*common, "--seeds", "1", "--out", str(first)])
+    main([*common, "--seeds", "1-2", "--out", str(second), "--add", str(first), "--plot", str(tmp_path / "plot.png")])
+    curves = json.loads(second.read_text())
+    assert [list(curves[name]) for name in ("bf16", "MXFP4", HEALED[0])] == [["1", "2"]] * 3
+    assert all(curves[name]["1"] == json.loads(first.read_text())[name]["1"] for name in curves)
+    losses = {tuple(by_seed[seed]) for by_seed in curves.values() for seed in by_seed}
+    assert len(losses) == 6 and all(len(each) == 5 for each in losses)
+    assert "| MXFP4 | 2 |" in capsys.readouterr().out and (tmp_path / "plot.png").stat().st_size > 10_000
+    main([*common, "--seeds", "3", "--out", str(second), "--minutes", "0"])
+    assert "0.0 minutes are over" in capsys.readouterr().out and json.loads(second.read_text()) == {}
+
+
+@pytest.mark.slow
+def test_the_compiled_emulation_rounds_as_the_plain_one(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(number_formats.block_formats, "emulate", number_formats.block_formats.emulate)  # put back at the end
+    said = number_formats.compile_emulation(torch.device("cpu"))
+    assert all(f"{name} 0" in said for name in number_formats.block_formats.FORMATS if name != "nvfp4"), said

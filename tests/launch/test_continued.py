@@ -1,0 +1,84 @@
+"""--checkpoint and --continue before any rank starts: what the ranks get, and what is refused."""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError, WeightsError
+from common.training.continuation import FACTS, FOLDER
+from launch.continued import continued
+from launch.job import ROOT, job_from, trainer_command
+from launch.series import Request, request_from
+
+
+def job(benchmark="llama31_8b", **options):
+    given = {"device": "cpu", "config": None, "set": [], "checkpoint": None, "continues": None} | options
+    return job_from(benchmark, argparse.Namespace(**given), any_kind=False)
+
+
+@pytest.fixture
+def before(tmp_path):
+    """A run of seed 77 with a checkpoint."""
+    folder = tmp_path / "a run" / FOLDER / "step_00000012"
+    folder.mkdir(parents=True)
+    facts = {"benchmark": "llama31_8b", "seed": 77, "config": asdict(job().config), "step": 12, "samples": 192, "ranks": 1, "digest": "x"}
+    (folder / FACTS).write_text(json.dumps(facts))
+    return tmp_path / "a run"
+
+
+def test_the_seed_is_that_of_the_run_before_and_the_ranks_get_both_options(before, capsys):
+    found = job(checkpoint="600s", continues=before)
+    request = continued(found, request_from({}, None, False))
+    assert request == Request(1, 0, 77) == continued(found, request_from({"SEED": "77"}, None, False))
+    command = trainer_command(found, Path("DIR"), 77)
+    assert command[-4:] == ["--checkpoint", "600s", "--continue", str(before)] and command[command.index("--seed") + 1] == "77"
+    assert "after 192 samples: not for submission" in capsys.readouterr().err
+    assert not {"--checkpoint", "--continue"} & set(trainer_command(job(), Path("DIR"), 1))
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "said"),
+    [
+        ({"NEXP": "2"}, {}, "for a single run"),
+        ({}, {"max_failures": 1}, "for a single run"),
+        ({}, {"resume": True}, "for a single run"),
+        ({"SEED": "78"}, {}, "seed was 77, now 78"),
+    ],
+)
+def test_a_series_or_another_seed_is_refused(before, environment, options, said):
+    request = request_from(environment, options.get("max_failures"), options.get("resume", False))
+    with pytest.raises(ConfigError, match=said):
+        continued(job(continues=before), request)
+
+
+def test_another_config_or_benchmark_and_a_run_without_checkpoint_are_refused(before, tmp_path):
+    request = request_from({}, None, False)
+    with pytest.raises(ConfigError, match=r"opt_base_learning_rate was .*, now 0.5"):
+        continued(job(continues=before, set=["opt_base_learning_rate=0.5"]), request)
+    with pytest.raises(ConfigError, match="benchmark was llama31_8b, now llama2_70b_lora"):
+        continued(job("llama2_70b_lora", continues=before), request)
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        continued(job(continues=tmp_path), request)
+    (before / FOLDER / "step_00000012" / FACTS).write_text("{")
+    with pytest.raises(WeightsError, match="is damaged"):
+        continued(job(continues=before), request)
+
+
+def test_options_that_cannot_be_are_refused_before_that():
+    with pytest.raises(ConfigError, match="--checkpoint often says no time"):
+        job(checkpoint="often")
+    with pytest.raises(ConfigError, match="one node, not 2"):
+        job(checkpoint="1", set=["nodes=2", "micro_batch_size=8"])
+
+
+def test_the_command_line(before):
+    command = [sys.executable, "-m", "launch", "llama31_8b", "--device", "cpu", "--print", "--checkpoint", "1", "--continue"]
+    done = subprocess.run([*command, str(before)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"--checkpoint 1 --continue {before}\n" in done.stdout and "continues" in done.stderr
+    done = subprocess.run([*command, "nowhere"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 3 and f"{ROOT}/nowhere" in done.stderr

@@ -1,0 +1,23 @@
+"""LoRA by its own trainer in an emulated block format: with every storage of the base, healed to what the base is stored in."""
+
+import pytest
+from lora_ranks import RULES, few_steps
+
+FORMAT = {"fp8": "torch", "block_format": "mxfp4+stochastic"}
+
+
+def test_every_storage_of_a_base_in_fp8_gives_the_same_bits(processes):
+    plain = few_steps(processes, **FORMAT)
+    for storage in ({"frozen_base": "replicated_both"}, {"offload_layers": 1}):
+        found = few_steps(processes, **FORMAT, **storage)
+        assert (found["losses"], found["norms"], found["evaluation"]) == (plain["losses"], plain["norms"], plain["evaluation"])
+    assert plain["base unchanged"] and plain["losses"][-1] < plain["losses"][0]
+    assert plain["losses"] != few_steps(processes, fp8="torch")["losses"]
+
+
+@pytest.mark.parametrize("fp8", ["torch", ""])
+def test_after_healing_it_goes_on_in_what_the_base_is_stored_in(processes, fp8):
+    options = {"fp8": fp8, "block_format": "mxfp4"}
+    healed, unhealed = few_steps(processes, healing="step 3", **options), few_steps(processes, **options)
+    assert healed["losses"][:3] == unhealed["losses"][:3] and healed["losses"][3] != unhealed["losses"][3]
+    assert len(healed["losses"]) == 6 and healed["base unchanged"] and RULES.lora_dropout == 0

@@ -1,0 +1,31 @@
+"""LoRA continues from a checkpoint bit for bit, dropout included; the frozen base is not in it. tests/training/test_checkpoint.py does it on two ranks."""
+
+from dataclasses import replace
+
+from test_lora_round_trip import TINY, start
+from tiny import facts
+
+from common.training.continuation import FOLDER
+
+RULES = replace(TINY, target_loss=0.0)
+
+
+def sittings(processes, folder):
+    """What a run on these ranks logged, and one that goes on from its checkpoint; each rank has data of its own, the runs are shared."""
+    own, changes = folder / f"rank_{processes.rank}", {"micro_batch_size": 2, "max_samples": 96}
+    for name, options in (("run", {"checkpoint": "2"}), ("on", {"continues": folder / "run"})):
+        _, error = start(own / name, RULES, processes, run_dir=folder / name, **options, **changes)
+        assert error.kind == "target_missed", error
+    return [vars(facts(folder / name)) for name in ("run", "on")]
+
+
+def test_it_continues_bit_for_bit(processes, tmp_path):
+    whole, rest = sittings(processes, tmp_path)
+    begin = len(whole["losses"]) - len(rest["losses"])
+    assert 0 < begin < len(whole["losses"]) and len(whole["evaluations"]) > len(rest["evaluations"]) > 0
+    for key in ("losses", "norms", "rates"):
+        assert rest[key] == whole[key][begin:], key
+    assert rest["evaluations"] == whole["evaluations"][-len(rest["evaluations"]) :]
+    files = list((tmp_path / "run" / FOLDER).rglob("*.safetensors"))
+    base = (tmp_path / "rank_0/run/data/base").rglob("*.safetensors")
+    assert len(files) == 1 and sum(path.stat().st_size for path in files) < sum(path.stat().st_size for path in base)

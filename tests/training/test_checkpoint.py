@@ -1,0 +1,431 @@
+"""Checkpoints: a run that continues is the run that was not interrupted, bit for bit; and what cannot be continued is refused."""
+
+import errno
+import json
+import shutil
+import threading
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from tiny import TINY, call_on_ranks, facts, records, run, run_config, write_data
+
+from common.errors import ConfigError, StorageError, WeightsError
+from common.kernels.fp8 import INVERSE, SCALE
+from common.model.shapes import ModelShape
+from common.training import checkpoint, continuation, loop
+from common.training.checkpoint import Checkpoints
+from common.training.continuation import FACTS, FOLDER, PARTIAL, When, newest, require_possible, require_same, when_from
+from common.training.metrics import Events, Progress
+from llama31_8b.train import assemble
+from submission.check import examine
+
+# A batch that 1, 2 and 3 ranks divide: evaluations at steps 3, 6 and 9, the last; with "2" the checkpoint of step 6 remains.
+SIZES = {"global_batch_size": 12, "micro_batch_size": 2, "eval_micro_batch_size": 2, "max_samples": 108}
+FP8_RULES = replace(TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0))  # sizes that FP8 products take
+BF16_MOMENTS = {"fp8": "torch", "moment_precision": "bf16"}
+
+
+def values(run_dir):
+    found = facts(run_dir)
+    return {"losses": found.losses, "norms": found.norms, "rates": found.rates, "evaluations": [list(pair) for pair in found.evaluations]}
+
+
+def trained(run_dir, folder, rules=TINY, **options):
+    """A run with SIZES on these ranks, in one directory; what it logged, and the state that it began to train with."""
+    begun = {}
+
+    def watched(assembly, *arguments):
+        begun["weights"] = {name: parameter.detach().clone() for name, parameter in assembly.model.named_parameters()}
+        optimizer = assembly.optimizer
+        pairs = zip(begun["weights"], optimizer.shards, optimizer.adamw.moments, strict=False)
+        begun["moments"] = {name: torch.stack([m[: len(s.master)].float() for m in moments]) for name, s, moments in pairs}
+        return TRAIN(assembly, *arguments)
+
+    with mock.patch("common.training.session.train", watched):
+        ended = run(run_dir, folder / "data", rules, **SIZES | options)
+    assert ended.error == "target_missed", ended.message
+    return values(run_dir) | begun
+
+
+TRAIN = loop.train
+
+
+def checkpoints_of(processes, run_dir, config=None, rules=TINY, **args):
+    """Of an assembly that no loop trains."""
+    config = config or run_config(**SIZES)
+    given = {"run_dir": run_dir, "seed": 1, "checkpoint": "1", "continues": None} | args
+    session = mock.Mock(args=mock.Mock(**given), config=config, benchmark="llama31_8b", events=Events(None), progress=Progress(False))
+    return Checkpoints(session, assemble(config, rules, processes, 1), processes)
+
+
+def sittings(folder, name, ranks, rules=TINY, **options):
+    """A run with checkpoints, and one that continues from the checkpoint of its step 6."""
+    whole = trained(folder / name, folder, rules, checkpoint="2", gpus_per_node=ranks, **options)
+    return whole, trained(folder / f"{name}_on", folder, rules, continues=folder / name, gpus_per_node=ranks, **options)
+
+
+def on_two_ranks(processes, folder):
+    return sittings(folder, "run", 2)
+
+
+def on_three_ranks(processes, folder):
+    """What continued the run of two; and a model of four columns, whose norms leave the third rank without a row."""
+    found = trained(folder / "run_on_3", folder, continues=folder / "run", gpus_per_node=3)
+    config, rules = run_config(**SIZES, gpus_per_node=3), replace(TINY, shape=ModelShape(1, 4, 6, 2, 1, 61, 10000.0))
+    saving = checkpoints_of(processes, folder / "narrow", config, rules)
+    saving.offer(7, evaluated=True)
+    saving.finish()
+    loading = checkpoints_of(processes, folder / "elsewhere", config, rules, seed=1, continues=folder / "narrow")
+    for part in loading.parts.values():
+        part.live.fill_(-1.0)
+    assert loading.load() == 7
+    assert all(torch.equal(part.live, loading.parts[name].live) for name, part in saving.parts.items())
+    return found | {"without a row": sorted(name for name, part in saving.parts.items() if "master" in name and not len(part.live))}
+
+
+def fp8_on_two_ranks(processes, folder):
+    return sittings(folder, "run", 2, FP8_RULES, **BF16_MOMENTS)
+
+
+def lora_on_two_ranks(processes, folder):
+    from test_lora_checkpoint import sittings
+
+    return sittings(processes, folder / "lora")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A run of two ranks, and what continued it on two and three: the folder, and what each rank found."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_data(folder / "data")
+    pair = call_on_ranks(2, "test_checkpoint:on_two_ranks", folder)
+    return folder, pair, call_on_ranks(3, "test_checkpoint:on_three_ranks", folder)
+
+
+@pytest.fixture(scope="module")
+def other_pairs(tmp_path_factory):
+    """The same of two ranks in FP8, with moments in bf16, and of LoRA."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_data(folder / "data", FP8_RULES)
+    (folder / "lora").mkdir()
+    return folder, *(call_on_ranks(2, f"test_checkpoint:{name}", folder) for name in ("fp8_on_two_ranks", "lora_on_two_ranks"))
+
+
+def assert_continues(whole, rest, steps):
+    """`rest` is what `whole` logged after so many steps; `whole` learned meanwhile."""
+    assert len(rest["losses"]) == len(whole["losses"]) - steps > 0
+    for key in ("losses", "norms", "rates"):
+        assert rest[key] == whole[key][steps:], key
+    assert rest["evaluations"] == whole["evaluations"][-len(rest["evaluations"]) :] and rest["evaluations"]
+
+
+def test_one_rank_continues_bit_for_bit_and_saving_changes_nothing(processes, tmp_path):
+    write_data(tmp_path / "data")
+    whole, rest = sittings(tmp_path, "run", 1)
+    assert_continues(whole, rest, 6)
+    plain = trained(tmp_path / "plain", tmp_path)
+    assert all(plain[key] == whole[key] for key in ("losses", "norms", "evaluations")) and not (tmp_path / "plain" / FOLDER).exists()
+
+
+def test_two_ranks_continue_bit_for_bit(shared):
+    assert_continues(*shared[1][0], 6)
+
+
+@pytest.mark.slow
+def test_two_ranks_continue_bit_for_bit_in_fp8_and_lora_with_its_dropout(other_pairs):
+    _, fp8, lora = other_pairs
+    assert_continues(*fp8[0], 6)
+    assert_continues(*lora[0], len(lora[0][0]["losses"]) - len(lora[0][1]["losses"]))
+
+
+def test_another_number_of_ranks_begins_with_the_same_bits(processes, shared):
+    folder, pair, three = shared
+    whole = pair[0][0]
+    alone = trained(folder / "run_on_1", folder, continues=folder / "run", gpus_per_node=1)
+    begun = [rank[1] for rank in pair]
+    for others in ([alone], three):
+        for name, weight in begun[0]["weights"].items():
+            assert all(torch.equal(rank["weights"][name], weight) for rank in others), name
+            rows = [torch.cat([rank["moments"][name] for rank in ranks], dim=1)[:, : len(weight)] for ranks in (begun, others)]
+            assert torch.equal(*rows) and rows[0].any(), name
+        rest = others[0]
+        # The same sums in another order.
+        assert rest["losses"] == pytest.approx(whole["losses"][6:], rel=1e-4) and rest["rates"] == whole["rates"][6:]
+        assert [loss for _, loss in rest["evaluations"]] == pytest.approx([loss for _, loss in whole["evaluations"][2:]], rel=1e-4)
+
+
+def test_a_rank_may_have_no_row_of_a_weight(shared):
+    assert [len(rank["without a row"]) for rank in shared[2]] == [0, 0, 5], "three norms, o and down"
+
+
+@pytest.mark.slow
+def test_fp8_continues_on_another_number_of_ranks_with_the_smallest_scales(processes, other_pairs):
+    folder, pair, _ = other_pairs
+    begun, train = {}, TRAIN
+
+    def watched(assembly, *arguments):
+        begun["fp8"] = [tensor.clone() for tensor in assembly.fp8.tensors()]
+        return train(assembly, *arguments)
+
+    with mock.patch(f"{__name__}.TRAIN", watched):
+        rest = trained(folder / "run_on_1", folder, FP8_RULES, continues=folder / "run", gpus_per_node=1, **BF16_MOMENTS)
+    assert rest["losses"] == pytest.approx(pair[0][0]["losses"][6:], rel=0.05)
+    state, history = begun["fp8"]
+    states, histories = (torch.stack(tensors) for tensors in zip(*saved_fp8(folder / "run"), strict=True))
+    assert torch.equal(state[:, SCALE], states[:, :, SCALE].amin(0)) and torch.equal(state[:, INVERSE], states[:, :, INVERSE].amax(0))
+    assert torch.equal(history, histories.amax(0)) and history.any()
+
+
+def saved_fp8(run_dir):
+    from safetensors.torch import load_file
+
+    folder, found = newest(run_dir)
+    files = [load_file(folder / f"rank_{rank}.safetensors") for rank in range(found["ranks"])]
+    return [[file[f"rank_{rank}.fp8_{name}"] for name in ("state", "history")] for rank, file in enumerate(files)]
+
+
+def test_the_middle_of_a_block_continues_in_fp8(processes, tmp_path, monkeypatch):
+    write_data(tmp_path / "data", FP8_RULES)
+    monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
+    monkeypatch.setattr(Checkpoints, "_due", lambda self, when, evaluated: self.step == 5)
+    whole, rest = sittings(tmp_path, "run", 1, FP8_RULES, **BF16_MOMENTS)
+    assert_continues(whole, rest, 5)
+
+
+def test_the_log_says_that_it_was_resumed_and_is_clean_else(shared):
+    folder, _, _ = shared
+    log = records(folder / "run_on/result.txt")
+    (line,) = [record for record in log if record["key"] == "resumed"]
+    assert line["value"] == 72 and line["metadata"]["run"] == "run"
+    assert next(record for record in log if record["key"] == "block_start")["metadata"]["samples_count"] == 72
+    assert log[-1]["metadata"] | {"file": "", "lineno": 0} == {"samples_count": 108, "status": "aborted", "file": "", "lineno": 0}
+    assert not any(record["key"] == "resumed" for record in records(folder / "run/result.txt"))
+    found = {finding.rule: finding.warning for finding in examine(folder / "run_on/result.txt").findings}
+    assert found["resumed"] is True and not {"samples_count", "order"} & found.keys()
+    events = [json.loads(text) for text in (folder / "run/events.jsonl").read_text().splitlines()]
+    assert [event["samples"] for event in events if event["event"] == "checkpoint"] == [72]
+
+
+# --- when, and beside what
+
+
+def test_when_is_evaluations_or_seconds():
+    assert when_from("3") == When(3, 0.0) and when_from("600s") == When(0, 600.0)
+    for text in ("0", "-1", "0s", "1.5", "10m", "", "s"):
+        with pytest.raises(ConfigError, match=r"--checkpoint .* says no time"):
+            when_from(text)
+
+
+@pytest.fixture
+def made(processes, tmp_path):
+    return lambda config=None, **args: checkpoints_of(processes, **{"run_dir": tmp_path, "config": config} | args)
+
+
+def test_every_second_evaluation_or_every_so_many_seconds(made, monkeypatch):
+    monkeypatch.setattr(
+        checkpoint.dcp, "async_save", lambda *args, **options: (saved.append(checkpoints.step), mock.Mock(done=lambda: False))[1]
+    )
+    monkeypatch.setattr(Checkpoints, "finish", lambda self: None)
+    saved = []
+    checkpoints = made(checkpoint="2")
+    for step in range(1, 13):
+        checkpoints.offer(step, evaluated=step % 3 == 0)
+    assert saved == [6, 12]
+    saved, checkpoints, now = [], made(checkpoint="10s"), [0.0]
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    checkpoints.last = 0.0
+    for step in range(1, 13):
+        now[0] = 4.0 * step
+        checkpoints.offer(step, evaluated=False)
+    assert saved == [3, 6, 9, 12]
+
+
+def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(made, tmp_path, monkeypatch):
+    gate, order, write = threading.Event(), [], checkpoint.write_file
+
+    def slow(path, *rest, **options):
+        assert gate.wait(30)
+        order.append(path.parent.name)
+        write(path, *rest, **options)
+
+    monkeypatch.setattr(checkpoint, "write_file", slow)
+    checkpoints = made()
+    weights = checkpoints.assembly.optimizer.weights
+    checkpoints.offer(1, evaluated=True)
+    assert not checkpoints.saving.done(), "the save is held, and offer() came back"
+    for weight in weights:
+        weight.add_(1.0)  # a step
+    threading.Timer(0.2, gate.set).start()
+    checkpoints.offer(2, evaluated=True)
+    assert order[0] == f"step_00000001{PARTIAL}" and gate.is_set(), "the second save waited for the first"
+    checkpoints.finish()
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_00000002"]
+    loaded = made(continues=tmp_path)
+    assert loaded.load() == 2 and all(torch.equal(*pair) for pair in zip(loaded.assembly.optimizer.weights, weights, strict=True))
+
+
+def test_a_copy_is_of_the_moment_of_the_save(made, tmp_path, monkeypatch):
+    gate, write = threading.Event(), checkpoint.write_file
+    monkeypatch.setattr(checkpoint, "write_file", lambda *rest, **options: (gate.wait(30), write(*rest, **options)))
+    checkpoints = made()
+    weights = checkpoints.assembly.optimizer.weights
+    before = [weight.clone() for weight in weights]
+    checkpoints.offer(1, evaluated=True)
+    for weight in weights:
+        weight.zero_()
+    gate.set()
+    checkpoints.finish()
+    loaded = made(continues=tmp_path)
+    assert loaded.load() == 1 and all(map(torch.equal, loaded.assembly.optimizer.weights, before))
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(processes, tmp_path, monkeypatch):
+    write_data(tmp_path / "data")
+    write, calls = checkpoint.write_file, []
+
+    def full(path, *rest, **options):
+        calls.append(path)
+        write(path, *rest, **options)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "write_file", full)
+    ended = run(tmp_path / "run", tmp_path / "data", checkpoint="1", **SIZES)
+    assert ended.error == "storage" and ended.status == "aborted" and "No space left" in ended.message
+    assert [path.name for path in (tmp_path / "run" / FOLDER).iterdir()] == ["step_00000003"]
+    rest = run(tmp_path / "on", tmp_path / "data", continues=tmp_path / "run", **SIZES)
+    assert rest.error == "target_missed" and len(rest.losses) == 6
+
+
+def test_another_failure_of_a_save_is_not_called_a_full_disk(made, monkeypatch):
+    monkeypatch.setattr(checkpoint, "write_file", mock.Mock(side_effect=ZeroDivisionError))
+    checkpoints = made()
+    checkpoints.offer(1, evaluated=True)
+    with pytest.raises(BaseException, match="ZeroDivisionError") as failure:
+        checkpoints.finish()
+    assert not isinstance(failure.value, StorageError)
+
+
+# --- refusals
+
+
+@pytest.fixture(scope="module")
+def saved(shared):
+    """A run of one rank's folder with a checkpoint; to be copied, not changed."""
+    return shared[0] / "run"
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    shutil.copytree(saved / FOLDER, tmp_path / "before" / FOLDER)
+    return tmp_path / "before"
+
+
+REFUSED = [
+    ({"opt_base_learning_rate": 2e-2}, {}, "opt_base_learning_rate was 0.01, now 0.02"),
+    ({"global_batch_size": 24}, {}, "global_batch_size was 12, now 24"),
+    ({"max_samples": 120}, {}, "max_samples was 108, now 120"),
+    ({"fp8": "torch"}, {}, "fp8 was , now torch"),
+    ({}, {"seed": 2}, "seed was 1, now 2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "args", "said"), REFUSED, ids=[row[2] for row in REFUSED])
+def test_another_run_is_refused(made, copied, changes, args, said):
+    if changes.get("fp8"):  # its shape is no FP8 shape
+        with pytest.raises(ConfigError, match=said):
+            require_same(*newest(copied), "llama31_8b", 1, run_config(**SIZES | changes))
+        return
+    with pytest.raises(ConfigError, match=said):
+        made(run_config(**SIZES | changes), continues=copied, **args).load()
+
+
+def test_another_benchmark_is_refused(copied):
+    with pytest.raises(ConfigError, match="benchmark was llama31_8b, now llama2_70b_lora"):
+        require_same(*newest(copied), "llama2_70b_lora", 1, run_config(**SIZES))
+
+
+def test_what_only_concerns_speed_may_change(copied):
+    changes = {"gpus_per_node": 3, "eval_micro_batch_size": 1, "micro_batch_size": 1, "recompute_layers": 1, "hang_timeout_s": 5.0}
+    require_same(*newest(copied), "llama31_8b", 1, run_config(**SIZES | changes))
+    assert run_config().__dataclass_fields__.keys() > continuation.MAY_DIFFER - {"frozen_base", "offload_layers"}
+
+
+def test_no_checkpoint_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="has no checkpoint") as missing:
+        newest(tmp_path / "nowhere")
+    assert "there is no" in missing.value.why
+    (tmp_path / FOLDER / f"step_00000003{PARTIAL}").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has no checkpoint") as missing:
+        newest(tmp_path)
+    assert "none that is whole" in missing.value.why
+
+
+def test_of_two_the_newer_one_is_taken(copied):
+    folder, _ = newest(copied)
+    shutil.copytree(folder, folder.with_name("step_00000005"))
+    assert newest(copied)[0] == folder
+
+
+def test_configs_without_checkpoints():
+    with pytest.raises(ConfigError, match="one node, not 2"):
+        require_possible(run_config(nodes=2))
+    with pytest.raises(ConfigError, match="block_format = mxfp4 has no checkpoints"):
+        require_possible(run_config(block_format="mxfp4"))
+    with pytest.raises(ConfigError, match='"te" has no checkpoints'):
+        require_possible(mock.Mock(nodes=1, fp8="te"))
+
+
+def flip(folder):
+    path = folder / "rank_1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(folder):
+    path = folder / "rank_1.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def change_facts(**changes):
+    return lambda folder: (folder / FACTS).write_text(json.dumps(json.loads((folder / FACTS).read_text()) | changes))
+
+
+DAMAGE = {
+    "a bit flipped": (flip, "not those that were saved"),
+    "a file cut short": (cut, "."),
+    "a file missing": (lambda folder: (folder / "rank_1.safetensors").unlink(), "."),
+    "an empty file": (lambda folder: (folder / "rank_0.safetensors").write_bytes(b""), "."),
+    "facts cut short": (lambda folder: (folder / FACTS).write_text((folder / FACTS).read_text()[:50]), FACTS),
+    "facts missing": (lambda folder: (folder / FACTS).unlink(), FACTS),
+    "facts that are no facts": (lambda folder: (folder / FACTS).write_text("[]"), FACTS),
+    "facts without a digest": (lambda folder: (folder / FACTS).write_text('{"step": 6}'), FACTS),
+    "one rank more": (change_facts(ranks=3), "rank_2"),
+    "pickle in place of safetensors": (lambda folder: torch.save({"a": 1}, folder / "rank_1.safetensors"), "."),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_refused(made, copied, name):
+    harm, said = DAMAGE[name]
+    folder, _ = newest(copied)
+    harm(folder)
+    with pytest.raises(WeightsError, match="is damaged") as failure:
+        made(continues=copied).load()
+    assert failure.value.exit_code == 16 and str(folder) in failure.value.what
+    if said != ".":
+        assert said in failure.value.why
+
+
+def test_no_file_of_a_checkpoint_is_pickle(saved):
+    folder, found = newest(saved)
+    assert sorted(path.name for path in folder.iterdir()) == [FACTS, "rank_0.safetensors", "rank_1.safetensors"]
+    assert (
+        found["step"] == 6
+        and found["samples"] == 72
+        and found["ranks"] == 2
+        and found["config"] == vars(run_config(**SIZES, gpus_per_node=2))
+    )
