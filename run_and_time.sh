@@ -1,8 +1,17 @@
 #!/usr/bin/env bash
-# Entry point: ./run_and_time.sh <benchmark> [run|prepare|bench|profile|preflight|plan] [options], or
-# ./run_and_time.sh check|report|score|describe|package|throughput [options]; --help says more.
-# Needs bash, python3 >= 3.11 and git. Uses the current Python if it has what requirements.txt lists, else makes .venv.
+# The one door: ./run_and_time.sh <benchmark> [verb] [options], or ./run_and_time.sh <verb> [benchmark] [options]; --help lists the verbs.
+# Needs Linux, bash, python3 >= 3.11 and git. Uses the current Python if it has what requirements.txt lists, else makes .venv.
 set -euo pipefail
+system=$(uname -s)
+if [[ $system != Linux ]]; then
+    case $system in
+        Darwin) do='use a Linux container or virtual machine on this Mac: docker build, then ./run_with_docker.sh (docs/clusters.md)' ;;
+        *) do='on Windows use WSL 2 (wsl --install), and start this inside it' ;;
+    esac
+    printf 'error: this is %s, and a run needs Linux\n  why: the launcher asks /proc, the page cache and the kernel about its processes\n  do:  %s\n' \
+        "$system" "$do" >&2
+    exit 18
+fi
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
 if [[ $root == *:* ]]; then
     printf 'error: the path of this project has a colon: %s\n  why: PYTHONPATH, which names it, separates paths by colons\n  do:  %s\n' \
@@ -14,4 +23,6 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; 
         "$(python3 --version 2>&1 || true)" >&2
     exit 18
 fi
-exec python3 "$root/launch/environment.py" requirements.txt -m launch "$@" # one process from here on: a signal to it ends pip, too
+[[ -e /proc/self/fd/1 ]] || exec >/dev/null # closed: the next file that is opened would take the place, and what is printed
+[[ -e /proc/self/fd/2 ]] || exec 2>/dev/null
+exec python3 "$root/door/__main__.py" --install "$@" # one process from here on: a signal to it ends pip, too

@@ -99,7 +99,7 @@ export LOGDIR
 mount "$LOGDIR" rw
 if [[ -n ${DATADIR:-} ]]; then
     DATADIR=$(realpath -m -- "$DATADIR")
-    if [[ ${arguments[1]:-} == prepare ]]; then mount "$DATADIR" rw; else mount "$DATADIR" ro; fi
+    if [[ ${arguments[0]} == prepare || ${arguments[1]:-} == prepare ]]; then mount "$DATADIR" rw; else mount "$DATADIR" ro; fi
 else
     [[ -n $print ]] || mkdir -p -- "$root/data"
     mount "$root/data" rw /workspace/data # the miniature builds its data here

@@ -108,7 +108,9 @@ class RunConfig:
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     def as_toml(self) -> str:
-        return "".join(_toml_line(key, value) for key, value in asdict(self).items() if key != "env") + _toml_table("env", self.env)
+        import tomli_w  # a package: the launcher writes configs, and reads them before there are any
+
+        return tomli_w.dumps({key: value for key, value in asdict(self).items() if value != {}})
 
 
 C = TypeVar("C", bound=RunConfig)
@@ -123,7 +125,9 @@ def load(path: Path, kind: type[C], overrides: dict[str, str] | None = None) -> 
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config", "the file does not exist", "name one of the files under configs/") from None
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.toml")], 1)
+        do = f"did you mean {path.with_name(near[0])}?" if near else "name one of the files under configs/"
+        raise ConfigError(f"{path}: no such config", "the file does not exist", do) from None
     except OSError as error:
         do = "name a file that this user may read, or one under configs/"
         raise ConfigError(f"{path}: the config cannot be read", error.strerror or str(error), do) from None
@@ -170,12 +174,3 @@ def _parse_value(key: str, text: str):
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text  # an unquoted word is a string
-
-
-def _toml_line(key: str, value) -> str:
-    text = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
-    return f"{key} = {text}\n"
-
-
-def _toml_table(name: str, table: dict[str, str]) -> str:
-    return f"\n[{name}]\n" + "".join(_toml_line(key, value) for key, value in table.items()) if table else ""

@@ -7,10 +7,18 @@ Standard library only: the launcher imports this before torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+LAUNCHED = "LAUNCH_RUN_DIR"  # in the environment of all processes of a run: the launcher finds them by it, and tells what they failed of
+ROOM = ".room"  # a file in a run's directory that is removed when the disk is full: then there is room for the records of that
+TRIES = 20  # a tenth of a second between them
+NO_MEMORY, DISK = (errno.ENOMEM, errno.EAGAIN), (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+_NO_MEMORY = ("can't start new thread", "can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
 
 
 class RunError(Exception):
@@ -86,16 +94,43 @@ class Interrupted(RunError):
         self.exit_code = 128 + signal_number
 
 
-def write_rank_record(run_dir: Path, rank: int, outcome: str, error: RunError | None = None, **facts) -> None:
-    """Leave `ranks/rank_<rank>.json`: how this rank ended. `outcome` is `done`, `failed` or `interrupted`.
+def failure_of(error: BaseException) -> RunError | None:
+    """What an exception of Python's or of the system means to the user; None for one that may mean anything."""
+    if isinstance(error, RunError):
+        return error
+    number, text = getattr(error, "errno", None), str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or number in NO_MEMORY or any(words in text for words in _NO_MEMORY):
+        do = "end other programs; look at ulimit -u and -v, and at the container's limits of memory and processes"
+        return OutOfMemory("the host gave no more memory, processes or threads", text or "MemoryError", do)
+    if isinstance(error, OSError) and number in DISK:
+        what, why = f"{error.filename or 'a file of the run'}: {error.strerror}", "the disk is full, read-only or failing"
+        return StorageError(what, why, "free space, or look at the mount and the kernel log; then start again")
+    return None
 
-    Written to a temporary name and renamed, so that a reader sees all of it or nothing.
-    """
-    folder = Path(run_dir) / "ranks"
-    folder.mkdir(parents=True, exist_ok=True)
+
+def with_room(run_dir: Path, write: Callable[[], object]) -> None:
+    """Call `write`; where the disk is full, give up the room that was set aside for that, and try again: some disks free it a little later."""
+    for attempt in range(TRIES):
+        try:
+            write()
+            return
+        except (OSError, StorageError):
+            if attempt == TRIES - 1:
+                raise
+            (Path(run_dir) / ROOM).unlink(missing_ok=True)
+            time.sleep(0.1)
+
+
+def write_record(run_dir: Path, name: str, text: str) -> None:
+    """Write `name` in `run_dir` under another name and rename it: a reader sees all of it or nothing. Raises OSError."""
+    temporary = Path(run_dir) / f"{name}.tmp"
+    with_room(run_dir, lambda: temporary.write_text(text))
+    temporary.rename(Path(run_dir) / name)
+
+
+def write_rank_record(run_dir: Path, rank: int, outcome: str, error: RunError | None = None, **facts) -> None:
+    """Leave `ranks/rank_<rank>.json`: how this rank ended. `outcome` is `done`, `failed` or `interrupted`. Raises OSError."""
     record = {"rank": rank, "pid": os.getpid(), "outcome": outcome, "time": time.time(), **facts}
     if error is not None:
         record.update(error.as_dict())
-    temporary = folder / f".rank_{rank}.tmp"
-    temporary.write_text(json.dumps(record))
-    temporary.rename(folder / f"rank_{rank}.json")
+    write_record(run_dir, f"ranks/rank_{rank}.json", json.dumps(record))

@@ -6,6 +6,7 @@ cover GPUs that we do not have. Standard library only.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
@@ -133,8 +134,10 @@ def config_path(root: Path, benchmark: str, name: str) -> Path:
     """configs/<benchmark>/<name>.toml. Raises ConfigError that lists the configs that exist."""
     path = root / "configs" / benchmark / f"{name}.toml"
     if not path.is_file():
-        why = f"configs/{benchmark} holds {', '.join(config_names(root, benchmark)) or 'none'}"
-        do = "set DGXSYSTEM to one of them, or DGXNGPU to a number of GPUs that has one, or give a file with --config"
+        names = config_names(root, benchmark)
+        near = "".join(f"did you mean {found}? Or " for found in difflib.get_close_matches(name, names, 1))
+        why = f"configs/{benchmark} holds {', '.join(names) or 'none'}"
+        do = f"{near}set DGXSYSTEM to one of them, or DGXNGPU to a number of GPUs that has one, or give a file with --config"
         raise ConfigError(f"there is no config {name} for {benchmark}", why, do)
     return path
 

@@ -17,30 +17,34 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from common.command_line import Parser
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, RunError, StorageError
 from common.hardware import Probe, probe
+from common.terminal import print_stderr
 from gemm_tuning.file import PREFIX, configured, per_gpu, read_recorded, read_tuned, require_same_versions
-from launch.console import print_stderr
 from launch.select_config import select_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def main(arguments: list[str]) -> int:
-    benchmark, *rest = arguments
-    prog, style = f"./run_and_time.sh {benchmark} gemms", argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=style, allow_abbrev=False)
+def parser(benchmark: str) -> Parser:
+    parser = Parser(f"{benchmark} gemms", __doc__)
     parser.add_argument("step", choices=("record", "tune", "check"))
     parser.add_argument("path", type=Path, nargs="?", metavar="DIR|FILE", help="record, tune: where the records are; check: a tuned file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="tune: another tuned file than configs/gemm/<GPU>.csv")
     parser.add_argument("--config", metavar="FILE", help="this TOML instead of the one that fits the machine")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value of the config")
     parser.add_argument("--device", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
-    options = parser.parse_args(rest)
-    if options.path is None and options.step != "check":
-        parser.error(f"{options.step} needs the directory of the records")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    benchmark, *rest = arguments
     try:
+        options = parser(benchmark).parse_args(rest)
+        if options.path is None and options.step != "check":
+            parser(benchmark).error(f"{options.step} needs the directory of the records")
         config = select_config(ROOT, benchmark, options, os.environ, Probe("none") if options.device == "cpu" else probe()).config
         return {"record": record, "tune": tune, "check": check}[options.step](benchmark, config, options)
     except RunError as error:
@@ -70,7 +74,7 @@ def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> in
 def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace) -> list[str]:
     """Two layers, since all have the same GEMMs; two micro-batches per step, since the first may differ from the others."""
     changes = [*options.set, f"global_batch_size={2 * config.micro_batch_size * config.world_size}"]
-    command = [sys.executable, "-m", "launch", benchmark, "bench", "--layers", "2", "--warmup", "1", "--steps", "1"]
+    command = [sys.executable, "-m", "launch", "bench", benchmark, "--layers", "2", "--warmup", "1", "--steps", "1"]
     command += ["--eval-sequences", str(config.eval_micro_batch_size * config.world_size)]
     command += [f"--{name}={value}" for name in ("config", "device") if (value := getattr(options, name))]
     return command + [f"--set={change}" for change in changes]

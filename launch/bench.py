@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.terminal import print_stderr
 from launch import diagnosis, run_directory
-from launch.console import print_stderr
 from launch.job import Job, torchrun_command, trainer_environment
 from launch.supervise import supervise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from common.terminal import shown
 from launch.diagnosis import Result
 from launch.select_config import Selection
 from records import ledger, rcp
@@ -12,8 +13,10 @@ from records import ledger, rcp
 MINIATURE_LINE = "THIS IS THE MINIATURE: a toy model on {device} that shows the whole path. NOT a benchmark result, cannot be submitted."
 
 
-def print_stderr(*lines: str) -> None:
-    print("\n".join(lines), file=sys.stderr, flush=True)
+def mlperf_line(text: str) -> None:
+    """A line that programs look for on stdout; a person at a terminal is told the same in words."""
+    if not sys.stdout.isatty():
+        print(text, flush=True)
 
 
 def header(benchmark: str, selection: Selection, rules, directories: tuple[Path, Path] | None) -> list[str]:
@@ -29,11 +32,12 @@ def header(benchmark: str, selection: Selection, rules, directories: tuple[Path,
     where = f"{config.gpus_per_node} process{'es' if config.gpus_per_node > 1 else ''}"
     lines += [
         f"benchmark  {benchmark}, {rules.division}, sequence length {rules.sequence_length}",
-        f"GPU        {selection.found}; using {where}",
-        f"config     {selection.derived or selection.path}, because {selection.reason}",
+        f"GPU        {selection.found}; using {where}" if selection.device == "cuda" else f"device     CPU, {where}",
+        f"config     {selection.derived or shown(selection.path)}, because {selection.reason}",
     ]
     if directories:
-        lines += [f"data       {directories[0]}", f"results    {directories[1]}", f"expect     {expectation(benchmark, selection, rules)}"]
+        places = [f"data       {shown(directories[0])}", f"results    {shown(directories[1])}"]
+        lines += [*places, f"expect     {expectation(benchmark, selection, rules)}"]
     else:
         lines.append("expect     throughput on synthetic tokens; no data is read")
     return lines + [f"NOTE       {note}" for note in selection.notes]
@@ -54,13 +58,13 @@ def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) ->
     minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""
     lines = [f"target reached with {result.samples:,} sequences{minutes}"] if result.status == "success" else []
     if error_lines:
-        lines += [error_lines, f"  see  {run_dir / 'failure.json'}"]
+        lines += [error_lines, f"  see  {shown(run_dir / 'failure.json')}"]
     else:
         lines.append("the log is clean: official checker and our own checks")
     if miniature:
         lines.append("This was the miniature: NOT a benchmark result.")
     report = run_dir / "report.html"
-    return [*lines, f"results: {run_dir}" + (", report.html" if report.is_file() else "")]
+    return [*lines, f"results: {shown(run_dir)}" + (", report.html" if report.is_file() else "")]
 
 
 def series_closing(benchmark: str, path: Path, record: ledger.Record, not_for_submission: bool) -> list[str]:
@@ -69,11 +73,11 @@ def series_closing(benchmark: str, path: Path, record: ledger.Record, not_for_su
     lines = [f"series     {record.id}: {len(record.starts)} attempts, {len(good)} of {record.goal} good, {len(failed)} failed"]
     lines += [f"  attempt {end['attempt']:>2}  exit code {end['exit_code']} ({end['kind']}): {end['reason']}" for end in failed]
     lines += [f"  attempt {start['attempt']:>2}  running or lost: no end in the ledger" for start in record.open_starts]
-    lines.append(f"ledger     {path}")
+    lines.append(f"ledger     {shown(path)}")
     if len(good) < record.goal:
         lines.append(f"next       ./run_and_time.sh {benchmark} --resume, with the same options, continues this series")
     elif len(good) >= rcp.SUBMISSION_RUNS and not_for_submission:
         lines.append("next       nothing: these runs cannot be submitted")
     elif len(good) >= rcp.SUBMISSION_RUNS:
-        lines.append(f"next       ./run_and_time.sh score {path.parent}, then package; --help says more")
+        lines.append(f"next       ./run_and_time.sh score {shown(path.parent)}, then package; --help says more")
     return lines

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.errors import ConfigError
+from common.terminal import print_stderr
 from common.training.continuation import newest, require_same
-from launch.console import print_stderr
 from launch.job import Job
 from launch.series import Request
 

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import RankLost, RunError
+from common.errors import RankLost, RunError, write_record
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,22 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
     return RunError(what, "no rank left a record of a failure", f"see {run_dir}/torchrun.log, and report this as a defect"), {}
 
 
+def finished(run_dir: Path, world_size: int) -> bool:
+    """The ranks did all their work for the run: rank 0 ended well, or was saving what was trained, and no other one failed or vanished."""
+    first, *others = (_read_json(run_dir / "ranks" / f"rank_{rank}.json", {}).get("outcome") for rank in range(world_size))
+    saving = _read_json(run_dir / "ranks" / "rank_0.heartbeat", {}).get("phase") == "save"
+    return (saving or first == "done") and {*others} <= {"done", "interrupted"}
+
+
 def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
     """failure.json: kind, exit_code, what, why, do, and rank, step, time (seconds since 1970) as far as known.
 
-    Does not raise: on a full disk the failure is on stderr and in the ledger only.
+    Does not raise: where the directory is gone the failure is on stderr and in the ledger only.
     """
     known = {key: facts.get(key) for key in ("rank", "step")}
     text = json.dumps({**error.as_dict(), **known, "time": facts.get("time", time.time())}, indent=1)
     try:
-        (run_dir / "failure.json").write_text(text + "\n")
+        write_record(run_dir, "failure.json", text + "\n")
     except OSError as problem:  # the failure itself must still be printed, and noted in the ledger
         print(f"note: failure.json could not be written: {problem}", file=sys.stderr, flush=True)
 
@@ -86,11 +93,13 @@ def _as_error(record: dict) -> RunError:
 
 def _died_silently(rank: int, run_dir: Path, ended: dict | None) -> RunError:
     if ended is None:
-        why = "it left no record and torchrun did not see it fail"
+        lines = [line for line in _read_text(run_dir / "torchrun.log").splitlines() if line.strip()]
+        why = f"the last line of torchrun is: {lines[-1][:300]}" if lines else "torchrun did not see it fail"
         return RankLost(f"rank {rank} ended without a message", why, f"see {run_dir}/torchrun.log")
     who, code = f"rank {rank} (process {ended['pid']})", ended["exit_code"]
     if code > 0:
         error = RunError(f"{who} ended with exit code {code} and left no record", "its own message stands above", "correct what that names")
+        error.kind = next((family.kind for family in RunError.__subclasses__() if family.exit_code == code), error.kind)
         error.exit_code = code
         return error
     if code == -signal.SIGKILL:
@@ -101,7 +110,13 @@ def _died_silently(rank: int, run_dir: Path, ended: dict | None) -> RunError:
 
 
 def _read_json(path: Path, default):
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return default
+    with contextlib.suppress(ValueError):
+        return json.loads(_read_text(path))
+    return default
+
+
+def _read_text(path: Path) -> str:
+    """Empty where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""

@@ -14,8 +14,8 @@ from common.config import RunConfig
 from common.data.preparation import damage_of
 from common.errors import ConfigError, DataError
 from common.hardware import Probe, probe
+from common.terminal import print_stderr, shown
 from common.training.continuation import require_possible, when_from
-from launch.console import print_stderr
 from launch.select_config import Selection, select_config
 from plan.benchmark import rules_of
 
@@ -123,7 +123,7 @@ def ensure_data(job: Job) -> None:
     if not job.config.miniature:
         why = f"{len(missing)} of {len(job.data_files)} data files are missing"
         raise DataError(f"there is no {missing[0]}", why, f"set DATADIR, or see {prepare} --help")
-    print_stderr(f"building the miniature's data in {job.data_dir} " + ("(once)" if missing else f"again: {damage}"))
+    print_stderr(f"building the miniature's data in {shown(job.data_dir)} " + ("(once)" if missing else f"again: {damage}"))
     command = [sys.executable, "-m", f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)]
     if subprocess.run(command, stdout=sys.stderr).returncode or not all(path.is_file() for path in job.data_files) or _damage(job):
         raise DataError("the miniature's data could not be built", "see the message above", f"try {prepare} miniature --data-dir DIR")

@@ -18,9 +18,11 @@ Nothing read from the store is executed. Like torchrun's port this one asks for 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from common.errors import ConfigError, Interrupted, RankLost, RunError
+from common.terminal import print_stderr
 from launch.job import Node
 from launch.supervise import GRACE_S
 
@@ -37,6 +40,7 @@ READY_S = 900.0  # for a node to clear gigabytes from the page cache
 LOST_S = 30.0  # a node that gives no sign of life for this long during a run is lost
 ENDED_S = GRACE_S + 10.0  # for a node to stop its ranks
 VICTIMS_S = 5.0  # for the ranks of node 0 to end by themselves after those of another node failed
+ANSWER_S = 20.0  # for a name server, and for a store
 POLL_S = 0.1
 RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|json|stack|traceback)")
 FILE_LIMIT = 2**18  # characters of a file that go to node 0
@@ -77,12 +81,15 @@ class Nodes:
     def __enter__(self) -> Nodes:
         if not self.others:
             return self
+        _require_route(self.node)
+        where = f"port {self.node.port + 1} of {self.node.address}"
+        if self.node.rank:
+            print_stderr(f"node       {self.node.rank} of {self.node.count}, waits for node 0 at {where}")
+            _in_thread(functools.partial(_wait_for_listener, self.node), JOIN_S + ANSWER_S)
         try:
-            launchers = self._call("add", f"joined/{self.node.rank}", 1, limit_s=JOIN_S)
+            launchers = self._call("add", f"joined/{self.node.rank}", 1, limit_s=ANSWER_S)
         except NodeLost as error:
-            if self.node.rank:
-                raise
-            what = f"port {self.node.port + 1} cannot be used: another run on this machine?"
+            what = f"{where} is not answered by a launcher: another program?" if self.node.rank else f"{where} cannot be used: another run?"
             raise ConfigError(what, error.why, "set another MASTER_PORT on all nodes") from None
         if launchers > 1:
             raise ConfigError(f"a second launcher is node {self.node.rank}", "each node has its own number", "correct NODE_RANK")
@@ -102,18 +109,13 @@ class Nodes:
 
     def _call(self, method: str, *arguments, limit_s: float = LOST_S):
         """Call the store in a thread: when the machine of node 0 loses power the call blocks for minutes, deaf to signals."""
-        answer: Future = Future()
 
-        def work() -> None:
-            try:
-                self.store = self.store or _connect(self.node)
-                answer.set_result(getattr(self.store, method)(*arguments))
-            except RuntimeError as error:  # such as torch.distributed.DistNetworkError
-                answer.set_exception(error)
+        def work():
+            self.store = self.store or _connect(self.node)
+            return getattr(self.store, method)(*arguments)
 
-        threading.Thread(target=work, daemon=True).start()
         try:
-            return answer.result(limit_s)
+            return _in_thread(work, limit_s)
         except (RuntimeError, TimeoutError) as error:
             why = f"its launcher ended, was killed or never started, or its machine cannot be reached: {str(error) or 'no answer'}"
             raise NodeLost(f"node 0 ({self.node.address}, port {self.node.port + 1}) is gone", why) from None
@@ -144,6 +146,8 @@ class Nodes:
         if not self.others:
             facts()
             return
+        if self.node.rank == 0:
+            _require_free(self.node.port)
         found: list[dict] = []
         for node in range(self.node.count):
             if node == self.node.rank:
@@ -243,5 +247,55 @@ def _connect(node: Node):
     os.environ.pop("TORCH_CPP_LOG_LEVEL")
     if level is not None:  # the ranks inherit what the user set
         os.environ["TORCH_CPP_LOG_LEVEL"] = level
-    host, timeout = node.address if node.rank else "localhost", timedelta(seconds=JOIN_S)
-    return TCPStore(host, node.port + 1, is_master=node.rank == 0, wait_for_workers=False, timeout=timeout)
+    host = node.address if node.rank else "localhost"
+    return TCPStore(host, node.port + 1, is_master=node.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S))
+
+
+def _in_thread(work: Callable, limit_s: float):
+    """What `work` returns or raises. Raises TimeoutError: a name server or a machine without power keeps a call for minutes, deaf to signals."""
+    answer: Future = Future()
+
+    def fill() -> None:
+        try:
+            answer.set_result(work())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=fill, daemon=True).start()
+    return answer.result(limit_s)
+
+
+def _require_route(node: Node) -> None:
+    """Raises ConfigError where the name of node 0 does not resolve, or where this machine has no network to it."""
+    try:
+        family, kind, protocol, _, address = _in_thread(
+            lambda: socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM), ANSWER_S
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+    except (OSError, TimeoutError, UnicodeError) as error:
+        why = str(error) or f"no name server answered within {ANSWER_S:.0f} s"
+        raise ConfigError(
+            f"MASTER_ADDR={node.address} cannot be reached", why, "set it to a name or address of node 0 that this node knows"
+        ) from None
+
+
+def _wait_for_listener(node: Node) -> None:
+    """Until something listens where node 0 will; what it is, the store finds out. Raises NodeLost."""
+    deadline = time.monotonic() + JOIN_S
+    while True:
+        try:
+            return socket.create_connection((node.address, node.port + 1), ANSWER_S).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise NodeLost(f"node 0 ({node.address}, port {node.port + 1}) does not answer", str(error)) from None
+            time.sleep(POLL_S)
+
+
+def _require_free(port: int) -> None:
+    """Raises ConfigError where torchrun could not listen."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        do = "end the program that listens there, or set another MASTER_PORT on all nodes"
+        raise ConfigError(f"port {port} (MASTER_PORT) cannot be used on node 0", error.strerror or str(error), do) from None

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from common.errors import CheckFailed, Interrupted, RunError
+from common.data import page_cache
+from common.errors import CheckFailed, Interrupted, RankLost, RunError
 from common.hardware import Probe
-from launch import diagnosis, page_cache, run_directory, sampler, series
-from launch.console import closing, print_stderr
+from common.terminal import inform, print_stderr, shown
+from launch import diagnosis, run_directory, sampler, series
+from launch.console import closing, mlperf_line
 from launch.job import ROOT, Job, ensure_data, trainer_command, trainer_environment
+from launch.limits import require_limits
 from launch.multi_node import LeaderEnded, Nodes
-from launch.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, supervise
+from launch.screen import Screen
+from launch.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, signals_noted, supervise
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step: kernels compile before the first one
@@ -23,6 +28,7 @@ STARTUP_S = 300.0  # until every rank has finished a step: kernels compile befor
 
 def run_all(job: Job, request: series.Request) -> int:
     """The requested number of good runs, in a ledger. Returns the exit code of series.run; on the other nodes that of node 0."""
+    require_limits(job.config.gpus_per_node)
     versions = run_directory.versions(ROOT, job.gpus)
     facts = series.facts_of(job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark)
 
@@ -50,9 +56,11 @@ def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
     """On a node other than 0: the ranks of the next run. They write to node_<n> in the run's directory, shared or not."""
     name, seed = nodes.next_run()
     run_dir = job.log_dir / job.benchmark / name / f"node_{job.node.rank}"
-    run_directory.require_writable(run_dir / "ranks")
+    run_directory.fill(run_dir)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     ending = _train(job, nodes, run_dir, seed, cleared)
+    if gone := run_directory.missing(run_dir):
+        raise gone
     code = 128 + ending.signal_number if ending.signal_number else ending.returncode
     nodes.publish(run_dir, 0 if ending.stopped else code)  # stopped by node 0: that is no failure of this node
     if ending.signal_number:
@@ -65,27 +73,33 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     if cleared == "no":
         print_stderr("NOTE       the data is still in the page cache, and the log will say so: not for submission")
+    with signals_noted() as received:  # by the time a log is judged, the run counts as what it reached
+        return _timed(job, nodes, run_dir, seed, cleared, received)
+
+
+def _timed(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str, received: list[int]) -> series.Outcome:
     start_date = time.strftime(DATE)
-    print(f"STARTING TIMING RUN AT {start_date}", flush=True)
+    mlperf_line(f"STARTING TIMING RUN AT {start_date}")
     ending = _train(job, nodes, run_dir, seed, cleared)
     nodes.finish(run_dir, stop=ending.returncode != 0 or ending.signal_number != 0)
-    print(f"ENDING TIMING RUN AT {time.strftime(DATE)}", flush=True)
+    mlperf_line(f"ENDING TIMING RUN AT {time.strftime(DATE)}")
     result = diagnosis.read_result(run_dir / "result.txt")
     if result.seconds is not None:
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
-        print(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}", flush=True)
-    error, unsaved = _judge(job, nodes, run_dir, ending, result)
+        mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}")
+    error, after = _judge(job, nodes, run_dir, ending, result)
     write_report(run_dir)
     print_stderr(*closing(result, run_dir, error.lines() if error else "", job.config.miniature))
-    if unsaved:
-        print_stderr("This failed after the clock, and does not concern the run:", unsaved.lines())
-    return series.Outcome(error, result, cleared, unsaved)
+    after = Interrupted(received[0]) if received else after
+    if after:
+        print_stderr("This came after the clock, and does not concern the run:", after.lines())
+    return series.Outcome(error, result, cleared, after)
 
 
 def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> str:
     """Write config and versions, clear the page cache, wait for the other nodes; how the cache was cleared."""
     run_directory.write_facts(run_dir, job.config, versions)
-    print_stderr(f"run        {run_dir}, seed {seed}")
+    inform(f"run        {shown(run_dir)}, seed {seed}")
     return nodes.ready(page_cache.clear(job.data_files))
 
 
@@ -97,35 +111,48 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     ranks = range(config.world_size) if node.rank == 0 else local_ranks
     watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
     command, environment = trainer_command(job, run_dir, seed), trainer_environment(job, cleared)
-    with sampler.sampling(run_dir, job.gpus if job.selection.device == "cuda" else Probe("none")):
-        return supervise(command, environment, run_dir, watch, functools.partial(nodes.poll, run_dir))
+    with sampler.sampling(run_dir, job.gpus if job.selection.device == "cuda" else Probe("none")), Screen(job, run_dir) as screen:
+
+        def stop() -> bool:
+            screen.update()
+            return run_directory.missing(run_dir) is not None or nodes.poll(run_dir)
+
+        return supervise(command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr)
 
 
 def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result) -> tuple[RunError | None, RunError | None]:
-    """What went wrong with the run, also left in failure.json, None where it reached the target and passed the checks; and with saving."""
+    """What went wrong with the run, also left in failure.json, None where it reached the target and passed the checks; and after it."""
     facts: dict = {}
     error: RunError | None = None
-    unsaved: RunError | None = None
+    after: RunError | None = None
     if ending.signal_number:
         error = Interrupted(ending.signal_number)
+    elif gone := run_directory.missing(run_dir):
+        error = gone
     elif nodes.lost:
         error = next(iter(nodes.lost.values()))
     elif ending.hang and not nodes.failed:
         error, facts = ending.hang, ending.culprit or {}
+    elif ending.returncode < 0 and not (ending.stopped or ending.hang):
+        why = f"{signal.Signals(-ending.returncode).name}: someone killed it, or the kernel did because the host ran out of memory (see dmesg)"
+        error = RankLost("torchrun, which starts the ranks, was killed", why, "make host memory free, then start again")
     elif ending.returncode or nodes.failed or result.status != "success":
         error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
-    if result.status == "success" and (job.save or job.checkpoint):  # the log of the run is complete, and only saving comes after it
-        unsaved, error = error, None
+    if result.status == "success" and (job.checkpoint or diagnosis.finished(run_dir, job.config.world_size)):
+        after, error = error, None
     if result.status == "success" and not error:
         error = _check(run_dir)
     if error:
         diagnosis.write_failure(run_dir, error, facts)
-    return error, unsaved
+    return error, after
 
 
 def _check(run_dir: Path) -> RunError | None:
     answer = _captured("submission.check", str(run_dir / "result.txt"))
-    (run_dir / "check.txt").write_text(answer.stdout)
+    try:
+        (run_dir / "check.txt").write_text(answer.stdout)
+    except OSError as error:  # the verdict stands without it
+        print_stderr(f"note: check.txt was not written: {error}; ./run_and_time.sh check prints it again")
     if answer.returncode == 0:
         return None
     print_stderr(answer.stdout.rstrip())
@@ -141,4 +168,5 @@ def write_report(folder: Path) -> None:
 
 
 def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", module, argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-m", module, argument]  # in a session of its own: Ctrl-C is the launcher's
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import time
@@ -12,22 +13,40 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.config import RunConfig
-from common.errors import StorageError
+from common.errors import ROOM, StorageError
 from common.hardware import Probe
-from launch.environment import requirements
+from common.packages import requirements
 
+ROOM_BYTES = 2**16
 OPTIONAL = ("triton", "pytorch-triton-rocm", "transformer-engine", "amd-aiter", "flash-attn")  # in no requirements file
 
 
 def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
-    """LOGDIR/<benchmark>/<date>_<config>_seed<seed>, with an empty ranks/. Raises StorageError if it exists or cannot be written."""
+    """LOGDIR/<benchmark>/<date>_<config>_seed<seed>, see `fill`. Raises StorageError if it exists or cannot be written."""
     folder = log_dir / benchmark / f"{time.strftime('%Y%m%d-%H%M%S')}_{config_stem}_seed{seed}"
     try:
         folder.mkdir(parents=True)
-        (folder / "ranks").mkdir()
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+    return fill(folder)
+
+
+def fill(folder: Path) -> Path:
+    """An empty ranks/, and room for the records of a full disk, in `folder`. Raises StorageError."""
+    require_writable(folder / "ranks")
+    try:
+        (folder / ROOM).write_bytes(os.urandom(ROOM_BYTES))  # nothing that a file system compresses
     except OSError as error:
         raise _cannot_write(folder, error) from None
     return folder
+
+
+def missing(run_dir: Path) -> StorageError | None:
+    """Something of a run that goes on was deleted, moved or unmounted. A rank 0 that reports has opened the log before."""
+    for path in (run_dir / "ranks", run_dir / "result.txt"):
+        if not path.exists() and (path.name == "ranks" or (run_dir / "ranks" / "rank_0.heartbeat").exists()):
+            return StorageError(f"{path} is gone", "it was deleted or moved during the run", "keep LOGDIR as it is, then start again")
+    return None
 
 
 def require_writable(folder: Path) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from common.gpu_stats import SAMPLED, DriverError, read_gpus
 from common.hardware import Probe
-from launch.console import print_stderr
+from common.terminal import print_stderr
 from records.json_lines import append_line
 
 NAME = "gpu_samples.jsonl"  # submission/gpu_samples.py reads it

@@ -12,13 +12,15 @@ import hashlib
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import ConfigError, Interrupted, RankLost, RunError, StorageError
+from common.errors import ROOM, ConfigError, Interrupted, RankLost, RunError, StorageError, failure_of, with_room
+from common.terminal import print_stderr
 from launch import diagnosis, run_directory, supervise
-from launch.console import print_stderr, series_closing
+from launch.console import series_closing
 from launch.select_config import Selection
 from records import ledger
 
@@ -42,7 +44,7 @@ class Outcome:
     error: RunError | None
     result: diagnosis.Result = field(default_factory=diagnosis.Result)
     cache: str = ""
-    unsaved: RunError | None = None  # what failed after a good run: its model was not saved
+    after: RunError | None = None  # what came after a run that stands: its model was not saved, or a signal
 
 
 Execute = Callable[[Path, int], Outcome]  # run directory, seed
@@ -106,14 +108,16 @@ class Series:
         ending = {
             "exit_code": 0,
             "kind": "success",
-            "reason": outcome.unsaved.what if outcome.unsaved else "",
+            "reason": outcome.after.what if outcome.after else "",
             "minutes": minutes,
             "samples": result.samples,
             "cache": outcome.cache,
         }
         if error:
             ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
-        self.append(**start | ending | {"event": "end"})
+        run_dir = self.folder / start["run"]
+        with_room(run_dir, lambda: self.append(**start | ending | {"event": "end"}))
+        (run_dir / ROOM).unlink(missing_ok=True)
 
     def seed(self) -> int:
         """32 bits from the system's random source that no run of this series has had."""
@@ -151,10 +155,11 @@ def _attempts(series: Series, log_dir: Path, benchmark: str, request: Request, e
         start = series.start(run_dir, seed)
         outcome = _outcome(execute, run_dir, seed)
         series.end(start, outcome)
-        if isinstance(end := outcome.error or outcome.unsaved, Interrupted):
-            return end.exit_code
+        for end in (outcome.error, outcome.after):
+            if isinstance(end, Interrupted):
+                return end.exit_code
         failed += [outcome.error.exit_code] if outcome.error else []
-        unsaved += [outcome.unsaved.exit_code] if outcome.unsaved else []
+        unsaved += [outcome.after.exit_code] if outcome.after else []
         if len(failed) > request.max_failures:
             return failed[0]
     series.append("closed")
@@ -165,10 +170,12 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> Outcome:
     """An error of the launcher itself belongs in the attempt's line of the ledger, too."""
     try:
         return execute(run_dir, seed)
-    except RunError as error:
-        failed = error
-    except OSError as error:
-        failed = StorageError(f"the launcher could not write: {error}", "the disk is full, or the reader of stdout ended", "free space")
+    except Exception as error:
+        known = failure_of(error)
+        if known is None:
+            traceback.print_exc()
+        why, do = "a defect of the launcher, or a failure that it does not know", "report it with the traceback above"
+        failed = known or RunError(f"the launcher failed: {type(error).__name__}: {error}", why, do)
     print_stderr(failed.lines())
     diagnosis.write_failure(run_dir, failed, {})
     return Outcome(failed, diagnosis.read_result(run_dir / "result.txt"))

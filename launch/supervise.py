@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
-from common.errors import Hang, Interrupted
+from common.errors import LAUNCHED, Hang, Interrupted
 
 POLL_S = 0.5
 GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own (KillWait) is 30 s
 STACK_S = 1.0  # for the ranks to write their stacks
-MARK = "LAUNCH_RUN_DIR"  # environment variable by which the processes of a run are found, also when their parent is gone
+ORPHANS_S = 8.0  # for ranks to end by themselves when torchrun was killed (common/training/guard.py)
 # A collective of the ranks times out after the same time, counted from a little later. The launcher must be first: it can name the culprit.
 BEFORE_COLLECTIVES = 0.9
 
@@ -104,15 +104,17 @@ def supervise(
     *,
     poll_s: float = POLL_S,
     grace_s: float = GRACE_S,
-    stdout: TextIO | None = None,
+    stdout: IO | None = None,
+    stderr: IO | None = None,
 ) -> Ending:
     """Run `command` to its end, or until `watch` sees a hang or `stop`, which is called every `poll_s`, returns True.
 
     SIGINT, SIGTERM and SIGHUP are passed on as one SIGTERM; a second one kills at once. Whatever happens, no process of this run is
     left when the function returns or raises.
     """
-    with _signals_noted() as received:
-        process = subprocess.Popen(command, env=environment | {MARK: str(run_dir)}, stdout=stdout, start_new_session=True)
+    with signals_noted() as received:
+        marked = environment | {LAUNCHED: str(run_dir)}
+        process = subprocess.Popen(command, env=marked, stdout=stdout, stderr=stderr, start_new_session=True)
         try:
             while not _ended(process, poll_s) and not received:
                 hangs, stopped = watch is not None and watch.look(), stop()
@@ -125,7 +127,7 @@ def supervise(
                 _stop(process, received, grace_s)
             return Ending(process.poll() or 0, received[0] if received else 0)
         finally:
-            kill_processes_of(run_dir)
+            kill_processes_of(run_dir, ORPHANS_S if (process.poll() or 0) < 0 and not received else 0.0)
             process.wait()
 
 
@@ -157,7 +159,7 @@ def raise_interrupted(number: int, frame: object) -> None:
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[list[int]]:
+def signals_noted() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
     received: list[int] = []
     before = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in handled_signals()}
@@ -170,7 +172,7 @@ def _signals_noted() -> Iterator[list[int]]:
 
 def processes_of(run_dir: Path) -> list[int]:
     """torchrun and the ranks of that run, by their environment. A zombie has none, so it does not count."""
-    mark, found = f"{MARK}={run_dir}".encode(), []
+    mark, found = f"{LAUNCHED}={run_dir}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark in (entry / "environ").read_bytes().split(b"\0"):

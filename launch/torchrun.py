@@ -13,6 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+from common.errors import write_record
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -30,10 +32,13 @@ def main(folder: Path, arguments: list[str]) -> int:
     except ChildFailedError as error:
         ended = error.failures.items()
         failures = [{"rank": rank, "pid": end.pid, "exit_code": end.exitcode, "time": end.timestamp} for rank, end in ended]
-        (folder / "torchrun.json").write_text(json.dumps(failures))
+        write_record(folder, "torchrun.json", json.dumps(failures))
         return 1
     except SignalException as error:
         return 128 + error.sigval
+    except Exception:  # of torchrun itself: a port in use, a process that the system does not start
+        logging.exception("torchrun failed")
+        return 1
     return 0
 
 

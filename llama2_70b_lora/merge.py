@@ -7,7 +7,6 @@ steps are far below half a unit in the last place of W and would be rounded away
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.command_line import Parser
 from common.data.preparation import run_to_exit_code, say
 from common.errors import ConfigError
 from common.model.checkpoint_reader import DTYPES, StoredTensor, read_json, read_tensors, refuse, some
@@ -103,13 +103,16 @@ def _updates(weights: dict[str, StoredTensor], tensors: dict[str, Tensor], rank:
     return updates
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="./run_and_time.sh llama2_70b_lora merge", description=__doc__)
+def parser(benchmark: str = "llama2_70b_lora") -> Parser:
+    parser = Parser(f"{benchmark} merge", __doc__)
     parser.add_argument("--base", type=Path, required=True, help="Hugging Face safetensors checkpoint, fused qkv_proj or ordinary")
     parser.add_argument("--adapter", type=Path, required=True, help="directory of the adapter, as training saves it")
     parser.add_argument("--out", type=Path, required=True, help="new directory")
-    args = parser.parse_args(argv)
-    return run_to_exit_code(lambda: merge(args.base, args.adapter, args.out))
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    return run_to_exit_code(lambda: merge(**vars(parser().parse_args(argv))))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
     python -m llama2_70b_lora.prepare convert-npy --npy-dir P --data-dir D        AMD's packed train.npy and validation.npy to parquet
     python -m llama2_70b_lora.prepare verify --data-dir D [--weights W [--manifest M.json]] [--full]
     python -m llama2_70b_lora.prepare write-manifest --weights W --output M.json
-    python -m llama2_70b_lora.prepare fetch --data-dir D --weights W
+    python -m llama2_70b_lora.prepare fetch --data-dir D --weights W [--download]
 
 No verb deletes or overwrites a file that it did not create. Messages go to stderr; the exit code is that of the kind of failure
-(common/errors.py). torch is imported only by the verbs that need it.
+(common/errors.py). torch and numpy are imported only by the verbs that need them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import os
 import sys
 from pathlib import Path
 
+from common.command_line import Parser
+from common.data.hub import download
 from common.data.preparation import require_free_space, run_to_exit_code, say
-from llama2_70b_lora.packed_npy import convert_npy
+from common.errors import RunError
 from llama2_70b_lora.rules import CLOSED, DATA_FILES, MINIATURE, Rules
-from llama2_70b_lora.verify import verify_data, verify_weights, write_manifest
 
 DATA_REPOSITORY = "regisss/scrolls_gov_report_preprocessed_mlperf_2"
 DATA_REVISION = "21ff1233ee3e87bc780ab719c755170148aba1cb"
@@ -40,27 +41,39 @@ def miniature(data_dir: Path) -> None:
     build(data_dir)
 
 
-def fetch(data_dir: Path, weights: Path) -> None:
-    """Print how to get MLCommons' data and base weights. Downloads nothing. Raises PreflightError if the disk has too little space."""
+def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
+    """Print how to get MLCommons' data and base weights, after a download of the data if that is asked for.
+
+    Raises what `download` raises, and PreflightError if the disk has too little space, but prints first.
+    """
+    failure: RunError | None = None
+    if download_data:
+        try:
+            download(DATA_REPOSITORY, DATA_REVISION, [*DATA_FILES.values()], data_dir, "dataset")
+        except RunError as error:
+            failure = error
+    _say_how(data_dir, weights, "The weights have not" if download_data and not failure else "Nothing has")
+    if failure:
+        raise failure
+
+
+def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> None:
     present = {"data": all((data_dir / name).exists() for name in DATA_FILES.values()), "weights": any(weights.glob("*.safetensors"))}
     missing = [name for name, there in present.items() if not there]
     check = f"python -m llama2_70b_lora.prepare verify --data-dir {data_dir} --weights {weights}"
     if not missing:
         say(f"data and weights are there. To check them:\n  {check}")
         return
-    if "data" in missing:
-        require_free_space(data_dir, DATA_BYTES, "the tokenized GovReport")
-    if "weights" in missing:
-        require_free_space(weights, WEIGHTS_BYTES, "the weights of Llama 2 70B")
     say(
-        f"""Nothing has been downloaded: the weights are Meta's, under a license that you must accept yourself. Missing: {" and ".join(missing)}.
+        f"""{nothing_has} been downloaded: the weights are Meta's, under a license that you must accept yourself. Missing: {" and ".join(missing)}.
 
 1. License. Llama 2 is under the Llama 2 Community License (https://ai.meta.com/llama/license). For a submission the starting weights
    must be MLCommons' copy with fused query, key and value projections; MLCommons gives it to its members after they agree to a
    notice. The reference's README says how:
      https://github.com/mlcommons/training/tree/master/llama2_70b_lora
    The names are `Llama2-70b-fused-qkv-mlperf` (weights) and `scrolls_gov_report_8k` (data). If access is refused, ask MLCommons.
-2. The author of the reference has the same files on the Hugging Face hub, which decides whether you may download them. At these revisions:
+2. The author of the reference has the same files on the Hugging Face hub, which decides whether you may download them. fetch --download gets
+   the data. At these revisions:
      hf download {DATA_REPOSITORY} --repo-type dataset \\
        --revision {DATA_REVISION} --local-dir {data_dir}
      hf download {WEIGHTS_REPOSITORY} \\
@@ -76,21 +89,37 @@ def fetch(data_dir: Path, weights: Path) -> None:
 AMD's packed train.npy and validation.npy have the same sequences. They are pickles, which convert-npy reads without executing them.
 Training needs no tokenizer: it reads token ids only."""
     )
+    if "data" in missing:
+        require_free_space(data_dir, DATA_BYTES, "the tokenized GovReport")
+    if "weights" in missing:
+        require_free_space(weights, WEIGHTS_BYTES, "the weights of Llama 2 70B")
+
+
+def convert(args: argparse.Namespace, rules: Rules) -> None:
+    from llama2_70b_lora.packed_npy import convert_npy
+
+    convert_npy(args.npy_dir, args.data_dir, rules)
+
+
+def write(args: argparse.Namespace, rules: Rules) -> None:
+    from llama2_70b_lora.verify import write_manifest
+
+    write_manifest(args.weights, args.output, rules)
 
 
 def verify(args: argparse.Namespace, rules: Rules) -> None:
+    from llama2_70b_lora.verify import verify_data, verify_weights
+
     verify_data(args.data_dir, rules)
     if args.weights is not None:
         verify_weights(args.weights, args.manifest, args.full, rules)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The arguments of a verb; `work(args, rules)` executes it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m llama2_70b_lora.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(benchmark: str = "llama2_70b_lora") -> Parser:
+    """`work(args, rules)` of the arguments executes the verb."""
+    parser = Parser(f"{benchmark} prepare", __doc__)
     verbs = parser.add_subparsers(dest="command", required=True)
-    data, weights, small = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    data, weights, small = (Parser("", add_help=False) for _ in range(3))
     data.add_argument("--data-dir", type=Path, required=True)
     weights.add_argument("--weights", type=Path, help="the checkpoint's folder")
     small.add_argument("--miniature", action="store_true", help="of the miniature's sizes")
@@ -98,7 +127,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verb.set_defaults(work=lambda args, rules: miniature(args.data_dir))
     verb = verbs.add_parser("convert-npy", parents=[data], help="AMD's packed .npy files to parquet")
     verb.add_argument("--npy-dir", type=Path, required=True)
-    verb.set_defaults(work=lambda args, rules: convert_npy(args.npy_dir, args.data_dir, rules))
+    verb.set_defaults(work=convert)
     verb = verbs.add_parser("verify", parents=[data, weights, small], help="check data and weights")
     verb.add_argument("--manifest", type=Path, help="written by write-manifest")
     verb.add_argument("--full", action="store_true", help="read every byte of the weights too")
@@ -106,16 +135,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verb = verbs.add_parser("write-manifest", parents=[small], help="write sizes and SHA-256 of weights (reads every byte)")
     verb.add_argument("--weights", type=Path, required=True)
     verb.add_argument("--output", type=Path, required=True)
-    verb.set_defaults(work=lambda args, rules: write_manifest(args.weights, args.output, rules))
+    verb.set_defaults(work=write)
     verb = verbs.add_parser("fetch", parents=[data, weights], help="how to get data and weights")
-    verb.set_defaults(work=lambda args, rules: fetch(args.data_dir, args.weights or args.data_dir / "base"))
-    return parser.parse_args(argv)
+    verb.add_argument("--download", action="store_true", help=f"fetch the data from {DATA_REPOSITORY}")
+    verb.set_defaults(work=lambda args, rules: fetch(args.data_dir, args.weights or args.data_dir / "base", args.download))
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
-    rules = MINIATURE if getattr(args, "miniature", False) else CLOSED
-    return run_to_exit_code(lambda: args.work(args, rules))
+    return run_to_exit_code(lambda: execute(parser().parse_args(argv)))
+
+
+def execute(args: argparse.Namespace) -> None:
+    args.work(args, MINIATURE if getattr(args, "miniature", False) else CLOSED)
 
 
 if __name__ == "__main__":

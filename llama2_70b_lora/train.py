@@ -146,6 +146,7 @@ def save_adapter(session: Session, model: Llama, rules: Rules, base: FrozenBase,
     if not unchanged:
         raise RunError("the frozen base changed during training", "its bits differ from those loaded", "this is a defect: report it")
     if session.rank == 0:
+        session.heartbeat.beat(session.step(), "save")  # what fails from here on does not concern the run
         tensors = {name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()}
         save_peft_adapter(session.args.run_dir / "adapter", tensors, rules.shape, rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
 

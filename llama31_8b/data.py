@@ -153,7 +153,6 @@ def _sample_starts(lengths: np.ndarray, document_order: np.ndarray, sequence_len
 
     In chunks that stay in cache: 0.9 s instead of 3.4 s for 45 million documents on one slow core, and 8 bytes per document less.
     """
-    lengths = np.array(lengths)  # out of the memory map: read at random below
     parts: list[np.ndarray] = []
     stream, next_start = 0, 0  # token numbers in the stream; 64 bit, since an epoch of C4 group 6 has 2e10 tokens
     for first in range(0, len(document_order), CHUNK):

@@ -3,7 +3,7 @@
     python -m llama31_8b.prepare miniature --data-dir D
     python -m llama31_8b.prepare convert --input FILES... --tokenizer T --output-prefix P [--jsonl-key text]
     python -m llama31_8b.prepare verify --data-dir D [--manifest M.json] [--full] [--write-manifest M.json]
-    python -m llama31_8b.prepare fetch --data-dir D
+    python -m llama31_8b.prepare fetch --data-dir D [--download]
 
 Nothing here deletes or overwrites a file that it did not create. Text goes to stderr; the exit code is that of the failure's
 family (common/errors.py).
@@ -16,23 +16,25 @@ import platform
 import sys
 from pathlib import Path
 
+from common.command_line import Parser
 from common.data import corpus
-from common.data.indexed_dataset_writer import Writer
+from common.data.hub import download
 from common.data.manifest import PairFacts
 from common.data.preparation import Recipe, build_once, require_free_space, run_to_exit_code, say
-from llama31_8b.convert import convert
+from common.errors import RunError
 from llama31_8b.rules import CLOSED, MINIATURE
-from llama31_8b.verify import verify
 
 MINIATURE_RECIPE = 1  # raise it when the corpus, the vocabulary or the format changes: existing data is then built again
 TOKENIZER = "tokenizer.model"
 SHIPPED_MANIFEST = Path(__file__).with_name("manifest.json")
 
+TOKENIZER_REPOSITORY = "meta-llama/Llama-3.1-8B"  # gated: its license must be accepted on its page
+TOKENIZER_FILE = "tokenizer.json"  # what `convert` takes
 DATA_URI = "https://training.mlcommons-storage.org/metadata/llama-3-1-8b-preprocessed-c4-dataset.uri"
 DOWNLOADER = "https://github.com/mlcommons/r2-downloader"
 DOWNLOAD_BYTES = 80_000_000_000  # about, by AMD's v5.1 README
 HOW_TO_FETCH = f"""\
-Nothing has been downloaded: MLCommons' storage asks you to log in with a browser, and this program cannot do that for you.
+None of the token files has been downloaded: MLCommons' storage asks you to log in with a browser, and this program cannot do that for you.
 Missing in {{data_dir}}: {{missing}}
 
 1. Get MLCommons' downloader and read it before you run it (it may install cloudflared, and checks MD5 sums itself):
@@ -46,7 +48,7 @@ Missing in {{data_dir}}: {{missing}}
    and record what you found, so that later copies can be compared with it:
      {{check}} --write-manifest c4.json
 
-Training reads token ids only: it needs neither the tokenizer nor its licence.
+Training reads token ids only: it needs neither the tokenizer nor its licence. `convert` needs it for your own text: fetch --download gets it.
 If access is refused, ask MLCommons (https://training.mlcommons-storage.org)."""
 
 # ---- miniature
@@ -60,6 +62,8 @@ def miniature(data_dir: Path) -> None:
 
 
 def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
+    from common.data.indexed_dataset_writer import Writer
+
     train, validation = corpus.split(corpus.documents())
     corpus.train_sentencepiece(train, MINIATURE.shape.vocab_size, data_dir / TOKENIZER)
     tokenizer = corpus.load_sentencepiece(data_dir / TOKENIZER)
@@ -77,24 +81,37 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
 # ---- fetch
 
 
-def fetch(data_dir: Path) -> None:
-    """Print how to get MLCommons' files into `data_dir`, if there is space for them. Downloads nothing. Raises PreflightError."""
+def fetch(data_dir: Path, download_tokenizer: bool) -> None:
+    """Print how to get MLCommons' files into `data_dir`, after a download of the tokenizer if that is asked for.
+
+    Raises what `download` raises, and PreflightError if there is no space for the files, but prints first.
+    """
+    failure: RunError | None = None
+    if download_tokenizer:
+        try:
+            download(TOKENIZER_REPOSITORY, "main", [TOKENIZER_FILE], data_dir, "model")
+        except RunError as error:
+            failure = error
+    _say_how(data_dir)
+    if failure:
+        raise failure
+
+
+def _say_how(data_dir: Path) -> None:
     missing = ", ".join(name for name in CLOSED.data_files if not (data_dir / name).exists())
     check = f"python -m llama31_8b.prepare verify --data-dir {data_dir}"
     if not missing:
         say(f"{data_dir}: all four files are there. Check them:\n  {check} --full")
         return
-    require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenized C4 of llama31_8b")
     say(HOW_TO_FETCH.format(data_dir=data_dir, missing=missing, check=check))
+    require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenized C4 of llama31_8b")
 
 
 # ---- command line
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m llama31_8b.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(benchmark: str = "llama31_8b") -> Parser:
+    parser = Parser(f"{benchmark} prepare", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     miniature, convert, verify, fetch = (
         commands.add_parser(name, help=text)
@@ -107,6 +124,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     for command in (miniature, verify, fetch):
         command.add_argument("--data-dir", type=Path, required=True)
+    fetch.add_argument("--download", action="store_true", help=f"fetch {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, which convert takes")
     convert.add_argument("--input", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .txt, also .gz")
     convert.add_argument("--tokenizer", type=Path, required=True, help="a SentencePiece model, or tokenizer.json of Llama 3.1")
     convert.add_argument("--output-prefix", type=Path, required=True)
@@ -114,18 +132,33 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verify.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST)
     verify.add_argument("--full", action="store_true", help="every token and every byte")
     verify.add_argument("--write-manifest", type=Path, metavar="FILE", help="record sizes, SHA-256 and counts (reads every byte)")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
+    return run_to_exit_code(lambda: execute(parser().parse_args(argv)))
+
+
+def execute(args: argparse.Namespace) -> None:
+    """convert and verify import numpy, which the command line is read without."""
+
+    def convert() -> None:
+        from llama31_8b.convert import convert
+
+        convert(args.input, args.tokenizer, args.output_prefix, args.jsonl_key)
+
+    def verify() -> None:
+        from llama31_8b.verify import verify
+
+        verify(args.data_dir, args.manifest, args.full, args.write_manifest)
+
     work = {
         "miniature": lambda: miniature(args.data_dir),
-        "convert": lambda: convert(args.input, args.tokenizer, args.output_prefix, args.jsonl_key),
-        "verify": lambda: verify(args.data_dir, args.manifest, args.full, args.write_manifest),
-        "fetch": lambda: fetch(args.data_dir),
+        "convert": convert,
+        "verify": verify,
+        "fetch": lambda: fetch(args.data_dir, args.download),
     }
-    return run_to_exit_code(work[args.command])
+    work[args.command]()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from common.command_line import Parser
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, identify, probe
@@ -51,7 +52,7 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    options = _parse(arguments)
+    options = parser().parse_args(arguments)
     if options.mfu:
         print("\n".join(_mfu(options)))
         return 0
@@ -60,9 +61,8 @@ def main(arguments: list[str]) -> int:
     return 0 if request.fitting() else OutOfMemory.exit_code
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("./run_and_time.sh plan", description=__doc__, allow_abbrev=False, formatter_class=style)
+def parser() -> Parser:
+    parser = Parser("plan", __doc__)
     parser.add_argument("--model", metavar="NAME|FILE", help=f"{', '.join(FAMILIES)}, or a Hugging Face config.json")
     parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(KINDS)}; default that of this machine")
     parser.add_argument("--gpus", type=count, default=1, metavar="N", help="default 1")
@@ -79,7 +79,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "peak": "dense FLOP/s of one GPU; default that of --gpu in bf16, or with --precision fp8",
     }.items():
         group.add_argument(f"--{name}", type=amount, metavar="X", help=text)
-    return parser.parse_args(arguments)
+    return parser
 
 
 def amount(text: str) -> float:

@@ -12,11 +12,13 @@ Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from common.command_line import Parser, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
@@ -37,27 +39,45 @@ on an MI325X (v6.0, MiTAC) is a fifth slower than planned here. Nothing of this 
 
 
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:
-    options = _parse(arguments)
+    options = parser(benchmark).parse_args(arguments)
     overrides = dict(text.partition("=")[::2] for text in options.set)
     path, machine = (None, None) if options.all else _chosen(root, benchmark, options)
     if path is None:
         loaded = load_all(root, benchmark, overrides)
-        print(all_table(benchmark, loaded), "", SOURCES, sep="\n")
+        lines = [all_table(benchmark, loaded), "", SOURCES]
     else:
         config, derived = load_or_derive(root, benchmark, path, machine, overrides)
         loaded = {path.stem: config}
-        print("\n".join(describe(benchmark, derived or str(path), config, _kind(config, machine))))
+        lines = describe(benchmark, derived or str(path), config, _kind(config, machine))
+    if options.json:
+        lines = [json.dumps({name: as_dict(benchmark, config, _kind(config, machine)) for name, config in loaded.items()}, indent=1)]
+    print("\n".join(lines))
     return 0 if all(_fits(benchmark, config, machine) for config in loaded.values()) else OutOfMemory.exit_code
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("./run_and_time.sh <benchmark> plan", description=__doc__, allow_abbrev=False, formatter_class=style)
+def parser(benchmark: str = "") -> Parser:
+    """Of one benchmark's configs; without a benchmark that of any model."""
+    if not benchmark:
+        return any_model.parser()
+    parser = Parser(
+        f"{benchmark} plan", __doc__, [f"{benchmark} plan --all", f"{benchmark} plan --config configs/{benchmark}/H200_1x8.toml"]
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--config", metavar="FILE", help="this TOML")
     which.add_argument("--all", action="store_true", help="all configs of the benchmark")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value")
-    return parser.parse_args(arguments)
+    parser.add_argument("--json", action="store_true", help="for programs: a JSON object, each config's numbers by its name")
+    return parser
+
+
+def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
+    """Memory in bytes, and the estimate; of a CPU the config alone."""
+    found = {"benchmark": benchmark, "config": asdict(config)}
+    if kind is None:
+        return found
+    memory = plan.memory_peak(config, workload(benchmark, config))
+    sizes = {"allocated": memory.allocated, "needed": memory.needed, "usable": plan.usable_bytes(kind), "fits": plan.fits(memory, kind)}
+    return found | {"memory": sizes, "estimate": asdict(estimate(benchmark, config, kind))}
 
 
 def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> tuple[Path | None, GpuKind | None]:
@@ -186,9 +206,8 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        given = sys.argv[1:]
-        of_benchmark = given and not given[0].startswith("-")
-        sys.exit(main(ROOT, given[0], given[1:]) if of_benchmark else any_model.main(given))
+        given, rest = split_benchmark(sys.argv[1:])
+        sys.exit(main(ROOT, given, rest) if given else any_model.main(rest))
     except RunError as error:
         print(error.lines(), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -1,6 +1,7 @@
-"""`./run_and_time.sh <benchmark> preflight`: is this machine fit for a run? Reads and measures; changes nothing; needs no root.
+"""`./run_and_time.sh preflight [benchmark]`: is this machine fit for a run? Reads and measures; changes nothing; needs no root.
 
-Checks the machine for the config that fits it, with all visible GPUs (or DGXNGPU of them), or for --config or DGXSYSTEM. Also reads
+Checks the machine for the config that fits it, with all visible GPUs (or DGXNGPU of them), or for --config or DGXSYSTEM; without a
+benchmark the machine alone, without config and data. Also reads
 DATADIR, MODEL, LOGDIR and GPU_KIND. Prints a table with one row per check: ok, warn, refuse, or skipped with the reason; skipped does
 not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a wrong command line or config. See docs/preflight.md.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from common.command_line import Parser, meant, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError, RunError
 from common.gpu_kinds import GpuKind
@@ -57,8 +59,10 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    options = _parse(arguments)
+    benchmark, rest = split_benchmark(arguments)
     try:
+        options = parser(benchmark).parse_args(rest)
+        options.benchmark = benchmark
         rows, ranks = check(options, os.environ)
     except RunError as error:
         print(error.lines(), file=sys.stderr)
@@ -74,22 +78,20 @@ def main(arguments: list[str]) -> int:
     return unfit.exit_code
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    usage = "./run_and_time.sh <benchmark> preflight [--config FILE] [--device cpu|cuda] [--quick] [--json]"
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__, allow_abbrev=False, formatter_class=style)
-    parser.add_argument("benchmark", help=argparse.SUPPRESS)
+def parser(benchmark: str = "") -> Parser:
+    parser = Parser(f"{benchmark} preflight".strip(), __doc__, ["preflight --quick", "preflight llama31_8b", "preflight --json"])
     parser.add_argument("--config", metavar="FILE", help="this TOML instead of the one that fits the machine")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (cuda means ROCm's too)")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SECONDS:g} s for each speed instead of {SECONDS:g}")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[CheckRow], list[Measured]]:
     """All rows, and what the ranks measured. Raises ConfigError."""
-    if options.benchmark not in benchmarks(ROOT):
-        raise ConfigError(f"unknown benchmark {options.benchmark}", f"there are: {', '.join(benchmarks(ROOT))}", "name one of them")
+    known = benchmarks(ROOT)
+    if options.benchmark and options.benchmark not in known:
+        raise ConfigError(f"unknown benchmark {options.benchmark}", f"there are: {', '.join(known)}", meant(options.benchmark, known))
     try:
         found = Probe("none") if options.device == "cpu" else probe(environment)
         if options.device == "cuda" and not found.devices:
@@ -116,6 +118,13 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
 def requested_run(options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int) -> Request:
     """Raises ConfigError for a named config that does not exist or cannot be read."""
     requested = requested_gpus(environment)
+    if not options.benchmark:
+        if options.config:
+            raise ConfigError(
+                "--config without a benchmark", "a config is one of a benchmark's", f"name one: {', '.join(benchmarks(ROOT))}"
+            )
+        row = skipped("config", "no benchmark is named: only the machine itself is checked")
+        return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
     try:
         path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
         config, derived = load_or_derive(ROOT, options.benchmark, path)
@@ -133,11 +142,12 @@ def requested_run(options: argparse.Namespace, environment: Mapping[str, str], k
 def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) -> list[CheckRow]:
     data_dir, log_dir = directories(benchmark, request.miniature, environment)
     rows = host.judge(host.read(), request.count, request.device, request.nodes, request.pinned_bytes)
-    rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
+    if benchmark:
+        rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
     if environment.get("MODEL"):
         rows.append(host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), request.miniature))
     rows.append(host.judge_log_folder(log_dir))
-    return rows if request.miniature else [*rows, host.judge_checkout(ROOT, environment)]
+    return rows if request.miniature or not benchmark else [*rows, host.judge_checkout(ROOT, environment)]
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

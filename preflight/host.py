@@ -14,7 +14,7 @@ from pathlib import Path
 from common import known_issues
 from common.gpu_kinds import GIB, GpuKind
 from common.gpu_stats import key_values, read_text
-from launch.environment import OLDEST_TORCH
+from common.packages import OLDEST_TORCH
 from launch.run_directory import doubts, version_of
 from preflight.check_row import CheckRow, at_least, graded, skipped
 

@@ -38,3 +38,18 @@ def read(path: Path) -> tuple[list[dict], list[str]]:
             if isinstance(record, dict):
                 found.append(record)
     return found, notes
+
+
+class Tail:
+    """The complete lines that were appended to a file since the last call."""
+
+    def __init__(self, path: Path | int):
+        self.path, self.offset = path, 0
+
+    def lines(self, to_the_end: bool = False) -> list[str]:
+        with contextlib.suppress(OSError), open(self.path, "rb", closefd=isinstance(self.path, Path)) as file:
+            text = os.pread(file.fileno(), 2**24, self.offset)
+            whole = text if to_the_end else text[: text.rfind(b"\n") + 1]
+            self.offset += len(whole)
+            return whole.decode(errors="replace").splitlines()
+        return []

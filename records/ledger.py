@@ -77,8 +77,11 @@ class Record:
 def append(path: Path, line: dict) -> None:
     """Write `line` whole and to the disk, or raise StorageError and leave the ledger as it was."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        create = 0  # a line without its series would be lost: the ledger was moved
+        if line["event"] == "series":
+            create = os.O_CREAT
+            path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | create | os.O_APPEND, 0o644)
         try:
             lock(descriptor, wait=True)
             if (end := os.fstat(descriptor).st_size) and os.pread(descriptor, 1, end - 1) != b"\n":

@@ -10,11 +10,12 @@ Exit code: 0 all clean (warnings allowed, without --werror), 20 errors, 2 wrong 
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.command_line import Parser
 from common.errors import CheckFailed, ConfigError
 from submission import official_tools, own_log, terminal
 from submission.log import Log, read
@@ -33,18 +34,26 @@ class Examined:
         return [finding for finding in self.findings if werror or not finding.warning]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.check", description="Check MLPerf logs: official rules and our own.")
+def parser(benchmark: str = "") -> Parser:
+    parser = Parser(
+        "check", "Check MLPerf logs: official rules and our own.", ["check results/llama31_8b/*/result.txt", "check DIR --json"]
+    )
     parser.add_argument("paths", type=Path, nargs="+", metavar="LOG_OR_FOLDER", help="logs, or folders with result*.txt in them")
     parser.add_argument("--ruleset", choices=RULESETS, help="hold the logs to this closed ruleset")
     parser.add_argument("--werror", action="store_true", help="warnings count as errors, also those of the official checker")
-    options = parser.parse_args(arguments)
-    return terminal.run(lambda: _check_all(options.paths, options.ruleset, options.werror))
+    parser.add_argument("--json", action="store_true", dest="as_json", help="one JSON object a log, a line each")
+    return parser
 
 
-def _check_all(paths: list[Path], ruleset: str | None, werror: bool) -> int:
+def main(arguments: list[str] | None = None) -> int:
+    return terminal.run(lambda: _check_all(**vars(parser().parse_args(arguments))))
+
+
+def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bool) -> int:
     logs = [log for path in paths for log in _logs(path)]
-    print(f"official checker: mlperf-logging {official_tools.checker_version()}{', warnings are errors (--werror)' if werror else ''}")
+    title = f"official checker: mlperf-logging {official_tools.checker_version()}{', warnings are errors (--werror)' if werror else ''}"
+    if not as_json:
+        print(title)
     codes = []
     for path in logs:
         try:
@@ -53,9 +62,9 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool) -> int:
             print(error.lines(), file=sys.stderr)
             codes.append(error.exit_code)
             continue
-        print("\n".join(_lines(examined, werror)))
+        print(_json_line(examined, werror) if as_json else "\n".join(lines(examined, werror)))
         codes.append(CheckFailed.exit_code if examined.errors(werror) else 0)
-    if len(logs) > 1:
+    if len(logs) > 1 and not as_json:
         print(f"\n{len(logs)} logs, {codes.count(0)} clean")
     return next((code for code in (ConfigError.exit_code, CheckFailed.exit_code) if code in codes), 0)
 
@@ -108,18 +117,23 @@ def round_of(log: Log, ours: bool) -> str:
     return "5.1.0" if log.all("submission_org") or log.all("submission_platform") else "5.0.0"
 
 
-def _lines(examined: Examined, werror: bool) -> list[str]:
+def _json_line(examined: Examined, werror: bool) -> str:
+    about = {"path": str(examined.path), "title": examined.title, "clean": not examined.errors(werror)}
+    return json.dumps(about | {"findings": [asdict(finding) for finding in examined.findings]})
+
+
+def lines(examined: Examined, werror: bool) -> list[str]:
     verdict, errors = examined.verdict, examined.errors(werror)
     warned = sum(complaint.warning for complaint in verdict.complaints)
     words = "FAILED" if not verdict.passed or (werror and warned) else "passed"
     if warned:
         words += f", {warned} warnings{' count as errors' if werror else ', errors with --werror'}"
-    lines = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
+    found = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
     for finding in examined.findings:
         place = f"{examined.path.name}:{finding.line}" if finding.line else f"{examined.path.name}"
         severity = "warning" if finding.warning and not werror else "error"
-        lines.append(f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]")
-    return [*lines, f"  {'NOT CLEAN' if errors else 'CLEAN'}: {len(errors)} errors, {len(examined.findings) - len(errors)} warnings"]
+        found.append(f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]")
+    return [*found, f"  {'NOT CLEAN' if errors else 'CLEAN'}: {len(errors)} errors, {len(examined.findings) - len(errors)} warnings"]
 
 
 if __name__ == "__main__":

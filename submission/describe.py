@@ -17,6 +17,7 @@ import os
 import sys
 from pathlib import Path
 
+from common.command_line import Parser
 from common.errors import CheckFailed, ConfigError
 from common.hardware import probe
 from submission import machine, official_tools, terminal
@@ -58,17 +59,23 @@ HINTS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.describe", description="Write the MLPerf system description of this machine.")
+def parser(benchmark: str = "") -> Parser:
+    example = "describe --out H200_1x8.json --submitter Us --set status=onprem"
+    parser = Parser("describe", "Write the MLPerf system description of this machine.", [example])
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON; its name without .json is the system's id")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an answer that the machine cannot give")
     parser.add_argument("--submitter", default="", metavar="ORG")
     parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1])
-    options = parser.parse_args(arguments)
-    texts, gpu_kind = options.set + [f"submitter={options.submitter}"] * bool(options.submitter), os.environ.get("GPU_KIND", "")
-    return terminal.run(
-        lambda: describe(options.out, machine.facts(Path("/"), probe(), gpu_kind), terminal.pairs("--set", texts, KEYS), options.ruleset)
-    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return terminal.run(lambda: _describe(parser().parse_args(arguments)))
+
+
+def _describe(options: argparse.Namespace) -> int:
+    answers = terminal.pairs("--set", options.set + [f"submitter={options.submitter}"] * bool(options.submitter), KEYS)
+    return describe(options.out, machine.facts(Path("/"), probe(), os.environ.get("GPU_KIND", "")), answers, options.ruleset)
 
 
 def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset: str) -> int:

@@ -6,17 +6,19 @@ A file that is missing is no finding: the sampler is optional. Standard library 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from html import escape
+from functools import cache
+from itertools import pairwise
 
 from records import json_lines
-from submission import plots
-from submission.plots import Curve, finite, median, number, points, span, table
+from submission import pages, terminal
+from submission.pages import Block, Curve, finite, median, points, span
 from submission.runs import Run
 
 NAME = "gpu_samples.jsonl"
 LOW_CLOCK = 0.95  # of the median GPU's: the same 5 % that names a slow rank (common/training/rank_comparison.py)
 NORMAL = ("power cap",)  # a busy GPU meets its power limit; what else holds a clock down is a fault of cooling, power or settings
-CURVES = (("power_w", "power, W"), ("temperature_c", "temperature, °C"), ("clock_mhz", "clock, MHz"))
+CURVES = {"power_w": "power, W", "temperature_c": "temperature, °C", "clock_mhz": "clock, MHz"}
+CURVES |= {"utilization_percent": "utilization, %", "memory_gib": "memory, GiB"}
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Samples:
         return {name: sum(name in reasons for reasons in said) / len(said) for name in names} if said else None
 
 
+@cache
 def read_samples(run: Run) -> Samples:
     """Lines that are cut off or no objects are left out; only what lies within the timed run is kept."""
     samples, low, high = Samples(), 0.0, float("inf")
@@ -55,18 +58,28 @@ def read_samples(run: Run) -> Samples:
     return samples
 
 
-def section(samples: Samples) -> str:
-    """HTML: findings, a table and curves; "" if there is nothing."""
-    notes = plots.notes(samples.notes)
+def energy_kwh(samples: Samples) -> float | None:
+    """Of all sampled GPUs, the integral of their power by trapezoids; None unless each reports its power more than once."""
+    found = [_kwh(samples, gpu) for gpu in range(len(samples.gpus))]
+    return sum(found) if found and None not in found else None  # type: ignore[arg-type]
+
+
+def _kwh(samples: Samples, gpu: int) -> float | None:
+    power = points(samples.rows[gpu], "minute", "power_w")
+    watt_minutes = (0.5 * (before + after) * (end - start) for (start, before), (end, after) in pairwise(power))
+    return sum(watt_minutes) / 60 / 1000 if len(power) > 1 else None
+
+
+def blocks(samples: Samples) -> list[Block]:
+    """Findings, a table and curves; notes only if there are no samples."""
     if not any(samples.rows):
-        return notes
-    found = "".join(f"<p><b>{escape(finding)}</b></p>" for finding in findings(samples))
-    source = f"<p class=dim>one sample a second, by {escape(samples.source)}; not a power measurement by MLPerf's rules</p>"
-    charts = ""
-    for key, label in CURVES:
-        curves = [Curve(points(rows, "minute", key), "gpu", f"GPU {gpu}") for gpu, rows in enumerate(samples.rows)]
-        charts += plots.chart(curves, ("minutes", label))
-    return found + _table(samples) + charts + notes + source
+        return [{"notes": samples.notes}]
+    charts = []
+    for key, label in CURVES.items():
+        curves = [Curve(f"GPU {gpu}", points(rows, "minute", key), gpu) for gpu, rows in enumerate(samples.rows)]
+        charts.append(pages.chart(label, "minutes", curves, sync="gpus"))
+    how = f"{pages.SPAN}, from run_start to run_stop; once a second, by {samples.source}; not a power measurement by MLPerf's rules"
+    return [{"findings": findings(samples)}, _table(samples), {"notes": [how, *samples.notes]}, *charts]
 
 
 def findings(samples: Samples) -> list[str]:
@@ -84,27 +97,26 @@ def findings(samples: Samples) -> list[str]:
     return lines
 
 
-def _table(samples: Samples) -> str:
-    rows = []
+def _table(samples: Samples) -> Block:
+    rows, known = [], [key for key in CURVES if any(samples.values(gpu, key) for gpu in range(len(samples.gpus)))]
     for gpu, facts in enumerate(samples.gpus):
         reasons = samples.held_down(gpu)
-        shares = ", ".join(f"{escape(reason)} {share:.0%}" for reason, share in (reasons or {}).items())
-        spans = [span(samples.values(gpu, key)) for key, _ in CURVES]
-        memory = number(max(samples.values(gpu, "memory_gib"), default=None))
-        rows.append([escape(f"{gpu}: {facts['name'] or 'no name'}"), *spans, memory, "-" if reasons is None else shares or "nothing"])
-    heads = ["GPU", *(label for _, label in CURVES), "memory, GiB, most", "held down by"]
-    return f"<p class=dim>{plots.SPAN}, from run_start to run_stop</p>" + table(heads, rows, texts=(5,), kind="many")
+        held = ", ".join(f"{reason} {share:.0%}" for reason, share in (reasons or {}).items()) or "nothing"
+        spans = [span(samples.values(gpu, key)) for key in known]
+        energy = terminal.number(_kwh(samples, gpu), ".3f")
+        rows.append([f"{gpu}: {facts['name'] or 'no name'}", *spans, energy, "-" if reasons is None else held])
+    return pages.table(["GPU", *(CURVES[key] for key in known), "kWh", "held down by"], rows, (0, len(known) + 2))
 
 
-def ranks_compared(run: Run) -> str:
-    """How often each rank was slower than the median rank by more than 5 % at the same GEMM; "" where ranks were not compared."""
+def ranks_compared(run: Run) -> list[Block]:
+    """How often each rank was slower than the median rank by more than 5 % at the same GEMM; nothing where ranks were not compared."""
     records = [record for record in run.records if record.get("event") == "ranks"]
     if not records:
-        return ""
+        return []
     rows = []
     for rank in range(len(records[0]["probe_ms"])):
         mine = [record["probe_ms"][rank] for record in records]
         times = sum(rank in record["slow"] for record in records)
         rows.append([f"rank {rank}", span(mine, ".3f"), f"{times} of {len(records)}" if times else "never"])
-    heads = ["", f"{plots.SPAN}, ms", "slower than the median rank by 5 %"]
-    return "<p class=dim>one GEMM, the same for all, timed at each evaluation</p>" + table(heads, rows)
+    heads = ["", f"{pages.SPAN}, ms", "slower than the median rank by 5 %"]
+    return [{"notes": ["one GEMM, the same for all, timed at each evaluation"]}, pages.table(heads, rows)]

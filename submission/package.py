@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.command_line import Parser
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.training.mllog import EMULATED
 from records import ledger
@@ -62,8 +63,9 @@ class Request:
     root: Path = own_log.PROJECT_ROOT  # the project in its git repository
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.package", description="Make a submission out of series of ten runs.")
+def parser(benchmark: str = "") -> Parser:
+    example = "package --benchmark llama31_8b=results --system H200_1x8.json --out submission --org Us"
+    parser = Parser("package", "Make a submission out of series of ten runs.", [example])
     parser.add_argument("--benchmark", action="append", required=True, metavar="B=DIR", help="LOGDIR, or LOGDIR/<benchmark>, of its series")
     parser.add_argument("--system", type=Path, required=True, metavar="FILE.json", help="made by submission.describe")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
@@ -71,9 +73,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset)
     parser.add_argument("--implementation", default=Request.implementation, metavar="NAME")
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
-    options = vars(parser.parse_args(arguments))
-    pairs = options.pop("benchmark")
-    return terminal.run(lambda: package(Request(terminal.pairs("--benchmark", pairs, BENCHMARKS), **options)))
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return terminal.run(lambda: package(_request(parser().parse_args(arguments))))
+
+
+def _request(options: argparse.Namespace) -> Request:
+    sources = terminal.pairs("--benchmark", options.benchmark, BENCHMARKS)
+    return Request(sources, **{name: value for name, value in vars(options).items() if name != "benchmark"})
 
 
 def package(request: Request) -> int:

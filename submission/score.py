@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from common.command_line import Parser
 from common.errors import CheckFailed, ConfigError
 from records import published
 from records.published import Pace, Published
@@ -36,8 +37,9 @@ OF_A_RUN = (  # in the JSON
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.score", description="Score a series of MLPerf result logs.")
+def parser(benchmark: str = "") -> Parser:
+    examples = ["score results/llama31_8b", "score results/llama31_8b --json", 'score "AMD MI300X 5.1" --against "NVIDIA H200 5.1"']
+    parser = Parser("score", "Score a series of MLPerf result logs.", examples)
     parser.add_argument("logs", nargs="+", metavar="DIR_OR_LOG", help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs")
     parser.add_argument("--against", metavar="B", help="another directory, or words of a published result; default: the best of the GPU")
     parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default="", help="hold the logs to this; default: what their keys say")
@@ -45,7 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=_positive_number, metavar="N", help="number of GPUs, where the logs do not tell")
     parser.add_argument("--series", default="", metavar="ID", help="of the ledger; default: its newest series of more than one run")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
-    return terminal.run(lambda: _score(parser.parse_args(arguments)))
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return terminal.run(lambda: _score(parser().parse_args(arguments)))
 
 
 def _positive_number(text: str) -> int:

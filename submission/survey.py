@@ -70,7 +70,7 @@ class ResultSet:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="submission.survey", description="Score all results of a repository.")
+    parser = argparse.ArgumentParser(prog="python -m submission.survey", description="Score all results of a repository.")
     parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="a checkout of mlcommons/training_results_v*")
     parser.add_argument("--ruleset", choices=RULESETS, help="of that round; default: what the keys of the logs say")
     parser.add_argument("--round", metavar="R", help="such as 5.1: make the rows of this round, and ask no official tools")

@@ -65,20 +65,24 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python3 -m system_tuning",
-        description="Operating-system and CPU settings for training: check (what apply would write, and the risk), apply, revert. "
-        "GPU clocks and power limits are never touched.",
-        epilog="settings:\n" + "\n".join(f"  {setting.name:<15} {setting.what}" for setting in SETTINGS),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python3 -m system_tuning", formatter_class=style, allow_abbrev=False)
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Also of `./run_and_time.sh tuning`."""
+    parser.description = (
+        "Operating-system and CPU settings for training: check (what apply would write, and the risk), apply, revert.\n"
+        "GPU clocks and power limits are never touched."
     )
+    parser.epilog = "settings:\n" + "\n".join(f"  {setting.name:<15} {setting.what}" for setting in SETTINGS)
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("verb", choices=("check", "apply", "revert"))
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="NAME", help="check, apply: these settings; default: all"
     )
-    return parser.parse_args(arguments)
 
 
 def check(settings: Sequence[Setting], root: Path) -> int:

@@ -1,7 +1,7 @@
 """Every shipped config loads, fits its name, its rules and its GPU; a broken config is refused with one clear error."""
 
 import tomllib
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +90,13 @@ def test_resolved_config_reads_back_the_same(path, tmp_path):
     config = read(path)
     (tmp_path / "config.toml").write_text(config.as_toml())
     assert load(tmp_path / "config.toml", rules_of(path).Config) == config
+
+
+@pytest.mark.parametrize("value", ['a "quoted" word', "C:\\new\\table", "two\nlines\ttab", "it's", "\x7f\x01", "", "é # no comment", '"""'])
+def test_any_text_of_the_environment_reads_back_the_same(value, tmp_path):
+    config = replace(read(FILES[0]), env={"A": value, "a.b c": value})
+    (tmp_path / "config.toml").write_text(config.as_toml())
+    assert load(tmp_path / "config.toml", rules_of(FILES[0]).Config) == config
 
 
 @pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")

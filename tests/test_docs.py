@@ -14,7 +14,7 @@ from common import errors
 from common.errors import Interrupted, RunError
 from common.gpu_kinds import KINDS
 from common.hardware import config_path
-from launch.__main__ import VERBS
+from door.verbs import VERBS
 from plan.benchmark import config_class, load_all
 
 DOCS = ROOT / "docs"

@@ -70,12 +70,18 @@ def test_the_first_screen(tmp_path, rocm, card, count, benchmark):
     assert card.kind in chosen.found and "driver 6.16.13" in chosen.found
 
 
+def _options() -> argparse.Namespace:
+    options = verb.parser("llama31_8b").parse_args([])
+    options.benchmark = "llama31_8b"
+    return options
+
+
 def rows_of(tmp_path, monkeypatch, card, ranks):
     monkeypatch.setattr(verb, "probe", lambda env: probe(tmp_path, card))
     monkeypatch.setattr(verb, "read_gpus", lambda *_: [])
     monkeypatch.setattr(verb, "installed", lambda driver: VERSIONS)
     monkeypatch.setattr(verb, "run_ranks", lambda *_: ranks)
-    return {row.check: row for row in verb.check(verb._parse(["llama31_8b"]), {})[0]}
+    return {row.check: row for row in verb.check(_options(), {})[0]}
 
 
 @each_card

@@ -11,11 +11,14 @@ from pathlib import Path
 import house
 import pytest
 
+from common.packages import requirements
+
 ROOT = house.ROOT
 SOURCES = house.source_files()
 BENCHMARKS = set(house.BENCHMARKS)
 # Files that every room may import: they import nothing but each other.
 BASE = {
+    "common.command_line",
     "common.config",
     "common.errors",
     "common.gpu_kinds",
@@ -23,6 +26,8 @@ BASE = {
     "common.hardware",
     "common.known_issues",
     "common.model.shapes",
+    "common.packages",
+    "common.terminal",
 }
 # Room -> rooms or modules that it may import besides itself and BASE. A room that is missing here fails the test.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -35,12 +40,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llama31_8b": {"common"},
     "llama2_70b_lora": {"common"},
     "records": set(),  # facts about runs that both the launcher and a submission need
-    "launch": {
+    "door": {"common.data.preparation", "launch"},
+    "launch": {  # a lock, what a manifest or a checkpoint says
+        "common.data.page_cache",
         "common.data.preparation",
         "common.training.continuation",
         "plan",
         "records",
-    },  # a lock, what a manifest or a checkpoint says
+    },
     "gemm_tuning": {"launch"},
     "plan": {"common.model.families", "records"},
     "preflight": {"common.training.kernel_cases", "common.training.metrics", "common.training.self_test", "launch", "plan"},
@@ -127,7 +134,7 @@ def test_the_test_sees_imports():
 
 # --- what the launcher reads runs without torch -----------------------------------------------------------------------
 
-LIGHT_ROOMS = ("launch", "plan", "preflight", "records", "submission", "system_tuning", "gemm_tuning")
+LIGHT_ROOMS = ("door", "launch", "plan", "preflight", "records", "submission", "system_tuning", "gemm_tuning")
 NEED_TORCH_SOMETIMES = {"launch.multi_node"}  # imports it in a function that only a run of several nodes calls
 NEED_TORCH = {"launch.torchrun", "preflight.measure", "gemm_tuning.tune"}  # these run in processes that import torch anyway
 LIGHT = [*sorted(BASE), "common.training.mllog", "common.training.log_keys", *(f"{name}.rules" for name in sorted(BENCHMARKS))]
@@ -266,5 +273,5 @@ def test_the_package_metadata_lists_every_room():
     rooms = {path.relative_to(ROOT).parts[0] for path in SOURCES}
     assert {name.rstrip("*") for name in table["tool"]["setuptools"]["packages"]["find"]["include"]} == rooms
     assert set(table["tool"]["mypy"]["packages"]) == rooms
-    pinned = {line.split("==")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
+    pinned = {name for name, _ in requirements(ROOT / "requirements.txt")}
     assert {name.split(">")[0] for name in table["project"]["dependencies"]} <= pinned

@@ -9,12 +9,14 @@ Needs torch, on a GPU Triton; no data, no weights, no network. docs/throughput.m
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import signal
 import sys
 from pathlib import Path
 
+from common.command_line import Parser
 from common.errors import Interrupted
 from common.hardware import probe
 from launch.supervise import handled_signals
@@ -39,24 +41,29 @@ WITHOUT_RESULT = {
 WHATS = MEASUREMENTS | WITHOUT_RESULT
 
 
+def parser(benchmark: str = "") -> Parser:
+    """Of the first word: the options of a measurement are in its module, which needs torch."""
+    about = (__doc__ or "").format(whats="\n    ".join(f"{name:10}{text}" for name, text in WHATS.items()))
+    parser = Parser("throughput", about, ["throughput suite --quick", "throughput llama --model qwen3-8b --gpus 1,2"])
+    parser.add_argument("what", metavar="measurement", choices=WHATS, help="see above")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
 def main(arguments: list[str]) -> int:
-    if arguments[:1] in ([], ["-h"], ["--help"]):
-        print((__doc__ or "").format(whats="\n    ".join(f"{name:10}{text}" for name, text in WHATS.items())))
-        return 0 if arguments else 2
-    return terminal.run(lambda: start(arguments))
+    return terminal.run(lambda: start(**vars(parser().parse_args(arguments))))
 
 
-def start(arguments: list[str]) -> int:
+def start(what: str, rest: list[str]) -> int:
     """Raises RunError, ConfigError among them."""
-    what = options.choose("measurement", arguments[0], WHATS)
     module = importlib.import_module(f"throughput.{what}")
-    parser = options.Parser(prog=f"./run_and_time.sh throughput {what}", description=module.__doc__, allow_abbrev=False)
+    parser = Parser(f"throughput {what}", module.__doc__)
     module.add_arguments(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="a new directory for the result; default: one in LOGDIR/throughput")
     if what in WITHOUT_RESULT:
-        return module.main(parser.parse_args(arguments[1:]))
+        return module.main(parser.parse_args(rest))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm's are cuda as well)")
-    chosen = parser.parse_args(arguments[1:])
+    chosen = parser.parse_args(rest)
     found = probe(os.environ)
     chosen.device = options.device_of(chosen.device, found)
     if getattr(chosen, "gpus", None):

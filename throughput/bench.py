@@ -70,7 +70,7 @@ def measure(session: Session, assembly: Assembly, processes: Processes, meter: M
         loss, norm = step()
         if number >= args.warmup:
             meter.record(number - args.warmup + 1, LEARNING_RATE, loss, norm)
-    meter.flush(next_eval_samples=0)
+    meter.flush()
     if args.result:
         write_result(args.result, processes, meter)
         return
@@ -123,7 +123,8 @@ def measure_evaluation(session: Session, model: Llama, processes: Processes) -> 
     rate = count * length / seconds / processes.world_size
     if processes.rank == 0:
         name, size = session.args.benchmark, config.eval_micro_batch_size
-        print(f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, {rate:,.0f} tok/s/GPU, micro-batch {size}", flush=True)
+        one = "GPU" if processes.device.type == "cuda" else "process"
+        print(f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, {rate:,.0f} tok/s/{one}, micro-batch {size}", flush=True)
 
 
 def profile_table(session: Session, model: Llama, processes: Processes, meter: Meter, profiled_ms: float) -> str:
@@ -156,7 +157,7 @@ def bench_line(session: Session, model: Llama, processes: Processes, meter: Mete
         used = f", peak {allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved, {(total - free) / 2**30:.1f} GiB of the GPU in use"
     return (
         f"BENCH {args.benchmark} {Path(args.config).stem} {precision_of(config)}, {model.shape.num_layers} layers, {processes.world_size} x "
-        f"{config.micro_batch_size} x {config.gradient_accumulation_steps} sequences of {model.max_sequence_length}: {rate.text()}, "
+        f"{config.micro_batch_size} x {config.gradient_accumulation_steps} sequences of {model.max_sequence_length}: {rate.text('GPU' if processes.device.type == 'cuda' else 'process')}, "
         f"step {median_ms:.1f} ms (median of {args.steps}; {spread}){used}"
     )
 

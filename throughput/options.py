@@ -5,19 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from common.errors import ConfigError
 from common.hardware import Probe
 
 MAX = "max"  # --batch max: the largest that fits, found by trying
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in the three lines of every error of this package."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, "the command line is not understood", f"{self.prog} --help says more")
 
 
 def whole(text: str) -> int:

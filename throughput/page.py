@@ -1,13 +1,11 @@
-"""page.html of sections (throughput/report.py): a jinja2 template, and plots that matplotlib draws as SVG inside of it. Nothing from outside."""
+"""page.html of sections (throughput/report.py): the page of submission/pages.py, with plots that matplotlib draws as SVG inside of it."""
 
 from __future__ import annotations
 
 import io
 import re
 from itertools import cycle
-from pathlib import Path
 
-import jinja2
 import matplotlib
 
 matplotlib.use("svg")
@@ -17,12 +15,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from submission.plots import STYLE
+from submission import pages
+from submission.pages import COLORS, Block
 from throughput import links
 from throughput.report import Drawing, Section
 
 INK = "#0a0b0c"  # of axes and text: replaced by the page's own color, which changes with the scheme
-COLORS = ("#2f7ed8", "#d9622b", "#2e9e5b", "#9d6bd0", "#b8860b", "#c2407e")  # each at least 3:1 on white and on #14171a
 MARKERS = "osD^vP"
 STYLES = {
     "svg.fonttype": "none",
@@ -39,16 +37,25 @@ STYLES = {
 
 
 def html(title: str, sections: list[Section]) -> str:
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(template).render(title=title, sections=sections, style=Markup(STYLE), draw=svg)
+    return pages.render(title, [(section.title, _blocks(section)) for section in sections])
+
+
+def _blocks(section: Section) -> list[Block]:
+    words = [column for column, number in enumerate(section.numbers) if not number]
+    table = pages.table(section.heads if any(section.heads) else (), section.rows, words)
+    drawings = [{"drawing": svg(drawing)} for drawing in section.drawings]
+    return [{"notes": [section.mark] * bool(section.mark)}, table, {"notes": section.notes}, *drawings]
 
 
 def svg(drawing: Drawing) -> Markup:
     with rc_context(STYLES):
-        figure = Figure(figsize=(5.2, _height(drawing)), layout="constrained")
+        height = 1.2 + 0.19 * len(drawing.points) if drawing.plot.kind == "bars" else 3.4
+        figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.add_subplot()
-        {"bars": _bars, "lines": _lines, "roofline": _roofline, "links": _links}[drawing.plot.kind](axes, drawing)
+        if drawing.plot.kind == "links":
+            links.draw(axes, drawing.points, COLORS)
+        else:
+            {"bars": _bars, "lines": _lines, "roofline": _roofline}[drawing.plot.kind](axes, drawing)
         axes.set_title(drawing.plot.title, fontsize=10, loc="left")
         if len({by for _, _, by in drawing.points}) > 1 or drawing.plot.kind in ("roofline", "links"):
             figure.legend(loc="outside lower center", ncols=2, fontsize=8)
@@ -60,10 +67,6 @@ def svg(drawing: Drawing) -> Markup:
         r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" role="img" xmlns:xlink="http://www.w3.org/1999/xlink">', body, count=1
     )
     return Markup(body.replace(INK, "var(--text)"))
-
-
-def _height(drawing: Drawing) -> float:
-    return 1.2 + 0.19 * len(drawing.points) if drawing.plot.kind == "bars" else 3.4
 
 
 def _grouped(drawing: Drawing) -> dict[str, list[tuple]]:
@@ -102,10 +105,6 @@ def _lines(axes: Axes, drawing: Drawing) -> None:
     if 0 < 50 * min(xs) < max(xs):  # doubled again and again, such as sizes of messages
         axes.set_xscale("log", base=2)
     axes.grid()
-
-
-def _links(axes: Axes, drawing: Drawing) -> None:
-    links.draw(axes, drawing.points, COLORS)
 
 
 def _roofline(axes: Axes, drawing: Drawing) -> None:

@@ -19,8 +19,9 @@ from common.errors import StorageError
 from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import StepClock
-from throughput import trace
+from throughput import report, trace
 from throughput.kernel_time import Row, breakdown
+from throughput.tables import Plot
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
 # Key of a row -> format.
@@ -59,7 +60,7 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
 
 
 def summarize(folder: Path, model: Llama, micro_batch_tokens: int, facts: dict, clock_ms: float, bench_ms: float) -> str:
-    """Read the trace in `folder`, write profile.json beside it and return the table.
+    """Read the trace in `folder`, write profile.json, table.md and page.html beside it and return the table.
 
     `facts`: benchmark, config, precision, layers, world_size, device, torch, steps, tokens_per_step_per_rank; part of profile.json.
     `clock_ms`: a step while profiled, from `record`; `bench_ms`: a step without the profiler, before it in the same process.
@@ -73,6 +74,7 @@ def summarize(folder: Path, model: Llama, micro_batch_tokens: int, facts: dict, 
         (folder / TABLE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise _cannot_write(folder / TABLE, error) from error
+    report.write(folder, f"profile: {facts['benchmark']} {facts['config']}", sections(table))
     return text(table)
 
 
@@ -113,13 +115,30 @@ def _heading(profile: dict) -> list[str]:
     return [*lines, note] if abs(over_clock) > CLOCK_AGREES else lines
 
 
+def _cells(rows: list[dict]) -> list[tuple[str, ...]]:
+    return [(row["name"], *("" if row[key] is None else format(row[key], form) for key, form in COLUMNS.items())) for row in rows]
+
+
 def text(profile: dict) -> str:
     """For a terminal."""
     lines = _heading(profile)
     for part, title in PARTS.items():
         rows = profile[part][:OTHERS_PRINTED] if part == "others" else profile[part]
         width = min(60, max([len(title), *(len(row["name"]) for row in rows)]))
-        cells = [[row["name"], *("" if row[key] is None else format(row[key], form) for key, form in COLUMNS.items())] for row in rows]
-        table = [[title, *COLUMNS], *cells] if rows else []
+        table = [(title, *COLUMNS), *_cells(rows)] if rows else []
         lines += ["", *(f"{name[:width]:{width}}" + "".join(f"{cell:>13}" for cell in rest) for name, *rest in table)]
     return "\n".join(lines)
+
+
+def sections(profile: dict) -> list[report.Section]:
+    """For the page: a table for each of PARTS that has rows, and bars of the classes."""
+    kinds = {"ms": "nothing else runs", "hidden_ms": "behind other kernels"}
+    bars = tuple(
+        (row["name"], row[key], kind) for row in profile["classes"] for key, kind in kinds.items() if row["kernel_ms"] or row["ms"]
+    )
+    drawing = report.Drawing(Plot("bars", "Where a step's time went", "name", "ms", "kind"), ("", "ms per step"), bars, {})
+    made, numbers = [], (False, *[True] * len(COLUMNS))
+    for part, title in PARTS.items():
+        more: tuple = (tuple(_heading(profile)), (drawing,)) if part == "classes" else ()
+        made.append(report.Section(f"By {title}", "measured here", (title, *COLUMNS), numbers, tuple(_cells(profile[part])), *more))
+    return [section for section in made if section.rows]

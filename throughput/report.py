@@ -12,7 +12,7 @@ from common.errors import StorageError
 from throughput import published
 from throughput.tables import Column, Plot, Table
 
-NEEDED_BY_PAGE = ("jinja2", "matplotlib")
+NEEDED_BY_PAGE = ("markupsafe", "matplotlib")  # the former comes with jinja2
 MAX_BARS = 20  # rows of a comparison that has a plot
 
 

@@ -37,7 +37,7 @@ CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
 
 
 class Index:
-    """The content of an `.idx`, memory-mapped: 45 million documents take no memory until they are read.
+    """The content of an `.idx`, in memory: 20 bytes per document, 0.9 GB for 45 million.
 
     sequence_lengths int32 [N] in tokens, sequence_offsets int64 [N] in bytes, document_boundaries int64 [D] in sequences.
     """
@@ -54,7 +54,7 @@ class Index:
         prefix = Path(prefix)
         path = index_path(prefix)
         try:
-            raw = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+            raw = np.fromfile(path, np.uint8)  # no memory map: in one, a file that is cut later would end the process with SIGBUS
         except OSError as error:
             raise _cannot_open(path, error) from error
         dtype, num_sequences, num_boundaries = _read_header(path, raw)

@@ -2,9 +2,8 @@
 
 Each kernel file has one function `<kernel>_settings(architecture)` beside each kernel, which returns a Tile. This is the place to tune a
 kernel for another GPU: branch on the name, and run tests/kernels, which compile every kernel with these settings for four architectures
-and fail if one spills registers or takes more shared memory than there is. `./run_and_time.sh throughput settings` times others on the GPU at
-hand. The numbers for gfx942 and gfx950 compile without spills; none was ever timed on an AMD GPU. gfx950 has one stage everywhere: Triton 3.7 and
-3.8 crash on more there or compute wrongly (aiter#4163, aiter#5428).
+and fail if one spills registers or takes more shared memory than there is; `throughput settings` times others. None was ever timed on an AMD
+GPU. gfx950 has one stage: Triton 3.7 and 3.8 compute wrongly with more (aiter#4163, aiter#5428).
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class Tile(NamedTuple):
     waves_per_eu: int = 0  # AMD: waves that must find room on a SIMD, which bounds the registers of each; 0: the compiler decides
 
     @property
-    def options(self) -> dict[str, int]:
-        """What Triton's launcher takes beside the kernel's own arguments."""
+    def options(self) -> dict[str, int]:  # that Triton's launcher takes beside the kernel's own arguments
         return {"num_warps": self.warps} | ({"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {})
 
 

@@ -230,9 +230,7 @@ def down_settings(arch: str) -> Tile:
 
 
 def up_backward_settings(arch: str) -> Tile:
-    return Tile(
-        rows=64, columns=128, warps=8, stages=1 if arch == "gfx950" else 3, parts=32
-    )  # sm_90: the fastest of 80 tried on an H200 (docs/log.md)
+    return Tile(64, 128, warps=8, stages=1 if arch == "gfx950" else 3, parts=32)  # sm_90: the fastest of 80 tried on an H200 (docs/log.md)
 
 
 def down_backward_settings(arch: str) -> Tile:

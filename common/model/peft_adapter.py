@@ -7,12 +7,14 @@ output projection. In `peft` q_proj, k_proj and v_proj have an adapter each: all
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from common.errors import StorageError
 from common.model.shapes import ModelShape
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -28,15 +30,30 @@ PLAIN_LORA = {  # alpha / rank * B @ A, and nothing else
 
 
 def save_peft_adapter(folder: Path, tensors: Mapping[str, Tensor], shape: ModelShape, rank: int, alpha: int, dropout: float) -> None:
-    """Write adapter_config.json and adapter_model.safetensors into the new `folder`. Raises FileExistsError: adapters are never overwritten.
+    """Write adapter_config.json and adapter_model.safetensors into the new `folder`, which is there when both are complete, or not at all.
+
+    Raises FileExistsError: adapters are never overwritten; StorageError, and then leaves nothing.
 
     `tensors`: for every block N, `blocks.N.qkv.lora_a` [rank, hidden], `blocks.N.qkv.lora_b` [qkv_size, rank] with the rows of Q, K,
     V in this order, `blocks.N.o.lora_a` and `blocks.N.o.lora_b` [hidden, rank]; whole tensors, stored in the dtype they have.
     """
-    folder.mkdir(parents=True)
-    save_file(peft_tensors(tensors, shape), folder / WEIGHTS, metadata={"format": "pt"})
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists")
     config = PLAIN_LORA | {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    data, partial = save(peft_tensors(tensors, shape), metadata={"format": "pt"}), folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # what a kill left
+    try:
+        partial.mkdir(parents=True)
+        (partial / WEIGHTS).write_bytes(data)
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        partial.rename(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        what, why = (
+            f"the adapter was not saved in {folder}: {error.strerror}",
+            f"it needs {len(data) / 1e6:.0f} MB; the disk is full or read-only",
+        )
+        raise StorageError(what, why, "free space before the next run") from error
 
 
 def peft_tensors(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:

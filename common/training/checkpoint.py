@@ -159,7 +159,7 @@ class Checkpoints:
         self.last = time.monotonic()
         held = self.last - began
         self.session.events.write("checkpoint", step=step, samples=samples, seconds=held)
-        self.session.progress.show(f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written", final=True)
+        self.session.progress.show(f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written")
 
     def _due(self, when: When, evaluated: bool) -> bool:
         if when.evaluations:
@@ -219,7 +219,7 @@ class Checkpoints:
         if isinstance(optimizer := self.assembly.optimizer, ZeroOptimizer):
             optimizer.gather()
         self.step = step
-        self.session.progress.show(f"continues {folder} after step {step}, {facts['samples']:,} samples", final=True)
+        self.session.progress.show(f"continues {folder} after step {step}, {facts['samples']:,} samples")
         return step
 
     def _restore_own(self, ranks: list[dict[str, Tensor]], step: int) -> None:

@@ -46,8 +46,6 @@ def require_possible(config: RunConfig) -> None:
         raise ConfigError(f"checkpoints are for one node, not {config.nodes}", "the ranks of several nodes need not see one directory", do)
     if config.fp8 == "te":
         raise ConfigError('fp8 = "te" has no checkpoints', "Transformer Engine keeps a part of its scaling state to itself", do)
-    if config.block_format:
-        raise ConfigError(f"block_format = {config.block_format} has no checkpoints", "whether and when it has healed is not saved", do)
 
 
 def newest(run_dir: Path) -> tuple[Path, dict]:

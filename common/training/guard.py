@@ -7,11 +7,12 @@ only saw a peer vanish says so (`secondary`). The launcher reads the records and
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.errors import Hang, Interrupted, OutOfMemory, RankLost, RunError, StorageError, write_rank_record
+from common.errors import LAUNCHED, Hang, Interrupted, OutOfMemory, RankLost, RunError, failure_of, write_rank_record
 
 # What gloo and NCCL say when a peer is gone or silent. Seen with torch 2.9 to 2.13; anything else counts as our own failure.
 _TIMED_OUT = ("timed out", "Timed out", "timeout")
 _PEER_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "socket", "NCCL", "gloo", "remote process exited")
 
+ALONE_S = 5.0  # to write what is to be written, without torchrun
 _signals_raise = False  # do SIGTERM and SIGINT end the work of this process?
 
 
@@ -37,27 +39,26 @@ def run_guarded(run_dir: Path | None, rank: int, body: Callable[[], None], on_fa
     _listen_to_signals(run_dir, rank)
     try:
         body()
+        _signals_raise = False  # the work is done: a late SIGTERM must not turn it into a failure
+        if run_dir is not None:
+            write_rank_record(run_dir, rank, "done", step=step())
     except BaseException as error:
         # Before any call, at which python would raise what a signal has asked for: torchrun ends all ranks when one died, at about the time
         # when the others see that it did, and what they saw is to be told.
         _signals_raise = False
         _end_badly(run_dir, rank, error, on_failure, step)
-    _signals_raise = False  # the work is done: a late SIGTERM must not turn it into a failure
-    if run_dir is not None:
-        write_rank_record(run_dir, rank, "done", step=step())
 
 
 def classify(error: BaseException) -> RunError:
     """The RunError that tells the user what `error` means."""
-    if isinstance(error, RunError):
-        return error
     if isinstance(error, torch.OutOfMemoryError):
         do = "use a smaller micro_batch_size, or recompute_layers, or offload_layers (LoRA), or more GPUs"
         return OutOfMemory("the GPU's memory is full", str(error).splitlines()[0], do)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS):
-        what = f"cannot write {error.filename or ''}: {error.strerror}"
-        return StorageError(what, "the disk is full or read-only", "free space and start again")
-    if isinstance(error, RuntimeError) and _from_collective(error):
+    if known := failure_of(error):
+        return known
+    if isinstance(error, SystemExit):
+        return RankLost(f"the rank ended itself with exit code {error.code}", "some code called exit", "see the traceback in ranks/")
+    if is_secondary(error):
         text = str(error).splitlines()[0][:300]
         if any(word in str(error) for word in _TIMED_OUT):
             return Hang("a collective timed out", text, "see which rank did not report in ranks/")
@@ -66,15 +67,10 @@ def classify(error: BaseException) -> RunError:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """True where this rank only saw the failure of another one."""
-    return not isinstance(error, RunError) and isinstance(error, RuntimeError) and _from_collective(error)
-
-
-def _from_collective(error: RuntimeError) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
+    """True where this rank only saw the failure of another one: what a collective raised."""
     ours, signs = ("gloo", "NCCL", "c10d", "TCPStore", "socket"), (*_TIMED_OUT, *_PEER_GONE)
-    return all(any(word in str(error) for word in words) for words in (ours, signs))
+    known = all(any(word in str(error) for word in words) for words in (ours, signs))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and known)
 
 
 def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
@@ -87,10 +83,21 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
 
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if run_dir is not None:
-        # The launcher sends SIGUSR1 to ranks that hang: where they stand goes into this file. It stays open for the process.
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+        # The launcher sends SIGUSR1 to ranks that hang: where they stand goes into this file. It stays open for the process.
         faulthandler.register(signal.SIGUSR1, open(run_dir / "ranks" / f"rank_{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
+
+
+def _end_with(torchrun: int) -> None:
+    """End this process when torchrun was killed; after ALONE_S also where its main thread waits for ranks that are gone."""
+    while os.getppid() == torchrun:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ALONE_S)
+    os._exit(128 + signal.SIGTERM)
 
 
 def _end_badly(run_dir: Path | None, rank: int, error: BaseException, on_failure: Callable[[], None], step: Callable[[], int]) -> None:
@@ -98,16 +105,16 @@ def _end_badly(run_dir: Path | None, rank: int, error: BaseException, on_failure
     with contextlib.suppress(Exception):  # the first failure counts; a second one while reporting must not hide it
         on_failure()
     text = "".join(traceback.format_exception(error))
-    secondary = is_secondary(error)
-    if run_dir is not None:
-        with contextlib.suppress(OSError):
+    told = False  # to the launcher, which tells the user
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        if run_dir is not None:
             outcome = "interrupted" if isinstance(failure, Interrupted) else "failed"
-            write_rank_record(run_dir, rank, outcome, failure, step=step(), secondary=secondary)
+            write_rank_record(run_dir, rank, outcome, failure, step=step(), secondary=is_secondary(error))
+            told = LAUNCHED in os.environ
             (run_dir / "ranks" / f"rank_{rank}.traceback").write_text(text)
-    else:
-        print(failure.lines(), file=sys.stderr)
-        if not isinstance(error, RunError):
-            print(text, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):  # stderr may be closed, or its reader gone
+        if not told:
+            print(failure.lines() if isinstance(error, RunError) else text + failure.lines(), file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(failure.exit_code)

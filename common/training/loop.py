@@ -173,9 +173,6 @@ class Goal:
     def evaluates_at(self, samples: int) -> bool:
         return samples % self.eval_interval == 0 and samples >= self.first_evaluation
 
-    def next_evaluation(self, samples: int) -> int:
-        return max(self.first_evaluation, -(-samples // self.eval_interval) * self.eval_interval)
-
 
 class Heartbeat:
     """`ranks/rank_<k>.heartbeat`, rewritten at every micro-step: the launcher reads from it which rank hangs, and where.
@@ -242,7 +239,7 @@ def train(
         meter.record(step, lr, loss_part, grad_norm)
         evaluates = goal.evaluates_at(samples)
         if step % LOG_EVERY_STEPS == 0 or evaluates:
-            meter.flush(next_eval_samples=goal.next_evaluation(samples))
+            meter.flush()
             if checkpoints and not evaluates:
                 checkpoints.offer(step, evaluated=False)
         if not evaluates:
@@ -290,5 +287,4 @@ def _evaluate_and_log(
         )
     log.eval_accuracy(samples, loss)
     log.eval_stop(samples)
-    meter.progress.show(f"evaluation at {samples:,} samples: loss {loss:.4f}, target {goal.target_loss} ({seconds:.1f} s)", final=True)
     return loss, seconds

@@ -1,4 +1,4 @@
-"""Step time, tokens/s, TFLOP/s and MFU; events.jsonl; the progress line.
+"""Step time, tokens/s, TFLOP/s and MFU; events.jsonl.
 
 MFU = tokens/s per GPU x training FLOPs per token / dense bf16 peak of one GPU, with FLOPs per token = 6N + 6LSH: all matrix
 weights forward and backward, causal attention at half of the square, recomputation not counted (common/model/shapes.py).
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -38,29 +37,18 @@ class Events:
 
 
 class Progress:
-    """One line on a terminal that rewrites itself at most twice a second; plain lines when stderr goes elsewhere."""
+    """Lines of rank 0 on stderr. Steps and evaluations go to events.jsonl, from which the launcher shows them."""
 
     def __init__(self, enabled: bool, stream: TextIO | None = None):
-        self.stream = stream or sys.stderr
-        self.enabled, self.is_terminal, self.last, self.open_line = enabled, self.stream.isatty(), 0.0, False
+        self.stream, self.enabled = stream or sys.stderr, enabled
 
-    def show(self, text: str, final: bool = False) -> None:
+    def show(self, text: str) -> None:
         if not self.enabled:
             return
-        now = time.monotonic()
-        if not self.is_terminal:
+        try:
             print(text, file=self.stream, flush=True)
-        elif final or now - self.last > 0.5:
-            # What is to be rewritten must fit: of a wrapped line only the last row would be. 0 columns: the terminal does not know.
-            columns = os.get_terminal_size(self.stream.fileno()).columns or 80
-            self.stream.write("\r\x1b[K" + (text + "\n" if final else text[: columns - 1]))
-            self.stream.flush()
-            self.last, self.open_line = now, not final
-
-    def close(self) -> None:
-        if self.open_line:
-            self.stream.write("\n")
-            self.open_line = False
+        except OSError:  # nobody looks on any more: the terminal was closed, or the reader of a pipe ended
+            self.enabled = False
 
 
 class StepClock:
@@ -109,29 +97,28 @@ class Rate:
         tflops = tokens * flops_per_token / 1e12
         return Rate(step_time_ms, tokens, tflops, tflops / peak_tflops if peak_tflops else None)
 
-    def text(self) -> str:
+    def text(self, one: str = "GPU") -> str:
+        """`one`: what computes, a GPU or a process."""
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
-        return f"{self.tokens_per_s_per_gpu:,.0f} tok/s/GPU, {self.tflops_per_gpu:.3g} TFLOP/s/GPU{mfu}"
+        return f"{self.tokens_per_s_per_gpu:,.0f} tok/s/{one}, {self.tflops_per_gpu:.3g} TFLOP/s/{one}{mfu}"
 
 
 class Meter:
-    """Collects per-step values on the device and turns them into events and a progress line when a step logs."""
+    """Collects per-step values on the device and turns them into events when a step logs."""
 
     def __init__(
         self,
         processes: Processes,
         events: Events,
-        progress: Progress,
         *,
         tokens_per_step: int,
         samples_per_step: int,
         flops_per_token: int,
         peak_tflops: float | None,
-        max_samples: int,
     ):
-        self.processes, self.events, self.progress = processes, events, progress
+        self.processes, self.events = processes, events
         self.tokens_per_step, self.samples_per_step = tokens_per_step, samples_per_step
-        self.flops_per_token, self.peak_tflops, self.max_samples = flops_per_token, peak_tflops, max_samples
+        self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.clock = StepClock(processes.device)
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # step, learning rate, loss of this rank's part, gradient norm
         self.step_times_ms: list[float] = []
@@ -152,8 +139,8 @@ class Meter:
         self.pending.append((step, learning_rate, loss, grad_norm))
         self.clock.mark()
 
-    def flush(self, next_eval_samples: int) -> None:
-        """Fetch what is pending, write it, show progress. Raises NonFinite at the first step whose loss or norm is not finite."""
+    def flush(self) -> None:
+        """Fetch what is pending, and write it. Raises NonFinite at the first step whose loss or norm is not finite."""
         if not self.pending:
             return
         times_ms = self.clock.drain_ms()
@@ -175,27 +162,9 @@ class Meter:
                 what, why = f"step {step}: loss {losses[index]}, gradient norm {norms[index]}", "the weights were not updated with it"
                 do = f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure"
                 raise NonFinite(what, why, do)
-        self._show(self.pending[-1][0], losses[-1], next_eval_samples)
         self.pending.clear()
-
-    def _show(self, step: int, loss: float, next_eval_samples: int) -> None:
-        assert self.rate is not None
-        samples = step * self.samples_per_step
-        left_s = (self.max_samples - samples) / self.samples_per_step * self.rate.step_time_ms / 1e3
-        memory = memory_gib(self.processes.device)
-        used = f" · {memory:.1f} GiB" if memory is not None else ""
-        self.progress.show(
-            f"step {step} · {samples:,} samples · loss {loss:.4f} · {self.rate.text()}{used} · eval in "
-            f"{max(0, next_eval_samples - samples):,} samples · at most {_duration(left_s)} left"
-        )
 
 
 def memory_gib(device: torch.device) -> float | None:
     """Peak memory the allocator has reserved on this GPU, GiB; None on a CPU."""
     return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}" if hours else f"{minutes}m{seconds:02d}"

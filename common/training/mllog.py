@@ -11,6 +11,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -46,6 +47,8 @@ class RunLog:
         """Create `path`, which must not exist. None: a rank that does not write."""
         self._wall_at_anchor_ns, self._monotonic_at_anchor_ns = time.time_ns(), time.monotonic_ns()
         self._file = None if path is None else LineFile(path)
+        # To stdout, unless that is closed: its number then went to the next file that was opened.
+        self._copies = self._file is not None and self._file.fd != STDOUT_FD
         self._state = "created"  # -> init -> ready -> running <-> block | eval -> evaluated -> running; -> stopped
         self._written_once: set[str] = set()
         self._samples = 0
@@ -197,8 +200,13 @@ class RunLog:
         if self._file is not None:
             self._file.write(line)
         self._state = enter or self._state  # between the two writes: the file holds the line, whatever becomes of stdout
-        if self._file is not None:
-            _write_all(STDOUT_FD, line, "stdout")
+        if self._copies:
+            try:
+                _write_all(STDOUT_FD, line)
+            except OSError as error:  # its reader ended, or the terminal is closed: the file is the log
+                self._copies = False
+                with contextlib.suppress(Exception):
+                    print(f"note: cannot write the log to stdout: {error.strerror}; the file goes on", file=sys.stderr, flush=True)
         return time_ms
 
     def _finish(self) -> None:
@@ -215,43 +223,39 @@ class LineFile:
         """`path` must not exist."""
         self.path = path
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             why, do = "a run never overwrites or continues the log of another", "give the run a directory of its own"
             raise StorageError(f"{path} exists already", why, do) from None
         except OSError as error:
-            raise _storage_error(str(path), error) from error
+            raise _storage_error(path, error) from error
 
     def write(self, line: bytes) -> None:
-        end = os.lseek(self._fd, 0, os.SEEK_CUR)
+        end = os.lseek(self.fd, 0, os.SEEK_CUR)
         try:
-            _write_all(self._fd, line, str(self.path))
-        except StorageError:
-            os.ftruncate(self._fd, end)  # a cut line would make the whole file unreadable
-            os.lseek(self._fd, end, os.SEEK_SET)
-            raise
+            _write_all(self.fd, line)
+        except OSError as error:
+            os.ftruncate(self.fd, end)  # a cut line would make the whole file unreadable
+            os.lseek(self.fd, end, os.SEEK_SET)
+            raise _storage_error(self.path, error) from error
 
     def close(self) -> None:
         try:
-            os.fsync(self._fd)
+            os.fsync(self.fd)
         except OSError as error:
-            raise _storage_error(str(self.path), error) from error
+            raise _storage_error(self.path, error) from error
         finally:
-            os.close(self._fd)
+            os.close(self.fd)
 
 
-def _write_all(fd: int, line: bytes, name: str) -> None:
+def _write_all(fd: int, line: bytes) -> None:
     while line:
-        try:
-            written = os.write(fd, line)
-        except OSError as error:
-            raise _storage_error(name, error) from error
-        line = line[written:]  # a short write: the next one tells why
+        line = line[os.write(fd, line) :]  # after a short write the next one tells why
 
 
-def _storage_error(name: str, error: OSError) -> StorageError:
+def _storage_error(path: Path, error: OSError) -> StorageError:
     why = f"{error.strerror} (errno {error.errno})"
-    return StorageError(f"cannot write the log to {name}", why, "free space, or set LOGDIR to a disk that takes the result")
+    return StorageError(f"cannot write the log to {path}", why, "free space, or set LOGDIR to a disk that takes the result")
 
 
 def _encode(record: dict) -> bytes:

@@ -70,7 +70,7 @@ class RankComparison:
         slow = slow_ranks(ratios) if len(self.history) == LOOKS else []
         self.events.write("ranks", step=step, samples=samples, time_s=time_s, probe_ms=times_ms, slow=slow)
         if slow:
-            self.progress.show(describe(ratios, slow), final=True)
+            self.progress.show(describe(ratios, slow))
         return slow
 
 

@@ -31,7 +31,7 @@ from common.training.warmup import warm_up
 
 
 class Session:
-    """One rank's files, clock and reporting. Without a run directory nothing is logged but the progress line."""
+    """One rank's files, clock and reporting. Without a run directory nothing is logged."""
 
     def __init__(self, args: argparse.Namespace, config: RunConfig, rank: int):
         self.args, self.config, self.rank = args, config, rank
@@ -89,19 +89,13 @@ class Session:
         config = self.config
         # No peak, so no MFU, where the run is elsewhere than its config says: the miniature on a GPU.
         peak_tflops = KINDS[config.gpu].peak_bf16_tflops if processes.device.type == "cuda" and config.gpu in KINDS else None
-        against = f"; MFU is against {peak_tflops} TFLOP/s, dense bf16" if peak_tflops else ""
-        self.progress.show(
-            f"{flops_per_token / 1e9:.4g} GFLOP per token, recomputation not counted (common/model/shapes.py){against}", final=True
-        )
         self.meter = Meter(
             processes,
             self.events,
-            self.progress,
             tokens_per_step=config.global_batch_size * sequence_length,
             samples_per_step=config.global_batch_size,
             flops_per_token=flops_per_token,
             peak_tflops=peak_tflops,
-            max_samples=config.max_samples,
         )
         self.ranks = compare_ranks(processes, self.events, self.progress)
         return self.meter
@@ -156,7 +150,6 @@ class Session:
     # Failure.
 
     def abort(self) -> None:
-        self.progress.close()
         if self.succeeded:  # what failed came after the run
             return
         samples = self.meter.samples if self.meter else 0
@@ -180,7 +173,14 @@ def main(argv: list[str], kind: type[RunConfig], run: Callable[[Session], None],
     if saves:
         parser.add_argument("--save", action="store_true", help="write the trained model when the clock has stopped")
     args = parser.parse_args(argv)
-    session = Session(args, configs.load(args.run_dir / "config.toml", kind), int(os.environ.get("RANK", "0")))
-    run_guarded(args.run_dir, session.rank, partial(run, session), session.abort, session.step)
+    rank = int(os.environ.get("RANK", "0"))
+    session: Session | None = None  # until its config was read
+
+    def work() -> None:
+        nonlocal session
+        session = Session(args, configs.load(args.run_dir / "config.toml", kind), rank)
+        run(session)
+
+    run_guarded(args.run_dir, rank, work, lambda: session.abort() if session else None, lambda: session.step() if session else 0)
     # The record says "done"; waiting for the peers here would only give a broken group a chance to hang.
     os._exit(0)

@@ -8,13 +8,14 @@ moments, step counts, FP8 scales and random generators are set back. `state_dige
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import PreflightError
+from common.errors import NonFinite, PreflightError
 from common.sharding.processes import Processes
 from common.training.loop import Assembly, Batching, evaluate, train_step
 
@@ -70,10 +71,11 @@ def warm_up(
     before = state_digest(state, device)
     cpu_rng = torch.get_rng_state()
     gpu_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    for _ in range(TRAIN_STEPS):
-        train_step(assembly, batches, batching, 0.0, processes, beat)
-    for _ in range(EVAL_STEPS):
-        evaluate(model, [next(eval_batches)], processes, beat)
+    values = [value for _ in range(TRAIN_STEPS) for value in train_step(assembly, batches, batching, 0.0, processes, beat)]
+    losses = [evaluate(model, [next(eval_batches)], processes, beat) for _ in range(EVAL_STEPS)]
+    if not all(map(math.isfinite, [*map(float, values), *losses])):
+        why = "training on real data would meet the same: a kernel, a tuned GEMM or a GPU computes wrong values"
+        raise NonFinite("the synthetic warm-up gave a loss or a gradient norm that is not finite", why, 'run preflight; try fp8 = ""')
     assembly.reset()
     torch.set_rng_state(cpu_rng)
     if gpu_rng is not None:

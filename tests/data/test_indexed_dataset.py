@@ -1,5 +1,6 @@
 """Our `.bin/.idx` against Megatron's reader and writer, and against damage."""
 
+import os
 import struct
 
 import numpy as np
@@ -123,6 +124,15 @@ def test_tokens_cut_while_open(tmp_path):
     (tmp_path / "p.bin").write_bytes(b"\1\0" * 4)
     with pytest.raises(DataError, match="expected 9 tokens at token 0, got 4"):
         tokens.read(0, 9)
+
+
+def test_an_index_that_is_cut_after_it_was_read_does_no_harm(tmp_path):
+    """Mapped into memory it would end the process with SIGBUS."""
+    index = write(tmp_path / "p", [[1, 2]] * 3000)
+    os.truncate(tmp_path / "p.idx", 0)
+    assert index.sequence_lengths.sum() == 6000 and index.sequence_offsets[-1] == 2 * 2 * 2999
+    with pytest.raises(DataError, match=r"p\.idx: expected a header"):
+        Index.read(tmp_path / "p")
 
 
 def test_missing_index(tmp_path):

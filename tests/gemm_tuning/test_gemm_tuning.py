@@ -300,7 +300,7 @@ def test_record_benches_training_and_evaluation_sizes(commands, tmp_path, capsys
     chosen = options(path=tmp_path / "new", set=["max_samples=64"])
     assert cli.record("llama31_8b", config, chosen) == 0
     ((command, env),) = commands
-    assert settings(command) == {"max_samples": "64", "global_batch_size": "8"} and command[3:5] == ["llama31_8b", "bench"]
+    assert settings(command) == {"max_samples": "64", "global_batch_size": "8"} and command[3:5] == ["bench", "llama31_8b"]
     assert command[command.index("--eval-sequences") + 1] == "8", "a micro-batch for each of two ranks"
     assert (env[PREFIX + "TUNING"], env[PREFIX + "RECORD_UNTUNED"]) == ("0", "1")
     assert "1 GEMMs recorded; next: ./run_and_time.sh llama31_8b gemms tune" in capsys.readouterr().out
@@ -347,7 +347,7 @@ def test_check_takes_the_configs_file_or_another_and_compares_versions(gpu, tmp_
 
 def test_the_verb_without_a_gpu_is_refused(tmp_path):
     tuned_file(tmp_path / "a0.csv")
-    command = [sys.executable, "-m", "launch", "llama31_8b", "gemms", "check", str(tmp_path / "a.csv"), "--device", "cpu"]
+    command = [sys.executable, "-m", "door", "llama31_8b", "gemms", "check", str(tmp_path / "a.csv"), "--device", "cpu"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 18 and "no GPU is visible" in done.stderr
@@ -375,7 +375,7 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
 
     def launch(*words, good=True):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path)}
-        command = [sys.executable, "-m", "launch", "llama31_8b", *words, "--config", str(config), "--device", "cuda"]
+        command = [sys.executable, "-m", "door", "llama31_8b", *words, "--config", str(config), "--device", "cuda"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
         assert (done.returncode == 0) == good, done.stdout + done.stderr
         return done

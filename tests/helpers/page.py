@@ -1,30 +1,52 @@
 """An HTML page as a parser sees it."""
 
+import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 
 class Page(HTMLParser):
-    """Collects tags and text, and fails on a tag that is not closed in order."""
+    """Collects tags, links, the data of charts and scripts, and fails on a tag that is not closed in order."""
 
-    VOID = ("meta", "br", "wbr")
+    VOID = ("meta", "br", "wbr", "link")
 
     def __init__(self, text: str):
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []
         self.links: list[str] = []
+        self.charts: list[dict] = []
+        self.scripts: list[str] = []
         self.feed(text)
         self.close()
         assert not self.open, f"not closed: {self.open}"
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.links += [value for name, value in attributes if name in ("href", "src", "xlink:href")]
+        self.links += [value for name, value in attributes if name in ("href", "src", "xlink:href") and tag != "link"]
         if tag not in self.VOID:
             self.open.append(tag)
+        self.is_data = ("type", "application/json") in attributes
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["script"] and self.is_data:
+            self.charts.append(json.loads(data))
+        elif self.open[-1:] == ["script"]:
+            self.scripts.append(data)
 
     def handle_startendtag(self, tag, attributes):
         self.tags.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+
+
+def read_page(path: Path) -> str:
+    """The text of the page at `path`, without its scripts. It must be whole, stand alone, and link to files beside it only."""
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert all((path.parent / link).exists() for link in page.links), page.links
+    assert "default-src 'none'" in text and "prefers-color-scheme: dark" in text
+    for script in page.scripts:
+        text = text.replace(script, "")
+    return text

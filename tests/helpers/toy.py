@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 TRAINER = """
-import argparse, json, os, signal, sys, time
+import argparse, contextlib, json, os, signal, sys, time
 from pathlib import Path
 from common.errors import StorageError, write_rank_record
 
@@ -30,9 +30,14 @@ def log(key, **metadata):
     if rank == 0:
         line = ":::MLLOG " + json.dumps({"key": key, "time_ms": int(time.time() * 1000), "value": None, "metadata": metadata})
         if key != "tracked_stats":
-            print(line, flush=True)
+            with contextlib.suppress(OSError):
+                print(line, flush=True)
         with (run_dir / "result.txt").open("a") as file:
             file.write(line + "\\n")
+
+def beat(phase):
+    record = {"rank": rank, "pid": os.getpid(), "step": 2, "phase": phase, "time": time.time()}
+    (run_dir / "ranks" / f"rank_{rank}.heartbeat").write_text(json.dumps(record))
 
 def end(outcome, error=None, **facts):
     write_rank_record(run_dir, rank, outcome, error, **facts)
@@ -46,24 +51,31 @@ def stop(number, frame):
 signal.signal(signal.SIGTERM, stop)
 assert (run_dir / "config.toml").is_file() and os.environ["CACHE_CLEARED"] == "fadvise" and os.environ["FROM_CONFIG"] == "yes"
 log("run_start", config=args.config_name)
-print("progress line", file=sys.stderr, flush=True)
+beat("train")
+with contextlib.suppress(OSError):
+    print("progress line", file=sys.stderr, flush=True)
 if mode == "kill":
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
 if mode == "wait":
-    (run_dir / "waiting").write_text("")
+    if rank == 0:
+        (run_dir / "waiting").write_text("")
     time.sleep(30)
 (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
 deadline = time.monotonic() + 30
 while mode == "held" and (run_dir.parents[2] / f"hold_{attempt}").exists() and time.monotonic() < deadline:
     time.sleep(0.02)
 try:
-    for step in range(400):
+    for step in range(600):
         log("tracked_stats", text="a line to fill the disk" * 4)
 except OSError as error:
     end("failed", StorageError(f"cannot write: {error.strerror}", "the disk is full", "free space"), step=1)
+while mode == "held" and rank and not (run_dir / "ranks/rank_0.json").exists() and time.monotonic() < deadline:
+    time.sleep(0.02)  # as collectives hold the ranks together
 log("run_stop", status="success", samples_count=32)
+if args.save and rank == 0:
+    beat("save")
 if args.save and mode == "unsaved" and rank == 0:
     end("failed", StorageError("the model was not saved", "the disk is full", "free space"), step=2)
 if args.save and mode == "killed in save" and rank == 0:
@@ -119,13 +131,26 @@ for name in ("t.bin", "t.idx", "v.bin", "v.idx"):
     (folder / name).write_text("x")
 print("prepared")
 """
-CHECK = "import os, sys; print('one finding'); sys.exit(int(os.environ.get('FINDINGS', 0)))"
-REPORT = "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
+STUB = "if __name__ != '__main__': raise ImportError\n"  # so that the door, which imports a verb's module for its options, does not run it
+CHECK = (
+    STUB
+    + """
+import os, pathlib, sys, time
+deadline = time.monotonic() + 30
+if os.path.exists("hold_check"):
+    pathlib.Path("checking").touch()
+while os.path.exists("hold_check") and time.monotonic() < deadline:
+    time.sleep(0.02)
+print('one finding')
+sys.exit(int(os.environ.get('FINDINGS', 0)))
+"""
+)
+REPORT = STUB + "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
 
 
 def make_project(root: Path, torchrun: str = "") -> Path:
     """The launcher and the toy in `root`; `torchrun` replaces launch/torchrun.py."""
-    for room in ("launch", "plan", "records", "common"):
+    for room in ("door", "launch", "plan", "records", "common"):
         shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_and_time.sh", root)
     config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
@@ -141,6 +166,7 @@ def make_project(root: Path, torchrun: str = "") -> Path:
         "submission/report.py": REPORT,
         "records/rcp.py": "SUBMISSION_RUNS = 10\ndef mean_samples(benchmark, batch): return None",
         "requirements.txt": "pytest\n",
+        "requirements-logs.txt": "",
         "configs/toy/CPU_1x1.toml": config.replace("global_batch_size = 8", "global_batch_size = 16")
         + 'FROM_CONFIG = "yes"\n',  # the file ends with its [env]
     }
@@ -152,14 +178,14 @@ def make_project(root: Path, torchrun: str = "") -> Path:
     return root
 
 
-def launch(project, cwd, *arguments, benchmark="toy", **variables):
-    """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb that takes none."""
+def launch(project, cwd, *arguments, benchmark="toy", shell="", **variables):
+    """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb that takes none; by a line of bash."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     keep = {key: value for key, value in os.environ.items() if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")}
     environment = (
         keep | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOGDIR": "out", "DATADIR": "data"} | variables
     )
-    command = [str(project / "run_and_time.sh"), *filter(None, [benchmark]), *arguments]
+    command = [*(["bash", "-c", shell] if shell else []), str(project / "run_and_time.sh"), *filter(None, [benchmark]), *arguments]
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -40,10 +40,10 @@ def test_bench_and_profile_take_an_unknown_gpu_and_a_run_does_not(monkeypatch, c
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA B300", "sm_103", 180 * GIB),) * 2))
     for name in ("bench", "profile"):
-        assert verbs._run_here("llama31_8b", name, verbs._parse(name, ["--print"])) == 0
+        assert verbs.start("llama31_8b", name, verbs.parser(name, "llama31_8b").parse_args(["--print"])) == 0
         assert "--config DIR/NVIDIA_B300_1x2+derived.toml --device cuda" in capsys.readouterr().out
     with pytest.raises(PreflightError, match="no peak is known"):
-        verbs._run_here("llama31_8b", "run", verbs._parse("run", ["--print"]))
+        verbs.start("llama31_8b", "run", verbs.parser("run", "llama31_8b").parse_args(["--print"]))
 
 
 def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch, capsys, tmp_path):
@@ -52,8 +52,8 @@ def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4))
     note = "NOTE       MLPERF_SUBMISSION_ORG is not set: package will refuse these runs"
-    assert verbs._run_here("llama31_8b", "run", verbs._parse("run", ["--print"])) == 0
+    assert verbs.start("llama31_8b", "run", verbs.parser("run", "llama31_8b").parse_args(["--print"])) == 0
     assert note in capsys.readouterr().err.splitlines()
     for name, arguments in (("bench", []), ("run", ["--device", "cpu"])):
-        verbs._run_here("llama31_8b", name, verbs._parse(name, ["--print", *arguments]))
+        verbs.start("llama31_8b", name, verbs.parser(name, "llama31_8b").parse_args(["--print", *arguments]))
         assert "package will refuse" not in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_options_that_cannot_be_are_refused_before_that():
 
 
 def test_the_command_line(before):
-    command = [sys.executable, "-m", "launch", "llama31_8b", "--device", "cpu", "--print", "--checkpoint", "1", "--continue"]
+    command = [sys.executable, "-m", "door", "llama31_8b", "--device", "cpu", "--print", "--checkpoint", "1", "--continue"]
     done = subprocess.run([*command, str(before)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"--checkpoint 1 --continue {before}\n" in done.stdout and "continues" in done.stderr
     done = subprocess.run([*command, "nowhere"], cwd=ROOT, capture_output=True, text=True)

@@ -22,6 +22,11 @@ def test_result_is_read_from_the_log(tmp_path):
     assert (result.seconds, result.status, result.samples) == (60.0, "success", 48)
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
+    (tmp_path / "ranks").mkdir()
+
+
 def exits(run_dir, *entries):
     listed = [{"rank": rank, "pid": 100 + rank, "exit_code": code, "time": 10} for rank, code in entries]
     (run_dir / "torchrun.json").write_text(json.dumps(listed))
@@ -55,3 +60,23 @@ def test_nothing_known_is_said_so(tmp_path):
         write_rank_record(tmp_path, rank, "done")
     error, _ = diagnosis.diagnose(tmp_path, 2)
     assert (error.kind, error.exit_code) == ("internal", 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "phase", "stands"),
+    [
+        ("done", "done", "done", True),
+        ("failed", "done", "save", True),  # its model was not saved
+        ("", "interrupted", "save", True),  # killed while it saved, upon which torchrun ended the other one
+        ("failed", "done", "done", False),  # after its log said success: what it did for the run was not over
+        ("done", "failed", "save", False),
+        ("done", "", "save", False),
+        ("interrupted", "interrupted", "done", False),
+    ],
+)
+def test_what_comes_after_a_run_leaves_it_as_it_is(tmp_path, first, second, phase, stands):
+    (tmp_path / "ranks/rank_0.heartbeat").write_text(json.dumps({"phase": phase}))
+    for rank, outcome in enumerate((first, second)):
+        if outcome:
+            write_rank_record(tmp_path, rank, outcome)
+    assert diagnosis.finished(tmp_path, 2) == stands

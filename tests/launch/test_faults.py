@@ -5,7 +5,6 @@ Nothing in the program knows of these tests: files are damaged, processes killed
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -208,18 +207,29 @@ def test_rank_that_hangs_is_named_and_every_stack_is_kept(tmp_path, data):
     assert "train_step" in (run.run_dir / "ranks" / "rank_0.stack").read_text()
 
 
-def test_disk_full_in_the_log(tmp_path, data):
-    def limit_files():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
-
-    # 6,000 bytes are enough for the lines before the clock starts, and for the events of few steps.
-    run = Started(tmp_path, data, preexec=limit_files)
-    code, _, err = run.end()
-    assert code == 17, err
-    failure = run.failure()
-    assert failure["kind"] == "storage" and "write" in failure["what"] and failure["what"] in err
-    assert run.logged_keys()[0] == "cache_clear", "every line that was written before is whole"
+@pytest.mark.slow
+def test_disk_full_while_training(tmp_path, data):
+    results = tmp_path / "results"
+    results.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", results], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        run = Started(tmp_path, data)
+        run.wait_for_step(3)
+        with pytest.raises(OSError, match="No space"), (results / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(512))
+        code, _, err = run.end()
+        assert code == 17, err
+        failure = run.failure()
+        assert failure["kind"] == "storage" and failure["rank"] == 0 and "No space left" in failure["why"] and failure["what"] in err
+        assert run.logged_keys()[0] == "cache_clear", "every line that was written before is whole"
+        (end,) = [
+            line for line in map(json.loads, (run.run_dir.parent / "attempts.jsonl").read_text().splitlines()) if line["event"] == "end"
+        ]
+        assert end["kind"] == "storage"
+    finally:
+        subprocess.run(["umount", "-l", results], check=True)
 
 
 def test_results_directory_that_cannot_be_written(tmp_path, data):

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import alive, finish, launch, make_project, wait_until
+from toy import STUB, alive, finish, launch, make_project, wait_until
 
 from common import hardware
 from common.data.manifest import Manifest, facts_of
 from common.errors import DataError
+from door.verbs import version
 from launch import diagnosis, job
-from launch.__main__ import version
 from launch.job import ensure_data
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_a_run_without_saving_that_fails_after_its_end_has_failed(project, tmp_p
 
 
 def test_only_a_benchmark_that_can_save_takes_the_option():
-    command = [sys.executable, "-m", "launch", "llama2_70b_lora", "--device", "cpu", "--save", "--print"]
+    command = [sys.executable, "-m", "door", "llama2_70b_lora", "--device", "cpu", "--save", "--print"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert answer.returncode == 2 and "llama2_70b_lora has no --save" in answer.stderr and not answer.stdout
     command[3] = "llama31_8b"
@@ -92,9 +92,9 @@ def test_only_a_benchmark_that_can_save_takes_the_option():
 @pytest.mark.parametrize("verb", ["check", "report", "score", "describe", "package"])
 def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_path, verb):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
-    (project / "submission/score.py").write_text("import sys; print('score', sys.argv[1:])")
+    (project / "submission/score.py").write_text(STUB + "import sys; print('score', sys.argv[1:])")
     for name in ("describe", "package"):
-        (project / f"submission/{name}.py").write_text(f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)")
+        (project / f"submission/{name}.py").write_text(STUB + f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)")
     code, out, err = finish(launch(project, tmp_path, verb, str(tmp_path), "--some", "option", benchmark="", PYTHONPATH=str(tmp_path)))
     wanted = {"check": (0, "one finding"), "report": (0, ""), "score": (0, f"score ['{tmp_path}', '--some', 'option']")}
     assert (code, out.strip()) == wanted.get(verb, (20, f"{verb} ['{tmp_path}', '--some', 'option']")), err
@@ -102,7 +102,10 @@ def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_
 
 def test_a_signal_reaches_the_module_of_a_verb(project, tmp_path):
     """It is not killed before it has ended its own processes."""
-    stub = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', *sys.argv[1:], flush=True); time.sleep(60)"
+    stub = (
+        STUB
+        + "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', *sys.argv[1:], flush=True); time.sleep(60)"
+    )
     (project / "throughput").mkdir(exist_ok=True)
     (project / "throughput/__main__.py").write_text(stub)
     process = launch(project, tmp_path, "throughput", "gemm", benchmark="")
@@ -150,7 +153,7 @@ def test_sigterm_to_the_launcher(project, tmp_path):
         (["--set", "max_samples=8"], 2, "max_samples = 8"),
         (["--device", "cuda"], 18, "no GPU is visible"),
         (["--set", "miniature=false"], 15, "data files are missing"),
-        (["run", "--steps", "3"], 2, "unrecognized"),
+        (["run", "--steps", "3"], 2, "unknown option --steps"),
     ],
 )
 def test_errors_before_anything_starts(project, tmp_path, arguments, code, words):
@@ -165,6 +168,19 @@ def test_a_project_in_a_path_with_a_colon(project, tmp_path):
     shutil.copy(project / "run_and_time.sh", tmp_path / "a:b")
     code, out, err = finish(launch(tmp_path / "a:b", tmp_path))
     assert (code, out) == (2, "") and "has a colon" in err and len(err.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("system", "words"), [("Darwin", "a Linux container or virtual machine on this Mac"), ("MINGW64_NT-10.0", "use WSL 2")]
+)
+def test_a_mac_or_windows_gets_one_clear_message(project, tmp_path, system, words):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "uname").write_text(f"#!/bin/sh\necho {system}\n")
+    (tmp_path / "bin" / "uname").chmod(0o755)
+    answer = subprocess.run(
+        [project / "run_and_time.sh"], env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}, capture_output=True, text=True
+    )
+    assert (answer.returncode, answer.stdout, len(answer.stderr.splitlines())) == (18, "", 3) and words in answer.stderr
 
 
 def _flip(content: bytes) -> bytes:
@@ -234,7 +250,7 @@ def test_version(project, tmp_path):
 def test_unknown_benchmark_lists_the_known(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for arguments in (["gpt5"], [], ["bench"]):
-        answer = subprocess.run([sys.executable, "-m", "launch", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        answer = subprocess.run([sys.executable, "-m", "door", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert answer.returncode == 2 and "llama31_8b" in answer.stderr and not answer.stdout
 
 

@@ -42,8 +42,8 @@ def log(key, **metadata):
             file.write(line + "\\n")
 assert (run_dir / "config.toml").is_file()
 (run_dir / f"seed_{rank}").write_text(args.seed)
-beat(1)
 log("run_start", cache=os.environ["CACHE_CLEARED"])
+beat(1)
 if rank == 3 and mode == "fail":
     write_rank_record(run_dir, rank, "failed", RunError("boom", "as told", "nothing"), step=1)
     sys.exit(1)
@@ -325,6 +325,50 @@ def test_two_launchers_of_one_node_are_refused(leader):
         pass
     with pytest.raises(ConfigError, match=r"port .* cannot be used"), Nodes(leader.node, 1):
         pass
+
+
+def hangs(*arguments, **options):
+    time.sleep(60)
+
+
+def knows_nobody(*arguments, **options):
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+def no_way_there(*arguments, **options):
+    return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("255.255.255.255", 7000))]  # the system refuses to send to all
+
+
+@pytest.mark.parametrize(
+    ("resolver", "words"), [(hangs, "no name server"), (knows_nobody, "not known"), (no_way_there, "Permission denied")]
+)
+def test_a_node_0_that_cannot_be_reached_is_said_at_once(monkeypatch, resolver, words):
+    monkeypatch.setattr(multi_node, "ANSWER_S", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    for rank in (0, 1):
+        with pytest.raises(ConfigError, match="MASTER_ADDR=node0 cannot be reached") as caught, Nodes(Node(rank, 2, "node0", 7000), 1):
+            pass
+        assert words in caught.value.why
+
+
+def test_another_program_where_node_0_should_listen(monkeypatch):
+    """It takes the connection and says nothing."""
+    monkeypatch.setattr(multi_node, "ANSWER_S", 1.0)
+    node = Node(1, 2, "127.0.0.1", free_ports())
+    refused = pytest.raises(ConfigError, match=f"port {node.port + 1} of 127.0.0.1 is not answered by a launcher")
+    with socket.create_server(("127.0.0.1", node.port + 1)), refused, Nodes(node, 1):
+        pass
+
+
+def test_the_port_of_torchrun_is_in_use(leader):
+    """Both nodes end, with the port's number."""
+    port = leader.node.port
+    with socket.create_server(("", port)), pytest.raises(ConfigError, match=f"port {port} .MASTER_PORT. cannot be used") as caught:
+        leader.compare(dict)
+    with pytest.raises(LeaderEnded, match="exit code 2") as other, Nodes(Node(1, 2, "127.0.0.1", port), 1) as node:
+        leader._put("end", {"exit_code": caught.value.exit_code, "why": str(caught.value)})  # as __exit__
+        node.compare(dict)
+    assert str(port) in other.value.why
 
 
 def test_a_node_that_is_not_started_is_named(leader, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import synthetic_log
-from page import Page
+from page import Page, read_page
 from toy import alive, wait_until
 
 from common.hardware import Device, Probe, probe
@@ -263,9 +263,7 @@ def run_start(run_dir):
 
 def page(run_dir):
     assert report.main([str(run_dir)]) == 0
-    text = (run_dir / "report.html").read_text(encoding="utf-8")
-    assert Page(text).links == []
-    return text
+    return read_page(run_dir / "report.html")
 
 
 def start_at(time_, count=2):
@@ -298,8 +296,23 @@ def test_table_and_curves_of_the_timed_part_only(run_dir):
     write(run_dir, start_at(began - 10), before, *timed, {"event": "stop", "time_s": 20.0, "samples": 4})
     text = page(run_dir)
     assert "600 / 601 / 602" in text and "64 / 65 / 66" in text and "1,690 / 1,690 / 1,690" in text
-    assert "0: H100 &lt;0&gt;" in text and text.count('<polyline class="gpu"') == 6, "three curves of two GPUs"
+    assert "0: H100 &lt;0&gt;" in text
+    power, _, clock = (chart["series"] for chart in Page(text).charts if chart.get("sync") == "gpus")
+    assert [curve["name"] for curve in power] == ["GPU 0", "GPU 1"] and power[0]["color"] != power[1]["color"]
+    assert power[1]["data"] == [[pytest.approx(minute / 60, rel=1e-4) for minute in (1, 2, 3)], [640, 641, 642]] and len(clock) == 2
     assert "held down by thermal" not in text and "below the median GPU" not in text
+
+
+def test_energy_is_the_integral_of_power(run_dir):
+    write(run_dir, start_at(run_start(run_dir)), *(sample(float(at), (600, 60, 1700), (400 + 10 * at, 60, 1700)) for at in (0, 10, 30)))
+    text = page(run_dir)
+    first, second = 600 * 30 / 3.6e6, (450 * 10 + 600 * 20) / 3.6e6
+    assert f">{first:.3f}<" in text and f">{second:.3f}<" in text and f"<dt>GPU kWh</dt><dd>{first + second:.3f}</dd>" in text
+
+
+def test_no_energy_where_a_gpu_does_not_report_its_power(run_dir):
+    write(run_dir, start_at(run_start(run_dir)), *(sample(float(at), (600, 60, 1700), (None, 60, 1700)) for at in range(3)))
+    assert "GPU kWh" not in page(run_dir)
 
 
 def test_a_low_clock_and_heat_are_named(run_dir):

@@ -23,7 +23,7 @@ from records import ledger
 ROOT = Path(__file__).parents[2]
 # Reaches the miniature's target in two thirds of the sequences that its config needs.
 QUICK = ("global_batch_size=4", "micro_batch_size=4", "opt_base_learning_rate=3e-3", "opt_learning_rate_warmup_steps=40")
-SMALL_DISK = 20_000  # bytes: enough for the ledger of five attempts, not for the log of the toy
+SMALL_DISK = 70_000  # bytes: enough for the ledger and the room of an attempt, not for the log of the toy
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,11 @@ def project(tmp_path_factory):
 class Running:
     """A series of the toy in `cwd`, in the background; attempts in `held` wait to be released."""
 
-    def __init__(self, project, cwd, *arguments, held=(), **variables):
+    def __init__(self, project, cwd, *arguments, held=(), shell="", **variables):
         self.cwd = cwd
         for attempt in held:
             (cwd / f"hold_{attempt}").write_text("")
-        self.process = launch(project, cwd, *arguments, **({"TOY": "held"} | variables))
+        self.process = launch(project, cwd, *arguments, shell=shell, **({"TOY": "held"} | variables))
 
     def lines(self, event):
         path = self.cwd / "out/toy/attempts.jsonl"

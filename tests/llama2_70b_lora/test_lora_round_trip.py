@@ -16,13 +16,14 @@ from test_govreport import LENGTH, VOCAB, write
 from tiny import ROOT
 
 from common.config import from_table
-from common.errors import RunError
+from common.errors import RunError, StorageError
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.training.log_keys import hyperparameters
 from common.training.session import Session
+from launch.diagnosis import finished, read_result
 from llama2_70b_lora import merge, train
 from llama2_70b_lora.rules import CLOSED, Config
 from submission.check import examine
@@ -138,3 +139,11 @@ def test_a_base_that_changed_fails_the_run(tmp_path, processes):
     with mock.patch.object(train, "base_fingerprints", lambda *_: next(digests)):
         run_dir, error = start(tmp_path, TINY, processes)
     assert error is not None and "base changed" in error.what and not (run_dir / "adapter").exists()
+    assert not finished(run_dir, 1), "this run did not stand, whatever its log says"
+
+
+def test_a_run_whose_adapter_cannot_be_saved_stands(tmp_path, processes):
+    with mock.patch.object(train, "save_peft_adapter", side_effect=StorageError("the disk is full")):
+        run_dir, error = start(tmp_path, TINY, processes)
+    assert error is not None and error.exit_code == 17
+    assert read_result(run_dir / "result.txt").status == "success" and finished(run_dir, 1)

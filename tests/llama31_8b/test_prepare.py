@@ -313,7 +313,7 @@ def test_fetch_downloads_nothing_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "DOWNLOAD_BYTES", 1)
     assert prepare.main(["fetch", "--data-dir", str(tmp_path / "new")]) == 0
     err = capsys.readouterr().err
-    assert "Nothing has been downloaded" in err and prepare.DATA_URI in err and "| bash" not in err and "<(" not in err
+    assert "None of the token files has been downloaded" in err and prepare.DATA_URI in err and "| bash" not in err and "<(" not in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 """Adapters for peft, and merged into a checkpoint: both give the logits of our model with LoRA."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from lora_model import lora_llama
 from safetensors.torch import load_file, save_file
 from test_model import pair
 
-from common.errors import ConfigError, WeightsError
+from common.errors import ConfigError, StorageError, WeightsError
 from common.model import checkpoint_names
 from common.model import peft_adapter as adapter
 from common.model.llama import Llama
@@ -61,6 +62,23 @@ def save_fused(folder, state: dict[str, torch.Tensor]) -> None:
         save_file({name: fused[name] for name in names}, folder / shard, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: shard for shard, names in shards.items() for name in names}}
     (folder / checkpoint_names.INDEX).write_text(json.dumps(index))
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_adapter(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # python ignores SIGXFSZ
+    try:
+        with pytest.raises(StorageError, match=r"adapter was not saved .* File too large") as failure:
+            save(tmp_path / "adapter", random_adapters())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failure.value.exit_code == 17 and "MB" in failure.value.why and not list(tmp_path.iterdir())
+    (tmp_path / "adapter.partial").mkdir()  # as a kill leaves it
+    (tmp_path / "adapter.partial/adapter_model.safetensors").write_text("half")
+    save(tmp_path / "adapter", random_adapters())
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    with pytest.raises(FileExistsError):
+        save(tmp_path / "adapter", random_adapters())
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """`plan`: its memory against peaks measured on H200s, its time against measured and published speeds, its formulas by hand, its commands."""
 
+import json
 import math
 import os
 import subprocess
@@ -13,7 +14,7 @@ import torch
 
 from common import config as configs
 from common.gpu_kinds import GIB, KINDS
-from common.hardware import Device, Probe, config_path
+from common.hardware import Device, Probe, config_names, config_path
 from common.kernels.fp8 import DelayedScaling
 from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
@@ -432,6 +433,15 @@ def test_the_config_of_this_machine(capsys, monkeypatch):
 def test_exit_codes_without_torch(arguments, code, said, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('the plan needs no torch')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command_line = [sys.executable, "-m", "launch", PRETRAINING, "plan", *arguments]
+    command_line = [sys.executable, "-m", "door", PRETRAINING, "plan", *arguments]
     done = subprocess.run(command_line, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
     assert done.returncode == code and said in done.stderr, done.stderr
+
+
+def test_numbers_for_programs(capsys):
+    assert command.main(ROOT, PRETRAINING, ["--all", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == set(config_names(ROOT, PRETRAINING)) and found["CPU_1x1"].keys() == {"benchmark", "config"}
+    h200 = found["H200_1x8"]
+    assert h200["memory"]["fits"] and h200["memory"]["allocated"] < h200["memory"]["needed"] < h200["memory"]["usable"]
+    assert h200["estimate"]["tokens_per_s_per_gpu"] > 10_000 and h200["config"]["gpu"] == "H200"

@@ -370,9 +370,11 @@ def test_errors_are_listed_before_ranks_that_only_stopped():
     assert verb.judge_ranks(ranks(3), 3).verdict == "ok"
 
 
-def options(**changed):
+def options(benchmark="llama31_8b", **changed):
     arguments = [item for key, value in changed.items() for item in ([f"--{key}"] if value is True else [f"--{key}", value])]
-    return verb._parse(["llama31_8b", *arguments])
+    options = verb.parser(benchmark).parse_args(arguments)
+    options.benchmark = benchmark
+    return options
 
 
 def on_gpus(monkeypatch, devices, found, environment=None, answers=None, **changed):
@@ -419,6 +421,13 @@ def test_ranks_that_failed_are_not_compared(monkeypatch):
     rows = on_gpus(monkeypatch, (H200,) * 2, ranks(2, phase="copy", error="RuntimeError: device lost"))
     assert rows["measuring processes"].verdict == "refuse" and rows["speeds"].verdict == "skipped" and "copy, siblings" not in rows
     assert rows["GPU memory in use"].verdict == "ok", "what they said before still counts"
+
+
+def test_without_a_benchmark_the_machine_alone_is_checked(monkeypatch, capsys):
+    rows = on_gpus(monkeypatch, (H200,) * 3, ranks(3), benchmark="")
+    assert rows["config"].verdict == "skipped" and rows["GPU count"].expected == "3" and "DATADIR" not in rows
+    assert rows["measuring processes"].verdict == "ok" and "LOGDIR" in " ".join(rows)
+    assert verb.main(["--config", "x.toml"]) == 2 and "--config without a benchmark" in capsys.readouterr().err
 
 
 def test_a_derived_config_is_named(monkeypatch):
@@ -485,7 +494,7 @@ def run_verb(tmp_path, *arguments):
     """Through the launcher, with what it needs and nothing of this shell's settings."""
     environment = {key: value for key, value in os.environ.items() if key not in ("DATADIR", "MODEL", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")}
     environment |= {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results"), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "launch", "llama31_8b", "preflight", "--quick", "--json", *arguments]
+    command = [sys.executable, "-m", "door", "llama31_8b", "preflight", "--quick", "--json", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path)
 
 

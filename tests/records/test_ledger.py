@@ -7,14 +7,16 @@ import pytest
 from common.errors import StorageError
 from records import ledger
 
+SERIES = {"event": "series", "series": "s", "goal": 2, "facts": {}}
+
 
 def opened(path, number=1, **more):
     return {"event": "start", "series": "s", "attempt": number, "run": f"r{number}", "seed": number} | more
 
 
 def test_a_line_cut_short_spoils_itself_only(tmp_path):
-    path = tmp_path / "toy" / ledger.NAME
-    ledger.append(path, {"event": "series", "series": "s", "goal": 2, "facts": {}})
+    path = tmp_path / ledger.NAME
+    ledger.append(path, SERIES)
     ledger.append(path, opened(path))
     with path.open("ab") as file:
         file.write(b'{"event": "end", "ser')
@@ -26,7 +28,7 @@ def test_a_line_cut_short_spoils_itself_only(tmp_path):
 
 def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path):
     path = tmp_path / ledger.NAME
-    ledger.append(path, opened(path))
+    ledger.append(path, SERIES)
     before, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, hard))
     try:
@@ -35,3 +37,10 @@ def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.exit_code == 17 and path.read_bytes() == before
+
+
+def test_a_ledger_that_was_moved_is_not_begun_anew(tmp_path):
+    """A line without its series would be lost."""
+    with pytest.raises(StorageError, match="ledger"):
+        ledger.append(tmp_path / ledger.NAME, opened(tmp_path))
+    assert not (tmp_path / ledger.NAME).exists()

@@ -1,6 +1,7 @@
 """The command: what it takes, what it prints, how it ends."""
 
 import gzip
+import json
 import os
 import re
 import subprocess
@@ -43,6 +44,15 @@ def test_a_finding_names_severity_file_line_rule_and_source(tmp_path, capsys):
     assert re.search(r"error +result_0.txt:1 +cache_clear +cache_clear is false.*\[TR Data State.*\]", output)
     assert "llama31_8b, closed division, held to 6.1.0 by its keys; official checker: passed" in output
     assert output.endswith("NOT CLEAN: 1 errors, 0 warnings\n")
+
+
+def test_findings_for_programs(tmp_path, capsys):
+    bad = dialect(tmp_path / "result_0.txt", "srun", spoil=lambda log: log[find(log, "cache_clear")].update(value=False))
+    good = dialect(tmp_path / "result_1.txt", "srun")
+    assert check.main([str(bad), str(good), "--json"]) == 20
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["clean"] for each in found] == [False, True] and found[1]["path"] == str(good)
+    assert [(each["line"], each["rule"], each["warning"]) for each in found[0]["findings"]] == [(1, "cache_clear", False)]
 
 
 def test_a_good_log_is_clean(tmp_path, capsys):
@@ -171,8 +181,7 @@ def test_check_imports_no_torch(tmp_path):
 
 @pytest.mark.parametrize("ruleset", ["4.1.0", "6.1"])
 def test_an_unknown_ruleset_is_a_usage_error_with_the_list(tmp_path, capsys, ruleset):
-    with pytest.raises(SystemExit, match="2"):
-        check.main([str(tmp_path / "x.txt"), "--ruleset", ruleset])
+    assert check.main([str(tmp_path / "x.txt"), "--ruleset", ruleset]) == 2
     message = capsys.readouterr().err
     assert all(name in message for name in (ruleset, *official_tools.RULESETS))
 

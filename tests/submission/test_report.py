@@ -3,66 +3,67 @@
 import json
 import re
 import shutil
+import sys
+import types
 
 import pytest
 import synthetic_log
 import synthetic_series
-from page import Page
+from page import Page, read_page
 from synthetic_log import records, start, write_good, write_records
+from synthetic_run import events, spread, write_run
 
 from llama31_8b import rules
-from submission import rcp, report
+from submission import export, rcp, report
 from submission.series import read_series, ten_runs
-
-
-def events(steps: int = 50, interval: int = 12288) -> list[dict]:
-    lines: list[dict] = [{"event": "phase", "name": "init", "seconds": 30.0, "time_s": 0.0}]
-    for step in range(1, steps + 1):
-        measured = {"tokens_per_s_per_gpu": 9000.0, "tflops_per_gpu": 480.0, "mfu": None, "memory_gib": 100.5}
-        values = {"loss": 10 / step**0.3, "grad_norm": 1.0, "learning_rate": 8e-4, "time_s": step, "step_time_ms": 900 + step % 7}
-        lines.append({"event": "step", "step": step, "samples": step * 1000, **values, **measured})
-    lines += [{"event": "eval", "step": n, "samples": n * interval, "loss": 3.4, "seconds": 8.25, "time_s": 60.0} for n in (1, 2, 3, 4)]
-    lines += [{"event": "phase", "name": name, "seconds": 100.0, "time_s": 200.0} for name in ("train", "eval")]
-    lines.append({"event": "self_test", "attention": "cudnn-of-the-test", "seconds": 5.0, "ops": 30, "worst": "attention: 50.0 dB"})
-    return [*lines, {"event": "verdict", "status": "success", "samples": 4 * interval, "loss": 3.3, "minutes": 5.0}]
-
-
-def spread(path, milliseconds: int) -> None:
-    """So much time between the records of the log; two of these are an evaluation."""
-    log = records(path)
-    write_records(path, [record | {"time_ms": log[0]["time_ms"] + milliseconds * index} for index, record in enumerate(log)])
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    write_good(tmp_path / "result.txt")
-    spread(tmp_path / "result.txt", 4125)
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events()))
-    (tmp_path / "config.toml").write_text('gpu = "MI355X"\nglobal_batch_size = 32\n')
-    (tmp_path / "versions.json").write_text(json.dumps({"commit": "0123abc", "torch": "2.13.0", "gpus": ["MI355X"] * 8}))
-    return tmp_path
+    return write_run(tmp_path)
 
 
 def page(run_dir) -> str:
     assert report.main([str(run_dir)]) == 0
-    text = (run_dir / "report.html").read_text(encoding="utf-8")
-    assert Page(text).links == []
-    return text
+    return read_page(run_dir / "report.html")
+
+
+def charts(text: str) -> dict[str, dict]:
+    """By the first word of their labels."""
+    return {chart["label"].split(",")[0]: chart for chart in Page(text).charts}
 
 
 def test_the_report_of_a_good_run_is_complete(run_dir):
     text = page(run_dir)
-    for part in ("Target reached", "training sequences", "loss, nats per token", "step time, ms", "target 3.3", "49,152", "8.2500"):
+    for part in ("Target reached", "target 3.3", "49,152", "8.2500", "<dt>TFLOP/s/GPU</dt><dd>480</dd>", "init 30.0 s"):
         assert part in text
-    for part in ("0123abc", "2.13.0", "1234567", "global_batch_size = 32", "An Organisation", "480.0 TFLOP/s per GPU", "cudnn-of-the-test"):
+    for part in ("0123abc", "2.13.0", "1234567", "global_batch_size = 32", "An Organisation", "8 x MI355X", "NEXP=10", "cudnn-of-the-test"):
         assert part in text
-    assert "MFU" not in text and "miniature" not in text and "Could not be read" not in text
-    assert text.count('<circle class="point"') == 4 and "prefers-color-scheme: dark" in text
+    assert "MFU" not in text and "miniature" not in text and "What was odd" not in text and 'class="banner good"' in text
+    train, evaluation = charts(text)["loss"]["series"]
+    assert evaluation["data"][0] == [12288, 24576, 36864, 49152] and evaluation["dots"] and len(train["data"][0]) == 50
+    assert charts(text)["loss"]["target"] == 3.3 and charts(text)["step time"]["series"][0]["data"][1][6] == 900
+    assert set(Page(text).links) == {path.name for path in run_dir.iterdir()} - {"report.html"}
 
 
 def test_the_report_is_self_contained(run_dir):
     text = page(run_dir)
-    assert not re.search(r"https?:|//[a-z]|@import|url\(", text) and "script" not in Page(text).tags
+    assert not re.search(r"https?:|src=|@import|url\(", text)
+
+
+def test_the_checkers_findings_are_on_the_page(run_dir):
+    assert "NOT CLEAN: 1 errors" in page(run_dir) and "A_TEST_1x8.toml" in page(run_dir)
+
+
+def test_a_long_curve_is_thinned_to_the_mean_of_the_loss_and_the_slowest_step(run_dir):
+    steps = [event for event in events(2000) if event["event"] == "step"]
+    steps[1234]["step_time_ms"] = 5000.0
+    for event in steps:
+        event["loss"] = event["step"] % 2
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in steps))
+    found = charts(page(run_dir))
+    assert found["loss"]["series"][0]["data"] == [[1000 + 4000 * part for part in range(500)], [0.5] * 500]
+    assert max(found["step time"]["series"][0]["data"][1]) == 5000.0
 
 
 def test_a_miniature_is_called_no_benchmark_result(tmp_path):
@@ -85,7 +86,7 @@ def test_phases_of_a_run_that_broke_off_come_from_its_log(run_dir):
     spread(run_dir / "result.txt", 1000)
     (run_dir / "events.jsonl").write_text(json.dumps(events()[0]) + "\n")
     text = page(run_dir)
-    assert '<td class="n">30.0</td><td class="n">0.0</td><td class="n">4.0</td><td class="n">8.0</td>' in text
+    assert "init 30.0 s, 71.4%" in text and "train 4.0 s" in text and "eval 8.0 s" in text and "warmup" not in text
 
 
 def test_a_run_that_gave_up_says_so(run_dir):
@@ -93,7 +94,7 @@ def test_a_run_that_gave_up_says_so(run_dir):
     log[-1]["metadata"]["status"] = "aborted"
     log[-3]["value"] = 3.9
     write_records(run_dir / "result.txt", log)
-    assert "<b>did not converge</b>" in page(run_dir)
+    assert "<strong>did not converge</strong>" in page(run_dir)
 
 
 def test_a_success_that_is_none_is_not_believed(run_dir):
@@ -114,7 +115,7 @@ def test_all_text_is_escaped(run_dir):
             record["value"] = evil
     write_records(run_dir / "result.txt", log)
     text = page(run_dir)
-    assert "<script" not in text and "&lt;script&gt;" in text
+    assert "<script>alert" not in text and "&lt;script&gt;" in text
 
 
 def test_nothing_is_written_into_a_directory_that_is_no_run(tmp_path, capsys):
@@ -132,11 +133,12 @@ def test_a_run_that_failed_before_its_log_gets_a_report(tmp_path):
     assert "cannot read" in text and "events.jsonl is missing" in text
 
 
-def test_a_log_with_a_prefix_gives_the_same_page(run_dir):
-    text = page(run_dir)
+def test_a_log_with_a_prefix_gives_the_same_page_but_for_the_verdict(run_dir):
+    before = page(run_dir).partition("<h2>The checker&#39;s verdict")
     path = run_dir / "result.txt"
     path.write_text("".join(f"0: {line}\n" for line in path.read_text().splitlines()))
-    assert page(run_dir) == text
+    after = page(run_dir).partition("<h2>The checker&#39;s verdict")
+    assert before[1] and after[0] == before[0] and after[2] != before[2]
 
 
 def test_a_log_that_the_official_checker_refuses_is_no_good_run(run_dir):
@@ -202,10 +204,9 @@ def test_the_report_of_a_series_is_complete(series):
         "score of attempts",
         "10 of 12 attempts are good",
         "RCP test passed",
-        "RCP band",
-        "minutes",
-        "training sequences",
+        "band: RCP",
         "step, ms",
+        "package --help",
     ):
         assert part in text
     point = rcp.point_at("llama31_8b", 16, "6.1.0")
@@ -217,17 +218,17 @@ def test_the_report_of_a_series_is_complete(series):
         "never started its clock",
     ):
         assert part in text
-    for part in (synthetic_series.COMMIT, "MI355X_1x8.toml", "2.13.0", "global_batch_size = 16", synthetic_series.SERIES):
+    for part in (synthetic_series.COMMIT, "MI355X_1x8.toml", "2.13.0", '<td class="">16</td>', synthetic_series.SERIES):
         assert part in text
-    assert text.count('<polyline class="run"') == 10 and text.count('<polyline class="run other"') == 2
-    assert "differ" not in text and text.count('class="band"') == 1
+    names = [curve["name"] for curve in charts(text)["evaluation loss"]["series"]]
+    assert len(names) == 11 and "attempt 1" in names and "attempt 3, did not converge" in names, "all but the eleventh, which never began"
+    assert "differ" not in text and charts(text)["evaluation loss"]["band"] == [point.minimum, point.mean]
     assert f"{ten_runs(read_series([series])).score:.3f} minutes" in text
 
 
 def test_the_report_of_a_series_is_self_contained_and_small(series):
     text = page(series)
-    assert not re.search(r"https?:|//[a-z]|@import|url\(", text) and "script" not in Page(text).tags
-    assert "prefers-color-scheme: dark" in text and len(text) < 100_000
+    assert not re.search(r"https?:|src=|@import|url\(", text) and len(text) < 100_000
 
 
 def test_what_differs_among_the_runs_is_shown(tmp_path):
@@ -242,8 +243,8 @@ def test_a_series_without_ten_in_a_row_has_no_score(tmp_path):
     plans = synthetic_series.plans([13] * 12)
     plans[5].fails = "killed"
     text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans))
-    assert "11 of 12 attempts are good" in text and "no score: no 10 consecutive attempts" in text and "<b>score</b>" not in text
-    assert ">lost<" in text and "died without a message" in text
+    assert "11 of 12 attempts are good" in text and "no score: no 10 consecutive attempts" in text and "--resume" in text
+    assert ">lost: " in text and "died without a message" in text
 
 
 def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):
@@ -272,7 +273,7 @@ def test_the_series_that_is_asked_for(series, capsys):
 
 def test_a_run_of_a_series_has_its_own_report_with_the_band(series):
     text = page(sorted(series.glob("*/result.txt"))[0].parent)
-    assert "Target reached" in text and "RCP band, from the least mean of a series" in text and text.count('class="band"') == 1
+    assert "Target reached" in text and "band: RCP, from the least mean of a series" in text and len(charts(text)["loss"]["band"]) == 2
 
 
 def test_spoilt_files_of_a_series_do_not_stop_its_report(series):
@@ -291,4 +292,120 @@ def test_spoilt_files_of_a_series_do_not_stop_its_report(series):
     with (series / "attempts.jsonl").open("a") as ledger:
         ledger.write('{"event": "end"\n[]\n{"event": "start", "series": "' + synthetic_series.SERIES + '", "attempt": 13}\n')
     text = page(series)
-    assert "<script" not in text and "of 13 attempts are good" in text
+    assert "<script>alert" not in text and "of 13 attempts are good" in text
+
+
+# Runs beside each other.
+
+
+@pytest.fixture
+def two(run_dir, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other") / "slower"
+    shutil.copytree(run_dir, other)
+    lines = [event | ({"step_time_ms": 1000.0} if event["event"] == "step" else {}) for event in events()]
+    (other / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
+    (other / "config.toml").write_text('gpu = "MI355X"\nglobal_batch_size = 32\n[env]\nNCCL_MAX_CTAS = "8"\n')
+    page(other)
+    return run_dir, other
+
+
+def test_runs_are_put_beside_each_other(two):
+    one, other = two
+    before = sorted(path.name for path in other.iterdir())
+    assert report.main([str(one), str(other)]) == 0
+    text = read_page(one / "compared_with_slower.html")
+    assert '<td class="n">903.0</td><td class="n">1,000.0</td><td class="n">+10.7%</td>' in text
+    assert "A: -\nB: NCCL_MAX_CTAS 8" in text
+    assert [curve["name"] for curve in charts(text)["evaluation loss"]["series"]] == ["A", "B"]
+    assert {label: len(chart["series"]) for label, chart in charts(text).items()} == dict.fromkeys(charts(text), 2) and len(
+        charts(text)
+    ) == 3
+    assert sorted(path.name for path in other.iterdir()) == before and not (one / "report.html").exists()
+
+
+def test_what_differs_between_runs_is_named(two):
+    one, other = two
+    (one / "config.toml").write_text('gpu = "MI355X"\nglobal_batch_size = 32\nfp8_head = true\n[env]\nNCCL_MAX_CTAS = "4"\n')
+    assert report.main([str(one), str(other)]) == 0
+    text = read_page(one / "compared_with_slower.html")
+    assert "A: NCCL_MAX_CTAS 4\nB: NCCL_MAX_CTAS 8" in text and "fp8_head" in text
+
+
+def test_a_series_is_not_put_beside_a_run(run_dir, series, capsys):
+    assert report.main([str(run_dir), str(series)]) == 2
+    assert "score A --against B" in capsys.readouterr().err and not list(run_dir.glob("*.html"))
+
+
+# What to do next.
+
+
+def next_steps(text: str) -> str:
+    return text.partition("What to do next")[2].partition("</ol>")[0]
+
+
+def test_what_to_do_next_follows_from_how_the_run_ended(run_dir, tmp_path_factory):
+    good = next_steps(page(run_dir))
+    assert "NEXP=10 ./run_and_time.sh llama31_8b" in good and f"./run_and_time.sh check {run_dir}" in good
+    (run_dir / "failure.json").write_text(json.dumps({"kind": "hang", "do": "look at rank 3"}))
+    write_records(run_dir / "result.txt", records(run_dir / "result.txt")[:-1])
+    lost = next_steps(page(run_dir))
+    assert "look at rank 3" in lost and "NEXP=10" not in lost
+    small = tmp_path_factory.mktemp("small")
+    write_good(small / "result.txt", rules.MINIATURE)
+    assert "./run_and_time.sh llama31_8b plan" in next_steps(page(small))
+
+
+# Other people's tools.
+
+
+class Sink(types.ModuleType):
+    """Stands in for tensorboard.summary and for wandb; `written` is what came."""
+
+    def __init__(self):
+        super().__init__("sink")
+        self.written: list[tuple] = []
+        self.Writer = lambda folder: self.__setattr__("folder", folder) or self
+        self.init = lambda **options: self.__setattr__("options", options) or self
+
+    def add_scalar(self, name, value, step):
+        self.written.append((step, name, value))
+
+    def log(self, values, step):
+        self.written += [(step, name, value) for name, value in values.items()]
+
+    def close(self):
+        self.closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.closed = True
+
+
+@pytest.mark.parametrize(("name", "module"), export.SINKS.items())
+def test_events_are_exported(run_dir, name, module, monkeypatch, capsys):
+    sink = Sink()
+    monkeypatch.setitem(sys.modules, module, sink)
+    assert report.main([str(run_dir), "--export", name]) == 0
+    assert sink.closed and (2, "step/loss", 10 / 2**0.3) in sink.written and (4, "eval/loss", 3.4) in sink.written
+    assert not any("mfu" in key for _, key, _ in sink.written), "which has no value here"
+    assert sink.folder == str(run_dir / "tensorboard") if name == "tensorboard" else sink.options["mode"] == "offline"
+    assert f"{run_dir / name}: {name} " in capsys.readouterr().out and not (run_dir / "report.html").exists()
+
+
+def test_an_export_that_cannot_be_made_says_why(run_dir, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert report.main([str(run_dir), "--export", "wandb"]) == 18
+    assert "pip install wandb" in capsys.readouterr().err
+    (run_dir / "wandb").mkdir()
+    assert report.main([str(run_dir), "--export", "wandb"]) == 2
+    (run_dir / "events.jsonl").unlink()
+    assert report.main([str(run_dir), "--export", "tensorboard"]) == 2
+    assert "never overwritten" in (error := capsys.readouterr().err) and "nothing to export" in error
+
+
+def test_without_jinja2_there_is_one_line_about_it(run_dir, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert report.main([str(run_dir)]) == 18
+    assert "pip install jinja2" in capsys.readouterr().err and not (run_dir / "report.html").exists()

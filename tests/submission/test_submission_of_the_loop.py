@@ -15,7 +15,7 @@ from common.config import load
 from common.training import loop
 from common.training.log_keys import hyperparameters
 from common.training.loop import Batching, Goal, Heartbeat, Reporting
-from common.training.metrics import Events, Meter, Progress
+from common.training.metrics import Events, Meter
 from common.training.mllog import RunLog
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules
@@ -63,7 +63,6 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
         "samples_per_step": batch,
         "flops_per_token": 1,
         "peak_tflops": None,
-        "max_samples": config.max_samples,
     }
     outcome = loop.train(
         assembly=SimpleNamespace(model=None, fp8=None),
@@ -73,7 +72,7 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
         batching=Batching(batch, config.gradient_accumulation_steps),
         goal=Goal(interval, first, closed.target_loss, config.max_samples),
         processes=processes,
-        reporting=Reporting(log, Meter(processes, Events(None), Progress(False), **sizes), Heartbeat(None, 0), None),
+        reporting=Reporting(log, Meter(processes, Events(None), **sizes), Heartbeat(None, 0), None),
     )
     log.run_stop(outcome.samples, "success")
 

@@ -20,4 +20,4 @@ def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
     bench, evaluation = stdout.splitlines()
     length = {"llama31_8b": 128, "llama2_70b_lora": 256}[benchmark]
     assert bench.startswith(f"BENCH {benchmark} CPU_1x1 fp32, 2 layers, 1 x 4 x 2 sequences of {length}: ") and "median of 2" in bench
-    assert evaluation.startswith(f"EVALUATION {benchmark}: 5 sequences in ") and "tok/s/GPU" in evaluation
+    assert evaluation.startswith(f"EVALUATION {benchmark}: 5 sequences in ") and "tok/s/process" in evaluation

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from common.command_line import Parser
 from common.errors import ConfigError
 from common.hardware import Device, Probe
-from launch.__main__ import _split
+from door.verbs import read
 from throughput import options, published
 from throughput.__main__ import MEASUREMENTS, WHATS, main
 
@@ -43,15 +44,17 @@ def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said
 
 
 def test_without_words_it_lists_the_measurements(capsys):
-    assert main([]) == 2 and main(["--help"]) == 0
+    assert main([]) == 2 and "measurement" in three_lines(capsys)[0]
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in WHATS)
 
 
 def test_the_launcher_passes_it_on_without_a_benchmark():
-    assert _split(["throughput", "gemm", "--help"]) == ("", "throughput", ["gemm", "--help"])
+    assert read(["throughput", "gemm", "--help"]) == ("requirements.txt", ["-m", "throughput", "gemm", "--help"])
     with pytest.raises(ConfigError, match="takes no benchmark"):
-        _split(["llama31_8b", "throughput"])
+        read(["llama31_8b", "throughput"])
 
 
 def test_a_result_is_written_once(tmp_path, capsys):
@@ -92,7 +95,7 @@ def test_without_out_it_goes_to_logdir(tmp_path, monkeypatch):
 def test_what_a_measurement_declares_fits_together(what):
     """Keys of tables and plots are columns; published tables exist and have the columns they are matched by."""
     module = importlib.import_module(f"throughput.{what}")
-    module.add_arguments(options.Parser())
+    module.add_arguments(Parser("throughput x"))
     for table in module.TABLES:
         keys = [column.key for column in table.columns]
         assert len(keys) == len(set(keys)) and {*table.keys, table.value, *filter(None, [table.sort])} <= set(keys)
@@ -107,7 +110,7 @@ def test_what_a_measurement_declares_fits_together(what):
 
 
 def test_options_of_all_measurements():
-    parser = options.Parser()
+    parser = Parser("throughput x")
     options.add(parser, "precision", "steps", seq={"default": 1024}, batch={}, gpus={})
     chosen = parser.parse_args(["--batch", "max", "--gpus", "1,2,4"])
     assert (chosen.precision, chosen.steps, chosen.seq, chosen.batch, chosen.gpus) == ("bf16", 20, 1024, "max", [1, 2, 4])

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from page import Page, read_page
 
 from common.errors import CheckFailed
 from common.model.shapes import ModelShape
-from throughput import profiling
+from throughput import profiling, report
 from throughput.kernel_time import CLASSES, Event, breakdown, class_of, class_of_name, exposed_ns
 from throughput.profiling import TRACE, document
 from throughput.trace import Roles, timeline
@@ -372,12 +373,20 @@ def test_the_table_names_unknown_kernels_and_says_where_the_clock_disagrees():
     assert "NOTE: trace and clock differ" in profiling.text(table(clock_ms=0.0506))
 
 
+def test_the_page_has_a_table_of_each_part_and_bars_of_the_classes(tmp_path):
+    report.write(tmp_path, "profile", profiling.sections(table(clock_ms=0.0506)))
+    text = read_page(tmp_path / "page.html")
+    assert [text.count(f"<h2>By {title}</h2>") for title in profiling.PARTS.values()] == [1, 1, 1]
+    assert "&lt;new&gt;" in text and '<td class="n">60.0%</td>' in text and "NOTE: trace and clock differ" in text
+    assert Page(text).tags.count("svg") == 1 and "behind other kernels" in text
+
+
 # --- the verb ---------------------------------------------------------------------------------------------------------
 
 
 def profile_verb(tmp_path, *arguments, device="cpu"):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "launch", "llama31_8b", "profile", "--device", device, *arguments]
+    command = [sys.executable, "-m", "door", "llama31_8b", "profile", "--device", device, *arguments]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -397,6 +406,7 @@ def test_profile_of_the_miniature(tmp_path):
     done = profile_verb(tmp_path, *small)
     assert done.returncode == 0, done.stderr
     folder, found, rows = read_profile(tmp_path)
+    assert "kernel class" in read_page(folder / "page.html")
     with gzip.open(folder / TRACE, "rt") as file:
         assert len(json.load(file)["traceEvents"]) > 1000
     assert all(rows[name]["ms"] > 0 for name in ("GEMM", "attention", "SwiGLU", "cross-entropy", "optimizer", "elementwise", "idle"))

@@ -6,9 +6,9 @@ import sys
 import pytest
 from page import Page
 
+from common.command_line import Parser
 from common.errors import ConfigError, DataError, RunError
 from throughput import compare, report, result
-from throughput.options import Parser
 from throughput.result import Result
 from throughput.tables import Beside, Column, Plot, Table
 from throughput.timing import kernel_ms, spread, step_ms
@@ -106,7 +106,7 @@ def test_the_page_stands_alone_in_both_color_schemes(tmp_path):
     text = (tmp_path / "a" / "page.html").read_text()
     page = Page(text)
     assert page.tags.count("svg") == 2 and all(link.startswith("#") for link in page.links)
-    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text and "step &lt; time" in text
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text and "step &lt; time" in text and "default-src 'none'" in text
     assert "var(--text)" in text and "#0a0b0c" not in text
     assert "<script" not in text and "@import" not in text and "url(http" not in text
 
@@ -129,7 +129,7 @@ def test_without_matplotlib_there_is_a_table_and_a_line_how_to_make_the_page(tmp
 
 
 def compared(*words) -> int:
-    parser = Parser()
+    parser = Parser("throughput x")
     compare.add_arguments(parser)
     parser.add_argument("--out", type=type(words[0]))
     return compare.main(parser.parse_args(list(map(str, words))))

@@ -6,9 +6,10 @@ import os
 
 import pytest
 
+from common.command_line import Parser
 from common.errors import ConfigError, DataError, Interrupted
 from launch.supervise import Ending
-from throughput import options, suite
+from throughput import suite
 from throughput.__main__ import MEASUREMENTS
 from throughput.suite import Part
 
@@ -122,7 +123,7 @@ def test_the_commands_of_the_parts_are_understood(part):
     for words in filter(None, (part.words, part.quick)):
         what, *rest = words.format(gpus="1,2").split()
         assert what in MEASUREMENTS
-        parser = options.Parser()
+        parser = Parser("throughput x")
         importlib.import_module(f"throughput.{what}").add_arguments(parser)
         parser.parse_args(rest)
 

@@ -5,12 +5,27 @@ import json
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from tiny import start_ranks
+from toy import wait_until
 
-from common.errors import Hang, Interrupted, NonFinite, OutOfMemory, RankLost, RunError, StorageError
+from common import errors
+from common.errors import (
+    LAUNCHED,
+    ROOM,
+    Hang,
+    Interrupted,
+    NonFinite,
+    OutOfMemory,
+    RankLost,
+    RunError,
+    StorageError,
+    write_rank_record,
+)
+from common.training import guard
 from common.training.guard import classify, is_secondary
 
 # Two ranks add up until rank 1 goes away, as argv[2] says. on_failure fails itself: that must not hide the first failure.
@@ -109,10 +124,33 @@ def test_a_full_gpu_is_out_of_memory():
     assert not is_secondary(torch.OutOfMemoryError("CUDA out of memory"))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE])
 def test_a_disk_that_takes_nothing_is_a_storage_error_naming_the_file(number):
     failure = classify(OSError(number, os.strerror(number), "/results/events.jsonl"))
     assert isinstance(failure, StorageError) and "/results/events.jsonl" in failure.what
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+        ),
+        RuntimeError("can't start new thread"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),  # fork, at the limit of processes
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_host_that_gives_no_more_is_out_of_memory(error):
+    failure = classify(error)
+    assert type(failure) is OutOfMemory and "host" in failure.what and failure.why and "ulimit" in failure.do and not is_secondary(error)
+
+
+def test_an_exit_in_a_rank_is_a_lost_rank():
+    failure = classify(SystemExit(0))
+    assert type(failure) is RankLost and "exit code 0" in failure.what
 
 
 @pytest.mark.parametrize(
@@ -180,3 +218,69 @@ def test_a_signal_after_the_work_is_done_spoils_nothing(tmp_path):
     (process,) = start_ranks(1, ["-c", code, str(tmp_path)])
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0 and record(tmp_path, 0)["outcome"] == "done", stderr
+
+
+# --- where the record cannot go, and nobody waits for it
+
+
+def test_a_record_of_a_full_disk_takes_the_room_that_was_set_aside(tmp_path, monkeypatch):
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / ROOM).write_bytes(bytes(4096))
+    write_text = Path.write_text
+
+    def full(path, text):
+        if (tmp_path / ROOM).exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    write_rank_record(tmp_path, 0, "failed", StorageError("full"))
+    assert record(tmp_path, 0)["kind"] == "storage" and not (tmp_path / ROOM).exists()
+
+
+@pytest.mark.parametrize(("launched", "full", "told"), [(False, False, True), (True, False, False), (True, True, True)])
+def test_a_failure_is_told_on_stderr_where_no_launcher_reads_the_record(tmp_path, monkeypatch, capfd, launched, full, told):
+    (tmp_path / "ranks").mkdir()
+    monkeypatch.setattr(errors, "TRIES", 2)
+    monkeypatch.setenv(LAUNCHED, "run")
+    if not launched:
+        monkeypatch.delenv(LAUNCHED)
+    if full:
+        monkeypatch.setattr(Path, "write_text", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        guard._end_badly(tmp_path, 0, OSError(errno.ENOSPC, "No space left on device", "events.jsonl"), lambda: None, lambda: 3)
+    os._exit.assert_called_with(StorageError.exit_code)
+    stderr = capfd.readouterr().err
+    assert ("error: events.jsonl: No space left on device" in stderr and "  do:  free space" in stderr) == told, stderr
+    assert (tmp_path / "ranks/rank_0.json").exists() != full
+
+
+# torchrun: starts a rank and is killed. The rank sleeps; or waits in native code, deaf to signals, as for a collective of ranks that are gone.
+ORPHAN = """
+import os, signal, sys, time
+from pathlib import Path
+from common.training import guard
+def body():
+    if sys.argv[2] == "deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    (Path(sys.argv[1]) / "pid").write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+guard.ALONE_S = 0.5
+guard.run_guarded(Path(sys.argv[1]), 0, body, lambda: (Path(sys.argv[1]) / "run_stop").touch(), lambda: 3)
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+
+
+@pytest.mark.parametrize("way", ["asleep", "deaf"])
+def test_a_rank_ends_by_itself_when_torchrun_is_killed(tmp_path, monkeypatch, way):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    (parent,) = start_ranks(1, ["-c", PARENT, "-c", ORPHAN, str(tmp_path), way])
+    parent.communicate(timeout=60)  # the rank holds its pipes
+    assert parent.returncode == -signal.SIGKILL
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    wait_until(lambda: not state.exists() or " Z " in state.read_text())
+    assert (tmp_path / "run_stop").exists() == (way == "asleep")
+    if way == "asleep":
+        assert record(tmp_path, 0)["outcome"] == "interrupted"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -204,10 +205,26 @@ def test_a_full_disk_is_a_storage_error_and_earlier_lines_stay_whole(tmp_path):
     assert done.returncode == 0 and "STORAGE ERROR" in done.stderr, done.stderr
 
 
-def test_a_full_disk_behind_stdout_is_a_storage_error_and_the_file_goes_on(tmp_path):
-    program = "import sys; from pathlib import Path; from common.training.mllog import RunLog; RunLog(Path(sys.argv[1])).cache_clear(True)"
+COPY = """
+import os, sys
+from pathlib import Path
+from common.training.mllog import RunLog
+log = RunLog(Path(sys.argv[1]))
+log.cache_clear(True)
+log.init_start()
+"""
+
+
+@pytest.mark.parametrize("behind", ["a full disk", "a reader that ended", "nothing"])
+def test_stdout_is_a_copy_and_the_file_goes_on_without_it(tmp_path, behind):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", COPY, str(tmp_path / "result.txt")]
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-c", program, str(tmp_path / "result.txt")]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=PROJECT_ROOT, check=False)
-    assert "StorageError: cannot write the log to stdout" in done.stderr
-    assert records(tmp_path / "result.txt")[0]["key"] == "cache_clear"
+        stdout = {"a full disk": full, "a reader that ended": writer, "nothing": None}[behind]
+        close = None if stdout else lambda: os.close(1)
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=PROJECT_ROOT, preexec_fn=close)
+    os.close(writer)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("note: cannot write the log to stdout") == (behind != "nothing"), "once"
+    assert [record["key"] for record in records(tmp_path / "result.txt")] == ["cache_clear", "init_start"], "nothing twice"

@@ -1,10 +1,12 @@
 """The synthetic warm-up leaves nothing behind, and where it does the run is refused."""
 
+import math
+
 import pytest
 import torch
 from tiny import TINY, run_config
 
-from common.errors import PreflightError
+from common.errors import NonFinite, PreflightError
 from common.training import warmup
 from common.training.loop import Batching, train_step
 from common.training.warmup import fingerprint, synthetic_batches, warm_up
@@ -28,8 +30,9 @@ def spoil(monkeypatch, after_each_step, learning_rate=None):
 
     def step(assembly, batches, batching, rate, processes, beat):
         rates.append(rate)
-        train_step(assembly, batches, batching, rate if learning_rate is None else learning_rate, processes, beat)
+        found = train_step(assembly, batches, batching, rate if learning_rate is None else learning_rate, processes, beat)
         after_each_step()
+        return found
 
     monkeypatch.setattr(warmup, "train_step", step)
     return rates
@@ -140,3 +143,13 @@ def test_a_fingerprint_depends_on_values_alone(monkeypatch):
     monkeypatch.setattr("common.training.warmup._CHUNK", 7)
     assert fingerprint(values) == whole  # the same in pieces
     assert fingerprint(torch.empty(0)) == 0 and fingerprint(torch.tensor(3.0)) != fingerprint(torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("spoilt", ["weight", "evaluation"])
+def test_values_that_are_not_finite_end_the_run_before_its_clock(assembly, processes, monkeypatch, spoilt):
+    if spoilt == "weight":  # as a kernel that computes NaN
+        assembly.model.blocks[1].down.weight.data[0, 0] = math.nan
+    else:
+        monkeypatch.setattr(warmup, "evaluate", lambda *arguments: math.inf)
+    with pytest.raises(NonFinite, match="not finite"):
+        run(assembly, processes)

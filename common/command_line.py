@@ -1,0 +1,65 @@
+"""The parser of every verb: errors in three lines, what a typo may have meant, examples under --help. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+from common.errors import ConfigError
+
+PROGRAM = "./run_and_time.sh"
+
+
+def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """What to type instead of an unknown `word`: the nearest of `known`, else `otherwise`, or all of them."""
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), names, 1, 0.7)  # 0.7: gpu is not cpu
+    return f"did you mean {names[near[0]]}?" if near else otherwise or f"there are: {', '.join(names.values())}"
+
+
+def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
+    """The first word, if it is no option, and the rest; "" if there is none."""
+    given = bool(arguments) and not arguments[0].startswith("-")
+    return (arguments[0], arguments[1:]) if given else ("", arguments)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of ending the process. `examples`: lines that follow `PROGRAM`; `prog`: without it."""
+
+    def __init__(self, prog: str, description: str | None = None, examples: Iterable[str] = (), **settings: Any):
+        lines = "".join(f"\n  {PROGRAM} {example}" for example in examples)
+        settings |= {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        prog = prog if prog.startswith(PROGRAM) else f"{PROGRAM} {prog}"
+        super().__init__(prog, description=description, epilog="examples:" + lines if lines else None, **settings)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if not unknown:
+            return options
+        name = unknown[0].partition("=")[0]
+        if name.startswith("-"):
+            raise ConfigError(f"unknown option {name}", f"{self.prog} has no such option", meant(name, dict.fromkeys(self.options())))
+        self.error(f"{name}: one word too many")
+
+    def options(self) -> Iterator[str]:
+        """The options of this parser and of those of its subcommands."""
+        for action in self._actions:
+            yield from () if action.help == argparse.SUPPRESS else action.option_strings[-1:]
+            for each in self.subcommands(action):
+                yield from each.options()
+
+    @staticmethod
+    def subcommands(action: argparse.Action) -> list[Parser]:
+        return list(dict(action.choices or {}).values()) if isinstance(action, argparse._SubParsersAction) else []
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            name = (action.option_strings or [f"unknown {action.metavar or action.dest}"])[-1]
+            known = [str(choice) for choice in action.choices]
+            raise ConfigError(f"{name} {value}", f"{self.prog} takes {', '.join(known)}", meant(str(value), known, "choose one of them"))
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().split())
+        raise ConfigError(message, usage, f"{self.prog} --help says more")

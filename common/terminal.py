@@ -1,0 +1,54 @@
+"""Text for a person at a terminal, on stderr: color, what --quiet leaves out, durations, a curve in a line. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+QUIET = "RUN_QUIET"  # set by --quiet
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 24  # of a sparkline
+
+
+def print_stderr(*lines: str) -> None:
+    text = "\n".join(lines)
+    print(paint("error:", "1;31") + text[6:] if text.startswith("error:") else text, file=sys.stderr, flush=True)
+
+
+def inform(*lines: str) -> None:
+    """What --quiet leaves out."""
+    if lines and not is_quiet():
+        print_stderr(*lines)
+
+
+def is_quiet() -> bool:
+    return bool(os.environ.get(QUIET))
+
+
+def paint(text: str, code: str) -> str:
+    """`text` in the style of an ANSI code, such as 1 for bold and 31 for red, where stderr is a terminal that has colors (no-color.org)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty()
+    return text if plain else f"\x1b[{code}m{text}\x1b[0m"
+
+
+def shown(path: Path) -> str:
+    """`path` relative to the current directory, if it lies in it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def sparkline(values: Sequence[float], floor: float) -> str:
+    """`values` in WIDTH means or fewer; the lowest bar is `floor` and below."""
+    size = max(1, -(-len(values) // WIDTH))
+    groups = [[value for value in values[at : at + size] if math.isfinite(value)] for at in range(0, len(values), size)]
+    means = [sum(group) / len(group) for group in groups if group]
+    span = max(max(means, default=floor) - floor, 1e-9)
+    return "".join(BARS[round(max(0.0, mean - floor) / span * (len(BARS) - 1))] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}" if hours else f"{minutes}m{seconds:02d}"

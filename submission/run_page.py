@@ -1,0 +1,203 @@
+"""The report of one run, and what the pages of several runs share with it.
+
+A run that died early gets a page of what there is: result.txt, events.jsonl, gpu_samples.jsonl, config.toml, versions.json and
+failure.json may be missing or cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+from common.errors import ConfigError
+from submission import check, gpu_samples, pages, terminal
+from submission.intervals import samples_of
+from submission.log_rules import PRECISION_KEYS
+from submission.pages import Block, Curve, Section, banner, finite, median, number, points, table
+from submission.runs import GOOD, Run
+
+FACTS = (
+    *("submission_org", "submission_platform", "submission_division", "submission_status", "config_filename"),
+    *("global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "opt_base_learning_rate", *PRECISION_KEYS),
+)
+MINIATURE_NOTICE = banner("warn", "A miniature: this is not a benchmark result.", "A small model with a target of its own.")
+# Key of a step -> name of its median among the figures; figure -> format.
+MEDIANS = {"step_time_ms": "step, ms", "tokens_per_s_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU", "mfu": "MFU"}
+FORMS = {"minutes": ",.2f", "samples": ",.0f", "last evaluation": ".4f", "init, s": ",.0f", "train, s": ",.0f", "eval, s": ",.1f"}
+FORMS |= {"step, ms": ",.1f", "tokens/s/GPU": ",.0f", "TFLOP/s/GPU": ",.4g", "MFU": ".1%", "GiB, peak": ",.1f"}
+FORMS |= {"GPU-hours": ",.2f", "GPU kWh": ",.3f"}
+
+Labeled = tuple[str, Run]
+
+
+def run_page(run: Run) -> str:
+    """The page as HTML text. Raises PreflightError where mlperf-logging or jinja2 is missing."""
+    samples, figures, (clean, verdict) = gpu_samples.read_samples(run), figures_of(run), _verdict(run)
+    unit = "CPU" if run.gpu == "CPU" else "GPU"
+    tiles = [(name.replace("GPU", unit), shown(figures, name)) for name in FORMS if figures[name] is not None]
+    evaluated = [[number(value) for value in row.values()] for row in evaluations(run)]
+    curves = [Curve("train", of_steps(run, "loss")), Curve("evaluation", points(evaluations(run), "samples", "loss"), 1, dots=True)]
+    return pages.render(
+        f"{run.benchmark or 'run'} · {run.folder.resolve().name}",
+        [
+            ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run), {"tiles": tiles}]),
+            ("What to do next", [{"steps": _next_steps(run, samples, clean)}]),
+            ("Loss", [loss_chart("loss", run, curves)]),
+            ("Evaluations", [table(["samples", "loss", "minutes on the clock", "took, s"], evaluated)]),
+            ("Where the time went", [pages.shares(phases(run))]),
+            ("Step time", [step_chart([Curve("step", of_steps(run, "step_time_ms"))])]),
+            ("GPUs during the run", gpu_samples.blocks(samples)),
+            ("Ranks compared", gpu_samples.ranks_compared(run)),
+            ("The checker's verdict", verdict),
+            *provenance([("", run)]),
+            files(run.folder),
+        ],
+    )
+
+
+# What the log and the events say.
+
+
+def of_steps(run: Run, key: str) -> list[tuple[float, float]]:
+    return points((record for record in run.records if record.get("event") == "step"), "samples", key)
+
+
+def evaluations(run: Run) -> list[dict]:
+    seconds = {interval.stop_samples: interval.seconds for interval in run.evaluations}
+    start, rows = run.log.first("run_start"), []
+    for event in run.log.all("eval_accuracy"):
+        minutes = (event.time_ms - start.time_ms) / 60_000 if start else None
+        rows.append({"samples": event.samples, "loss": event.value, "minutes": minutes, "seconds": seconds.get(samples_of(event))})
+    return rows
+
+
+def phases(run: Run) -> dict[str, float]:
+    """Seconds by phase; training and evaluation by the log, which a run that broke off has too."""
+    seconds = {"init": 0.0, "warmup": 0.0}
+    for record in run.records:
+        if record.get("event") == "phase" and record.get("name") in ("init", "warmup") and finite(record.get("seconds")):
+            seconds[record["name"]] += record["seconds"]
+    return seconds | {"train": sum(block.seconds for block in run.blocks), "eval": run.evaluation_s or 0.0}
+
+
+def figures_of(run: Run) -> dict[str, float | None]:
+    """What a run comes to, by the names in FORMS; None for what is not known. GPU-hours count the GPUs of all nodes, from run_start to
+    run_stop; kWh is the energy of the GPUs that were sampled, in the same time."""
+    seconds, last = phases(run), points(evaluations(run), "samples", "loss")[-1:]
+    measured = {key: [value for _, value in of_steps(run, key)] for key in (*MEDIANS, "memory_gib")}
+    return {
+        "minutes": run.minutes,
+        "samples": last[0][0] if last else None,
+        "last evaluation": last[0][1] if last else None,
+        "init, s": seconds["init"] + seconds["warmup"] or None,
+        "train, s": seconds["train"] or None,
+        "eval, s": seconds["eval"] or None,
+        **{name: median(measured[key]) if measured[key] else None for key, name in MEDIANS.items()},
+        "GiB, peak": max(measured["memory_gib"], default=None),
+        "GPU-hours": run.gpus * run.minutes / 60 if run.gpus and run.gpu != "CPU" and run.minutes is not None else None,
+        "GPU kWh": gpu_samples.energy_kwh(gpu_samples.read_samples(run)),
+    }
+
+
+def shown(figures: dict[str, float | None], name: str) -> str:
+    return terminal.number(figures[name], FORMS[name])
+
+
+# Blocks that other pages have too.
+
+
+def loss_chart(label: str, run: Run, curves: list[Curve]) -> Block:
+    """With the target of `run`, and the band from the least mean of a series that passes to the reference's mean."""
+    band = (run.point.minimum, run.point.mean) if run.point else None
+    label += ", nats per token" + (f" · dashed: target {run.target}" if run.target is not None else "")
+    if band:
+        label += f" · band: RCP, from the least mean of a series that passes, {band[0]:,.2f}, to the reference's mean, {band[1]:,.2f}"
+    return pages.chart(label, "training sequences", curves, target=run.target, band=band)
+
+
+def step_chart(curves: list[Curve]) -> Block:
+    return pages.chart("step time, ms", "training sequences", curves, max)
+
+
+def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
+    """What differs among the runs, with the labels of who differs, then what they share; what could not be read. Unless `ask_all`, a run
+    that lacks a fact is left out of it: it may not have got so far."""
+    facts = [(label, _facts(run, len(runs) == 1)) for label, run in runs]
+    same, differing = [], []
+    for key in dict.fromkeys(key for _, each in facts for key in each):
+        holders: dict[str, list[str]] = {}
+        for label, each in facts:
+            if ask_all or key in each:
+                holders.setdefault(each.get(key, "-"), []).append(label)
+        values = [f"{', '.join(who).replace(', attempt ', ', ')}: {value}" for value, who in holders.items()]
+        (differing.append((key, "\n".join(values))) if len(values) > 1 else same.append((key, next(iter(holders)))))
+    config = {"text": runs[0][1].config if len(runs) == 1 else "", "title": "Config, as resolved"}
+    unread = [f"{label} {note}".strip() for label, run in runs for note in run.notes]
+    return [("What differs", [table((), differing)]), ("Provenance", [table((), same), config]), ("What was odd", [{"notes": unread}])]
+
+
+def _facts(run: Run, alone: bool) -> dict[str, str]:
+    """Of the log, the self-test, versions.json, and, unless the page is of this run alone, config.toml."""
+    found = {key: value for key in (*FACTS, *["seed"] * alone) if (value := run.log.value(key)) is not None} | run.versions
+    found |= {"attention by": record.get("attention") for record in run.records if record.get("event") == "self_test"}  # noqa: B035
+    with contextlib.suppress(tomllib.TOMLDecodeError):  # cut off
+        found |= {} if alone else tomllib.loads(run.config)
+    return {str(key): _plain(value) for key, value in found.items()}
+
+
+def _plain(value: object) -> str:
+    """A value of JSON or TOML in one line; equal names in a list are counted."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(value).items()) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def files(folder: Path) -> Section:
+    return "Files", [{"links": sorted(path.name for path in folder.iterdir() if path.name != "report.html")}]
+
+
+# The page's own blocks.
+
+
+def _banner(run: Run) -> Block:
+    """The log decides, as it does in score and package; failure.json only explains."""
+    why = run.reason or run.failure.get("kind", "")
+    lines = ["Target reached" if run.state == GOOD else f"{run.state}{': ' if why else ''}{why}"]
+    if last := evaluations(run)[-1:]:
+        lines.append(f"last evaluation {number(last[0]['loss'])}, target {number(run.target)}, at {number(last[0]['samples'])} samples")
+    lines += [f"{key}: {run.failure[key]}" for key in ("what", "why") if run.failure.get(key)]
+    return banner("good" if run.state == GOOD else "bad", *lines)
+
+
+def _next_steps(run: Run, samples: gpu_samples.Samples, clean: bool) -> list[tuple[str, str]]:
+    """Sentences with commands."""
+    command, folder, series = "./run_and_time.sh", shlex.quote(str(run.folder)), shlex.quote(str(run.folder.parent))
+    found = []
+    if run.state != GOOD:
+        found.append((str(run.failure.get("do") or "Look for the reason: docs/troubleshooting.md says what each exit code means."), ""))
+    if not clean:
+        found.append(("The log is not clean. All findings:", f"{command} check {folder}"))
+    if gpu_samples.findings(samples):
+        found.append(("A GPU is held back. How fast is it alone?", f"{command} {run.benchmark} preflight"))
+    if run.state == GOOD and run.is_miniature:
+        found.append(("The package runs on this machine. What do the benchmark's own sizes need?", f"{command} {run.benchmark} plan"))
+    elif run.state == GOOD:
+        found.append(("A result is ten runs in a row:", f"NEXP=10 {command} {run.benchmark}"))
+        found.append(("What a series scores, and how much of it is luck:", f"{command} score {series}"))
+    return [*found, ("Beside another run:", f"{command} report {folder} OTHER_RUN")]
+
+
+def _verdict(run: Run) -> tuple[bool, list[Block]]:
+    """Whether the log is clean, and what `check` prints. Raises PreflightError."""
+    with contextlib.suppress(ConfigError):  # no log, or what is among the run's notes
+        examined = check.examine(run.path)
+        _, title, *findings, summary = "\n".join(check.lines(examined, werror=False)).strip().splitlines()
+        state = "bad" if examined.errors() else "good"
+        return state == "good", [banner(state, summary.strip(), title.strip()), {"text": "\n".join(findings)}]
+    return True, []

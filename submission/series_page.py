@@ -1,0 +1,103 @@
+"""The pages of several runs: the report of a series, and runs beside each other."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from submission import pages, run_page
+from submission.pages import Block, Curve, Link, banner, points, table
+from submission.run_page import FORMS, Labeled, evaluations, figures_of, of_steps, shown
+from submission.runs import GOOD, Run
+from submission.score import score_lines
+from submission.series import Series, TenRuns, ten_runs, windows
+
+OF_AN_ATTEMPT = ("samples", "minutes", "init, s", "step, ms", "tokens/s/GPU", "GiB, peak", "GPU kWh")
+
+
+def series_page(series: Series, folder: Path) -> str:
+    """The page as HTML text, for a file in `folder`. Raises PreflightError where mlperf-logging or jinja2 is missing."""
+    ten, runs = ten_runs(series), [(f"attempt {run.number}", run) for run in series.runs]
+    counts = () if ten.invalid else ten.runs
+    heads, rows = _rows([(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs], OF_AN_ATTEMPT, folder)
+    known = run_page.provenance(runs, ask_all=False)
+    differ = [banner("warn", "The runs differ in what should be the same")] if known[0][1][0]["table"] else []
+    return pages.render(
+        f"{series.first.benchmark or 'runs'} · {series.name}",
+        [
+            ("", [*[run_page.MINIATURE_NOTICE] * series.first.is_miniature, _banner(series, ten), *differ]),
+            ("What to do next", [{"steps": _next_steps(series, ten, shlex.quote(str(folder)))}]),
+            ("Score", [{"text": "\n".join(score_lines(ten))}]),
+            ("Loss of all runs", [_losses([(label if run.state == GOOD else f"{label}, {run.state}", run) for label, run in runs])]),
+            ("Attempts", [table(heads, rows, (0, 1, 2)), {"notes": ["* among the ten of the score"] if counts else []}]),
+            *known,
+            run_page.files(folder),
+        ],
+    )
+
+
+def comparison_page(runs: list[Run], folder: Path) -> str:
+    """As `series_page`. The runs are named A, B, ...; changes are against A."""
+    named = [(chr(ord("A") + index), run) for index, run in enumerate(runs)]
+    losses, times = (
+        [Curve(label, of_steps(run, key), index) for index, (label, run) in enumerate(named)] for key in ("loss", "step_time_ms")
+    )
+    heads, rows = _rows(named, FORMS, folder)
+    first, *others = [figures_of(run) for run in runs]
+    for (label, _), other in zip(named[1:], others, strict=True):
+        changes = [f"{value / base - 1:+.1%}" if (base := first[name]) and (value := other[name]) is not None else "-" for name in FORMS]
+        rows.append([f"{label} against A", "", "", "", "", *changes])
+    top, *cells = zip(heads, *rows, strict=True)
+    return pages.render(
+        ", ".join(f"{label}: {run.folder.resolve().name}" for label, run in named),
+        [
+            ("Differences", [table(top, [row for row in cells if {*row[1:]} - {"-", ""}])]),
+            ("Loss", [_losses(named), run_page.loss_chart("training loss", runs[0], losses)]),
+            ("Step time", [run_page.step_chart(times)]),
+            *run_page.provenance(named),
+        ],
+    )
+
+
+def _rows(runs: list[Labeled], names: Iterable[str], folder: Path) -> tuple[list[str], list[list[str | Link]]]:
+    """Heads and rows of a table of `runs`, with links to their reports from a page in `folder`."""
+    rows: list[list[str | Link]] = []
+    for label, run in runs:
+        figures, report = figures_of(run), run.folder / "report.html"
+        link = Link("report", quote(Path(os.path.relpath(report, folder)).as_posix())) if report.is_file() else "-"
+        seed, code = str(run.start.get("seed", run.log.value("seed"))), str(run.end.get("exit_code", "-"))
+        reason = str(run.reason or run.failure.get("what") or "") if run.state != GOOD else ""
+        state = f"{run.state}: {reason}" if reason else run.state
+        rows.append([label, link, state, code, seed, *(shown(figures, name) for name in names)])
+    return ["run", "page", "state", "exit", "seed", *names], rows
+
+
+def _losses(runs: list[Labeled]) -> Block:
+    curves = [Curve(label, points(evaluations(run), "samples", "loss"), index, dots=True) for index, (label, run) in enumerate(runs)]
+    return run_page.loss_chart("evaluation loss", next((run for _, run in runs if run.benchmark), runs[0][1]), curves)
+
+
+def _banner(series: Series, ten: TenRuns) -> Block:
+    share = f"{len(series.good)} of {len(series.runs)} attempts are good"
+    if series.first.is_miniature:
+        return banner("good" if series.good else "bad", share)
+    if ten.invalid:
+        return banner("warn" if series.good else "bad", share, f"no score: {ten.invalid}")
+    count = sum(not window.invalid for window in windows(series))
+    extent = f"attempts {ten.runs[0].number} to {ten.runs[-1].number}" + (f", the median of {count} windows" if count > 1 else "")
+    test = "passed" if ten.passed else f"FAILED: {ten.verdict.message if ten.verdict else ''}"
+    return banner("good" if ten.passed else "bad", f"{ten.rank:.3f} minutes", f"score of {extent}; {share}", f"RCP test {test}")
+
+
+def _next_steps(series: Series, ten: TenRuns, folder: str) -> list[tuple[str, str]]:
+    """Sentences with commands."""
+    command, benchmark = "./run_and_time.sh", series.first.benchmark
+    if series.first.is_miniature:
+        return [("The package runs on this machine. What do the benchmark's own sizes need?", f"{command} {benchmark} plan")]
+    if ten.invalid:
+        return [("Go on until there are ten good runs in a row:", f"NEXP=10 {command} {benchmark} --resume")]
+    score = ("Beside the best published result of these GPUs:", f"{command} score {folder}")
+    return [score, *[("The tree of a submission, checked:", f"{command} package --help")] * ten.passed]

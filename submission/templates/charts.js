@@ -1,0 +1,60 @@
+"use strict";
+// Draws the JSON in each figure with uPlot. A drag selects a range, a double click shows all again, a click in the legend hides a curve.
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const font = "12px system-ui, sans-serif";
+const short = value => value == null ? "-" : Math.abs(value) >= 100 ? value.toLocaleString("en", {maximumFractionDigits: 1}) : String(+value.toPrecision(5));
+
+function axis(more) {
+  return {stroke: () => css("--dim"), grid: {stroke: () => css("--line"), width: 1}, ticks: {show: false}, font, labelFont: font, ...more};
+}
+
+// The band of x behind the curves, and the level of the target before them.
+function levels(spec) {
+  const paint = (plot, work) => { plot.ctx.save(); work(plot.ctx, plot.bbox); plot.ctx.restore(); };
+  return {hooks: {
+    drawClear: plot => spec.band && plot.scales.x.max > spec.band[0] && paint(plot, (ctx, box) => {
+      const [left, right] = spec.band.map(x => Math.min(Math.max(plot.valToPos(x, "x", true), box.left), box.left + box.width));
+      ctx.fillStyle = css("--band");
+      ctx.fillRect(left, box.top, Math.max(right - left, 1), box.height);
+    }),
+    draw: plot => spec.target != null && paint(plot, (ctx, box) => {
+      const y = plot.valToPos(spec.target, "y", true);
+      if (y < box.top || y > box.top + box.height) return;
+      ctx.strokeStyle = css("--target");
+      ctx.setLineDash([6, 4]);
+      ctx.lineWidth = 1.5 * devicePixelRatio;
+      ctx.beginPath(); ctx.moveTo(box.left, y); ctx.lineTo(box.left + box.width, y); ctx.stroke();
+    }),
+  }};
+}
+
+// From 0 in x, unless a range is selected; the target lies within y.
+function ranges(spec) {
+  const end = Math.max(...spec.series.flatMap(curve => curve.data[0]));
+  const last = Math.max(end, ...(spec.band || []).filter(x => x < 2 * end));
+  const first = Math.min(0, ...spec.series.map(curve => curve.data[0][0]));
+  const y = (plot, low, high) => {
+    const all = [low, high, spec.target].filter(value => value != null);
+    return uPlot.rangeNum(Math.min(...all), Math.max(...all), 0.08, false);
+  };
+  return {x: {time: false, range: (plot, low, high) => low === plot.data[0][0] && high === plot.data[0].at(-1) ? [first, last * 1.02 || 1] : [low, high]}, y: {range: y}};
+}
+
+function draw(figure) {
+  const spec = JSON.parse(figure.querySelector("script").textContent);
+  const size = () => ({width: figure.clientWidth, height: figure.clientWidth < 560 ? 220 : 300});
+  const series = spec.series.map(curve => ({
+    label: curve.name, stroke: curve.color, width: curve.dots ? 2 : 1.4, dash: curve.dashed ? [6, 3] : undefined, spanGaps: true,
+    points: {show: curve.dots || curve.data[0].length === 1, size: 7, fill: curve.color}, value: (plot, value) => short(value),
+  }));
+  const room = (plot, values) => 14 + 7 * Math.max(...(values || [""]).map(text => text.length));
+  const plot = figure.plot = new uPlot({
+    ...size(), series: [{label: spec.x, value: (plot, value) => short(value)}, ...series], scales: ranges(spec),
+    axes: [axis({label: spec.x, labelSize: 18, size: 28, space: 80}), axis({size: room})], plugins: [levels(spec)],
+    cursor: {sync: spec.sync ? {key: spec.sync, setSeries: true} : undefined, focus: {prox: 24}}, focus: {alpha: 0.25},
+  }, uPlot.join(spec.series.map(curve => curve.data)), figure);
+  new ResizeObserver(() => figure.clientWidth === plot.width || plot.setSize(size())).observe(figure);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw(false, true));
+}
+
+document.querySelectorAll("figure.chart").forEach(draw);

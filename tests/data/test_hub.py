@@ -1,0 +1,182 @@
+"""`prepare fetch --download` against a server on this machine that speaks as the hub does, through the real huggingface_hub; kills in the middle."""
+
+import hashlib
+import http.server
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from llama2_70b_lora import prepare
+from llama2_70b_lora.rules import DATA_FILES
+
+ROOT = Path(__file__).parents[2]
+COMMIT = prepare.DATA_REVISION
+pytest.importorskip("huggingface_hub")
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """Files of one data set. `pause_s` after each 8 KiB; `sent` bytes of files; `damage` flips a bit in what is sent, not in the sums."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files, self.pause_s, self.sent, self.damage, self.ranges = files, 0.0, 0, False, 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, request, client_address):
+        """A client that was killed is no matter."""
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        hub, path = self.server, self.path.partition("?")[0]
+        if path == f"/api/datasets/{prepare.DATA_REPOSITORY}/tree/{COMMIT}":
+            return self.send(200, {"Content-Type": "application/json"}, json.dumps([self.entry(name) for name in hub.files]).encode())
+        name = path.removeprefix(f"/datasets/{prepare.DATA_REPOSITORY}/resolve/{COMMIT}/")
+        if name in hub.files and "lfs" in self.entry(name):
+            return self.send(302, {"Location": f"http://127.0.0.1:{hub.server_address[1]}/storage/{name}"}, b"Found. Redirecting")
+        name = name.removeprefix("/storage/")
+        if name not in hub.files:
+            return self.send(404, {"X-Error-Code": "EntryNotFound"}, b"")
+        content, sum_ = hub.files[name], self.entry(name).get("lfs", self.entry(name))["oid"]
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{sum_}"', "Accept-Ranges": "bytes"}
+        first = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
+        if first:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        if not body:
+            return self.send(200, headers | {"Content-Length": str(len(content))}, b"")
+        hub.ranges += bool(first)
+        if hub.damage:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        return self.send(206 if first else 200, headers, content[first:])
+
+    def entry(self, name: str) -> dict:
+        content = self.server.files[name]
+        entry = {"type": "file", "path": name, "size": len(content)}
+        if len(content) < 1000:
+            return entry | {"oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
+        return entry | {"oid": "0" * 40, "lfs": {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}}
+
+    def send(self, status: int, headers: dict, content: bytes) -> None:
+        self.send_response(status)
+        for key, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(key, value)
+        self.end_headers()
+        for start in range(0, len(content), 8192):
+            self.wfile.write(content[start : start + 8192])
+            self.server.sent += len(content[start : start + 8192])
+            time.sleep(self.server.pause_s)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub():
+    content = random.Random(1)
+    server = Hub({"README.md": b"x"} | {f"data/{name}": content.randbytes(300_000) for name in DATA_FILES.values()})
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def start(hub, folder, small_chunks=True) -> subprocess.Popen:
+    """`fetch --download`, with a home of its own."""
+    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}", "HF_HOME": str(folder / "home")}
+    environment |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    code = "import sys; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 8192\n" if small_chunks else "import sys\n"
+    code += "from llama2_70b_lora import prepare; prepare.WEIGHTS_BYTES = prepare.DATA_BYTES = 1; sys.exit(prepare.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "fetch", "--data-dir", str(folder / "data"), "--weights", str(folder / "w"), "--download"]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process) -> tuple[int, str]:
+    err = process.communicate(timeout=120)[1]
+    return process.returncode, err
+
+
+def whole(hub, folder) -> bool:
+    """Every file that has its name is whole. True if all are there."""
+    there = [name for name in DATA_FILES.values() if (folder / "data" / name).exists()]
+    assert all((folder / "data" / name).read_bytes() == hub.files[f"data/{name}"] for name in there)
+    return len(there) == len(DATA_FILES)
+
+
+def kill(process, hub, size: int) -> None:
+    """When `size` bytes of files were sent, or it has ended."""
+    while hub.sent < size and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
+    hub.pause_s = 0.005
+    process = start(hub, tmp_path)
+    kill(process, hub, 200_000)
+    assert process.returncode == -signal.SIGKILL and not whole(hub, tmp_path) and not list((tmp_path / "data").glob("*.parquet"))
+    hub.pause_s = 0.0
+    code, err = finish(start(hub, tmp_path))
+    assert code == 0 and whole(hub, tmp_path), err
+    assert hub.ranges == 1 and "bytes, as regisss/" in err and "The weights have not been downloaded" in err
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [".download.lock", *sorted(DATA_FILES.values())]
+    assert finish(start(hub, tmp_path))[0] == 0, "what is there is verified"
+    (tmp_path / "data" / DATA_FILES["train"]).write_bytes(b"another")
+    code, err = finish(start(hub, tmp_path))
+    assert code == 17 and "nothing is overwritten" in err and (tmp_path / "data" / DATA_FILES["train"]).read_bytes() == b"another"
+
+
+@pytest.mark.parametrize("way", ["damaged on the way", "no network", "no package"])
+def test_without_the_files_it_says_what_to_do(hub, tmp_path, monkeypatch, way):
+    if way == "damaged on the way":
+        hub.damage = True
+    elif way == "no network":
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    else:
+        (tmp_path / "huggingface_hub.py").write_text("raise ImportError('not here')")
+        monkeypatch.setattr(sys.modules[__name__], "ROOT", f"{tmp_path}:{ROOT}")
+    code, err = finish(start(hub, tmp_path, small_chunks=False))
+    expected = {
+        "damaged on the way": (15, "came damaged"),
+        "no network": (15, "could not be downloaded"),
+        "no package": (18, "not installed"),
+    }
+    assert code == expected[way][0] and expected[way][1] in err.splitlines()[-3] and "Nothing has been downloaded" in err, err
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+@pytest.mark.slow
+def test_no_kill_leaves_a_part_of_a_file_under_its_name(hub, tmp_path):
+    """30 kills at random points, of the beginning of the process too; then everything is there, and little came twice."""
+    when, kills = random.Random(7), 0
+    total = sum(len(content) for content in hub.files.values())
+    hub.pause_s = 0.01
+    while kills < 30:
+        process = start(hub, tmp_path)
+        if kills % 3:
+            kill(process, hub, hub.sent + when.randrange(total // 20))
+        else:
+            time.sleep(when.uniform(0.0, 2.5))
+            kill(process, hub, 0)
+        kills += 1
+        whole(hub, tmp_path)
+    code, err = finish(start(hub, tmp_path))
+    assert code == 0 and whole(hub, tmp_path), err
+    assert hub.ranges > 3 and hub.sent < 4 * total

@@ -1,0 +1,222 @@
+"""What happens to a run from outside: its readers, its disk, its directory, torchrun, the launcher itself. The toy under a stand-in for torchrun.
+
+Each test looks at the exit code, the message, the ledger and what is left running.
+"""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from test_series import Running
+from toy import ROOT, TORCHRUN, alive, finish, make_project, wait_until
+
+from common.errors import OutOfMemory, RunError, StorageError
+from launch import limits, series
+from launch.run_directory import fill, missing
+from records import ledger
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    root = make_project(tmp_path_factory.mktemp("outside"), torchrun=TORCHRUN)
+    source = (root / "launch/supervise.py").read_text()
+    assert "ORPHANS_S = 8.0" in source
+    (root / "launch/supervise.py").write_text(source.replace("ORPHANS_S = 8.0", "ORPHANS_S = 0.1"))
+    return root
+
+
+def the_end(running, code: int, kind: str) -> dict:
+    """The attempt's only end in the ledger; no process of the run is left."""
+    (start,), (end,) = running.lines("start"), running.lines("end")
+    assert (end["exit_code"], end["kind"]) == (code, kind), end
+    assert not alive(running.cwd / "out/toy" / start["run"])
+    return end
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code", "kind"), [(None, 0, "success"), (signal.SIGINT, 130, "interrupted")])
+def test_the_readers_of_stdout_and_stderr_end(project, tmp_path, number, code, kind):
+    """As `| head -1`, and as Ctrl-C upon `2>&1 | tee`, or a terminal that is closed."""
+    running = Running(project, tmp_path, held=(1,))
+    run_dir = running.run_dir(1)
+    assert running.process.stdout.readline().startswith("STARTING")
+    running.process.stdout.close()
+    running.process.stderr.close()
+    if number:
+        running.process.send_signal(number)
+    else:
+        running.release(1)
+    assert running.process.wait(60) == code
+    the_end(running, code, kind)
+    lines = (run_dir / "result.txt").read_text().splitlines()
+    assert all(json.loads(line.removeprefix(":::MLLOG ")) for line in lines) and "run_stop" in lines[-1]
+
+
+def test_stdout_and_stderr_are_closed_from_the_beginning(project, tmp_path):
+    """What is opened next would get their numbers, and what is printed."""
+    running = Running(project, tmp_path, TOY="good", shell='exec "$0" "$@" >&- 2>&-')
+    out, err = running.process.communicate(timeout=60)
+    assert (running.process.returncode, out, err) == (0, "", "")
+    the_end(running, 0, "success")
+    for path in (tmp_path / "out/toy").rglob("*.*"):
+        if path.is_file():
+            assert b"STARTING" not in path.read_bytes(), path
+
+
+# --- disk -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """out/ is a disk of 1 MiB."""
+    (tmp_path / "out").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "out"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path / "out"], check=True)
+
+
+def fill_up(folder: Path) -> None:
+    with pytest.raises(OSError, match="No space"), (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+
+
+def test_a_disk_that_is_full_while_training(project, small_disk):
+    running = Running(project, small_disk, held=(1,))
+    run_dir = running.run_dir(1)
+    fill_up(small_disk / "out")
+    running.release(1)
+    code, _, err = finish(running.process)
+    failure = json.loads((run_dir / "failure.json").read_text())
+    assert code == 17 and "No space left" in err and failure["kind"] == "storage" and failure["rank"] == 0, err
+    the_end(running, 17, "storage")
+
+
+def test_a_disk_that_is_full_while_a_good_run_is_checked(project, small_disk):
+    (small_disk / "hold_check").touch()
+    running = Running(project, small_disk)
+    wait_until((small_disk / "checking").exists)
+    fill_up(small_disk / "out")
+    (small_disk / "hold_check").unlink()
+    code, _, err = finish(running.process)
+    assert code == 0 and "check.txt was not written" in err and "target reached" in err, err
+    the_end(running, 0, "success")
+
+
+@pytest.mark.parametrize(("where", "way"), [("", "moved"), ("result.txt", "deleted")])
+def test_the_directory_of_a_run_is_taken_away(project, tmp_path, where, way):
+    running = Running(project, tmp_path, held=(1,))
+    run_dir = running.run_dir(1)
+    victim = run_dir / where
+    if way == "moved":
+        victim.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(victim) if victim.is_dir() else victim.unlink()
+    code, _, err = finish(running.process)
+    assert code == 17 and f"error: {run_dir / (where or 'ranks')} is gone" in err and "Traceback" not in err, err
+    the_end(running, 17, "storage")
+    assert run_dir.exists() == bool(where), "what was taken away is not begun anew"
+
+
+def test_what_belongs_to_a_run_from_when_on(tmp_path):
+    assert missing(tmp_path), "no ranks/"
+    fill(tmp_path)
+    assert not missing(tmp_path), "rank 0 has not opened its log yet"
+    (tmp_path / "ranks/rank_0.heartbeat").touch()
+    assert missing(tmp_path).what.endswith("result.txt is gone")
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_is_killed(project, tmp_path):
+    running = Running(project, tmp_path, held=(1,))
+    run_dir = running.run_dir(1)
+    rank = int((run_dir / "pid_0").read_text())
+    os.kill(int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    code, _, err = finish(running.process)
+    assert code == 14 and "torchrun, which starts the ranks, was killed" in err and "SIGKILL" in err, err
+    assert json.loads((run_dir / "failure.json").read_text())["kind"] == "rank_lost"
+    the_end(running, 14, "rank_lost")
+
+
+def test_a_signal_while_a_good_run_is_checked(project, tmp_path):
+    """The run counts as what it reached, and the series ends as the signal asks."""
+    (tmp_path / "hold_check").touch()
+    running = Running(project, tmp_path, NEXP="3")
+    wait_until((tmp_path / "checking").exists)
+    running.process.send_signal(signal.SIGTERM)
+    (tmp_path / "hold_check").unlink()
+    code, _, err = finish(running.process)
+    assert code == 143 and "target reached" in err and "the log is clean" in err and "1 of 3 good" in err, err
+    assert "stopped by signal 15" in the_end(running, 0, "success")["reason"]
+    assert not list((tmp_path / "out").rglob("failure.json"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "check.txt"), StorageError, "check.txt: No space"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), OutOfMemory, "processes"),
+        (MemoryError(), OutOfMemory, "memory"),
+        (PermissionError(errno.EPERM, "Operation not permitted", "nvidia-smi"), RunError, "PermissionError: [Errno 1]"),
+        (ZeroDivisionError("division by zero"), RunError, "ZeroDivisionError: division by zero"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(tmp_path, capfd, error, kind, words):
+    record = ledger.Record("s", 1, {"commit": None})
+    selection = type("Selection", (), {"log_name": "a.toml", "path": Path("a.toml")})
+    line = series.Series(tmp_path, record, selection)
+    line.append("series", started="", goal=1, facts={})
+
+    def execute(run_dir, seed):
+        raise error
+
+    code = series._attempts(line, tmp_path.parent, tmp_path.name, series.Request(1, 0), execute)
+    (read,) = ledger.read(tmp_path / ledger.NAME)
+    (end,) = read.failed
+    assert code == end["exit_code"] == kind.exit_code and words in end["reason"] and not read.open_starts
+    assert json.loads((tmp_path / end["run"] / "failure.json").read_text())["kind"] == kind.kind
+    assert ("Traceback" in capfd.readouterr().err) == (kind is RunError), "the place of a defect"
+
+
+def test_few_processes_and_threads(monkeypatch):
+    limits.require_limits(8)
+    threads = threading.active_count()
+    start, allowed = threading.Thread.start, iter(range(20))
+
+    def refuse(thread):
+        if next(allowed, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OutOfMemory, match="20 more processes and threads") as caught:
+        limits.require_limits(8)
+    assert "ulimit -u" in caught.value.do
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+@pytest.mark.parametrize(("name", "value", "words"), [("RLIMIT_NPROC", 16, "ulimit -u"), ("RLIMIT_AS", 4 * 2**30, "ulimit -v")])
+def test_limits_of_the_system(name, value, words):
+    """As ulimit sets them; root has no limit of processes."""
+    code = "from common.data.preparation import run_to_exit_code; from launch.limits import require_limits; import sys\n"
+    code += "sys.exit(run_to_exit_code(lambda: require_limits(8)))"
+    user = {"user": 65534, "group": 65534} if os.geteuid() == 0 else {}
+    limit = lambda: resource.setrlimit(getattr(resource, name), (value, value))  # noqa: E731
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, **user)
+    if "Permission denied" in done.stderr or "ModuleNotFound" in done.stderr:
+        pytest.skip("nobody may not read this checkout")
+    assert done.returncode == 12 and words in done.stderr and len(done.stderr.splitlines()) == 3, done.stderr

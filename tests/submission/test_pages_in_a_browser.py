@@ -1,0 +1,137 @@
+"""The pages in Chromium, driven by Playwright: charts are drawn and answer the mouse, nothing is loaded, nothing is wider than a phone."""
+
+import shutil
+
+import pytest
+import synthetic_log
+import synthetic_series
+from synthetic_run import write_run
+
+from submission import report
+
+pytestmark = pytest.mark.slow
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+VIEWS = [(width, scheme) for width in (1280, 400) for scheme in ("light", "dark")]
+# The pixels of a canvas, from a copy of it: Chromium warns of pages that read their own canvas.
+PIXELS = """function pixels(canvas) {
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", {willReadFrequently: true});
+  copy.drawImage(canvas, 0, 0);
+  return copy.getImageData(0, 0, canvas.width, canvas.height).data;
+}"""
+# How many pixels of each chart's canvas are painted in the color of its last curve, and whether the canvas lies within the window.
+PAINTED = (
+    "() => {"
+    + PIXELS
+    + """ return [...document.querySelectorAll("figure.chart")].map(figure => {
+  const canvas = figure.querySelector("canvas"), box = canvas.getBoundingClientRect();
+  const color = JSON.parse(figure.querySelector("script").textContent).series.at(-1).color;
+  const wanted = [1, 3, 5].map(at => parseInt(color.slice(at, at + 2), 16));
+  const data = pixels(canvas);
+  let count = 0;
+  for (let at = 0; at < data.length; at += 4) count += wanted.every((part, index) => Math.abs(data[at + index] - part) < 8);
+  return [count, box.left >= 0 && box.right <= innerWidth];
+})}"""
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -r requirements-test.txt")
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip("no Chromium: apt-get install chromium, as .ci/run does")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Name -> page: of a run with eight GPUs, of two runs, of a series of twelve attempts; and the number of its charts."""
+    root = tmp_path_factory.mktemp("pages")
+    runs = [root / "one", root / "two"]
+    for run in runs:
+        run.mkdir()
+        assert report.main([str(write_run(run, gpus=8))]) == 0
+    assert report.main(list(map(str, runs))) == 0
+    series = synthetic_series.write(root, synthetic_log.PRETRAINING, synthetic_series.plans([13] * 12))
+    assert report.main([str(series)]) == 0
+    return {
+        "run": (runs[0] / "report.html", 6),
+        "comparison": (runs[0] / "compared_with_two.html", 3),
+        "series": (series / "report.html", 1),
+    }
+
+
+@pytest.fixture
+def opened(browser, request):
+    """Opens a page in a window of a width and a color scheme; at the end nothing may have been said or loaded."""
+    heard: list[str] = []
+    contexts = []
+
+    def open_page(path, width, scheme):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: heard.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: heard.append(str(error)))
+        page.on("request", lambda asked: heard.append(asked.url) if asked.url != path.as_uri() and asked.url != "data:," else None)
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert heard == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), VIEWS)
+@pytest.mark.parametrize("name", ["run", "comparison", "series"])
+def test_charts_are_drawn_and_nothing_is_loaded(opened, pages, name, width, scheme):
+    path, charts = pages[name]
+    page = opened(path, width, scheme)
+    painted = page.evaluate(PAINTED)
+    assert len(painted) == charts and all(count > 50 and inside for count, inside in painted), painted
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 26)")
+    assert path.stat().st_size < 2_000_000
+
+
+def test_the_legend_follows_the_mouse_and_hides_a_curve(opened, pages):
+    page = opened(pages["run"][0], 1280, "light")
+    figure = page.locator("figure.chart", has_text="loss, nats per token")
+    legend = figure.locator(".u-legend .u-value")
+    assert legend.all_inner_texts()[1] == "-"
+    figure.locator(".u-over").hover(position={"x": 200, "y": 100})
+    assert float(legend.all_inner_texts()[0].replace(",", "")) > 0 and legend.all_inner_texts() != ["-"] * 3
+    before = page.evaluate(PAINTED)[0][0]
+    figure.locator(".u-legend .u-series", has_text="evaluation").locator("th").click()
+    page.mouse.move(0, 0)
+    page.wait_for_function(f"() => ({PAINTED})()[0][0] < {before} / 2")
+
+
+def test_a_drag_zooms_and_a_double_click_shows_all_again(opened, pages):
+    page = opened(pages["run"][0], 1280, "light")
+    over = page.locator("figure.chart", has_text="step time, ms").locator(".u-over")
+    over.scroll_into_view_if_needed()
+    count = "() => document.querySelectorAll('figure.chart')[1].plot.scales.x.max"
+    whole, box = page.evaluate(count), over.bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 60, steps=5)
+    page.mouse.up()
+    assert page.evaluate(count) < whole / 2
+    over.dblclick()
+    assert page.evaluate(count) == whole
+
+
+def test_the_page_follows_the_width_of_the_window_and_the_color_scheme(opened, pages):
+    page = opened(pages["run"][0], 1280, "light")
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.wait_for_function("() => document.querySelector('canvas').getBoundingClientRect().right <= 400")
+    sum_of_pixels = "() => {" + PIXELS + " return pixels(document.querySelector('canvas')).reduce((sum, part) => sum + part, 0); }"
+    before = page.evaluate(sum_of_pixels)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"before => ({sum_of_pixels})() !== before", arg=before)
