@@ -36,11 +36,13 @@ _MESH = ("256 MB Infinity Cache", "AMD Infinity Fabric (XGMI)", "8 accelerators 
 _NVLINK = ("50 MB L2", "NVLink 4", "8 accelerators through NVSwitch")
 GPU_TEXTS = {
     "MI300X": ("AMD Instinct MI300X", "192 GB", "HBM3", "2100 MHz", *_MESH),
+    "MI308X": ("AMD Instinct MI308X", "192 GB", "HBM3", "", *_MESH),  # the clock: no data sheet that we found
     "MI325X": ("AMD Instinct MI325X", "256 GB", "HBM3e", "2100 MHz", *_MESH),
     "MI350X": ("AMD Instinct MI350X", "288 GB", "HBM3e", "2200 MHz", *_MESH),
     "MI355X": ("AMD Instinct MI355X", "288 GB", "HBM3e", "2400 MHz", *_MESH),
     "H100": ("NVIDIA H100 SXM", "80 GB", "HBM3", "1980 MHz", *_NVLINK),
     "H200": ("NVIDIA H200 SXM", "141 GB", "HBM3e", "1980 MHz", *_NVLINK),
+    "B200": ("NVIDIA B200 SXM", "180 GB", "HBM3e", "", "", "NVLink 5", "8 accelerators through NVSwitch"),
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import known_issues
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, GpuKind
@@ -23,7 +24,7 @@ class Selection:
     reason: str
     device: str  # "cpu" or "cuda"; ROCm's torch calls its device cuda as well
     found: str  # the GPUs, for people
-    notes: tuple[str, ...] = ()  # why the run cannot be submitted
+    notes: tuple[str, ...] = ()  # why the run cannot be submitted, and known issues of these versions
     derived: str = ""  # from what, where configs/ has no file
 
 
@@ -47,8 +48,9 @@ def select_config(
 ) -> Selection:
     """Read, or derive, the config that fits the machine. `options` has config, set and device from the command line, and perhaps layers.
 
-    `any_kind`: GPUs that common/gpu_kinds.py lacks may be used. Raises ConfigError if config and machine do not fit, PreflightError if the
-    GPU cannot be used, OutOfMemory if no config can be derived that fits its memory.
+    `any_kind`: a measurement, for which GPUs that common/gpu_kinds.py lacks may be used, and versions that are known to compute wrongly. Raises
+    ConfigError if config and machine do not fit, PreflightError if the GPU or these versions cannot be used, OutOfMemory if no config can be
+    derived that fits its memory.
     """
     device = options.device or ("cuda" if found.devices else "cpu")
     if device == "cuda" and not found.devices:
@@ -65,6 +67,8 @@ def select_config(
     if kind and config.gpus_per_node > (visible := len(found.devices)):
         do = "use a config for fewer GPUs, or make more visible"
         raise ConfigError(f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", do)
+    if kind:
+        notes += known_issues.notes(kind, known_issues.installed(found.driver), environment, refuse=not any_kind)
     shipped = root / "configs" / benchmark / path.name  # must be equal, since the log has only the name
     modified = bool(options.set)
     if derived:

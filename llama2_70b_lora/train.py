@@ -113,7 +113,10 @@ def run(session: Session) -> None:
     processes = session.start(HIGH_PRIORITY_COMPUTE)
     session.log_submission(BENCHMARK, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
-    with attention_backends(processes.device.type):
+    from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
+
+    with attention_backends(processes.device.type, DTYPES[config.precision]):
+        before_a_run(session, rules, processes)
         reports: list[LoadReport] = []
         folder, manifest = base_folder(config, data_dir)
         assembly, base = assemble(

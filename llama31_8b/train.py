@@ -105,7 +105,10 @@ def run(session: Session) -> None:
     torch.manual_seed(seed)  # nothing draws from it, but the digest of the warm-up covers the generator
     base = config.opt_base_learning_rate
     lr_at = warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps)
-    with attention_backends(processes.device.type):
+    with attention_backends(processes.device.type, DTYPES[config.precision]):
+        from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
+
+        before_a_run(session, rules, processes)
         assembly = assemble(config, rules, processes, seed)
         session.phase_done("init")
         session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes))

@@ -34,7 +34,8 @@ from records import published, rcp
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = """\
 Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and H200 follows from our own runs on H200s; speed on AMD GPUs
-follows from AMD's published MLPerf results and thus describes AMD's software. Nothing of this package was run on an AMD GPU or an H100."""
+follows from AMD's published MLPerf results and thus describes AMD's software; of the MI300X and MI325X these are LoRA alone, and the one 8B result
+on an MI325X (v6.0, MiTAC) is a fifth slower than planned here. Nothing of this package was run on an AMD GPU or an H100."""
 
 
 def main(root: Path, benchmark: str, arguments: list[str]) -> int:

@@ -249,9 +249,18 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
 
 
 # Share of the dense peaks that a whole FP8 step reaches. AMD: fitted to the scores of AMD's MLPerf v5.1 submissions, that is, to the
-# speed of AMD's software. H200: fitted to our own FP8 runs of both benchmarks; H100, the same chip: assumed equal. The fits are in
-# tests/plan/test_plan.py.
-EFFICIENCY = {"MI300X": 0.326, "MI325X": 0.393, "MI350X": 0.376, "MI355X": 0.420, "H100": 0.521, "H200": 0.521}
+# speed of AMD's software; MI308X: the MI300X's, assumed. H200: fitted to our own FP8 runs of both benchmarks; H100, the same chip: assumed equal.
+# B200: fitted to the one FP8 8B of MLPerf v5.1 on 8 of them, the University of Florida's. The fits are in tests/plan/test_plan.py.
+EFFICIENCY = {
+    "MI300X": 0.326,
+    "MI308X": 0.326,
+    "MI325X": 0.393,
+    "MI350X": 0.376,
+    "MI355X": 0.420,
+    "H100": 0.521,
+    "H200": 0.521,
+    "B200": 0.422,
+}
 # Time of a bf16 step over that of the same step in FP8: 15,829 against 11,223 tok/s/GPU, the 8B on 2 H200s. Assumed everywhere.
 BF16_OVER_FP8 = 1.41
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: flash attention computes the scores again (arXiv:2205.14135); MFU counts 2

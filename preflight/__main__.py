@@ -19,10 +19,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from common.command_line import Parser, meant, split_benchmark
+from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError, RunError
 from common.gpu_kinds import GpuKind
 from common.gpu_stats import HEALTH, DriverError, read_gpus
 from common.hardware import Probe, identify, probe
+from common.known_issues import installed
 from launch.job import ROOT, directories, rank_environment, torchrun
 from launch.select_config import benchmarks, config_file, requested_gpus, require_by_rules
 from launch.supervise import supervise
@@ -48,6 +50,8 @@ class Request:
     miniature: bool = False
     env: dict[str, str] = field(default_factory=dict)
     pinned_bytes: int = 0  # host memory that each process pins
+    benchmark: str = ""  # for the self-test, like config: "" and None where only the machine is checked
+    config: RunConfig | None = None
 
     @property
     def device(self) -> str:
@@ -106,6 +110,8 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
     not_measured = skipped("health and speed of the GPUs", "the GPUs are not those of the config")
     ranks, measured_rows = measured(request, found, kind, options, environment) if fits else ([], [not_measured])
     rows += [host.judge_software(), CheckRow("driver", "ok", found.driver)] if found.driver else [host.judge_software()]
+    if kind:
+        rows.append(host.judge_known_issues(kind, installed(found.driver), environment))
     return rows + measured_rows, ranks
 
 
@@ -130,7 +136,7 @@ def requested_run(options: argparse.Namespace, environment: Mapping[str, str], k
     require_by_rules(options.benchmark, config)
     row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
     pinned = plan.host_bytes(config, workload(options.benchmark, config))
-    return Request(config.gpu, config.gpus_per_node, row, config.nodes, config.miniature, config.env, pinned)
+    return Request(config.gpu, config.gpus_per_node, row, config.nodes, config.miniature, config.env, pinned, options.benchmark, config)
 
 
 def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) -> list[CheckRow]:
@@ -171,7 +177,8 @@ def measured(
         rows += [gpus.judge_torch(seen, kind), gpus.judge_memory_in_use(seen)]
         rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, during)]
     if rows[0].verdict == "ok":
-        rows += [gpus.judge_fp8(ranks, request.device), *gpus.judge_speeds(ranks, request.device, request.kind)]
+        rows += [gpus.judge_fp8(ranks, request.device), gpus.judge_self_test(ranks, kind, installed(found.driver))]
+        rows += gpus.judge_speeds(ranks, request.device, request.kind)
     return ranks, rows
 
 
@@ -193,7 +200,11 @@ def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], 
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as name:
         folder = Path(name)
-        command = torchrun(folder, request.count, ["-m", "preflight.measure", name, request.device, str(seconds)])
+        arguments = ["-m", "preflight.measure", name, request.device, str(seconds)]
+        if request.config is not None:
+            (folder / "config.toml").write_text(request.config.as_toml())
+            arguments.append(request.benchmark)
+        command = torchrun(folder, request.count, arguments)
         env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}  # torchrun leaves an empty folder there
         ending = supervise(command, env, folder, stop=lambda: bool(meanwhile()), poll_s=SAMPLE_S, stdout=sys.stderr)
         if ending.signal_number:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from common import known_issues
 from common.gpu_kinds import GIB, GpuKind
 from common.hardware import WHOLE_CARD
 from preflight.check_row import CheckRow, Limits, graded, skipped, worst
@@ -117,6 +118,28 @@ def judge_fp8(ranks: Sequence[Measured], device: str) -> CheckRow:
         findings.append(("ok" if is_good and not rank.fp8_error else "refuse", text))
     good = " and ".join(f"{min(values):.1f} dB" for values in zip(*(rank.fp8_db for rank in ranks), strict=False))
     return _per_gpu(check, expected, "use bf16, or a torch that is built for this GPU", ranks, findings, good)
+
+
+def judge_self_test(ranks: Sequence[Measured], kind: GpuKind | None, versions: Mapping[str, str]) -> CheckRow:
+    """Does every op of the config compute right at its shapes? With what is known of these versions where one does not."""
+    check, expected = "self-test", "every op right at the config's shapes"
+    if not all(rank.self_test for rank in ranks):
+        return skipped(check, "no config, or not run by every process", expected)
+    findings: list[Finding] = []
+    bad_ops: set[str] = set()
+    for rank in ranks:
+        bad = [text for _, text, good in rank.self_test if not good]
+        bad_ops |= {op for op, _, good in rank.self_test if not good}
+        findings.append(("refuse", ", ".join(bad)) if bad else ("ok", ""))
+    suspects = known_issues.suspects(sorted(bad_ops), kind, versions) if kind else []
+    have = ", ".join(f"{name} {text}" for name, text in versions.items())
+    do = (
+        "; ".join(f"{issue}: {issue.cure}" for issue in suspects)
+        or f"nothing is known of it with {have}: try other versions, and report it"
+    )
+    slowest = max(rank.self_test_s for rank in ranks)
+    good = f"{len(ranks[0].self_test)} ops, {slowest:.1f} s; attention by {', '.join(sorted({rank.attention for rank in ranks}))}"
+    return _per_gpu(check, expected, do, ranks, findings, good)
 
 
 def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[CheckRow]:

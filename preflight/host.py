@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.gpu_kinds import GIB
+from common import known_issues
+from common.gpu_kinds import GIB, GpuKind
 from common.gpu_stats import key_values, read_text
 from common.packages import OLDEST_TORCH
 from launch.run_directory import doubts, version_of
@@ -108,6 +109,15 @@ def judge_software() -> CheckRow:
     oldest = ".".join(map(str, OLDEST_TORCH))
     is_old = tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2]) < OLDEST_TORCH
     return graded("software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old)
+
+
+def judge_known_issues(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]) -> CheckRow:
+    """What common/known_issues.toml says of these versions on this GPU."""
+    issues, unseen = known_issues.shown(kind, versions, environment), known_issues.unseen(versions)
+    do = "; ".join([*(issue.cure for issue in issues), *(["look whether something is known of it"] if unseen else [])])
+    value = "; ".join([*map(str, issues), *unseen]) or "none of " + ", ".join(f"{name} {text}" for name, text in versions.items())
+    refuse = any(issue.verdict == "refuse" for issue in issues)
+    return graded("known issues", value, "none that refuses or warns", do, refuse=refuse, warn=bool(issues or unseen))
 
 
 def judge_checkout(root: Path, environment: Mapping[str, str]) -> CheckRow:

@@ -1,14 +1,13 @@
-"""What one process measures of its GPU: `python -m preflight.measure DIR DEVICE SECONDS`, started by torchrun on all GPUs at once.
+"""What one process measures of its GPU: `python -m preflight.measure DIR DEVICE SECONDS [BENCHMARK]`, started by torchrun on all GPUs at once.
 
 All at once, so that the GPUs heat up and share power as in a run. Every rank writes DIR/rank_<k>.json: what torch says of its GPU, an
-FP8 product compared with bf16, and the speed of matrix products, copies and collectives, each the median of as many repeats as fill
-SECONDS.
+FP8 product compared with bf16, the self-test of BENCHMARK's ops with DIR/config.toml, and the speed of matrix products, copies and
+collectives, each the median of as many repeats as fill SECONDS.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import math
 import os
 import statistics
 import sys
@@ -21,21 +20,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common import config as configs
 from common.gpu_kinds import fp8_family
 from common.training.metrics import StepClock
+from common.training.self_test import Sizes, decibels, self_test
+from plan.benchmark import config_class, workload
 from preflight.measured import UNITS, Measured, limit_s
 
 SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (512, 2**24, 2**22)}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
 Work = tuple[Callable[[], object], float]  # amount / seconds of one call is in UNITS
 
 
-def main(folder: Path, device: str, seconds: float) -> int:
+def main(folder: Path, device: str, seconds: float, benchmark: str = "") -> int:
     found = Measured(int(os.environ["RANK"]))
     found.write(folder)
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch renames a collective; torch 2.9 has the old name only
     faulthandler.dump_traceback_later(limit_s(seconds), exit=True)  # also if a collective or the driver hangs
     try:
-        measure(found, folder, device, seconds)
+        measure(found, folder, device, seconds, benchmark)
     except Exception as error:
         found.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise
@@ -44,8 +46,15 @@ def main(folder: Path, device: str, seconds: float) -> int:
     return 0
 
 
-def measure(found: Measured, folder: Path, device: str, seconds: float) -> None:
+def measure(found: Measured, folder: Path, device: str, seconds: float, benchmark: str) -> None:
     place = look(found, device)
+    if benchmark:
+        config = configs.load(folder / "config.toml", config_class(benchmark))
+        fixed = workload(benchmark, config)
+        sizes = Sizes.of(config, fixed.shape, fixed.sequence_length, fixed.lora_rank)
+        result = self_test(sizes, place, lambda op: found.write(folder, op))
+        found.attention, found.self_test_s = result.attention, result.seconds
+        found.self_test = [(finding.op, str(finding), finding.good) for finding in result.findings]
     torch.manual_seed(found.rank)
     if int(os.environ["WORLD_SIZE"]) > 1:
         found.write(folder, "start of the process group")
@@ -98,12 +107,6 @@ def fp8_self_test(place: torch.device, fp8: torch.dtype, multiply: Callable = to
     exact = (a8.double() * scales[0]) @ (b8.double() * scales[1]).t()  # fp64: no GPU replaces it by TF32
     plain = (a.bfloat16() @ b.bfloat16().t()).double()
     return [decibels(truth, product.double()) for truth in (exact, plain)]
-
-
-def decibels(truth: Tensor, value: Tensor) -> float:
-    """Signal-to-noise ratio; infinite if equal, NaN if a value is NaN."""
-    noise = float((truth - value).square().sum())
-    return 10 * math.log10(float(truth.square().sum()) / noise) if noise else math.inf
 
 
 def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]]:
@@ -164,4 +167,4 @@ def times_s(work: Callable[[], object], count: int, place: torch.device) -> list
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), *sys.argv[4:]))

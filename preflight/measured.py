@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 UNITS = {"bf16 GEMM": "TFLOP/s", "FP8 GEMM": "TFLOP/s", "copy": "TB/s", "all-reduce": "GB/s", "all-gather": "GB/s"}
-START_S = 120.0  # imports, the first collective, loading of libraries; longer means that something hangs
+START_S = 240.0  # imports, the first collective, compilation for the self-test; longer means that something hangs
 
 
 def limit_s(seconds: float) -> float:
@@ -32,6 +32,9 @@ class Measured:
     fp8_error: str = ""
     fp8_db: list[float] = field(default_factory=list)  # against the product of the dequantized operands; against bf16
     speeds: dict[str, float] = field(default_factory=dict)
+    attention: str = ""  # the backend that runs it
+    self_test_s: float = 0.0
+    self_test: list[tuple[str, str, bool]] = field(default_factory=list)  # op, finding, whether it is good (common/training/self_test.py)
 
     @property
     def label(self) -> str:

@@ -137,9 +137,10 @@ def published_table(gpu: str) -> str:
     head = ["round", "benchmark", "GPUs", "submitter", "global batch", "score, minutes", "samples/s", "evaluation, s"]
     row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
         *(r.round, r.benchmark, str(r.gpus), r.submitter, str(r.batch)),
-        *(f"{r.score:.3f}", f"{r.samples_per_s:.3f}", f"{r.evaluation_s:.2f}"),
+        f"{r.score:.3f}" if r.score else f"{r.minutes:.1f} (one run)",
+        *("-" if value is None else f"{value:.{digits}f}" for value, digits in ((r.samples_per_s, 3), (r.evaluation_s, 2))),
     ]
-    rows = [row(result) for result in RESULTS if result.gpu == gpu and result.score]
+    rows = [row(result) for result in RESULTS if result.gpu == gpu and (result.score or (result.runs == 1 and result.minutes))]
     return markdown(head, rows) if rows else "None that we compare with (`records/published.json`).\n"
 
 
@@ -161,6 +162,21 @@ def submitted_table(submitter: str) -> str:
         *(f"{r.samples_per_s:.3f}", f"{r.batch / (r.samples_per_s or math.nan) * 1e3:,.0f}", f"{r.evaluation_s:.2f}"),
     ]
     return markdown(head, [row(result) for result in RESULTS if result.submitter == submitter and result.score])
+
+
+def one_log_table(round_: str) -> str:
+    """Results of a round of which one log was read, with tokens/s/GPU, which do not depend on the batch."""
+    head = ["benchmark", "GPU", "submitter", "global batch", "minutes of one run", "sequences", "tok/s/GPU", "evaluation, s"]
+    rows = [
+        [
+            *(r.benchmark, f"{r.gpus} x {r.gpu}", f"{r.submitter} {r.system}", str(r.batch), f"{r.minutes:.1f}", f"{r.samples:,.0f}"),
+            "-" if r.samples_per_s is None else f"{r.samples_per_s * 8192 / (r.gpus or 1):,.0f}",
+            "-" if r.evaluation_s is None else f"{r.evaluation_s:.1f}",
+        ]
+        for r in RESULTS
+        if (r.round, r.runs) == (round_, 1)
+    ]
+    return markdown(head, rows)
 
 
 def plan_table(benchmark: str, *gpus: str) -> str:
@@ -229,6 +245,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "environment": environment_table,
     "published": published_table,
     "submitted": submitted_table,
+    "one_log": one_log_table,
     "plan": plan_table,
     "plan_page": plan_page,
 }

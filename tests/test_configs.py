@@ -19,10 +19,8 @@ from records.rcp import mean_samples
 
 ROOT = Path(__file__).parents[1]
 RULES = {rules.BENCHMARK: rules for rules in (pretraining_rules, lora_rules)}
-EXPECTED = {
-    "llama31_8b": {*(f"{kind}_1x8" for kind in KINDS), "H200_1x1", "H200_1x2", "H200_1x4", "CPU_1x1"},
-    "llama2_70b_lora": {*(f"{kind}_1x8" for kind in KINDS), "H200_1x1", "H200_1x2", "H200_1x4", "CPU_1x1"},
-}
+EXPECTED = {*(f"{kind}_1x8" for kind in KINDS), *(f"{kind}_2x8" for kind in ("MI325X", "MI350X", "H200"))}
+EXPECTED |= {"H200_1x1", "H200_1x2", "H200_1x4", "CPU_1x1"}
 FILES = sorted(path for benchmark in RULES for path in (ROOT / "configs" / benchmark).glob("*.toml"))
 GPU_FILES = [path for path in FILES if not path.stem.startswith("CPU")]
 EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes what is learned
@@ -62,7 +60,7 @@ def read(path: Path):
 
 @each_benchmark
 def test_every_gpu_has_a_config(benchmark):
-    assert {path.stem for path in FILES if path.parent.name == benchmark} == EXPECTED[benchmark]
+    assert {path.stem for path in FILES if path.parent.name == benchmark} == EXPECTED
 
 
 @each_file
@@ -108,10 +106,11 @@ def test_limit_is_about_twice_the_reference(path):
     assert mean and 1.9 < config.max_samples / mean < 2.1
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
 @each_benchmark
-def test_gpu_kinds_differ_in_execution_only(benchmark):
-    """The same learning curve is expected on every GPU."""
-    loaded = [read(path) for path in GPU_FILES if path.parent.name == benchmark]
+def test_gpu_kinds_differ_in_execution_only(benchmark, nodes):
+    """The same learning curve is expected on every GPU; on two nodes that of a larger batch."""
+    loaded = [config for path in GPU_FILES if path.parent.name == benchmark and (config := read(path)).nodes == nodes]
     differing = {f.name for f in fields(RULES[benchmark].Config) if len({str(getattr(config, f.name)) for config in loaded}) > 1}
     assert differing - {"env"} <= EXECUTION_KEYS and "gpu" in differing
 

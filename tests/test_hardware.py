@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from instinct import CARDS, kfd_tree
 
 from common import hardware
 from common.errors import ConfigError, PreflightError
@@ -26,12 +27,14 @@ WHOLE = [
     ("MI300X", amd(8, "AMD Instinct MI300X")),
     ("MI300X", amd(8, "AMD Instinct MI300X OAM")),
     ("MI300X", amd(1, "AMD Instinct MI300X VF", gib=191.7)),
+    ("MI308X", amd(8, "AMD Instinct MI308X", units=80)),
     ("MI325X", amd(8, "AMD Instinct MI325X", gib=256)),
     ("MI350X", amd(8, "AMD Instinct MI350X", "gfx950", 288, 256)),
     ("MI350X", amd(8, "AMD Instinct MI350X VF", "gfx950", 252, 256)),
     ("MI355X", amd(8, "AMD Instinct MI355X", "gfx950", 288, 256)),
     ("H100", nvidia(8, "NVIDIA H100 80GB HBM3", 81559)),
     ("H200", nvidia(4, "NVIDIA H200", 143771)),
+    ("B200", nvidia(8, "NVIDIA B200", 183359, "sm_100")),
 ]
 
 REFUSED = [
@@ -39,13 +42,13 @@ REFUSED = [
     ("no name", amd(8, "")),
     ("MI300A", amd(4, "AMD Instinct MI300A", gib=128, units=228)),
     ("AMD Radeon Graphics", amd(4, "AMD Radeon Graphics", gib=128, units=228)),  # an MI300A without its name
-    ("MI308X", amd(8, "AMD Instinct MI308X", units=80)),
     ("AMD Radeon Graphics", amd(8, "AMD Radeon Graphics", units=80)),  # an MI308X without its name
     ("MI250X", amd(8, "AMD Instinct MI250X", "gfx90a", 64, 110)),
     ("Radeon RX 7900", amd(1, "AMD Radeon RX 7900 XTX", "gfx1100", 24, 96)),
     ("NVIDIA H20,", nvidia(8, "NVIDIA H20", 97871)),
     ("GH200", nvidia(1, "NVIDIA GH200 480GB", 97871)),
-    ("B200", nvidia(8, "NVIDIA B200", 183359, "sm_100")),
+    ("GB200", nvidia(4, "NVIDIA GB200", 189471, "sm_100")),
+    ("B300", nvidia(8, "NVIDIA B300 SXM6 AC", 275040, "sm_103")),
     ("H100 PCIe", nvidia(2, "NVIDIA H100 PCIe", 81559)),
     ("H200 NVL", nvidia(2, "NVIDIA H200 NVL", 143771)),
     ("A100", nvidia(8, "NVIDIA A100-SXM4-80GB", 81920, "sm_80")),
@@ -115,11 +118,17 @@ def test_no_gpu_is_the_miniature():
 def test_fp8_family():
     assert fp8_family("gfx942:sramecc+:xnack-") == "fnuz"
     assert {fp8_family(arch) for arch in ("gfx950", "sm_90", "sm_100")} == {"ocp"}
-    assert {kind.name for kind in KINDS.values() if fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI325X"}
+    assert {kind.name for kind in KINDS.values() if fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI308X", "MI325X"}
 
 
 def test_peaks_follow_from_units_and_clock():
-    for name, clock_ghz, flop_per_clock in (("MI300X", 2.1, 4096), ("MI325X", 2.1, 4096), ("MI350X", 2.2, 8192), ("MI355X", 2.4, 8192)):
+    for name, clock_ghz, flop_per_clock in (
+        ("MI300X", 2.1, 4096),
+        ("MI308X", 2.1, 4096),
+        ("MI325X", 2.1, 4096),
+        ("MI350X", 2.2, 8192),
+        ("MI355X", 2.4, 8192),
+    ):
         assert KINDS[name].peak_fp8_tflops == pytest.approx(KINDS[name].compute_units * clock_ghz * flop_per_clock / 1e3, rel=1e-4)
     assert all(kind.peak_fp8_tflops == pytest.approx(2 * kind.peak_bf16_tflops, rel=1e-4) for kind in KINDS.values())
 
@@ -193,37 +202,9 @@ def test_probe_without_any_gpu(tmp_path):
     assert hardware.probe({"PATH": str(tmp_path)}, tmp_path, tmp_path) == Probe("none")
 
 
-def _kfd(sys: Path, count: int, name: str, device_id: int, gib: int, simd: int, target: int, mode: str = "SPX") -> None:
-    nodes = sys / "class/kfd/kfd/topology/nodes"
-    (nodes / "0").mkdir(parents=True)
-    (nodes / "0" / "properties").write_text("cpu_cores_count 96\nsimd_count 0\n")
-    for i in range(1, count + 1):
-        bank = nodes / str(i) / "mem_banks" / "0"
-        bank.mkdir(parents=True)
-        bank.joinpath("properties").write_text(f"heap_type 1\nsize_in_bytes {gib * GIB}\nwidth 8192\n")
-        minor = 120 + 8 * i
-        (nodes / str(i) / "properties").write_text(
-            f"simd_count {simd}\nsimd_per_cu 4\ngfx_target_version {target}\ndevice_id {device_id}\ndrm_render_minor {minor}\n"
-        )
-        card = sys / f"class/drm/renderD{minor}/device"
-        card.mkdir(parents=True)
-        if name:
-            (card / "product_name").write_text(name + "\n")
-        (card / "current_compute_partition").write_text(mode + "\n")
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        ("MI300X", ("AMD Instinct MI300X OAM", 0x74A1, 192, 1216, 90402)),
-        ("MI300X", ("", 0x74B5, 192, 1216, 90402)),
-        ("MI325X", ("AMD Radeon Graphics", 0x74A5, 256, 1216, 90402)),
-        ("MI350X", ("", 0x75A0, 288, 1024, 90500)),
-        ("MI355X", ("", 0x75A3, 288, 1024, 90500)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "arguments"), [(card.kind, card.topology(name)) for card in CARDS for name in card.names])
 def test_amd_topology(tmp_path, kind, arguments):
-    _kfd(tmp_path, 8, *arguments)
+    kfd_tree(tmp_path, 8, *arguments)
     (tmp_path / "kfd").write_text("")
     found = hardware.probe({"PATH": str(tmp_path)}, tmp_path, tmp_path)
     assert (found.vendor, len(found.devices)) == ("amd", 8)
@@ -241,13 +222,13 @@ def test_amd_topology(tmp_path, kind, arguments):
     ],
 )
 def test_amd_visible_devices(tmp_path, env, count):
-    _kfd(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402)
+    kfd_tree(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402)
     (tmp_path / "kfd").write_text("")
     assert len(hardware.probe_amd(env, tmp_path, tmp_path).devices) == count
 
 
 def test_amd_partition_mode_and_missing_device_file(tmp_path):
-    _kfd(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402, mode="DPX")
+    kfd_tree(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402, mode="DPX")
     with pytest.raises(PreflightError, match="may not open"):
         hardware.probe_amd({}, tmp_path, tmp_path)
     (tmp_path / "kfd").write_text("")

@@ -36,6 +36,7 @@ MEASUREMENTS = {
 WITHOUT_RESULT = {
     "suite": "all of the above in one sitting, one page of them; goes on where it was interrupted",
     "compare": "results of the same measurement beside each other",
+    "settings": "other launch settings of each Triton kernel of a benchmark on this GPU: for its authors",
 }
 WHATS = MEASUREMENTS | WITHOUT_RESULT
 

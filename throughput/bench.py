@@ -30,6 +30,7 @@ from common.kernels.attention import attention_backends
 from common.model.families import shape_of
 from common.model.llama import Llama
 from common.sharding.processes import Processes
+from common.training.build import DTYPES
 from common.training.guard import run_guarded
 from common.training.loop import Assembly, evaluate, pad_for_ranks, train_step
 from common.training.metrics import Meter, Rate, memory_gib
@@ -51,7 +52,7 @@ def bench(session: Session) -> None:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     trainer = importlib.import_module(f"{args.benchmark}.train")
     processes = session.start(high_priority_compute=trainer.HIGH_PRIORITY_COMPUTE)
-    with attention_backends(processes.device.type):
+    with attention_backends(processes.device.type, DTYPES[config.precision]):
         assembly = trainer.assemble_random(config, rules, processes, args.seed)
         meter = session.make_meter(rules.sequence_length, rules.flops_per_token, processes)
         measure(session, assembly, processes, meter)

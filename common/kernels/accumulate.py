@@ -51,7 +51,7 @@ def accumulate_triton(total: Tensor | None, part: Tensor, others: Tensor | None 
     tile = accumulate_settings(architecture(part.device))
     grid = (triton.cdiv(part.numel(), tile.columns),)
     count = 0 if others is None else len(others)
-    _accumulate_kernel[grid](total, part, others, part.numel(), count, first, tile.columns, num_warps=tile.warps)
+    _accumulate_kernel[grid](total, part, others, part.numel(), count, first, tile.columns, **tile.options)
     return total
 
 

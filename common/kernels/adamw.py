@@ -103,7 +103,7 @@ def adamw_triton(
     tile = adamw_settings(architecture(weight.device))
     _adamw_kernel[(triton.cdiv(size, tile.columns),)](
         weight, gradient, first, second, rounded, step.corrections, step.divisor, step.skip, size, step.learning_rate, decay,
-        *step.betas, step.eps, tile.columns, num_warps=tile.warps,
+        *step.betas, step.eps, tile.columns, **tile.options,
     )  # fmt: skip
 
 

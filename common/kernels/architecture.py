@@ -2,8 +2,8 @@
 
 Each kernel file has one function `<kernel>_settings(architecture)` beside each kernel, which returns a Tile. This is the place to tune a
 kernel for another GPU: branch on the name, and run tests/kernels, which compile every kernel with these settings for four architectures
-and fail if one spills registers or takes more shared memory than there is. The numbers for gfx942 and gfx950 compile without spills;
-none was ever timed on an AMD GPU.
+and fail if one spills registers or takes more shared memory than there is; `throughput settings` times others. None was ever timed on an AMD
+GPU. gfx950 has one stage: Triton 3.7 and 3.8 compute wrongly with more (aiter#4163, aiter#5428).
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ class Tile(NamedTuple):
     stages: int = 1  # of software pipelining, in kernels with a loop over memory
     repeats: int = 1  # tiles per program, in kernels that sum over rows
     parts: int = 1  # the number of partial sums that a summed dimension is cut into
+    waves_per_eu: int = 0  # AMD: waves that must find room on a SIMD, which bounds the registers of each; 0: the compiler decides
+
+    @property
+    def options(self) -> dict[str, int]:  # that Triton's launcher takes beside the kernel's own arguments
+        return {"num_warps": self.warps} | ({"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {})
 
 
 @cache

@@ -1,8 +1,8 @@
 """Causal attention with grouped query heads, through torch's scaled_dot_product_attention.
 
 On Hopper cuDNN's kernel is 1.7x faster than torch's flash backend at sequence 8192 and head size 128 (552 against 315 TFLOP/s
-forward, 474 against 279 backward; docs/results.md), so it comes first there. Never pass a mask: it loses the causal fast path
-and runs into a NaN bug of cuDNN (pytorch#196678).
+forward, 474 against 279 backward; docs/results.md), so it comes first there. Behind flash on ROCm: docs/gpus/README.md. Never pass a mask: it
+loses the causal fast path and runs into a NaN bug of cuDNN (pytorch#196678).
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-def attention_backends(device_type: str) -> AbstractContextManager:
-    """Context for a whole run that fixes the order in which SDPA tries its backends."""
-    if device_type == "cuda" and torch.version.hip is None:
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    else:
-        order = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
+def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager:
+    """Context for a whole run in `dtype`: the order in which SDPA tries its backends. In 16 bits on a GPU math is none: SDPA then raises."""
+    order = [SDPBackend.CUDNN_ATTENTION] * (device_type == "cuda" and not torch.version.hip) + [SDPBackend.FLASH_ATTENTION]
+    return sdpa_kernel(order if device_type == "cuda" and dtype.itemsize == 2 else [*order, SDPBackend.MATH], set_priority=True)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

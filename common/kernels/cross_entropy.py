@@ -122,7 +122,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     losses, largest, total = logits.new_empty(3, *labels.shape, dtype=torch.float32).unbind()
     tile = cross_entropy_forward_settings(architecture(logits.device))
     _cross_entropy_forward_kernel[(labels.numel(),)](
-        logits, labels, losses, largest, total, VOCAB=logits.shape[-1], LANES=tile.columns, DEPTH=tile.rows, num_warps=tile.warps
+        logits, labels, losses, largest, total, VOCAB=logits.shape[-1], LANES=tile.columns, DEPTH=tile.rows, **tile.options
     )
     return losses, largest, total
 
@@ -134,7 +134,7 @@ def cross_entropy_backward(logits: Tensor, labels: Tensor, largest: Tensor, tota
     grid = (labels.numel() * triton.cdiv(vocab, tile.columns),)
     _cross_entropy_backward_kernel[grid](
         logits, labels, largest, total, d_loss_sum, labels.shape[-1], d_loss_sum.stride(0),
-        VOCAB=vocab, BLOCK=tile.columns, num_warps=tile.warps,
+        VOCAB=vocab, BLOCK=tile.columns, **tile.options,
     )  # fmt: skip
 
 

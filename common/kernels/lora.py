@@ -226,16 +226,16 @@ def _down_backward_kernel(
 
 def down_settings(arch: str) -> Tile:
     # Faster ones on an H200 spill or were not checked there for their results (docs/log.md).
-    return Tile(rows=64, columns=128, warps=8, stages=3, parts=4)
+    return Tile(rows=64, columns=128, warps=8, stages=1 if arch == "gfx950" else 3, parts=4)
 
 
 def up_backward_settings(arch: str) -> Tile:
-    return Tile(rows=64, columns=128, warps=8, stages=3, parts=32)  # sm_90: the fastest of 80 tried on an H200 (docs/log.md)
+    return Tile(64, 128, warps=8, stages=1 if arch == "gfx950" else 3, parts=32)  # sm_90: the fastest of 80 tried on an H200 (docs/log.md)
 
 
 def down_backward_settings(arch: str) -> Tile:
     # sm_90: the fastest of 80 tried on an H200 (docs/log.md). On gfx942 64 rows spill with dropout and a norm.
-    return Tile(rows=32 if arch == "gfx942" else 64, columns=64, warps=4, stages=3, parts=16)
+    return Tile(rows=32 if arch == "gfx942" else 64, columns=64, warps=4, stages=1 if arch == "gfx950" else 3, parts=16)
 
 
 def _each(size: int, tile: int, parts: int) -> int:
@@ -267,7 +267,7 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
     seed, threshold = _dropout_arguments(dropout)
     _down_kernel[(triton.cdiv(num_rows, tile.rows), parts)](
         x, rstd, weight, lora_a, seed, partial, num_rows, num_columns, each, 1.0 / kept_share(dropout),
-        threshold, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, num_warps=tile.warps,
+        threshold, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, **tile.options,
     )  # fmt: skip
     return partial.sum(0).to(x.dtype)
 
@@ -290,7 +290,7 @@ def up_backward_triton(
     def launch(rowwise: Tensor | None, mode: tl.constexpr) -> None:
         _up_backward_kernel[(column_parts, parts)](
             g, t, lora_b, p_partial, b_partial, rowwise, state, num_rows, num_columns, each, scale / kept_share(dropout), scale,
-            mode, largest, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, num_warps=tile.warps,
+            mode, largest, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, **tile.options,
         )  # fmt: skip
 
     quantized = QuantizedTensor(g)
@@ -313,7 +313,7 @@ def down_backward_triton_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, 
     seed, threshold = _dropout_arguments(dropout)
     _down_backward_kernel[(triton.cdiv(num_columns, tile.columns), parts)](
         d_n, x, rstd, weight, p, lora_a, seed, partial, num_rows, num_columns, each,
-        threshold, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, num_warps=tile.warps,
+        threshold, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, **tile.options,
     )  # fmt: skip
     return partial.sum(0)
 

@@ -120,7 +120,7 @@ def qk_norm_rope_triton_(
     before = qkv.new_empty(qkv.shape[0], (heads + kv_heads) * 2 * half) if keep else None
     tile = qk_norm_rope_settings(architecture(qkv.device), half)
     _qk_norm_rope_kernel[(triton.cdiv(num_pairs, tile.rows),)](
-        qkv, before, *weights, cos, sin, num_pairs, sequence, heads, kv_heads, eps, half, tile.rows, num_warps=tile.warps
+        qkv, before, *weights, cos, sin, num_pairs, sequence, heads, kv_heads, eps, half, tile.rows, **tile.options
     )
     return before
 
@@ -206,7 +206,7 @@ def qk_norm_rope_backward_triton(
             _qk_norm_rope_backward_kernel[(gradient.shape[2], programs)](
                 gradient, before, weight, cos, sin, rowwise, partial, state, num_rows, sequence,
                 *gradient.stride()[:3], first_head, heads + kv_heads, all_heads,
-                eps, mode, largest, head_dim // 2, tile.rows, repeats, num_warps=tile.warps,
+                eps, mode, largest, head_dim // 2, tile.rows, repeats, **tile.options,
             )  # fmt: skip
 
     quantized = quantize_with(quantizer, (num_rows, all_heads * head_dim), before, launch)

@@ -67,7 +67,7 @@ def fill_columnwise(quantized: QuantizedTensor) -> None:
     """Write `columnwise`, where there is one, from `rowwise`: one byte read and one written per element, in a kernel of its own.
 
     Kernels that wrote both layouts from one tile were up to 14 % faster on an H200, but their columns came out wrong there, by what looks
-    like a defect of ptxas 12.9 (triton#11111; docs/log.md).
+    like a defect of ptxas 12.8, triton 3.6's for Hopper (triton#11111; docs/log.md).
     """
     rowwise, columnwise = quantized.rowwise, quantized.columnwise
     if columnwise is None:
@@ -169,7 +169,7 @@ def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
     state, largest = state_and_largest(quantizer)
 
     def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
-        _quantize_kernel[grid](x, rowwise, state, num_rows, num_columns, mode, largest, tile.rows, tile.columns, num_warps=tile.warps)
+        _quantize_kernel[grid](x, rowwise, state, num_rows, num_columns, mode, largest, tile.rows, tile.columns, **tile.options)
 
     return quantize_with(quantizer, (num_rows, num_columns), x, launch)
 

@@ -127,7 +127,7 @@ def add_rms_norm_triton(
     def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
         _add_rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
             x, branch, weight, residual, rstd, rowwise, state, num_rows, num_columns, eps, mode, largest,
-            BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, num_warps=tile.warps,
+            BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, **tile.options,
         )  # fmt: skip
 
     return residual, quantize_with(quantizer, (num_rows, num_columns), x, launch), rstd
@@ -193,7 +193,7 @@ def _rms_norm_weight_grad_kernel(
 def rms_norm_backward_settings(arch: str, num_columns: int, weight_grad: bool) -> Tile:
     """With `weight_grad` a program sums over several tiles of rows and leaves one row of partial sums of d_weight."""
     rows, columns = _whole_rows(1, num_columns)
-    return Tile(rows, columns, warps=8, stages=3 if weight_grad else 1, repeats=32 if weight_grad else 1)  # as above
+    return Tile(rows, columns, warps=8, stages=3 if weight_grad and arch != "gfx950" else 1, repeats=32 if weight_grad else 1)  # as above
 
 
 def rms_norm_weight_grad_settings(arch: str) -> Tile:
@@ -225,7 +225,7 @@ def rms_norm_backward_triton(
     def launch(rowwise: Tensor | None, mode: tl.constexpr) -> None:
         _rms_norm_backward_kernel[(programs,)](
             d_n, residual, rstd, weight, d_residual, d_x, partial, rowwise, state, num_rows, num_columns, mode, largest,
-            BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, REPEATS=tile.repeats, STAGES=tile.stages, num_warps=tile.warps,
+            BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, REPEATS=tile.repeats, STAGES=tile.stages, **tile.options,
         )  # fmt: skip
 
     quantized = None
@@ -238,7 +238,7 @@ def rms_norm_backward_triton(
         d_weight = torch.empty_like(weight)
         tile = rms_norm_weight_grad_settings(arch)
         grid = (triton.cdiv(num_columns, tile.columns),)
-        _rms_norm_weight_grad_kernel[grid](partial, d_weight, programs, num_columns, tile.rows, tile.columns, num_warps=tile.warps)
+        _rms_norm_weight_grad_kernel[grid](partial, d_weight, programs, num_columns, tile.rows, tile.columns, **tile.options)
     return d_x, quantized, d_weight
 
 

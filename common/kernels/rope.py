@@ -104,7 +104,7 @@ def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
     num_pairs = qkv.shape[0] * (heads + kv_heads)
     tile = rope_packed_settings(architecture(qkv.device), half)
     _rope_packed_kernel[(triton.cdiv(num_pairs, tile.rows),)](
-        qkv, cos, sin, num_pairs, sequence, heads + kv_heads, heads + 2 * kv_heads, half, tile.rows, num_warps=tile.warps
+        qkv, cos, sin, num_pairs, sequence, heads + kv_heads, heads + 2 * kv_heads, half, tile.rows, **tile.options
     )
     return qkv
 
@@ -167,7 +167,7 @@ def rope_packed_backward_triton(
         _rope_packed_backward_kernel[grid](
             d_q, d_k, d_v, cos, sin, rowwise, state, num_rows, sequence, heads, kv_heads,
             *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3],
-            mode, largest, head_dim // 2, tile.rows, num_warps=tile.warps,
+            mode, largest, head_dim // 2, tile.rows, **tile.options,
         )  # fmt: skip
 
     return quantize_with(quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch)

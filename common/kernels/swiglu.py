@@ -115,7 +115,7 @@ def swiglu_quantized_triton(
     for mode, kept_mode in zip_longest(launch_modes(quantizer), launch_modes(kept_quantizer), fillvalue=again):
         _swiglu_quantized_kernel[grid](
             gate_up, h.rowwise, state, kept_rowwise, kept_state, num_rows, ffn,
-            mode, largest, kept_mode, kept_largest, tile.rows, tile.columns, num_warps=tile.warps,
+            mode, largest, kept_mode, kept_largest, tile.rows, tile.columns, **tile.options,
         )  # fmt: skip
     fill_columnwise(h)
     return h, gate_up if kept is None else kept
@@ -160,7 +160,7 @@ def swiglu_quantized_backward_triton(d_h: Tensor, kept: Tensor | QuantizedTensor
     def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
         _swiglu_quantized_backward_kernel[grid](
             d_h, kept_rowwise, kept_scale, rowwise, state, num_rows, ffn,
-            mode, largest, tile.rows, tile.columns, num_warps=tile.warps,
+            mode, largest, tile.rows, tile.columns, **tile.options,
         )  # fmt: skip
 
     return quantize_with(quantizer, (num_rows, 2 * ffn), d_h, launch)

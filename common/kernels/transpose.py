@@ -52,9 +52,7 @@ def transpose_triton(x: Tensor, out: Tensor) -> None:
     row_words, column_words = num_rows // 4, num_columns // 4
     tile = transpose_settings(architecture(x.device))
     grid = (triton.cdiv(row_words, tile.rows), triton.cdiv(column_words, tile.columns))
-    _transpose_kernel[grid](
-        x.view(torch.int32), out.view(torch.int32), row_words, column_words, tile.rows, tile.columns, num_warps=tile.warps
-    )
+    _transpose_kernel[grid](x.view(torch.int32), out.view(torch.int32), row_words, column_words, tile.rows, tile.columns, **tile.options)
 
 
 ENGINES = {"reference": transpose_reference, "triton": transpose_triton}

@@ -57,7 +57,7 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
         return self
 
-    def __call__(self, *args: Any, num_warps: int, **named: Any) -> None:
+    def __call__(self, *args: Any, num_warps: int, waves_per_eu: int = 0, **named: Any) -> None:
         signature, constants, attributes = {}, {}, {}
         arguments = self.kernel.signature.bind(*args, **named).arguments
         for index, parameter in enumerate(self.kernel.params):
@@ -68,19 +68,20 @@ class Recorder:
                 constants[(index,)] = constant
             elif attribute:
                 attributes[(index,)] = attribute
-        form = f"{signature} {constants} {attributes} {num_warps}"
+        options = {"num_warps": num_warps} | ({"waves_per_eu": waves_per_eu} if waves_per_eu else {})
+        form = f"{signature} {constants} {attributes} {options}"
         if form not in self.forms:
             self.forms.add(form)
-            print(json.dumps(self.compiled(signature, constants, attributes, num_warps)), flush=True)
+            print(json.dumps(self.compiled(signature, constants, attributes, options)), flush=True)
 
-    def compiled(self, signature: dict, constants: dict, attributes: dict, num_warps: int) -> dict[str, Any]:
+    def compiled(self, signature: dict, constants: dict, attributes: dict, options: dict) -> dict[str, Any]:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
         backend, name, width, _ = TARGETS[self.arch]
         source = ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
-        made = triton.compile(source, target=GPUTarget(backend, name, width), options={"num_warps": num_warps})
+        made = triton.compile(source, target=GPUTarget(backend, name, width), options=options)
         constants = {self.kernel.arg_names[index]: value for (index,), value in constants.items()}
         return {
             "kernel": self.name,

@@ -15,6 +15,7 @@ def events(steps: int = 50, interval: int = 12288) -> list[dict]:
         lines.append({"event": "step", "step": step, "samples": step * 1000, **values, **measured})
     lines += [{"event": "eval", "step": n, "samples": n * interval, "loss": 3.4, "seconds": 8.25, "time_s": 60.0} for n in (1, 2, 3, 4)]
     lines += [{"event": "phase", "name": name, "seconds": 100.0, "time_s": 200.0} for name in ("train", "eval")]
+    lines.append({"event": "self_test", "attention": "cudnn-of-the-test", "seconds": 5.0, "ops": 30, "worst": "attention: 50.0 dB"})
     return [*lines, {"event": "verdict", "status": "success", "samples": 4 * interval, "loss": 3.3, "minutes": 5.0}]
 
 

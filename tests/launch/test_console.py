@@ -38,10 +38,10 @@ def test_bench_and_profile_take_an_unknown_gpu_and_a_run_does_not(monkeypatch, c
     for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA B200", "sm_100", 180 * GIB),) * 2))
+    monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA B300", "sm_103", 180 * GIB),) * 2))
     for name in ("bench", "profile"):
         assert verbs.start("llama31_8b", name, verbs.parser(name, "llama31_8b").parse_args(["--print"])) == 0
-        assert "--config DIR/NVIDIA_B200_1x2+derived.toml --device cuda" in capsys.readouterr().out
+        assert "--config DIR/NVIDIA_B300_1x2+derived.toml --device cuda" in capsys.readouterr().out
     with pytest.raises(PreflightError, match="no peak is known"):
         verbs.start("llama31_8b", "run", verbs.parser("run", "llama31_8b").parse_args(["--print"]))
 

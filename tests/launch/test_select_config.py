@@ -107,12 +107,12 @@ def test_what_cannot_share_the_batch_is_told_what_can(count):
 
 # GPUs that common/gpu_kinds.py lacks.
 A100 = Probe("nvidia", (Device("NVIDIA A100-SXM4-80GB", "sm_80", 81920 * 2**20),) * 8)
-B200 = Probe("nvidia", (Device("NVIDIA B200", "sm_100", 183359 * 2**20),) * 2)
+B300 = Probe("nvidia", (Device("NVIDIA B300 SXM6 AC", "sm_103", 275040 * 2**20),) * 2)
 L40S = Probe("nvidia", (Device("NVIDIA L40S", "sm_89", 46068 * 2**20),))
-MI308X = Probe("amd", (Device("AMD Instinct MI308X", "gfx942", 192 * GIB, 80),) * 8)
+MI300A = Probe("amd", (Device("AMD Instinct MI300A", "gfx942", 128 * GIB, 228),) * 8)
 
 
-@pytest.mark.parametrize("found", [A100, B200, MI308X])
+@pytest.mark.parametrize("found", [A100, B300, MI300A])
 def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(found):
     with pytest.raises(PreflightError, match="no peak is known"):
         select(found)
@@ -122,9 +122,9 @@ def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(fou
 
 
 def test_an_unknown_gpu_takes_the_file_of_its_maker_with_the_nearest_memory():
-    assert "from MI300X_1x8.toml" in select(MI308X, any_kind=True).derived
-    assert "from H200_1x2.toml" in select(B200, any_kind=True).derived
-    assert select(B200, any_kind=True).config.fp8 == "torch" and select(B200, any_kind=True).config.recompute_layers == 0
+    assert "from MI300X_1x8.toml" in select(MI300A, any_kind=True).derived
+    assert "from B200_1x8.toml" in select(B300, any_kind=True).derived
+    assert select(B300, any_kind=True).config.fp8 == "torch" and select(B300, any_kind=True).config.recompute_layers == 0
 
 
 def test_a_gpu_without_fp8_computes_in_bf16():
@@ -153,3 +153,13 @@ def test_a_config_that_only_bears_our_name_is_modified(tmp_path):
     (tmp_path / ours.name).write_text(ours.read_text() + "# changed\n")
     changed = select(H200X4, config=str(tmp_path / ours.name))
     assert changed.log_name == "H200_1x4+modified.toml" and "differs" in changed.notes[0]
+
+
+def test_versions_known_to_compute_wrongly_are_refused_for_a_run_and_named_for_a_measurement(monkeypatch):
+    monkeypatch.setattr("common.known_issues.installed", lambda driver: {"rocm": "7.13.26183", "driver": driver})
+    mi355x = Probe("amd", (Device("AMD Instinct MI355X", "gfx950", 288 * GIB, 256),) * 8)
+    with pytest.raises(PreflightError, match=re.escape("rocm 7.13.26183 is known to compute wrongly on MI355X")):
+        select(mi355x)
+    for chosen in (select(mi355x, any_kind=True), select(mi355x, {"ALLOW_KNOWN_ISSUES": "rocm-7.12-bf16-nan"})):
+        assert "rocm-7.12-bf16-nan" in chosen.notes[0]
+    assert select(MI300X).notes == () and select(mi355x, device="cpu").notes == ()

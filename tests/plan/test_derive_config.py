@@ -115,8 +115,8 @@ def test_plan_shows_a_derived_config_and_an_unknown_gpu_without_its_speed(capsys
     assert command.main(ROOT, LORA, []) == 0
     assert "derived for 2 x MI325X from MI325X_1x8.toml: micro_batch_size 1" in capsys.readouterr().out
     monkeypatch.delenv("DGXSYSTEM")
-    card = Device("NVIDIA B200", "sm_100", 180 * GIB)
+    card = Device("NVIDIA B300", "sm_103", 180 * GIB)
     monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 2))
     assert command.main(ROOT, PRETRAINING, []) == 0
     said = capsys.readouterr().out
-    assert "derived for 2 x NVIDIA_B200" in said and f"{180 * plan.USABLE_SHARE:.1f} usable on NVIDIA_B200" in said
+    assert "derived for 2 x NVIDIA_B300" in said and f"{180 * plan.USABLE_SHARE:.1f} usable on NVIDIA_B300" in said

@@ -134,14 +134,23 @@ def test_minutes_are_near_the_published_score(result):
     assert eval_s == pytest.approx(result.evaluation_s, rel=0.15)
 
 
-@pytest.mark.parametrize("gpu", [name for name, kind in KINDS.items() if kind.vendor == "amd"])
+@pytest.mark.parametrize("gpu", [name for name, kind in KINDS.items() if kind.vendor == "amd" and name != "MI308X"])
 def test_the_efficiency_of_an_amd_gpu_is_fitted_to_its_published_scores(gpu):
     logs = [math.log(as_published(result)[2] / result.score) for result in AMD_RESULTS if result.gpu == gpu]
     assert logs and abs(sum(logs) / len(logs)) < 0.003
 
 
+def test_the_efficiency_of_a_b200_is_fitted_to_the_one_fp8_result():
+    (result,) = (r for r in published.published("llama31_8b", "B200", 8) if (r.round, r.submitter) == ("5.1", "University-of-Florida"))
+    config, work = shipped("llama31_8b", "B200_1x8")
+    step_s = plan.estimate(config, work, KINDS["B200"], None).step_s
+    assert result.batch == config.global_batch_size and step_s == pytest.approx(result.batch / result.samples_per_s, rel=0.003)
+
+
 def test_every_kind_has_an_efficiency():
-    assert set(plan.EFFICIENCY) == set(KINDS) and plan.EFFICIENCY["H100"] == plan.EFFICIENCY["H200"], "no run on an H100"
+    assert set(plan.EFFICIENCY) == set(KINDS)
+    for assumed, measured in (("H100", "H200"), ("MI308X", "MI300X")):
+        assert plan.EFFICIENCY[assumed] == plan.EFFICIENCY[measured], f"no run on an {assumed}"
 
 
 # --- memory by hand ---------------------------------------------------------------------------------------------------

@@ -36,6 +36,9 @@ def rank(number: int = 0, **facts) -> Measured:
         "pci": f"0000:{number:02x}:00.0",
         "used_bytes": GIB // 2,
         "fp8_db": [55.6, 28.6],
+        "attention": "cudnn",
+        "self_test_s": 6.25,
+        "self_test": [("attention", "attention [2, 8192, 32/8, 128]: 50.0 dB, 30 dB at least", True)],
         "speeds": speeds | facts.pop("speeds", {}),
     }
     return Measured(number, **(good | facts))
@@ -186,6 +189,25 @@ def test_fp8_verdict(facts, verdict):
 def test_a_cpu_without_fp8_product_is_skipped():
     row = gpus.judge_fp8([rank(fp8_db=[], fp8_error="not implemented")], "cpu")
     assert row.verdict == "skipped" and "not implemented" in row.value
+
+
+def test_self_test_verdict():
+    """With what is known of the versions, for the ops that failed."""
+    versions = {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"}
+    row = gpus.judge_self_test(ranks(2), KINDS["MI325X"], versions)
+    assert (row.verdict, row.value) == ("ok", "1 ops, 6.2 s; attention by cudnn")
+    bad = [("attention backward dQ", "attention backward dQ [2, 8192, 32/8, 128]: not finite, 30 dB at least", False)]
+    row = gpus.judge_self_test(ranks(2, self_test=[*rank().self_test, *bad]), KINDS["MI325X"], versions)
+    assert (
+        row.verdict == "refuse" and "GPU 1" in row.value and "dQ [2, 8192, 32/8, 128]: not finite" in row.value and "50.0" not in row.value
+    )
+    assert "ck-16-bit-atomics" in row.do and "https://" in row.do
+    row = gpus.judge_self_test(ranks(1, self_test=bad), KINDS["MI325X"], versions | {"rocm": "9.0"})
+    assert row.verdict == "refuse" and gpus.judge_self_test(ranks(2, self_test=[]), None, {}).verdict == "skipped"
+    row = gpus.judge_self_test(
+        ranks(1, self_test=[("triton RoPE", "triton RoPE (4, 4): 6.0 dB", False)]), KINDS["MI300X"], {"torch": "3.0"}
+    )
+    assert row.do.startswith("nothing is known of it with torch 3.0")
 
 
 def speed_rows(found, kind="H200"):
@@ -486,6 +508,7 @@ def test_the_verb_on_this_cpu_with_two_gloo_ranks(tmp_path):
     assert done.returncode == (18 if answer["verdict"] == "refuse" else 0), done.stderr
     assert rows["measuring processes"]["verdict"] == "ok", done.stderr
     assert rows["FP8 self-test"]["verdict"] in ("ok", "skipped") and rows["copy"]["verdict"] == "skipped"
+    assert rows["self-test"]["verdict"] == "ok" and "attention by flash" in rows["self-test"]["value"]
     assert [one["phase"] for one in answer["ranks"]] == ["done", "done"]
     assert all(one["speeds"][name] > 0 for one in answer["ranks"] for name in ("bf16 GEMM", "copy", "all-reduce", "all-gather"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["two.toml"], "nothing is left behind, and no results folder made"

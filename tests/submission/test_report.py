@@ -37,7 +37,7 @@ def test_the_report_of_a_good_run_is_complete(run_dir):
     text = page(run_dir)
     for part in ("Target reached", "target 3.3", "49,152", "8.2500", "<dt>TFLOP/s/GPU</dt><dd>480</dd>", "init 30.0 s"):
         assert part in text
-    for part in ("0123abc", "2.13.0", "1234567", "global_batch_size = 32", "An Organisation", "8 x MI355X", "NEXP=10"):
+    for part in ("0123abc", "2.13.0", "1234567", "global_batch_size = 32", "An Organisation", "8 x MI355X", "NEXP=10", "cudnn-of-the-test"):
         assert part in text
     assert "MFU" not in text and "miniature" not in text and "What was odd" not in text and 'class="banner good"' in text
     train, evaluation = charts(text)["loss"]["series"]

@@ -1,0 +1,135 @@
+"""What is known to fail with the versions installed here (known_issues.toml): read by preflight, by the first screen, by the self-test.
+
+Versions are read without importing a package: torch's from its metadata, ROCm's and CUDA's from torch/version.py. Standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from common.errors import PreflightError
+from common.gpu_kinds import GpuKind
+
+DATA = Path(__file__).with_suffix(".toml")
+SOFTWARE = ("torch", "triton", "rocm", "cuda", "aiter", "driver")
+PACKAGES = {"torch": ("torch",), "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"), "aiter": ("amd-aiter", "aiter")}
+ALLOW = "ALLOW_KNOWN_ISSUES"  # the environment variable with the names of issues that warn instead of refusing
+
+
+@dataclass(frozen=True)
+class KnownIssue:
+    name: str
+    verdict: str  # refuse, warn or suspect
+    symptom: str
+    cure: str
+    source: str
+    gpus: tuple[str, ...] = ()  # architectures or names of kinds; none: all
+    ranges: tuple[tuple[str, str], ...] = ()  # (software, range): all must hold
+    ops: tuple[str, ...] = ()  # of the self-test
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.symptom} ({self.source})"
+
+
+@dataclass(frozen=True)
+class KnownIssues:
+    issues: tuple[KnownIssue, ...]
+    newest: dict[str, str]  # of each software, the newest version that the list was made for
+
+
+@cache
+def load(path: Path = DATA) -> KnownIssues:
+    table = tomllib.loads(path.read_text())
+    issues = []
+    for entry in table["issue"]:
+        ranges = tuple((name, entry.pop(name)) for name in SOFTWARE if name in entry)
+        lists = {name: tuple(entry.pop(name, ())) for name in ("gpus", "ops")}
+        issues.append(KnownIssue(**entry, gpus=lists["gpus"], ops=lists["ops"], ranges=ranges))
+    return KnownIssues(tuple(issues), table["newest"])
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with, without trailing zeros: "3.7.0+amd.rocm7.0" -> (3, 7)."""
+    found = re.match(r"\d+(\.\d+)*", version.strip())
+    numbers = [int(part) for part in found[0].split(".")] if found else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def within(version: str, text: str) -> bool:
+    """Whether `version` is in a range like ">=3.7, <3.8"; comparisons are >=, <."""
+    here = release(version)
+    for part in text.split(","):
+        comparison, end = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", part).groups()  # type: ignore[union-attr]
+        if (here >= release(end)) != (comparison == ">="):
+            return False
+    return bool(here)
+
+
+def installed(driver: str = "") -> dict[str, str]:
+    """Version of each software that can be found out here, without importing it."""
+    found = {"driver": driver}
+    for software, names in PACKAGES.items():
+        for name in names:
+            try:
+                found.setdefault(software, importlib.metadata.version(name))
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    spec = importlib.util.find_spec("torch")
+    text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
+    for software, variable in (("rocm", "hip"), ("cuda", "cuda")):
+        match = re.search(rf"^{variable}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        found[software] = match[1] if match else ""
+    return {software: version for software, version in found.items() if version}
+
+
+def newer(versions: Mapping[str, str]) -> dict[str, str]:
+    """The software that is newer than what the list was made for."""
+    newest = load().newest
+    return {name: text for name, text in versions.items() if name in newest and release(text)[:2] > release(newest[name])}
+
+
+def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
+    """Issues of this GPU with these versions, those that refuse first. An issue without an upper end only warns of a version newer than the list."""
+    unseen, found = newer(versions), []
+    for issue in load().issues:
+        on_this_gpu = not issue.gpus or kind.name in issue.gpus or kind.arch in issue.gpus
+        if on_this_gpu and all(name in versions and within(versions[name], text) for name, text in issue.ranges):
+            open_ended = any(name in unseen for name, _ in issue.ranges)
+            found.append(replace(issue, verdict="warn") if open_ended and issue.verdict == "refuse" else issue)
+    return sorted(found, key=lambda issue: ("refuse", "warn", "suspect").index(issue.verdict))
+
+
+def suspects(ops: Sequence[str], kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
+    """Issues that may be why the self-test of one of `ops` failed: an op is of the issue's kind if its name begins with it."""
+    return [issue for issue in matching(kind, versions) if any(op.startswith(issue.ops) for op in ops if issue.ops)]
+
+
+def shown(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]) -> list[KnownIssue]:
+    """What a user is told before a run: issues that refuse or warn. ALLOW_KNOWN_ISSUES turns a refusal into a warning."""
+    allowed = set(environment.get(ALLOW, "").replace(",", " ").split())
+    issues = [issue for issue in matching(kind, versions) if issue.verdict != "suspect"]
+    return [replace(issue, verdict="warn") if issue.name in allowed else issue for issue in issues]
+
+
+def unseen(versions: Mapping[str, str]) -> list[str]:
+    return [f"{name} {text} is newer than the list of known issues" for name, text in newer(versions).items()]
+
+
+def notes(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str], refuse: bool) -> list[str]:
+    """For the first screen. Raises PreflightError, with `refuse`, for an issue that refuses."""
+    found = shown(kind, versions, environment)
+    for issue in found:
+        if refuse and issue.verdict == "refuse":
+            have = ", ".join(f"{name} {versions[name]}" for name, _ in issue.ranges)
+            what = f"{have} is known to compute wrongly on {kind.name}"
+            raise PreflightError(what, str(issue), f"{issue.cure}; if your build has the fix, set {ALLOW}={issue.name}")
+    return [f"known issue {issue}; {issue.cure}" for issue in found] + unseen(versions)

@@ -1,0 +1,165 @@
+"""Each Triton kernel of a config with operands of the config's shapes, to be launched by either engine: for the self-test and for tuning.
+
+A case is a function of the engine's name and its quantizers; it leaves its operands as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from common.config import RunConfig
+from common.kernels import accumulate, adamw, cross_entropy, lora
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer
+from common.kernels.rope import rope_tables
+from common.model.fused_block import ENGINES
+from common.model.shapes import ModelShape
+from common.training.build import DTYPES
+
+Output = Tensor | QuantizedTensor | None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an op's shape depends on."""
+
+    shape: ModelShape
+    sequence_length: int
+    micro_batch_size: int
+    fp8: bool  # our own engine's
+    lora_rank: int  # 0: all weights train
+    kernels: str  # the engine of common/kernels
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(config: RunConfig, shape: ModelShape, sequence_length: int, lora_rank: int) -> Sizes:
+        fp8 = config.fp8 == "torch"
+        return Sizes(shape, sequence_length, config.micro_batch_size, fp8, lora_rank, config.kernels, DTYPES[config.precision])
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.sequence_length
+
+
+class Draw:
+    """Random numbers of a generator of its own: those of the run stay as they are."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.generator = device, torch.Generator(device).manual_seed(1)
+
+    def __call__(self, *size: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+        return torch.randn(*size, device=self.device, dtype=dtype, generator=self.generator).mul_(scale)
+
+
+class Quantizers:
+    """Those of one engine: of a result, of a gradient, and of what LoRA keeps in 8 bits. None without FP8."""
+
+    def __init__(self, sizes: Sizes, device: torch.device):
+        self.scaling, trains = DelayedScaling(), not sizes.lora_rank
+        make: Callable[..., Quantizer | None] = self.scaling.quantizer if sizes.fp8 else lambda **_: None
+        self.forward, self.gradient = make(transposed=trains), make(gradient=True, transposed=trains)
+        self.kept = None if trains else make(transposed=False)
+        if sizes.fp8:
+            self.scaling.allocate(device)
+
+
+Case = Callable[[str, Quantizers], tuple[Output, ...]]
+Cases = Iterator[tuple[str, tuple[int, ...], Case]]  # op, shape
+
+
+def kernel_cases(sizes: Sizes, draw: Draw) -> Cases:
+    """One after the other, so that only one op's operands are in memory."""
+    kinds = (norm_cases, rope_cases, swiglu_cases, adapter_cases if sizes.lora_rank else optimizer_cases, loss_cases)
+    for cases in kinds:
+        yield from cases(sizes, draw)
+
+
+def norm_cases(sizes: Sizes, draw: Draw) -> Cases:
+    shape, size, eps = sizes.shape, (sizes.tokens, sizes.shape.hidden_size), sizes.shape.norm_eps
+    x, branch, d_n, d_x = (draw(*size, dtype=sizes.dtype) for _ in range(4))
+    weight = draw(shape.hidden_size, dtype=sizes.dtype)
+    rstd = (x.float().square().mean(-1) + eps).rsqrt()
+    trains = not sizes.lora_rank
+    yield "add + RMS norm", size, lambda engine, q: ENGINES[engine].add_rms_norm(x, branch, weight, eps, q.forward)
+    yield "RMS norm backward", size, lambda engine, q: ENGINES[engine].rms_norm_backward(d_n, x, rstd, weight, d_x, q.gradient, trains)
+    if sizes.fp8:
+        yield "quantize", size, lambda engine, q: (ENGINES[engine].quantize(x, q.forward),)
+
+
+def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
+    shape, size = sizes.shape, (sizes.tokens, sizes.shape.qkv_size)
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    cos, sin = rope_tables(shape, sizes.sequence_length, draw.device)
+    qkv = draw(*size, dtype=sizes.dtype)
+    yield "RoPE", size, lambda engine, q: (ENGINES[engine].rope_(qkv.clone(), cos, sin, heads, kv_heads),)
+    parts = [draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype) for n in (heads, kv_heads, kv_heads)]
+
+    def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
+        return (ENGINES[engine].rope_backward(*parts, cos, sin, None if sizes.lora_rank else q.gradient),)  # adapters take it in bf16
+
+    yield "RoPE backward", size, backward
+
+
+def swiglu_cases(sizes: Sizes, draw: Draw) -> Cases:
+    size = (sizes.tokens, 2 * sizes.shape.ffn_hidden_size)
+    gate_up, d_h = draw(*size, dtype=sizes.dtype), draw(sizes.tokens, sizes.shape.ffn_hidden_size, dtype=sizes.dtype)
+    yield "SwiGLU", size, lambda engine, q: ENGINES[engine].swiglu(gate_up, q.forward, q.kept)
+
+    def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
+        kept = ENGINES[engine].swiglu(gate_up, q.forward, q.kept)[1] if q.kept else gate_up
+        return (ENGINES[engine].swiglu_backward(d_h, kept, q.gradient),)
+
+    yield "SwiGLU backward", size, backward
+
+
+def loss_cases(sizes: Sizes, draw: Draw) -> Cases:
+    size = (1, sizes.sequence_length, sizes.shape.vocab_size)
+    logits = draw(*size, dtype=sizes.dtype, scale=3.0)
+    labels = torch.randint(size[-1], size[:-1], device=draw.device, generator=draw.generator)
+
+    def case(engine: str, _: Quantizers) -> tuple[Output, ...]:
+        leaf = logits.clone().requires_grad_()
+        loss, count = cross_entropy.ENGINES[engine](leaf, labels)
+        return loss.detach(), count, torch.autograd.grad(loss.sum(), leaf)[0]
+
+    yield "cross entropy", size, case
+
+
+def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
+    size = (sizes.shape.ffn_hidden_size, sizes.shape.hidden_size)
+    weight, gradient, first = (draw(*size, dtype=torch.float32) for _ in range(3))
+    one, zero = torch.ones((), device=draw.device), torch.zeros((), device=draw.device)
+
+    def update(engine: str, _: Quantizers) -> tuple[Output, ...]:
+        state = (weight.clone(), gradient.clone(), first.clone(), first.square(), torch.empty_like(weight, dtype=sizes.dtype))
+        adamw.ENGINES[engine](*state, 0.1, adamw.Step(0.1, (0.9, 0.95), 1e-5, one, one, zero))
+        return state
+
+    yield "AdamW", size, update
+    parts = draw(2, *size, dtype=sizes.dtype)
+    yield "accumulate", size, lambda engine, q: (accumulate.ENGINES[engine](weight.clone(), parts[0], parts[1:]),)
+
+
+def adapter_cases(sizes: Sizes, draw: Draw) -> Cases:
+    (hidden, outputs), rank, tokens = (sizes.shape.hidden_size, sizes.shape.qkv_size), sizes.lora_rank, sizes.tokens
+    new = partial(draw, dtype=sizes.dtype)
+    x, a, b, t = new(tokens, hidden), new(rank, hidden), new(outputs, rank), new(tokens, rank)
+    norm = lora.Norm(draw(tokens, dtype=torch.float32).abs() + 0.5, new(hidden))
+    dropout = lora.Dropout(torch.tensor([2**40 + 7], device=draw.device), 0.1)
+    yield "adapter down", (tokens, hidden, rank), lambda engine, q: (lora.ENGINES[engine].down(x, norm, a, dropout),)
+
+    def down_backward(engine: str, _: Quantizers) -> tuple[Output, ...]:
+        d_n = x.clone()
+        return lora.ENGINES[engine].down_backward_(d_n, x, norm, t, a, dropout), d_n
+
+    yield "adapter down backward", (tokens, hidden, rank), down_backward
+    g = new(tokens, outputs)
+    yield (
+        "adapter up backward",
+        (tokens, outputs, rank),
+        lambda engine, q: lora.ENGINES[engine].up_backward(g, t, b, 2.0, dropout, q.gradient),
+    )

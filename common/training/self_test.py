@@ -1,0 +1,291 @@
+"""Does this machine compute right? Each op of a config once, at the config's own shapes, before any weight exists.
+
+    attention      forward and backward; all finite, and one key head of the last sequence against SDPA's math backend in fp32
+    FP8 product    fprop, dgrad and wgrad of each linear; all finite, and rows and columns of it against fp64
+    bf16 product   the head's, or all without FP8; the same
+    triton         each Triton kernel against its reference, in FP8 after a step, so that it is launched as in the middle of a run
+
+A wrong kernel rarely says so: wrong FP8 formats, splits of long sums and miscompiled loops give plausible numbers, or NaN hours later. dB are
+10 log10(signal / noise); half of each value is 6 dB. Random numbers come from a generator of its own. `preflight` runs it on all GPUs, and
+every rank of a run before it builds the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common import known_issues
+from common.errors import PreflightError
+from common.gpu_kinds import KINDS
+from common.kernels.architecture import architecture
+from common.kernels.attention import attention_backends, causal_attention
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
+from common.model.fused_block import ENGINES
+from common.sharding.processes import Processes
+from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
+
+# What is right keeps more, what is wrong less: a bf16 result alone rounds at 56 dB. Attention rounds its probabilities to bf16 as well. Products with
+# fast accumulation sum in some 14 bits on Hopper. Kernels round like their references but for ties.
+ATTENTION_DB, PRODUCT_DB, FAST_PRODUCT_DB, KERNEL_DB = 30.0, 40.0, 25.0, 40.0
+SLICE = 256  # rows and columns of a product that are compared
+SPLIT_K = (546, 9728, 2560)  # rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055)
+CHUNK = 1 << 24  # elements compared at a time
+
+
+@dataclass
+class Finding:
+    """One op, at one shape."""
+
+    op: str
+    shape: str
+    db: float = math.nan  # the worst of its results; NaN where one is not finite
+    least: float = 0.0
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.error and self.db >= self.least
+
+    def __str__(self) -> str:
+        found = self.error or ("not finite" if math.isnan(self.db) else f"{self.db:.1f} dB")
+        return f"{self.op} {self.shape}: {found}, {self.least:g} dB at least"
+
+
+@dataclass
+class Result:
+    attention: str = ""  # the backend that runs it
+    seconds: float = 0.0
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def bad(self) -> list[Finding]:
+        return [finding for finding in self.findings if not finding.good]
+
+    @property
+    def worst(self) -> Finding:
+        return min(self.findings, key=lambda finding: finding.db - finding.least if finding.good else -math.inf)
+
+
+Check = tuple[str, str, float, Callable[[], float]]  # op, shape, least dB, and what measures the dB
+
+
+def self_test(sizes: Sizes, device: torch.device, beat: Callable[[str], object] = lambda op: None) -> Result:
+    """Runs every check; an op that raises becomes a finding. Leaves no memory behind. `beat` is told each op before it starts."""
+    began, result = time.monotonic(), Result()
+    draw = Draw(device)
+    for checks in (attention_checks, product_checks, kernel_checks):
+        try:
+            for op, shape, least, measure in checks(sizes, draw, result):
+                beat(f"self-test: {op} {shape}")
+                finding = Finding(op, shape, least=least)
+                result.findings.append(finding)
+                try:
+                    finding.db = measure()
+                except (RuntimeError, NotImplementedError, AssertionError) as error:
+                    finding.error = next(iter(str(error).splitlines()), "") or type(error).__name__
+        finally:
+            if device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(device)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def before_a_run(session: Any, rules: Any, processes: Processes) -> None:
+    """Before any weight exists; writes the event `self_test` of the Session. Raises PreflightError where an op computes wrongly on this machine."""
+    sizes = Sizes.of(session.config, rules.shape, rules.sequence_length, getattr(rules, "lora_rank", 0))
+    result = self_test(sizes, processes.device, partial(session.heartbeat.beat, 0))
+    require_sound(result, processes.device)
+    facts = {"attention": result.attention, "seconds": result.seconds, "ops": len(result.findings), "worst": str(result.worst)}
+    session.events.write("self_test", **facts)
+
+
+def require_sound(result: Result, device: torch.device, driver: str = "") -> None:
+    """Raises PreflightError for the first bad finding, with the versions and what is known of them."""
+    if not result.bad:
+        return
+    arch, versions = architecture(device), known_issues.installed(driver)
+    have = ", ".join(f"{name} {text}" for name, text in versions.items())
+    more = f" (and {len(result.bad) - 1} more)" if len(result.bad) > 1 else ""
+    kind = next((kind for kind in KINDS.values() if kind.arch == arch), None)
+    known = known_issues.suspects([finding.op for finding in result.bad], kind, versions) if kind else []
+    why = f"{arch} with {have}" + "".join(f"; perhaps {issue}" for issue in known)
+    do = "; or ".join(issue.cure for issue in known) or "try another version of torch or ROCm, and report it with these lines"
+    raise PreflightError(f"the self-test failed: {result.bad[0]}{more}", why, do)
+
+
+def decibels(truth: Tensor, value: Tensor) -> float:
+    """Signal-to-noise ratio of all elements; infinite if equal, NaN if a value is not finite."""
+    signal = noise = 0.0
+    for a, b in zip(*(x.detach().flatten().split(CHUNK) for x in (truth, value)), strict=True):
+        signal += float(a.double().square().sum())
+        noise += float((a.double() - b.double()).square().sum())
+    if not math.isfinite(noise) or not math.isfinite(signal):
+        return math.nan
+    return 10 * math.log10(signal / noise) if noise and signal else math.inf if not noise else -math.inf
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check]:
+    shape = sizes.shape
+    text = f"[{sizes.micro_batch_size}, {sizes.sequence_length}, {shape.num_heads}/{shape.num_kv_heads}, {shape.head_dim}]"
+    kept: dict[str, tuple[Tensor, ...]] = {}
+
+    def forward() -> float:
+        counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        leaves = [draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype) for n in counts]
+        q, k, v = (leaf.requires_grad_() for leaf in leaves)
+        with attention_backends(draw.device.type, sizes.dtype):
+            result.attention = backend_in_use(q, k, v)
+            out = causal_attention(q, k, v)
+            d_out = draw(*out.shape, dtype=sizes.dtype)
+            gradients = torch.autograd.grad(out, (q, k, v), d_out)
+        group = shape.num_heads // shape.num_kv_heads
+        kept["found"] = tuple(
+            x[-1, :, -n:] if _finite(x) else x.new_full((1,), math.nan)
+            for x, n in zip((out, *gradients), (group, group, 1, 1), strict=True)
+        )
+        kept["truth"] = _attention_truth(q[-1, :, -group:], k[-1, :, -1], v[-1, :, -1], d_out[-1, :, -group:])
+        return compared(0)
+
+    def compared(index: int) -> float:
+        found, truth = kept["found"][index], kept["truth"][index]
+        return decibels(truth, found) if found.shape == truth.shape else math.nan
+
+    yield "attention", text, ATTENTION_DB, forward
+    for index, name in enumerate(("dQ", "dK", "dV"), start=1):
+        if kept:
+            yield f"attention backward {name}", text, ATTENTION_DB, partial(compared, index)
+
+
+def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What `causal_attention` of these tensors would run on here: "cudnn", "flash", "math"; on ROCm with the library that is preferred.
+
+    Raises RuntimeError where no allowed backend can.
+    """
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
+    if chosen == SDPBackend.ERROR:
+        raise RuntimeError(f"none of the backends that are allowed takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads")
+    name = chosen.name.lower().removesuffix("_attention")
+    if not torch.version.hip:
+        return name
+    return f"{name}, {str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition('.')[2]}"
+
+
+def _finite(x: Tensor) -> bool:
+    return all(math.isfinite(float(end)) for end in torch.aminmax(x.detach()))  # a NaN is both ends; no copy of x
+
+
+def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
+    """q, d_out: [S, group, D] of the query heads that share k, v: [S, D] -> out, dQ, dK, dV. A head at a time in fp32: each writes its scores."""
+    k, v = (x.detach().float()[None, None].requires_grad_() for x in (k, v))
+    heads: list[tuple[Tensor, ...]] = []
+    for head in range(q.shape[1]):
+        query = q[:, head].detach().float()[None, None].requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):
+            out = torch.nn.functional.scaled_dot_product_attention(query, k, v, is_causal=True)
+        gradients = torch.autograd.grad(out, (query, k, v), d_out[:, head].float()[None, None])
+        heads.append(tuple(x[0, 0].detach() for x in (out, *gradients)))
+    outs, d_q, d_k, d_v = (torch.stack(parts, 1) for parts in zip(*heads, strict=True))
+    return outs, d_q, d_k.sum(1, keepdim=True), d_v.sum(1, keepdim=True)
+
+
+# --- matrix products --------------------------------------------------------------------------------------------------
+
+
+def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
+    """(M, N, K) in the names: rows, columns, and what is summed over."""
+    shape, tokens, trains = sizes.shape, sizes.tokens, not sizes.lora_rank
+    linears = {
+        "qkv": (shape.hidden_size, shape.qkv_size),
+        "o": (shape.attention_size, shape.hidden_size),
+        "gate_up": (shape.hidden_size, 2 * shape.ffn_hidden_size),
+        "down": (shape.ffn_hidden_size, shape.hidden_size),
+    }
+    quick = "FP8 product" if sizes.fp8 else "bf16 product"
+    for name, (inputs, outputs) in (linears | {"head": (shape.hidden_size, shape.vocab_size)}).items():
+        op, fp8 = (quick, sizes.fp8) if name != "head" else ("bf16 product", False)
+        products = {"fprop": (tokens, outputs, inputs), "dgrad": (tokens, inputs, outputs), "wgrad": (outputs, inputs, tokens)}
+        for product, size in products.items():
+            if trains or product != "wgrad":
+                least = FAST_PRODUCT_DB if fp8 and product == "fprop" else PRODUCT_DB
+                yield f"{op} {name} {product}", str(size), least, partial(_product, product, size, fp8, sizes, draw)
+    if draw.device.type == "cuda":
+        yield "bf16 product", str(SPLIT_K), PRODUCT_DB, partial(_product, "fprop", SPLIT_K, False, sizes, draw)
+
+
+def _product(product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, draw: Draw) -> float:
+    """dB of a [M, K] b [N, K]^T, both quantized as the step does: gradients in e5m2, and a rowwise layout that is summed over."""
+    m, n, k = size
+    quantizers: list[Quantizer | None] = [None, None]
+    if fp8:
+        scaling = DelayedScaling()
+        quantizers = [scaling.quantizer(gradient=product != "fprop", transposed=False), scaling.quantizer(transposed=False)]
+        scaling.allocate(draw.device)
+    quantize = ENGINES[sizes.kernels].quantize
+    a, b = (quantize(draw(rows, k, dtype=sizes.dtype), quantizer) for rows, quantizer in zip((m, n), quantizers, strict=True))
+    if fp8:  # all three are this product of rowwise operands
+        found = matmul(a, b, fast=product == "fprop")
+    elif product == "fprop":
+        found = torch.mm(a.rowwise, b.rowwise.t(), out=a.rowwise.new_full((m, n), math.nan))  # a store that is left out shows as NaN
+    elif product == "dgrad":
+        found = dgrad(a, QuantizedTensor(b.rowwise.t().contiguous()), fast=False)
+    else:
+        found = wgrad(QuantizedTensor(a.rowwise.t().contiguous()), QuantizedTensor(b.rowwise.t().contiguous()), fast=False)
+    if not _finite(found):
+        return math.nan
+    rows, columns = (torch.linspace(0, length - 1, min(SLICE, length), device=draw.device).long() for length in (m, n))
+    exact = _double(a, rows) @ _double(b, columns).t()
+    return decibels(exact, found[rows][:, columns])
+
+
+def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
+    return x.rowwise[rows].double() if x.scale is None else _bits(x.rowwise)[rows].view(x.rowwise.dtype).double() * x.scale
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+# --- Triton kernels ---------------------------------------------------------------------------------------------------
+
+
+def kernel_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
+    if sizes.kernels == "triton":
+        for op, shape, case in kernel_cases(sizes, draw):
+            yield f"triton {op}", str(shape), KERNEL_DB, partial(against_reference, case, sizes, draw.device)
+
+
+def against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
+    """dB of the kernels to their references, in the second launch of each: scales are delayed, so that a kernel stores and records in one pass."""
+    results = []
+    for engine in ("reference", "triton"):
+        quantizers = Quantizers(sizes, device)
+        case(engine, quantizers)
+        if sizes.fp8:
+            quantizers.scaling.step_done()
+        results.append(case(engine, quantizers))
+    ratios = [_output_db(*pair) for pair in zip(*results, strict=True)]
+    return math.nan if any(map(math.isnan, ratios)) else min(ratios)
+
+
+def _output_db(truth: Output, found: Output) -> float:
+    if isinstance(truth, QuantizedTensor) and isinstance(found, QuantizedTensor):
+        if found.columnwise is not None and not torch.equal(_bits(found.columnwise), _bits(found.rowwise).t()):
+            return -math.inf
+        return decibels(*(x.rowwise if x.scale is None else x.rowwise.float() * x.scale for x in (truth, found)))
+    return decibels(truth, found) if isinstance(truth, Tensor) and isinstance(found, Tensor) else math.inf

@@ -1,0 +1,125 @@
+"""The list of what is known to fail: every entry is well-formed, and fixtures of versions meet the right ones on the right GPU."""
+
+import re
+
+import pytest
+
+from common import known_issues
+from common.errors import PreflightError
+from common.gpu_kinds import KINDS
+from preflight.host import judge_known_issues
+
+GOOD = {
+    "MI300X": {"torch": "2.10.0+rocm7.2.4", "triton": "3.6.0+rocm7.2.4", "rocm": "7.2.53211-e1a6bc5663", "driver": "6.16.13"},
+    "MI355X": {"torch": "2.10.0+rocm7.2.4", "triton": "3.6.0+rocm7.2.4", "rocm": "7.2.53211-e1a6bc5663", "driver": "6.16.13"},
+    "H200": {"torch": "2.13.0+cu130", "triton": "3.7.1", "cuda": "13.0", "driver": "580.95.05"},
+}
+# (kind, what differs from GOOD, the issues that are shown, whether one refuses)
+MET = [
+    ("MI355X", {"torch": "2.10.0+git0e0ddc8", "rocm": "7.12.60610"}, ["rocm-7.12-bf16-nan"], True),
+    ("MI350X", {"torch": "2.9.1+gitff65f5b", "rocm": "7.13.26183-444cadec35"}, ["rocm-7.12-bf16-nan"], True),
+    ("MI300X", {"rocm": "7.13.26183-444cadec35"}, [], False),  # seen on gfx950 only
+    ("MI355X", {"torch": "2.14.0.dev20260805+rocm7.14", "rocm": "7.14.60850"}, ["rocm-7.14-gradient-norm"], True),
+    ("MI355X", {"triton": "3.7.0+amd.rocm7.0.0.git89002410"}, ["triton-gfx950-bf16-nan"], True),
+    ("MI355X", {"triton": "3.7.1"}, [], False),
+    ("MI300X", {"triton": "3.8.0+git10f6be36"}, ["triton-3.8.0-gfx942-spills"], False),
+    ("MI325X", {"rocm": "7.1.25424"}, ["rocm-7.1-mi325x-fp8"], False),
+    ("H200", {"triton": "3.8.0"}, ["triton-3.8.0-hopper-fp8"], False),
+    ("H100", {"driver": "570.124.06"}, ["cuda-13-driver"], False),
+]
+
+
+def versions_of(kind: str, changed: dict[str, str]) -> dict[str, str]:
+    base = "H200" if KINDS[kind].vendor == "nvidia" else "MI355X"
+    return GOOD[base] | changed
+
+
+def test_every_entry_is_well_formed():
+    issues = known_issues.load().issues
+    architectures = {kind.arch for kind in KINDS.values()} | {"sm_100"}
+    assert len({issue.name for issue in issues}) == len(issues)
+    for issue in issues:
+        assert issue.verdict in ("refuse", "warn", "suspect") and issue.symptom and issue.cure, issue.name
+        assert re.match(r"https://(github|docs\.nvidia)\.com/\S+$", issue.source), issue.name
+        assert set(issue.gpus) <= architectures | KINDS.keys(), issue.name
+        assert set(issue.ops) <= {"attention", "bf16 product", "FP8 product", "triton"}, issue.name
+        assert issue.verdict != "suspect" or issue.ops, f"{issue.name} would never be shown"
+        for _, text in issue.ranges:
+            known_issues.within("1.0", text)
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_what_is_said_to_work_meets_nothing(kind):
+    assert known_issues.notes(KINDS[kind], GOOD[kind], {}, refuse=True) == []
+    assert judge_known_issues(KINDS[kind], GOOD[kind], {}).verdict == "ok"
+
+
+@pytest.mark.parametrize(("kind", "changed", "names", "refuses"), MET, ids=lambda value: str(value)[:40])
+def test_versions_meet_their_issues(kind, changed, names, refuses):
+    versions = versions_of(kind, changed)
+    assert [issue.name for issue in known_issues.shown(KINDS[kind], versions, {})] == names
+    row = judge_known_issues(KINDS[kind], versions, {})
+    assert row.verdict == ("refuse" if refuses else "warn" if names else "ok")
+    assert all(name in row.value for name in names)
+    if refuses:
+        with pytest.raises(PreflightError, match="known to compute wrongly") as caught:
+            known_issues.notes(KINDS[kind], versions, {}, refuse=True)
+        assert names[0] in caught.value.why and "https://" in caught.value.why and f"ALLOW_KNOWN_ISSUES={names[0]}" in caught.value.do
+        for environment, refuse in (({"ALLOW_KNOWN_ISSUES": f"other,{names[0]}"}, True), ({}, False)):
+            assert names[0] in known_issues.notes(KINDS[kind], versions, environment, refuse)[0]
+
+
+def test_an_unknown_newer_version_only_warns(monkeypatch):
+    versions = versions_of("MI355X", {"triton": "4.1.0"})
+    assert known_issues.notes(KINDS["MI355X"], versions, {}, refuse=True) == ["triton 4.1.0 is newer than the list of known issues"]
+    assert judge_known_issues(KINDS["MI355X"], versions, {}).verdict == "warn"
+    open_ended = known_issues.KnownIssue(
+        "never-fixed", "refuse", "wrong", "none", "https://github.com/x", ("gfx950",), (("triton", ">=3.0"),)
+    )
+    monkeypatch.setattr(known_issues, "load", lambda: known_issues.KnownIssues((open_ended,), {"triton": "3.9"}))
+    assert [issue.verdict for issue in known_issues.matching(KINDS["MI355X"], versions)] == ["warn"]
+    assert [issue.verdict for issue in known_issues.matching(KINDS["MI355X"], {"triton": "3.9.2"})] == ["refuse"]
+    assert known_issues.matching(KINDS["MI355X"], {}) == [], "a version that is not known meets no range"
+
+
+@pytest.mark.parametrize(
+    ("version", "text", "inside"),
+    [
+        ("3.7.0+amd.rocm7.0", ">=3.7, <3.7.1", True),
+        ("3.7", ">=3.7.0, <3.7.1", True),
+        ("3.7.1", ">=3.7, <3.7.1", False),
+        ("7.2.53211-e1a6bc5663", ">=7.1, <7.2", False),
+        ("7.12.1", ">=7.2", True),  # numbers, not letters
+        ("580.95.05", "<580", False),
+        ("git1234", ">=0", False),
+    ],
+)
+def test_ranges(version, text, inside):
+    assert known_issues.within(version, text) == inside
+
+
+def test_suspects_are_named_only_for_their_ops():
+    versions = versions_of("MI325X", {})
+    names = {issue.name for issue in known_issues.suspects(["attention backward dQ"], KINDS["MI325X"], versions)}
+    assert "ck-16-bit-atomics" in names and "hipblaslt-workspace" not in names
+    assert "ck-16-bit-atomics" not in {issue.name for issue in known_issues.suspects(["attention"], KINDS["MI355X"], versions)}
+
+
+def test_versions_are_found_without_importing_torch(tmp_path, monkeypatch):
+    torch = tmp_path / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text("raise RuntimeError('imported')")
+    (torch / "version.py").write_text("__version__ = '2.10.0+rocm7.2'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.2.53211-e1a6'\n")
+    packages = {"torch": "2.10.0+rocm7.2", "pytorch-triton-rocm": "3.6.0", "amd-aiter": "0.1.5"}
+
+    def version(name):
+        if name not in packages:
+            raise known_issues.importlib.metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(known_issues.importlib.metadata, "version", version)
+    spec = known_issues.importlib.util.spec_from_file_location("torch", torch / "__init__.py")
+    monkeypatch.setattr(known_issues.importlib.util, "find_spec", lambda name: spec)
+    assert known_issues.installed("6.16.13") == {
+        "torch": "2.10.0+rocm7.2", "triton": "3.6.0", "aiter": "0.1.5", "rocm": "7.2.53211-e1a6", "driver": "6.16.13"
+    }  # fmt: skip

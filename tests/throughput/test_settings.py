@@ -1,0 +1,68 @@
+"""Other launch settings of kernels: which are tried, that one that computes wrongly gets no time, and that the shipped one is marked."""
+
+import pytest
+import torch
+
+from common.kernels.architecture import Tile
+from common.model.shapes import ModelShape
+from common.training.kernel_cases import Draw, Sizes, kernel_cases
+from throughput import settings
+
+SIZES = Sizes(ModelShape(2, 32, 48, 4, 2, 64, 10000.0), 16, 1, False, 0, "triton", torch.float32)
+
+
+def test_every_case_has_its_settings_function():
+    ops = {
+        op
+        for rank in (0, 16)
+        for op, _, _ in kernel_cases(Sizes(SIZES.shape, 16, 1, False, rank, "triton", torch.float32), Draw(torch.device("cpu")))
+    }
+    assert ops | {"quantize"} == settings.SETTINGS.keys()
+
+
+def test_one_thing_is_changed_at_a_time():
+    tile = Tile(rows=64, columns=128, warps=4, stages=3)
+    for arch, op in (("gfx950", "adapter down"), ("sm_90", "SwiGLU"), ("gfx942", "RoPE backward")):
+        found = [settings.changed_tile(tile, change) for change in settings.changes(arch, op)]
+        assert found[0] == tile and len(set(found)) >= len(found) - 1  # the shipped number of stages is tried again
+        assert all(sum(a != b for a, b in zip(tile, other, strict=True)) <= 1 for other in found)
+        assert any(other.waves_per_eu for other in found) == arch.startswith("gfx")
+        assert {other.columns for other in found} == ({128} if op == "RoPE backward" else {64, 128, 256})
+    assert tile.options == {"num_warps": 4} and tile._replace(waves_per_eu=2).options == {"num_warps": 4, "waves_per_eu": 2}
+
+
+def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
+    times = []
+    monkeypatch.setattr(settings, "median_s", lambda work, device, seconds: times.append(work()) or 1e-5)
+    monkeypatch.setattr(settings, "changes", lambda arch, op: [{}, {"rows": 2.0}, {"warps": 0.5}])
+    right = settings.against_reference
+
+    def against_reference(case, sizes, device):
+        tried.append(right(case, sizes, device))
+        if len(tried) == 3:
+            raise RuntimeError("out of resource: registers\nmore")
+        return 6.0 if len(tried) == 2 else tried[-1]
+
+    tried = []
+    monkeypatch.setattr(settings, "against_reference", against_reference)
+    found = list(settings.lines(SIZES, torch.device("cpu"), "RoPE backward"))
+    assert found[0].startswith("RoPE backward") and "10.0 us" in found[1] and found[1].endswith("shipped")
+    assert "WRONG: 6.0 dB" in found[2] and "rows 128" in found[2] and "us" not in found[2].replace("columns", "")
+    assert "fails: RuntimeError: out of resource: registers" in found[3] and len(times) == 1
+    assert all(db >= settings.KERNEL_DB for db in tried), "another tile computes the same"
+
+
+def test_attention_is_timed_and_compared_with_each_backend(monkeypatch):
+    monkeypatch.setattr(settings, "median_s", lambda work, device, seconds: work() and 1e-5)
+    title, flash, efficient, cudnn = settings.attention_lines(SIZES, torch.device("cpu"))
+    assert title == "attention [1, 16, 4/2]"
+    assert flash.split()[:2] == ["10.0", "us"] and flash.endswith("flash_attention") and flash.count("/") == 3 and "nan" not in flash
+    assert "fails: RuntimeError" in efficient and "fails: RuntimeError" in cudnn, "a CPU has neither"
+
+
+def test_without_a_gpu_it_says_so():
+    from common.errors import ConfigError
+
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="there is no GPU"):
+            settings.main(None)

@@ -1,0 +1,138 @@
+"""The self-test on a CPU: nothing is found wrong where nothing is, and each planted fault is found and named."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import TINY, run_config
+
+from common.errors import PreflightError
+from common.kernels import lora
+from common.model.fused_block import ENGINES
+from common.model.shapes import ModelShape
+from common.training import self_test as module
+from common.training.kernel_cases import Sizes
+from common.training.metrics import Events
+from common.training.self_test import before_a_run, require_sound, self_test
+
+CPU = torch.device("cpu")
+SHAPE = ModelShape(2, 32, 48, 4, 2, 64, 10000.0)
+# In fp32: Triton's interpreter rounds wrongly to e4m3, and bf16 adapters are beyond it (tests/helpers/kernel_checks.py).
+PRETRAINING = Sizes(SHAPE, 32, 2, fp8=False, lora_rank=0, kernels="triton", dtype=torch.float32)
+ADAPTERS = replace(PRETRAINING, lora_rank=16)
+PRODUCTS = replace(PRETRAINING, fp8=True, kernels="reference", dtype=torch.bfloat16)
+
+
+def bad_ops(sizes):
+    return [finding.op for finding in self_test(sizes, CPU).bad]
+
+
+@pytest.mark.parametrize("sizes", [PRETRAINING, ADAPTERS, PRODUCTS], ids=["pre-training", "adapters", "FP8 products"])
+def test_a_sound_machine_passes_and_the_generator_stays_as_it_was(sizes):
+    before = torch.get_rng_state()
+    result = self_test(sizes, CPU)
+    assert not result.bad, [str(finding) for finding in result.bad]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert result.attention == "flash" and result.seconds > 0
+    ops = {finding.op for finding in result.findings}
+    assert {"attention", "attention backward dQ", "attention backward dK", "attention backward dV", "bf16 product head dgrad"} <= ops
+    assert ("FP8 product gate_up wgrad" in ops) == sizes.fp8
+    kernels = {op for op in ops if op.startswith("triton")}
+    assert ("triton adapter up backward" in kernels) == (sizes is ADAPTERS) and ("triton AdamW" in kernels) == (sizes is PRETRAINING)
+    longest = next(finding for finding in result.findings if finding.op.endswith("gate_up dgrad"))
+    assert longest.shape == str((sizes.tokens, SHAPE.hidden_size, 2 * SHAPE.ffn_hidden_size))
+    require_sound(result, CPU)
+
+
+class Attention(torch.autograd.Function):
+    """Right but for `spoil` of the gradient of the queries."""
+
+    spoil = staticmethod(lambda gradient: gradient)
+
+    @staticmethod
+    def forward(ctx, q):
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Attention.spoil(gradient)
+
+
+@pytest.mark.parametrize("spoil", [lambda g: g * 0.9, lambda g: torch.where(torch.arange(g.shape[1])[:, None, None] == 3, torch.inf, g)])
+def test_a_wrong_or_infinite_gradient_of_attention_is_found(monkeypatch, spoil):
+    """As 16-bit atomics give on gfx942."""
+    right = module.causal_attention
+    monkeypatch.setattr(Attention, "spoil", staticmethod(spoil))
+    monkeypatch.setattr(module, "causal_attention", lambda q, k, v: right(Attention.apply(q), k, v))
+    assert bad_ops(PRODUCTS) == ["attention backward dQ"]
+
+
+def test_attention_that_raises_is_one_finding(monkeypatch):
+    def none_left(q, k, v):
+        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+    monkeypatch.setattr(module, "causal_attention", none_left)
+    result = self_test(PRODUCTS, CPU)
+    assert [str(finding) for finding in result.bad] == [
+        "attention [2, 32, 4/2, 8]: No available kernel. Aborting execution., 30 dB at least"
+    ]
+
+
+def test_products_with_a_wrong_scale_and_with_elements_left_out_are_found(monkeypatch):
+    right, mm = module.matmul, torch.mm
+    monkeypatch.setattr(module, "matmul", lambda a, b, fast: right(a, b, fast) * (0.5 if not fast and a.rowwise.shape[1] == 64 else 1))
+
+    def without_last_row(a, b, out):
+        mm(a[:-1], b, out=out[:-1])
+        return out
+
+    monkeypatch.setattr(torch, "mm", without_last_row)
+    found = self_test(PRODUCTS, CPU)
+    names = {finding.op for finding in found.bad}
+    assert {"FP8 product o wgrad", "FP8 product qkv dgrad", "bf16 product head fprop"} <= names
+    assert not {"FP8 product qkv fprop", "FP8 product down dgrad", "bf16 product head wgrad"} & names
+    left_out = next(finding for finding in found.bad if finding.op == "bf16 product head fprop")
+    assert "not finite" in str(left_out) and left_out.shape == "(64, 64, 32)"
+
+
+def test_a_wrong_kernel_is_named(monkeypatch):
+    swiglu = ENGINES["triton"].swiglu
+
+    def nearly(gate_up, quantizer, kept=None):
+        h, kept_gate_up = swiglu(gate_up, quantizer, kept)
+        h.rowwise[-1] *= 1.5
+        return h, kept_gate_up
+
+    def does_not_compile(*_):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setitem(ENGINES, "triton", replace(ENGINES["triton"], swiglu=nearly, rope_=does_not_compile))
+    monkeypatch.setitem(lora.ENGINES, "triton", replace(lora.ENGINES["triton"], down=lambda x, norm, a, dropout: x @ a.t()))
+    assert bad_ops(ADAPTERS) == ["triton RoPE", "triton SwiGLU", "triton adapter down"]
+
+
+def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
+    monkeypatch.setattr(module, "architecture", lambda device: "gfx942")
+    monkeypatch.setattr(module.known_issues, "installed", lambda driver: {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"})
+    bad = [module.Finding(f"attention backward {name}", "[2, 8192, 32/8, 128]", least=30.0) for name in ("dQ", "dK")]
+    with pytest.raises(PreflightError) as caught:
+        require_sound(module.Result(findings=bad), CPU)
+    assert "attention backward dQ [2, 8192, 32/8, 128]: not finite" in caught.value.what and "1 more" in caught.value.what
+    assert "gfx942 with torch 2.10.0+rocm7.2, rocm 7.2.53211" in caught.value.why and "ck-16-bit-atomics" in caught.value.why
+    assert "TORCH_ROCM_FA_PREFER_CK" in caught.value.do
+
+
+def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_path, monkeypatch):
+    beats = []
+    heartbeat = SimpleNamespace(beat=lambda step, phase: beats.append(phase))
+    session = SimpleNamespace(config=run_config(), heartbeat=heartbeat, events=Events(tmp_path / "events.jsonl"))
+    before_a_run(session, TINY, SimpleNamespace(device=CPU))
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert event["event"] == "self_test" and event["attention"] == "flash" and event["ops"] == 19 and "dB" in event["worst"]
+    assert any("attention" in phase for phase in beats)
+    monkeypatch.setattr(module, "dgrad", lambda g, weight, fast: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1]))
+    with pytest.raises(PreflightError, match="bf16 product qkv dgrad"):
+        before_a_run(session, TINY, SimpleNamespace(device=CPU))
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1

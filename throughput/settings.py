@@ -1,0 +1,159 @@
+"""Times other launch settings of each Triton kernel on this GPU, at a benchmark's shapes, and says which are right: for common/kernels.
+
+    ./run_and_time.sh throughput settings [--benchmark llama2_70b_lora] [--only RoPE]
+
+First attention, with each of SDPA's backends: microseconds of forward and backward together, and dB against the math backend; a run takes the first
+that can (common/kernels/attention.py). Then each line is one Tile of common/kernels/architecture.py; the shipped one is marked. A candidate that does not compile, or whose results are not
+its reference's, says so instead of a time. A line that is faster on your GPU is what we would like to hear of, with the first line of the
+output: put it into the kernel's `_settings` function, run pytest tests/kernels, and send both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+from collections.abc import Iterator, Mapping
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common import known_issues
+from common.errors import ConfigError
+from common.kernels.architecture import Tile, architecture
+from common.kernels.attention import causal_attention
+from common.training import self_test
+from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
+from common.training.self_test import KERNEL_DB, against_reference
+from llama2_70b_lora import rules as lora_rules
+from llama31_8b import rules as pretraining_rules
+from preflight.measure import median_s
+
+SECONDS = 0.02
+# The settings functions that a case of common/training/kernel_cases.py launches with.
+SETTINGS = {
+    "add + RMS norm": "rms_norm.add_rms_norm_settings",
+    "RMS norm backward": "rms_norm.rms_norm_backward_settings",
+    "quantize": "quantize.quantize_settings",
+    "RoPE": "rope.rope_packed_settings",
+    "RoPE backward": "rope.rope_packed_backward_settings",
+    "SwiGLU": "swiglu.swiglu_quantized_settings",
+    "SwiGLU backward": "swiglu.swiglu_quantized_backward_settings",
+    "AdamW": "adamw.adamw_settings",
+    "accumulate": "accumulate.accumulate_settings",
+    "adapter down": "lora.down_settings",
+    "adapter down backward": "lora.down_backward_settings",
+    "adapter up backward": "lora.up_backward_settings",
+    "cross entropy": "cross_entropy.cross_entropy_forward_settings",
+}
+WHOLE_ROWS = ("add + RMS norm", "RMS norm", "RoPE")  # their columns are a row, or half of a head
+LOOPS = ("RMS norm backward", "adapter")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--benchmark", choices=("llama31_8b", "llama2_70b_lora"), default="llama31_8b")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="sequences; default 2, or 1 for adapters")
+    parser.add_argument("--only", default="", metavar="OP", help=f"ops with this in their name, of: {', '.join(SETTINGS)}")
+
+
+def main(options: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise ConfigError("there is no GPU", "settings are timed where they are launched", "start it on a machine with one")
+    device = torch.device("cuda")
+    versions = ", ".join(f"{name} {text}" for name, text in known_issues.installed().items())
+    print(f"{torch.cuda.get_device_name()}, {architecture(device)}, {versions}", flush=True)
+    sizes = sizes_of(options)
+    for line in itertools.chain(attention_lines(sizes, device) if options.only in "attention" else (), lines(sizes, device, options.only)):
+        print(line, flush=True)
+    return 0
+
+
+def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
+    """One per backend, and on ROCm per library behind flash."""
+    yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
+    libraries = ("aotriton", "ck") if torch.version.hip else ("",)
+    backends = [(SDPBackend.FLASH_ATTENTION, library) for library in libraries] + [(SDPBackend.EFFICIENT_ATTENTION, "")]
+    for backend, library in [*backends, *([] if torch.version.hip else [(SDPBackend.CUDNN_ATTENTION, "")])]:
+        try:
+            if library:
+                torch.backends.cuda.preferred_rocm_fa_library(library)
+            with mock.patch.object(self_test, "attention_backends", lambda *_, backend=backend: sdpa_kernel(backend)):
+                checks = self_test.attention_checks(sizes, Draw(device), self_test.Result())
+                found = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks) + " dB"
+            found = f"{attention_us(sizes, device, backend):8.1f} us  {found} (out, dQ, dK, dV)"
+        except Exception as error:
+            found = f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"
+        yield f"  {found}  {backend.name.lower()} {library}".rstrip()
+
+
+def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:
+    """Of a forward and a backward."""
+    shape, draw = sizes.shape, Draw(device)
+    counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    leaves = [draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype).requires_grad_() for n in counts]
+    d_out = draw(*leaves[0].shape, dtype=sizes.dtype)
+    with sdpa_kernel(backend):
+        return 1e6 * median_s(lambda: torch.autograd.grad(causal_attention(*leaves), leaves, d_out), device, SECONDS)
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    rules = {"llama31_8b": pretraining_rules, "llama2_70b_lora": lora_rules}[options.benchmark].CLOSED
+    rank = getattr(rules, "lora_rank", 0)
+    return Sizes(rules.shape, rules.sequence_length, options.micro_batch or (1 if rank else 2), True, rank, "triton", torch.bfloat16)
+
+
+def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
+    """One per op and candidate."""
+    arch = architecture(device)
+    for op, shape, case in kernel_cases(sizes, Draw(device)):
+        if only not in op:
+            continue
+        yield f"{op} {shape}"
+        module, name = SETTINGS[op].split(".")
+        kernels = importlib.import_module(f"common.kernels.{module}")
+        settings = getattr(kernels, name)
+        for change in changes(arch, op):
+            made: list[Tile] = []
+
+            def changed(*given: object, settings=settings, change=change, made=made) -> Tile:
+                made.append(changed_tile(settings(*given), change))
+                return made[-1]
+
+            with mock.patch.object(kernels, name, changed):
+                found = timed(case, sizes, device)
+            tile = ", ".join(f"{key} {value}" for key, value in made[-1]._asdict().items()) if made else str(change)
+            yield f"  {found}  {tile}" + "  shipped" * (not change)
+
+
+def changes(arch: str, op: str) -> Iterator[Mapping[str, float]]:
+    """What to try, one thing at a time: nothing, then factors of warps and tile, stages where loops have them, and waves per SIMD on AMD."""
+    yield {}
+    tile = [] if op.startswith(WHOLE_ROWS) else ["columns"]
+    for key in ("warps", "rows", *tile):
+        yield from ({key: factor} for factor in (0.5, 2.0))
+    if op.startswith(LOOPS):
+        yield from ({"stages": count} for count in (1, 2, 3))
+    if arch.startswith("gfx"):
+        yield from ({"waves_per_eu": count} for count in (1, 2, 4))
+
+
+def changed_tile(tile: Tile, change: Mapping[str, float]) -> Tile:
+    absolute = ("stages", "waves_per_eu")
+    return tile._replace(**{key: int(x if key in absolute else max(1, x * getattr(tile, key))) for key, x in change.items()})
+
+
+def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
+    """Microseconds of the op by Triton; or why not. Includes what the op launches beside: a transpose, a clone of what it changes."""
+    try:
+        db = against_reference(case, sizes, device)
+        if not db >= KERNEL_DB:
+            return f"WRONG: {db:.1f} dB"
+        quantizers = Quantizers(sizes, device)
+        case("triton", quantizers)
+        if sizes.fp8:
+            quantizers.scaling.step_done()
+        return f"{1e6 * median_s(lambda: case('triton', quantizers), device, SECONDS):8.1f} us"
+    except Exception as error:  # a compiler's errors have no common class
+        return f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"
