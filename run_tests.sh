@@ -8,4 +8,5 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; 
     exit 18
 fi
 python=$(python3 door/environment.py requirements-test.txt)
-exec "$python" -m pytest -q -n 2 --dist worksteal "$@"
+# Three on two cores: many tests wait for processes of their own.
+exec "$python" -m pytest -q -n 3 --dist worksteal "$@"

@@ -174,17 +174,10 @@ def on_four_ranks(processes, folder):
 def test_lora_on_two_nodes_trains_as_on_one_process(tmp_path, processes):
     import torch
     from lora_ranks import few_steps
-    from tiny import TINY_PROGRAM, free_port, rank_environment
+    from tiny import call_on_ranks
 
-    port = free_port()
-    command = [sys.executable, str(TINY_PROGRAM), "call", "test_multi_node:on_four_ranks", str(tmp_path), "cpu"]
-    environments = [rank_environment(rank, 4, port) | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
-    started = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for environment in environments]
     one = few_steps(processes, micro_batch_size=8)
-    for process in started:
-        assert process.wait(120) == 0, process.stderr.read()[-3000:]
-    for rank in range(4):
-        two = torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True)
+    for two in call_on_ranks(4, "test_multi_node:on_four_ranks", tmp_path, ranks_per_node=2):
         assert two["sizes"] == [4, 2], "all ranks; the shards of one node"
         assert two["losses"] == pytest.approx(one["losses"], abs=1e-6) and two["norms"] == pytest.approx(one["norms"], rel=1e-5)
         for name, adapter in one["adapters"].items():

@@ -184,7 +184,7 @@ def test_a_whole_run_on_a_cpu(tmp_path, monkeypatch, arguments, model, mode):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="qwen3", vocab_size=61, tie_word_embeddings=True, **sizes)))
     given = [str(tmp_path / "config.json") if argument == "CONFIG" else argument for argument in arguments]
     monkeypatch.setattr(command, "probe", lambda environment: Probe("none"))
-    assert command.start(["llama", *given, "--warmup", "1", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    assert command.start("llama", [*given, "--warmup", "1", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
     (row,) = read(tmp_path / "out")["rows"]
     assert (row["model"], row["mode"]) == (given[1] if model == "CONFIG" else model, mode)
     assert row["samples"] == 2 and row["tokens_per_s"] == pytest.approx(1e3 * row["gpus"] * row["batch"] * row["seq"] / row["ms"])

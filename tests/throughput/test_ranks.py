@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.errors import Hang, OutOfMemory, RunError
+from common.errors import LAUNCHED, Hang, OutOfMemory, RunError
 from throughput import bench
 from throughput.ranks import run_ranks
 
@@ -48,6 +48,7 @@ def test_bench_leaves_its_failure_to_who_asked_for_a_file(tmp_path, monkeypatch,
 
     monkeypatch.setattr(bench, "bench", fail)
     monkeypatch.setattr("common.training.guard.os._exit", end)
+    monkeypatch.setenv(LAUNCHED, "by who asks")
     arguments = ["--benchmark", "llama31_8b", "--config", "configs/llama31_8b/CPU_1x1.toml", "--device", "cpu"]
     with pytest.raises(Ended):
         bench.main([*arguments, "--result", str(tmp_path / "measured.json")])

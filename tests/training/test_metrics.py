@@ -155,9 +155,8 @@ def test_a_reader_that_ended_ends_no_run():
     reader, writer = os.pipe()
     os.close(reader)
     progress = Progress(True, os.fdopen(writer, "w"))
-    progress.show("step 1", final=True)
+    progress.show("step 1")
     assert not progress.enabled
     progress.show("step 2")
-    progress.close()
     with pytest.raises(BrokenPipeError):
         progress.stream.close()
