@@ -27,7 +27,7 @@ VALUES: dict[str, tuple[str, float, tuple[str, ...], float]] = {
 }
 AMD_ERRORS = {"uncorrected_errors": "ue", "corrected_errors": "ce"}  # in each block's file: `ue: 0` and `ce: 0`
 HEALTH = ("utilization_percent", *AMD_ERRORS)  # what preflight asks for
-SAMPLED = tuple(name for name in VALUES if name not in HEALTH)  # once a second during a run
+SAMPLED = tuple(name for name in VALUES if name not in AMD_ERRORS)  # once a second during a run
 # nvml.h, nvmlClocksEventReasons. Bit 0 means idle and is no throttling.
 NVML_THROTTLE_REASONS = {
     0x02: "application clocks",

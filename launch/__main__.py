@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from common.command_line import Parser
-from common.errors import ConfigError, RunError
+from common.errors import ConfigError, failure_of
 from common.terminal import inform, print_stderr
 from launch import series
 from launch.bench import bench, bench_command, profile, profile_directory
@@ -72,9 +72,11 @@ def main(arguments: list[str]) -> int:
     name, benchmark, *rest = arguments
     try:
         return start(benchmark, name, parser(name, benchmark).parse_args(rest))
-    except RunError as error:
-        print_stderr(error.lines())
-        return error.exit_code
+    except Exception as error:
+        if (failure := failure_of(error)) is None:
+            raise
+        print_stderr(failure.lines())
+        return failure.exit_code
 
 
 def start(benchmark: str, name: str, options: argparse.Namespace) -> int:

@@ -5,7 +5,8 @@ is killed. FILE, gpu_samples.jsonl, has one object a line:
 
     {"event": "start", "source": "nvidia-smi", "time": UNIX_TIME, "period_s": 1.0, "gpus": [{"id", "name"}]}
     {"event": "sample", "time_s": SECONDS_SINCE_START, "gpus": [{"power_w", "power_limit_w", "temperature_c", "clock_mhz",
-                                                                 "memory_clock_mhz", "memory_gib", "throttle": ["power cap"]}]}
+                                                                 "memory_clock_mhz", "memory_gib", "utilization_percent",
+                                                                 "throttle": ["power cap"]}]}
     {"event": "note", "what": WHY_SOMETHING_IS_MISSING}    {"event": "stop", "time_s", "samples"}
 
 `gpus` are those that the ranks see, in their order: entry k belongs to local rank k. null: the driver does not report it. These are the

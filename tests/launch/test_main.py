@@ -1,6 +1,7 @@
 """The command line, and runs from the first line to the exit code: a toy benchmark that misbehaves as told, under real torchrun."""
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from common import hardware
 from common.data.manifest import Manifest, facts_of
 from common.errors import DataError
 from door.verbs import version
+from launch import __main__ as program
 from launch import diagnosis, job
 from launch.job import ensure_data
 
@@ -32,6 +34,30 @@ def project(tmp_path_factory):
 def only_run(cwd):
     (run_dir,) = [path for path in (cwd / "out" / "toy").iterdir() if path.is_dir()]
     return run_dir
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "results"), 17),
+        (MemoryError(), 12),
+        (DataError("no data", "it is not there", "fetch it"), 15),
+        (ValueError("a defect"), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_fails_before_an_attempt_is_told_by_its_family(monkeypatch, capsys, error, code):
+    def job_from(*_, **__):
+        raise error
+
+    monkeypatch.setattr(program, "job_from", job_from)
+    monkeypatch.setattr(program, "outlive_readers", lambda: None)
+    monkeypatch.setattr(program, "handled_signals", lambda: [])
+    if code is None:
+        with pytest.raises(ValueError, match="a defect"):
+            program.main(["run", "llama31_8b"])
+    else:
+        assert program.main(["run", "llama31_8b"]) == code and len(capsys.readouterr().err.splitlines()) == 3
 
 
 def test_a_good_run(project, tmp_path):

@@ -33,7 +33,7 @@ for gpu in range(3):
     known = {{"uuid": f"GPU-{{gpu}}{{gpu}}", "name": "NVIDIA H100 80GB HBM3", "memory.total": 81559, "compute_cap": "9.0",
              "mig.mode.current": "Disabled", "driver_version": "580.1", "power.draw": f"{{650.04 + gpu:.2f}}",
              "enforced.power.limit": "700.00", "temperature.gpu": 60 + gpu, "clocks.sm": 1700 + gpu, "clocks.mem": 2619,
-             "memory.used": "71680" if gpu < 2 else "[N/A]",
+             "memory.used": "71680" if gpu < 2 else "[N/A]", "utilization.gpu": 97 + gpu,
              "clocks_event_reasons.active": ("0x0000000000000001", "0x0000000000000024", "[N/A]")[gpu]}}
     print(", ".join(str(known[field]) for field in fields))
 """
@@ -87,7 +87,7 @@ def test_nvidia_values_and_units(driver, monkeypatch):
     assert start["gpus"][1] == {"id": "GPU-11", "name": "NVIDIA H100 80GB HBM3"}
     assert abs(start["time"] - time.time()) < 60 and 0 <= first["time_s"] <= second["time_s"] <= stop["time_s"]
     expected = {"power_w": 651.04, "power_limit_w": 700.0, "temperature_c": 61, "clock_mhz": 1701, "memory_clock_mhz": 2619}
-    assert first["gpus"][1] == expected | {"memory_gib": 70.0, "throttle": ["power cap", "thermal (driver)"]}
+    assert first["gpus"][1] == expected | {"memory_gib": 70.0, "utilization_percent": 98, "throttle": ["power cap", "thermal (driver)"]}
     assert first["gpus"][0]["throttle"] == [], "idle is no throttling"
     assert first["gpus"][2]["memory_gib"] is first["gpus"][2]["throttle"] is None and first["gpus"][2]["clock_mhz"] == 1702
 
@@ -102,7 +102,7 @@ def test_the_files_of_amdgpu(tmp_path, monkeypatch):
     found = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, address=str(card)),))
     records = record(tmp_path, monkeypatch, found=found)
     expected = {"power_w": 700, "power_limit_w": 750, "temperature_c": 80, "clock_mhz": 2050, "memory_clock_mhz": None}
-    assert of(records, "sample")[0]["gpus"] == [expected | {"memory_gib": 96, "throttle": None}]
+    assert of(records, "sample")[0]["gpus"] == [expected | {"memory_gib": 96, "utilization_percent": None, "throttle": None}]
     assert records[0]["gpus"] == [{"id": str(card), "name": "AMD Instinct MI300X"}]
 
 
