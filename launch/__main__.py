@@ -12,6 +12,7 @@ refuses it. docs/checkpoints.md says more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from common.command_line import Parser
 from common.errors import ConfigError, failure_of
 from common.terminal import inform, print_stderr
-from launch import series
+from launch import series, tuning
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header
 from launch.continued import continued
@@ -52,6 +53,8 @@ def parser(name: str, benchmark: str) -> Parser:
         parser.add_argument("--resume", action="store_true", help=f"continue the last series in LOGDIR that lacks good runs, {same}")
         help_save = "llama31_8b: after the clock, write the trained model to model/ of the run's directory, for transformers"
         parser.add_argument("--save", action="store_true", help=help_save)
+        help_tune = "make the settings of `tuning apply` while it runs, by sudo, and put them back at its end"
+        parser.add_argument("--tune", action="store_true", help=help_tune)
         help_checkpoint = "save the state of training: WHEN is 2 for every second evaluation, 600s for every ten minutes"
         parser.add_argument("--checkpoint", metavar="WHEN", help=help_checkpoint)
         help_continue = "go on from the checkpoint in this run's directory; for research, never for submission"
@@ -89,13 +92,16 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
     inform(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir) if request else None))
     if request and not job.config.miniature:
         inform(*(f"NOTE       {doubt}: package will refuse these runs" for doubt in doubts(ROOT, os.environ)))
+        if not options.tune and (advice := tuning.advice()):
+            inform(f"NOTE       {advice}")
     if name == "profile":
         options.out = profile_directory(job, options.out)
     if options.print:
         print(*(trainer_command(job, Path("DIR"), 0) if request else bench_command(job, Path("DIR"), options)))
         return 0
     if request:
-        return run_all(job, request)
+        with tuning.tuned(ROOT) if options.tune else contextlib.nullcontext():
+            return run_all(job, request)
     return profile(job, options) if name == "profile" else bench(job, options)
 
 

@@ -16,6 +16,7 @@ from common.config import RunConfig
 from common.errors import ROOM, StorageError
 from common.hardware import Probe
 from common.packages import requirements
+from launch import tuning
 
 ROOM_BYTES = 2**16
 OPTIONAL = ("triton", "pytorch-triton-rocm", "transformer-engine", "amd-aiter", "flash-attn")  # in no requirements file
@@ -82,6 +83,7 @@ def versions(root: Path, found: Probe) -> dict:
         "dirty": None if (status := git(root, "status", "--porcelain")) is None else bool(status),
         "gpus": [str(device) for device in found.devices],
         "driver": found.driver or None,
+        "system_tuning": tuning.state(),
     }
 
 

@@ -147,6 +147,8 @@ def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) 
     if environment.get("MODEL"):
         rows.append(host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), request.miniature))
     rows.append(host.judge_log_folder(log_dir))
+    if request.device == "cuda":
+        rows.append(host.judge_tuning())
     return rows if request.miniature or not benchmark else [*rows, host.judge_checkout(ROOT, environment)]
 
 

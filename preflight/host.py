@@ -15,6 +15,7 @@ from common import known_issues
 from common.gpu_kinds import GIB, GpuKind
 from common.gpu_stats import key_values, read_text
 from common.packages import OLDEST_TORCH
+from launch import tuning
 from launch.run_directory import doubts, version_of
 from preflight.check_row import CheckRow, at_least, graded, skipped
 
@@ -73,6 +74,16 @@ def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int
 
 def _limit(value: int) -> str:
     return "unlimited" if value == UNLIMITED else f"{value:,}"
+
+
+def judge_tuning(root: Path = Path("/")) -> CheckRow:
+    """The settings of system_tuning. AMD makes them, nobody has measured them: none of them is a reason to refuse."""
+    found = tuning.state(root)
+    worse = [name for name, text in found.items() if text != "good"]
+    value = f"{', '.join(worse)} could be better" if worse else f"{len(found)} settings as AMD makes them"
+    return graded(
+        "host tuning", value, "what `tuning apply` writes; gain not measured", "tuning check; or run with --tune", warn=bool(worse)
+    )
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command line: python3 -m system_tuning check|apply|revert.
+"""The command line: python3 -m system_tuning check|apply|revert|hold.
 
 The journal holds the old values of all files before the first one is written, so that `revert` works after a kill: a JSON object, path ->
 [old value, value that apply writes]. It lies in /run, which a reboot empties as it resets the settings. The first old value of a path
@@ -15,6 +15,7 @@ import dataclasses
 import fcntl
 import json
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from system_tuning.settings import SETTINGS, Setting, value_of
 
 DONE, JOURNAL, NOT_DONE = 0, 17, 18
 JOURNAL_PATH = "run/system_tuning.json"
+HELD = "held until the end of the input"  # the line by which `hold` says that every file has its value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +48,22 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     settings, journal = [setting for setting in SETTINGS if setting.name in options.only], root / JOURNAL_PATH
     if options.verb == "check":
         return check(settings, root)
+    if options.verb == "hold":  # whoever started it may be interrupted: it ends when that one has closed the pipe
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
     try:
         with _locked(journal):
-            steps = apply(settings, root, journal) if options.verb == "apply" else revert(journal)
+            steps = revert(journal) if options.verb == "revert" else apply(settings, root, journal)
+            if options.verb == "hold":
+                steps = hold(steps, journal)
     except PermissionError:
         print("error: only root can write these files\n  do:  run the same command with sudo", file=sys.stderr)
         return NOT_DONE
     except (OSError, ValueError) as error:
         print(f"error: the journal {journal} cannot be used: {error}\n  do:  mend that, then run this again", file=sys.stderr)
         return JOURNAL
+    if options.verb == "hold" and all(step.status in ("put back", "unchanged") for step in steps):
+        return DONE  # in silence: its reader may be gone
     print(*(_grouped(steps) or ["nothing to do"]), sep="\n")
     if options.verb == "apply" and steps:
         print(f"old values are in {journal}; `revert` puts them back; a reboot does so too")
@@ -79,9 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "settings:\n" + "\n".join(f"  {setting.name:<15} {setting.what}" for setting in SETTINGS)
     names = [setting.name for setting in SETTINGS]
-    parser.add_argument("verb", choices=("check", "apply", "revert"))
+    parser.add_argument("verb", choices=("check", "apply", "revert", "hold"), help="hold: apply, and revert when the input ends")
     parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="NAME", help="check, apply: these settings; default: all"
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help="check, apply, hold: these settings; default: all"
     )
 
 
@@ -117,6 +126,16 @@ def revert(journal: Path) -> list[Step]:
     left = {step.path for step in steps if step.status not in ("put back", "unchanged")}
     _write_journal(journal, {path: entry for path, entry in entries.items() if path in left})
     return steps
+
+
+def hold(steps: list[Step], journal: Path) -> list[Step]:
+    """Say what `apply` has done, wait until the input ends, and revert; at once where a file did not take its value."""
+    print(*_grouped(steps), sep="\n")
+    failed = [step for step in steps if step.status == "failed"]
+    if not failed:
+        print(HELD, flush=True)
+        sys.stdin.read()
+    return [*failed, *revert(journal)]
 
 
 def _put_back(path: str, old: str, ours: str) -> Step:

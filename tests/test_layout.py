@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.training.continuation",
         "plan",
         "records",
+        "system_tuning",
     },
     "gemm_tuning": {"launch"},
     "plan": {"common.model.families", "records"},

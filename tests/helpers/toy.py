@@ -76,6 +76,8 @@ while mode == "held" and rank and not (run_dir / "ranks/rank_0.json").exists() a
 log("run_stop", status="success", samples_count=32)
 if args.save and rank == 0:
     beat("save")
+    while not (run_dir / "ranks" / "rank_1.json").exists():  # a real rank has its record also where torchrun ends it
+        time.sleep(0.01)
 if args.save and mode == "unsaved" and rank == 0:
     end("failed", StorageError("the model was not saved", "the disk is full", "free space"), step=2)
 if args.save and mode == "killed in save" and rank == 0:
@@ -150,7 +152,7 @@ REPORT = STUB + "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').w
 
 def make_project(root: Path, torchrun: str = "") -> Path:
     """The launcher and the toy in `root`; `torchrun` replaces launch/torchrun.py."""
-    for room in ("door", "launch", "plan", "records", "common"):
+    for room in ("door", "launch", "plan", "records", "common", "system_tuning"):
         shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_and_time.sh", root)
     config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")

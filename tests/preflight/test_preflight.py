@@ -592,3 +592,11 @@ def test_the_checkout_is_judged_for_what_can_be_submitted_only():
     for miniature in (False, True):
         request = verb.Request("CPU", 1, CheckRow("config", "ok", ""), miniature=miniature)
         assert ("checkout" in by_check(verb.host_rows("llama31_8b", request, {}))) == (not miniature)
+
+
+def test_host_settings_never_refuse(tmp_path):
+    file = tmp_path / "proc/sys/kernel/numa_balancing"
+    file.parent.mkdir(parents=True)
+    for text, verdict in (("1", "warn"), ("0", "ok")):
+        file.write_text(f"{text}\n")
+        assert host.judge_tuning(tmp_path).verdict == verdict

@@ -1,0 +1,63 @@
+"""`--tune`: the settings of system_tuning for as long as this launcher lives, and what a run's record says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import PreflightError
+from common.terminal import inform
+from system_tuning.__main__ import HELD
+from system_tuning.settings import SETTINGS
+
+HOLD = [sys.executable, "-m", "system_tuning", "hold"]
+BETTER = "could be better"
+
+
+def state(root: Path = Path("/")) -> dict[str, str]:
+    """Name of each setting that this host has -> "good" or "could be better"."""
+    looked = {setting.name: setting.look(root) for setting in SETTINGS}
+    return {name: "good" if all(file.now == file.want for file in files) else BETTER for name, files in looked.items() if files}
+
+
+def advice(root: Path = Path("/")) -> str:
+    """One line for the first screen; "" where nothing is to be done."""
+    names = ", ".join(name for name, found in state(root).items() if found == BETTER)
+    return (
+        f"{names} could be better on this host, by AMD's list: ./run_and_time.sh tuning check; --tune sets them for this run"
+        if names
+        else ""
+    )
+
+
+@contextlib.contextmanager
+def tuned(project: Path) -> Iterator[None]:
+    """The settings are made, by sudo unless we are root, and put back at the end, also when this process is killed: then its end of the pipe
+    closes. Raises PreflightError where one cannot be made.
+    """
+    command = HOLD if os.geteuid() == 0 else ["sudo", *HOLD]
+    try:
+        process = subprocess.Popen(command, cwd=project, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise _untuned(str(error)) from None
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        said = []
+        while (line := process.stdout.readline()) and line.strip() != HELD:
+            said.append(line.strip())
+        if not line:
+            raise _untuned(f"{' '.join(command)} ended with {process.wait()}")
+        inform(*(f"tuning     {text}" for text in said))
+        yield
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+
+
+def _untuned(why: str) -> PreflightError:
+    return PreflightError("--tune cannot make the settings", why, "see ./run_and_time.sh tuning check, or run without --tune")

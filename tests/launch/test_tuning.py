@@ -1,0 +1,71 @@
+"""`--tune`: made before the first run, put back after the last one, whatever ends the launcher. On a copy of a host's files."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import PreflightError
+from launch import tuning
+from system_tuning.settings import KERNEL, value_of
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLD = "import sys; from pathlib import Path; from system_tuning.__main__ import main; sys.exit(main({words}, Path({root!r})))"
+FILES = {f"{KERNEL}/numa_balancing": "1", f"{KERNEL}/nmi_watchdog": "0"}
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(tuning, "HOLD", [sys.executable, "-c", HOLD.format(words=["hold"], root=str(tmp_path))])
+    monkeypatch.setattr(tuning.os, "geteuid", lambda: 0)
+    return tmp_path
+
+
+def values(host):
+    return [value_of(host / name) for name in FILES]
+
+
+def test_settings_hold_inside_and_are_put_back_after_an_error(host):
+    assert tuning.state(host) == {"numa_balancing": tuning.BETTER, "nmi_watchdog": "good"} and "numa_balancing" in tuning.advice(host)
+    with pytest.raises(ZeroDivisionError), tuning.tuned(ROOT):
+        assert values(host) == ["0", "0"]
+        assert tuning.state(host) == {"numa_balancing": "good", "nmi_watchdog": "good"} and not tuning.advice(host)
+        raise ZeroDivisionError
+    assert values(host) == ["1", "0"]
+
+
+def test_a_setting_that_cannot_be_made_ends_the_command_and_leaves_nothing(host, monkeypatch):
+    (host / "run").rmdir()
+    with pytest.raises(PreflightError, match="--tune"), tuning.tuned(ROOT):
+        pytest.fail("the run started")
+    assert values(host) == ["1", "0"]
+    monkeypatch.setattr(tuning, "HOLD", ["no-such-program"])
+    with pytest.raises(PreflightError, match="--tune"), tuning.tuned(ROOT):
+        pytest.fail("the run started")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_they_are_put_back_when_the_launcher_is_killed(host, number):
+    """SIGINT reaches all of a terminal's processes; who holds the settings waits for the launcher's end."""
+    words = f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\nfrom launch import tuning\ntuning.HOLD = {tuning.HOLD!r}\n"
+    words += "tuning.os.geteuid = lambda: 0\n"
+    words += f"with tuning.tuned({str(ROOT)!r}):\n    print('running', flush=True)\n    time.sleep(60)\n"
+    launcher = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    assert launcher.stdout.readline() == b"running\n" and values(host) == ["0", "0"]
+    if number == signal.SIGKILL:
+        launcher.kill()
+    else:
+        os.killpg(launcher.pid, number)
+    launcher.wait(30)
+    deadline = time.monotonic() + 30
+    while values(host) != ["1", "0"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert values(host) == ["1", "0"]
