@@ -79,10 +79,10 @@ def _limit(value: int) -> str:
 def judge_tuning(root: Path = Path("/")) -> CheckRow:
     """The settings of system_tuning. AMD makes them, nobody has measured them: none of them is a reason to refuse."""
     found = tuning.state(root)
-    worse = [name for name, text in found.items() if text != "good"]
-    value = f"{', '.join(worse)} could be better" if worse else f"{len(found)} settings as AMD makes them"
+    names = tuning.better(found)
+    value = f"{names} {tuning.BETTER}" if names else f"{len(found)} settings as AMD makes them"
     return graded(
-        "host tuning", value, "what `tuning apply` writes; gain not measured", "tuning check; or run with --tune", warn=bool(worse)
+        "host tuning", value, "what `tuning apply` writes; gain not measured", "tuning check; or run with --tune", warn=bool(names)
     )
 
 

@@ -150,6 +150,14 @@ sys.exit(int(os.environ.get('FINDINGS', 0)))
 REPORT = STUB + "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
 
 
+def shorten(root: Path, module: str, limit: str, instead: str) -> None:
+    """In the project's copy of `module`, the line `limit`, such as "LOST_S = 30.0", becomes `instead`."""
+    path = root / module
+    source = path.read_text()
+    assert limit in source
+    path.write_text(source.replace(limit, instead))
+
+
 def make_project(root: Path, torchrun: str = "") -> Path:
     """The launcher and the toy in `root`; `torchrun` replaces launch/torchrun.py."""
     for room in ("door", "launch", "plan", "records", "common", "system_tuning"):

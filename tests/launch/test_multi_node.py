@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import ROOT, TORCHRUN, alive, finish, make_project, wait_until
+from toy import ROOT, TORCHRUN, alive, finish, make_project, shorten, wait_until
 
 from common.errors import ConfigError
 from launch import multi_node
@@ -63,9 +63,7 @@ write_rank_record(run_dir, rank, "done", step=2)
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     root = make_project(tmp_path_factory.mktemp("cluster"), torchrun=TORCHRUN)
-    source = (root / "launch/multi_node.py").read_text()
-    assert "LOST_S = 30.0" in source
-    (root / "launch/multi_node.py").write_text(source.replace("LOST_S = 30.0", "LOST_S = 4.0"))
+    shorten(root, "launch/multi_node.py", "LOST_S = 30.0", "LOST_S = 4.0")
     (root / "toy/train.py").write_text(TRAINER)
     config = (root / "configs/toy/CPU_1x1.toml").read_text()
     config = config.replace("nodes = 1", "nodes = 2").replace("micro_batch_size = 8\neval", "micro_batch_size = 4\neval")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from test_series import Running
-from toy import ROOT, TORCHRUN, alive, finish, make_project, wait_until
+from toy import ROOT, TORCHRUN, alive, finish, make_project, shorten, wait_until
 
 from common.errors import OutOfMemory, RunError, StorageError
 from launch import limits, series
@@ -27,9 +27,7 @@ from records import ledger
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     root = make_project(tmp_path_factory.mktemp("outside"), torchrun=TORCHRUN)
-    source = (root / "launch/supervise.py").read_text()
-    assert "ORPHANS_S = 8.0" in source
-    (root / "launch/supervise.py").write_text(source.replace("ORPHANS_S = 8.0", "ORPHANS_S = 0.1"))
+    shorten(root, "launch/supervise.py", "ORPHANS_S = 8.0", "ORPHANS_S = 0.1")
     return root
 
 
