@@ -33,7 +33,7 @@ def test_one_thing_is_changed_at_a_time():
 
 def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
     times = []
-    monkeypatch.setattr(settings, "median_s", lambda work, device, seconds: times.append(work()) or 1e-5)
+    monkeypatch.setattr(settings, "do_bench_cudagraph", lambda work, rep, return_mode: times.append(work()) or 0.01)
     monkeypatch.setattr(settings, "changes", lambda arch, op: [{}, {"rows": 2.0}, {"warps": 0.5}])
     right = settings.against_reference
 
