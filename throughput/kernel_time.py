@@ -26,7 +26,7 @@ NAMES = (
     (COMMUNICATION, r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem"),
     (
         COMMUNICATION,
-        r"memcpy PtoP|memcpy (DtoH|HtoD).*pinned|^(weight_shards|zero)\w*::|^_accumulate_kernel$",
+        r"memcpy PtoP|memcpy (DtoH|HtoD).*pinned|^(weight_shards|zero)\w*::|^_(accumulate|add_rows)_kernel$",
     ),  # copy engines; ZeRO's ranges
     (OPTIMIZER, r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm"),  # the gradient norm is the optimizer's too
     (ATTENTION, r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to|flash::|flash_?(fwd|bwd|attn|attention)"),

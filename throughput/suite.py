@@ -39,8 +39,8 @@ class Part:
 PARTS = (
     Part("gemm", "gemm", "gemm", 26, 26),
     Part("mlp", "mlp", "mlp", 9, 9),
-    Part("llama_full", "llama --precision fp8 --gpus {gpus} --warmup 2 --steps 5", "llama --precision fp8 --layers 8", 65, 74),
-    Part("llama_lora", "llama --model qwen3-8b --lora --gpus {gpus} --warmup 2 --steps 5", "", 65, 0),
+    Part("llama_full", "llama --precision fp8 --gpus {gpus}", "llama --precision fp8 --layers 8", 65, 74),
+    Part("llama_lora", "llama --model qwen3-8b --lora --gpus {gpus}", "", 65, 0),
     Part("gpt", "gpt", "gpt --steps 5", 22, 22),
     Part("scaling", "scaling --gpus {gpus}", "", 70, 0),
     Part("flux", "flux --gpus {gpus}", "flux --gpus {gpus} --warmup 1 --steps 4", 32, 32),

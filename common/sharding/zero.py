@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
+from common.kernels import embedding
 from common.sharding.adamw import AdamW, AdamWSettings, claim
 from common.sharding.processes import Processes
 
@@ -69,7 +70,7 @@ class ZeroOptimizer:
 
         Raises ValueError where another optimizer owns a parameter. Weights are undefined until `set_weight` and `gather`.
         """
-        self.group = processes.shard_group
+        self.group, self.world_size = processes.shard_group, processes.world_size
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.device = processes.device
         self.shard_of: dict[nn.Parameter, Shard] = {}
@@ -77,6 +78,7 @@ class ZeroOptimizer:
         self.shards = [shard for bucket in self.buckets for shard in bucket.shards]
         claim([shard.parameter for shard in self.shards], self)
         local = [shard.local for shard in self.shards]
+        self.add_rows = embedding.ENGINES[kernels]
         self.adamw = AdamW([shard.master for shard in self.shards], settings, kernels, moment_dtype, rounded=local)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.in_flight: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
@@ -191,9 +193,22 @@ class ZeroOptimizer:
             gradients.append(shard.parameter.grad)
             shard.parameter.grad = None
         with self._side_stream("reduce"):
-            self._hold(self.reduce_scatter.start(bucket.shards, gradients))
+            reduce = self._add_rows if gradients[0].is_sparse else self.reduce_scatter.start
+            self._hold(reduce(bucket.shards, gradients))
         if len(self.in_flight) > MAX_IN_FLIGHT:
             self._wait_for_oldest()
+
+    def _add_rows(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
+        """An embedding's sparse gradient: each rank gets the tokens and rows of all ranks, and adds those that are of its shard."""
+        (shard,), (gradient,) = shards, gradients
+        parts = [gradient._indices()[0], gradient._values()]
+        if self.world_size > 1:
+            own, parts = parts, [part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in parts]
+            for gathered, part in zip(parts, own, strict=True):
+                dist.all_gather_into_tensor(gathered, part)
+        total = torch.zeros_like(shard.master) if shard.gradient is None else shard.gradient
+        shard.gradient = self.add_rows(total, *parts, self.rank * len(shard.master), self.world_size)
+        return gradients
 
     @torch.no_grad()
     def _finish_last_bucket(self) -> None:

@@ -186,6 +186,33 @@ def test_copies_are_summed_as_they_were_sent_however_late_a_rank_is(tmp_path):
         assert by_collectives == by_copies
 
 
+def embedding_gradients(processes, folder):
+    """Of two micro-batches, by rows and dense."""
+    found = []
+    for sparse in (True, False):
+        module = torch.nn.Embedding(11, 3, sparse=sparse, dtype=torch.bfloat16)
+        make = partial(make_reduce_scatter, "nccl", processes, torch.float32, "reference")
+        optimizer = ZeroOptimizer([module], processes, SETTINGS, "reference", make)
+        optimizer.set_weight(module.weight, torch.zeros(11, 3))
+        optimizer.gather()
+        random_numbers = torch.Generator().manual_seed(processes.rank)
+        for _ in range(2):
+            ids = torch.randint(11, (2, 8), generator=random_numbers)
+            # Whose sums are exact in bf16, to which a dense gradient is rounded.
+            (module(ids) * torch.randint(-4, 5, (2, 8, 3), generator=random_numbers)).sum().backward()
+            assert module.weight.grad is None
+        optimizer._finish_reduction()
+        found.append(optimizer.shards[0].gradient.tolist())
+    return found
+
+
+def test_an_embeddings_gradient_by_rows_is_the_dense_one(tmp_path):
+    ranks = call_on_ranks(2, "test_zero:embedding_gradients", tmp_path)
+    for by_rows, dense in ranks:
+        assert by_rows == dense
+    assert ranks[0][1] != ranks[1][1]
+
+
 # --- the contract ---------------------------------------------------------------------------------------------------------
 
 

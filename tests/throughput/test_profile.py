@@ -90,6 +90,7 @@ ROOMS = {
     "quantize": "casts",
     "transpose": "casts",
     "accumulate": "communication",
+    "embedding": "communication",
     "adamw": "optimizer",
     "lora": "GEMM",
 }

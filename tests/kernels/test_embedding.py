@@ -1,0 +1,31 @@
+"""An embedding's gradient by rows: the kernel against the reference, and the reference against torch's dense gradient."""
+
+import pytest
+import torch
+from kernel_checks import DEVICE, normal
+
+from common.kernels.embedding import add_rows_reference, add_rows_triton
+
+ROWS, COLUMNS, FIRST = 12, 600, 5  # of 20 rows this rank has 5 to 16; 600 columns are no multiple of a tile's
+
+
+def tokens(count, rows=20):
+    """Ids of which one is 40 times there, more than a tile has rows."""
+    ids = torch.randint(rows, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int64)
+    ids[:40] = 7
+    return ids.to(DEVICE)
+
+
+@pytest.mark.parametrize("count", [1, 70])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_kernel_adds_what_torch_finds_dense(count, ranks):
+    ids, gradient = tokens(count), normal(count, COLUMNS, seed=1)
+    start = normal(ROWS, COLUMNS, seed=2)
+    dense = torch.ops.aten.embedding_dense_backward(gradient.double(), ids, 20, -1, False)
+    expected = (start.double() + dense[FIRST : FIRST + ROWS] / ranks).float()
+    for add_rows in (add_rows_reference, add_rows_triton):
+        total = start.clone()
+        add_rows(total, ids, gradient, FIRST, ranks)
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+        untouched = [row for row in range(ROWS) if not (ids == row + FIRST).any()]
+        assert torch.equal(total[untouched], start[untouched])
