@@ -1,23 +1,27 @@
-"""Reduce-scatter by the GPUs' copy engines, in place of NCCL's (NcclReduceScatter in zero.py), and the choice between the two.
+"""Reduce-scatter and gather by the GPUs' copy engines, in place of NCCL's (NcclReduceScatter in zero.py), and the choice between the two.
 
 An NCCL kernel holds multiprocessors for as long as it sends, and cuBLAS's kernels on Hopper, one block per multiprocessor, wait for the
 blocks that found none: 45 ms of a step of 2,148 (8B in FP8 on two H200, docs/log.md).
 Copy engines need no multiprocessor: each rank copies its peers' rows into a buffer of theirs, and a kernel there adds what arrived to the
-rank's own rows in fp32 (NCCL rounds to bf16 at every hop of its ring).
+rank's own rows in fp32 (NCCL rounds to bf16 at every hop of its ring). Weights lie in memory that the peers can read: each rank copies the
+rows of the others from there to its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.kernels import accumulate
 from common.sharding.processes import Processes
 from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
 from common.sharding.zero import Accumulate, NcclReduceScatter, ReduceScatter, Shard, pad_rows
+
+WEIGHT_ALIGNMENT = 512  # bytes, as in torch's allocator
 
 
 class CopyEngineReduceScatter:
@@ -27,8 +31,25 @@ class CopyEngineReduceScatter:
     waiting, since every rank sent a whole module's backward ago.
     """
 
-    def __init__(self, buffers: SymmetricBuffers, dtype: torch.dtype, accumulate: Accumulate):
-        self.buffers, self.dtype, self.accumulate = buffers, dtype, accumulate
+    def __init__(
+        self,
+        buffers: SymmetricBuffers,
+        weights: SymmetricBuffers,
+        modules: Sequence[Sequence[Shard]],
+        dtype: torch.dtype,
+        accumulate: Accumulate,
+    ):
+        """`weights`: one buffer, to which the weights of `modules` move, undefined, so that their ranks can read each other's rows."""
+        self.buffers, self.weights, self.dtype, self.accumulate = buffers, weights, dtype, accumulate
+        self.rows: dict[nn.Parameter, list[Tensor]] = {}  # of each weight, every rank's rows where that rank keeps them
+        offset = 0
+        for shard in itertools.chain(*modules):
+            place = slice(offset, offset + shard.padded.nbytes)
+            wholes = [weights.buffers[peer][0, place].view(shard.padded.dtype).view_as(shard.padded) for peer in range(weights.ranks)]
+            self.rows[shard.parameter] = [whole.chunk(weights.ranks)[peer] for peer, whole in enumerate(wholes)]
+            shard.padded, shard.local = wholes[weights.rank], self.rows[shard.parameter][weights.rank]
+            shard.parameter.data = shard.padded[: len(shard.parameter)]
+            offset += _aligned(shard.padded.nbytes, WEIGHT_ALIGNMENT)
         self.phase = 0  # which of the two buffers
         self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = None  # shards, gradients as sent, gradients as they came
 
@@ -36,6 +57,17 @@ class CopyEngineReduceScatter:
     def num_bytes(shards: Sequence[Shard], ranks: int, dtype: torch.dtype) -> int:
         """Size of a buffer for these shards of one module."""
         return sum(_received_bytes(shard, ranks, dtype) for shard in shards)
+
+    @staticmethod
+    def weight_bytes(modules: Sequence[Sequence[Shard]]) -> int:
+        """Size of the buffer of weights."""
+        return sum(_aligned(shard.padded.nbytes, WEIGHT_ALIGNMENT) for shard in itertools.chain(*modules))
+
+    def gather(self, shards: Sequence[Shard]) -> None:
+        self.weights.barrier()  # all ranks have written their rows
+        for peer in ring_order(self.weights.rank, self.weights.ranks):
+            for shard in shards:
+                shard.padded.chunk(self.weights.ranks)[peer].copy_(self.rows[shard.parameter][peer])
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         finished = self.finish()
@@ -68,8 +100,11 @@ class CopyEngineReduceScatter:
 
 
 def _received_bytes(shard: Shard, ranks: int, dtype: torch.dtype) -> int:
-    """Rounded up to 16, for loads of 16 bytes."""
-    return -(-(ranks - 1) * shard.master.numel() * dtype.itemsize // 16) * 16
+    return _aligned((ranks - 1) * shard.master.numel() * dtype.itemsize, 16)  # for loads of 16 bytes
+
+
+def _aligned(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
 
 
 def make_reduce_scatter(
@@ -80,4 +115,6 @@ def make_reduce_scatter(
     if backend == "nccl" or group.size() == 1:
         return NcclReduceScatter(group, processes.node_group, dtype, engine)
     num_bytes = max(CopyEngineReduceScatter.num_bytes(shards, group.size(), dtype) for shards in modules)
-    return CopyEngineReduceScatter(SymmetricBuffers(group, num_bytes, processes.device), dtype, engine)
+    buffers = SymmetricBuffers(group, num_bytes, processes.device)
+    weights = SymmetricBuffers(group, CopyEngineReduceScatter.weight_bytes(modules), processes.device, count=1)
+    return CopyEngineReduceScatter(buffers, weights, modules, dtype, engine)

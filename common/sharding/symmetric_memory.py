@@ -17,21 +17,21 @@ from common.errors import ConfigError
 
 
 class SymmetricBuffers:
-    """Two buffers of bytes on each rank of a node, for double buffering; every rank can write to all of them.
+    """Buffers of bytes on each rank of a node; every rank can read and write all of them.
 
     The memory does not come from torch's caching allocator: torch.cuda.memory_allocated does not count it.
     """
 
-    buffers: dict[int, Tensor]  # rank -> uint8 [2, num_bytes], its two buffers mapped into this process
+    buffers: dict[int, Tensor]  # rank -> uint8 [count, num_bytes], its buffers mapped into this process
 
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device):
-        """`num_bytes` per buffer, the same on all ranks. Raises ConfigError where the GPUs cannot access each other's memory."""
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device, count: int = 2):
+        """`count` buffers, two for double buffering, of `num_bytes` each, the same on all ranks. Raises ConfigError where the GPUs cannot access each other's memory."""
         import torch.distributed._symmetric_memory as symmetric  # private in torch 2.9: this is the only file that uses it
 
         # torch would set up NVLink multicast for every mapping. Copies do not need it, and it fails where the host does not provide it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self.rank, self.ranks = group.rank(), group.size()
-        shape = (2, num_bytes)
+        shape = (count, num_bytes)
         with _refuse_without_peer_access():
             own = symmetric.empty(*shape, dtype=torch.uint8, device=device)
             self.handle = symmetric.rendezvous(own, group)

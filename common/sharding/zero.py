@@ -77,12 +77,12 @@ class ZeroOptimizer:
         self.buckets = [self._bucket(module) for module in modules]
         self.shards = [shard for bucket in self.buckets for shard in bucket.shards]
         claim([shard.parameter for shard in self.shards], self)
+        self.reduce_scatter = reduce_scatter([bucket.shards for bucket in self.buckets])  # it may move weights: before AdamW sees them
         local = [shard.local for shard in self.shards]
         self.add_rows = embedding.ENGINES[kernels]
         self.adamw = AdamW([shard.master for shard in self.shards], settings, kernels, moment_dtype, rounded=local)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.in_flight: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
-        self.reduce_scatter = reduce_scatter([bucket.shards for bucket in self.buckets])
 
     @property
     def weights(self) -> list[Tensor]:
@@ -162,9 +162,8 @@ class ZeroOptimizer:
         if self.ranks == 1:
             return
         for bucket in self.buckets:
-            with self._side_stream("gather"), coalesced(self.group):
-                for shard in bucket.shards:
-                    dist.all_gather_into_tensor(shard.padded, shard.local, group=self.group)
+            with self._side_stream("gather"):
+                self.reduce_scatter.gather(bucket.shards)
             if self.stream:
                 bucket.gathered = self.stream.record_event()
 
@@ -243,9 +242,12 @@ class ZeroOptimizer:
 
 
 class ReduceScatter(Protocol):
-    """Called on one stream, for the modules in the same order on all ranks. Both methods return gradients that the stream reads until it has
-    done what it has been given so far.
+    """Called on one stream, for the modules in the same order on all ranks. `start` and `finish` return gradients that the stream reads until it
+    has done what it has been given so far.
     """
+
+    def gather(self, shards: Sequence[Shard]) -> None:
+        """Each rank's rows are new in its own `padded`: bring them to the other ranks. They change again after a collective of all ranks only."""
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         """Gradients: [up to rows x ranks, ...], of whole weights, contiguous."""
@@ -260,6 +262,11 @@ class NcclReduceScatter:
     def __init__(self, group: dist.ProcessGroup, nodes: dist.ProcessGroup | None, dtype: torch.dtype, accumulate: Accumulate):
         """`group`: the ranks that share the rows. `nodes`: with several nodes, the ranks that hold the same rows. `dtype`: of what is sent."""
         self.group, self.nodes, self.dtype, self.accumulate = group, nodes, dtype, accumulate
+
+    def gather(self, shards: Sequence[Shard]) -> None:
+        with coalesced(self.group):
+            for shard in shards:
+                dist.all_gather_into_tensor(shard.padded, shard.local, group=self.group)
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         for shard, mean in zip(shards, self._means(shards, gradients), strict=True):

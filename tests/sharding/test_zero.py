@@ -45,10 +45,10 @@ def full(name, seed):
 class FileBuffers:
     """SymmetricBuffers on a CPU: a file per rank, which all ranks map. A rank reaches a barrier after a random time."""
 
-    def __init__(self, folder, seconds, group, num_bytes):
+    def __init__(self, folder, seconds, group, num_bytes, count=2):
         self.rank, self.ranks, self.group, self.seconds = group.rank(), group.size(), group, seconds
-        mapped = partial(torch.from_file, shared=True, size=2 * num_bytes, dtype=torch.uint8)
-        self.buffers = {rank: mapped(str(folder / f"{rank}.buffers")).view(2, num_bytes) for rank in range(self.ranks)}
+        mapped = partial(torch.from_file, shared=True, size=count * num_bytes, dtype=torch.uint8)
+        self.buffers = {rank: mapped(str(folder / f"{rank}.buffers_{count}")).view(count, num_bytes) for rank in range(self.ranks)}
 
     def barrier(self):
         time.sleep(random.Random().uniform(0, self.seconds))
@@ -58,7 +58,9 @@ class FileBuffers:
 
 def copy_engines(folder, seconds, dtype, group, modules):
     num_bytes = max(CopyEngineReduceScatter.num_bytes(shards, group.size(), dtype) for shards in modules)
-    return CopyEngineReduceScatter(FileBuffers(folder, seconds, group, num_bytes), dtype, accumulate.ENGINES["reference"])
+    buffers = FileBuffers(folder, seconds, group, num_bytes)
+    weights = FileBuffers(folder, seconds, group, CopyEngineReduceScatter.weight_bytes(modules), count=1)
+    return CopyEngineReduceScatter(buffers, weights, modules, dtype, accumulate.ENGINES["reference"])
 
 
 def zero(modules, processes, reduce_scatter=None, dtype=torch.float32):
