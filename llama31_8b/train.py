@@ -24,8 +24,7 @@ from common.model.initialization import init_weights
 from common.model.llama import Head, Llama
 from common.sharding.adamw import AdamWSettings
 from common.sharding.processes import Processes
-from common.sharding.reduce_scatter import make_reduce_scatter
-from common.sharding.zero import ZeroOptimizer
+from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training.build import DTYPES, build
 from common.training.loop import Assembly, next_token_pairs, pad_for_ranks
 from common.training.schedules import warmup_cosine

@@ -31,6 +31,7 @@ BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
 OPTIONAL = {
     'fp8 = "te" (optional package)': ("common/model/te_block.py",),
     "block_format (research)": ("common/kernels/block_formats.py", "common/model/block_scaling.py"),
+    'reduce_scatter = "copy_engine"': ("common/sharding/reduce_scatter.py", "common/sharding/symmetric_memory.py"),
     "fp8_head": ("common/model/fp8_linear.py",),
     "norms of query and key heads (Qwen3)": ("common/kernels/qk_norm.py", "common/model/qk_norm.py"),
     "the self-test before the clock": ("common/known_issues.py", "common/training/kernel_cases.py", "common/training/self_test.py"),

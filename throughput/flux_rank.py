@@ -22,8 +22,7 @@ from common.kernels.attention import attention_backends
 from common.model.initialization import parameter_seed
 from common.sharding.adamw import AdamWSettings
 from common.sharding.processes import Processes, start_processes
-from common.sharding.reduce_scatter import make_reduce_scatter
-from common.sharding.zero import ZeroOptimizer
+from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training.build import default_dtype
 from plan.estimate import largest
 from throughput.flux_model import Flux, FluxShape, image_positions, rope_table

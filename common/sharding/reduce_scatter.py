@@ -1,4 +1,4 @@
-"""Reduce-scatter and gather by the GPUs' copy engines, in place of NCCL's (NcclReduceScatter in zero.py), and the choice between the two.
+"""Reduce-scatter and gather by the GPUs' copy engines, in place of NCCL's (NcclReduceScatter in zero.py).
 
 An NCCL kernel holds multiprocessors for as long as it sends, and cuBLAS's kernels on Hopper, one block per multiprocessor, wait for the
 blocks that found none: 45 ms of a step of 2,148 (8B in FP8 on two H200, docs/log.md).
@@ -16,10 +16,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from common.kernels import accumulate
 from common.sharding.processes import Processes
 from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
-from common.sharding.zero import Accumulate, NcclReduceScatter, ReduceScatter, Shard, pad_rows
+from common.sharding.zero import Accumulate, Shard, pad_rows
 
 WEIGHT_ALIGNMENT = 512  # bytes, as in torch's allocator
 
@@ -107,14 +106,11 @@ def _aligned(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def make_reduce_scatter(
-    backend: str, processes: Processes, dtype: torch.dtype, kernels: str, modules: Sequence[Sequence[Shard]]
-) -> ReduceScatter:
-    """`backend`: "nccl" or "copy_engine". `dtype`: of what is sent. `modules`: the shards of each module."""
-    group, engine = processes.shard_group, accumulate.ENGINES[kernels]
-    if backend == "nccl" or group.size() == 1:
-        return NcclReduceScatter(group, processes.node_group, dtype, engine)
+def copy_engine_reduce_scatter(
+    processes: Processes, dtype: torch.dtype, accumulate: Accumulate, modules: Sequence[Sequence[Shard]]
+) -> CopyEngineReduceScatter:
+    """Arguments as of `make_reduce_scatter`."""
+    group, device = processes.shard_group, processes.device
     num_bytes = max(CopyEngineReduceScatter.num_bytes(shards, group.size(), dtype) for shards in modules)
-    buffers = SymmetricBuffers(group, num_bytes, processes.device)
-    weights = SymmetricBuffers(group, CopyEngineReduceScatter.weight_bytes(modules), processes.device, count=1)
-    return CopyEngineReduceScatter(buffers, weights, modules, dtype, engine)
+    weights = SymmetricBuffers(group, CopyEngineReduceScatter.weight_bytes(modules), device, count=1)
+    return CopyEngineReduceScatter(SymmetricBuffers(group, num_bytes, device), weights, modules, dtype, accumulate)

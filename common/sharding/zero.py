@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from common.kernels import embedding
+from common.kernels import accumulate, embedding
 from common.sharding.adamw import AdamW, AdamWSettings, claim
 from common.sharding.processes import Processes
 
@@ -292,6 +292,18 @@ class NcclReduceScatter:
         if op == dist.ReduceOp.SUM:
             torch._foreach_div_(means, ranks * (self.nodes.size() if self.nodes is not None else 1))
         return means
+
+
+def make_reduce_scatter(
+    backend: str, processes: Processes, dtype: torch.dtype, kernels: str, modules: Sequence[Sequence[Shard]]
+) -> ReduceScatter:
+    """`backend`: "nccl" or "copy_engine". `dtype`: of what is sent. `modules`: the shards of each module."""
+    engine = accumulate.ENGINES[kernels]
+    if backend == "nccl" or processes.shard_group.size() == 1:
+        return NcclReduceScatter(processes.shard_group, processes.node_group, dtype, engine)
+    from common.sharding.reduce_scatter import copy_engine_reduce_scatter  # imported only where a config asks for it
+
+    return copy_engine_reduce_scatter(processes, dtype, engine, modules)
 
 
 def pad_rows(gradient: Tensor, rows: int) -> Tensor:

@@ -19,9 +19,9 @@ from common.errors import ConfigError
 from common.kernels import accumulate
 from common.sharding.adamw import AdamWSettings
 from common.sharding.processes import Processes
-from common.sharding.reduce_scatter import CopyEngineReduceScatter, make_reduce_scatter
+from common.sharding.reduce_scatter import CopyEngineReduceScatter
 from common.sharding.replicated import ReplicatedOptimizer
-from common.sharding.zero import NcclReduceScatter, ZeroOptimizer
+from common.sharding.zero import NcclReduceScatter, ZeroOptimizer, make_reduce_scatter
 
 ROWS = {"even": 6, "ragged": 5, "single": 1}  # the ranks are two
 SETTINGS = AdamWSettings((0.9, 0.95), 1e-8, 0.1, 1e9)
