@@ -200,13 +200,13 @@ class ZeroOptimizer:
     def _add_rows(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         """An embedding's sparse gradient: each rank gets the tokens and rows of all ranks, and adds those that are of its shard."""
         (shard,), (gradient,) = shards, gradients
-        parts = [gradient._indices()[0], gradient._values()]
+        ids, rows = gradient._indices()[0], gradient._values()
         if self.world_size > 1:
-            own, parts = parts, [part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in parts]
-            for gathered, part in zip(parts, own, strict=True):
-                dist.all_gather_into_tensor(gathered, part)
+            own, (ids, rows) = (ids, rows), (part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in (ids, rows))
+            dist.all_gather_into_tensor(ids, own[0])
+            dist.all_gather_into_tensor(rows, own[1])
         total = torch.zeros_like(shard.master) if shard.gradient is None else shard.gradient
-        shard.gradient = self.add_rows(total, *parts, self.rank * len(shard.master), self.world_size)
+        shard.gradient = self.add_rows(total, ids, rows, self.rank * len(shard.master), self.world_size)
         return gradients
 
     @torch.no_grad()
