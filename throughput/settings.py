@@ -43,7 +43,7 @@ SETTINGS = {
     "SwiGLU backward": "swiglu.swiglu_quantized_backward_settings",
     "AdamW": "adamw.adamw_settings",
     "accumulate": "accumulate.accumulate_settings",
-    "embedding's gradient": "embedding.add_rows_settings",
+    "embedding's gradient": "accumulate.add_rows_settings",
     "adapter down": "lora.down_settings",
     "adapter down backward": "lora.down_backward_settings",
     "adapter up backward": "lora.up_backward_settings",

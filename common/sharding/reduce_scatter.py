@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from common.sharding.processes import Processes
 from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
 from common.sharding.zero import Accumulate, Shard, pad_rows
-
-WEIGHT_ALIGNMENT = 512  # bytes, as in torch's allocator
 
 
 class CopyEngineReduceScatter:
@@ -31,24 +28,23 @@ class CopyEngineReduceScatter:
     """
 
     def __init__(
-        self,
-        buffers: SymmetricBuffers,
-        weights: SymmetricBuffers,
-        modules: Sequence[Sequence[Shard]],
-        dtype: torch.dtype,
-        accumulate: Accumulate,
+        self, make: Callable[[int, int], SymmetricBuffers], modules: Sequence[Sequence[Shard]], dtype: torch.dtype, accumulate: Accumulate
     ):
-        """`weights`: one buffer, to which the weights of `modules` move, undefined, so that their ranks can read each other's rows."""
-        self.buffers, self.weights, self.dtype, self.accumulate = buffers, weights, dtype, accumulate
+        """The weights of `modules` move, undefined, to where all ranks can read them. `make`: from the number of buffers and the bytes of each."""
+        shards = list(itertools.chain(*modules))
+        self.dtype, self.accumulate, self.weights = dtype, accumulate, make(1, sum(_aligned(shard.padded.nbytes) for shard in shards))
+        self.buffers = make(2, max(self.num_bytes(module, self.weights.ranks, dtype) for module in modules))
         self.rows: dict[nn.Parameter, list[Tensor]] = {}  # of each weight, every rank's rows where that rank keeps them
         offset = 0
-        for shard in itertools.chain(*modules):
+        for shard in shards:
             place = slice(offset, offset + shard.padded.nbytes)
-            wholes = [weights.buffers[peer][0, place].view(shard.padded.dtype).view_as(shard.padded) for peer in range(weights.ranks)]
-            self.rows[shard.parameter] = [whole.chunk(weights.ranks)[peer] for peer, whole in enumerate(wholes)]
-            shard.padded, shard.local = wholes[weights.rank], self.rows[shard.parameter][weights.rank]
+            wholes = [
+                self.weights.buffers[peer][0, place].view(shard.padded.dtype).view_as(shard.padded) for peer in range(self.weights.ranks)
+            ]
+            self.rows[shard.parameter] = [whole.chunk(self.weights.ranks)[peer] for peer, whole in enumerate(wholes)]
+            shard.padded, shard.local = wholes[self.weights.rank], self.rows[shard.parameter][self.weights.rank]
             shard.parameter.data = shard.padded[: len(shard.parameter)]
-            offset += _aligned(shard.padded.nbytes, WEIGHT_ALIGNMENT)
+            offset += _aligned(shard.padded.nbytes)
         self.phase = 0  # which of the two buffers
         self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = None  # shards, gradients as sent, gradients as they came
 
@@ -56,11 +52,6 @@ class CopyEngineReduceScatter:
     def num_bytes(shards: Sequence[Shard], ranks: int, dtype: torch.dtype) -> int:
         """Size of a buffer for these shards of one module."""
         return sum(_received_bytes(shard, ranks, dtype) for shard in shards)
-
-    @staticmethod
-    def weight_bytes(modules: Sequence[Sequence[Shard]]) -> int:
-        """Size of the buffer of weights."""
-        return sum(_aligned(shard.padded.nbytes, WEIGHT_ALIGNMENT) for shard in itertools.chain(*modules))
 
     def gather(self, shards: Sequence[Shard]) -> None:
         self.weights.barrier()  # all ranks have written their rows
@@ -99,18 +90,9 @@ class CopyEngineReduceScatter:
 
 
 def _received_bytes(shard: Shard, ranks: int, dtype: torch.dtype) -> int:
-    return _aligned((ranks - 1) * shard.master.numel() * dtype.itemsize, 16)  # for loads of 16 bytes
+    return _aligned((ranks - 1) * shard.master.numel() * dtype.itemsize)
 
 
-def _aligned(num_bytes: int, alignment: int) -> int:
-    return -(-num_bytes // alignment) * alignment
-
-
-def copy_engine_reduce_scatter(
-    processes: Processes, dtype: torch.dtype, accumulate: Accumulate, modules: Sequence[Sequence[Shard]]
-) -> CopyEngineReduceScatter:
-    """Arguments as of `make_reduce_scatter`."""
-    group, device = processes.shard_group, processes.device
-    num_bytes = max(CopyEngineReduceScatter.num_bytes(shards, group.size(), dtype) for shards in modules)
-    weights = SymmetricBuffers(group, CopyEngineReduceScatter.weight_bytes(modules), device, count=1)
-    return CopyEngineReduceScatter(SymmetricBuffers(group, num_bytes, device), weights, modules, dtype, accumulate)
+def _aligned(num_bytes: int) -> int:
+    """Rounded up to a multiple of 512, as torch's allocator does."""
+    return -(-num_bytes // 512) * 512

@@ -24,8 +24,8 @@ class SymmetricBuffers:
 
     buffers: dict[int, Tensor]  # rank -> uint8 [count, num_bytes], its buffers mapped into this process
 
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device, count: int = 2):
-        """`count` buffers, two for double buffering, of `num_bytes` each, the same on all ranks. Raises ConfigError where the GPUs cannot access each other's memory."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int, num_bytes: int):
+        """`count` buffers of `num_bytes` each, the same on all ranks. Raises ConfigError where the GPUs cannot access each other's memory."""
         import torch.distributed._symmetric_memory as symmetric  # private in torch 2.9: this is the only file that uses it
 
         # torch would set up NVLink multicast for every mapping. Copies do not need it, and it fails where the host does not provide it.

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from common.kernels import accumulate, embedding
+from common.kernels import accumulate
 from common.sharding.adamw import AdamW, AdamWSettings, claim
 from common.sharding.processes import Processes
 
@@ -79,7 +80,7 @@ class ZeroOptimizer:
         claim([shard.parameter for shard in self.shards], self)
         self.reduce_scatter = reduce_scatter([bucket.shards for bucket in self.buckets])  # it may move weights: before AdamW sees them
         local = [shard.local for shard in self.shards]
-        self.add_rows = embedding.ENGINES[kernels]
+        self.add_rows = accumulate.ADD_ROWS[kernels]
         self.adamw = AdamW([shard.master for shard in self.shards], settings, kernels, moment_dtype, rounded=local)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.in_flight: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
@@ -301,9 +302,9 @@ def make_reduce_scatter(
     engine = accumulate.ENGINES[kernels]
     if backend == "nccl" or processes.shard_group.size() == 1:
         return NcclReduceScatter(processes.shard_group, processes.node_group, dtype, engine)
-    from common.sharding.reduce_scatter import copy_engine_reduce_scatter  # imported only where a config asks for it
+    from common.sharding.reduce_scatter import CopyEngineReduceScatter, SymmetricBuffers  # only where a config asks for them
 
-    return copy_engine_reduce_scatter(processes, dtype, engine, modules)
+    return CopyEngineReduceScatter(partial(SymmetricBuffers, processes.shard_group, processes.device), modules, dtype, engine)
 
 
 def pad_rows(gradient: Tensor, rows: int) -> Tensor:

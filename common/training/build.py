@@ -48,7 +48,7 @@ def build(
         fp8.attach(model)
     for start_pass in before_each_pass:
         model.register_forward_pre_hook(lambda model, _, start_pass=start_pass: start_pass(model.training))
-    # Its gradient by rows (kernels/embedding.py), unless those of all ranks' tokens are more bytes than the dense one, which is also filled with
+    # Its gradient by rows (kernels/accumulate.py), unless those of all ranks' tokens are more bytes than the dense one, which is also filled with
     # zeros and added up. A tied embedding's is the head's as well, which is dense.
     tokens = config.world_size * config.micro_batch_size * sequence_length
     model.embedding.sparse = tokens <= 2 * shape.vocab_size and not shape.tied_embedding

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.config import RunConfig
-from common.kernels import accumulate, adamw, cross_entropy, embedding, lora
+from common.kernels import accumulate, adamw, cross_entropy, lora
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer
 from common.kernels.rope import rope_tables
 from common.model.fused_block import ENGINES
@@ -143,7 +143,7 @@ def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
     parts = draw(2, *size, dtype=sizes.dtype)
     yield "accumulate", size, lambda engine, q: (accumulate.ENGINES[engine](weight.clone(), parts[0], parts[1:]),)
     ids = torch.randint(2 * size[0], size[:1], device=draw.device, generator=draw.generator)  # half of them are of this rank's rows
-    yield "embedding's gradient", size, lambda engine, q: (embedding.ENGINES[engine](weight.clone(), ids, parts[0], 0, 2),)
+    yield "embedding's gradient", size, lambda engine, q: (accumulate.ADD_ROWS[engine](weight.clone(), ids, parts[0], 0, 2),)
 
 
 def adapter_cases(sizes: Sizes, draw: Draw) -> Cases:

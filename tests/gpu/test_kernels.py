@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import error, sqnr_db
 
-from common.kernels import accumulate, adamw, embedding, lora, rms_norm
+from common.kernels import accumulate, adamw, lora, rms_norm
 from common.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_reference, cross_entropy_triton
 from common.kernels.fp8 import AMAX, CLIPPED, SCALE, DelayedScaling, QuantizedTensor
 from common.kernels.lora import Dropout
@@ -295,6 +295,6 @@ def test_an_embeddings_rows_are_added_as_the_dense_gradient_is_and_always_in_one
     dense = torch.zeros(rows, 4096, device="cuda", dtype=torch.float64).index_add_(0, ids, gradient.double())[first : first + count] / ranks
     totals = [torch.ones(count, 4096, device="cuda") for _ in range(5)]
     for total in totals:
-        embedding.add_rows_triton(total, ids, gradient, first, ranks)
+        accumulate.add_rows_triton(total, ids, gradient, first, ranks)
     torch.testing.assert_close(totals[0], (dense + 1).float(), rtol=1e-5, atol=1e-4)
     assert all(torch.equal(total, totals[0]) for total in totals[1:])

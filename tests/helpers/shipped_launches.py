@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.kernels import accumulate, adamw, cross_entropy, embedding, lora, qk_norm, quantize, rms_norm, rope, swiglu, transpose
+from common.kernels import accumulate, adamw, cross_entropy, lora, qk_norm, quantize, rms_norm, rope, swiglu, transpose
 from common.kernels.fp8 import DelayedScaling
 from common.model.families import shape_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
@@ -131,4 +131,4 @@ def launch_optimizer() -> None:
             accumulate.accumulate_triton(total, bf16(14336, 4096), others)
     for ranks in (1, 8):
         ids = torch.empty(ranks * TOKENS, dtype=torch.int64, device=META)
-        embedding.add_rows_triton(fp32(128256 // ranks, 4096), ids, bf16(ranks * TOKENS, 4096), 128256 // ranks * (ranks - 1), ranks)
+        accumulate.add_rows_triton(fp32(128256 // ranks, 4096), ids, bf16(ranks * TOKENS, 4096), 128256 // ranks * (ranks - 1), ranks)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import DEVICE, normal
 
-from common.kernels.embedding import add_rows_reference, add_rows_triton
+from common.kernels.accumulate import add_rows_reference, add_rows_triton
 
 ROWS, COLUMNS, FIRST = 12, 600, 5  # of 20 rows this rank has 5 to 16; 600 columns are no multiple of a tile's
 

@@ -30,7 +30,7 @@ def test_the_buffers_of_all_ranks_are_mapped_without_multicast(monkeypatch):
     handle = mock.Mock(get_buffer=get_buffer)
     monkeypatch.setattr(symmetric, "empty", allocate)
     monkeypatch.setattr(symmetric, "rendezvous", lambda own, group: handle)
-    buffers = SymmetricBuffers(GROUP, 8, CPU)
+    buffers = SymmetricBuffers(GROUP, CPU, 2, 8)
     assert (buffers.rank, buffers.ranks) == (1, 3) and sorted(buffers.buffers) == [0, 1, 2]
     assert all(torch.equal(buffers.buffers[rank], memory[rank]) for rank in range(3))
     buffers.barrier()
@@ -45,10 +45,10 @@ def test_gpus_that_cannot_access_each_other_are_refused_with_a_way_out(monkeypat
     monkeypatch.setattr(symmetric, "empty", allocate)
     monkeypatch.setattr(symmetric, "rendezvous", mock.Mock(side_effect=RuntimeError("no peer access\nmore")))
     with pytest.raises(ConfigError, match="copy_engine") as refused:
-        SymmetricBuffers(GROUP, 8, CPU)
+        SymmetricBuffers(GROUP, CPU, 2, 8)
     assert "no peer access" in refused.value.why and "more" not in refused.value.why and "nccl" in refused.value.do
 
 
 def test_a_cpu_has_no_copy_engines():
     with pytest.raises(ConfigError, match="copy_engine"):
-        SymmetricBuffers(GROUP, 8, CPU)
+        SymmetricBuffers(GROUP, CPU, 2, 8)

@@ -45,7 +45,7 @@ def full(name, seed):
 class FileBuffers:
     """SymmetricBuffers on a CPU: a file per rank, which all ranks map. A rank reaches a barrier after a random time."""
 
-    def __init__(self, folder, seconds, group, num_bytes, count=2):
+    def __init__(self, folder, seconds, group, count, num_bytes):
         self.rank, self.ranks, self.group, self.seconds = group.rank(), group.size(), group, seconds
         mapped = partial(torch.from_file, shared=True, size=count * num_bytes, dtype=torch.uint8)
         self.buffers = {rank: mapped(str(folder / f"{rank}.buffers_{count}")).view(count, num_bytes) for rank in range(self.ranks)}
@@ -57,10 +57,7 @@ class FileBuffers:
 
 
 def copy_engines(folder, seconds, dtype, group, modules):
-    num_bytes = max(CopyEngineReduceScatter.num_bytes(shards, group.size(), dtype) for shards in modules)
-    buffers = FileBuffers(folder, seconds, group, num_bytes)
-    weights = FileBuffers(folder, seconds, group, CopyEngineReduceScatter.weight_bytes(modules), count=1)
-    return CopyEngineReduceScatter(buffers, weights, modules, dtype, accumulate.ENGINES["reference"])
+    return CopyEngineReduceScatter(partial(FileBuffers, folder, seconds, group), modules, dtype, accumulate.ENGINES["reference"])
 
 
 def zero(modules, processes, reduce_scatter=None, dtype=torch.float32):

@@ -90,7 +90,6 @@ ROOMS = {
     "quantize": "casts",
     "transpose": "casts",
     "accumulate": "communication",
-    "embedding": "communication",
     "adamw": "optimizer",
     "lora": "GEMM",
 }
