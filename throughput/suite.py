@@ -26,7 +26,7 @@ SCHEDULED = 60.0  # seconds: below that the time left is not worth a line
 @dataclass(frozen=True)
 class Part:
     """One command. `words` follow `python3 -m throughput`, `quick` those of --quick ("" leaves it out); {gpus} stands for 1,2,4 or what
-    --gpus says. `seconds`, `quick_seconds`: for the time left, measured on one H200; scaling and flux on two, llama_lora assumed.
+    --gpus says. `seconds`, `quick_seconds`: for the time left, measured on one H200; scaling on two.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Part:
 
 PARTS = (
     Part("gemm", "gemm", "gemm", 26, 26),
-    Part("mlp", "mlp", "mlp", 9, 9),
-    Part("llama_full", "llama --precision fp8 --gpus {gpus}", "llama --precision fp8 --layers 8", 65, 74),
-    Part("llama_lora", "llama --model qwen3-8b --lora --gpus {gpus}", "", 65, 0),
-    Part("gpt", "gpt", "gpt --steps 5", 22, 22),
+    Part("mlp", "mlp", "mlp", 10, 10),
+    Part("llama_full", "llama --precision fp8 --gpus {gpus} --warmup 2 --steps 5", "llama --precision fp8 --layers 8", 105, 74),
+    Part("llama_lora", "llama --model qwen3-8b --lora --gpus {gpus} --warmup 2 --steps 5", "", 43, 0),
+    Part("gpt", "gpt", "gpt --steps 5", 32, 22),
     Part("scaling", "scaling --gpus {gpus}", "", 70, 0),
-    Part("flux", "flux --gpus {gpus}", "flux --gpus {gpus} --warmup 1 --steps 4", 32, 32),
+    Part("flux", "flux --gpus {gpus}", "flux --gpus {gpus} --warmup 1 --steps 4", 34, 34),
 )
 
 

@@ -370,8 +370,8 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
     config, out = tmp_path / "tuned.toml", tmp_path / "gemms.csv"
     text = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text()
     env = {PREFIX + "ENABLED": "1", PREFIX + "TUNING": "0", PREFIX + "FILENAME": str(out)}
-    assert text.rstrip().splitlines()[-2] == "[env]", "what is added below must come into this table"
-    config.write_text(text + "".join(f'{name} = "{value}"\n' for name, value in env.items()))
+    assert text.count("\n[") == text.count("\n[env]\n") == 1, "what is added below must come into this table, the last"
+    config.write_text(text.rstrip() + "\n" + "".join(f'{name} = "{value}"\n' for name, value in env.items()))
 
     def launch(*words, good=True):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path)}
