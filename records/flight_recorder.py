@@ -19,7 +19,7 @@ Entries = dict[int, dict]  # sequence number -> entry; of a coalesced group of c
 
 def stuck(run_dir: Path) -> list[dict]:
     """For each process group the first collective that some rank waits in; those that somebody is to blame for come first."""
-    dumps = {}
+    dumps: dict[int, dict] = {}
     for path in (run_dir / "ranks").glob("rank_*.heartbeat"):
         dumps[int(path.stem.removeprefix("rank_"))] = {}  # of a rank that left nothing: it is stopped, or stuck where no thread of it runs
         with contextlib.suppress(OSError, ValueError):

@@ -136,7 +136,8 @@ def profiled(
     """Run as many steps more under the profiler of `args.of`. What is returned makes files and table of them, on rank 0 alone."""
     config, args, model = session.config, session.args, assembly.model
     if args.of == "outside":
-        return mark(step, args.steps, processes)
+        mark(step, args.steps, processes)
+        return None
     facts = facts_of(session, model, processes, meter)
     if args.of == "memory":
         kept = memory_profile.record(step, args.steps, args.profile, assembly, processes)

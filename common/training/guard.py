@@ -102,7 +102,8 @@ def _watch(torchrun: int, stack: IO | None) -> None:
         if stack and os.fstat(stack.fileno()).st_size:
             from common.training.evidence import write_collectives
 
-            stack = write_collectives(Path(stack.name))
+            write_collectives(Path(stack.name))
+            stack = None
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ALONE_S)
     os._exit(128 + signal.SIGTERM)

@@ -68,11 +68,10 @@ class StepClock:
 
     def drain_ms(self) -> list[float]:
         """Milliseconds of the steps since the last call; waits for the device."""
+        marks, self.marks = self.marks, self.marks[-1:]
         if self.on_gpu:
-            self.marks[-1].synchronize()
-        times = [a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairwise(self.marks)]
-        self.marks = self.marks[-1:]
-        return times
+            marks[-1].synchronize()
+        return [a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairwise(marks)]
 
 
 @dataclass(frozen=True)
