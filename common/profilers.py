@@ -58,7 +58,10 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
     """`request`: a tool's name and, if more are wanted, options of it, as in a shell. Raises ConfigError for an unknown tool and for one that
     cannot watch one of several ranks; with `installed` PreflightError where it is not on PATH.
     """
-    name = (shlex.split(request) or [""])[0]
+    try:
+        name = (shlex.split(request) or [""])[0]
+    except ValueError as error:  # a quote without its other one
+        raise ConfigError(f"--with {request}: {error}", "options of the tool are read as a shell reads them", "close the quote") from None
     if name not in TOOLS:
         raise ConfigError(f"--with {name}: no such profiler is known", "it is not in the table of docs/profile.md", meant(name, TOOLS))
     if TOOLS[name].one_rank and ranks > 1:

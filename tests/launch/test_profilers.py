@@ -91,6 +91,7 @@ def verb(tmp_path, monkeypatch):
         (["--memory", "--with", "nsys"], 2, "not allowed with"),
         (["--with", "nsis"], 2, "did you mean nsys?"),
         (["--with", ""], 2, "no such profiler"),
+        (["--with", "nsys '"], 2, "close the quote"),
         (["--with", "rocprofv3"], 18, "rocprofv3 is not on PATH"),
     ],
 )
