@@ -142,7 +142,7 @@ def profiled(
     if args.of == "memory":
         kept = memory_profile.record(step, args.steps, args.profile, assembly, processes)
         work = replace(workload(args.benchmark, config), shape=model.shape, sequence_length=model.max_sequence_length)
-        planned = memory_peak(config, work)
+        planned = memory_peak(replace(config, eval_micro_batch_size=1), work)  # these steps have no evaluation
         facts |= {"plan": planned.allocated, "moment": planned.moment}
         return lambda: memory_profile.write(args.profile, kept[0], memory_profile.document(*kept, facts)) if kept else ""
     clock_ms, bench_ms = profiling.record(step, args.steps, args.profile, processes), statistics.mean(meter.step_times_ms)

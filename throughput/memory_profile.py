@@ -215,5 +215,6 @@ def _kinds(found: dict) -> list[tuple[str, str, str]]:
 
 
 def _largest(found: dict) -> list[tuple[str, str, str, str]]:
-    rows = found["largest"]
-    return [(row["place"] or "no frame of ours", row["kind"], f"{row['bytes'] / GIB:.3f}", f"{row['count']:,}") for row in rows]
+    places = [row["place"] or ("no frame of ours" if row["kind"] == UNNAMED else "before these steps") for row in found["largest"]]
+    rows = zip(places, found["largest"], strict=True)
+    return [(place, row["kind"], f"{row['bytes'] / GIB:.3f}", f"{row['count']:,}") for place, row in rows]

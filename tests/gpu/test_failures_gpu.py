@@ -28,7 +28,7 @@ def test_memory_of_the_miniature(tmp_path):
     made = json.loads((tmp_path / "out" / "memory.json").read_text())
     print(done.stdout)
     assert sum(made["kinds"].values()) == made["peak"] and made["fragmentation"] >= 0
-    assert made["peak"] == pytest.approx(made["peak_by_torch"], rel=0.05), "torch counts whole blocks of 512 bytes and more"
+    assert made["peak_by_torch"] / 2 < made["peak"] <= made["peak_by_torch"], "torch counts whole blocks: 512 bytes, 2 MiB and more"
     assert {"weights", "master weights", "AdamW moments", "activations"} <= made["kinds"].keys()
     assert any(row["place"].startswith("common/") for row in made["largest"])
     assert (tmp_path / "out" / "snapshot.pickle").stat().st_size > 1000 and "uPlot" in (tmp_path / "out" / "memory.html").read_text()

@@ -109,7 +109,7 @@ def test_files_and_table_say_the_same(tmp_path):
     assert next(iter(made["kinds"])) == "activations" and sum(made["kinds"].values()) == made["peak"]
     assert made["largest"][0] == {"kind": "activations", "place": "common/kernels/swiglu.py:40 swiglu", "bytes": 120 * MIB, "count": 2}
     assert "peak 0.22 GiB of tensors (0.22 by torch's counter" in shown and "fragmentation: reserved, not allocated" in shown
-    assert "common/kernels/swiglu.py:40 swiglu (activations, 2)" in shown
+    assert "common/kernels/swiglu.py:40 swiglu (activations, 2)" in shown and "before these steps (AdamW moments, 1)" in shown
     text = read_page(tmp_path / "memory.html")
     assert Page(text).tags.count("figure") == 1 and "snapshot.pickle" in text and "AdamW moments" in text
 
