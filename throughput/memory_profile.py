@@ -184,7 +184,7 @@ def write(folder: Path, history: History, found: dict) -> str:
     """memory.json and memory.html in `folder`; returns the table for a terminal. Raises StorageError."""
     write_text(folder / SUMMARY, json.dumps(found, indent=1) + "\n")
     heading, kinds, largest = _heading(found), _kinds(found), _largest(found)
-    curves = {"reserved": history.reserved, "allocated": history.allocated} | {kind: history.kinds[kind] for kind in found["kinds"]}
+    curves = {"reserved": history.reserved, "allocated": history.allocated} | history.kinds
     lines = [
         page.Curve(name, [(ms, value / GIB) for ms, value in zip(history.times_ms, values, strict=True)], color)
         for color, (name, values) in enumerate(curves.items())

@@ -111,7 +111,9 @@ def test_files_and_table_say_the_same(tmp_path):
     assert "peak 0.22 GiB of tensors (0.22 by torch's counter" in shown and "fragmentation: reserved, not allocated" in shown
     assert "common/kernels/swiglu.py:40 swiglu (activations, 2)" in shown and "before these steps (AdamW moments, 1)" in shown
     text = read_page(tmp_path / "memory.html")
-    assert Page(text).tags.count("figure") == 1 and "snapshot.pickle" in text and "AdamW moments" in text
+    (chart,) = Page(text).charts
+    assert [curve["name"] for curve in chart["series"]] == ["reserved", "allocated", *history.kinds] and "snapshot.pickle" in text
+    assert max(chart["series"][1]["data"][1]) == pytest.approx(223 / 1024, rel=1e-5)
 
 
 def test_what_lives_as_long_as_the_run_is_known_by_its_address():
