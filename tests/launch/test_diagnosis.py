@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from common.errors import OutOfMemory, RankLost, RunError, TargetMissed, write_rank_record
-from launch import diagnosis, run
+from launch import diagnosis, job, run
 from launch.supervise import Ending
 from plan.benchmark import load_all
 
@@ -96,3 +96,12 @@ def test_a_full_gpu_is_told_what_plan_expects(tmp_path, name, said):
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert error.exit_code == 12 and failure["do"] == error.do and failure["rank"] == 0
     assert error.do.startswith("do" + said) and ("usable on H200" in error.do) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("device", "user", "size"), [("cuda", {}, "2000"), ("cuda", {"TORCH_FR_BUFFER_SIZE": "0"}, "0"), ("cpu", {}, None)]
+)
+def test_collectives_on_gpus_are_recorded_unless_the_user_says_no(device, user, size):
+    given = mock.Mock(config=load_all(ROOT, "llama31_8b")["H200_1x8"], environment=user)
+    given.selection.device = device
+    assert job.trainer_environment(given, "no").get("TORCH_FR_BUFFER_SIZE") == size
