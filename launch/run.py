@@ -143,7 +143,7 @@ def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagno
         after, error = error, None
     if result.status == "success" and not error:
         error = _check(run_dir)
-    if error and error.kind == OutOfMemory.kind and (expected := expected_memory(job.benchmark, job.config)):
+    if error and error.kind == OutOfMemory.kind and "GPU" in error.what and (expected := expected_memory(job.benchmark, job.config)):
         error.do += f"; {expected}"
     if error:
         diagnosis.write_failure(run_dir, error, facts)

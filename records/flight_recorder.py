@@ -14,6 +14,14 @@ import re
 from pathlib import Path
 
 SAME = ("profiling_name", "input_sizes", "output_sizes", "input_dtypes")  # on all ranks: every shard here has the same size
+READ = {
+    "process_group",
+    "collective_seq_id",
+    "state",
+    "retired",
+    "is_p2p",
+    *SAME,
+}  # an entry without one of them, of another torch, is left out
 Entries = dict[int, dict]  # sequence number -> entry; of a coalesced group of collectives the last one
 
 
@@ -27,7 +35,7 @@ def stuck(run_dir: Path) -> list[dict]:
     groups: dict[tuple[str, str], dict[int, Entries]] = {}
     for rank, dump in sorted(dumps.items()):
         for entry in dump.get("entries", []):
-            if not entry["is_p2p"]:
+            if entry.keys() >= READ and not entry["is_p2p"]:
                 groups.setdefault(tuple(entry["process_group"]), {}).setdefault(rank, {})[entry["collective_seq_id"]] = entry
     heard = {rank for rank, dump in dumps.items() if dump}
     found = [_first_open(name, ranks, _members(name, dumps) or {*ranks}, heard) for name, ranks in groups.items()]

@@ -88,9 +88,14 @@ def test_what_comes_after_a_run_leaves_it_as_it_is(tmp_path, first, second, phas
     assert diagnosis.finished(tmp_path, 2) == stands
 
 
-@pytest.mark.parametrize(("name", "said"), [("H200_1x8", "; plan expects a peak of "), ("CPU_1x1", "")])
-def test_a_full_gpu_is_told_what_plan_expects(tmp_path, name, said):
-    write_rank_record(tmp_path, 0, "failed", OutOfMemory("the GPU's memory is full", "why", "do"), step=5)
+FULL, HOST = "the GPU's memory is full", "the host gave no more memory, processes or threads"
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "said"), [("H200_1x8", FULL, "; plan expects a peak of "), ("H200_1x8", HOST, ""), ("CPU_1x1", FULL, "")]
+)
+def test_a_full_gpu_is_told_what_plan_expects(tmp_path, name, what, said):
+    write_rank_record(tmp_path, 0, "failed", OutOfMemory(what, "why", "do"), step=5)
     job = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")[name])
     error, _ = run._judge(job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.Result())
     failure = json.loads((tmp_path / "failure.json").read_text())
