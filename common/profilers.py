@@ -66,9 +66,7 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
         raise ConfigError(f"--with {name}: no such profiler is known", "it is not in the table of docs/profile.md", meant(name, TOOLS))
     if TOOLS[name].one_rank and ranks > 1:
         why = "it runs each kernel several times, and one of NCCL then waits for the other ranks for ever"
-        raise ConfigError(
-            f"{name} cannot watch one of {ranks} ranks", why, "use --config with a config of one GPU, and --layers to make it fit"
-        )
+        raise ConfigError(f"{name} cannot watch one of {ranks} ranks", why, "--config with a config of one GPU, --layers to make it fit")
     if installed and not shutil.which(name):
         raise PreflightError(f"{name} is not on PATH", "--with starts it", f"install it: {TOOLS[name].source}")
 

@@ -14,8 +14,6 @@ from launch import diagnosis, run_directory
 from launch.job import Job, torchrun_command, trainer_environment
 from launch.supervise import supervise
 
-TRACE = "profile.json, and trace.json.gz for ui.perfetto.dev"
-
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
     arguments = ["-m", "throughput.bench", "--benchmark", job.benchmark]
@@ -49,7 +47,8 @@ def profile(job: Job, options: argparse.Namespace) -> int:
     run_directory.require_writable(options.out)
     if code := bench(job, options):
         return code
-    files = "memory.html, memory.json, and snapshot.pickle for pytorch.org/memory_viz" if options.memory else TRACE
+    trace, memory = "profile.json, and trace.json.gz for ui.perfetto.dev", "memory.html, and snapshot.pickle for pytorch.org/memory_viz"
+    files = memory if options.memory else trace
     print_stderr(profilers.guide(options.tool, options.out) if options.tool else f"profile    {options.out}: {files}")
     return 0
 
