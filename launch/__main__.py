@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
 
+from common import profilers
 from common.command_line import Parser
 from common.errors import ConfigError, failure_of
 from common.terminal import inform, print_stderr
@@ -34,7 +36,7 @@ from launch.supervise import handled_signals, raise_interrupted
 EXAMPLES = {
     "run": ("{}", "{} --set max_samples=2048", "{} --config configs/{}/CPU_1x1.toml --print"),
     "bench": ("{} bench", "{} bench --steps 20 --layers 4"),
-    "profile": ("{} profile --steps 3 --out profile",),
+    "profile": ("{} profile --steps 3 --out profile", "{} profile --memory", "{} profile --with nsys"),
 }
 
 
@@ -65,6 +67,10 @@ def parser(name: str, benchmark: str) -> Parser:
         parser.add_argument("--eval-sequences", type=int, metavar="N", help="time an evaluation of N sequences as well")
     if name == "profile":
         parser.add_argument("--out", type=Path, metavar="DIR", help="default: a new directory in LOGDIR/profiles")
+        other = parser.add_mutually_exclusive_group()
+        other.add_argument("--memory", action="store_true", help="instead of the time: what holds a GPU's memory at its peak")
+        help_with = f"instead: rank 0 under {', '.join(profilers.TOOLS)}; further options of it may follow its name, in quotes"
+        other.add_argument("--with", dest="tool", metavar="TOOL", help=help_with)
     return parser
 
 
@@ -95,9 +101,9 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
         if not options.tune and (advice := tuning.advice()):
             inform(f"NOTE       {advice}")
     if name == "profile":
-        options.out = profile_directory(job, options.out)
+        options.out = profile_directory(job, options)
     if options.print:
-        print(*(trainer_command(job, Path("DIR"), 0) if request else bench_command(job, Path("DIR"), options)))
+        print(shlex.join(trainer_command(job, Path("DIR"), 0) if request else bench_command(job, Path("DIR"), options)))
         return 0
     if request:
         with tuning.tuned(ROOT) if options.tune else contextlib.nullcontext():

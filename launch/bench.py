@@ -1,4 +1,4 @@
-"""bench: throughput on synthetic tokens. profile: the same, then steps under torch's profiler and a table of them."""
+"""bench: throughput on synthetic tokens. profile: the same, then steps under a profiler and a table of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from common import profilers
 from common.errors import ConfigError
 from common.terminal import print_stderr
 from launch import diagnosis, run_directory
@@ -22,6 +23,9 @@ def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[s
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if getattr(options, "out", None):
         arguments += ["--profile", str(options.out)]
+        arguments += ["--of", "memory"] if options.memory else ["--of", "outside"] if options.tool else []
+        if options.tool:
+            return profilers.wrapped(torchrun_command(job, folder, arguments), options.tool, options.out)
     return torchrun_command(job, folder, arguments)
 
 
@@ -43,14 +47,21 @@ def profile(job: Job, options: argparse.Namespace) -> int:
     run_directory.require_writable(options.out)
     if code := bench(job, options):
         return code
-    print_stderr(f"profile    {options.out}: profile.json, and trace.json.gz for ui.perfetto.dev")
+    trace, memory = "profile.json, and trace.json.gz for ui.perfetto.dev", "memory.html, and snapshot.pickle for pytorch.org/memory_viz"
+    files = memory if options.memory else trace
+    print_stderr(profilers.guide(options.tool, options.out) if options.tool else f"profile    {options.out}: {files}")
     return 0
 
 
-def profile_directory(job: Job, out: Path | None) -> Path:
-    """`out`, or a new directory in LOGDIR/profiles. Raises ConfigError if it holds files."""
+def profile_directory(job: Job, options: argparse.Namespace) -> Path:
+    """--out, or a new directory in LOGDIR/profiles. Raises ConfigError if it holds files, and where nothing could be profiled."""
+    if options.memory and job.selection.device == "cpu":
+        why = "the history is that of the GPU's allocator; a CPU's memory is neither reserved nor short in the same way"
+        raise ConfigError("profile --memory needs a GPU", why, "leave out --memory, or see plan, which calculates the memory of a GPU")
+    if options.tool is not None:
+        profilers.require(options.tool, job.config.world_size, installed=not options.print)
     stem = f"{job.benchmark}_{Path(job.selection.log_name).stem}_{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = (out or job.log_dir / "profiles" / stem).absolute()
+    folder = (options.out or job.log_dir / "profiles" / stem).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists", "a profile is not overwritten", "name a new directory with --out")
     return folder

@@ -14,7 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import RankLost, RunError, write_record
+from common.errors import Hang, RankLost, RunError, write_record
+from records import flight_recorder
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,14 @@ def finished(run_dir: Path, world_size: int) -> bool:
 
 
 def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
-    """failure.json: kind, exit_code, what, why, do, and rank, step, time (seconds since 1970) as far as known.
+    """failure.json: kind, exit_code, what, why, do, and rank, step, time (seconds since 1970) as far as known; of a hang the collectives.
 
     Does not raise: where the directory is gone the failure is on stderr and in the ledger only.
     """
     known = {key: facts.get(key) for key in ("rank", "step")}
+    if error.kind == Hang.kind and (stuck := flight_recorder.stuck(run_dir)):
+        error.why += f"; {flight_recorder.sentence(stuck[0])}"
+        known["collectives"] = stuck
     text = json.dumps({**error.as_dict(), **known, "time": facts.get("time", time.time())}, indent=1)
     try:
         write_record(run_dir, "failure.json", text + "\n")

@@ -165,7 +165,8 @@ def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
         if job.environment.get(name, value) != value:
             print_stderr(f"note: {name}={value} from the config replaces {job.environment[name]}")
     threads = 1 if job.selection.device == "cuda" else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
-    return rank_environment(job.environment, config.env, threads) | {"CACHE_CLEARED": cleared}
+    recorder = {"TORCH_FR_BUFFER_SIZE": "2000"} if job.selection.device == "cuda" else {}  # collectives, kept for a hang
+    return recorder | rank_environment(job.environment, config.env, threads) | {"CACHE_CLEARED": cleared}
 
 
 def rank_environment(environment: Mapping[str, str], config_env: Mapping[str, str], threads: int) -> dict[str, str]:

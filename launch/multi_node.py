@@ -42,7 +42,7 @@ ENDED_S = GRACE_S + 10.0  # for a node to stop its ranks
 VICTIMS_S = 5.0  # for the ranks of node 0 to end by themselves after those of another node failed
 ANSWER_S = 20.0  # for a name server, and for a store
 POLL_S = 0.1
-RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|json|stack|traceback)")
+RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|(collectives\.)?json|stack|traceback)")
 FILE_LIMIT = 2**18  # characters of a file that go to node 0
 
 

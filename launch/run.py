@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from common.data import page_cache
-from common.errors import CheckFailed, Interrupted, RankLost, RunError
+from common.errors import CheckFailed, Interrupted, OutOfMemory, RankLost, RunError
 from common.hardware import Probe
 from common.terminal import inform, print_stderr, shown
 from launch import diagnosis, run_directory, sampler, series
@@ -21,6 +21,7 @@ from launch.limits import require_limits
 from launch.multi_node import LeaderEnded, Nodes
 from launch.screen import Screen
 from launch.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, signals_noted, supervise
+from plan.command import expected_memory
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step: kernels compile before the first one
@@ -142,6 +143,8 @@ def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagno
         after, error = error, None
     if result.status == "success" and not error:
         error = _check(run_dir)
+    if error and error.kind == OutOfMemory.kind and "GPU" in error.what and (expected := expected_memory(job.benchmark, job.config)):
+        error.do += f"; {expected}"
     if error:
         diagnosis.write_failure(run_dir, error, facts)
     return error, after

@@ -21,7 +21,7 @@ from common.errors import LAUNCHED, Hang, Interrupted
 
 POLL_S = 0.5
 GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own (KillWait) is 30 s
-STACK_S = 1.0  # for the ranks to write their stacks
+STACK_S = 2.0  # for the ranks to write their stacks and collectives: they look every half second
 ORPHANS_S = 8.0  # for ranks to end by themselves when torchrun was killed (common/training/guard.py)
 # A collective of the ranks times out after the same time, counted from a little later. The launcher must be first: it can name the culprit.
 BEFORE_COLLECTIVES = 0.9

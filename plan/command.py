@@ -139,6 +139,15 @@ def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) ->
     return f"fits: {sizes}; {gib(usable - needed):.1f} left"
 
 
+def expected_memory(benchmark: str, config: RunConfig) -> str:
+    """A sentence for a run that found the memory full; empty for a CPU, and for a GPU of no known size."""
+    if not (kind := KINDS.get(config.gpu)):
+        return ""
+    work = workload(benchmark, config)
+    memory = plan.memory_peak(config, work)
+    return f"plan expects a peak of {gib(memory.allocated):.1f} GiB allocated, in {memory.moment}: it {verdict(memory, config, work, kind)}"
+
+
 def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
     """What would make a config fit, the cheapest change first."""
     smallest = plan.with_micro_batch(config, 1)

@@ -133,6 +133,7 @@ SLOW_TESTS = {  # more than two seconds of a core each
     *("test_official_tools_accept_both_benchmarks_for_all_rulesets", "test_one_of_ten_may_miss_the_target"),
     *("test_a_series_that_converges_too_fast_is_no_success", "test_package_checker_and_summarizer_find_our_numbers"),
     *("test_rcp_checker_prints_our_numbers", "test_it_says_what_it_takes", "test_code_of_held_out_modules_is_not_in_training"),
+    *("test_a_tool_on_path_is_called_around_rank_0",),
 }
 
 

@@ -19,6 +19,7 @@ import house  # noqa: E402
 
 from common.config import RunConfig  # noqa: E402
 from common.gpu_kinds import GIB, KINDS, fp8_family  # noqa: E402
+from common.profilers import TOOLS  # noqa: E402
 from plan.benchmark import load_all  # noqa: E402
 from plan.command import all_table, kinds_table, target_line  # noqa: E402
 from records.published import RESULTS, Published  # noqa: E402
@@ -238,7 +239,22 @@ def house_table() -> str:
     return markdown(["", "today", "limit", "aim"], rows)
 
 
+def profilers_table() -> str:
+    rows = [
+        [
+            f"`{name}`",
+            f"`{name} {tool.options}{' --' * bool(tool.last)} PROGRAM`",
+            tool.result,
+            tool.opens,
+            tool.source + f"; needs {tool.needs}" * bool(tool.needs),
+        ]
+        for name, tool in TOOLS.items()
+    ]
+    return markdown(["tool", "what rank 0 is started as", "in DIR", "open with", "where to get it"], rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
+    "profilers": profilers_table,
     "house": house_table,
     "card": card_table,
     "configs": configs_table,

@@ -27,6 +27,7 @@ BASE = {
     "common.known_issues",
     "common.model.shapes",
     "common.packages",
+    "common.profilers",
     "common.terminal",
 }
 # Room -> rooms or modules that it may import besides itself and BASE. A room that is missing here fails the test.

@@ -14,6 +14,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,8 +38,9 @@ from common.training.loop import Assembly, evaluate, pad_for_ranks, train_step
 from common.training.metrics import Meter, Rate, memory_gib
 from common.training.session import Session
 from common.training.warmup import synthetic_batches
-from plan.benchmark import config_class, rules_of
-from throughput import profiling
+from plan.benchmark import config_class, rules_of, workload
+from plan.estimate import memory_peak
+from throughput import memory_profile, profiling
 from throughput.memory import peak_bytes
 from throughput.ranks import max_over_ranks
 
@@ -59,7 +62,7 @@ def bench(session: Session) -> None:
 
 
 def measure(session: Session, assembly: Assembly, processes: Processes, meter: Meter) -> None:
-    """`args.warmup` steps, then `args.steps` timed ones; with `args.profile` as many steps more, under the profiler."""
+    """`args.warmup` steps, then `args.steps` timed ones; with `args.profile` as many steps more, under a profiler."""
     config, args, model = session.config, session.args, assembly.model
     source = synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, config.micro_batch_size)
     step = partial(train_step, assembly, source, session.batching, LEARNING_RATE, processes)
@@ -80,10 +83,10 @@ def measure(session: Session, assembly: Assembly, processes: Processes, meter: M
         print_saved_bytes(args.benchmark, model, processes, next(source))
     if args.eval_sequences:
         measure_evaluation(session, model, processes)
-    profiled_ms = profiling.record(step, args.steps, args.profile, processes) if args.profile else 0.0
+    table = profiled(session, assembly, processes, meter, step) if args.profile else None
     torch.distributed.destroy_process_group()
-    if args.profile and processes.rank == 0:
-        print(profile_table(session, model, processes, meter, profiled_ms), flush=True)
+    if table and processes.rank == 0:
+        print(table(), flush=True)
 
 
 def write_result(path: Path, processes: Processes, meter: Meter) -> None:
@@ -127,9 +130,43 @@ def measure_evaluation(session: Session, model: Llama, processes: Processes) -> 
         print(f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, {rate:,.0f} tok/s/{one}, micro-batch {size}", flush=True)
 
 
-def profile_table(session: Session, model: Llama, processes: Processes, meter: Meter, profiled_ms: float) -> str:
+def profiled(
+    session: Session, assembly: Assembly, processes: Processes, meter: Meter, step: Callable[[], object]
+) -> Callable[[], str] | None:
+    """Run as many steps more under the profiler of `args.of`. What is returned makes files and table of them, on rank 0 alone."""
+    config, args, model = session.config, session.args, assembly.model
+    if args.of == "outside":
+        mark(step, args.steps, processes)
+        return None
+    facts = facts_of(session, model, processes, meter)
+    if args.of == "memory":
+        kept = memory_profile.record(step, args.steps, args.profile, assembly, processes)
+        work = replace(workload(args.benchmark, config), shape=model.shape, sequence_length=model.max_sequence_length)
+        planned = memory_peak(replace(config, eval_micro_batch_size=1), work)  # these steps have no evaluation
+        facts |= {"plan": planned.allocated, "moment": planned.moment}
+        return lambda: memory_profile.write(args.profile, kept[0], memory_profile.document(*kept, facts)) if kept else ""
+    clock_ms, bench_ms = profiling.record(step, args.steps, args.profile, processes), statistics.mean(meter.step_times_ms)
+    return lambda: profiling.summarize(args.profile, model, config.micro_batch_size * model.max_sequence_length, facts, clock_ms, bench_ms)
+
+
+def mark(step: Callable[[], object], steps: int, processes: Processes) -> None:
+    """Steps for a profiler around this process: nsys and ncu wait for cudaProfilerStart; each step is a range of NVTX, on ROCm of ROCTx."""
+    gpu = processes.device.type == "cuda"
+    starts = gpu and not torch.version.hip  # HIP's hipProfilerStart is not supported; rocprofv3 records from the beginning
+    processes.barrier()
+    if starts:
+        torch.cuda.profiler.start()
+    for number in range(steps):
+        with torch.cuda.nvtx.range(f"step {number}") if gpu else nullcontext():
+            step()
+    processes.barrier()
+    if starts:
+        torch.cuda.profiler.stop()
+
+
+def facts_of(session: Session, model: Llama, processes: Processes, meter: Meter) -> dict:
     config, args = session.config, session.args
-    facts = dict(
+    return dict(
         benchmark=args.benchmark,
         config=Path(args.config).stem,
         precision=precision_of(config),
@@ -140,8 +177,6 @@ def profile_table(session: Session, model: Llama, processes: Processes, meter: M
         steps=args.steps,
         tokens_per_step_per_rank=meter.tokens_per_step // processes.world_size,
     )
-    micro_batch_tokens = config.micro_batch_size * model.max_sequence_length
-    return profiling.summarize(args.profile, model, micro_batch_tokens, facts, profiled_ms, statistics.mean(meter.step_times_ms))
 
 
 def bench_line(session: Session, model: Llama, processes: Processes, meter: Meter) -> str:
@@ -181,7 +216,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=0, help="tokens of a sequence, if not as many as in the benchmark")
     parser.add_argument("--result", type=Path, metavar="FILE", help="write the times to FILE as JSON, and measure and print nothing else")
     parser.add_argument("--eval-sequences", type=int, default=0, help="time an evaluation of so many sequences as well")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="and as many steps under the profiler; results go to DIR")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="and as many steps under a profiler; results go to DIR")
+    of = "torch's profiler, torch's history of allocations, or ranges for a profiler around the process"
+    parser.add_argument("--of", choices=("time", "memory", "outside"), default="time", help=of)
     args: Any = parser.parse_args(argv)
     args.run_dir = None
     if args.steps < 1:

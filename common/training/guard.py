@@ -16,11 +16,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
 
-from common.errors import LAUNCHED, Hang, Interrupted, OutOfMemory, RankLost, RunError, failure_of, write_rank_record
+from common.errors import LAUNCHED, Hang, Interrupted, RankLost, RunError, failure_of, write_rank_record
 
 # What gloo and NCCL say when a peer is gone or silent. Seen with torch 2.9 to 2.13; anything else counts as our own failure.
 _TIMED_OUT = ("timed out", "Timed out", "timeout")
@@ -49,20 +50,20 @@ def run_guarded(run_dir: Path | None, rank: int, body: Callable[[], None], on_fa
         _end_badly(run_dir, rank, error, on_failure, step)
 
 
-def classify(error: BaseException) -> RunError:
-    """The RunError that tells the user what `error` means."""
+def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -> RunError:
+    """The RunError that tells the user what `error` means. Of a full GPU it leaves in `run_dir` what held its memory."""
     if isinstance(error, torch.OutOfMemoryError):
-        do = "use a smaller micro_batch_size, or recompute_layers, or offload_layers (LoRA), or more GPUs"
-        return OutOfMemory("the GPU's memory is full", str(error).splitlines()[0], do)
+        from common.training.evidence import out_of_memory  # no good run needs it
+
+        return out_of_memory(error, run_dir, rank)
     if known := failure_of(error):
         return known
     if isinstance(error, SystemExit):
         return RankLost(f"the rank ended itself with exit code {error.code}", "some code called exit", "see the traceback in ranks/")
     if is_secondary(error):
-        text = str(error).splitlines()[0][:300]
-        if any(word in str(error) for word in _TIMED_OUT):
-            return Hang("a collective timed out", text, "see which rank did not report in ranks/")
-        return RankLost("another rank went away", text, "see which rank did not report in ranks/")
+        hangs = any(word in str(error) for word in _TIMED_OUT)
+        kind, what = (Hang, "a collective timed out") if hangs else (RankLost, "another rank went away")
+        return kind(what, str(error).splitlines()[0][:300], "see which rank did not report in ranks/")
     return RunError(f"{type(error).__name__}: {error}", "a defect, or a failure this program does not know", "see the traceback in ranks/")
 
 
@@ -83,25 +84,33 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
 
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    stack = None
     if run_dir is not None:
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
         # The launcher sends SIGUSR1 to ranks that hang: where they stand goes into this file. It stays open for the process.
-        faulthandler.register(signal.SIGUSR1, open(run_dir / "ranks" / f"rank_{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
+        stack = open(run_dir / "ranks" / f"rank_{rank}.stack", "w")  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_watch, args=(os.getppid(), stack), daemon=True).start()
 
 
-def _end_with(torchrun: int) -> None:
-    """End this process when torchrun was killed; after ALONE_S also where its main thread waits for ranks that are gone."""
+def _watch(torchrun: int, stack: IO | None) -> None:
+    """End this process when torchrun was killed; after ALONE_S also where its main thread waits for ranks that are gone. When the launcher
+    has asked a rank that hangs for its `stack`, leave its collectives too: the main thread cannot."""
     while os.getppid() == torchrun:
         time.sleep(0.5)
+        if stack and os.fstat(stack.fileno()).st_size:
+            from common.training.evidence import write_collectives
+
+            write_collectives(Path(stack.name))
+            stack = None
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ALONE_S)
     os._exit(128 + signal.SIGTERM)
 
 
 def _end_badly(run_dir: Path | None, rank: int, error: BaseException, on_failure: Callable[[], None], step: Callable[[], int]) -> None:
-    failure = classify(error)
+    failure = classify(error, run_dir, rank)
     with contextlib.suppress(Exception):  # the first failure counts; a second one while reporting must not hide it
         on_failure()
     text = "".join(traceback.format_exception(error))

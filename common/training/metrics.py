@@ -7,11 +7,13 @@ Values stay on the device until a step logs; only then does the host wait for it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -43,12 +45,9 @@ class Progress:
         self.stream, self.enabled = stream or sys.stderr, enabled
 
     def show(self, text: str) -> None:
-        if not self.enabled:
-            return
-        try:
-            print(text, file=self.stream, flush=True)
-        except OSError:  # nobody looks on any more: the terminal was closed, or the reader of a pipe ended
-            self.enabled = False
+        if self.enabled:
+            with contextlib.suppress(OSError):  # nobody looks on any more: the terminal was closed, or the reader of a pipe ended
+                print(text, file=self.stream, flush=True)
 
 
 class StepClock:
@@ -60,12 +59,8 @@ class StepClock:
 
     def mark(self) -> None:
         """Call at the start of training, after each step, and after each pause (evaluation) with `restart`."""
-        if self.on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
+        self.marks.append(torch.cuda.current_stream().record_event(event) if event else time.perf_counter())
 
     def restart(self) -> None:
         self.marks.clear()
@@ -73,13 +68,10 @@ class StepClock:
 
     def drain_ms(self) -> list[float]:
         """Milliseconds of the steps since the last call; waits for the device."""
+        marks, self.marks = self.marks, self.marks[-1:]
         if self.on_gpu:
-            self.marks[-1].synchronize()
-            times = [a.elapsed_time(b) for a, b in zip(self.marks, self.marks[1:], strict=False)]
-        else:
-            times = [1e3 * (b - a) for a, b in zip(self.marks, self.marks[1:], strict=False)]
-        self.marks = self.marks[-1:]
-        return times
+            marks[-1].synchronize()
+        return [a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairwise(marks)]
 
 
 @dataclass(frozen=True)
@@ -151,10 +143,9 @@ class Meter:
         self.step_times_ms += times_ms
         now = self.seconds()
         for index, (step, learning_rate, _, _) in enumerate(self.pending):
-            last = index == len(self.pending) - 1
             values = {"step": step, "samples": step * self.samples_per_step, "loss": losses[index], "grad_norm": norms[index]}
             values |= {"learning_rate": learning_rate, "step_time_ms": times_ms[index], "time_s": now - sum(times_ms[index + 1 :]) / 1e3}
-            if last:
+            if index == len(self.pending) - 1:
                 values |= {"tokens_per_s_per_gpu": self.rate.tokens_per_s_per_gpu, "tflops_per_gpu": self.rate.tflops_per_gpu}
                 values |= {"mfu": self.rate.mfu, "memory_gib": memory_gib(self.processes.device)}
             self.events.write("step", **values)

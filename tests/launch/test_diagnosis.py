@@ -1,11 +1,17 @@
 """Which rank failed first, and why, from the records and exit codes of all."""
 
 import json
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from common.errors import RankLost, RunError, TargetMissed, write_rank_record
-from launch import diagnosis
+from common.errors import OutOfMemory, RankLost, RunError, TargetMissed, write_rank_record
+from launch import diagnosis, job, run
+from launch.supervise import Ending
+from plan.benchmark import load_all
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def mllog(key, time_ms, **metadata):
@@ -80,3 +86,27 @@ def test_what_comes_after_a_run_leaves_it_as_it_is(tmp_path, first, second, phas
         if outcome:
             write_rank_record(tmp_path, rank, outcome)
     assert diagnosis.finished(tmp_path, 2) == stands
+
+
+FULL, HOST = "the GPU's memory is full", "the host gave no more memory, processes or threads"
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "said"), [("H200_1x8", FULL, "; plan expects a peak of "), ("H200_1x8", HOST, ""), ("CPU_1x1", FULL, "")]
+)
+def test_a_full_gpu_is_told_what_plan_expects(tmp_path, name, what, said):
+    write_rank_record(tmp_path, 0, "failed", OutOfMemory(what, "why", "do"), step=5)
+    job = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")[name])
+    error, _ = run._judge(job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.Result())
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert error.exit_code == 12 and failure["do"] == error.do and failure["rank"] == 0
+    assert error.do.startswith("do" + said) and ("usable on H200" in error.do) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("device", "user", "size"), [("cuda", {}, "2000"), ("cuda", {"TORCH_FR_BUFFER_SIZE": "0"}, "0"), ("cpu", {}, None)]
+)
+def test_collectives_on_gpus_are_recorded_unless_the_user_says_no(device, user, size):
+    given = mock.Mock(config=load_all(ROOT, "llama31_8b")["H200_1x8"], environment=user)
+    given.selection.device = device
+    assert job.trainer_environment(given, "no").get("TORCH_FR_BUFFER_SIZE") == size

@@ -196,7 +196,7 @@ def test_rank_that_dies_is_named(tmp_path, data):
 
 
 def test_rank_that_hangs_is_named_and_every_stack_is_kept(tmp_path, data):
-    run = Started(tmp_path, data, "hang_timeout_s=8", ranks=2)
+    run = Started(tmp_path, data, "hang_timeout_s=20", ranks=2)
     run.wait_for_step(3, ranks=2)
     os.kill(run.heartbeat(1)["pid"], signal.SIGSTOP)
     # Rank 0 waits in a collective and is killed with the rest: nobody is left to write run_stop, and nobody forges it.
@@ -205,6 +205,8 @@ def test_rank_that_hangs_is_named_and_every_stack_is_kept(tmp_path, data):
     failure = run.failure()
     assert failure["kind"] == "hang" and failure["rank"] == 1 and "rank 1" in err and "run_start" in run.logged_keys()
     assert "train_step" in (run.run_dir / "ranks" / "rank_0.stack").read_text()
+    (stuck,) = failure["collectives"]
+    assert (stuck["entered"], stuck["unknown"]) == ([0], [1]) and "rank 1 left no record" in failure["why"]
 
 
 @pytest.mark.slow

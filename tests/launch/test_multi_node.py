@@ -303,9 +303,11 @@ def test_another_node_writes_the_files_of_its_own_ranks_only(tmp_path, leader):
     leader._put("ready/1/1", "no")
     assert leader.ready("fadvise") == "no", "the log must say so if the data stayed in the page cache of any node"
     files = {"../result.txt": "forged", "rank_0.json": "{}", "rank_1.json": "{}", "rank_1.json/../../x": "", "config.toml": ""}
+    files |= {"rank_1.collectives.json": "{}", "rank_0.collectives.json": "{}"}
     leader._put("status/1/1", {"time": 1.0, "files": files, "exit_code": 0})
     leader.finish(tmp_path, stop=False)
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == ["ranks/rank_1.json"]
+    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert written == ["ranks/rank_1.collectives.json", "ranks/rank_1.json"]
     assert not leader.failed and not leader.lost
 
 

@@ -202,7 +202,7 @@ def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
     """torchrun ends a rank with SIGTERM at about the time when that rank sees that another one died."""
     code = "import errno, os, signal, sys; from pathlib import Path; from common.training import guard\n"
     code += "classify, send = guard.classify, lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
-    code += "guard.classify = lambda error: send() or classify(error)\n"
+    code += "guard.classify = lambda *about: send() or classify(*about)\n"
     code += "def body(): raise OSError(errno.ENOSPC, 'full')\n"
     code += "guard.run_guarded(Path(sys.argv[1]), 0, body, send, lambda: send() or 3)"
     (process,) = start_ranks(1, ["-c", code, str(tmp_path)])

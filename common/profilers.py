@@ -1,0 +1,90 @@
+"""profile --with TOOL: one rank under a profiler of the vendor: nsys, ncu or rocprofv3. Standard library only.
+
+Options of nsys: docs.nvidia.com/nsight-systems/UserGuide; of ncu: docs.nvidia.com/nsight-compute/NsightComputeCli; of rocprofv3:
+rocm.docs.amd.com/projects/rocprofiler-sdk, "Using rocprofv3".
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.command_line import meant
+from common.errors import ConfigError, PreflightError
+
+
+@dataclass(frozen=True)
+class Tool:
+    """`options` come before the program, with OUT for the path of the result without its suffix; `last` ends them."""
+
+    options: str
+    result: str  # file names in DIR
+    opens: str
+    source: str
+    last: str = ""
+    needs: str = ""  # besides the tool
+    one_rank: bool = False
+
+
+TOOLS = {
+    "nsys": Tool(
+        "profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop --output=OUT",
+        result="nsys.nsys-rep",
+        opens="nsys-ui FILE, or nsys stats FILE",
+        source="developer.nvidia.com/nsight-systems, or the package nsight-systems-cli of NVIDIA's CUDA repository",
+    ),
+    "ncu": Tool(
+        "--profile-from-start off --nvtx --target-processes all --set detailed --export OUT",
+        result="ncu.ncu-rep",
+        opens="ncu-ui FILE, or ncu --import FILE",
+        source="the CUDA Toolkit (nsight-compute), or developer.nvidia.com/nsight-compute",
+        needs="the right to read counters: root, or the driver's option NVreg_RestrictProfilingToAdminUsers=0",
+        one_rank=True,
+    ),
+    "rocprofv3": Tool(
+        "--kernel-trace --memory-copy-trace --rccl-trace --marker-trace --stats --output-format pftrace csv --output-directory DIR --output-file rocprofv3",
+        result="rocprofv3_results.pftrace, rocprofv3_kernel_stats.csv",
+        opens="ui.perfetto.dev",
+        source="ROCm's package rocprofiler-sdk, in /opt/rocm/bin",
+        last="--",
+    ),
+}
+
+
+def require(request: str, ranks: int, installed: bool = True) -> None:
+    """`request`: a tool's name and, if more are wanted, options of it, as in a shell. Raises ConfigError for an unknown tool and for one that
+    cannot watch one of several ranks; with `installed` PreflightError where it is not on PATH.
+    """
+    try:
+        name = (shlex.split(request) or [""])[0]
+    except ValueError as error:  # a quote without its other one
+        raise ConfigError(f"--with {request}: {error}", "options of the tool are read as a shell reads them", "close the quote") from None
+    if name not in TOOLS:
+        raise ConfigError(f"--with {name}: no such profiler is known", "it is not in the table of docs/profile.md", meant(name, TOOLS))
+    if TOOLS[name].one_rank and ranks > 1:
+        why = "it runs each kernel several times, and one of NCCL then waits for the other ranks for ever"
+        raise ConfigError(f"{name} cannot watch one of {ranks} ranks", why, "--config with a config of one GPU, --layers to make it fit")
+    if installed and not shutil.which(name):
+        raise PreflightError(f"{name} is not on PATH", "--with starts it", f"install it: {TOOLS[name].source}")
+
+
+def wrapped(command: list[str], request: str, out: Path) -> list[str]:
+    """`command`, torchrun's, with rank 0 under the tool: torchrun starts a shell for each rank, which becomes the tool where RANK is 0, and
+    the program elsewhere.
+    """
+    name, *more = shlex.split(request)
+    tool = TOOLS[name]
+    options = [word.replace("OUT", str(out / name)).replace("DIR", str(out)) for word in tool.options.split()]
+    watched = shlex.join([name, *options, *more, *tool.last.split()])
+    script = f'if [ "$RANK" = 0 ]; then exec {watched} "$@"; else exec "$@"; fi'
+    start = command.index("--nproc-per-node") + 2  # behind it stands the program
+    return [*command[:start], "--no-python", "sh", "-c", script, "sh", sys.executable, *command[start:]]
+
+
+def guide(request: str, out: Path) -> str:
+    """Where the result is, and what opens it."""
+    tool = TOOLS[shlex.split(request)[0]]
+    return f"profile    {out}: {tool.result}; open with {tool.opens}" + (f"; needs {tool.needs}" if tool.needs else "")

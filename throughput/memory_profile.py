@@ -1,0 +1,220 @@
+"""profile --memory: what holds a GPU's memory at its peak, from torch's history of some steps' allocations.
+
+All ranks step; rank 0 alone keeps the history, and writes. snapshot.pickle is torch's own format and a pickle because pytorch.org/memory_viz
+opens nothing else. Nothing here reads it: memory.json and memory.html are made of the same snapshot while it is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.errors import StorageError
+from common.sharding.processes import Processes
+from common.training.loop import Assembly
+from pages import page
+from throughput.report import write_text
+
+SNAPSHOT, SUMMARY, PAGE = "snapshot.pickle", "memory.json", "memory.html"
+ROOT = f"{Path(__file__).resolve().parents[1]}/"
+OURS = ("common", "llama31_8b", "llama2_70b_lora")  # packages whose objects hold the tensors that live as long as the run
+BEFORE, UNNAMED = "other, from before these steps", "no frame of ours: autograd, workspaces"
+SIGNS = {"alloc": 1, "free_completed": -1}  # of an action for what is allocated; free_requested leaves the memory in use
+RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+LARGEST, PRINTED = 40, 12  # places: in the files, on the terminal
+GIB = 2**30
+
+
+class Piece(NamedTuple):
+    """One allocation. `size`: the bytes that were asked for. `place`: our innermost frame, empty where there is none."""
+
+    size: int
+    kind: str
+    place: str = ""
+
+
+class History(NamedTuple):
+    """`times_ms`, and after each event: bytes `reserved` from the driver, `allocated` in all and by kind. `peak`: what lived at the most."""
+
+    times_ms: list[float]
+    reserved: list[int]
+    allocated: list[int]
+    kinds: dict[str, list[int]]
+    peak: list[Piece]
+
+    @property
+    def top(self) -> int:
+        return self.allocated.index(max(self.allocated))
+
+
+def record(step: Callable[[], object], steps: int, folder: Path, assembly: Assembly, processes: Processes) -> tuple[History, int] | None:
+    """Run `steps` with the history of allocations; on rank 0 write folder/snapshot.pickle. All ranks must call it.
+
+    Returns, on rank 0, the history and the peak by torch's own counter, bytes. Raises StorageError.
+    """
+    device, mine = processes.device, processes.rank == 0
+    processes.barrier()
+    if mine:
+        known = owners(assembly)
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize(device)
+    if not mine:
+        return None
+    counted, snapshot = torch.cuda.max_memory_allocated(device), torch.cuda.memory._snapshot()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
+    except OSError as error:
+        raise StorageError(f"cannot write {folder / SNAPSHOT}", str(error), "free space, or choose another --out") from error
+    torch.cuda.memory._record_memory_history(None)
+    return history_of(snapshot, device.index, known), counted
+
+
+def owners(assembly: Assembly) -> dict[int, str]:
+    """Address of each storage that lives as long as the run -> its kind."""
+    kinds: dict[str, Iterable[Tensor]] = {
+        "AdamW moments": assembly.optimizer.state_tensors(),
+        "master weights": assembly.optimizer.weights,
+        "FP8 scales": assembly.fp8.tensors() if assembly.fp8 is not None else [],
+        "weights": assembly.model.parameters(),
+        "frozen base, buffers": _tensors_in(assembly, set()),
+    }
+    found: dict[int, str] = {}
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            found.setdefault(tensor.untyped_storage().data_ptr(), kind)
+    return found
+
+
+def _tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Through containers, modules and objects of our own classes."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, dict | list | tuple):
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            yield from _tensors_in(part, seen)
+    elif isinstance(thing, torch.nn.Module) or type(thing).__module__.split(".")[0] in OURS:
+        yield from _tensors_in(getattr(thing, "__dict__", {}), seen)
+
+
+def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
+    """Of torch.cuda.memory._snapshot(), whose docstring describes it. The history need not reach back to the first allocation."""
+    trace = [event for event in snapshot["device_traces"][device] if event["action"] in SIGNS | RESERVED]
+    segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
+    blocks = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
+    live = {block["address"]: block["requested_size"] for block in blocks}
+    for event in reversed(trace):  # from what lives at the end to what lived at the beginning
+        if event["action"] == "alloc":
+            live.pop(event["addr"], None)
+        elif event["action"] == "free_completed":
+            live[event["addr"]] = event["size"]
+    pieces = {address: Piece(size, known.get(address, BEFORE)) for address, size in live.items()}
+    changes = [RESERVED.get(event["action"], 0) * event["size"] for event in trace]
+    reserved = list(accumulate(changes, initial=sum(segment["total_size"] for segment in segments) - sum(changes)))
+    changes = [SIGNS.get(event["action"], 0) * event["size"] for event in trace]
+    allocated = list(accumulate(changes, initial=sum(live.values())))
+    top, peak = allocated.index(max(allocated)), list(pieces.values())
+    now: dict[str, int] = {}
+    for piece in pieces.values():
+        now[piece.kind] = now.get(piece.kind, 0) + piece.size
+    kinds = [now]
+    for number, event in enumerate(trace, start=1):
+        now = dict(now)
+        if event["action"] == "alloc":
+            piece = pieces[event["addr"]] = Piece(event["size"], *kind_and_place(event["frames"]))
+            now[piece.kind] = now.get(piece.kind, 0) + piece.size
+        elif event["action"] == "free_completed":
+            piece = pieces.pop(event["addr"])
+            now[piece.kind] -= piece.size
+        kinds.append(now)
+        if number == top:
+            peak = list(pieces.values())
+    start = trace[0]["time_us"] if trace else 0
+    times = [0.0, *((event["time_us"] - start) / 1e3 for event in trace)]
+    return History(times, reserved, allocated, {kind: [each.get(kind, 0) for each in kinds] for kind in kinds[-1]}, peak)
+
+
+def kind_and_place(frames: list[dict]) -> tuple[str, str]:
+    """Of an allocation in a step, by its frames, the innermost first."""
+    ours = [frame for frame in frames if frame["filename"].startswith(ROOT) and "/site-packages/" not in frame["filename"]]
+    if not ours:
+        return UNNAMED, ""
+    file, names = ours[0]["filename"].removeprefix(ROOT), {frame["name"] for frame in ours}
+    place = f"{file}:{ours[0]['line']} {ours[0]['name']}"
+    if "quantize_weight" in names:
+        return "FP8 copies of weights", place
+    if file.startswith("common/sharding/"):
+        return "gradients, communication", place
+    if file in ("common/kernels/cross_entropy.py", "common/model/llama.py", "common/model/fp8_linear.py"):
+        return "embedding, head, loss", place
+    return "workspace of a backward" if "backward" in names else "activations", place
+
+
+def document(history: History, counted: int, facts: dict) -> dict:
+    """memory.json: bytes."""
+    top = history.top
+    places: dict[tuple[str, str], list[int]] = {}
+    for piece in history.peak:
+        places.setdefault((piece.kind, piece.place), []).append(piece.size)
+    largest = sorted(places.items(), key=lambda item: -sum(item[1]))[:LARGEST]
+    kinds = sorted(((kind, values[top]) for kind, values in history.kinds.items()), key=lambda item: -item[1])
+    return facts | {
+        "peak": history.allocated[top],
+        "peak_by_torch": counted,
+        "reserved": history.reserved[top],
+        "kinds": {kind: size for kind, size in kinds if size},
+        "fragmentation": history.reserved[top] - history.allocated[top],
+        "largest": [{"kind": kind, "place": place, "bytes": sum(sizes), "count": len(sizes)} for (kind, place), sizes in largest],
+    }
+
+
+def write(folder: Path, history: History, found: dict) -> str:
+    """memory.json and memory.html in `folder`; returns the table for a terminal. Raises StorageError."""
+    write_text(folder / SUMMARY, json.dumps(found, indent=1) + "\n")
+    heading, kinds, largest = _heading(found), _kinds(found), _largest(found)
+    curves = {"reserved": history.reserved, "allocated": history.allocated} | history.kinds
+    lines = [
+        page.Curve(name, [(ms, value / GIB) for ms, value in zip(history.times_ms, values, strict=True)], color)
+        for color, (name, values) in enumerate(curves.items())
+    ]
+    chart = page.chart("GiB", "ms", lines, reduce=max)
+    sections = [
+        ("At the peak", [{"notes": heading}, page.table(("held by", "GiB", "share"), kinds), {"links": [SNAPSHOT, SUMMARY]}]),
+        ("Over the steps", [chart]),
+        ("The largest at the peak", [page.table(("allocated in", "held by", "GiB", "number"), largest, (0, 1))]),
+    ]
+    write_text(folder / PAGE, page.render(f"memory: {found['benchmark']} {found['config']}", sections))
+    table = [f"{name:<42}{size:>10}{share:>8}" for name, size, share in kinds]
+    return "\n".join([*heading, "", *table, "", *(f"{size:>8} GiB {place} ({kind}, {n})" for place, kind, size, n in largest[:PRINTED])])
+
+
+def _heading(found: dict) -> list[str]:
+    what = f"MEMORY {found['benchmark']} {found['config']} {found['precision']}, {found['layers']} layers, rank 0 of {found['world_size']}"
+    peak, counted, planned = (found[key] / GIB for key in ("peak", "peak_by_torch", "plan"))
+    return [
+        f"{what} on {found['device']}, torch {found['torch']}, {found['steps']} steps",
+        f"peak {peak:.2f} GiB of tensors ({counted:.2f} by torch's counter, which rounds up to blocks); plan: {planned:.2f}, in {found['moment']}",
+    ]
+
+
+def _kinds(found: dict) -> list[tuple[str, str, str]]:
+    rows = found["kinds"] | {"fragmentation: reserved, not allocated": found["fragmentation"]}
+    return [(name, f"{size / GIB:.2f}", f"{size / found['reserved']:.1%}") for name, size in rows.items()]
+
+
+def _largest(found: dict) -> list[tuple[str, str, str, str]]:
+    places = [row["place"] or ("no frame of ours" if row["kind"] == UNNAMED else "before these steps") for row in found["largest"]]
+    rows = zip(places, found["largest"], strict=True)
+    return [(place, row["kind"], f"{row['bytes'] / GIB:.3f}", f"{row['count']:,}") for place, row in rows]
