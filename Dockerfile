@@ -1,19 +1,28 @@
 # The environment of a run and the code, on top of a base image that brings torch and the GPU's libraries. Nothing is cloned,
 # compiled or patched.
 #
-#   docker build -t llama-training .                                                            AMD (ROCm)
-#   docker build -t llama-training --build-arg BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel .   NVIDIA (CUDA)
+#   docker build -t llama-training .                                                                   AMD (ROCm)
+#   docker build -t llama-training --build-arg BASE="$(sed -n 's/^# CUDA_BASE=//p' Dockerfile)" .      NVIDIA (CUDA)
 #
-# The CUDA base is a "devel" one: Triton compiles its launchers with a C compiler at run time, and the "runtime" images have none.
-# For a submission pin the base by digest (BASE=rocm/pytorch@sha256:...), since a tag can be moved.
-ARG BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0
+# The bases are pinned by digest, since a tag can be moved. The CUDA base is a "devel" one: Triton compiles its launchers with a C compiler
+# at run time, and the "runtime" images have none.
+# CUDA_BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel@sha256:53ab3de62f6101d1e42f9be28623ab7a468a24c070d632f211ed576e30b6abd3
+ARG BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0@sha256:4449f856653602317e4101a76fce599c7fcd58ccec2e539951fce5f73083179e
 FROM ${BASE}
+
+ARG BASE
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="llama-training" \
+      org.opencontainers.image.description="MLPerf Training llama31_8b and llama2_70b_lora on PyTorch and Triton" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${BASE}"
 
 # With .git, so that versions.json and the ledger name the commit; .dockerignore keeps out what git ignores, and git's own settings.
 COPY . /workspace
 WORKDIR /workspace
 
-# The step that CI and run_and_time.sh do: what the base lacks goes, pinned, into .venv, and what it has is seen through. So torch and
+# The step that CI and run_and_time.sh do: what the base lacks goes, as requirements.lock pins it, into .venv, and what it has is seen through. So torch and
 # triton are those of the base: PyPI's are built for CUDA, and its triton would replace ROCm's. The build fails if the base has no
 # torch, or if another one than the base's would be used.
 RUN base_torch=$(python3 -c 'import torch, triton; print(torch.__version__, torch.__file__, triton.__file__)') \

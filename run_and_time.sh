@@ -5,7 +5,7 @@ set -euo pipefail
 system=$(uname -s)
 if [[ $system != Linux ]]; then
     case $system in
-        Darwin) do='use a Linux container or virtual machine on this Mac: docker build, then ./run_with_docker.sh (docs/clusters.md)' ;;
+        Darwin) do="in a Linux container: docker run --rm -it -v \"\$PWD:/llama\" -w /llama python:3.12 ./run_and_time.sh llama31_8b" ;;
         *) do='on Windows use WSL 2 (wsl --install), and start this inside it' ;;
     esac
     printf 'error: this is %s, and a run needs Linux\n  why: the launcher asks /proc, the page cache and the kernel about its processes\n  do:  %s\n' \

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # The tests, from any directory: ./run_tests.sh [arguments of pytest]. Needs bash, python3 >= 3.11 and git.
 set -euo pipefail
+if [[ $(uname -s) != Linux ]]; then
+    exec "$(dirname -- "${BASH_SOURCE[0]}")/run_and_time.sh" # says what to do
+fi
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     printf 'error: no python3 of version 3.11 or newer\n  why: found: %s\n  do:  install one and put it first on PATH\n' \

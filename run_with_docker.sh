@@ -12,6 +12,17 @@ fail() { # what, why, what to do
     exit 2
 }
 
+absolute() { # as `realpath -m` of GNU, which a Mac lacks: links resolved in the part of a path that exists
+    local path=$1 rest=
+    while [[ ! -d $path ]]; do
+        rest=/$(basename -- "$path")$rest
+        path=$(dirname -- "$path")
+    done
+    path=$(cd -- "$path" && pwd -P)
+    path=${path%/}$rest
+    printf '%s\n' "${path:-/}"
+}
+
 print=
 arguments=()
 for argument in "$@"; do
@@ -88,24 +99,24 @@ fi
 # Mount directories under their own paths, so that paths in options, messages and the ledger are valid inside and outside.
 mount() { # directory, ro or rw
     local path
-    path=$(realpath -m -- "$1")
+    path=$(absolute "$1")
     [[ $path != / && $path != *[:,]* ]] || fail "cannot mount $path" 'it is the root, or has a colon or comma' 'choose another directory'
     [[ -n $print || -d $path ]] || fail "there is no directory $path" 'the engine would create it, empty and owned by root' 'make it, or correct the variable'
     options+=(--volume "$path:${3:-$path}:$2")
 }
-LOGDIR=$(realpath -m -- "${LOGDIR:-$root/results}")
+LOGDIR=$(absolute "${LOGDIR:-$root/results}")
 export LOGDIR
 [[ -n $print ]] || mkdir -p -- "$LOGDIR"
 mount "$LOGDIR" rw
 if [[ -n ${DATADIR:-} ]]; then
-    DATADIR=$(realpath -m -- "$DATADIR")
+    DATADIR=$(absolute "$DATADIR")
     if [[ ${arguments[0]} == prepare || ${arguments[1]:-} == prepare ]]; then mount "$DATADIR" rw; else mount "$DATADIR" ro; fi
 else
     [[ -n $print ]] || mkdir -p -- "$root/data"
     mount "$root/data" rw /workspace/data # the miniature builds its data here
 fi
 if [[ -n ${MODEL:-} ]]; then
-    MODEL=$(realpath -m -- "$MODEL")
+    MODEL=$(absolute "$MODEL")
     mount "$MODEL" ro
 fi
 

@@ -84,11 +84,20 @@ def test_the_image_is_built_by_the_steps_that_ci_runs():
 def test_the_image_has_a_pinned_base_an_ordinary_user_and_nothing_foreign():
     text, lines = "\n".join(instructions()), instructions()
     assert lines[0].startswith("ARG BASE=rocm/pytorch:rocm") and lines[1] == "FROM ${BASE}"
-    for line in (lines[0], *re.findall(r"--build-arg (BASE=\S+)", (ROOT / "Dockerfile").read_text())):
-        assert re.search(r":\S*\d+\.\d+\.\d+", line) and "latest" not in line
+    bases = [lines[0].partition("=")[2], *re.findall(r"^# CUDA_BASE=(.+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)]
+    assert len(bases) == 2 and all(re.fullmatch(r"\S+:\S*\d+\.\d+\.\d+\S*@sha256:[0-9a-f]{64}", base) for base in bases)
     assert not re.search(r"clone|patch|chmod|sudo|token|secret|password|https?://", text, re.IGNORECASE)
     user = next(line.split()[1] for line in lines if line.startswith("USER"))
     assert int(user.partition(":")[0]) > 0 and lines.index(f"USER {user}") < next(i for i, line in enumerate(lines) if "ENTRYPOINT" in line)
+
+
+def test_the_workflow_builds_the_image():
+    job = (ROOT / ".github/workflows/ci.yml").read_text().partition("\n  image:")[2]
+    for image_argument in re.findall(r"--build-arg ([A-Z]+)=", job):
+        assert any(line.startswith(f"ARG {image_argument}") for line in instructions())
+    assert "docker build -t llama-training" in job and "./run_with_docker.sh llama31_8b" in job
+    pinned = dict(re.findall(r"^(torch|triton)==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    assert dict(re.findall(r"(torch|triton)==([\d.]+)", job)) == pinned, "its base for CPUs"
 
 
 def test_the_build_sees_what_git_tracks_and_nothing_it_ignores():
@@ -126,6 +135,19 @@ def container(vendor, engine, *arguments, **variables) -> list[str]:
 
 def devices(words):
     return [word for word in words if word.startswith(("--device", "--gpus", "--group-add", "--user"))]
+
+
+def test_paths_are_resolved_without_gnu_tools(tmp_path):
+    """A Mac's realpath knows no -m: there the script starts the miniature in a container."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "realpath").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "realpath").chmod(0o755)
+    (tmp_path / "real" / "logs").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    for logdir, found in (("link/logs", "real/logs"), ("link/../link/new/er", "real/new/er"), ("new", "new")):
+        words = container("none", "docker", LOGDIR=f"{tmp_path}/{logdir}", PATH=path)
+        assert f"{tmp_path.resolve()}/{found}:{tmp_path.resolve()}/{found}:rw" in words
 
 
 def test_amd_with_docker():

@@ -196,16 +196,16 @@ def test_a_project_in_a_path_with_a_colon(project, tmp_path):
     assert (code, out) == (2, "") and "has a colon" in err and len(err.splitlines()) == 3
 
 
+@pytest.mark.parametrize("script", ["run_and_time.sh", "run_tests.sh"])
 @pytest.mark.parametrize(
-    ("system", "words"), [("Darwin", "a Linux container or virtual machine on this Mac"), ("MINGW64_NT-10.0", "use WSL 2")]
+    ("system", "words"), [("Darwin", 'docker run --rm -it -v "$PWD:/llama" -w /llama python:3.12 ./run'), ("MINGW64_NT-10.0", "use WSL 2")]
 )
-def test_a_mac_or_windows_gets_one_clear_message(project, tmp_path, system, words):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "uname").write_text(f"#!/bin/sh\necho {system}\n")
-    (tmp_path / "bin" / "uname").chmod(0o755)
-    answer = subprocess.run(
-        [project / "run_and_time.sh"], env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}, capture_output=True, text=True
-    )
+def test_a_mac_or_windows_gets_one_clear_message(tmp_path, script, system, words):
+    """Before anything that a Mac's bash 3.2 or its tools lack."""
+    for name, text in (("uname", f"echo {system}"), ("readlink", "exit 1"), ("python3", "exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    answer = subprocess.run([ROOT / script], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True)
     assert (answer.returncode, answer.stdout, len(answer.stderr.splitlines())) == (18, "", 3) and words in answer.stderr
 
 
