@@ -1,15 +1,43 @@
-"""The parser of every verb: errors in three lines, what a typo may have meant, examples under --help. Standard library only."""
+"""The parser of every verb: errors in three lines, what a typo may have meant, examples under --help; and how a verb ends. Standard library only."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Iterator
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from common.errors import ConfigError
+from common.errors import ConfigError, Interrupted, StorageError, failure_of
+from common.terminal import print_stderr
 
 PROGRAM = "./run_and_time.sh"
+PIPE_CLOSED = 141  # what a shell reports of a program that ends by SIGPIPE
+
+
+def exit_code_of(work: Callable[[], int | None]) -> int:
+    """What `work` returns, 0 for None. Of a failure the three lines are printed, and the exit code of its family is returned; a reader that
+    leaves early, such as `head`, causes no traceback.
+    """
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code or 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more when it ends
+        print_stderr("note: the output was closed before all was written")
+        return PIPE_CLOSED
+    except (Exception, KeyboardInterrupt) as error:
+        failure = Interrupted(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else failure_of(error)
+        if failure is None and isinstance(error, OSError):
+            what = f"{error.filename}: " * bool(error.filename) + str(error.strerror or error)
+            failure = StorageError(what, "the system refused a file operation", "check space, permissions and the mount")
+        if failure is None:
+            raise
+    print_stderr(failure.lines())
+    return failure.exit_code
 
 
 def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -39,6 +39,8 @@ NVML_THROTTLE_REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
+# Throttling beyond the power limit, which a healthy card reaches under full load.
+FAULTS = ("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake")
 
 
 class DriverError(Exception):
@@ -60,6 +62,15 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
         throttle = None if bits is None else [name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit]
         found[uuid] = {**values, "throttle": throttle}
     return [found.get(address, {}) for address in addresses]
+
+
+def pci_folders(vendor: str, addresses: Sequence[str], sysfs: Path = Path("/sys")) -> list[Path]:
+    """The folder of each GPU of `addresses` (Device.address) in /sys, as a PCI device. Raises DriverError."""
+    if vendor == "amd":
+        return [Path(card) for card in addresses]
+    found = {uuid: bus.lower().split(":", 1) for uuid, bus in ask_nvidia_smi("uuid,pci.bus_id", os.environ)}  # 00000000:1A:00.0
+    places = [found.get(address, ["0", ""]) for address in addresses]
+    return [sysfs / f"bus/pci/devices/{int(domain, 16):04x}:{place}" for domain, place in places]
 
 
 def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str]]:

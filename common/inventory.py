@@ -9,7 +9,6 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import platform
 import re
 from collections import Counter
@@ -19,6 +18,7 @@ from common.errors import PreflightError
 from common.gpu_kinds import GIB
 from common.gpu_stats import read_text
 from common.hardware import Probe, identify
+from common.packages import version_of
 
 SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own sectors are
 NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")
@@ -130,23 +130,17 @@ def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
 def software(root: Path, found: Probe) -> dict[str, str]:
     system = _key_values(read_text(root / "etc/os-release"), "=")
     kernel = read_text(root / "proc/sys/kernel/osrelease")
-    name, torch, rocm = system.get("PRETTY_NAME", "").strip('"'), _version("torch"), read_text(root / "opt/rocm/.info/version")
+    name, torch, rocm = system.get("PRETTY_NAME", "").strip('"'), version_of("torch"), read_text(root / "opt/rocm/.info/version")
     stack = [f"{'amdgpu' if found.vendor == 'amd' else 'NVIDIA'} driver {found.driver}"] if found.driver else []
     stack += [f"ROCm {rocm}"] if rocm else []
     if cuda := re.search(r"\+cu(\d+)(\d)$", torch):  # the wheel brings its own
         stack.append(f"CUDA {cuda[1]}.{cuda[2]}")
-    stack += [f"{label} {version}" for package, label in PACKAGES.items() if (version := _version(package))]
+    stack += [f"{label} {version}" for package, label in PACKAGES.items() if (version := version_of(package))]
     return {
         "operating_system": f"{name}, Linux {kernel}" if name and kernel else name,
         "framework": f"PyTorch {torch}" if torch else "",
         "other_software_stack": ", ".join([*stack, f"Python {platform.python_version()}"]),
     }
-
-
-def _version(package: str) -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return ""
 
 
 def product(root: Path, cpuinfo: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ Versions are read without importing a package: torch's from its metadata, ROCm's
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 import tomllib
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.gpu_kinds import GpuKind
+from common.packages import version_of
 
 DATA = Path(__file__).with_suffix(".toml")
 SOFTWARE = ("torch", "triton", "rocm", "cuda", "aiter", "driver")
@@ -79,10 +79,7 @@ def installed(driver: str = "") -> dict[str, str]:
     found = {"driver": driver}
     for software, names in PACKAGES.items():
         for name in names:
-            try:
-                found.setdefault(software, importlib.metadata.version(name))
-            except importlib.metadata.PackageNotFoundError:
-                continue
+            found[software] = found.get(software) or version_of(name)
     spec = importlib.util.find_spec("torch")
     text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
     for software, variable in (("rocm", "hip"), ("cuda", "cuda")):

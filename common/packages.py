@@ -1,11 +1,20 @@
-"""The packages that requirements files name. Standard library only: read before any of them is installed."""
+"""The packages that requirements files name, and installed ones. Standard library only: read before any of them is installed."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import re
 from pathlib import Path
 
 OLDEST_TORCH = (2, 9)
+
+
+def version_of(name: str) -> str:
+    """The version of an installed package; "" if it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return ""
 
 
 def requirements(path: Path) -> list[tuple[str, str]]:

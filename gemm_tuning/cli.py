@@ -17,11 +17,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from common.command_line import Parser
+from common.command_line import Parser, exit_code_of
 from common.config import RunConfig
-from common.errors import ConfigError, PreflightError, RunError, StorageError
+from common.errors import ConfigError, PreflightError, StorageError
 from common.hardware import Probe, probe
-from common.terminal import print_stderr
 from gemm_tuning.file import PREFIX, configured, per_gpu, read_recorded, read_tuned, require_same_versions
 from launch.select_config import select_config
 
@@ -40,16 +39,15 @@ def parser(benchmark: str) -> Parser:
 
 
 def main(arguments: list[str]) -> int:
-    benchmark, *rest = arguments
-    try:
-        options = parser(benchmark).parse_args(rest)
-        if options.path is None and options.step != "check":
-            parser(benchmark).error(f"{options.step} needs the directory of the records")
-        config = select_config(ROOT, benchmark, options, os.environ, Probe("none") if options.device == "cpu" else probe()).config
-        return {"record": record, "tune": tune, "check": check}[options.step](benchmark, config, options)
-    except RunError as error:
-        print_stderr(error.lines())
-        return error.exit_code
+    return exit_code_of(lambda: work(*arguments))
+
+
+def work(benchmark: str, *rest: str) -> int:
+    options = parser(benchmark).parse_args(rest)
+    if options.path is None and options.step != "check":
+        parser(benchmark).error(f"{options.step} needs the directory of the records")
+    config = select_config(ROOT, benchmark, options, os.environ, Probe("none") if options.device == "cpu" else probe()).config
+    return {"record": record, "tune": tune, "check": check}[options.step](benchmark, config, options)
 
 
 def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:

@@ -15,23 +15,20 @@ import argparse
 import contextlib
 import os
 import shlex
-import signal
 import sys
 from pathlib import Path
 
 from common import profilers
-from common.command_line import Parser
-from common.errors import ConfigError, failure_of
-from common.terminal import inform, print_stderr
+from common.command_line import Parser, exit_code_of
+from common.errors import ConfigError
+from common.terminal import inform, outlive_readers
 from launch import series, tuning
 from launch.bench import bench, bench_command, profile, profile_directory
 from launch.console import header
-from launch.continued import continued
 from launch.job import ROOT, job_from, trainer_command
-from launch.output import outlive_readers
 from launch.run import run_all
 from launch.run_directory import doubts
-from launch.supervise import handled_signals, raise_interrupted
+from supervision.supervise import raise_at_signals
 
 EXAMPLES = {
     "run": ("{}", "{} --set max_samples=2048", "{} --config configs/{}/CPU_1x1.toml --print"),
@@ -76,16 +73,9 @@ def parser(name: str, benchmark: str) -> Parser:
 
 def main(arguments: list[str]) -> int:
     outlive_readers()
-    for number in handled_signals():
-        signal.signal(number, raise_interrupted)
+    raise_at_signals()
     name, benchmark, *rest = arguments
-    try:
-        return start(benchmark, name, parser(name, benchmark).parse_args(rest))
-    except Exception as error:
-        if (failure := failure_of(error)) is None:
-            raise
-        print_stderr(failure.lines())
-        return failure.exit_code
+    return exit_code_of(lambda: start(benchmark, name, parser(name, benchmark).parse_args(rest)))
 
 
 def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
@@ -94,8 +84,8 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
     request = series.request_from(os.environ, options.max_failures, options.resume) if name == "run" else None
     job = job_from(benchmark, options, any_kind=name != "run")
     if request and job.continues:
-        request = continued(job, request)
-    inform(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir) if request else None))
+        request = series.continued(request, job.continues, benchmark, job.config)
+    inform(*header(benchmark, job.selection, job.rules, (job.data_dir, job.log_dir) if request else None, job.cpus))
     if request and not job.config.miniature:
         inform(*(f"NOTE       {doubt}: package will refuse these runs" for doubt in doubts(ROOT, os.environ)))
         if not options.tune and (advice := tuning.advice()):

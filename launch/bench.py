@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.terminal import print_stderr
 from launch import diagnosis, run_directory
 from launch.job import Job, torchrun_command, trainer_environment
-from launch.supervise import supervise
+from supervision.supervise import supervise
 
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.terminal import shown
 from launch.diagnosis import Result
 from launch.select_config import Selection
 from records import ledger, rcp
+from supervision.ranks import numbers
 
 MINIATURE_LINE = "THIS IS THE MINIATURE: a toy model on {device} that shows the whole path. NOT a benchmark result, cannot be submitted."
 
@@ -19,10 +21,10 @@ def mlperf_line(text: str) -> None:
         print(text, flush=True)
 
 
-def header(benchmark: str, selection: Selection, rules, directories: tuple[Path, Path] | None) -> list[str]:
+def header(benchmark: str, selection: Selection, rules, directories: tuple[Path, Path] | None, cpus: Sequence[str] = ()) -> list[str]:
     """The lines before a run: benchmark, GPUs, config and why it was selected.
 
-    `directories` are those of data and results; None for a bench, which uses neither.
+    `directories` are those of data and results; None for a bench, which uses neither. `cpus`: of each rank, where they are bound.
     """
     config = selection.config
     lines = []
@@ -35,6 +37,8 @@ def header(benchmark: str, selection: Selection, rules, directories: tuple[Path,
         f"GPU        {selection.found}; using {where}" if selection.device == "cuda" else f"device     CPU, {where}",
         f"config     {selection.derived or shown(selection.path)}, because {selection.reason}",
     ]
+    if cpus:
+        lines.append(f"CPUs       each rank on the NUMA node of its GPU, {len(numbers(cpus[0]))} of them")
     if directories:
         places = [f"data       {shown(directories[0])}", f"results    {shown(directories[1])}"]
         lines += [*places, f"expect     {expectation(benchmark, selection, rules)}"]

@@ -18,9 +18,8 @@ from common.terminal import print_stderr, shown
 from common.training.continuation import require_possible, when_from
 from launch.select_config import Selection, select_config
 from plan.benchmark import rules_of
+from supervision.ranks import ONE_NODE, ROOT, cpus_of_ranks, rank_environment, torchrun
 
-ROOT = Path(__file__).resolve().parents[1]
-ONE_NODE = ["--standalone", "--nnodes", "1", "--local-addr", "127.0.0.1"]  # else by the host name, which need not resolve
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
 
 
@@ -66,6 +65,7 @@ class Job:
     save: bool  # the trained model, after the clock
     checkpoint: str = ""  # when to save the state of training
     continues: Path | None = None  # the run whose checkpoint to go on from
+    cpus: tuple[str, ...] = ()  # of each rank of this node; empty: it may run on all
 
     @property
     def config(self) -> RunConfig:
@@ -97,9 +97,9 @@ def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job
     if checkpoint:
         when_from(checkpoint)
     folders = directories(benchmark, selection.config.miniature, environment)
-    return Job(
-        benchmark, selection, gpus, *folders, environment, node_from(environment, selection.config.nodes), save, checkpoint, continues
-    )
+    node = node_from(environment, selection.config.nodes)
+    cpus = cpus_of_ranks(gpus, selection.config.gpus_per_node) if selection.device == "cuda" else ()
+    return Job(benchmark, selection, gpus, *folders, environment, node, save, checkpoint, continues, cpus)
 
 
 def directories(benchmark: str, miniature: bool, environment: Mapping[str, str]) -> tuple[Path, Path]:
@@ -142,12 +142,7 @@ def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
     config, node = job.config, job.node
     where = ["--rdzv-backend", "static", "--master-addr", node.address, "--master-port", str(node.port), "--node-rank", str(node.rank)]
     nodes = ["--nnodes", str(config.nodes), *where] if config.nodes > 1 else ONE_NODE
-    return torchrun(folder, config.gpus_per_node, arguments, nodes)
-
-
-def torchrun(folder: Path, processes: int, arguments: list[str], nodes: list[str] = ONE_NODE) -> list[str]:
-    """By way of launch.torchrun, which leaves its findings in `folder`."""
-    return [sys.executable, "-m", "launch.torchrun", str(folder), *nodes, "--nproc-per-node", str(processes), *arguments]
+    return torchrun(folder, config.gpus_per_node, arguments, nodes, job.cpus)
 
 
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
@@ -167,10 +162,3 @@ def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
     threads = 1 if job.selection.device == "cuda" else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
     recorder = {"TORCH_FR_BUFFER_SIZE": "2000"} if job.selection.device == "cuda" else {}  # collectives, kept for a hang
     return recorder | rank_environment(job.environment, config.env, threads) | {"CACHE_CLEARED": cleared}
-
-
-def rank_environment(environment: Mapping[str, str], config_env: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The user's variables, those of the config, and what finds the project's modules, and only those, from any directory."""
-    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-    return {"OMP_NUM_THREADS": str(threads), **environment, **config_env, **ours}

@@ -14,14 +14,15 @@ from common.data import page_cache
 from common.errors import CheckFailed, Interrupted, OutOfMemory, RankLost, RunError
 from common.hardware import Probe
 from common.terminal import inform, print_stderr, shown
-from launch import diagnosis, run_directory, sampler, series
+from launch import diagnosis, run_directory, series
 from launch.console import closing, mlperf_line
 from launch.job import ROOT, Job, ensure_data, trainer_command, trainer_environment
 from launch.limits import require_limits
 from launch.multi_node import LeaderEnded, Nodes
-from launch.screen import Screen
-from launch.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, signals_noted, supervise
+from live import sampler
+from live.screen import Screen
 from plan.command import expected_memory
+from supervision.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, signals_noted, supervise
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step: kernels compile before the first one
@@ -30,7 +31,7 @@ STARTUP_S = 300.0  # until every rank has finished a step: kernels compile befor
 def run_all(job: Job, request: series.Request) -> int:
     """The requested number of good runs, in a ledger. Returns the exit code of series.run; on the other nodes that of node 0."""
     require_limits(job.config.gpus_per_node)
-    versions = run_directory.versions(ROOT, job.gpus)
+    versions = run_directory.versions(ROOT, job.gpus) | {"rank_cpus": job.cpus}
     facts = series.facts_of(job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark)
 
     def shared_facts() -> dict:
@@ -112,7 +113,11 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     ranks = range(config.world_size) if node.rank == 0 else local_ranks
     watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
     command, environment = trainer_command(job, run_dir, seed), trainer_environment(job, cleared)
-    with sampler.sampling(run_dir, job.gpus if job.selection.device == "cuda" else Probe("none")), Screen(job, run_dir) as screen:
+    about, on_gpus = (job.benchmark, job.selection.log_name, config, job.rules), job.selection.device == "cuda"
+    with (
+        sampler.sampling(run_dir, job.gpus if on_gpus else Probe("none")),
+        Screen(run_dir, *about, on_gpus=on_gpus, leads=node.rank == 0) as screen,
+    ):
 
         def stop() -> bool:
             screen.update()
@@ -168,6 +173,8 @@ def write_report(folder: Path) -> None:
     answer = _captured("submission.report", str(folder))
     if answer.returncode:
         print_stderr("note: no report was written:", *answer.stdout.splitlines()[-1:])
+    else:
+        inform(*answer.stdout.splitlines()[1:])  # what is said besides its path
 
 
 def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from common.config import RunConfig
 from common.errors import ROOM, StorageError
 from common.hardware import Probe
-from common.packages import requirements
+from common.packages import requirements, version_of
 from launch import tuning
 
 ROOM_BYTES = 2**16
@@ -25,20 +24,16 @@ OPTIONAL = ("triton", "pytorch-triton-rocm", "transformer-engine", "amd-aiter", 
 def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
     """LOGDIR/<benchmark>/<date>_<config>_seed<seed>, see `fill`. Raises StorageError if it exists or cannot be written."""
     folder = log_dir / benchmark / f"{time.strftime('%Y%m%d-%H%M%S')}_{config_stem}_seed{seed}"
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise _cannot_write(folder, error) from None
     return fill(folder)
 
 
 def fill(folder: Path) -> Path:
     """An empty ranks/, and room for the records of a full disk, in `folder`. Raises StorageError."""
     require_writable(folder / "ranks")
-    try:
+    with _writing(folder):
         (folder / ROOM).write_bytes(os.urandom(ROOM_BYTES))  # nothing that a file system compresses
-    except OSError as error:
-        raise _cannot_write(folder, error) from None
     return folder
 
 
@@ -52,24 +47,24 @@ def missing(run_dir: Path) -> StorageError | None:
 
 def require_writable(folder: Path) -> None:
     """Make `folder`. Raises StorageError if that cannot be done."""
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(folder, error) from None
 
 
 def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
     """config.toml, which the trainer reads, and versions.json. Raises StorageError."""
-    try:
+    with _writing(run_dir):
         (run_dir / "config.toml").write_text(config.as_toml())
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise _cannot_write(run_dir, error) from None
-
-
-def _cannot_write(path: Path, error: OSError) -> StorageError:
-    what, do = f"cannot write to {path}: {error.strerror}", "set LOGDIR to a writable directory with free space"
-    return StorageError(what, "results must be kept, so nothing was started", do)
+        what, do = f"cannot write to {path}: {error.strerror}", "set LOGDIR to a writable directory with free space"
+        raise StorageError(what, "results must be kept, so nothing was started", do) from None
 
 
 def versions(root: Path, found: Probe) -> dict:
@@ -99,13 +94,6 @@ def doubts(root: Path, environment: Mapping[str, str]) -> list[str]:
     if not environment.get("MLPERF_SUBMISSION_ORG"):
         found.append("MLPERF_SUBMISSION_ORG is not set")
     return found
-
-
-def version_of(name: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(name)
-    return None
 
 
 def git(root: Path, *arguments: str) -> str | None:

@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.config import RunConfig
 from common.errors import ROOM, ConfigError, Interrupted, RankLost, RunError, StorageError, failure_of, with_room
 from common.terminal import print_stderr
-from launch import diagnosis, run_directory, supervise
+from common.training.continuation import newest, require_same
+from launch import diagnosis, run_directory
 from launch.console import series_closing
 from launch.select_config import Selection
 from records import ledger
+from supervision import supervise
 
 MAX_FAILURES = 2
 
@@ -68,10 +71,24 @@ def request_from(environment: Mapping[str, str], max_failures: int | None, resum
     return Request(1, 0, int(seed))
 
 
+def continued(request: Request, run: Path, benchmark: str, config: RunConfig) -> Request:
+    """The request for a single run that goes on from the checkpoint of `run`, with its seed. Raises ConfigError where there is none of this
+    benchmark, seed and config, WeightsError where its facts are damaged.
+    """
+    if request.goal != 1 or request.max_failures or request.resume:
+        why = "it is one run, with the seed of the one before; a series needs its own random seed for each run"
+        raise ConfigError("--continue is for a single run", why, "leave out NEXP, --max-failures and --resume")
+    folder, facts = newest(run)
+    seed = facts["seed"] if request.seed is None else request.seed
+    require_same(folder, facts, benchmark, seed, config)
+    print_stderr(f"NOTE       continues {folder} after {facts['samples']:,} samples: not for submission")
+    return Request(1, 0, seed)
+
+
 def facts_of(selection: Selection, data_dir: Path, commit: str | None, root: Path, benchmark: str) -> dict:
     """What must stay the same within a series: system, code and configuration, as the rules ask (Benchmark Results)."""
     digest = hashlib.sha256()  # of the code that trains: sees changes that are not committed
-    for path in sorted(path for room in ("common", "launch", benchmark) for path in (root / room).rglob("*.py")):
+    for path in sorted(path for room in ("common", "launch", "supervision", benchmark) for path in (root / room).rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return {
         "config": selection.log_name,

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.command_line import Parser
-from common.data.preparation import run_to_exit_code, say
+from common.command_line import Parser, exit_code_of
+from common.data.preparation import say
 from common.errors import ConfigError
 from common.model.checkpoint_reader import DTYPES, StoredTensor, read_json, read_tensors, refuse, some
 from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
@@ -112,7 +112,7 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    return run_to_exit_code(lambda: merge(**vars(parser().parse_args(argv))))
+    return exit_code_of(lambda: merge(**vars(parser().parse_args(argv))))
 
 
 if __name__ == "__main__":

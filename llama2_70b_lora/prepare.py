@@ -17,9 +17,9 @@ import os
 import sys
 from pathlib import Path
 
-from common.command_line import Parser
+from common.command_line import Parser, exit_code_of
 from common.data.hub import download
-from common.data.preparation import require_free_space, run_to_exit_code, say
+from common.data.preparation import require_free_space, say
 from common.errors import RunError
 from llama2_70b_lora.rules import CLOSED, DATA_FILES, MINIATURE, Rules
 
@@ -143,7 +143,7 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    return run_to_exit_code(lambda: execute(parser().parse_args(argv)))
+    return exit_code_of(lambda: execute(parser().parse_args(argv)))
 
 
 def execute(args: argparse.Namespace) -> None:

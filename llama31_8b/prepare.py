@@ -16,11 +16,11 @@ import platform
 import sys
 from pathlib import Path
 
-from common.command_line import Parser
+from common.command_line import Parser, exit_code_of
 from common.data import corpus
 from common.data.hub import download
 from common.data.manifest import PairFacts
-from common.data.preparation import Recipe, build_once, require_free_space, run_to_exit_code, say
+from common.data.preparation import Recipe, build_once, require_free_space, say
 from common.errors import RunError
 from llama31_8b.rules import CLOSED, MINIATURE
 
@@ -136,7 +136,7 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    return run_to_exit_code(lambda: execute(parser().parse_args(argv)))
+    return exit_code_of(lambda: execute(parser().parse_args(argv)))
 
 
 def execute(args: argparse.Namespace) -> None:

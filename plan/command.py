@@ -18,9 +18,9 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.command_line import Parser, split_benchmark
+from common.command_line import Parser, exit_code_of, split_benchmark
 from common.config import RunConfig
-from common.errors import ConfigError, OutOfMemory, RunError
+from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import identify, probe
 from plan import any_model
@@ -214,9 +214,5 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        given, rest = split_benchmark(sys.argv[1:])
-        sys.exit(main(ROOT, given, rest) if given else any_model.main(rest))
-    except RunError as error:
-        print(error.lines(), file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+    given, rest = split_benchmark(sys.argv[1:])
+    sys.exit(exit_code_of(lambda: main(ROOT, given, rest) if given else any_model.main(rest)))

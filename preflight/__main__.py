@@ -18,22 +18,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.command_line import Parser, meant, split_benchmark
+from common.command_line import Parser, exit_code_of, meant, split_benchmark
 from common.config import RunConfig
-from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError, RunError
+from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
 from common.gpu_kinds import GpuKind
 from common.gpu_stats import HEALTH, DriverError, read_gpus
 from common.hardware import Probe, identify, probe
 from common.known_issues import installed
-from launch.job import ROOT, directories, rank_environment, torchrun
+from launch.job import directories
 from launch.select_config import benchmarks, config_file, requested_gpus, require_by_rules
-from launch.supervise import supervise
 from plan import estimate as plan
 from plan.benchmark import workload
 from plan.derive_config import load_or_derive
 from preflight import gpus, host
 from preflight.check_row import CheckRow, graded, overall, skipped, table
 from preflight.measured import Measured, read_ranks
+from supervision.ranks import ROOT, rank_environment, torchrun
+from supervision.supervise import supervise
 
 SECONDS, QUICK_SECONDS = 3.0, 0.5
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
@@ -59,23 +60,19 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    benchmark, rest = split_benchmark(arguments)
-    try:
-        options = parser(benchmark).parse_args(rest)
-        options.benchmark = benchmark
-        rows, ranks = check(options, os.environ)
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(lambda: examine(*split_benchmark(arguments)))
+
+
+def examine(benchmark: str, rest: list[str]) -> None:
+    """Print the table. Raises PreflightError where a row refuses."""
+    options = parser(benchmark).parse_args(rest)
+    options.benchmark = benchmark
+    rows, ranks = check(options, os.environ)
     verdict = overall(rows)
     answer = {"benchmark": options.benchmark, "verdict": verdict, "rows": rows, "ranks": ranks}
     print(json.dumps(answer, default=asdict, indent=1) if options.json else table(rows))
-    if verdict != "refuse":
-        return 0
-    refused = ", ".join(row.check for row in rows if row.verdict == "refuse")
-    unfit = PreflightError(f"this machine is not fit for the run: {refused}", "see these rows of the table", "do what each row says")
-    print(unfit.lines(), file=sys.stderr)
-    return unfit.exit_code
+    if refused := ", ".join(row.check for row in rows if row.verdict == "refuse"):
+        raise PreflightError(f"this machine is not fit for the run: {refused}", "see these rows of the table", "do what each row says")
 
 
 def parser(benchmark: str = "") -> Parser:
@@ -196,7 +193,7 @@ def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
 
 
 def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], object]) -> list[Measured]:
-    """One process per GPU, started by launch.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S.
+    """One process per GPU, started by supervision.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S.
 
     A rank that hangs ends itself (preflight.measured.limit_s).
     """

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from common import known_issues
 from common.gpu_kinds import GIB, GpuKind
+from common.gpu_stats import FAULTS
 from common.hardware import WHOLE_CARD
 from preflight.check_row import CheckRow, Limits, graded, skipped, worst
 from preflight.measured import UNITS, Measured
@@ -14,8 +15,6 @@ from preflight.measured import UNITS, Measured
 Stats = list[dict]  # common.gpu_stats.read_gpus: of each visible GPU, in the order of the ranks; [] if the driver does not answer
 USED_GIB = 2  # our own CUDA or HIP context takes some 0.5 GiB of an empty card
 BUSY_PERCENT = (1, 10)  # warn and refuse; an idle card says 0
-# Throttling beyond the power limit, which a healthy card reaches under these matrix products.
-FAULTS = ("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake")
 
 
 def judge_presence(kind: GpuKind | None, visible: int, kind_name: str, count: int) -> list[CheckRow]:

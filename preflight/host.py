@@ -14,9 +14,9 @@ from pathlib import Path
 from common import known_issues
 from common.gpu_kinds import GIB, GpuKind
 from common.gpu_stats import key_values, read_text
-from common.packages import OLDEST_TORCH
+from common.packages import OLDEST_TORCH, version_of
 from launch import tuning
-from launch.run_directory import doubts, version_of
+from launch.run_directory import doubts
 from preflight.check_row import CheckRow, at_least, graded, skipped
 
 # Available memory per process, warn and refuse: torch and its libraries take 2 to 4 GiB, compiling and pinned batches the rest.

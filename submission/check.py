@@ -15,9 +15,9 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.command_line import Parser
+from common.command_line import Parser, exit_code_of
 from common.errors import CheckFailed, ConfigError
-from submission import official_tools, own_log, terminal
+from submission import official_tools, own_log
 from submission.log import Log, read
 from submission.log_rules import BENCHMARKS, DISCLOSURE_KEYS, RULES, Finding, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS, Verdict
@@ -46,7 +46,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return terminal.run(lambda: _check_all(**vars(parser().parse_args(arguments))))
+    return exit_code_of(lambda: _check_all(**vars(parser().parse_args(arguments))))
 
 
 def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bool) -> int:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from common import inventory
-from common.command_line import Parser
+from common.command_line import Parser, exit_code_of
 from common.errors import CheckFailed, ConfigError
 from common.hardware import probe
 from submission import official_tools, terminal
@@ -71,7 +71,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return terminal.run(lambda: _describe(parser().parse_args(arguments)))
+    return exit_code_of(lambda: _describe(parser().parse_args(arguments)))
 
 
 def _describe(options: argparse.Namespace) -> int:

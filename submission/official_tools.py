@@ -10,7 +10,6 @@ benchmark's `rules.MINIATURE`, because the official files fix the sequence lengt
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import json
 import logging
 import re
@@ -25,6 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from common.errors import PreflightError
+from common.packages import version_of
 from submission.log import Event, Log, read
 from submission.log_rules import BENCHMARKS, Finding
 
@@ -77,11 +77,9 @@ def miniature_rules(benchmark: str) -> str:
 
 def checker_version() -> str:
     """Version of the installed mlperf-logging. Raises PreflightError if there is none, or one too old to know 6.1.0."""
-    try:
-        version = importlib.metadata.version("mlperf-logging")
-    except importlib.metadata.PackageNotFoundError:
+    if not (version := version_of("mlperf-logging")):
         why = f"{sys.executable} has no mlperf-logging"
-        raise PreflightError("the official compliance checker is not installed", why, INSTALL) from None
+        raise PreflightError("the official compliance checker is not installed", why, INSTALL)
     if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < OLDEST_CHECKER:
         raise PreflightError(f"mlperf-logging {version} is too old", "it lets logs pass that lack the keys of 6.1.0", INSTALL)
     return version

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.command_line import Parser
+from common.command_line import Parser, exit_code_of
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.training.mllog import EMULATED
 from records import ledger
@@ -77,7 +77,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return terminal.run(lambda: package(_request(parser().parse_args(arguments))))
+    return exit_code_of(lambda: package(_request(parser().parse_args(arguments))))
 
 
 def _request(options: argparse.Namespace) -> Request:

@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common.command_line import Parser
+from common.command_line import Parser, exit_code_of
 from common.errors import CheckFailed, ConfigError
 from records import published
 from records.published import Pace, Published
 from records.rcp import SUBMISSION_RUNS
-from submission import terminal
 from submission.log_rules import BENCHMARKS
 from submission.official_tools import CLOSED_RULESETS
 from submission.runs import NOT_STARTED, Run
@@ -51,7 +50,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return terminal.run(lambda: _score(parser().parse_args(arguments)))
+    return exit_code_of(lambda: _score(parser().parse_args(arguments)))
 
 
 def _positive_number(text: str) -> int:

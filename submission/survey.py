@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 
+from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError
 from records.published import DATA, Published
 from submission import official_tools, terminal
@@ -77,8 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DATA, metavar="FILE", help="the table of --round; default: the one of this package")
     options = parser.parse_args(arguments)
     if options.round:
-        return terminal.run(lambda: write(options.out, options.round, list(rows(options.results, options.round))))
-    return terminal.run(lambda: survey(options.results, options.ruleset))
+        return exit_code_of(lambda: write(options.out, options.round, list(rows(options.results, options.round))))
+    return exit_code_of(lambda: survey(options.results, options.ruleset))
 
 
 def result_sets(results: Path) -> list[Path]:

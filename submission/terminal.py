@@ -1,30 +1,11 @@
-"""What the commands here share: how they end, files they write, NAME=VALUE, tables and numbers on a terminal. Standard library only."""
+"""What the commands here share: files they write, NAME=VALUE, tables and numbers on a terminal. Standard library only."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from common.errors import ConfigError, RunError, StorageError
-
-PIPE_CLOSED = 141  # what a shell reports of a program that ends by SIGPIPE
-
-
-def run(work: Callable[[], int]) -> int:
-    """The exit code of `work`; a RunError is printed, and a reader that leaves early, such as `head`, causes no traceback."""
-    try:
-        code = work()
-        sys.stdout.flush()
-        return code
-    except RunError as error:
-        print(error.lines(), file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more when it ends
-        print("note: the output was closed before all was written", file=sys.stderr)
-        return PIPE_CLOSED
+from common.errors import ConfigError, StorageError
 
 
 def write(path: Path, text: str) -> None:

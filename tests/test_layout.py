@@ -41,22 +41,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llama31_8b": {"common"},
     "llama2_70b_lora": {"common"},
     "records": set(),  # facts about runs that both the launcher and a submission need
-    "door": {"common.data.preparation", "launch"},
+    "supervision": set(),  # processes: what starts, watches and ends them
+    "live": {"records"},  # a run while it lasts
+    "door": {"common.data.preparation", "launch", "supervision"},
     "launch": {  # a lock, what a manifest or a checkpoint says
         "common.data.page_cache",
         "common.data.preparation",
         "common.training.continuation",
+        "live",
         "plan",
         "records",
+        "supervision",
         "system_tuning",
     },
     "gemm_tuning": {"launch"},
     "plan": {"common.model.families", "records"},
-    "preflight": {"common.training.kernel_cases", "common.training.metrics", "common.training.self_test", "launch", "plan"},
+    "preflight": {"common.training.kernel_cases", "common.training.metrics", "common.training.self_test", "launch", "plan", "supervision"},
     "pages": {"records"},
-    "submission": {"common.inventory", "common.training.mllog", "pages", "records", *(f"{name}.rules" for name in BENCHMARKS)},
+    "submission": {"common.inventory", "common.training.mllog", "pages", "plan", "records", *(f"{name}.rules" for name in BENCHMARKS)},
     "system_tuning": set(),
-    "throughput": {"common", "launch", "pages", "plan", "preflight", "submission", *BENCHMARKS},
+    "throughput": {"common", "launch", "pages", "plan", "preflight", "submission", "supervision", *BENCHMARKS},
 }
 NOT_YET: set[str] = set()  # a move that is still to come removes it
 HEAVY = {"torch", "triton", "transformers", "numpy"}
@@ -137,9 +141,9 @@ def test_the_test_sees_imports():
 
 # --- what the launcher reads runs without torch -----------------------------------------------------------------------
 
-LIGHT_ROOMS = ("door", "launch", "plan", "preflight", "records", "submission", "system_tuning", "gemm_tuning")
+LIGHT_ROOMS = ("door", "launch", "live", "plan", "preflight", "records", "submission", "supervision", "system_tuning", "gemm_tuning")
 NEED_TORCH_SOMETIMES = {"launch.multi_node"}  # imports it in a function that only a run of several nodes calls
-NEED_TORCH = {"launch.torchrun", "preflight.measure", "gemm_tuning.tune"}  # these run in processes that import torch anyway
+NEED_TORCH = {"supervision.torchrun", "preflight.measure", "gemm_tuning.tune"}  # these run in processes that import torch anyway
 LIGHT = [*sorted(BASE), "common.training.mllog", "common.training.log_keys", *(f"{name}.rules" for name in sorted(BENCHMARKS))]
 LIGHT += [module_of(path).removesuffix(".__init__") for path in SOURCES if path.relative_to(ROOT).parts[0] in LIGHT_ROOMS]
 LIGHT = sorted({name for name in LIGHT if name not in NEED_TORCH and importlib.util.find_spec(name)})

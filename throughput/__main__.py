@@ -12,15 +12,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 from pathlib import Path
 
-from common.command_line import Parser
-from common.errors import Interrupted
+from common.command_line import Parser, exit_code_of
 from common.hardware import probe
-from launch.supervise import handled_signals
-from submission import terminal
+from supervision.supervise import raise_at_signals
 from throughput import options
 
 # what -> one line about it. throughput/<what>.py has add_arguments(parser), measure(options, result), which adds rows to the Result, and
@@ -51,7 +48,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def main(arguments: list[str]) -> int:
-    return terminal.run(lambda: start(**vars(parser().parse_args(arguments))))
+    return exit_code_of(lambda: start(**vars(parser().parse_args(arguments))))
 
 
 def start(what: str, rest: list[str]) -> int:
@@ -77,11 +74,6 @@ def start(what: str, rest: list[str]) -> int:
     return 0
 
 
-def interrupt(number: int, frame: object) -> None:
-    raise Interrupted(number)
-
-
 if __name__ == "__main__":
-    for signal_number in handled_signals():
-        signal.signal(signal_number, interrupt)
+    raise_at_signals()
     sys.exit(main(sys.argv[1:]))

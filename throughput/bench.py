@@ -184,11 +184,10 @@ def bench_line(session: Session, model: Llama, processes: Processes, meter: Mete
     median_ms = statistics.median(meter.step_times_ms)
     rate = Rate.of(median_ms, meter.tokens_per_step, processes.world_size, meter.flops_per_token, meter.peak_tflops)
     spread = f"{min(meter.step_times_ms):.1f}..{max(meter.step_times_ms):.1f}"
-    reserved = memory_gib(processes.device)
+    reserved, allocated = memory_gib(processes.device).values()
     used = ""
     if reserved:
         free, total = torch.cuda.mem_get_info(processes.device)  # includes NCCL's buffers, contexts and symmetric memory
-        allocated = torch.cuda.max_memory_allocated() / 2**30
         used = f", peak {allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved, {(total - free) / 2**30:.1f} GiB of the GPU in use"
     return (
         f"BENCH {args.benchmark} {Path(args.config).stem} {precision_of(config)}, {model.shape.num_layers} layers, {processes.world_size} x "

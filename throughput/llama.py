@@ -16,11 +16,11 @@ from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import config_path, probe
 from common.model.families import FAMILIES, Family, family_of
-from launch.job import ROOT
 from plan import estimate as plan
 from plan.benchmark import config_class
 from plan.derive_config import fitting, nearest_file
 from plan.estimate import Memory, Workload, gib
+from supervision.ranks import ROOT
 from throughput import machine
 from throughput import options as common
 from throughput.ranks import MEASURED, run_ranks

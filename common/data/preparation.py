@@ -1,4 +1,4 @@
-"""What the `prepare` programs share: build a folder once, a lock, progress, exit codes. Standard library only.
+"""What the `prepare` programs share: build a folder once, a lock, progress. Standard library only.
 
 All text goes to stderr; stdout is for the log.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,29 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.data.manifest import Manifest, PairFacts, facts_of
-from common.errors import DataError, Interrupted, PreflightError, RunError, StorageError
+from common.errors import DataError, PreflightError, StorageError
 
 BAR_SECONDS = 5.0
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def run_to_exit_code(work: Callable[[], object]) -> int:
-    """Do `work`; on a failure print its three lines and return the exit code of its family."""
-    try:
-        work()
-        return 0
-    except RunError as error:
-        failure = error
-    except KeyboardInterrupt:
-        failure = Interrupted(signal.SIGINT)
-    except OSError as error:
-        what = f"{error.filename}: " * bool(error.filename) + str(error.strerror or error)
-        failure = StorageError(what, "the system refused a file operation", "check space, permissions and the mount")
-    say(failure.lines())
-    return failure.exit_code
 
 
 class Bar:

@@ -17,7 +17,7 @@ from toy import wait_until
 
 from common.errors import PreflightError
 from door import environment
-from launch.supervise import Ending
+from supervision.supervise import Ending
 
 ROOT = Path(__file__).parents[2]
 
@@ -313,7 +313,7 @@ def create(folder, with_pip):
     (folder / "bin/python").chmod(0o755)
 
 environment.ROOT, environment.venv.create, environment._answers = Path({root!r}), create, lambda url: False
-sys.exit(environment.run_to_exit_code(lambda: environment.main("r.txt")))
+sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
 """
 
 

@@ -86,7 +86,7 @@ if mode == "late":
     end("failed", StorageError("something is missing", "the disk is full", "free space"), step=2)
 end("done", step=2)
 """
-# In place of launch/torchrun.py: the same processes, signals and findings, without the seconds that an import of torch takes.
+# In place of supervision/torchrun.py: the same processes, signals and findings, without the seconds that an import of torch takes.
 TORCHRUN = """
 import ctypes, json, os, signal, subprocess, sys, time
 folder, arguments = sys.argv[1], sys.argv[2:]
@@ -99,7 +99,7 @@ def stop(number, frame):
     for child in children.values():
         child.terminate()
 signal.signal(signal.SIGTERM, stop)
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as launch/torchrun.py: it ends with its launcher
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as supervision/torchrun.py: it ends with its launcher
 while all(child.poll() in (None, 0) for child in children.values()) and None in [child.poll() for child in children.values()]:
     time.sleep(0.02)
 codes = {rank: child.poll() for rank, child in children.items()}
@@ -159,8 +159,8 @@ def shorten(root: Path, module: str, limit: str, instead: str) -> None:
 
 
 def make_project(root: Path, torchrun: str = "") -> Path:
-    """The launcher and the toy in `root`; `torchrun` replaces launch/torchrun.py."""
-    for room in ("door", "launch", "plan", "records", "common", "system_tuning"):
+    """The launcher and the toy in `root`; `torchrun` replaces supervision/torchrun.py."""
+    for room in ("door", "launch", "live", "plan", "records", "common", "supervision", "system_tuning"):
         shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_and_time.sh", root)
     config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
@@ -184,7 +184,7 @@ def make_project(root: Path, torchrun: str = "") -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     if torchrun:
-        (root / "launch/torchrun.py").write_text(torchrun)
+        (root / "supervision/torchrun.py").write_text(torchrun)
     return root
 
 

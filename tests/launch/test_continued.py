@@ -11,9 +11,13 @@ import pytest
 
 from common.errors import ConfigError, WeightsError
 from common.training.continuation import FACTS, FOLDER
-from launch.continued import continued
+from launch import series
 from launch.job import ROOT, job_from, trainer_command
 from launch.series import Request, request_from
+
+
+def continued(found, request):
+    return series.continued(request, found.continues, found.benchmark, found.config)
 
 
 def job(benchmark="llama31_8b", **options):

@@ -52,7 +52,7 @@ def test_what_fails_before_an_attempt_is_told_by_its_family(monkeypatch, capsys,
 
     monkeypatch.setattr(program, "job_from", job_from)
     monkeypatch.setattr(program, "outlive_readers", lambda: None)
-    monkeypatch.setattr(program, "handled_signals", lambda: [])
+    monkeypatch.setattr(program, "raise_at_signals", lambda: None)
     if code is None:
         with pytest.raises(ValueError, match="a defect"):
             program.main(["run", "llama31_8b"])
@@ -284,7 +284,7 @@ def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
     code, out, _ = finish(launch(project, tmp_path, "bench", "--print", "--steps", "5", "--set", "micro_batch_size=4"))
     assert code == 0 and not (tmp_path / "out").exists()
     assert out.endswith("-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n")
-    assert "-m launch.torchrun DIR --standalone --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2" in out
+    assert "-m supervision.torchrun DIR --standalone --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2" in out
 
 
 def test_hardware_of_this_machine_is_readable():

@@ -27,7 +27,7 @@ from records import ledger
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     root = make_project(tmp_path_factory.mktemp("outside"), torchrun=TORCHRUN)
-    shorten(root, "launch/supervise.py", "ORPHANS_S = 8.0", "ORPHANS_S = 0.1")
+    shorten(root, "supervision/supervise.py", "ORPHANS_S = 8.0", "ORPHANS_S = 0.1")
     return root
 
 
@@ -210,8 +210,8 @@ def test_few_processes_and_threads(monkeypatch):
 @pytest.mark.parametrize(("name", "value", "words"), [("RLIMIT_NPROC", 16, "ulimit -u"), ("RLIMIT_AS", 4 * 2**30, "ulimit -v")])
 def test_limits_of_the_system(name, value, words):
     """As ulimit sets them; root has no limit of processes."""
-    code = "from common.data.preparation import run_to_exit_code; from launch.limits import require_limits; import sys\n"
-    code += "sys.exit(run_to_exit_code(lambda: require_limits(8)))"
+    code = "from common.command_line import exit_code_of; from launch.limits import require_limits; import sys\n"
+    code += "sys.exit(exit_code_of(lambda: require_limits(8)))"
     user = {"user": 65534, "group": 65534} if os.geteuid() == 0 else {}
     limit = lambda: resource.setrlimit(getattr(resource, name), (value, value))  # noqa: E731
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, **user)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 
+from common.command_line import exit_code_of
 from common.data import corpus, preparation
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import Writer
@@ -347,8 +348,8 @@ def test_interrupt_and_full_disk_have_their_exit_codes(capsys):
     def full():
         raise OSError(28, "No space left on device", "/data/x")
 
-    assert preparation.run_to_exit_code(interrupted) == 130
-    assert preparation.run_to_exit_code(full) == StorageError.exit_code
+    assert exit_code_of(interrupted) == 130
+    assert exit_code_of(full) == StorageError.exit_code
     assert "/data/x: No space left on device" in capsys.readouterr().err
 
 

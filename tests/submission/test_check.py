@@ -12,8 +12,9 @@ import pytest
 from log_dialects import DIALECTS, write
 from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, project_root, records, write_good, write_records
 
+from common.command_line import PIPE_CLOSED
 from common.errors import PreflightError
-from submission import check, official_tools, terminal
+from submission import check, official_tools
 from submission.log_rules import DISCLOSURE_KEYS
 
 pytest.importorskip("mlperf_logging")
@@ -170,7 +171,7 @@ def test_a_closed_pipe_is_no_traceback(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True) as process:
         process.stdout.close()
         said = process.stderr.read()
-    assert "Traceback" not in said and "output was closed" in said and process.returncode == terminal.PIPE_CLOSED
+    assert "Traceback" not in said and "output was closed" in said and process.returncode == PIPE_CLOSED
 
 
 def test_check_imports_no_torch(tmp_path):

@@ -1,4 +1,4 @@
-"""Samples power, temperature, clocks and memory of the GPUs once a second during a run: `python -m launch.sampler FILE VENDOR GPUS`.
+"""Samples power, temperature, clocks and memory of the GPUs once a second during a run: `python -m live.sampler FILE VENDOR GPUS`.
 
 A separate process, so that a driver that hangs cannot hold up a run. It ends when its standard input closes, thus also when the launcher
 is killed. FILE, gpu_samples.jsonl, has one object a line:
@@ -48,7 +48,7 @@ def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
         yield
         return
     gpus = json.dumps([{"id": device.address, "name": device.name} for device in found.devices])
-    command = [sys.executable, "-m", "launch.sampler", str(run_dir / NAME), found.vendor, gpus]
+    command = [sys.executable, "-m", "live.sampler", str(run_dir / NAME), found.vendor, gpus]
     # In a session of its own: Ctrl-C is for the launcher, which then closes the pipe.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:

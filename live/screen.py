@@ -14,10 +14,11 @@ import stat
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from common.config import RunConfig
 from common.terminal import duration, inform, is_quiet, paint, print_stderr, sparkline
-from launch import sampler
-from launch.job import Job
+from live import sampler
 from records import rcp
 from records.json_lines import Tail
 
@@ -28,12 +29,15 @@ PLAIN_S = 60.0  # between lines where nothing can be rewritten; evaluations have
 class Screen:
     """A context manager around the ranks of this node; `stdout` and `stderr` are theirs. `update` is called twice a second."""
 
-    def __init__(self, job: Job, run_dir: Path):
-        self.job, self.run_dir = job, run_dir
+    def __init__(self, run_dir: Path, benchmark: str, config_name: str, config: RunConfig, rules: Any, *, on_gpus: bool, leads: bool):
+        """`rules`: the benchmark's Rules. `leads`: this is node 0, which shows the run."""
+        self.run_dir, self.benchmark, self.config, self.rules = run_dir, benchmark, config, rules
+        self.title = f"{benchmark} · {Path(config_name).stem}"
+        self.unit = "tok/s/GPU" if on_gpus else "tok/s" if config.world_size == 1 else "tok/s per process"
         self.stdout = open(os.devnull, "w") if sys.stdout.isatty() else None  # noqa: SIM115 - closed by __exit__
         self.stderr = open(os.memfd_create("stderr"), "w+b", buffering=0)  # noqa: SIM115 - a file that a full disk cannot take from the ranks
         rewrites = sys.stderr.isatty() and not stat.S_ISFIFO(os.fstat(1).st_mode)  # a pipe may end on the same terminal: | tee
-        self.rewrites = rewrites and not is_quiet() and job.node.rank == 0
+        self.rewrites = rewrites and not is_quiet() and leads
         self.messages, self.events, self.samples = Tail(self.stderr.fileno()), Tail(run_dir / "events.jsonl"), Tail(run_dir / sampler.NAME)
         self.step: dict = {}
         self.gpus: list[dict] = []
@@ -94,8 +98,8 @@ class Screen:
             elif event["event"] == "eval" and event["loss"] is not None:
                 self.evaluations.append(event)
                 after = f"after {duration(event['time_s'])}" + (f"; {self.speed()}" if self.step else "")
-                target = self.job.rules.target_loss
-                found.append(f"evaluation at {event['samples']:,} sequences: loss {event['loss']:.4f}, target {target}, {after}")
+                loss = f"loss {event['loss']:.4f}, target {self.rules.target_loss}"
+                found.append(f"evaluation at {event['samples']:,} sequences: {loss}, {after}")
         for line in self.samples.lines():
             self.gpus = json.loads(line).get("gpus") or self.gpus
         return found
@@ -103,12 +107,11 @@ class Screen:
     # The lines.
 
     def lines(self) -> list[str]:
-        benchmark, phase = f"{self.job.benchmark} · {Path(self.job.selection.log_name).stem}", self.phase()
-        title = f"{benchmark} · {phase} · {duration(time.monotonic() - self.began)}"
+        phase, target = self.phase(), self.rules.target_loss
+        title = f"{self.title} · {phase} · {duration(time.monotonic() - self.began)}"
         if not self.step:
             return [title]
         last = f" · last evaluation {self.evaluations[-1]['loss']:.4f}" if self.evaluations else ""
-        target = self.job.rules.target_loss
         rows = {"loss": f"{self.losses[-1]:.4f} {sparkline(self.losses, target)} target {target}{last}", "speed": self.speed()}
         rows |= {"progress": self.progress(), "outlook": self.outlook()} if phase != "done" else {}
         return [title, *(f"  {label:<9}{text}" for label, text in rows.items())]
@@ -120,32 +123,30 @@ class Screen:
         return "starting"
 
     def speed(self) -> str:
-        on_gpus = self.job.selection.device == "cuda"
-        unit = "tok/s/GPU" if on_gpus else "tok/s" if self.job.config.world_size == 1 else "tok/s per process"
-        parts = [f"{self.step['tokens_per_s_per_gpu']:,.0f} {unit}"]
+        parts = [f"{self.step['tokens_per_s_per_gpu']:,.0f} {self.unit}"]
         parts += [f"MFU {self.step['mfu']:.1%}"] if self.step["mfu"] else []
         parts += [f"{self.step['memory_gib']:.1f} GiB"] if self.step["memory_gib"] else []
         powers = [gpu["power_w"] for gpu in self.gpus if gpu.get("power_w")]
         return " · ".join(parts + ([f"{sum(powers):,.0f} W on {len(powers)} GPUs"] if powers else []))
 
     def progress(self) -> str:
-        samples, batch, rules = self.step["samples"], self.job.config.global_batch_size, self.job.rules
+        samples, batch, rules = self.step["samples"], self.config.global_batch_size, self.rules
         interval = rules.eval_interval(batch)
         due = max(rules.first_evaluation(batch), (samples // interval + 1) * interval)
         return f"step {self.step['step']:,} · {samples:,} sequences · next evaluation in {self.time_of(due - samples)}"
 
     def outlook(self) -> str:
         """Time to the target, from the reference's mean and today's speed, and to the end of patience."""
-        samples, config = self.step["samples"], self.job.config
-        mean = None if config.miniature else rcp.mean_samples(self.job.benchmark, config.global_batch_size)
+        samples, config = self.step["samples"], self.config
+        mean = None if config.miniature else rcp.mean_samples(self.benchmark, config.global_batch_size)
         expects = mean is not None and mean > samples
         about = f"target in {self.time_of(mean - samples)}, at the reference's mean of {mean:,.0f} · " if expects else ""
         return f"{about}gives up at {config.max_samples:,} sequences, in {self.time_of(config.max_samples - samples)}"
 
     def time_of(self, samples: float) -> str:
         """Of training so many sequences, and of the evaluations on the way."""
-        batch = self.job.config.global_batch_size
+        batch = self.config.global_batch_size
         seconds = samples / batch * self.step["step_time_ms"] / 1e3
         if self.evaluations:
-            seconds += samples // self.job.rules.eval_interval(batch) * self.evaluations[-1]["seconds"]
+            seconds += samples // self.rules.eval_interval(batch) * self.evaluations[-1]["seconds"]
         return duration(seconds)

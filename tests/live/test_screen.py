@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from common import terminal
-from launch import sampler, screen
-from launch.screen import Screen
+from live import sampler, screen
+from live.screen import Screen
 from llama31_8b.rules import CLOSED, MINIATURE
 
 BACK = "\x1b[J"  # clears what the next drawing replaces
@@ -38,11 +38,12 @@ class Terminal:
         return b"".join(parts).decode().replace("\r\n", "\n")
 
 
-def job_on(device: str = "cuda", miniature: bool = False, gpus: int = 8) -> Namespace:
+def about(device: str = "cuda", miniature: bool = False, gpus: int = 8) -> dict:
+    """What a Screen is told of the run."""
     config = Namespace(global_batch_size=32, max_samples=1_200_000, miniature=miniature, world_size=gpus)
-    selection = Namespace(log_name="H200_1x8.toml", device=device)
     rules = MINIATURE if miniature else CLOSED
-    return Namespace(benchmark="llama31_8b", config=config, selection=selection, rules=rules, node=Namespace(rank=0))
+    names = {"benchmark": "llama31_8b", "config_name": "H200_1x8.toml"}
+    return names | {"config": config, "rules": rules, "on_gpus": device == "cuda", "leads": True}
 
 
 def write_events(run_dir: Path, steps: range, evaluation: float | None = None, speed: float | None = 15829.0) -> None:
@@ -83,7 +84,7 @@ def terminal_of(monkeypatch):
 
 def test_on_a_terminal_a_few_lines_rewrite_themselves(tmp_path, terminal_of):
     seen = terminal_of()
-    with Screen(job_on(), tmp_path) as view:
+    with Screen(tmp_path, **about()) as view:
         view.update()
         assert seen.read() == "llama31_8b · H200_1x8 · starting · 0m00\n"
         write_events(tmp_path, range(1, 111), evaluation=4.5)
@@ -108,7 +109,7 @@ def test_on_a_terminal_a_few_lines_rewrite_themselves(tmp_path, terminal_of):
 
 def test_what_the_ranks_say_stands_above_and_is_kept(tmp_path, terminal_of):
     seen = terminal_of()
-    with Screen(job_on(), tmp_path) as view:
+    with Screen(tmp_path, **about()) as view:
         view.update()
         os.write(view.stderr.fileno(), b"warning of rank 3\nhalf a ")
         view.update()
@@ -122,7 +123,7 @@ def test_no_line_is_wider_than_the_terminal(tmp_path, terminal_of):
     """Else it wraps, and rewriting leaves its upper half standing."""
     seen = terminal_of(columns=40)
     write_events(tmp_path, range(1, 21))
-    with Screen(job_on(), tmp_path) as view:
+    with Screen(tmp_path, **about()) as view:
         view.update()
         assert [len(line) for line in seen.read().splitlines()][1:] == [39] * 4
 
@@ -140,7 +141,7 @@ def test_colors_only_where_they_are_wanted(tmp_path, terminal_of, monkeypatch):
 def test_on_a_cpu_nothing_is_said_of_gpus(tmp_path, terminal_of):
     seen = terminal_of()
     write_events(tmp_path, range(1, 21), evaluation=5.0)
-    with Screen(job_on("cpu", miniature=True, gpus=1), tmp_path) as view:
+    with Screen(tmp_path, **about("cpu", miniature=True, gpus=1)) as view:
         view.update()
         text = seen.read()
     assert "GPU" not in text and "15,829 tok/s" in text and "reference" not in text
@@ -151,7 +152,7 @@ def test_in_a_pipe_lines_are_plain_and_few(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(screen.time, "monotonic", lambda: now)
-    with Screen(job_on(), tmp_path) as view:
+    with Screen(tmp_path, **about()) as view:
         assert view.stdout is None  # the ranks' log goes where that of this process goes
         write_events(tmp_path, range(1, 111), evaluation=4.5)
         for _ in range(240):  # two minutes
@@ -165,7 +166,7 @@ def test_quiet_leaves_the_messages_of_the_ranks(tmp_path, monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv(terminal.QUIET, "1")
-    with Screen(job_on(), tmp_path) as view:
+    with Screen(tmp_path, **about()) as view:
         write_events(tmp_path, range(1, 111), evaluation=4.5)
         os.write(view.stderr.fileno(), b"error: no space\n")
         view.update()
@@ -177,7 +178,7 @@ def test_a_run_does_not_end_for_what_cannot_be_shown(tmp_path, monkeypatch, brok
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     (tmp_path / "events.jsonl").write_text(broken)
-    with Screen(job_on(), tmp_path) as view:
+    with Screen(tmp_path, **about()) as view:
         os.write(view.stderr.fileno(), b"warning of rank 3\n")
         view.update()
         view.update()

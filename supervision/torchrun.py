@@ -1,4 +1,4 @@
-"""torchrun with its messages in DIR/torchrun.log and its findings in DIR/torchrun.json: `python -m launch.torchrun DIR ...`.
+"""torchrun with its messages in DIR/torchrun.log and its findings in DIR/torchrun.json: `python -m supervision.torchrun DIR ...`.
 
 The ranks inherit stdout and stderr, so that their progress line reaches the terminal. At a failure torchrun would print forty lines that
 often blame a victim and bury the ranks' own message.

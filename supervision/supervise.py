@@ -153,9 +153,14 @@ def handled_signals() -> list[int]:
     return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def raise_interrupted(number: int, frame: object) -> None:
-    """A handler of signals. Raises Interrupted."""
-    raise Interrupted(number)
+def raise_at_signals() -> None:
+    """From now on each of them raises Interrupted."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    for number in handled_signals():
+        signal.signal(number, interrupt)
 
 
 @contextlib.contextmanager
@@ -183,7 +188,7 @@ def processes_of(run_dir: Path) -> list[int]:
 def kill_processes_of(run_dir: Path, grace_s: float = 0.0, limit_s: float = 10.0) -> None:
     """SIGKILL every process of that run until none is left.
 
-    `grace_s` is for those whose launcher was killed: the kernel has sent them SIGTERM (launch/torchrun.py).
+    `grace_s` is for those whose launcher was killed: the kernel has sent them SIGTERM (supervision/torchrun.py).
     """
     began = time.monotonic()
     while (pids := processes_of(run_dir)) and time.monotonic() < began + grace_s + limit_s:

@@ -10,8 +10,8 @@ import time
 import pytest
 from toy import alive
 
-from launch import supervise
-from launch.supervise import HangWatch
+from supervision import supervise
+from supervision.supervise import HangWatch
 
 LIMITS = {"startup_s": 8.0, "step_s": 0.6}
 
