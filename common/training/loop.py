@@ -240,14 +240,14 @@ def train(
         evaluates = goal.evaluates_at(samples)
         if step % LOG_EVERY_STEPS == 0 or evaluates:
             meter.flush()
+            if reporting.ranks:
+                reporting.ranks.compare(step, samples, meter.seconds())
             if checkpoints and not evaluates:
                 checkpoints.offer(step, evaluated=False)
         if not evaluates:
             continue
         block_s = time.monotonic() - block_began
         log.block_stop(samples, (samples - block_samples) / block_s)
-        if reporting.ranks:  # in the pause between blocks, while the GPUs are hot
-            reporting.ranks.compare(step, samples, meter.seconds())
         loss, eval_s = _evaluate_and_log(assembly, eval_batches, goal, processes, reporting, step, samples)
         phases["train"], phases["eval"] = phases["train"] + block_s, phases["eval"] + eval_s
         if loss <= goal.target_loss:

@@ -147,7 +147,7 @@ class Meter:
             values |= {"learning_rate": learning_rate, "step_time_ms": times_ms[index], "time_s": now - sum(times_ms[index + 1 :]) / 1e3}
             if index == len(self.pending) - 1:
                 values |= {"tokens_per_s_per_gpu": self.rate.tokens_per_s_per_gpu, "tflops_per_gpu": self.rate.tflops_per_gpu}
-                values |= {"mfu": self.rate.mfu, "memory_gib": memory_gib(self.processes.device)}
+                values |= {"mfu": self.rate.mfu, **memory_gib(self.processes.device)}
             self.events.write("step", **values)
             if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
                 what, why = f"step {step}: loss {losses[index]}, gradient norm {norms[index]}", "the weights were not updated with it"
@@ -156,6 +156,8 @@ class Meter:
         self.pending.clear()
 
 
-def memory_gib(device: torch.device) -> float | None:
-    """Peak memory the allocator has reserved on this GPU, GiB; None on a CPU."""
-    return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
+def memory_gib(device: torch.device) -> dict[str, float | None]:
+    """Peaks of what the allocator has reserved on this GPU, and of what of that is allocated, GiB; None on a CPU."""
+    if device.type != "cuda":
+        return {"memory_gib": None, "allocated_gib": None}
+    return {"memory_gib": torch.cuda.max_memory_reserved(device) / 2**30, "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30}

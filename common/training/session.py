@@ -26,7 +26,7 @@ from common.training.log_keys import hyperparameters
 from common.training.loop import Assembly, Batching, Goal, Heartbeat, Reporting, train
 from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
-from common.training.rank_comparison import RankComparison, compare_ranks
+from common.training.rank_comparison import compare_ranks
 from common.training.warmup import warm_up
 
 
@@ -42,7 +42,6 @@ class Session:
         self.progress = Progress(rank == 0)
         self.heartbeat = Heartbeat(self.run_dir, rank)
         self.meter: Meter | None = None
-        self.ranks: RankComparison | None = None
         self.succeeded = False
 
     # The beginning.
@@ -97,7 +96,6 @@ class Session:
             flops_per_token=flops_per_token,
             peak_tflops=peak_tflops,
         )
-        self.ranks = compare_ranks(processes, self.events, self.progress)
         return self.meter
 
     @property
@@ -138,7 +136,8 @@ class Session:
         batches, validation = open_data(step)
         size = config.global_batch_size
         goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
-        reporting = Reporting(self.log, meter, self.heartbeat, self.ranks, checkpoints)
+        ranks = compare_ranks(processes, self.events, self.progress, assembly.model.blocks)
+        reporting = Reporting(self.log, meter, self.heartbeat, ranks, checkpoints)
         outcome = train(assembly, lr_at, batches, validation, self.batching, goal, processes, reporting, step)
         minutes = self.log.run_stop(outcome.samples, "success")
         self.events.write("verdict", status="success", samples=outcome.samples, loss=outcome.loss, minutes=minutes)

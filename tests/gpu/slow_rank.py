@@ -1,0 +1,181 @@
+"""Is a GPU that becomes 2 % slower named within 50 steps, and nobody before? Real training steps on synthetic tokens, on two GPUs or more.
+
+    python3 -m torch.distributed.run --standalone --nproc-per-node 2 tests/gpu/slow_rank.py [--late 2] [--layers 16] [--steps 260] [--at 180]
+
+After --at steps the rank that is slowest by then gets matrix products more in the forward of every block, as many as take --late percent of
+a block's time. Rank 0 prints each comparison, the noise of the healthy part, who was named when, and what the timing costs a step.
+--device cpu tries this program with the miniature on processes, whose times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from common import config as configs  # noqa: E402
+from common.kernels.attention import attention_backends  # noqa: E402
+from common.training import rank_comparison  # noqa: E402
+from common.training.build import DTYPES  # noqa: E402
+from common.training.loop import LOG_EVERY_STEPS, train_step  # noqa: E402
+from common.training.metrics import Events, Progress  # noqa: E402
+from common.training.rank_comparison import LOOKS, BlockTimes, RankComparison  # noqa: E402
+from common.training.session import Session  # noqa: E402
+from common.training.warmup import synthetic_batches  # noqa: E402
+from llama31_8b import train as trainer  # noqa: E402
+from llama31_8b.rules import CLOSED, MINIATURE, Config  # noqa: E402
+
+SIZE = {"cuda": 1024, "cpu": 64}  # of the extra products: some 5 us each on an H200
+UNTIMED = 30  # steps without events, to compare the step time with
+
+
+class HostEvent:
+    """In place of torch.cuda.Event on a CPU."""
+
+    def __init__(self, enable_timing: bool):
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+class ExtraWork:
+    """`count` products before the forward of each block, inside of what BlockTimes measures if it was made before this."""
+
+    def __init__(self, blocks, device: torch.device):
+        self.count, self.device = 0, device
+        self.a = torch.randn(SIZE[device.type], SIZE[device.type], device=device, dtype=torch.bfloat16)
+        self.out = torch.empty_like(self.a)
+        for block in blocks:
+            block.register_forward_pre_hook(lambda *_: self.work(self.count) if torch.is_grad_enabled() else None)
+
+    def work(self, count: int) -> None:
+        for _ in range(count):
+            torch.mm(self.a, self.a, out=self.out)
+
+    def milliseconds(self) -> float:
+        """Of one product, when the GPU is busy with them."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.work(200)
+        begin.record()
+        self.work(200)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 200
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--config", type=Path, help="default: that of so many H200s")
+    for name, default in (("layers", 16), ("steps", 260), ("at", 180)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--late", type=float, default=2.0, help="percent of a block's time")
+    options = parser.parse_args()
+    options.run_dir, options.seed = None, 1
+    world_size, rank = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK"))
+    cpu = options.device == "cpu"
+    name = "CPU_1x1" if cpu else f"H200_1x{world_size}"
+    overrides = {"gpus_per_node": str(world_size), "micro_batch_size": "2"} if cpu else {}
+    config = configs.load(options.config or ROOT / f"configs/llama31_8b/{name}.toml", Config, overrides)
+    rules = MINIATURE if cpu else replace(CLOSED, shape=replace(CLOSED.shape, num_layers=options.layers))
+    if cpu:
+        torch.cuda.Event = HostEvent  # type: ignore[assignment, misc]
+    session = Session(options, config, rank)
+    processes = session.start(trainer.HIGH_PRIORITY_COMPUTE)
+    with attention_backends(processes.device.type, DTYPES[config.precision]):
+        watch(options, session, trainer.assemble(config, rules, processes, 1), processes, rules)
+    torch.distributed.destroy_process_group()
+
+
+def watch(options: argparse.Namespace, session: Session, assembly, processes, rules) -> None:
+    model, config = assembly.model, session.config
+    source = synthetic_batches(model.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size)
+    step = partial(train_step, assembly, source, session.batching, 1e-6, processes)
+    say = partial(print, flush=True) if processes.rank == 0 else lambda *_: None
+    for _ in range(5):
+        step()
+    untimed = time_of(step, UNTIMED, processes)
+    blocks = model.blocks[len(model.blocks) // 2 :: rank_comparison.EVERY]
+    probe, mine = BlockTimes(blocks), [0.0]  # the last time of this rank
+
+    def keep() -> float:
+        mine[0] = probe()
+        return mine[0]
+
+    ranks = RankComparison(processes, Events(None), Progress(processes.rank == 0), keep)
+    extra = ExtraWork(model.blocks, processes.device)
+    one_ms = extra.milliseconds()
+    timed = time_of(step, UNTIMED, processes)
+    ranks.probe()
+    say(
+        f"{len(blocks)} of {len(model.blocks)} blocks timed; a step {untimed:.2f} ms without, {timed:.2f} ms with ({timed / untimed - 1:+.2%})"
+    )
+    slowest, named, looks = 0, [], []
+    for number in range(1, options.steps + 1):
+        step()
+        if number % LOG_EVERY_STEPS:
+            continue
+        slow = ranks.compare(number, number, 0.0)
+        looks.append(ranks.history[-1])
+        say(f"step {number:>4}: " + "  ".join(f"{ratio:.4f}" for ratio in looks[-1]) + (f"  slow: {slow}" if slow else ""))
+        named += [(number, slow)] * bool(slow)
+        if number == options.at:
+            means = [statistics.fmean(ratios) for ratios in zip(*looks, strict=True)]
+            slowest = means.index(max(means))
+            extra.count = round(options.late / 100 * mine[0] / one_ms) if processes.rank == slowest else 0
+            say(
+                f"from here on rank {slowest} has {options.late:g} % more to do in each block of {mine[0]:.3f} ms, products of {one_ms:.4f} ms"
+            )
+    report(options, looks, named, slowest, say)
+
+
+def time_of(step, count: int, processes) -> float:
+    """Milliseconds of one of `count` steps."""
+    processes.barrier()
+    began = time.perf_counter()
+    for _ in range(count):
+        step()
+    processes.barrier()
+    return 1e3 * (time.perf_counter() - began) / count
+
+
+def report(options: argparse.Namespace, looks: list[list[float]], named: list, slowest: int, say) -> None:
+    healthy = looks[: options.at // LOG_EVERY_STEPS]
+    for rank, ratios in enumerate(zip(*healthy, strict=True)):
+        mean, sd = statistics.fmean(ratios), statistics.stdev(ratios)
+        shifted = statistics.fmean((a - mean) * (b - mean) for a, b in pairwise(ratios)) / max(sd**2, 1e-12)
+        fives = [statistics.fmean(ratios[at : at + LOOKS]) for at in range(len(ratios) - LOOKS + 1)]
+        spread = max(fives) / min(fives) - 1
+        say(
+            f"healthy rank {rank}: {mean:.4f} of the median rank, sd of a comparison {sd:.2%}, with its neighbor {shifted:+.2f}, means of five within {spread:.2%}"
+        )
+    false = [number for number, _ in named if number <= options.at]
+    seen = [number for number, slow in named if number > options.at and slowest in slow]
+    say(f"named while all were healthy: {len(false)} of {len(healthy)} comparisons")
+    say(
+        f"rank {slowest} named {seen[0] - options.at} steps after it became {options.late:g} % slower"
+        if seen
+        else f"rank {slowest} was never named"
+    )
+
+
+if __name__ == "__main__":
+    main()
