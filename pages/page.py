@@ -2,7 +2,7 @@
 
 A page stands alone: style, script and data are in it, and its Content-Security-Policy forbids it to load anything. Charts are drawn by
 uPlot (templates/uPlot.iife.min.js, MIT license), which a page without charts does not carry. A block is a dictionary whose first key
-says what it is (banner, tiles, steps, notes, findings, text, table, shares, chart, links, drawing); without content it is left out.
+says what it is (banner, tiles, steps, notes, text, table, shares, chart, links, drawing); without content it is left out.
 """
 
 from __future__ import annotations

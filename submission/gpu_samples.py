@@ -1,4 +1,4 @@
-"""What the GPUs did during a run, for its report: gpu_samples.jsonl (launch/sampler.py) and the ranks compared at evaluations.
+"""What the GPUs did during a run, for its report: gpu_samples.jsonl (live/sampler.py) and the ranks compared at evaluations.
 
 A file that is missing is no finding: the sampler is optional. Standard library only.
 """
@@ -10,14 +10,12 @@ from functools import cache
 from itertools import pairwise
 
 from pages import page
-from pages.page import Block, Curve, finite, median, points, span
+from pages.page import Block, Curve, finite, points, span
 from records import json_lines
 from submission import terminal
 from submission.runs import Run
 
 NAME = "gpu_samples.jsonl"
-LOW_CLOCK = 0.95  # of the median GPU's: the same 5 % that names a slow rank (common/training/rank_comparison.py)
-NORMAL = ("power cap",)  # a busy GPU meets its power limit; what else holds a clock down is a fault of cooling, power or settings
 CURVES = {"power_w": "power, W", "temperature_c": "temperature, °C", "clock_mhz": "clock, MHz"}
 CURVES |= {"utilization_percent": "utilization, %", "memory_gib": "memory, GiB"}
 
@@ -72,7 +70,7 @@ def _kwh(samples: Samples, gpu: int) -> float | None:
 
 
 def blocks(samples: Samples) -> list[Block]:
-    """Findings, a table and curves; notes only if there are no samples."""
+    """A table and curves; notes only if there are no samples."""
     if not any(samples.rows):
         return [{"notes": samples.notes}]
     charts = []
@@ -80,22 +78,7 @@ def blocks(samples: Samples) -> list[Block]:
         curves = [Curve(f"GPU {gpu}", points(rows, "minute", key), gpu) for gpu, rows in enumerate(samples.rows)]
         charts.append(page.chart(label, "minutes", curves, sync="gpus"))
     how = f"{page.SPAN}, from run_start to run_stop; once a second, by {samples.source}; not a power measurement by MLPerf's rules"
-    return [{"findings": findings(samples)}, _table(samples), {"notes": [how, *samples.notes]}, *charts]
-
-
-def findings(samples: Samples) -> list[str]:
-    """GPUs whose median clock is low beside the others', and those held down by something else than their power limit."""
-    lines = []
-    clocks = {gpu: median(values) for gpu in range(len(samples.gpus)) if (values := samples.values(gpu, "clock_mhz"))}
-    typical = median(clocks.values()) if clocks else 0.0  # of two the faster one
-    for gpu, mhz in clocks.items():
-        if mhz < LOW_CLOCK * typical:
-            lines.append(f"GPU {gpu}: median clock {mhz:,.0f} MHz, {1 - mhz / typical:.0%} below the median GPU's: all ranks wait for it")
-    for gpu in range(len(samples.gpus)):
-        for reason, share in (samples.held_down(gpu) or {}).items():
-            if reason not in NORMAL:
-                lines.append(f"GPU {gpu}: held down by {reason} in {share:.1%} of the samples")
-    return lines
+    return [_table(samples), {"notes": [how, *samples.notes]}, *charts]
 
 
 def _table(samples: Samples) -> Block:
@@ -110,14 +93,8 @@ def _table(samples: Samples) -> Block:
 
 
 def ranks_compared(run: Run) -> list[Block]:
-    """How often each rank was slower than the median rank by more than 5 % at the same GEMM; nothing where ranks were not compared."""
-    records = [record for record in run.records if record.get("event") == "ranks"]
-    if not records:
-        return []
-    rows = []
-    for rank in range(len(records[0]["probe_ms"])):
-        mine = [record["probe_ms"][rank] for record in records]
-        times = sum(rank in record["slow"] for record in records)
-        rows.append([f"rank {rank}", span(mine, ".3f"), f"{times} of {len(records)}" if times else "never"])
-    heads = ["", f"{page.SPAN}, ms", "slower than the median rank by 5 %"]
-    return [{"notes": ["one GEMM, the same for all, timed at each evaluation"]}, page.table(heads, rows)]
+    """The time of each rank's own blocks; nothing where ranks were not compared."""
+    records = [record for record in run.records if record.get("event") == "ranks" and record.get("block_ms")]
+    ranks = range(len(records[0]["block_ms"]) if records else 0)
+    curves = [Curve(f"rank {rank}", [(record["samples"], record["block_ms"][rank]) for record in records], rank) for rank in ranks]
+    return [page.chart("a block's forward, which waits for no other rank, ms: means of ten steps", "training sequences", curves)]

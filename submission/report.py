@@ -12,10 +12,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from common.command_line import Parser
+from common.command_line import Parser, exit_code_of
 from common.errors import ConfigError
 from records import ledger
 from submission import gpu_samples, terminal
+from submission.advice import advice
 from submission.export import SINKS, export
 from submission.run_page import run_page
 from submission.runs import Run, read_attempt
@@ -38,12 +39,12 @@ def parser(benchmark: str = "") -> Parser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    return terminal.run(lambda: write(options.directories, options.series, options.export))
+    return exit_code_of(lambda: write(options.directories, options.series, options.export))
 
 
 def write(folders: list[Path], series: str, sink: str | None) -> int:
     """Raises ConfigError for what is neither a run nor a series of ours, StorageError, PreflightError."""
-    first, path = folders[0], folders[0] / "report.html"
+    first, path, found = folders[0], folders[0] / "report.html", []
     if sink:
         print("\n".join(export(folder, sink) for folder in folders))
         return 0
@@ -53,9 +54,10 @@ def write(folders: list[Path], series: str, sink: str | None) -> int:
     elif not _is_run(first) and ((first / ledger.NAME).is_file() or any(first.glob("*/result.txt"))):
         text = series_page(read_series([first], series), first)
     else:
-        text = run_page(_read(first))
+        text = run_page(run := _read(first))
+        found = [f"advice     {each.symptom}; worth {each.worth}: {each.do} ({each.source})" for each in advice(run)]
     terminal.write(path, text)
-    print(path)
+    print(path, *found, sep="\n")
     return 0
 
 

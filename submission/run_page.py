@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from pages import page
 from pages.page import Block, Curve, Section, banner, finite, median, number, points, table
 from submission import check, gpu_samples, terminal
+from submission.advice import advice
 from submission.intervals import samples_of
 from submission.log_rules import PRECISION_KEYS
 from submission.runs import GOOD, Run
@@ -46,7 +47,7 @@ def run_page(run: Run) -> str:
         f"{run.benchmark or 'run'} · {run.folder.resolve().name}",
         [
             ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run), {"tiles": tiles}]),
-            ("What to do next", [{"steps": _next_steps(run, samples, clean)}]),
+            ("What to do next", [{"steps": _next_steps(run, clean)}, _advice(run)]),
             ("Loss", [loss_chart("loss", run, curves)]),
             ("Evaluations", [table(["samples", "loss", "minutes on the clock", "took, s"], evaluated)]),
             ("Where the time went", [page.shares(phases(run))]),
@@ -176,7 +177,7 @@ def _banner(run: Run) -> Block:
     return banner("good" if run.state == GOOD else "bad", *lines)
 
 
-def _next_steps(run: Run, samples: gpu_samples.Samples, clean: bool) -> list[tuple[str, str]]:
+def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
     """Sentences with commands."""
     command, folder, series = "./run_and_time.sh", shlex.quote(str(run.folder)), shlex.quote(str(run.folder.parent))
     found = []
@@ -184,14 +185,16 @@ def _next_steps(run: Run, samples: gpu_samples.Samples, clean: bool) -> list[tup
         found.append((str(run.failure.get("do") or "Look for the reason: docs/troubleshooting.md says what each exit code means."), ""))
     if not clean:
         found.append(("The log is not clean. All findings:", f"{command} check {folder}"))
-    if gpu_samples.findings(samples):
-        found.append(("A GPU is held back. How fast is it alone?", f"{command} {run.benchmark} preflight"))
     if run.state == GOOD and run.is_miniature:
         found.append(("The package runs on this machine. What do the benchmark's own sizes need?", f"{command} {run.benchmark} plan"))
     elif run.state == GOOD:
         found.append(("A result is ten runs in a row:", f"NEXP=10 {command} {run.benchmark}"))
         found.append(("What a series scores, and how much of it is luck:", f"{command} score {series}"))
     return [*found, ("Beside another run:", f"{command} report {folder} OTHER_RUN")]
+
+
+def _advice(run: Run) -> Block:
+    return table(("what the samples and events show", "what it is worth", "what to do", "source"), advice(run), range(4))
 
 
 def _verdict(run: Run) -> tuple[bool, list[Block]]:

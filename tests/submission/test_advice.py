@@ -1,0 +1,152 @@
+"""Advice by symptom: a healthy run on H200s gets none; each symptom, planted in it, gets its own, with its number."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from synthetic_log import records, write_good
+from synthetic_run import events, spread
+
+from submission import report
+from submission.advice import BOARD_W, advice
+from submission.runs import read_attempt
+
+ROOT = Path(__file__).parents[2]
+PLANNED = 15_900  # tokens/s/GPU of H200_1x8 by the plan, about
+
+
+def healthy_gpu(gpu: int, second: int, noise: random.Random) -> dict:
+    """As an H200 under full load: at its board's power limit most of the time, so that its clock swings."""
+    return {
+        "power_w": noise.gauss(685, 15),
+        "power_limit_w": 700.0,
+        "temperature_c": 62 + gpu % 4,
+        "clock_mhz": noise.gauss(1620 + 8 * (gpu % 3), 60),
+        "memory_clock_mhz": 3201,
+        "memory_gib": 118.0,
+        "utilization_percent": 100 if second % 20 else 40,  # an evaluation begins
+        "throttle": ["power cap"] if noise.random() < 0.8 else [],
+    }
+
+
+class Planted:
+    """A healthy run in `folder`; each method plants something, `symptoms` reads what is said of it."""
+
+    def __init__(self, folder: Path):
+        self.folder, noise = folder, random.Random(0)
+        write_good(folder / "result.txt")
+        spread(folder / "result.txt", 4125)
+        (folder / "config.toml").write_text((ROOT / "configs/llama31_8b/H200_1x8.toml").read_text())
+        self.events = events()
+        for event in self.events:
+            if event["event"] == "step":
+                event |= {"tokens_per_s_per_gpu": noise.gauss(0.95 * PLANNED, 100), "memory_gib": 118.0, "allocated_gib": 114.0}
+        times = [[noise.gauss(5.4 + 0.05 * (rank % 3), 0.02) for rank in range(8)] for _ in range(20)]
+        self.events += [{"event": "ranks", "step": 10 * k, "samples": 320 * k, "block_ms": ms, "slow": []} for k, ms in enumerate(times)]
+        self.samples = [[healthy_gpu(gpu, second, noise) for gpu in range(8)] for second in range(60)]
+
+    def gpu(self, number: int, seconds: int = 60, **values) -> None:
+        for gpus in self.samples[:seconds]:
+            gpus[number] |= values
+
+    def steps(self, **values) -> None:
+        for event in self.events:
+            event |= values if event["event"] == "step" else {}
+
+    def symptoms(self) -> list[str]:
+        start = next(record for record in records(self.folder / "result.txt") if record["key"] == "run_start")["time_ms"] / 1e3
+        lines: list[dict] = [{"event": "start", "source": "nvidia-smi", "time": start, "gpus": [{"id": "", "name": "NVIDIA H200"}] * 8}]
+        lines += [{"event": "sample", "time_s": second, "gpus": gpus} for second, gpus in enumerate(self.samples)]
+        for name, content in (("gpu_samples.jsonl", lines), ("events.jsonl", self.events)):
+            (self.folder / name).write_text("".join(json.dumps(line) + "\n" for line in content))
+        return [each.symptom for each in advice(read_attempt(self.folder / "result.txt"))]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Planted(tmp_path)
+
+
+def test_a_healthy_run_gets_no_advice(run, capsys):
+    assert run.symptoms() == []
+    assert report.main([str(run.folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(run.folder / "report.html")]
+
+
+def test_a_low_power_limit_that_is_reached(run):
+    run.gpu(2, power_limit_w=500.0, power_w=497.0, clock_mhz=1600)
+    assert run.symptoms() == ["GPU 2: its power limit, 500 W where the board has 700, is reached in 100% of the samples"]
+    run.gpu(2, power_w=300.0)  # it was never near
+    assert run.symptoms() == []
+
+
+def test_heat_and_power_brake(run):
+    run.gpu(5, seconds=15, throttle=["power cap", "thermal (driver)"])
+    assert run.symptoms() == ["GPU 5: held down by thermal (driver) in 25.0% of the samples"]
+    run.gpu(5, throttle=["power brake"])
+    assert run.symptoms() == ["GPU 5: held down by power brake in 100.0% of the samples"]
+    run.gpu(5, throttle=[])
+    run.gpu(5, seconds=1, throttle=["hardware slowdown"])  # once
+    assert run.symptoms() == []
+
+
+def test_a_clock_far_below_the_others(run):
+    run.gpu(7, clock_mhz=1400)
+    (said,) = run.symptoms()
+    assert said.startswith("GPU 7: median clock 1,400 MHz, 14% below the median GPU's")
+
+
+def test_fragmentation(run):
+    run.steps(memory_gib=134.0, allocated_gib=110.0)
+    assert run.symptoms() == ["memory is fragmented: 134 GiB reserved, 110 GiB allocated at the peak"]
+    run.steps(memory_gib=116.0)  # what torch takes where it can
+    assert run.symptoms() == []
+
+
+def test_steps_slower_than_planned(run):
+    run.steps(tokens_per_s_per_gpu=0.8 * PLANNED)
+    (said,) = run.symptoms()
+    assert said.startswith("12,720 tokens/s/GPU, 2") and "below what is planned for H200" in said
+
+
+def test_gpus_that_wait_for_their_host(run):
+    for gpu in range(8):
+        run.gpu(gpu, utilization_percent=71)
+    assert run.symptoms() == []  # the steps are as fast as they should be
+    run.steps(tokens_per_s_per_gpu=0.7 * PLANNED)
+    said = run.symptoms()
+    assert said[0].startswith("the GPUs wait for their host: 71 % of the time a kernel runs, and steps are 3") and len(said) == 2
+
+
+def test_a_slow_rank(run):
+    for event in run.events[-5:]:
+        event["block_ms"][3] = 1.04 * min(event["block_ms"])
+        event["slow"] = [3]
+    assert run.symptoms() == ["rank 3 takes 4.0% longer than the fastest"]
+
+
+def test_each_advice_has_all_its_parts_on_the_page_and_in_the_terminal(run, capsys):
+    run.gpu(5, throttle=["thermal (hardware)"])
+    run.gpu(2, power_limit_w=500.0, power_w=500.0)
+    run.gpu(1, clock_mhz=1200)
+    run.steps(memory_gib=134.0, allocated_gib=110.0, tokens_per_s_per_gpu=0.5 * PLANNED)
+    run.events[-1]["slow"] = [0]
+    symptoms = run.symptoms()
+    found = advice(read_attempt(run.folder / "result.txt"))
+    assert len(symptoms) == 6 and all(all(each) for each in found)
+    assert report.main([str(run.folder)]) == 0
+    lines, page = capsys.readouterr().out.splitlines(), (run.folder / "report.html").read_text()
+    assert len(lines) == 7 and all(symptom in line for symptom, line in zip(symptoms, lines[1:], strict=True))
+    assert "rank 0 takes" in page and "expandable_segments" in page and "thermal (hardware)" in page
+
+
+def test_a_run_that_left_nothing_gets_none(tmp_path):
+    (tmp_path / "events.jsonl").write_text("")
+    assert advice(read_attempt(tmp_path / "result.txt")) == []
+
+
+def test_the_boards_have_a_power(run):
+    from common.gpu_kinds import KINDS
+
+    assert set(BOARD_W) <= set(KINDS)
