@@ -121,11 +121,16 @@ def with_room(run_dir: Path, write: Callable[[], object]) -> None:
             time.sleep(0.1)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `path` under another name and rename it: a reader sees all of it or nothing. Raises OSError."""
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
 def write_record(run_dir: Path, name: str, text: str) -> None:
-    """Write `name` in `run_dir` under another name and rename it: a reader sees all of it or nothing. Raises OSError."""
-    temporary = Path(run_dir) / f"{name}.tmp"
-    with_room(run_dir, lambda: temporary.write_text(text))
-    temporary.rename(Path(run_dir) / name)
+    """Write `name` in `run_dir`, also where the disk is full. Raises OSError."""
+    with_room(run_dir, lambda: write_whole(Path(run_dir) / name, text.encode()))
 
 
 def write_rank_record(run_dir: Path, rank: int, outcome: str, error: RunError | None = None, **facts) -> None:

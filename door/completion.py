@@ -5,27 +5,15 @@ source <(./run_and_time.sh completion bash)          in ~/.bashrc, with the path
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 from common.command_line import Parser
 from door.verbs import NEVER, ROOT, SWITCHES, VERBS, parser_of
 from launch.select_config import benchmarks
 
-SCRIPT = """\
-_run_and_time() {{
-    local verb= word
-    for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
-        case $word in {verbs}) verb=$word; break ;; esac
-    done
-    [[ -n $verb || $COMP_CWORD -lt 2 ]] || case ${{COMP_WORDS[1]}} in {benchmarks}) [[ ${{COMP_WORDS[2]}} != -* ]] || verb=run ;; esac
-    case $verb in
-{cases}
-        *) words='{first}' ;;
-    esac
-    mapfile -t COMPREPLY < <(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}")
-}}
-complete -o default -F _run_and_time run_and_time.sh ./run_and_time.sh
-"""
+SCRIPT = Path(__file__).with_suffix(".bash")
 ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
@@ -49,10 +37,9 @@ def script(shell: str) -> str:
     }
     own = {name: known if VERBS[name].benchmark != NEVER else [] for name in VERBS}
     cases = "\n".join(f"        {name}) words='{' '.join([*own[name], *words])}' ;;" for name, words in found.items())
-    text = SCRIPT.format(
-        verbs="|".join(VERBS), benchmarks="|".join(known), cases=cases, first=" ".join([*known, *VERBS, "--help", "--version"])
-    )
-    return ZSH * (shell == "zsh") + text.replace("local verb= word", "local verb= word words")
+    first = " ".join([*known, *VERBS, "--help", "--version"])
+    places = {"VERBS": "|".join(VERBS), "BENCHMARKS": "|".join(known), "CASES": cases, "FIRST": first}
+    return ZSH * (shell == "zsh") + re.sub("@([A-Z]+)@", lambda place: places[place[1]], SCRIPT.read_text())
 
 
 if __name__ == "__main__":

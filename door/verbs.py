@@ -55,30 +55,7 @@ VERBS = {
     "completion": Verb("completion of this command in bash or zsh", "door.completion", NEVER, ""),
 }
 
-OVERVIEW = """\
-usage: ./run_and_time.sh <benchmark> [verb] [options], or ./run_and_time.sh <verb> [benchmark] [options]
-
-benchmarks: {benchmarks}
-
-verbs of a benchmark:
-{always}
-verbs with or without one:
-{may}
-verbs without one:
-{never}
-Each verb's --help says more. Everywhere: --no-color (or NO_COLOR), --quiet (results and errors only), --version.
-
-examples:
-  ./run_and_time.sh llama31_8b                         train the miniature, or the benchmark where there are GPUs
-  DATADIR=/data/c4 NEXP=10 ./run_and_time.sh llama31_8b
-  ./run_and_time.sh preflight
-  ./run_and_time.sh score results/llama31_8b
-  source <(./run_and_time.sh completion bash)
-
-environment: SEED, NEXP, DATADIR, LOGDIR, DGXSYSTEM, DGXNGPU, GPU_KIND, MLPERF_SUBMISSION_ORG, MLPERF_SUBMISSION_PLATFORM.
-For a config of several nodes, on each of them: MASTER_ADDR, NODE_RANK (or Slurm's), MASTER_PORT; see docs/clusters.md.
-
-Exit codes: 0 all runs good; else that of the first failure, see common/errors.py; a signal ends a series with 130 (INT), 143 (TERM)."""
+OVERVIEW = Path(__file__).with_name("overview.txt")  # what --help prints
 SWITCHES = {"--no-color": "NO_COLOR", "--quiet": QUIET}  # taken everywhere, handed on as variables
 
 
@@ -146,7 +123,7 @@ def overview() -> str:
     kinds = (ALWAYS, MAY, NEVER)
     lists = ("\n".join(f"{name:<12}{verb.about}" for name, verb in VERBS.items() if verb.benchmark == kind) for kind in kinds)
     always, may, never = (indent(text, "  ") + "\n" for text in lists)
-    return OVERVIEW.format(benchmarks=", ".join(benchmarks(ROOT)), always=always, may=may, never=never)
+    return OVERVIEW.read_text().rstrip().format(benchmarks=", ".join(benchmarks(ROOT)), always=always, may=may, never=never)
 
 
 def version() -> str:

@@ -89,7 +89,7 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
     if request and not job.config.miniature:
         inform(*(f"NOTE       {doubt}: package will refuse these runs" for doubt in doubts(ROOT, os.environ)))
         if not options.tune and (advice := tuning.advice()):
-            inform(f"NOTE       {advice}")
+            inform(f"NOTE       {advice}: ./run_and_time.sh tuning check; --tune sets them for this run")
     if name == "profile":
         options.out = profile_directory(job, options)
     if options.print:

@@ -122,16 +122,9 @@ class Series:
     def end(self, start: dict, outcome: Outcome) -> None:
         error, result = outcome.error, outcome.result
         minutes = None if result.seconds is None else round(result.seconds / 60, 6)
-        ending = {
-            "exit_code": 0,
-            "kind": "success",
-            "reason": outcome.after.what if outcome.after else "",
-            "minutes": minutes,
-            "samples": result.samples,
-            "cache": outcome.cache,
-        }
-        if error:
-            ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
+        ending = {"exit_code": 0, "kind": "success", "reason": outcome.after.what if outcome.after else ""}
+        ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what} if error else {}
+        ending |= {"minutes": minutes, "samples": result.samples, "cache": outcome.cache}
         run_dir = self.folder / start["run"]
         with_room(run_dir, lambda: self.append(**start | ending | {"event": "end"}))
         (run_dir / ROOM).unlink(missing_ok=True)

@@ -24,16 +24,10 @@ def state(root: Path = Path("/")) -> dict[str, str]:
     return {name: "good" if all(file.now == file.want for file in files) else BETTER for name, files in looked.items() if files}
 
 
-def better(found: dict[str, str]) -> str:
-    """The names of the settings in a `state` that could be better; "" for none."""
-    return ", ".join(name for name, text in found.items() if text == BETTER)
-
-
 def advice(root: Path = Path("/")) -> str:
-    """One line for the first screen; "" where nothing is to be done."""
-    names = better(state(root))
-    todo = "./run_and_time.sh tuning check; --tune sets them for this run"
-    return f"{names} {BETTER} on this host, by AMD's list: {todo}" if names else ""
+    """Which could be better; "" for none."""
+    names = ", ".join(name for name, text in state(root).items() if text == BETTER)
+    return f"{names} {BETTER} on this host, by AMD's list" if names else ""
 
 
 @contextlib.contextmanager

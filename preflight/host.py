@@ -78,12 +78,9 @@ def _limit(value: int) -> str:
 
 def judge_tuning(root: Path = Path("/")) -> CheckRow:
     """The settings of system_tuning. AMD makes them, nobody has measured them: none of them is a reason to refuse."""
-    found = tuning.state(root)
-    names = tuning.better(found)
-    value = f"{names} {tuning.BETTER}" if names else f"{len(found)} settings as AMD makes them"
-    return graded(
-        "host tuning", value, "what `tuning apply` writes; gain not measured", "tuning check; or run with --tune", warn=bool(names)
-    )
+    advice, do = tuning.advice(root), "tuning check; or run with --tune"
+    value = advice or f"{len(tuning.state(root))} settings as AMD makes them"
+    return graded("host tuning", value, "what `tuning apply` writes; gain not measured", do, warn=bool(advice))
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------

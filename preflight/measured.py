@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from common.errors import write_whole
+
 UNITS = {"bf16 GEMM": "TFLOP/s", "FP8 GEMM": "TFLOP/s", "copy": "TB/s", "all-reduce": "GB/s", "all-gather": "GB/s"}
 START_S = 240.0  # imports, the first collective, compilation for the self-test; longer means that something hangs
 
@@ -44,9 +46,7 @@ class Measured:
     def write(self, folder: Path, phase: str = "") -> None:
         """Replace the rank's file as a whole, so that a reader never sees half of it; with `phase`, that begins now."""
         self.phase = phase or self.phase
-        temporary = folder / f".rank_{self.rank}.tmp"
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.rename(folder / f"rank_{self.rank}.json")
+        write_whole(folder / f"rank_{self.rank}.json", json.dumps(asdict(self)).encode())
 
 
 def read_ranks(folder: Path) -> list[Measured]:

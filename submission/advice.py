@@ -1,15 +1,13 @@
-"""Advice by symptom, from what a run leaves: the symptom with its number, what it is worth, what to do, and where that is from.
-
-A healthy run on H200s gives none: at its board's power limit a busy GPU's clock swings, and steps are up to 6 % slower than planned. What is
-worth "at most" some percent was not measured. Nothing here was seen on an AMD GPU, whose driver gives no reason for a lower clock.
-"""
+"""Advice by symptom, from what a run leaves; the texts, the limits and where they are from are in advice.toml."""
 
 from __future__ import annotations
 
 import contextlib
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common import config as configs
 from common.errors import ConfigError
@@ -21,13 +19,8 @@ from plan.estimate import estimate
 from submission.gpu_samples import Samples, read_samples
 from submission.runs import Run
 
-# Power of a board, W: data sheets of NVIDIA (SXM) and AMD.
-BOARD_W = {"H100": 700, "H200": 700, "B200": 1000, "MI300X": 750, "MI325X": 1000, "MI350X": 1000, "MI355X": 1400}
-LOW = 0.95  # a clock beside the other GPUs', or a power limit beside the board's
-OFTEN = 0.02  # of the samples
-FRAGMENTED = 1.15  # memory reserved over allocated; torch takes up to 5 % more where it can (docs/plan.md)
-SLOW = 0.9  # tokens/s over those planned
-BUSY = 90  # % of the time with a kernel on the GPU
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+Symptom = tuple[str, dict[str, Any]]  # its name in TABLE, and its numbers
 
 
 class Advice(NamedTuple):
@@ -38,57 +31,46 @@ class Advice(NamedTuple):
 
 
 def advice(run: Run) -> list[Advice]:
+    """None for a CPU."""
     samples = read_samples(run)
-    return [] if run.gpu == "CPU" else [*_clocks(run, samples), *_memory(run), *_speed(run, samples), *_ranks(run)]
+    found = [] if run.gpu == "CPU" else [*_clocks(run, samples), *_memory(run), *_speed(run, samples), *_ranks(run)]
+    return [Advice(*(TABLE[name][field].format(run=run, **facts) for field in Advice._fields)) for name, facts in found]
 
 
-def _clocks(run: Run, samples: Samples) -> Iterator[Advice]:
+def _clocks(run: Run, samples: Samples) -> Iterator[Symptom]:
     clocks = {gpu: values for gpu in range(len(samples.rows)) if (values := samples.values(gpu, "clock_mhz"))}
     usual, highest = (pick([pick(values) for values in clocks.values()]) if clocks else 0 for pick in (median, max))
+    board = TABLE["board_w"].get(run.gpu, 0)
     for gpu, values in clocks.items():
-        now, lost = median(values), 1 - median(values) / highest
-        worth = f"at most {lost:.0%} of a step: its clock is so far below the highest of this run, and all ranks wait for it"
-        if now < LOW * usual:
-            symptom = f"GPU {gpu}: median clock {now:,.0f} MHz, {1 - now / usual:.0%} below the median GPU's"
-            yield Advice(symptom, worth, f"./run_and_time.sh {run.benchmark} preflight measures it alone", "gpu_samples.jsonl")
+        now = median(values)
+        facts = {"gpu": gpu, "now": now, "below": 1 - now / usual, "lost": 1 - now / highest, "board": board}
+        if now < TABLE["low_clock"] * usual:
+            yield "clock", facts
         for reason, share in (samples.held_down(gpu) or {}).items():
-            if reason in FAULTS and share > OFTEN:
-                do = "look at the cooling and the power of the chassis: nvidia-smi -q -d TEMPERATURE,POWER,PERFORMANCE"
-                yield Advice(f"GPU {gpu}: held down by {reason} in {share:.1%} of the samples", worth, do, "nvml.h")
-        power, limit, board = samples.values(gpu, "power_w"), samples.values(gpu, "power_limit_w"), BOARD_W.get(run.gpu or "", 0)
-        if limit and min(limit) < LOW * board and (share := fmean(watts > LOW * min(limit) for watts in power)) > OFTEN:
-            symptom = (
-                f"GPU {gpu}: its power limit, {min(limit):,.0f} W where the board has {board}, is reached in {share:.0%} of the samples"
-            )
-            do = f"ask who set it; as root, nvidia-smi -pl {board} or amd-smi set --power-cap {board} gives the board's"
-            yield Advice(symptom, worth, do, "the board's data sheet")
+            if reason in FAULTS and share > TABLE["often"]:
+                yield "held_down", facts | {"reason": reason, "share": share}
+        limit = min(samples.values(gpu, "power_limit_w"), default=board)
+        reached = [watts > TABLE["low_limit"] * limit for watts in samples.values(gpu, "power_w")]
+        if limit < TABLE["low_limit"] * board and (share := fmean(reached or [0])) > TABLE["often"]:
+            yield "power_limit", facts | {"limit": limit, "share": share}
 
 
-def _memory(run: Run) -> Iterator[Advice]:
-    sizes = points(run.records, "memory_gib", "allocated_gib")
-    if sizes and sizes[-1][0] > FRAGMENTED * sizes[-1][1]:
-        reserved, allocated = sizes[-1]
-        symptom = f"memory is fragmented: {reserved:.0f} GiB reserved, {allocated:.0f} GiB allocated at the peak"
-        worth = f"{reserved - allocated:.0f} GiB, where memory decides on recomputation, offload or the micro-batch; no time by itself"
-        do = 'PYTORCH_CUDA_ALLOC_CONF = "expandable_segments:True" under [env] of the config, as H200s have it'
-        yield Advice(symptom, worth, do, "docs/plan.md")
+def _memory(run: Run) -> Iterator[Symptom]:
+    for reserved, allocated in points(run.records, "memory_gib", "allocated_gib")[-1:]:
+        if reserved > TABLE["fragmented"] * allocated:
+            yield "fragmentation", {"reserved": reserved, "allocated": allocated, "free": reserved - allocated}
 
 
-def _speed(run: Run, samples: Samples) -> Iterator[Advice]:
+def _speed(run: Run, samples: Samples) -> Iterator[Symptom]:
     speeds = [speed for _, speed in points(run.records, "samples", "tokens_per_s_per_gpu")]
-    use = [value for gpu in range(len(samples.rows)) for value in samples.values(gpu, "utilization_percent")]
     planned = _planned(run) if speeds and run.rules else 0.0
-    if not planned or (late := 1 - median(speeds) / planned) < 1 - SLOW:
+    if not planned or (speed := median(speeds)) >= TABLE["slow"] * planned:
         return
-    if use and median(use) < BUSY:
-        symptom = (
-            f"the GPUs wait for their host: {median(use):.0f} % of the time a kernel runs, and steps are {late:.0%} slower than planned"
-        )
-        do = "./run_and_time.sh tuning check, or --tune; end other programs of the host; `profile` shows the gaps"
-        yield Advice(symptom, f"at most {100 - median(use):.0f} % of a step", do, "docs/system_tuning.md")
-    symptom = f"{median(speeds):,.0f} tokens/s/GPU, {late:.0%} below what is planned for {run.gpu}, {planned:,.0f}; MFU falls as much"
-    do = f"./run_and_time.sh {run.benchmark} profile shows where the time goes, preflight whether each GPU is fit"
-    yield Advice(symptom, f"{late / (1 - late):.0%} more tokens/s", do, "docs/plan.md; on AMD's GPUs that is AMD's software")
+    facts = {"speed": speed, "planned": planned, "late": 1 - speed / planned, "more": planned / speed - 1}
+    uses = [value for gpu in range(len(samples.rows)) for value in samples.values(gpu, "utilization_percent")]
+    if uses and (use := median(uses)) < TABLE["busy"]:
+        yield "host", facts | {"use": use, "idle": 100 - use}
+    yield "steps", facts
 
 
 def _planned(run: Run) -> float:
@@ -99,9 +81,8 @@ def _planned(run: Run) -> float:
     return 0.0
 
 
-def _ranks(run: Run) -> Iterator[Advice]:
-    compared = [record for record in run.records if record.get("event") == "ranks" and record.get("block_ms")]
-    for rank in compared[-1]["slow"] if compared else ():
-        late = fmean(record["block_ms"][rank] / min(record["block_ms"]) for record in compared[-5:]) - 1
-        do = f"look at its clock and temperature below; ./run_and_time.sh {run.benchmark} preflight measures each GPU alone"
-        yield Advice(f"rank {rank} takes {late:.1%} longer than the fastest", f"at most {late:.1%} of a step: all wait", do, "events.jsonl")
+def _ranks(run: Run) -> Iterator[Symptom]:
+    compared = [record["block_ms"] for record in run.records if record.get("event") == "ranks" and record.get("block_ms")]
+    named = [record["slow"] for record in run.records if record.get("event") == "ranks"][-1:]
+    for rank in named[0] if compared and named else ():
+        yield "rank", {"rank": rank, "late": fmean(times[rank] / min(times) for times in compared[-5:]) - 1}

@@ -1,9 +1,7 @@
-"""How ranks are started: torchrun's command, their environment, and each one on CPUs of its GPU's NUMA node.
+"""How ranks are started: torchrun's command, their environment, and each one on CPUs of its GPU's NUMA node. Standard library only.
 
-The launcher finds the CPUs of its node's ranks. `python -m supervision.ranks CPUS/CPUS/... MODULE ...` takes those of LOCAL_RANK and becomes
-the rank (exec): the threads of torch, NCCL and the driver inherit them, and memory lies where it is touched first. torchrun's own
---numa-binding needs the program numactl. Files: numa_node of a PCI device, cpulist of a node, thread_siblings_list of a CPU (Linux,
-Documentation/ABI: testing/sysfs-bus-pci, stable/sysfs-devices-node and -system-cpu). Standard library only.
+`python -m supervision.ranks CPUS/CPUS/... MODULE ...` takes the CPUs of LOCAL_RANK and becomes the rank (exec): the threads of torch, NCCL
+and the driver inherit them. torchrun's own --numa-binding needs the program numactl. Files in /sys: Linux, Documentation/ABI.
 """
 
 from __future__ import annotations
@@ -23,10 +21,7 @@ CPUS = 8  # a rank has at least these to itself, for its threads (main, backward
 
 
 def torchrun(folder: Path, processes: int, arguments: list[str], nodes: Sequence[str] = ONE_NODE, cpus: Sequence[str] = ()) -> list[str]:
-    """Start `arguments` (-m MODULE ...) on so many ranks, by way of supervision.torchrun, which leaves its findings in `folder`.
-
-    `cpus`: what `cpus_of_ranks` found.
-    """
+    """Start `arguments` (-m MODULE ...) on so many ranks, on `cpus`, by way of supervision.torchrun, which leaves its findings in `folder`."""
     bound = ["-m", "supervision.ranks", "/".join(cpus), *arguments[1:]] if cpus else arguments
     return [sys.executable, "-m", "supervision.torchrun", str(folder), *nodes, "--nproc-per-node", str(processes), *bound]
 
@@ -48,7 +43,7 @@ def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple
 
     Empty where nothing is gained or known: one NUMA node with CPUs of ours, or a GPU whose node the firmware does not tell (-1) or has none.
     """
-    allowed, folders = os.sched_getaffinity(0), sorted((sysfs / "devices/system/node").glob("node[0-9]*"))
+    allowed, folders = os.sched_getaffinity(0), (sysfs / "devices/system/node").glob("node[0-9]*")
     cpus = {folder.name[4:]: mine for folder in folders if (mine := allowed & numbers(read_text(folder / "cpulist")))}
     if len(cpus) < 2 or not found.devices:
         return ()

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.data.manifest import write_whole
-from common.errors import StorageError
+from common.errors import StorageError, write_whole
 from throughput import published
 from throughput.tables import Column, Plot, Table
 

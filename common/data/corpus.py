@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.data.manifest import write_whole
-from common.errors import DataError
+from common.errors import DataError, write_whole
 
 # Not on every machine (packages of their own in Debian), not prose (tests), or not Python's (site-packages).
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}

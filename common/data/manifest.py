@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.errors import DataError
+from common.errors import DataError, write_whole
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,6 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write `path` under a temporary name and rename it, so that a reader never sees a part of it."""
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 def sha256_of(path: Path) -> str:

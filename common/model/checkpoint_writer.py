@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.data.manifest import write_whole
+from common.errors import write_whole
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, parts_of
 from common.model.llama import Llama
 

@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common.data.manifest import write_whole
-from common.errors import RunError, StorageError
+from common.errors import RunError, StorageError, write_whole
 from common.kernels.fp8 import SCALE, DelayedScaling
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes

@@ -1,16 +1,15 @@
 """A slow GPU among the ranks, found by the time that each takes for work of its own.
 
-Training is synchronous: all ranks' steps take as long as the slowest one's, and where a rank waits for the others depends on which
-collective comes next. Between two of them it works alone: a block's forward, once its weights are there, waits for nobody. CUDA
-events stand around some blocks of the model's second half, where the reductions of the step before are over too; they are read when
-the host waits for the device anyway, and one number per rank is exchanged. What it sees: a GPU whose clock is held down by heat,
-power or a fault, or that somebody else uses. What it does not see: a slow link, a slow host.
+Training is synchronous: all ranks' steps take as long as the slowest one's. But a block's forward, once its weights are there, waits for
+nobody. CUDA events stand around some blocks of the model's second half, where the reductions of the step before are over too; they are
+read when the host waits for the device anyway, and one number per rank is exchanged. What it sees: a GPU whose clock is held down by
+heat, power or a fault, or that somebody else uses. What it does not see: a slow link, a slow host.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -58,10 +57,7 @@ class RankComparison:
         self.slow: list[int] = []
 
     def compare(self, step: int, samples: int, time_s: float) -> list[int]:
-        """Probe, exchange, and tell. All ranks call it at the same step; returns the slow ones, the same list everywhere.
-
-        Nobody is named before there are LOOKS comparisons.
-        """
+        """Probe, exchange, and tell. All ranks call it at the same step; returns the slow ones, the same list everywhere."""
         times = torch.zeros(self.processes.world_size, dtype=torch.float64, device=self.processes.device)
         times[self.processes.rank] = self.probe()
         times_ms = self.processes.sum(times).tolist()
@@ -73,7 +69,7 @@ class RankComparison:
         return self.slow
 
 
-def compare_ranks(processes: Processes, events: Events, progress: Progress, blocks: Sequence[nn.Module]) -> RankComparison | None:
+def compare_ranks(processes: Processes, events: Events, progress: Progress, blocks: nn.ModuleList) -> RankComparison | None:
     """None on a CPU, whose ranks share it, and where there is nobody to compare with."""
     if processes.device.type != "cuda" or processes.world_size == 1:
         return None
@@ -92,6 +88,7 @@ def mean_ratios(history: list[list[float]]) -> list[float]:
 
 
 def slow_ranks(history: list[list[float]]) -> list[int]:
+    """None before there are LOOKS comparisons."""
     now, before = mean_ratios(history), history[:-LOOKS]
     usual = [statistics.median(ratios) for ratios in zip(*before, strict=True)] if len(before) >= LOOKS else now
     return [rank for rank, ratio in enumerate(now) if ratio > min(SLOW, SLOWER * usual[rank])] if len(history) >= LOOKS else []

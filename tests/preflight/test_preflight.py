@@ -485,7 +485,7 @@ def test_a_rank_that_hangs_ends_by_itself(tmp_path):
 def test_a_stopped_rank_names_its_phase(tmp_path):
     (tmp_path / "rank_1.json").write_text(json.dumps({"rank": 1, "phase": "all-reduce"}))
     (tmp_path / "rank_0.json").write_text(json.dumps({"rank": 0, "phase": "done"}))
-    (tmp_path / ".rank_2.tmp").write_text("{")
+    (tmp_path / "rank_2.json.partial").write_text("{")
     found = read_ranks(tmp_path)
     assert [one.rank for one in found] == [0, 1] and "stopped in 'all-reduce'" in verb.judge_ranks(found, 2).value
 

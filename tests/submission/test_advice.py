@@ -9,7 +9,7 @@ from synthetic_log import records, write_good
 from synthetic_run import events, spread
 
 from submission import report
-from submission.advice import BOARD_W, advice
+from submission.advice import TABLE, advice
 from submission.runs import read_attempt
 
 ROOT = Path(__file__).parents[2]
@@ -149,4 +149,4 @@ def test_a_run_that_left_nothing_gets_none(tmp_path):
 def test_the_boards_have_a_power(run):
     from common.gpu_kinds import KINDS
 
-    assert set(BOARD_W) <= set(KINDS)
+    assert set(TABLE["board_w"]) <= set(KINDS)
