@@ -33,7 +33,7 @@ from plan.derive_config import load_or_derive
 from preflight import gpus, host
 from preflight.check_row import CheckRow, graded, overall, skipped, table
 from preflight.measured import Measured, read_ranks
-from supervision.ranks import ROOT, rank_environment, torchrun
+from supervision.ranks import ROOT, cpus_of_ranks, rank_environment, torchrun
 from supervision.supervise import supervise
 
 SECONDS, QUICK_SECONDS = 3.0, 0.5
@@ -165,7 +165,7 @@ def measured(
         return []
 
     before = read()
-    ranks = run_ranks(request, seconds, environment, lambda: during.append(read()))
+    ranks = run_ranks(request, seconds, environment, lambda: during.append(read()), cpus_of_ranks(found, request.count))
     after, seen = read(), [rank for rank in ranks if rank.memory_bytes]
     rows = [judge_ranks(ranks, request.count)]
     if rows[0].verdict == "refuse":
@@ -192,7 +192,9 @@ def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
     return graded("measuring processes", value or "all finished", f"{count} of {count}", do, refuse=bool(value))
 
 
-def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], object]) -> list[Measured]:
+def run_ranks(
+    request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], object], cpus: Sequence[str] = ()
+) -> list[Measured]:
     """One process per GPU, started by supervision.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S.
 
     A rank that hangs ends itself (preflight.measured.limit_s).
@@ -203,7 +205,7 @@ def run_ranks(request: Request, seconds: float, environment: Mapping[str, str], 
         if request.config is not None:
             (folder / "config.toml").write_text(request.config.as_toml())
             arguments.append(request.benchmark)
-        command = torchrun(folder, request.count, arguments)
+        command = torchrun(folder, request.count, arguments, cpus=cpus)
         env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}  # torchrun leaves an empty folder there
         ending = supervise(command, env, folder, stop=lambda: bool(meanwhile()), poll_s=SAMPLE_S, stdout=sys.stderr)
         if ending.signal_number:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import Hang, Interrupted, OutOfMemory, RunError
+from common.hardware import probe
 from common.sharding.processes import Processes
 from common.sharding.zero import NcclReduceScatter, Shard, pad_rows
 from common.training.guard import run_guarded
 from launch.diagnosis import diagnose
-from supervision.ranks import rank_environment, torchrun
+from supervision.ranks import cpus_of_ranks, rank_environment, torchrun
 from supervision.supervise import supervise
 
 REQUEST, MEASURED = "request.json", "measured.json"  # in the folder of a run: what is asked for, and what rank 0 found
@@ -36,7 +37,7 @@ def run_ranks(
     """
     environment = rank_environment(os.environ, settings, threads) | {"TMPDIR": str(folder)}
     deadline = time.monotonic() + limit_s
-    command = torchrun(folder, count, ["-m", *arguments])
+    command = torchrun(folder, count, ["-m", *arguments], cpus=cpus_of_ranks(probe(), count))
     ending = supervise(command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)

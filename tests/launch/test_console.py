@@ -57,3 +57,22 @@ def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch
     for name, arguments in (("bench", []), ("run", ["--device", "cpu"])):
         verbs.start("llama31_8b", name, verbs.parser(name, "llama31_8b").parse_args(["--print", *arguments]))
         assert "package will refuse" not in capsys.readouterr().err
+
+
+def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(monkeypatch, capsys, tmp_path):
+    """In a run and in a bench; not on a CPU."""
+    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 2))
+    monkeypatch.setattr(
+        job, "cpus_of_ranks", lambda found, ranks: [f"{12 * k}-{12 * k + 11}" for k in range(min(ranks, len(found.devices)))]
+    )
+    for name, program in (("run", "llama31_8b.train"), ("bench", "throughput.bench")):
+        assert verbs.start("llama31_8b", name, verbs.parser(name, "llama31_8b").parse_args(["--print"])) == 0
+        said = capsys.readouterr()
+        assert f"--nproc-per-node 2 -m supervision.ranks 0-11/12-23 {program} " in said.out
+        assert "CPUs       each rank on the NUMA node of its GPU, 12 of them" in said.err.splitlines()
+    verbs.start("llama31_8b", "run", verbs.parser("run", "llama31_8b").parse_args(["--print", "--device", "cpu"]))
+    said = capsys.readouterr()
+    assert "supervision.ranks" not in said.out and "CPUs " not in said.err

@@ -381,7 +381,7 @@ def on_gpus(monkeypatch, devices, found, environment=None, answers=None, **chang
     """The verb on a machine of fakes; its rows by check."""
     monkeypatch.setattr(verb, "probe", lambda env: Probe("nvidia", devices, "580.95.05"))
     monkeypatch.setattr(verb, "read_gpus", lambda vendor, addresses, names: answers or samples(len(devices)))
-    monkeypatch.setattr(verb, "run_ranks", lambda wanted, seconds, env, meanwhile: [meanwhile(), found][1])
+    monkeypatch.setattr(verb, "run_ranks", lambda wanted, seconds, env, meanwhile, cpus: [meanwhile(), found][1])
     return by_check(verb.check(options(**changed), environment or {})[0])
 
 
