@@ -147,7 +147,10 @@ print('one finding')
 sys.exit(int(os.environ.get('FINDINGS', 0)))
 """
 )
-REPORT = STUB + "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>')"
+REPORT = (
+    STUB
+    + "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>'); print('report.html', 'advice of the toy', sep='\\n')"
+)
 
 
 def shorten(root: Path, module: str, limit: str, instead: str) -> None:

@@ -71,6 +71,7 @@ def test_a_good_run(project, tmp_path):
     run_dir = only_run(tmp_path)
     assert "seed5" in run_dir.name and not (run_dir / "failure.json").exists()
     assert {"config.toml", "versions.json", "result.txt", "report.html", "check.txt"} <= {path.name for path in run_dir.iterdir()}
+    assert json.loads((run_dir / "versions.json").read_text())["rank_cpus"] == [] and "\nadvice of the toy\n" in err
     assert "CPU_1x1.toml" in out
 
 
