@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import Events, Progress
 
@@ -69,11 +70,11 @@ class RankComparison:
         return self.slow
 
 
-def compare_ranks(processes: Processes, events: Events, progress: Progress, blocks: nn.ModuleList) -> RankComparison | None:
+def compare_ranks(processes: Processes, events: Events, progress: Progress, model: Llama) -> RankComparison | None:
     """None on a CPU, whose ranks share it, and where there is nobody to compare with."""
     if processes.device.type != "cuda" or processes.world_size == 1:
         return None
-    return RankComparison(processes, events, progress, BlockTimes(blocks[len(blocks) // 2 :: EVERY]))
+    return RankComparison(processes, events, progress, BlockTimes(model.blocks[len(model.blocks) // 2 :: EVERY]))
 
 
 def over_median(times_ms: list[float]) -> list[float]:

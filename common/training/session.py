@@ -136,7 +136,7 @@ class Session:
         batches, validation = open_data(step)
         size = config.global_batch_size
         goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
-        ranks = compare_ranks(processes, self.events, self.progress, assembly.model.blocks)
+        ranks = compare_ranks(processes, self.events, self.progress, assembly.model)
         reporting = Reporting(self.log, meter, self.heartbeat, ranks, checkpoints)
         outcome = train(assembly, lr_at, batches, validation, self.batching, goal, processes, reporting, step)
         minutes = self.log.run_stop(outcome.samples, "success")

@@ -95,7 +95,7 @@ def on_a_rank(processes, folder):
     ranks = RankComparison(processes, events, Progress(False), lambda: 0.3 * (1 + processes.rank / 3))
     return {
         "slow": [ranks.compare(1, 8, 0.0) for _ in range(LOOKS)][-1],
-        "on_cpu": compare_ranks(processes, events, Progress(False), [nn.Identity()]) is None,
+        "on_cpu": compare_ranks(processes, events, Progress(False), nn.Identity()) is None,
     }
 
 
@@ -108,8 +108,8 @@ def test_a_run_compares_its_ranks_whenever_it_logs(tmp_path, tiny_data, processe
     """The real loop, with a probe that a CPU can run."""
     from tiny import run
 
-    def with_a_fake_probe(processes, events, progress, blocks):
-        assert len(blocks) > 0
+    def with_a_fake_probe(processes, events, progress, model):
+        assert len(model.blocks) > 0
         return RankComparison(processes, events, progress, lambda: 0.2)
 
     monkeypatch.setattr("common.training.session.compare_ranks", with_a_fake_probe)
