@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import OutOfMemory, RankLost, RunError, TargetMissed, write_rank_record
 from launch import diagnosis, job, run
-from launch.supervise import Ending
 from plan.benchmark import load_all
+from supervision.supervise import Ending
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ from common.errors import ConfigError, PreflightError
 from launch import __main__ as program
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = [sys.executable, "-m", "launch.torchrun", "DIR", "--nproc-per-node", "2", "-m", "throughput.bench", "--device", "cuda"]
+TORCHRUN = [sys.executable, "-m", "supervision.torchrun", "DIR", "--nproc-per-node", "2", "-m", "throughput.bench", "--device", "cuda"]
 EXPECTED = {
     "nsys": "nsys profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi "
     "--capture-range-end=stop --output=/out/nsys --stats=true",
