@@ -123,7 +123,11 @@ def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_
     for name in ("describe", "package"):
         (project / f"submission/{name}.py").write_text(STUB + f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)")
     code, out, err = finish(launch(project, tmp_path, verb, str(tmp_path), "--some", "option", benchmark="", PYTHONPATH=str(tmp_path)))
-    wanted = {"check": (0, "one finding"), "report": (0, ""), "score": (0, f"score ['{tmp_path}', '--some', 'option']")}
+    wanted = {
+        "check": (0, "one finding"),
+        "report": (0, "report.html\nadvice of the toy"),
+        "score": (0, f"score ['{tmp_path}', '--some', 'option']"),
+    }
     assert (code, out.strip()) == wanted.get(verb, (20, f"{verb} ['{tmp_path}', '--some', 'option']")), err
 
 

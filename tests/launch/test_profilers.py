@@ -80,7 +80,7 @@ def test_a_tool_on_path_is_called_around_rank_0(tmp_path):
 def verb(tmp_path, monkeypatch):
     """The verb in this process."""
     monkeypatch.setattr(program, "outlive_readers", lambda: None)
-    monkeypatch.setattr(program, "handled_signals", lambda: [])
+    monkeypatch.setattr(program, "raise_at_signals", lambda: None)
     return lambda *arguments: program.main(["profile", "llama31_8b", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments])
 
 
