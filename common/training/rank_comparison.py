@@ -19,7 +19,6 @@ from common.sharding.processes import Processes
 from common.training.metrics import Events, Progress
 
 SLOW = 1.05  # times the median rank; GPUs of one kind in one node differ by some 2 % (reference systems warn there)
-SLOWER = 1.015  # times what is usual for that rank, so that 2 % are seen (docs/log.md has a simulation)
 LOOKS = 5  # comparisons, one at every tenth step
 EVERY = 4  # each fourth block is timed: four of 32 in each forward
 
@@ -48,8 +47,8 @@ class RankComparison:
     """Compares the ranks by `probe`, the ms of work that includes no waiting for others, and names who is slow.
 
     At its power limit a GPU's clock swings: single times of 13 ms on an H200 under full load have a standard deviation of 2 %. So the mean
-    of the last LOOKS comparisons counts, which are means of many times themselves. Slow is who is behind the median rank by SLOW, or by
-    SLOWER than usual, which is the median of all comparisons before these, at least as many.
+    of the last LOOKS comparisons counts, which are means of many times themselves. Less than SLOW is not named: how far the comparisons of
+    healthy GPUs swing was not measured yet (docs/log.md).
     """
 
     def __init__(self, processes: Processes, events: Events, progress: Progress, probe: Callable[[], float]):
@@ -90,9 +89,7 @@ def mean_ratios(history: list[list[float]]) -> list[float]:
 
 def slow_ranks(history: list[list[float]]) -> list[int]:
     """None before there are LOOKS comparisons."""
-    now, before = mean_ratios(history), history[:-LOOKS]
-    usual = [statistics.median(ratios) for ratios in zip(*before, strict=True)] if len(before) >= LOOKS else now
-    return [rank for rank, ratio in enumerate(now) if ratio > min(SLOW, SLOWER * usual[rank])] if len(history) >= LOOKS else []
+    return [rank for rank, ratio in enumerate(mean_ratios(history)) if ratio > SLOW] if len(history) >= LOOKS else []
 
 
 def describe(ratios: list[float], slow: list[int]) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from page import Page, read_page
 
+from common.kernels.fp8 import QuantizedTensor
 from common.training.loop import Assembly
 from throughput.memory_profile import BEFORE, ROOT, UNNAMED, document, history_of, kind_and_place, owners, write
 
@@ -82,6 +83,7 @@ def test_the_peak_is_found_and_divided_by_who_holds_it():
         (BACKWARD, "workspace of a backward", "common/kernels/swiglu.py:7 swiglu_backward"),
         (LOSS, "embedding, head, loss", "common/kernels/cross_entropy.py:7 forward"),
         (REDUCE, "gradients, communication", "common/sharding/zero.py:261 _means"),
+        ([frame("common/kernels/accumulate.py", "add"), *REDUCE], "gradients, communication", "common/kernels/accumulate.py:7 add"),
         ([frame(".venv/lib/site-packages/torch/nn.py", "linear"), *FORWARD], "activations", "common/kernels/swiglu.py:40 swiglu"),
         (
             [frame("common/kernels/quantize.py", "both"), frame("common/kernels/fp8.py", "quantize_weight"), *FORWARD],
@@ -127,8 +129,12 @@ def test_what_lives_as_long_as_the_run_is_known_by_its_address():
     moments, masters = torch.zeros(2), [torch.zeros(5)]
     optimizer = type("Optimizer", (), {"state_tensors": lambda self: [moments], "weights": masters})()
     assembly = object.__new__(Assembly)
-    vars(assembly).update(model=model, optimizer=optimizer, fp8=None)
+    cast = QuantizedTensor(torch.zeros(6), torch.zeros(7))
+    fp8 = type(
+        "Scaling", (), {"tensors": lambda self: [], "quantizers": [type("Cast", (), {"cached": cast}), type("New", (), {"cached": None})]}
+    )()
+    vars(assembly).update(model=model, optimizer=optimizer, fp8=fp8)
     named = owners(assembly)
     expected = {moments: "AdamW moments", masters[0]: "master weights", model.weight: "weights", model.bias: "weights"}
-    expected[model.held.parts["base"][0]] = "frozen base, buffers"
+    expected |= {model.held.parts["base"][0]: "frozen base, buffers"} | dict.fromkeys(cast[:2], "FP8 copies of weights")
     assert named == {tensor.untyped_storage().data_ptr(): kind for tensor, kind in expected.items()}
