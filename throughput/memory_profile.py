@@ -87,7 +87,7 @@ def owners(assembly: Assembly) -> dict[int, str]:
         "master weights": assembly.optimizer.weights,
         "FP8 scales": assembly.fp8.tensors() if assembly.fp8 is not None else [],
         "weights": assembly.model.parameters(),
-        FP8_COPIES: _tensors_in([quantizer.cached for quantizer in assembly.fp8.quantizers] if assembly.fp8 is not None else [], set()),
+        FP8_COPIES: _tensors_in([quantizer.cached for quantizer in getattr(assembly.fp8, "quantizers", [])], set()),
         "frozen base, buffers": _tensors_in(assembly, set()),
     }
     found: dict[int, str] = {}
