@@ -7,7 +7,6 @@ those before it: collectives by size, then the sharded Llama, then the GPT under
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -66,7 +65,6 @@ class Request:
 
 
 def measure(folder: Path) -> None:
-    warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch renames collectives; torch 2.9 has the old names only
     request = Request.read(folder / REQUEST)
     processes = start_processes("cpu" if request.gpu == "CPU" else "cuda", TIMEOUT_S)
     found: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -47,6 +48,7 @@ def start_processes(device_type: str, timeout_s: float, high_priority_compute: b
     `high_priority_compute`: launch this thread's kernels on a high-priority stream, so that kernels of side streams only fill idle
     multiprocessors.
     """
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # torch 2.13 renames collectives; 2.9 has the old names only
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
