@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -83,6 +84,6 @@ def test_options_that_cannot_be_are_refused_before_that():
 def test_the_command_line(before):
     command = [sys.executable, "-m", "door", "llama31_8b", "--device", "cpu", "--print", "--checkpoint", "1", "--continue"]
     done = subprocess.run([*command, str(before)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and f"--checkpoint 1 --continue {before}\n" in done.stdout and "continues" in done.stderr
+    assert done.returncode == 0 and f"--checkpoint 1 --continue {shlex.quote(str(before))}\n" in done.stdout and "continues" in done.stderr
     done = subprocess.run([*command, "nowhere"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 3 and f"{ROOT}/nowhere" in done.stderr

@@ -226,14 +226,14 @@ def test_a_signal_after_the_work_is_done_spoils_nothing(tmp_path):
 def test_a_record_of_a_full_disk_takes_the_room_that_was_set_aside(tmp_path, monkeypatch):
     (tmp_path / "ranks").mkdir()
     (tmp_path / ROOM).write_bytes(bytes(4096))
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
-    def full(path, text):
+    def full(path, content):
         if (tmp_path / ROOM).exists():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_text(path, text)
+        return write_bytes(path, content)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     write_rank_record(tmp_path, 0, "failed", StorageError("full"))
     assert record(tmp_path, 0)["kind"] == "storage" and not (tmp_path / ROOM).exists()
 
@@ -246,7 +246,7 @@ def test_a_failure_is_told_on_stderr_where_no_launcher_reads_the_record(tmp_path
     if not launched:
         monkeypatch.delenv(LAUNCHED)
     if full:
-        monkeypatch.setattr(Path, "write_text", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
     monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):
         guard._end_badly(tmp_path, 0, OSError(errno.ENOSPC, "No space left on device", "events.jsonl"), lambda: None, lambda: 3)
