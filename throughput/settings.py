@@ -2,7 +2,7 @@
 
     ./run_and_time.sh throughput settings [--benchmark llama2_70b_lora] [--only RoPE]
 
-First attention, with each of SDPA's backends: microseconds of forward and backward together, and dB against the math backend; a run takes the first
+First attention, with each of SDPA's backends and on ROCm with AITER's package: microseconds of forward and backward together, and dB against the math backend; a run takes the first
 that can (common/kernels/attention.py). Then each line is one Tile of common/kernels/architecture.py; the shipped one is marked. A candidate that does not compile, or whose results are not
 its reference's, says so instead of a time. A line that is faster on your GPU is what we would like to hear of, with the first line of the
 output: put it into the kernel's `_settings` function, run pytest tests/kernels, and send both.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from unittest import mock
 
@@ -23,7 +24,7 @@ from triton.testing import do_bench_cudagraph
 from common import known_issues
 from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture
-from common.kernels.attention import causal_attention
+from common.kernels.attention import ENGINE, causal_attention
 from common.training import self_test
 from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
 from common.training.self_test import KERNEL_DB, against_reference
@@ -64,6 +65,7 @@ def main(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise ConfigError("there is no GPU", "settings are timed where they are launched", "start it on a machine with one")
     device = torch.device("cuda")
+    os.environ.pop(ENGINE, None)  # each line of attention chooses its own
     versions = ", ".join(f"{name} {text}" for name, text in known_issues.installed().items())
     print(f"{torch.cuda.get_device_name()}, {architecture(device)}, {versions}", flush=True)
     sizes = sizes_of(options)
@@ -73,21 +75,26 @@ def main(options: argparse.Namespace) -> int:
 
 
 def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
-    """One per backend, and on ROCm per library behind flash."""
+    """One per backend, and on ROCm per library behind flash, and AITER's own package."""
     yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
     libraries = ("aotriton", "ck") if torch.version.hip else ("",)
     backends = [(SDPBackend.FLASH_ATTENTION, library) for library in libraries] + [(SDPBackend.EFFICIENT_ATTENTION, "")]
-    for backend, library in [*backends, *([] if torch.version.hip else [(SDPBackend.CUDNN_ATTENTION, "")])]:
+    last = (SDPBackend.FLASH_ATTENTION, "aiter") if torch.version.hip else (SDPBackend.CUDNN_ATTENTION, "")
+    for backend, library in [*backends, last]:
+        aiter = library == "aiter"  # in the place of SDPA, which the backend is for
         try:
-            if library:
+            if library and not aiter:
                 torch.backends.cuda.preferred_rocm_fa_library(library)
-            with mock.patch.object(self_test, "attention_backends", lambda *_, backend=backend: sdpa_kernel(backend)):
+            with (
+                mock.patch.object(self_test, "attention_backends", lambda *_, backend=backend: sdpa_kernel(backend)),
+                mock.patch.dict(os.environ, {ENGINE: library} if aiter else {}),
+            ):
                 checks = self_test.attention_checks(sizes, Draw(device), self_test.Result())
                 found = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks) + " dB"
-            found = f"{attention_us(sizes, device, backend):8.1f} us  {found} (out, dQ, dK, dV)"
+                found = f"{attention_us(sizes, device, backend):8.1f} us  {found} (out, dQ, dK, dV)"
         except Exception as error:
             found = f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"
-        yield f"  {found}  {backend.name.lower()} {library}".rstrip()
+        yield f"  {found}  {library if aiter else f'{backend.name.lower()} {library}'}".rstrip()
 
 
 def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:

@@ -1,12 +1,14 @@
 """Causal attention with grouped query heads, through torch's scaled_dot_product_attention.
 
 On Hopper cuDNN's kernel is 1.7x faster than torch's flash backend at sequence 8192 and head size 128 (552 against 315 TFLOP/s
-forward, 474 against 279 backward; docs/results.md), so it comes first there. Behind flash on ROCm: docs/gpus/README.md. Never pass a mask: it
+forward, 474 against 279 backward; docs/results.md), so it comes first there. Behind flash on ROCm: docs/gpus/README.md. AITER's own package computes it
+instead where ATTENTION_ENGINE asks (aiter_attention.py). Never pass a mask: it
 loses the causal fast path and runs into a NaN bug of cuDNN (pytorch#196678).
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,14 +16,27 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+ENGINE = "ATTENTION_ENGINE"  # environment variable, from a config's [env]: "aiter" for AITER's package in SDPA's place
+
 
 def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager:
-    """Context for a whole run in `dtype`: the order in which SDPA tries its backends. In 16 bits on a GPU math is none: SDPA then raises."""
+    """Context for a whole run in `dtype`: the order in which SDPA tries its backends. In 16 bits on a GPU math is none: SDPA then raises.
+
+    Raises ConfigError where ATTENTION_ENGINE asks for what this machine cannot do.
+    """
+    if ENGINE in os.environ:
+        from common.kernels.aiter_attention import load  # an optional package
+
+        load(torch.device(device_type))
     order = [SDPBackend.CUDNN_ATTENTION] * (device_type == "cuda" and not torch.version.hip) + [SDPBackend.FLASH_ATTENTION]
     return sdpa_kernel(order if device_type == "cuda" and dtype.itemsize == 2 else [*order, SDPBackend.MATH], set_priority=True)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]; result shaped like q."""
+    if ENGINE in os.environ:
+        from common.kernels.aiter_attention import AiterAttention
+
+        return AiterAttention.apply(q, k, v)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from common import known_issues
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
-from common.kernels.attention import attention_backends, causal_attention
+from common.kernels.attention import ENGINE, attention_backends, causal_attention
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
 from common.model.fused_block import ENGINES
 from common.sharding.processes import Processes
@@ -172,10 +173,12 @@ def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check
 
 
 def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What `causal_attention` of these tensors would run on here: "cudnn", "flash", "math"; on ROCm with the library that is preferred.
+    """What `causal_attention` of these tensors would run on here: "cudnn", "flash", "math"; on ROCm with the library that is preferred; or "aiter".
 
     Raises RuntimeError where no allowed backend can.
     """
+    if ENGINE in os.environ:
+        return f"{os.environ[ENGINE]}, 32-bit atomics"
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
     if chosen == SDPBackend.ERROR:

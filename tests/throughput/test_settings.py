@@ -1,5 +1,7 @@
 """Other launch settings of kernels: which are tried, that one that computes wrongly gets no time, and that the shipped one is marked."""
 
+import os
+
 import pytest
 import torch
 
@@ -58,6 +60,18 @@ def test_attention_is_timed_and_compared_with_each_backend(monkeypatch):
     assert title == "attention [1, 16, 4/2]"
     assert flash.split()[:2] == ["10.0", "us"] and flash.endswith("flash_attention") and flash.count("/") == 3 and "nan" not in flash
     assert "fails: RuntimeError" in efficient and "fails: RuntimeError" in cudnn, "a CPU has neither"
+
+
+def test_on_rocm_each_library_and_aiter_have_their_line(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", asked.append)
+    monkeypatch.setattr(settings, "attention_us", lambda *_: 10.0)
+    monkeypatch.setattr(settings.self_test, "attention_checks", lambda *_: [("", "", 0.0, lambda: float("ATTENTION_ENGINE" in os.environ))])
+    _, aotriton, ck, efficient, aiter = settings.attention_lines(SIZES, torch.device("cpu"))
+    assert asked == ["aotriton", "ck"] and aotriton.endswith("flash_attention aotriton") and ck.endswith("flash_attention ck")
+    assert aiter.endswith("  aiter") and aiter.split()[2] == "1.0" and {line.split()[2] for line in (aotriton, ck, efficient)} == {"0.0"}
+    assert "ATTENTION_ENGINE" not in os.environ
 
 
 def test_without_a_gpu_it_says_so():
