@@ -152,8 +152,10 @@ class Checkpoints:
         samples = step * self.session.config.global_batch_size
         self.own = {f"rank_{self.rank}.{name}": tensor for name, tensor in self._own().items()}
         facts = self.identity() | {"step": step, "samples": samples, "ranks": self.processes.world_size}
-        facts |= {"digest": self._digest(self.own), "torch": torch.__version__}
         writer = Writer(self.folder / f"step_{step:08d}", facts)
+        if self.rank == 0:  # what a killed save of this step left, of more ranks perhaps; the digest's exchange holds the others
+            shutil.rmtree(writer.path, ignore_errors=True)
+        facts |= {"digest": self._digest(self.own), "torch": torch.__version__}
         self.saving = dcp.async_save({}, storage_writer=writer, async_stager=Stager(self._stage), process_group=self.group)  # type: ignore[assignment]
         self.last = time.monotonic()
         held = self.last - began

@@ -299,6 +299,18 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(processes, tm
     assert rest.error == "target_missed" and len(rest.losses) == 6
 
 
+def test_what_a_killed_save_of_the_same_step_left_is_no_part_of_the_next(processes, tmp_path):
+    """The killed run may have had more ranks, and its last file may be cut off."""
+    left = tmp_path / FOLDER / f"step_00000003{PARTIAL}"
+    left.mkdir(parents=True)
+    (left / "rank_1.safetensors").write_bytes(b"cut off")
+    saving = checkpoints_of(processes, tmp_path)
+    saving.offer(3, evaluated=True)
+    saving.finish()
+    assert not (tmp_path / FOLDER / "step_00000003/rank_1.safetensors").exists()
+    assert checkpoints_of(processes, tmp_path / "on", checkpoint=None, continues=tmp_path).load() == 3
+
+
 def test_another_failure_of_a_save_is_not_called_a_full_disk(made, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_file", mock.Mock(side_effect=ZeroDivisionError))
     checkpoints = made()
