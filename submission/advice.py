@@ -16,7 +16,7 @@ from common.gpu_stats import FAULTS
 from pages.page import median, points
 from plan.benchmark import config_class, workload
 from plan.estimate import estimate
-from submission.gpu_samples import Samples, read_samples
+from submission.gpu_samples import Samples, comparisons, read_samples
 from submission.runs import Run
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -82,7 +82,6 @@ def _planned(run: Run) -> float:
 
 
 def _ranks(run: Run) -> Iterator[Symptom]:
-    compared = [record["block_ms"] for record in run.records if record.get("event") == "ranks" and record.get("block_ms")]
-    named = [record["slow"] for record in run.records if record.get("event") == "ranks"][-1:]
-    for rank in named[0] if compared and named else ():
-        yield "rank", {"rank": rank, "late": fmean(times[rank] / min(times) for times in compared[-5:]) - 1}
+    compared = comparisons(run)
+    for rank in compared[-1]["slow"] if compared else ():
+        yield "rank", {"rank": rank, "late": fmean(record["block_ms"][rank] / min(record["block_ms"]) for record in compared[-5:]) - 1}

@@ -1,4 +1,4 @@
-"""What the GPUs did during a run, for its report: gpu_samples.jsonl (live/sampler.py) and the ranks compared at evaluations.
+"""What the GPUs did during a run, for its report: gpu_samples.jsonl (live/sampler.py), and the ranks compared at every tenth step.
 
 A file that is missing is no finding: the sampler is optional. Standard library only.
 """
@@ -92,9 +92,14 @@ def _table(samples: Samples) -> Block:
     return page.table(["GPU", *(CURVES[key] for key in known), "kWh", "held down by"], rows, (0, len(known) + 2))
 
 
+def comparisons(run: Run) -> list[dict]:
+    """The records of ranks compared (common/training/rank_comparison.py), oldest first."""
+    return [record for record in run.records if record.get("event") == "ranks" and record.get("block_ms")]
+
+
 def ranks_compared(run: Run) -> list[Block]:
     """The time of each rank's own blocks; nothing where ranks were not compared."""
-    records = [record for record in run.records if record.get("event") == "ranks" and record.get("block_ms")]
+    records = comparisons(run)
     ranks = range(len(records[0]["block_ms"]) if records else 0)
     curves = [Curve(f"rank {rank}", [(record["samples"], record["block_ms"][rank]) for record in records], rank) for rank in ranks]
     return [page.chart("a block's forward, which waits for no other rank, ms: means of ten steps", "training sequences", curves)]

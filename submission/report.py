@@ -54,10 +54,10 @@ def write(folders: list[Path], series: str, sink: str | None) -> int:
     elif not _is_run(first) and ((first / ledger.NAME).is_file() or any(first.glob("*/result.txt"))):
         text = series_page(read_series([first], series), first)
     else:
-        text = run_page(run := _read(first))
-        found = [f"advice     {each.symptom}; worth {each.worth}: {each.do} ({each.source})" for each in advice(run)]
+        run = _read(first)
+        text = run_page(run, found := advice(run))
     terminal.write(path, text)
-    print(path, *found, sep="\n")
+    print(path, *(f"advice     {each.symptom}; worth {each.worth}: {each.do} ({each.source})" for each in found), sep="\n")
     return 0
 
 

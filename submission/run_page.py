@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from pages import page
 from pages.page import Block, Curve, Section, banner, finite, median, number, points, table
 from submission import check, gpu_samples, terminal
-from submission.advice import advice
+from submission.advice import Advice
 from submission.intervals import samples_of
 from submission.log_rules import PRECISION_KEYS
 from submission.runs import GOOD, Run
@@ -36,18 +36,19 @@ FORMS |= {"GPU-hours": ",.2f", "GPU kWh": ",.3f"}
 Labeled = tuple[str, Run]
 
 
-def run_page(run: Run) -> str:
+def run_page(run: Run, advised: list[Advice]) -> str:
     """The page as HTML text. Raises PreflightError where mlperf-logging or jinja2 is missing."""
     samples, figures, (clean, verdict) = gpu_samples.read_samples(run), figures_of(run), _verdict(run)
     unit = "CPU" if run.gpu == "CPU" else "GPU"
     tiles = [(name.replace("GPU", unit), shown(figures, name)) for name in FORMS if figures[name] is not None]
     evaluated = [[number(value) for value in row.values()] for row in evaluations(run)]
     curves = [Curve("train", of_steps(run, "loss")), Curve("evaluation", points(evaluations(run), "samples", "loss"), 1, dots=True)]
+    heads = ("what the samples and events show", "what it is worth", "what to do", "source")
     return page.render(
         f"{run.benchmark or 'run'} · {run.folder.resolve().name}",
         [
             ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run), {"tiles": tiles}]),
-            ("What to do next", [{"steps": _next_steps(run, clean)}, _advice(run)]),
+            ("What to do next", [{"steps": _next_steps(run, clean)}, table(heads, advised, range(4))]),
             ("Loss", [loss_chart("loss", run, curves)]),
             ("Evaluations", [table(["samples", "loss", "minutes on the clock", "took, s"], evaluated)]),
             ("Where the time went", [page.shares(phases(run))]),
@@ -191,10 +192,6 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
         found.append(("A result is ten runs in a row:", f"NEXP=10 {command} {run.benchmark}"))
         found.append(("What a series scores, and how much of it is luck:", f"{command} score {series}"))
     return [*found, ("Beside another run:", f"{command} report {folder} OTHER_RUN")]
-
-
-def _advice(run: Run) -> Block:
-    return table(("what the samples and events show", "what it is worth", "what to do", "source"), advice(run), range(4))
 
 
 def _verdict(run: Run) -> tuple[bool, list[Block]]:
