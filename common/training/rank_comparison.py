@@ -18,7 +18,7 @@ from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import Events, Progress
 
-SLOW = 1.05  # times the median rank; GPUs of one kind in one node differ by some 2 % (reference systems warn there)
+SLOW = 1.02  # times the median rank; the comparisons of two H200s have a standard deviation of 0.25 % (docs/log.md)
 LOOKS = 5  # comparisons, one at every tenth step
 EVERY = 4  # each fourth block is timed: four of 32 in each forward
 
@@ -46,9 +46,9 @@ class BlockTimes:
 class RankComparison:
     """Compares the ranks by `probe`, the ms of work that includes no waiting for others, and names who is slow.
 
-    At its power limit a GPU's clock swings: single times of 13 ms on an H200 under full load have a standard deviation of 2 %. So the mean
-    of the last LOOKS comparisons counts, which are means of many times themselves. Less than SLOW is not named: how far the comparisons of
-    healthy GPUs swing was not measured yet (docs/log.md).
+    At its power limit a GPU's clock swings: single times of 13 ms on an H200 under full load have a standard deviation of 2 %. So the
+    median of the last LOOKS comparisons counts, which are means of many times themselves. GPUs without a fault can differ by more than SLOW, by
+    their heat for one: the slower is named as well, since all wait for it.
     """
 
     def __init__(self, processes: Processes, events: Events, progress: Progress, probe: Callable[[], float]):
@@ -62,7 +62,7 @@ class RankComparison:
         times[self.processes.rank] = self.probe()
         times_ms = self.processes.sum(times).tolist()
         self.history.append(over_median(times_ms))
-        ratios, before, self.slow = mean_ratios(self.history), self.slow, slow_ranks(self.history)
+        ratios, before, self.slow = median_ratios(self.history), self.slow, slow_ranks(self.history)
         self.events.write("ranks", step=step, samples=samples, time_s=time_s, block_ms=times_ms, slow=self.slow)
         if self.slow and self.slow != before:
             self.progress.show(describe(ratios, self.slow))
@@ -82,14 +82,14 @@ def over_median(times_ms: list[float]) -> list[float]:
     return [ms / median for ms in times_ms]
 
 
-def mean_ratios(history: list[list[float]]) -> list[float]:
+def median_ratios(history: list[list[float]]) -> list[float]:
     """Of each rank, over the last LOOKS comparisons."""
-    return [statistics.fmean(ratios) for ratios in zip(*history[-LOOKS:], strict=True)]
+    return [statistics.median(ratios) for ratios in zip(*history[-LOOKS:], strict=True)]
 
 
 def slow_ranks(history: list[list[float]]) -> list[int]:
     """None before there are LOOKS comparisons."""
-    return [rank for rank, ratio in enumerate(mean_ratios(history)) if ratio > SLOW] if len(history) >= LOOKS else []
+    return [rank for rank, ratio in enumerate(median_ratios(history)) if ratio > SLOW] if len(history) >= LOOKS else []
 
 
 def describe(ratios: list[float], slow: list[int]) -> str:

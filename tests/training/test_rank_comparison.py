@@ -17,8 +17,8 @@ from common.training.rank_comparison import LOOKS, BlockTimes, RankComparison, c
     ("times_ms", "slow"),
     [
         ([1.0] * 8, []),
-        ([1.0] * 7 + [1.049], []),
-        ([1.0] * 7 + [1.051], [7]),
+        ([1.0] * 7 + [1.019], []),
+        ([1.0] * 7 + [1.021], [7]),
         ([1.0, 1.2, 1.0, 1.0, 1.1, 1.0, 1.0, 1.0], [1, 4]),
         ([1.0] * 7 + [0.5], []),  # a fast one is no trouble
         ([1.0, 1.2], [1]),  # of two the faster one is the measure
@@ -31,18 +31,18 @@ def test_who_is_slow_from_the_start(times_ms, slow):
     assert slow_ranks([over_median(times_ms)] * LOOKS) == slow and slow_ranks([over_median(times_ms)] * (LOOKS - 1)) == []
 
 
-def test_six_percent_are_seen_within_five_comparisons():
-    """In ranks that differ by 2 % anyway, with the noise of means of ten steps that docs/log.md simulates; then the rank recovers."""
+def test_three_percent_are_seen_within_five_comparisons():
+    """In ranks that differ by 1 % anyway, with the noise that two H200s had (docs/log.md); then the rank recovers."""
     noise = random.Random(0)
 
     def look(late: float) -> list[float]:
-        return over_median([speed * noise.gauss(1.0, 0.003) for speed in (1.0, 1.01, 1.01, 1.02 * (1 + late))])
+        return over_median([speed * noise.gauss(1.0, 0.0025) for speed in (1.0, 1.01, 1.01, 1.01 * (1 + late))])
 
-    history = [look(0.0) for _ in range(40)]
-    assert [slow_ranks(history[:count]) for count in range(1, 41)] == [[]] * 40
+    history = [look(0.0) for _ in range(400)]
+    assert [slow_ranks(history[:count]) for count in range(1, 401)] == [[]] * 400
     said = []
     for _ in range(LOOKS):
-        history.append(look(0.06))
+        history.append(look(0.03))
         said.append(slow_ranks(history))
     assert said[0] == [] and said[-1] == [3]
     assert slow_ranks([*history, *(look(0.0) for _ in range(LOOKS))]) == []
