@@ -21,7 +21,7 @@ class Config(RunConfig):
     recompute_layers: int = 0  # the first n layers recompute their activations in backward
     reduce_scatter: str = "nccl"  # of gradients: "nccl" (NCCL or RCCL; gloo on a CPU), or "copy_engine" within one node
     moment_precision: str = "fp32"  # of AdamW's two moments; "bf16" saves 4 bytes per weight and rank
-    fp8_head: bool = False  # the output projection in FP8 as well
+    fp8_head: bool = False  # the gradients of the output projection in FP8 as well, the logits in bf16
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -145,7 +145,7 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
 def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
     """Logits, over which their gradient is written, and the residual stream with its norm and its gradient.
 
-    A head in FP8 casts the logits' gradient and its own input, each rowwise and columnwise.
+    A head with gradients in FP8 casts the logits' gradient and its own input, each rowwise and columnwise.
     """
     cast = 2 * (shape.vocab_size + shape.hidden_size) if getattr(config, "fp8_head", False) else 0
     return (shape.vocab_size + 3 * shape.hidden_size) * BYTES[config.precision] + cast
@@ -280,6 +280,7 @@ def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool,
     """Time of one token's matrix products on one GPU at the dense peaks: FP8 for the linears, bf16 for attention, adapters and head.
 
     Training: forward, data gradient and, unless frozen, weight gradient. `recomputed`: share of the layers that run forward twice.
+    `fp8_head`: the head's gradients in FP8.
     """
     shape = work.shape
     head = 2 * shape.vocab_size * shape.hidden_size
@@ -287,9 +288,9 @@ def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool,
     attention = shape.attention_flops_per_token(work.sequence_length) / 3
     adapters = 2 * shape.lora_parameters(work.lora_rank)
     passes = (2 if work.lora_rank else 3) if training else 1
-    in_fp8 = linears * (passes + recomputed) + (head * passes if fp8_head else 0)
+    in_fp8 = linears * (passes + recomputed) + (head * (passes - 1) if fp8_head else 0)
     in_bf16 = adapters * (3 if training else 1) + attention * ((1 + ATTENTION_BACKWARD if training else 1) + recomputed)
-    in_bf16 += 0 if fp8_head else head * passes
+    in_bf16 += head if fp8_head else head * passes
     return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
 
 

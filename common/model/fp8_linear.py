@@ -1,15 +1,17 @@
-"""A linear layer without bias whose three products are in FP8, for use outside of the fused blocks: the output projection of the head.
+"""A linear layer without bias whose gradients are computed in FP8 and whose output is not: the output projection of the head.
 
-Its input and the gradient of its output arrive in bf16, so each costs a cast; the products are twice as fast.
+The logits decide the loss, and rounding in them is error in every evaluation; the gradients bear it as those of the blocks do. The input and the
+gradient of the output arrive in bf16, so each costs a cast; the two products are twice as fast.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from common.kernels import quantize
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul, quantize_weight, wgrad
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, quantize_weight, wgrad
 
 
 class Fp8Linear(nn.Linear):
@@ -31,11 +33,10 @@ class Fp8Linear(nn.Linear):
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
-        quantized = layer.quantize(x.flatten(0, -2), layer.x_quantizer)
         ctx.layer, ctx.shape = layer, x.shape
         if any(ctx.needs_input_grad):
-            ctx.x = quantized.for_wgrad()
-        return matmul(quantized, layer.quantized_weight(), fast=True).view(*x.shape[:-1], -1)
+            ctx.x = layer.quantize(x.flatten(0, -2), layer.x_quantizer).for_wgrad()
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor | None, None]:

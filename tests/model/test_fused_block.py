@@ -130,8 +130,8 @@ def test_without_gradient_nothing_is_kept_and_no_scale_moves():
     assert not torch.equal(before[0], scaling.state)
 
 
-def test_a_linear_in_fp8_is_as_near_as_its_casts():
-    """28.5 dB forward and 24.6 dB for the gradients, less what a small sample scatters."""
+def test_a_linear_with_gradients_in_fp8_is_as_near_as_its_casts():
+    """The output is that of bf16, bit for bit; the gradients have 24.6 dB, less what a small sample scatters."""
     torch.manual_seed(0)
     scaling = DelayedScaling()
     layer, plain = Fp8Linear(64, 96, "reference", scaling), torch.nn.Linear(64, 96, bias=False)
@@ -147,15 +147,16 @@ def test_a_linear_in_fp8_is_as_near_as_its_casts():
             out = module(leaf)
             out.backward(d_out.to(dtype))
             results.append((out.detach().float(), leaf.grad.float(), module.weight.grad.float()))
-        for ours, truth, bound in zip(*results, (27, 23, 23), strict=True):
-            assert 40 > sqnr_db(ours, truth) > bound, f"step {step}"
+        assert torch.equal(results[0][0], torch.nn.functional.linear(x.bfloat16(), layer.weight).float())
+        for ours, truth in list(zip(*results, strict=True))[1:]:
+            assert 40 > sqnr_db(ours, truth) > 23, f"step {step}"
         cast = layer.weight_quantizer.cached
         assert cast is not None and layer.quantized_weight() is cast
         scaling.step_done()
         assert layer.weight_quantizer.cached is None
 
 
-def test_the_head_can_be_in_fp8():
+def test_the_heads_gradients_can_be_in_fp8():
     model, scaling = fp8_llama(fp8_head=True)
     tokens = torch.randint(0, SHAPE.vocab_size, (2, SEQUENCE))
     loss, count = model(tokens, tokens)

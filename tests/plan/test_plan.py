@@ -66,7 +66,6 @@ class Measured:
 
 MEASURED = (
     Measured(PRETRAINING, "H200_1x2", 121.6, 15_829, {"global_batch_size": 8}),
-    Measured(PRETRAINING, "H200_1x2", 124.5, 16_221, {"global_batch_size": 8, "fp8_head": True}),
     Measured(PRETRAINING, "H200_1x2", 120.6, 15_556, {"global_batch_size": 8, "reduce_scatter": "nccl"}),
     Measured(PRETRAINING, "H200_1x2", 113.1, 11_223, {"global_batch_size": 8, "fp8": ""}),
     Measured(PRETRAINING, "H200_1x4", 123.8, 16_301, {}),
