@@ -27,7 +27,7 @@ from common.training.self_test import Sizes, decibels, self_test
 from plan.benchmark import config_class, workload
 from preflight.measured import UNITS, Measured, limit_s
 
-SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (512, 2**24, 2**22)}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
+SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (128, 2**24, 2**22)}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
 Work = tuple[Callable[[], object], float]  # amount / seconds of one call is in UNITS
 
 
