@@ -27,6 +27,9 @@ def without_onednn(*operands, **options):
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     torch._scaled_mm = without_onednn
+    # Here and in every process of the tests: on tiny tensors two threads only wait for each other, 100 times slower beside other work.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 # A shell that starts the tests in the background lets them ignore the interrupt, and every process of theirs with them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,11 +42,8 @@ def processes():
 
     from common.sharding.processes import start_processes
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on tiny tensors two threads only wait for each other: 100x slower beside other work
     yield start_processes("cpu", 60.0)
     torch.distributed.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 def made_once(tmp_path_factory, name, make):

@@ -39,7 +39,7 @@ class Started:
             "DATADIR": str(data),
             "LOGDIR": str(self.log_dir),
         }
-        variables |= {"SEED": "1", "OMP_NUM_THREADS": "1"} | (environment or {})
+        variables |= {"SEED": "1"} | (environment or {})
         self.process = subprocess.Popen(
             [str(ROOT / "run_and_time.sh"), "llama31_8b", *options, *arguments],
             env=variables,
