@@ -139,7 +139,11 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
         ends = [process.communicate(timeout=150) for process in launched]
     assert [process.returncode for process in launched] == [10, 10], ends  # the target is out of reach
     (run_dir,) = [path for path in (tmp_path / "out0/llama31_8b").iterdir() if path.is_dir()]
+    failure = json.loads((run_dir / "failure.json").read_text())
+    assert (failure["kind"], failure["exit_code"]) == ("target_missed", 10) and (run_dir / "report.html").is_file()
+    assert "96 samples" in failure["what"] and failure["what"] in ends[0][1], "on the terminal of node 0"
     two = tiny.facts(run_dir)
+    assert two.status == "aborted"
     assert len(one.losses) == 12 and len(one.evaluations) == 3
     assert two.losses == pytest.approx(one.losses, abs=1e-6) and two.norms == pytest.approx(one.norms, rel=1e-5)
     assert dict(two.evaluations) == pytest.approx(dict(one.evaluations), abs=1e-6)
