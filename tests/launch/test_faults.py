@@ -179,7 +179,8 @@ def test_target_not_reached(tmp_path, data):
     )
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+# The interrupt of a toy run is in test_series.py and test_outside.py.
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
 def test_signal_while_training(tmp_path, data, number, code):
     run = Started(tmp_path, data)
     run.wait_for_step(3)
