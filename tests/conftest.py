@@ -7,26 +7,14 @@ import shutil
 import signal
 from pathlib import Path
 
+import fp8_on_cpu  # noqa: F401  (changes torch)
 import pytest
 import torch
 from megatron_datasets import megatron  # noqa: F401  (a fixture)
 
-multiply_in_fp8 = torch._scaled_mm
-
-
-def without_onednn(*operands, **options):
-    """oneDNN takes 600 times as long as torch's own code for a product in FP8, on a Xeon with AMX for int8 and bf16 (torch 2.13)."""
-    torch.backends.mkldnn.enabled = False
-    try:
-        return multiply_in_fp8(*operands, **options)
-    finally:
-        torch.backends.mkldnn.enabled = True
-
-
 # Without a GPU the kernels run in Triton's interpreter. Triton reads this when a kernel's module is imported, which happens after this file.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    torch._scaled_mm = without_onednn
     # Here and in every process of the tests: on tiny tensors two threads only wait for each other, 100 times slower beside other work.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
