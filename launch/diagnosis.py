@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import Hang, RankLost, RunError, write_record
+from common.errors import Hang, RankLost, RunError, TargetMissed, write_record
 from records import flight_recorder
 
 
@@ -90,7 +90,8 @@ def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
 
 
 def _as_error(record: dict) -> RunError:
-    error = RunError(f"rank {record['rank']}: {record['what']}", record.get("why", ""), record.get("do", ""))
+    who = "" if record["kind"] == TargetMissed.kind else f"rank {record['rank']}: "  # that happens to all ranks at once
+    error = RunError(who + record["what"], record.get("why", ""), record.get("do", ""))
     error.kind, error.exit_code = record["kind"], record["exit_code"]
     return error
 

@@ -27,7 +27,7 @@ from common.training.self_test import Sizes, decibels, self_test
 from plan.benchmark import config_class, workload
 from preflight.measured import UNITS, Measured, limit_s
 
-SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (512, 2**24, 2**22)}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
+SIZES = {"cuda": (8192, 1024, 2**31, 2**29), "cpu": (128, 64, 2**24, 2**22)}  # GEMM, K of FP8's self-test, bytes of copy, collective
 Work = tuple[Callable[[], object], float]  # amount / seconds of one call is in UNITS
 
 
@@ -94,12 +94,12 @@ def look(found: Measured, device: str) -> torch.device:
 
 
 def fp8_self_test(place: torch.device, fp8: torch.dtype, multiply: Callable = torch._scaled_mm) -> list[float]:
-    """dB of an FP8 product [256, 512] over K = 1024, one scale per tensor, bf16 result: against the fp64 product of the dequantized
+    """dB of an FP8 product [256, 512], K = 1024 on a GPU, one scale per tensor, bf16 result: against the fp64 product of the dequantized
     operands (is the arithmetic right?), and against the bf16 product (is the format right?).
 
     Raises RuntimeError or NotImplementedError where torch has no FP8 product. The tests pass another `multiply`.
     """
-    a, b = (torch.randn(rows, 1024, device=place) for rows in (256, 512))
+    a, b = (torch.randn(rows, SIZES[place.type][1], device=place) for rows in (256, 512))
     largest = torch.finfo(fp8).max
     scales = [x.abs().max() / largest for x in (a, b)]
     a8, b8 = ((x / scale).clamp(-largest, largest).to(fp8) for x, scale in zip((a, b), scales, strict=True))
@@ -114,7 +114,7 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
 
     Collectives count bus bandwidth as NCCL's own tests define it, which is what each link carries, whatever the number of ranks.
     """
-    n, copy_bytes, collective_bytes = SIZES[place.type]
+    n, _, copy_bytes, collective_bytes = SIZES[place.type]
     one = torch.ones((), device=place)
 
     def random(*shape: int) -> Tensor:

@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import fp8_on_cpu  # noqa: F401  (changes torch)
 import pytest
 import torch
 from megatron_datasets import megatron  # noqa: F401  (a fixture)
@@ -14,6 +15,9 @@ from megatron_datasets import megatron  # noqa: F401  (a fixture)
 # Without a GPU the kernels run in Triton's interpreter. Triton reads this when a kernel's module is imported, which happens after this file.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # Here and in every process of the tests: on tiny tensors two threads only wait for each other, 100 times slower beside other work.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 # A shell that starts the tests in the background lets them ignore the interrupt, and every process of theirs with them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -26,11 +30,8 @@ def processes():
 
     from common.sharding.processes import start_processes
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on tiny tensors two threads only wait for each other: 100x slower beside other work
     yield start_processes("cpu", 60.0)
     torch.distributed.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 def made_once(tmp_path_factory, name, make):

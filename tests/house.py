@@ -240,16 +240,20 @@ def _legal(kind: type, table: dict) -> bool:
 # ---- the files of one step
 
 
-def trace_step() -> dict[str, list[str]]:
+def trace_step(data: Path | None = None) -> dict[str, list[str]]:
     """File -> its functions that execute from the data file to the optimizer's update, in the third step of the 8B's miniature.
 
+    `data`: of the miniature, where it has been built already.
     Traced are `train_step` of the main thread, and all that the thread `prefetch` does to read batches. Modules of this repository only.
     """
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        command = [sys.executable, "-m", "llama31_8b.prepare", "miniature", "--data-dir", str(place / "data")]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+        if data:
+            (place / "data").symlink_to(data)
+        else:
+            command = [sys.executable, "-m", "llama31_8b.prepare", "miniature", "--data-dir", str(place / "data")]
+            subprocess.run(command, check=True, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
         (place / "run" / "ranks").mkdir(parents=True)
         (place / "run" / "config.toml").write_text((ROOT / "configs" / "llama31_8b" / "CPU_1x1.toml").read_text())
         command = [sys.executable, str(Path(__file__).resolve()), "--trace-worker", folder]

@@ -236,8 +236,8 @@ def test_size_is_within_its_limit(name):
     assert house.measures()[name] <= house.LIMITS[name]
 
 
-def test_a_training_step_opens_few_files():
-    assert len(house.trace_step()) <= house.LIMITS["files in a step"]
+def test_a_training_step_opens_few_files(miniature_data):
+    assert len(house.trace_step(miniature_data)) <= house.LIMITS["files in a step"]
 
 
 @pytest.mark.parametrize("benchmark", house.BENCHMARKS)

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
+import fp8_on_cpu  # noqa: F401  (changes torch)
 import numpy as np
 import torch
 
@@ -200,6 +201,7 @@ def rank_server() -> multiprocessing.context.ForkServerContext:
 
 def call(function: str, folder: Path, device: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
+    sys.path += PYTHONPATH.split(os.pathsep)  # pytest knows the folders of the tests that it collected
     with (folder / f"rank_{environment['RANK']}.err").open("w") as file:
         os.dup2(file.fileno(), 2)
     module, _, name = function.partition(":")

@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
-from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
 from common.config import BLOCK_FORMATS
 from common.kernels.block_formats import E2M1, E4M3, FORMATS, HADAMARD_SIZE, Element, hadamard, quantize, round_to
@@ -29,6 +27,9 @@ def ours(x, name, **options):
 
 def by_torchao(x, name, block_size=None):
     """What torchao's own conversions give in fp32; x: [rows, columns], filled up with zeros, since it takes whole blocks only."""
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx  # here: not every worker of pytest needs it
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
     size = block_size or FORMATS[name].block_size
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
     if name == "nvfp4":

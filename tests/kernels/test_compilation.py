@@ -1,17 +1,17 @@
 """Every Triton kernel compiled for the four GPU architectures, without a GPU: the kernels, forms and settings that are shipped."""
 
 import ast
-import functools
 import inspect
+import json
 from pathlib import Path
 
 import pytest
 from compiling import TARGETS, compiled_forms, kernel_modules
+from conftest import made_once
 
 from common.kernels.architecture import Tile
 
 ROOT = Path(__file__).resolve().parents[2]
-FORMS = functools.cache(compiled_forms)  # a minute for each architecture; Triton's cache makes a second run short
 SPILLS_ON_PURPOSE = "_spilling_kernel"  # of compiling.py
 
 
@@ -30,9 +30,21 @@ def kernels() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-def test_every_kernel_compiles_without_spills_and_within_the_shared_memory_of(arch):
-    forms = [form for form in FORMS(arch) if form["kernel"] != SPILLS_ON_PURPOSE]
+@pytest.fixture(scope="module", params=TARGETS)
+def arch(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def forms(arch, tmp_path_factory):
+    """Half a minute of a core, for the first of pytest's processes that asks; Triton's cache makes a second run short."""
+    name = f"forms_{arch}"
+    folder = made_once(tmp_path_factory, name, lambda folder: (folder / name).write_text(json.dumps(compiled_forms(arch))))
+    return json.loads((folder / name).read_text())
+
+
+def test_every_kernel_compiles_without_spills_and_within_the_shared_memory_of(arch, forms):
+    forms = [form for form in forms if form["kernel"] != SPILLS_ON_PURPOSE]
     assert {form["kernel"] for form in forms} == kernels().keys(), "a kernel that tests/helpers/shipped_launches.py does not launch"
     wrong = [form for form in forms if form["spills"] or form["shared"] > TARGETS[arch][3]]
     assert not wrong, "\n".join(
@@ -40,22 +52,19 @@ def test_every_kernel_compiles_without_spills_and_within_the_shared_memory_of(ar
     )
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-def test_spills_are_found_for(arch):
-    assert [form["spills"] > 0 for form in FORMS(arch) if form["kernel"] == SPILLS_ON_PURPOSE] == [True]
+def test_spills_are_found_for(forms):
+    assert [form["spills"] > 0 for form in forms if form["kernel"] == SPILLS_ON_PURPOSE] == [True]
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(arch):
+def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(forms):
     """Its speed is that of memory. Forward: eight columns per thread and tile row; backward: two times eight."""
-    found = {(form["kernel"], *form["wide"]) for form in FORMS(arch) if "cross_entropy" in form["kernel"]}
+    found = {(form["kernel"], *form["wide"]) for form in forms if "cross_entropy" in form["kernel"]}
     assert found == {("_cross_entropy_forward_kernel", 8, 0), ("_cross_entropy_backward_kernel", 2, 2)}
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-def test_adamw_exchanges_nothing_between_threads_on(arch):
+def test_adamw_exchanges_nothing_between_threads_on(forms):
     """The store of the bf16 copy must not change the layout of the fp32 ones."""
-    assert {form["shared"] for form in FORMS(arch) if form["kernel"] == "_adamw_kernel"} == {0}
+    assert {form["shared"] for form in forms if form["kernel"] == "_adamw_kernel"} == {0}
 
 
 def test_every_kernel_has_settings_by_architecture():

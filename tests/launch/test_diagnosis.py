@@ -49,6 +49,12 @@ def test_the_earliest_failure_counts_and_not_its_victims(tmp_path):
     assert set(failure) == {"kind", "exit_code", "what", "why", "do", "rank", "step", "time"} and failure["rank"] == 1
 
 
+def test_a_missed_target_is_no_single_ranks_failure(tmp_path):
+    for rank in (0, 1):
+        write_rank_record(tmp_path, rank, "failed", TargetMissed("target 0.925 not reached", "why", "do"), step=5, time=3.0 - rank)
+    assert diagnosis.diagnose(tmp_path, 2)[0].what == "target 0.925 not reached"
+
+
 @pytest.mark.parametrize(
     ("code", "exit_code", "words"),
     [(-9, 14, "SIGKILL"), (-11, 14, "SIGSEGV"), (0, 14, "exit code 0"), (1, 1, "exit code 1"), (12, 12, "12")],

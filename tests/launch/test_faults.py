@@ -39,7 +39,7 @@ class Started:
             "DATADIR": str(data),
             "LOGDIR": str(self.log_dir),
         }
-        variables |= {"SEED": "1", "OMP_NUM_THREADS": "1"} | (environment or {})
+        variables |= {"SEED": "1"} | (environment or {})
         self.process = subprocess.Popen(
             [str(ROOT / "run_and_time.sh"), "llama31_8b", *options, *arguments],
             env=variables,
@@ -167,7 +167,9 @@ def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
     assert last["loss"] is None or last["grad_norm"] is None, "the bad step is the last one in the events; null stands for NaN"
 
 
+@pytest.mark.slow
 def test_target_not_reached(tmp_path, data):
+    """With the miniature's own model; test_multi_node.py has this end of a smaller one."""
     expect(
         Started(tmp_path, data, "global_batch_size=16", "micro_batch_size=16", "max_samples=1024"),
         10,
@@ -177,7 +179,8 @@ def test_target_not_reached(tmp_path, data):
     )
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+# The interrupt of a toy run is in test_series.py and test_outside.py.
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
 def test_signal_while_training(tmp_path, data, number, code):
     run = Started(tmp_path, data)
     run.wait_for_step(3)

@@ -130,19 +130,20 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
     config = project / "configs/llama31_8b/CPU_2x2.toml"
     config.parent.mkdir(parents=True)
     config.write_text(tiny.run_config(nodes=2, gpus_per_node=2, micro_batch_size=1, hang_timeout_s=120.0).as_toml())
-    arguments = {"benchmark": "llama31_8b", "SEED": "5", "DATADIR": str(tiny_data), "OMP_NUM_THREADS": "1"}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    arguments = {"benchmark": "llama31_8b", "SEED": "5", "DATADIR": str(tiny_data)}
     launched = both(project, tmp_path, **arguments)
     try:
         one = tiny.run(tmp_path / "one", tiny_data, seed=5)
     finally:
         torch.distributed.destroy_process_group()
-        torch.set_num_threads(threads)
         ends = [process.communicate(timeout=150) for process in launched]
     assert [process.returncode for process in launched] == [10, 10], ends  # the target is out of reach
     (run_dir,) = [path for path in (tmp_path / "out0/llama31_8b").iterdir() if path.is_dir()]
+    failure = json.loads((run_dir / "failure.json").read_text())
+    assert (failure["kind"], failure["exit_code"]) == ("target_missed", 10) and (run_dir / "report.html").is_file()
+    assert failure["what"].startswith("target ") and "96 samples" in failure["what"] and failure["what"] in ends[0][1], "on the terminal of node 0"
     two = tiny.facts(run_dir)
+    assert two.status == "aborted"
     assert len(one.losses) == 12 and len(one.evaluations) == 3
     assert two.losses == pytest.approx(one.losses, abs=1e-6) and two.norms == pytest.approx(one.norms, rel=1e-5)
     assert dict(two.evaluations) == pytest.approx(dict(one.evaluations), abs=1e-6)

@@ -64,7 +64,7 @@ def test_a_tool_on_path_is_called_around_rank_0(tmp_path):
     fake.write_text(FAKE.format(python=sys.executable))
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     small = ["--layers", "1", "--steps", "1", "--warmup", "1", "--set", "micro_batch_size=2", "--set", "gpus_per_node=2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAKE_OUT": f"{tmp_path}/argv.json"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FAKE_OUT": f"{tmp_path}/argv.json"}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     command = [sys.executable, "-m", "door", "llama31_8b", "profile", "--device", "cpu", "--out", f"{tmp_path}/out", *small]
     command += ["--with", "nsys --stats=true"]

@@ -223,7 +223,6 @@ def test_a_killed_run_of_the_miniature_is_followed_by_a_good_one(tmp_path, minia
     variables = {key: value for key, value in os.environ.items() if key not in hidden} | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "DATADIR": str(miniature_data),
-        "OMP_NUM_THREADS": "1",  # beside other tests a second thread is mostly waited for
         "LOGDIR": str(tmp_path / "results"),
         "NEXP": "1",
     }

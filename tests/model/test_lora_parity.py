@@ -22,8 +22,6 @@ from common.training.loop import Assembly, Batching, train_step
 from common.training.schedules import cosine_to_zero
 from llama2_70b_lora.rules import CLOSED
 
-peft = pytest.importorskip("peft")
-
 SHAPES = {  # shape, rank, alpha
     "groups of 2": (ModelShape(3, 32, 48, 4, 2, 61, 10000.0), 4, 10),
     "one kv head, odd sizes": (ModelShape(2, 30, 35, 3, 1, 53, 10000.0), 3, 3),
@@ -43,6 +41,7 @@ def adapted_pair(name: str, fresh: bool = False, tied: bool = True):
     `fresh`: adapters as a run begins with them, B zero. Otherwise random ones, so that every gradient is there.
     `tied`: the three A of peft are one parameter, so that training keeps them equal and their gradient is the sum that ours is.
     """
+    peft = pytest.importorskip("peft")  # here: not every worker of pytest needs it
     shape, rank, alpha = SHAPES[name]
     ours, theirs = pair(shape, LENGTH)
     ours = lora_llama(ours, rank, alpha)

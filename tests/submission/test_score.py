@@ -22,7 +22,8 @@ from submission import describe, rcp, score, series, survey
 from submission.runs import FAILED, read_run
 from submission.series import TenRuns, read_series, ten_runs
 
-RULESETS = ("5.1.0", "6.0.0", "6.1.0")
+# The older rulesets are slow tests; test_package.py has the official tools accept a submission for all three.
+RULESETS = (*(pytest.param(ruleset, marks=pytest.mark.slow) for ruleset in ("5.1.0", "6.0.0")), "6.1.0")
 ROOT = Path(__file__).resolve().parents[2]
 
 # AMD's MI355X result of v5.1: minutes of the ten runs, to two decimals, and samples to the target.

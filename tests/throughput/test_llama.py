@@ -173,7 +173,7 @@ def test_the_values_of_a_row_follow_from_the_median_step(result, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "model", "mode"),
     [
-        (["--precision", "fp8"], "miniature", "full"),
+        (["--precision", "fp8", "--batch", "1", "--layers", "1", "--seq", "16"], "miniature", "full"),
         (["--lora", "--batch", "2", "--layers", "1"], "miniature", "lora"),
         (["--model", "CONFIG", "--seq", "16", "--gpus", "2"], "CONFIG", "full"),
     ],

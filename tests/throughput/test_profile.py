@@ -385,7 +385,7 @@ def test_the_page_has_a_table_of_each_part_and_bars_of_the_classes(tmp_path):
 
 
 def profile_verb(tmp_path, *arguments, device="cpu"):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results")}
     command = [sys.executable, "-m", "door", "llama31_8b", "profile", "--device", device, *arguments]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
