@@ -115,7 +115,7 @@ def test_a_wrong_kernel_is_named(monkeypatch):
 
 def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
     monkeypatch.setattr(module, "architecture", lambda device: "gfx942")
-    monkeypatch.setattr(module.known_issues, "installed", lambda driver: {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"})
+    monkeypatch.setattr(module.known_issues, "installed", lambda: {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"})
     bad = [module.Finding(f"attention backward {name}", "[2, 8192, 32/8, 128]", least=30.0) for name in ("dQ", "dK")]
     with pytest.raises(PreflightError) as caught:
         require_sound(module.Result(findings=bad), CPU)
