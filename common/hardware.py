@@ -19,15 +19,19 @@ from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
 
-# PCI device number -> product (pci.ids, vendor 1002). The driver gives the number even where it gives no product name.
+# PCI device number -> product (pci.ids, vendor 1002; VF: as a virtual machine sees a card). The driver gives the number even where it gives no product name.
 AMD_PRODUCTS = {
     0x74A0: "AMD Instinct MI300A",
     0x74A1: "AMD Instinct MI300X",
     0x74A2: "AMD Instinct MI308X",
     0x74A5: "AMD Instinct MI325X",
     0x74B5: "AMD Instinct MI300X VF",
+    0x74B6: "AMD Instinct MI308X VF",
+    0x74B9: "AMD Instinct MI325X VF",
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
+    0x75B0: "AMD Instinct MI350X VF",
+    0x75B3: "AMD Instinct MI355X VF",
 }
 
 WHOLE_CARD = 0.75  # of its kind's memory; a device with less is a partition: the largest ones, DPX and 1/2 MIG, have half
@@ -92,10 +96,10 @@ def _kind_of(device: Device, found: Probe, override: str, any_kind: bool) -> Gpu
 
 
 def _named_kind(name: str) -> str:
-    """The kind that a product's name contains; "" for none, and for PCIe cards: lower clock, power and peak than the SXM card."""
+    """The kind that a product's name contains, also as "Mi325X"; "" for none, and for PCIe cards: lower clock, power and peak than the SXM card."""
     if re.search(r"\b(PCIe|NVL)\b", name):
         return ""
-    return next((kind for kind in KINDS if re.search(rf"\b{kind}\b", name)), "")
+    return next((kind for kind in KINDS if re.search(rf"\b{kind}\b", name, re.IGNORECASE)), "")
 
 
 def _refuse_less_than_whole(device: Device, kind: GpuKind) -> None:
@@ -216,7 +220,7 @@ def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
     memory = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2))  # public and private HBM
     card = sysfs / f"class/drm/renderD{facts.get('drm_render_minor', 0)}/device"
     name = read_text(card / "product_name")
-    if not re.search(r"\bMI\d", name):
+    if not re.search(r"\bMI\d", name, re.IGNORECASE):
         name = AMD_PRODUCTS.get(facts.get("device_id", 0), name)
     modes = [read_text(card / f"current_{what}_partition") for what in ("compute", "memory")]
     units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)

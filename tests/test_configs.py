@@ -127,6 +127,13 @@ def test_amd_configs_set_no_variable_of_nvidia(path):
     assert not any(key.startswith(("CUDA_", "NCCL_NVLS")) for key in read(path).env)
 
 
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem.startswith("MI")], ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_collective_asks_for_no_more_blocks_than_the_gpu_has_compute_units(path):
+    config = read(path)
+    asked = [int(config.env.get(key, 0)) for key in ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS")]
+    assert 0 < max(asked) < KINDS[config.gpu].compute_units / 2
+
+
 def _error(**changes) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         configs.from_table(GOOD | changes, Config, "some.toml")

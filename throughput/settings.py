@@ -77,24 +77,23 @@ def main(options: argparse.Namespace) -> int:
 def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
     """One per backend, and on ROCm per library behind flash, and AITER's own package."""
     yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
-    libraries = ("aotriton", "ck") if torch.version.hip else ("",)
-    backends = [(SDPBackend.FLASH_ATTENTION, library) for library in libraries] + [(SDPBackend.EFFICIENT_ATTENTION, "")]
-    last = (SDPBackend.FLASH_ATTENTION, "aiter") if torch.version.hip else (SDPBackend.CUDNN_ATTENTION, "")
-    for backend, library in [*backends, last]:
-        aiter = library == "aiter"  # in the place of SDPA, which the backend is for
+    flash, efficient, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    in_sdpas_place = {ENGINE: "aiter"}
+    rocm = [(flash, "aotriton", {}), (flash, "ck", {}), (efficient, "", {}), (flash, "", in_sdpas_place)]
+    for backend, library, engine in rocm if torch.version.hip else [(flash, "", {}), (efficient, "", {}), (cudnn, "", {})]:
         try:
-            if library and not aiter:
+            if library:
                 torch.backends.cuda.preferred_rocm_fa_library(library)
             with (
                 mock.patch.object(self_test, "attention_backends", lambda *_, backend=backend: sdpa_kernel(backend)),
-                mock.patch.dict(os.environ, {ENGINE: library} if aiter else {}),
+                mock.patch.dict(os.environ, engine),
             ):
                 checks = self_test.attention_checks(sizes, Draw(device), self_test.Result())
                 found = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks) + " dB"
                 found = f"{attention_us(sizes, device, backend):8.1f} us  {found} (out, dQ, dK, dV)"
         except Exception as error:
             found = f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"
-        yield f"  {found}  {library if aiter else f'{backend.name.lower()} {library}'}".rstrip()
+        yield f"  {found}  {engine.get(ENGINE, f'{backend.name.lower()} {library}')}".rstrip()
 
 
 def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:

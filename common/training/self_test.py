@@ -112,11 +112,11 @@ def before_a_run(session: Any, rules: Any, processes: Processes) -> None:
     session.events.write("self_test", **facts)
 
 
-def require_sound(result: Result, device: torch.device, driver: str = "") -> None:
+def require_sound(result: Result, device: torch.device) -> None:
     """Raises PreflightError for the first bad finding, with the versions and what is known of them."""
     if not result.bad:
         return
-    arch, versions = architecture(device), known_issues.installed(driver)
+    arch, versions = architecture(device), known_issues.installed()
     have = ", ".join(f"{name} {text}" for name, text in versions.items())
     more = f" (and {len(result.bad) - 1} more)" if len(result.bad) > 1 else ""
     kind = next((kind for kind in KINDS.values() if kind.arch == arch), None)
@@ -257,11 +257,7 @@ def _product(product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, 
 
 
 def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
-    return x.rowwise[rows].double() if x.scale is None else _bits(x.rowwise)[rows].view(x.rowwise.dtype).double() * x.scale
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+    return x.rowwise[rows].double() if x.scale is None else x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.scale
 
 
 # --- Triton kernels ---------------------------------------------------------------------------------------------------
@@ -288,7 +284,7 @@ def against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
 
 def _output_db(truth: Output, found: Output) -> float:
     if isinstance(truth, QuantizedTensor) and isinstance(found, QuantizedTensor):
-        if found.columnwise is not None and not torch.equal(_bits(found.columnwise), _bits(found.rowwise).t()):
+        if found.columnwise is not None and not torch.equal(found.columnwise.view(torch.uint8), found.rowwise.view(torch.uint8).t()):
             return -math.inf
         return decibels(*(x.rowwise if x.scale is None else x.rowwise.float() * x.scale for x in (truth, found)))
     return decibels(truth, found) if isinstance(truth, Tensor) and isinstance(found, Tensor) else math.inf

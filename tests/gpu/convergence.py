@@ -65,9 +65,9 @@ def config_of(options: dict[str, object]) -> Config:
     )
 
 
-def text_batches(data_dir: Path, steps: int, vocab_size: int, seed: int) -> Iterator[np.ndarray]:
-    """The miniature's training text in longer sequences: int [batch, 2, sequence]."""
-    data = TrainData(data_dir / MINIATURE.train_prefix, SEQUENCE, steps * BATCH, seed, vocab_size)
+def text_batches(prefix: Path, steps: int, vocab_size: int, seed: int) -> Iterator[np.ndarray]:
+    """A text of token files in longer sequences than the miniature's: int [batch, 2, sequence]."""
+    data = TrainData(prefix, SEQUENCE, steps * BATCH, seed, vocab_size)
     yield from map(next_token_pairs, train_batches(data, BATCH, BATCH, 0, 1))
 
 
@@ -137,7 +137,7 @@ def main() -> None:
     for name in args.only.split(";"):
         curves[name] = {}
         for seed in map(int, args.seeds.split(",")):
-            batches = text_batches(args.data_dir, args.steps, SHAPE.vocab_size, seed)
+            batches = text_batches(args.data_dir / MINIATURE.train_prefix, args.steps, SHAPE.vocab_size, seed)
             curves[name][seed] = train_losses(config_of(VARIANTS[name]), batches, args.steps, processes, seed)
             torch.cuda.empty_cache()
         print(summary(name, curves[name], curves.get("bf16")), flush=True)

@@ -1,13 +1,15 @@
 """The study of number formats: its table, and in miniature that each run is what its name says and that a later call goes on."""
 
 import json
+import shutil
 
 import convergence
 import number_formats
 import pytest
 from number_formats import HEALED, RECIPES, main, options_of, seeds_of, table
 
-from llama31_8b.rules import Config
+from common.data.indexed_dataset import Index
+from llama31_8b.rules import MINIATURE, Config
 
 
 def test_every_recipe_is_a_config():
@@ -29,12 +31,20 @@ def test_the_table_pairs_by_seed():
     assert mxfp4[7] == "450 of 500 |", "0.01 per step: 50 steps earlier"
 
 
-def test_a_later_call_goes_on(processes, miniature_data, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def small(processes, miniature_data, tmp_path, monkeypatch):
+    """The arguments that all calls have. Its text: the standard library's and a small package's."""
+    monkeypatch.setattr(number_formats, "TEXT_PACKAGES", ("iniconfig",))
+    shutil.copytree(miniature_data, tmp_path / "data")
     monkeypatch.setattr(number_formats, "start_processes", lambda *arguments: processes)
     for name in ("SEQUENCE", "BATCH"):  # which --small changes
         monkeypatch.setattr(convergence, name, getattr(convergence, name))
+    return ["--small", "--data-dir", str(tmp_path / "data"), "--steps", "5"]
+
+
+def test_a_later_call_goes_on(small, tmp_path, capsys):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    common = ["--small", "--data-dir", str(miniature_data), "--steps", "5", "--only", f"bf16;MXFP4;{HEALED[0]}"]
+    common = [*small, "--only", f"bf16;MXFP4;{HEALED[0]}"]
     main([*common, "--seeds", "1", "--out", str(first)])
     main([*common, "--seeds", "1-2", "--out", str(second), "--add", str(first), "--plot", str(tmp_path / "plot.png")])
     curves = json.loads(second.read_text())
@@ -45,6 +55,24 @@ def test_a_later_call_goes_on(processes, miniature_data, tmp_path, monkeypatch, 
     assert "| MXFP4 | 2 |" in capsys.readouterr().out and (tmp_path / "plot.png").stat().st_size > 10_000
     main([*common, "--seeds", "3", "--out", str(second), "--minutes", "0"])
     assert "0.0 minutes are over" in capsys.readouterr().out and json.loads(second.read_text()) == {}
+
+
+def test_the_text_holds_each_document_once_and_is_never_read_twice(small, tmp_path, capsys):
+    texts = Index.read(number_formats.prepare_text(tmp_path / "data"))
+    alone = [Index.read(tmp_path / "data" / prefix) for prefix in (MINIATURE.train_prefix, MINIATURE.validation_prefix)]
+    more = texts.num_tokens - sum(index.num_tokens for index in alone)
+    assert texts.num_documents > sum(index.num_documents for index in alone) and 0 < more < 20_000
+    with pytest.raises(SystemExit):
+        main([*small, "--steps", "10000", "--out", str(tmp_path / "out.json")])
+    assert "read twice" in capsys.readouterr().err
+
+
+def test_stochastic_rounding_hangs_on_the_seed_alone(small, tmp_path):
+    found = []
+    for only in ("MXFP4, stochastic", "bf16;MXFP4, stochastic"):
+        main([*small, "--seeds", "1", "--only", only, "--out", str(tmp_path / "out.json")])
+        found.append(json.loads((tmp_path / "out.json").read_text())["MXFP4, stochastic"])
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -89,7 +89,17 @@ class Recorder:
             "shared": made.metadata.shared,
             "spills": spills(made.asm, backend),
             "wide": wide_accesses(made.asm, backend),
+            "pipelined": self.arch == "gfx950" and self.is_pipelined(source, made, options),
         }
+
+    def is_pipelined(self, source: Any, made: Any, options: dict) -> bool:
+        """Whether a loop has more than one stage by Triton's default, which is two on AMD: loops with a product whose own number is not given."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        backend, name, width, _ = TARGETS[self.arch]
+        one_stage = triton.compile(source, target=GPUTarget(backend, name, width), options=options | {"num_stages": 1})
+        return one_stage.asm["ttgir"] != made.asm["ttgir"]
 
 
 def specialization(value: Any, is_constexpr: bool, arch: str) -> tuple[str, Any, list]:

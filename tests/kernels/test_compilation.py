@@ -56,6 +56,12 @@ def test_spills_are_found_for(forms):
     assert [form["spills"] > 0 for form in forms if form["kernel"] == SPILLS_ON_PURPOSE] == [True]
 
 
+@pytest.mark.parametrize("arch", ["gfx950"], indirect=True)
+def test_no_loop_is_pipelined_by_default_on(arch, forms):
+    """Where Triton 3.7 and 3.8 get it wrong: the settings' one stage (below) holds only for loops that are given it."""
+    assert not [form["kernel"] for form in forms if form["pipelined"]]
+
+
 def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(forms):
     """Its speed is that of memory. Forward: eight columns per thread and tile row; backward: two times eight."""
     found = {(form["kernel"], *form["wide"]) for form in forms if "cross_entropy" in form["kernel"]}
