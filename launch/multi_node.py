@@ -247,7 +247,7 @@ def _connect(node: Node):
     os.environ.pop("TORCH_CPP_LOG_LEVEL")
     if level is not None:  # the ranks inherit what the user set
         os.environ["TORCH_CPP_LOG_LEVEL"] = level
-    host = node.address if node.rank else "localhost"
+    host = node.address if node.rank else "127.0.0.1"
     return TCPStore(host, node.port + 1, is_master=node.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S))
 
 
@@ -268,16 +268,14 @@ def _in_thread(work: Callable, limit_s: float):
 def _require_route(node: Node) -> None:
     """Raises ConfigError where the name of node 0 does not resolve, or where this machine has no network to it."""
     try:
-        family, kind, protocol, _, address = _in_thread(
-            lambda: socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM), ANSWER_S
-        )[0]
+        found = _in_thread(lambda: socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM), ANSWER_S)
+        family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
     except (OSError, TimeoutError, UnicodeError) as error:
         why = str(error) or f"no name server answered within {ANSWER_S:.0f} s"
-        raise ConfigError(
-            f"MASTER_ADDR={node.address} cannot be reached", why, "set it to a name or address of node 0 that this node knows"
-        ) from None
+        do = "set it to a name or address of node 0 that this node knows"
+        raise ConfigError(f"MASTER_ADDR={node.address} cannot be reached", why, do) from None
 
 
 def _wait_for_listener(node: Node) -> None:

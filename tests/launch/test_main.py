@@ -289,7 +289,7 @@ def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
     code, out, _ = finish(launch(project, tmp_path, "bench", "--print", "--steps", "5", "--set", "micro_batch_size=4"))
     assert code == 0 and not (tmp_path / "out").exists()
     assert out.endswith("-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n")
-    assert "-m supervision.torchrun DIR --standalone --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2" in out
+    assert "-m supervision.torchrun DIR --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2" in out
 
 
 def test_hardware_of_this_machine_is_readable():
