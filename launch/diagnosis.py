@@ -69,8 +69,7 @@ def finished(run_dir: Path, world_size: int) -> bool:
     """The ranks of a success did all their work for it: rank 0 ended well, or was saving what was trained, and no other failed or vanished before."""
     for rank in range(world_size):
         record, beat = (_read_json(run_dir / "ranks" / f"rank_{rank}.{kind}", {}) for kind in ("json", "heartbeat"))
-        ended = record.get("outcome") in ("done", "interrupted" if rank else "done")
-        if not ended and beat.get("phase") not in ("save", "checkpoint"):
+        if record.get("outcome") not in ("done", "interrupted" if rank else "done") and beat.get("phase") not in ("save", "checkpoint"):
             return False
     return True
 

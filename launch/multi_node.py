@@ -82,6 +82,7 @@ class Nodes:
         if not self.others:
             return self
         _require_route(self.node)
+        _import_torch()
         where = f"port {self.node.port + 1} of {self.node.address}"
         if self.node.rank:
             print_stderr(f"node       {self.node.rank} of {self.node.count}, waits for node 0 at {where}")
@@ -238,15 +239,21 @@ class Nodes:
             self.lost[node] = NodeLost(f"node {node} is gone", f"it did not end its ranks within {ENDED_S:.0f} s")
 
 
-def _connect(node: Node):
-    """The launchers' store: hosted by node 0, awaited by the others. Raises RuntimeError."""
+def _import_torch() -> None:
+    """On a busy machine or from a cold disk it takes a minute, which no limit of the store counts."""
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read at import: the launcher's own messages replace the store's stack traces
-    from torch.distributed import TCPStore
+    import torch.distributed  # noqa: F401
 
     os.environ.pop("TORCH_CPP_LOG_LEVEL")
     if level is not None:  # the ranks inherit what the user set
         os.environ["TORCH_CPP_LOG_LEVEL"] = level
+
+
+def _connect(node: Node):
+    """The launchers' store: hosted by node 0, awaited by the others. Raises RuntimeError."""
+    from torch.distributed import TCPStore
+
     host = node.address if node.rank else "127.0.0.1"
     return TCPStore(host, node.port + 1, is_master=node.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S))
 
