@@ -310,7 +310,7 @@ from door import environment
 def create(folder, with_pip):
     (folder / "lib/python3/site-packages").mkdir(parents=True)
     (folder / "bin").mkdir()
-    (folder / "bin/python").write_text("#!/bin/sh\\nsleep 60 & echo $$ $! > {pid}.new; mv {pid}.new {pid}; wait")
+    (folder / "bin/python").write_text("#!/bin/sh\\nsleep 300 & echo $$ $! > {pid}.new; mv {pid}.new {pid}; wait")
     (folder / "bin/python").chmod(0o755)
 
 environment.ROOT, environment.venv.create, environment._answers = Path({root!r}), create, lambda url: False

@@ -129,7 +129,7 @@ import os, sys, time
 from pathlib import Path
 if "HOLD_PREPARE" in os.environ:
     Path("preparing").write_text("")
-    time.sleep(60)
+    time.sleep(300)
 folder = Path(sys.argv[sys.argv.index("--data-dir") + 1])
 folder.mkdir(parents=True, exist_ok=True)
 for name in ("t.bin", "t.idx", "v.bin", "v.idx"):
