@@ -174,14 +174,14 @@ def test_without_the_files_it_says_what_to_do(hub, tmp_path, monkeypatch, way):
 
 @pytest.mark.slow
 def test_no_kill_leaves_a_part_of_a_file_under_its_name(hub, tmp_path):
-    """30 kills at random points, of the beginning of the process too; then everything is there, and little came twice."""
+    """50 kills at random points, of the beginning of the process too; then everything is there, and little came twice."""
     when, kills = random.Random(7), 0
     total = sum(len(content) for content in hub.files.values())
     hub.pause_s = 0.01
-    while kills < 30:
+    while kills < 50:
         process = start(hub, tmp_path)
         if kills % 3:
-            kill(process, tmp_path, when.randrange(1, total // 20))
+            kill(process, tmp_path, when.randrange(1, total // 30))
         else:
             time.sleep(when.uniform(0.0, 2.5))
             kill(process, tmp_path, 0)
