@@ -204,6 +204,12 @@ def test_errors_before_anything_starts(project, tmp_path, arguments, code, words
     assert not (tmp_path / "out").exists()
 
 
+def test_a_limit_of_the_system_is_said_before_anything_starts(project, tmp_path):
+    code, out, err = finish(launch(project, tmp_path, TOY="good", shell='ulimit -v 4000000; exec "$0" "$@"'))
+    assert (code, out) == (12, "") and "ulimit -v" in err and not (tmp_path / "out").exists(), err
+    assert [line.split(":")[0].strip() for line in err.splitlines()[-3:]] == ["error", "why", "do"]
+
+
 def test_a_project_in_a_path_with_a_colon(project, tmp_path):
     (tmp_path / "a:b").mkdir()
     shutil.copy(project / "run_and_time.sh", tmp_path / "a:b")
