@@ -321,6 +321,17 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(proces
     assert len(list((tmp_path / "run" / FOLDER).iterdir())) == (not full)
 
 
+def test_a_save_that_has_failed_already_is_told_of_in_the_same_phase(made, monkeypatch):
+    monkeypatch.setattr(checkpoint, "write_file", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    checkpoints = made()
+    checkpoints.offer(1, evaluated=True)
+    assert checkpoints.saving.exception(60), "it is over"
+    beat = checkpoints.session.heartbeat = mock.Mock()
+    with pytest.raises(StorageError):
+        checkpoints.finish()
+    beat.beat.assert_called_with(1, "checkpoint")
+
+
 def test_what_a_killed_save_of_the_same_step_left_is_no_part_of_the_next(processes, tmp_path):
     """The killed run may have had more ranks, and its last file may be cut off."""
     left = tmp_path / FOLDER / f"step_00000003{PARTIAL}"
