@@ -62,8 +62,8 @@ class RunConfig:
         self.require(self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
         self.require_choice("fp8", FP8_ENGINES)
         self._check_block_format()
-        named = all(name and "=" not in name and "\0" not in name + value for name, value in self.env.items())
-        self.require(named, "env", "the name of a variable has no = and no NUL, and its value no NUL", "correct the name or the value")
+        good = all(n and "=" not in n and "\0" not in n + value and len((n + value).encode()) < 131_071 for n, value in self.env.items())
+        self.require(good, "env", "Linux takes a name without = and NUL, a value without NUL, and 128 KiB of both", "correct name or value")
         per_pass = self.micro_batch_size * self.world_size
         self.require(
             self.global_batch_size % per_pass == 0,

@@ -47,8 +47,7 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
     exits = {entry["rank"]: entry for path in run_dir.glob("torchrun*.json") for entry in _read_json(path, [])}
 
     def earliest(outcome: str, no_victims: bool = False) -> dict | None:
-        ended = [record for record in records.values() if record.get("outcome") == outcome]
-        ended = [record for record in ended if not (no_victims and record.get("secondary"))]
+        ended = [each for each in records.values() if each.get("outcome") == outcome and not (no_victims and each.get("secondary"))]
         return min(ended, key=lambda record: record.get("time", 0), default=None)
 
     if failed := earliest("failed", no_victims=True):
@@ -67,10 +66,12 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
 
 
 def finished(run_dir: Path, world_size: int) -> bool:
-    """The ranks did all their work for the run: rank 0 ended well, or was saving what was trained, and no other one failed or vanished."""
-    first, *others = (_read_json(run_dir / "ranks" / f"rank_{rank}.json", {}).get("outcome") for rank in range(world_size))
-    saving = _read_json(run_dir / "ranks" / "rank_0.heartbeat", {}).get("phase") == "save"
-    return (saving or first == "done") and {*others} <= {"done", "interrupted"}
+    """The ranks of a success did all their work for it: rank 0 ended well, or was saving what was trained, and no other failed or vanished before."""
+    for rank in range(world_size):
+        record, beat = (_read_json(run_dir / "ranks" / f"rank_{rank}.{kind}", {}) for kind in ("json", "heartbeat"))
+        if record.get("outcome") not in ("done", "interrupted" if rank else "done") and beat.get("phase") not in ("save", "checkpoint"):
+            return False
+    return True
 
 
 def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:

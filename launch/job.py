@@ -19,6 +19,7 @@ from common.training.continuation import require_possible, when_from
 from launch.select_config import Selection, select_config
 from plan.benchmark import rules_of
 from supervision.ranks import ONE_NODE, ROOT, cpus_of_ranks, rank_environment, torchrun
+from supervision.supervise import end_with_parent
 
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
 
@@ -125,7 +126,8 @@ def ensure_data(job: Job) -> None:
         raise DataError(f"there is no {missing[0]}", why, f"set DATADIR, or see {prepare} --help")
     print_stderr(f"building the miniature's data in {shown(job.data_dir)} " + ("(once)" if missing else f"again: {damage}"))
     command = [sys.executable, "-m", f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)]
-    if subprocess.run(command, stdout=sys.stderr).returncode or not all(path.is_file() for path in job.data_files) or _damage(job):
+    built = subprocess.run(command, stdout=sys.stderr, preexec_fn=end_with_parent)
+    if built.returncode or not all(path.is_file() for path in job.data_files) or _damage(job):
         raise DataError("the miniature's data could not be built", "see the message above", f"try {prepare} miniature --data-dir DIR")
 
 

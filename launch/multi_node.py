@@ -82,6 +82,7 @@ class Nodes:
         if not self.others:
             return self
         _require_route(self.node)
+        _import_torch()
         where = f"port {self.node.port + 1} of {self.node.address}"
         if self.node.rank:
             print_stderr(f"node       {self.node.rank} of {self.node.count}, waits for node 0 at {where}")
@@ -238,16 +239,22 @@ class Nodes:
             self.lost[node] = NodeLost(f"node {node} is gone", f"it did not end its ranks within {ENDED_S:.0f} s")
 
 
-def _connect(node: Node):
-    """The launchers' store: hosted by node 0, awaited by the others. Raises RuntimeError."""
+def _import_torch() -> None:
+    """On a busy machine or from a cold disk it takes a minute, which no limit of the store counts."""
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read at import: the launcher's own messages replace the store's stack traces
-    from torch.distributed import TCPStore
+    import torch.distributed  # noqa: F401
 
     os.environ.pop("TORCH_CPP_LOG_LEVEL")
     if level is not None:  # the ranks inherit what the user set
         os.environ["TORCH_CPP_LOG_LEVEL"] = level
-    host = node.address if node.rank else "localhost"
+
+
+def _connect(node: Node):
+    """The launchers' store: hosted by node 0, awaited by the others. Raises RuntimeError."""
+    from torch.distributed import TCPStore
+
+    host = node.address if node.rank else "127.0.0.1"
     return TCPStore(host, node.port + 1, is_master=node.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S))
 
 
@@ -268,16 +275,14 @@ def _in_thread(work: Callable, limit_s: float):
 def _require_route(node: Node) -> None:
     """Raises ConfigError where the name of node 0 does not resolve, or where this machine has no network to it."""
     try:
-        family, kind, protocol, _, address = _in_thread(
-            lambda: socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM), ANSWER_S
-        )[0]
+        found = _in_thread(lambda: socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM), ANSWER_S)
+        family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
     except (OSError, TimeoutError, UnicodeError) as error:
         why = str(error) or f"no name server answered within {ANSWER_S:.0f} s"
-        raise ConfigError(
-            f"MASTER_ADDR={node.address} cannot be reached", why, "set it to a name or address of node 0 that this node knows"
-        ) from None
+        do = "set it to a name or address of node 0 that this node knows"
+        raise ConfigError(f"MASTER_ADDR={node.address} cannot be reached", why, do) from None
 
 
 def _wait_for_listener(node: Node) -> None:

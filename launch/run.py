@@ -144,7 +144,7 @@ def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagno
         error = RankLost("torchrun, which starts the ranks, was killed", why, "make host memory free, then start again")
     elif ending.returncode or nodes.failed or result.status != "success":
         error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
-    if result.status == "success" and (job.checkpoint or diagnosis.finished(run_dir, job.config.world_size)):
+    if result.status == "success" and diagnosis.finished(run_dir, job.config.world_size):
         after, error = error, None
     if result.status == "success" and not error:
         error = _check(run_dir)

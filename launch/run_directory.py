@@ -31,8 +31,8 @@ def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
 
 def fill(folder: Path) -> Path:
     """An empty ranks/, and room for the records of a full disk, in `folder`. Raises StorageError."""
-    require_writable(folder / "ranks")
     with _writing(folder):
+        (folder / "ranks").mkdir(parents=True, exist_ok=True)
         (folder / ROOM).write_bytes(os.urandom(ROOM_BYTES))  # nothing that a file system compresses
     return folder
 

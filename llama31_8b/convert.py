@@ -26,7 +26,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
     No document gets a bos or an eos: the reference's `utils/preprocess.sh` calls NeMo's preprocessor without `--append-eod`.
     `.jsonl` and `.json` files have one object per line, as C4 does, with the document in `key`; in `.txt` files blank lines separate
     documents. All are streamed, and may be compressed (`.gz`). Documents without a token are left out, as in Megatron's preprocessor. A
-    conversion that was killed starts again. Raises ConfigError, DataError, StorageError.
+    conversion that was killed starts again, also where one of its files has its name already. Raises ConfigError, DataError, StorageError.
     """
     encode, vocab_size = _load_tokenizer(tokenizer_path)
     for path in inputs:
@@ -35,7 +35,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
             raise DataError(f"{path}: there is no such file", "it was given as --input", "check the name")
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with locked(prefix.with_name(f".{prefix.name}.lock")):
-        if index_path(prefix).exists() or tokens_path(prefix).exists():
+        if index_path(prefix).exists() or (tokens_path(prefix).exists() and not Path(f"{prefix}.idx.partial").exists()):
             do = "remove it yourself, or choose another --output-prefix"
             raise StorageError(f"{prefix}.bin/.idx: exists already", "nothing is overwritten", do)
         writer, read = Writer(prefix, vocab_size), 0

@@ -16,7 +16,8 @@ from common.gpu_stats import DriverError, pci_folders, read_text
 from common.hardware import Probe
 
 ROOT = Path(__file__).resolve().parents[1]
-ONE_NODE = ("--standalone", "--nnodes", "1", "--local-addr", "127.0.0.1")  # else by the host name, which need not resolve
+# By no host name: none need resolve.
+ONE_NODE = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--nnodes", "1", "--local-addr", "127.0.0.1"]
 CPUS = 8  # a rank has at least these to itself, for its threads (main, backward, data, NCCL's); else the ranks of a NUMA node share all
 
 

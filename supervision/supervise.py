@@ -7,6 +7,7 @@ configured time, the rank that holds up the others is named, all ranks are asked
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import IO
 
 from common.errors import LAUNCHED, Hang, Interrupted
 
+PRCTL = ctypes.CDLL(None).prctl
 POLL_S = 0.5
 GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own (KillWait) is 30 s
 STACK_S = 2.0  # for the ranks to write their stacks and collectives: they look every half second
@@ -103,7 +105,6 @@ def supervise(
     stop: Callable[[], bool] = lambda: False,
     *,
     poll_s: float = POLL_S,
-    grace_s: float = GRACE_S,
     stdout: IO | None = None,
     stderr: IO | None = None,
 ) -> Ending:
@@ -114,7 +115,7 @@ def supervise(
     """
     with signals_noted() as received:
         marked = environment | {LAUNCHED: str(run_dir)}
-        process = subprocess.Popen(command, env=marked, stdout=stdout, stderr=stderr, start_new_session=True)
+        process = subprocess.Popen(command, env=marked, stdout=stdout, stderr=stderr, start_new_session=True, preexec_fn=end_with_parent)
         try:
             while not _ended(process, poll_s) and not received:
                 hangs, stopped = watch is not None and watch.look(), stop()
@@ -124,11 +125,16 @@ def supervise(
                     hang, culprit = watch.explain() if watch and not stopped else (None, None)
                     return Ending(-signal.SIGKILL, hang=hang, culprit=culprit, stopped=stopped)
             if received:
-                _stop(process, received, grace_s)
+                _stop(process, received)
             return Ending(process.poll() or 0, received[0] if received else 0)
         finally:
             kill_processes_of(run_dir, ORPHANS_S if (process.poll() or 0) < 0 and not received else 0.0)
             process.wait()
+
+
+def end_with_parent() -> None:
+    """A `preexec_fn`: the kernel sends SIGTERM to this process when the one that started it ends, were it by SIGKILL."""
+    PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
 
 
 def _ended(process: subprocess.Popen, limit_s: float) -> bool:
@@ -139,11 +145,11 @@ def _ended(process: subprocess.Popen, limit_s: float) -> bool:
     return True
 
 
-def _stop(process: subprocess.Popen, received: list[int], grace_s: float) -> None:
+def _stop(process: subprocess.Popen, received: list[int]) -> None:
     """One SIGTERM to torchrun's group; torchrun passes it on to the ranks, which live in sessions of their own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and len(received) < 2 and not _ended(process, 0.1):
         pass
 
@@ -188,7 +194,7 @@ def processes_of(run_dir: Path) -> list[int]:
 def kill_processes_of(run_dir: Path, grace_s: float = 0.0, limit_s: float = 10.0) -> None:
     """SIGKILL every process of that run until none is left.
 
-    `grace_s` is for those whose launcher was killed: the kernel has sent them SIGTERM (supervision/torchrun.py).
+    `grace_s` is for those whose launcher was killed: the kernel has sent torchrun SIGTERM.
     """
     began = time.monotonic()
     while (pids := processes_of(run_dir)) and time.monotonic() < began + grace_s + limit_s:

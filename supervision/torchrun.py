@@ -6,22 +6,16 @@ often blame a victim and bury the ranks' own message.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import signal
 import sys
 from pathlib import Path
 
 from common.errors import write_record
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 def main(folder: Path, arguments: list[str]) -> int:
     """Run torchrun with `arguments`; 0, 1 if a rank failed, 128 + n if signal n ended it."""
-    if sys.platform == "linux":  # SIGTERM from the kernel if the launcher is killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

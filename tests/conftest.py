@@ -97,7 +97,7 @@ def two_ranks(tmp_path_factory, tiny_data):
 
 TESTS = Path(__file__).parent
 NOT_QUICK = {  # files that train, start several processes, compile kernels, or import a peer such as transformers
-    *("data/test_corpus.py", "llama2_70b_lora/test_lora_round_trip.py", "llama31_8b/test_prepare.py"),
+    *("data/test_corpus.py", "llama2_70b_lora/test_lora_round_trip.py", "llama31_8b/test_prepare.py", "llama31_8b/test_random_kills.py"),
     *("kernels/test_compilation.py", "kernels/test_kernels.py", "kernels/test_lora.py", "kernels/test_lora_kernels.py"),
     *("kernels/test_rms_norm.py", "kernels/test_rope.py"),
     *(
@@ -110,6 +110,7 @@ NOT_QUICK = {  # files that train, start several processes, compile kernels, or 
     *("model/test_adapters.py", "model/test_lora_adapter.py", "model/test_lora_parity.py", "model/test_model.py", "model/test_weights.py"),
     *("kernels/test_block_formats.py", "llama2_70b_lora/test_lora_block_format.py", "model/test_block_scaling.py"),
     *("llama2_70b_lora/test_lora_checkpoint.py", "training/test_block_format_run.py", "training/test_checkpoint.py"),
+    "training/test_checkpoint_kills.py",
     *("launch/test_main.py", "llama2_70b_lora/test_lora_training.py", "sharding/test_frozen.py", "training/test_fp8_run.py"),
     *("submission/test_lost_attempts.py", "submission/test_package.py", "submission/test_score.py", "submission/test_survey.py"),
     *("throughput/test_flux.py", "throughput/test_flux_model.py"),

@@ -180,6 +180,7 @@ def test_impossible_batch():
         {"env": {"": "1"}},
         {"env": {"A\0": "1"}},
         {"env": {"A": "\0"}},
+        {"env": {"A": "é" * 2**16}},
         {"recompute_layers": -1},
         {"fp8": "fp7"},
         {"moment_precision": "fp16"},

@@ -66,6 +66,23 @@ def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
     return found
 
 
+def config_of(shape: ModelShape) -> dict[str, object]:
+    """What config.json says of the model, under the names of transformers' LlamaConfig."""
+    return {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_base,
+        "attention_bias": False,
+        "tie_word_embeddings": shape.tied_embedding,
+    }
+
+
 def tensor_shapes(shape: ModelShape, layout: str) -> dict[str, tuple[int, ...]]:
     """Name -> shape of all tensors that a checkpoint of this layout must have."""
     return {part.name: part.shape for parts in parts_of(shape, layout).values() for part in parts}

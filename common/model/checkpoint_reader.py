@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.data.manifest import Manifest, sha256_of
 from common.errors import WeightsError
-from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, tensor_shapes
+from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, config_of, tensor_shapes
 from common.model.shapes import ModelShape
 from common.sharding.processes import thread_count
 
@@ -133,20 +133,7 @@ def _check_config(path: Path, shape: ModelShape) -> None:
     config = read_json(path)
     rope = config.get("rope_parameters")  # where transformers 5 has rope_theta
     config |= rope if isinstance(rope, dict) else {}
-    expected: dict[str, object] = {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "vocab_size": shape.vocab_size,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_base,
-        "head_dim": shape.head_dim,
-        "tie_word_embeddings": shape.tied_embedding,
-        "attention_bias": False,
-    }
-    for key, value in expected.items():
+    for key, value in config_of(shape).items():
         if config.get(key) is not None and config[key] != value:
             what = f"{path}: {key} is {config[key]!r}, this model has {value!r}"
             refuse(what, "the same weights would compute something else", CHECK_MODEL)

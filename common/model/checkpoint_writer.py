@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.errors import write_whole
-from common.model.checkpoint_names import CONFIG, FUSED, INDEX, parts_of
+from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of
 from common.model.llama import Llama
 
 # torch -> name in safetensors
@@ -118,21 +118,11 @@ def _llama_config(model: Llama, dtype: torch.dtype) -> dict:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
+        **config_of(shape),
         "max_position_embeddings": model.max_sequence_length,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_base,
         "rope_scaling": scaling,
         "hidden_act": "silu",
-        "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": shape.tied_embedding,
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),

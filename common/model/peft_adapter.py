@@ -49,10 +49,8 @@ def save_peft_adapter(folder: Path, tensors: Mapping[str, Tensor], shape: ModelS
         partial.rename(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        what, why = (
-            f"the adapter was not saved in {folder}: {error.strerror}",
-            f"it needs {len(data) / 1e6:.0f} MB; the disk is full or read-only",
-        )
+        what = f"the adapter was not saved in {folder}: {error.strerror}"
+        why = f"it needs {len(data) / 1e6:.0f} MB; the disk is full or read-only"
         raise StorageError(what, why, "free space before the next run") from error
 
 

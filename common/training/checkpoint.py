@@ -180,9 +180,10 @@ class Checkpoints:
         """Wait for the save that is under way. Raises StorageError; the checkpoint before is whole then."""
         if self.saving is None:
             return
+        self._beat()
         while not self.saving.done():
-            self._beat()
             time.sleep(0.02)
+            self._beat()
         error, self.saving = self.saving.exception(), None
         if error is not None:
             if self.rank == 0:

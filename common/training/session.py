@@ -141,10 +141,10 @@ class Session:
         outcome = train(assembly, lr_at, batches, validation, self.batching, goal, processes, reporting, step)
         minutes = self.log.run_stop(outcome.samples, "success")
         self.events.write("verdict", status="success", samples=outcome.samples, loss=outcome.loss, minutes=minutes)
-        self.heartbeat.beat(self.step(), "done")
         self.succeeded = True
         if checkpoints:
             checkpoints.finish()
+        self.heartbeat.beat(self.step(), "done")
 
     # Failure.
 

@@ -74,7 +74,7 @@ def warm_up(
     values = [value for _ in range(TRAIN_STEPS) for value in train_step(assembly, batches, batching, 0.0, processes, beat)]
     losses = [evaluate(model, [next(eval_batches)], processes, beat) for _ in range(EVAL_STEPS)]
     if not all(map(math.isfinite, [*map(float, values), *losses])):
-        why = "training on real data would meet the same: a kernel, a tuned GEMM or a GPU computes wrong values"
+        why = "training on real data would meet the same: a kernel, a tuned GEMM or a GPU computes wrong values, or loaded weights are not finite"
         raise NonFinite("the synthetic warm-up gave a loss or a gradient norm that is not finite", why, 'run preflight; try fp8 = ""')
     assembly.reset()
     torch.set_rng_state(cpu_rng)

@@ -24,13 +24,15 @@ pytest.importorskip("huggingface_hub")
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Files of one data set. `pause_s` after each 8 KiB; `sent` bytes of files; `damage` flips a bit in what is sent, not in the sums."""
+    """Files of one data set, or of one model. `pause_s` after each 8 KiB; `sent` bytes of files; `damage` flips a bit in what is sent, not in the sums."""
 
     daemon_threads = True
 
-    def __init__(self, files: dict[str, bytes]):
+    def __init__(self, files: dict[str, bytes], repository=f"datasets/{prepare.DATA_REPOSITORY}", revision=COMMIT):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.files, self.pause_s, self.sent, self.damage, self.ranges = files, 0.0, 0, False, 0
+        self.listing = f"/api/{repository}/tree/{revision}"
+        self.place = f"/{repository.removeprefix('models/')}/resolve/{revision}/"
+        self.files, self.pause_s, self.sent, self.damage, self.ranges, self.gated = files, 0.0, 0, False, 0, False
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, client_address):
@@ -48,9 +50,11 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
     def answer(self, body: bool) -> None:
         hub, path = self.server, self.path.partition("?")[0]
-        if path == f"/api/datasets/{prepare.DATA_REPOSITORY}/tree/{COMMIT}":
+        if hub.gated:
+            return self.send(401, {"X-Error-Code": "GatedRepo"}, b"")
+        if path == hub.listing:
             return self.send(200, {"Content-Type": "application/json"}, json.dumps([self.entry(name) for name in hub.files]).encode())
-        name = path.removeprefix(f"/datasets/{prepare.DATA_REPOSITORY}/resolve/{COMMIT}/")
+        name = path.removeprefix(hub.place)
         if name in hub.files and "lfs" in self.entry(name):
             return self.send(302, {"Location": f"http://127.0.0.1:{hub.server_address[1]}/storage/{name}"}, b"Found. Redirecting")
         name = name.removeprefix("/storage/")
@@ -98,13 +102,18 @@ def hub():
     server.server_close()
 
 
-def start(hub, folder, small_chunks=True) -> subprocess.Popen:
+OF_LORA = "from llama2_70b_lora import prepare; prepare.WEIGHTS_BYTES = prepare.DATA_BYTES = 1; "
+OF_THE_8B = "from llama31_8b import prepare; prepare.DOWNLOAD_BYTES = 1; "
+
+
+def start(hub, folder, small_chunks=True, program=OF_LORA) -> subprocess.Popen:
     """`fetch --download`, with a home of its own."""
     environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}", "HF_HOME": str(folder / "home")}
     environment |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     code = "import sys; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 8192\n" if small_chunks else "import sys\n"
-    code += "from llama2_70b_lora import prepare; prepare.WEIGHTS_BYTES = prepare.DATA_BYTES = 1; sys.exit(prepare.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "fetch", "--data-dir", str(folder / "data"), "--weights", str(folder / "w"), "--download"]
+    code += f"{program} sys.exit(prepare.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "fetch", "--data-dir", str(folder / "data"), "--download"]
+    command += ["--weights", str(folder / "w")] * (program == OF_LORA)
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -172,16 +181,33 @@ def test_without_the_files_it_says_what_to_do(hub, tmp_path, monkeypatch, way):
     assert not list(tmp_path.rglob("*.parquet"))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_8b_gets_its_tokenizer_or_is_told_of_its_license(tmp_path, gated):
+    content = random.Random(1).randbytes(50_000)
+    server = Hub({"original/tokenizer.model": b"x", "tokenizer.json": content}, "models/meta-llama/Llama-3.1-8B", "main")
+    server.gated = gated
+    try:
+        code, err = finish(start(server, tmp_path, small_chunks=False, program=OF_THE_8B))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "None of the token files has been downloaded" in err, "it says what is left to do"
+    if gated:
+        assert code == 15 and "accept its license" in err.splitlines()[-1] and not (tmp_path / "data/tokenizer.json").exists(), err
+    else:
+        assert code == 0 and (tmp_path / "data/tokenizer.json").read_bytes() == content, err
+
+
 @pytest.mark.slow
 def test_no_kill_leaves_a_part_of_a_file_under_its_name(hub, tmp_path):
-    """30 kills at random points, of the beginning of the process too; then everything is there, and little came twice."""
+    """50 kills at random points, of the beginning of the process too; then everything is there, and little came twice."""
     when, kills = random.Random(7), 0
     total = sum(len(content) for content in hub.files.values())
     hub.pause_s = 0.01
-    while kills < 30:
+    while kills < 50:
         process = start(hub, tmp_path)
         if kills % 3:
-            kill(process, tmp_path, when.randrange(1, total // 20))
+            kill(process, tmp_path, when.randrange(1, total // 30))
         else:
             time.sleep(when.uniform(0.0, 2.5))
             kill(process, tmp_path, 0)

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import os
 import re
 import signal
 import subprocess
@@ -309,7 +310,7 @@ from door import environment
 def create(folder, with_pip):
     (folder / "lib/python3/site-packages").mkdir(parents=True)
     (folder / "bin").mkdir()
-    (folder / "bin/python").write_text("#!/bin/sh\\nsleep 60 & echo $! > {pid}.new; mv {pid}.new {pid}; wait")
+    (folder / "bin/python").write_text("#!/bin/sh\\nsleep 300 & echo $$ $! > {pid}.new; mv {pid}.new {pid}; wait")
     (folder / "bin/python").chmod(0o755)
 
 environment.ROOT, environment.venv.create, environment._answers = Path({root!r}), create, lambda url: False
@@ -317,7 +318,12 @@ sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def gone(pid: str) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or " Z " in state.read_text()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_while_pip_installs_ends_pip_and_what_it_started(tmp_path, number, code):
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
     program = INSTALLING.format(pid=tmp_path / "pid", root=str(tmp_path))
@@ -326,7 +332,11 @@ def test_a_signal_while_pip_installs_ends_pip_and_what_it_started(tmp_path, numb
     wait_until((tmp_path / "pid").exists)
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (code, "") and "stopped by signal" in err and "Traceback" not in err
-    state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
-    wait_until(lambda: not state.exists() or " Z " in state.read_text())
+    assert (process.returncode, out) == (code, "") and ("stopped by signal" in err) == (code > 0) and "Traceback" not in err
+    installer, started = (tmp_path / "pid").read_text().split()
+    wait_until(lambda: gone(installer))
+    if code > 0:
+        wait_until(lambda: gone(started))
+    else:
+        os.kill(int(started), signal.SIGKILL)  # what pip starts is left to pip where nobody is left to end it
     assert not list(tmp_path.glob(".venv/*.sha256")), "the next start makes it anew"

@@ -204,6 +204,7 @@ def call(function: str, folder: Path, device: str, environment: dict[str, str]) 
     sys.path += PYTHONPATH.split(os.pathsep)  # pytest knows the folders of the tests that it collected
     with (folder / f"rank_{environment['RANK']}.err").open("w") as file:
         os.dup2(file.fileno(), 2)
+    sys.path += PYTHONPATH.split(os.pathsep)  # the server hands on that of pytest, which lacks the folders that were not collected
     module, _, name = function.partition(":")
     processes = start_processes(device, 60.0)
     result = getattr(importlib.import_module(module), name)(processes, folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 TRAINER = """
-import argparse, contextlib, json, os, signal, sys, time
+import argparse, contextlib, faulthandler, json, os, signal, sys, time
 from pathlib import Path
 from common.errors import StorageError, write_rank_record
 
@@ -31,7 +31,7 @@ def log(key, **metadata):
         line = ":::MLLOG " + json.dumps({"key": key, "time_ms": int(time.time() * 1000), "value": None, "metadata": metadata})
         if key != "tracked_stats":
             with contextlib.suppress(OSError):
-                print(line, flush=True)
+                os.write(1, line.encode() + b"\\n")  # as common/training/mllog.py: whatever has this number
         with (run_dir / "result.txt").open("a") as file:
             file.write(line + "\\n")
 
@@ -50,6 +50,7 @@ def stop(number, frame):
     os._exit(143)
 
 signal.signal(signal.SIGTERM, stop)
+faulthandler.register(signal.SIGUSR1, open(run_dir / "ranks" / f"rank_{rank}.stack", "w"))  # as common/training/guard.py
 assert (run_dir / "config.toml").is_file() and os.environ["CACHE_CLEARED"] == "fadvise" and os.environ["FROM_CONFIG"] == "yes"
 log("run_start", config=args.config_name)
 beat("train")
@@ -89,7 +90,7 @@ end("done", step=2)
 """
 # In place of supervision/torchrun.py: the same processes, signals and findings, without the seconds that an import of torch takes.
 TORCHRUN = """
-import ctypes, json, os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 folder, arguments = sys.argv[1], sys.argv[2:]
 value = lambda name: arguments[arguments.index(name) + 1]
 count, node = int(value("--nproc-per-node")), int(value("--node-rank")) if "--node-rank" in arguments else 0
@@ -100,7 +101,6 @@ def stop(number, frame):
     for child in children.values():
         child.terminate()
 signal.signal(signal.SIGTERM, stop)
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as supervision/torchrun.py: it ends with its launcher
 while all(child.poll() in (None, 0) for child in children.values()) and None in [child.poll() for child in children.values()]:
     time.sleep(0.02)
 codes = {rank: child.poll() for rank, child in children.items()}
@@ -126,8 +126,11 @@ MINIATURE = SimpleNamespace(
 CLOSED = MINIATURE
 """
 PREPARE = """
-import sys
+import os, sys, time
 from pathlib import Path
+if "HOLD_PREPARE" in os.environ:
+    Path("preparing").write_text("")
+    time.sleep(300)
 folder = Path(sys.argv[sys.argv.index("--data-dir") + 1])
 folder.mkdir(parents=True, exist_ok=True)
 for name in ("t.bin", "t.idx", "v.bin", "v.idx"):

@@ -75,20 +75,23 @@ def test_nothing_known_is_said_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "phase", "stands"),
+    ("first", "second", "phases", "stands"),
     [
-        ("done", "done", "done", True),
-        ("failed", "done", "save", True),  # its model was not saved
-        ("", "interrupted", "save", True),  # killed while it saved, upon which torchrun ended the other one
-        ("failed", "done", "done", False),  # after its log said success: what it did for the run was not over
-        ("done", "failed", "save", False),
-        ("done", "", "save", False),
-        ("interrupted", "interrupted", "done", False),
+        ("done", "done", "done done", True),
+        ("failed", "done", "save done", True),  # its model was not saved
+        ("", "interrupted", "save done", True),  # killed while it saved, upon which torchrun ended the other one
+        ("failed", "failed", "checkpoint checkpoint", True),  # the last checkpoint was not saved: all ranks are told
+        ("failed", "", "checkpoint checkpoint", True),  # the other one was killed while both saved it
+        ("failed", "done", "done done", False),  # after its log said success: what it did for the run was not over
+        ("done", "failed", "save done", False),
+        ("done", "", "save done", False),
+        ("failed", "failed", "checkpoint evaluation", False),
+        ("interrupted", "interrupted", "done done", False),
     ],
 )
-def test_what_comes_after_a_run_leaves_it_as_it_is(tmp_path, first, second, phase, stands):
-    (tmp_path / "ranks/rank_0.heartbeat").write_text(json.dumps({"phase": phase}))
-    for rank, outcome in enumerate((first, second)):
+def test_what_comes_after_a_run_leaves_it_as_it_is(tmp_path, first, second, phases, stands):
+    for rank, (outcome, phase) in enumerate(zip((first, second), phases.split(), strict=True)):
+        (tmp_path / f"ranks/rank_{rank}.heartbeat").write_text(json.dumps({"phase": phase}))
         if outcome:
             write_rank_record(tmp_path, rank, outcome)
     assert diagnosis.finished(tmp_path, 2) == stands

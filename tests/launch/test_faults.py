@@ -29,7 +29,7 @@ def data(miniature_data):
 class Started:
     """A run by run_and_time.sh, in the background, with its files at hand."""
 
-    def __init__(self, tmp_path, data, *settings, environment=None, arguments=(), preexec=None, ranks=1):
+    def __init__(self, tmp_path, data, *settings, environment=None, arguments=(), before=(), ranks=1):
         self.log_dir = tmp_path / "results"
         options = [part for setting in (*SMALL, f"gpus_per_node={ranks}", *settings) for part in ("--set", setting)]
         hidden = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")
@@ -41,12 +41,11 @@ class Started:
         }
         variables |= {"SEED": "1"} | (environment or {})
         self.process = subprocess.Popen(
-            [str(ROOT / "run_and_time.sh"), "llama31_8b", *options, *arguments],
+            [*before, str(ROOT / "run_and_time.sh"), "llama31_8b", *options, *arguments],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=preexec,
         )
 
     @property
@@ -210,6 +209,21 @@ def test_rank_that_hangs_is_named_and_every_stack_is_kept(tmp_path, data):
     assert "train_step" in (run.run_dir / "ranks" / "rank_0.stack").read_text()
     (stuck,) = failure["collectives"]
     assert (stuck["entered"], stuck["unknown"]) == ([0], [1]) and "rank 1 left no record" in failure["why"]
+
+
+NO_NAMES = ["unshare", "--map-root-user", "--mount", "--uts", "bash", "-c"]
+NO_NAMES.append('hostname nobody-knows && mount --bind /dev/null /etc/hosts && mount --bind /dev/null /etc/resolv.conf && exec "$0" "$@"')
+
+
+def test_no_host_name_is_needed_on_one_node(tmp_path, data):
+    """Neither the machine's own nor localhost resolves."""
+    names = subprocess.run([*NO_NAMES, "getent", "hosts", "localhost"], capture_output=True)
+    if names.returncode != 2:
+        pytest.skip("needs the right to unshare")
+    run = Started(tmp_path, data, before=NO_NAMES, ranks=2)
+    run.wait_for_step(3, ranks=2)
+    run.process.send_signal(signal.SIGTERM)
+    expect(run, 143, "interrupted", status="aborted")
 
 
 @pytest.mark.slow

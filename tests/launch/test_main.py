@@ -168,6 +168,16 @@ def test_sigterm_to_the_launcher(project, tmp_path):
     assert not alive(run_dir)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_while_data_is_prepared_ends_that_too(project, tmp_path, number, code):
+    process = launch(project, tmp_path, HOLD_PREPARE="yes", DATADIR=str(tmp_path / "data"))
+    wait_until((tmp_path / "preparing").exists)
+    process.send_signal(number)
+    seen, _, err = finish(process)
+    assert seen == code and ("stopped by signal" in err) == (code > 0), err
+    wait_until(lambda: not alive(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -192,6 +202,12 @@ def test_errors_before_anything_starts(project, tmp_path, arguments, code, words
     assert (seen, out) == (code, "") and words in err and "Traceback" not in err
     assert "usage" in err or [line.split(":")[0].strip() for line in err.splitlines()[-3:]] == ["error", "why", "do"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_limit_of_the_system_is_said_before_anything_starts(project, tmp_path):
+    code, out, err = finish(launch(project, tmp_path, TOY="good", shell='ulimit -v 4000000; exec "$0" "$@"'))
+    assert (code, out) == (12, "") and "ulimit -v" in err and not (tmp_path / "out").exists(), err
+    assert [line.split(":")[0].strip() for line in err.splitlines()[-3:]] == ["error", "why", "do"]
 
 
 def test_a_project_in_a_path_with_a_colon(project, tmp_path):
@@ -289,7 +305,10 @@ def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
     code, out, _ = finish(launch(project, tmp_path, "bench", "--print", "--steps", "5", "--set", "micro_batch_size=4"))
     assert code == 0 and not (tmp_path / "out").exists()
     assert out.endswith("-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n")
-    assert "-m supervision.torchrun DIR --standalone --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2" in out
+    assert (
+        "-m supervision.torchrun DIR --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2"
+        in out
+    )
 
 
 def test_hardware_of_this_machine_is_readable():

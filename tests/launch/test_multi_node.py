@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -343,6 +344,15 @@ def test_a_node_0_that_cannot_be_reached_is_said_at_once(monkeypatch, resolver, 
         with pytest.raises(ConfigError, match="MASTER_ADDR=node0 cannot be reached") as caught, Nodes(Node(rank, 2, "node0", 7000), 1):
             pass
         assert words in caught.value.why
+
+
+def test_no_limit_of_the_store_counts_the_import_of_torch(monkeypatch):
+    """Calls of the store are made in threads that have a limit."""
+    seen = []
+    monkeypatch.setattr(multi_node, "_import_torch", lambda: seen.append(threading.current_thread()))
+    with Nodes(Node(0, 2, "127.0.0.1", free_ports()), 1) as nodes:
+        nodes._put("left/1", "")
+    assert seen == [threading.main_thread()]
 
 
 def test_another_program_where_node_0_should_listen(monkeypatch):

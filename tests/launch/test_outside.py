@@ -68,7 +68,8 @@ def test_stdout_and_stderr_are_closed_from_the_beginning(project, tmp_path):
     the_end(running, 0, "success")
     for path in (tmp_path / "out/toy").rglob("*.*"):
         if path.is_file():
-            assert b"STARTING" not in path.read_bytes(), path
+            content = path.read_bytes()
+            assert b"STARTING" not in content and (b":::MLLOG" in content) == (path.name == "result.txt"), path
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------

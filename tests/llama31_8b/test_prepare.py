@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,11 +155,18 @@ def test_convert_of_plain_text_takes_blocks(built, tmp_path):
 def test_a_killed_conversion_starts_again(built, tmp_path, monkeypatch):
     inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
     convert.convert(inputs, tokenizer, tmp_path / "whole", "text")
-    for moment in ("add", "finish"):
+    rename, renamed = Path.replace, []
+
+    def once(path, target):
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append(rename(path, target))
+
+    for kind, moment in ((Writer, "add"), (Writer, "finish"), (Path, "replace")):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Writer, moment, lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+            patch.setattr(kind, moment, once if kind is Path else lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
             convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
-        assert not (tmp_path / "killed.idx").exists() and not (tmp_path / "killed.bin").exists()
+        assert not (tmp_path / "killed.idx").exists() and (tmp_path / "killed.bin").exists() == (kind is Path)
     (tmp_path / "killed.bin.partial").write_bytes(b"half a docum")  # what a kill may leave behind
     convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
     assert same_bytes(tmp_path / "killed", tmp_path / "whole")

@@ -25,7 +25,7 @@ from common.model.shapes import RopeScaling
 from llama31_8b import save, train
 from llama31_8b.rules import MINIATURE
 
-# The miniature's model, with Llama 3.1's rotation and a vocabulary that two ranks do not divide; the first evaluation ends the run.
+# The miniature's model, with Llama 3.1's rotation and a vocabulary that neither two nor three ranks divide; the first evaluation ends the run.
 SHAPE = replace(MINIATURE.shape, vocab_size=2047, rope_scaling=RopeScaling(original_context=16))
 RULES = replace(TINY, shape=SHAPE, target_loss=100.0)
 TOKENS = torch.arange(32).view(2, 16) * 61 % SHAPE.vocab_size
@@ -43,7 +43,9 @@ def saved_run(processes, folder):
 
     run_dir = folder / f"run_{processes.rank}"
     with mock.patch.object(train, "assemble", assemble):
-        facts = run(run_dir, folder / "data", RULES, save=True, gpus_per_node=processes.world_size)
+        facts = run(
+            run_dir, folder / "data", RULES, save=True, gpus_per_node=processes.world_size, global_batch_size=12, micro_batch_size=2
+        )
     assert not facts.error, facts.message
     with torch.no_grad():
         logits = made[0].model(TOKENS)
@@ -62,14 +64,14 @@ def their_logits(folder: Path) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_transformers_computes_the_logits_of_the_trained_model(processes, tmp_path, ranks):
     if ranks == 1:
         found = [saved_run(processes, tmp_path)]
     else:
         write_data(tmp_path / "data", RULES)
-        found = call_on_ranks(2, "test_save:saved_run", tmp_path)
-    assert [rank["files"] for rank in found] == [["model/model-00001-of-00001.safetensors"], []][:ranks], "rank 0 alone writes"
+        found = call_on_ranks(ranks, "test_save:saved_run", tmp_path)
+    assert [rank["files"] for rank in found] == [["model/model-00001-of-00001.safetensors"], [], []][:ranks], "rank 0 alone writes"
     torch.testing.assert_close(their_logits(tmp_path / "run_0/model"), found[0]["logits"], rtol=1e-4, atol=1e-4)
     assert shape_of(str(tmp_path / "run_0/model")) == SHAPE
 

@@ -42,14 +42,15 @@ def test_end_by_itself(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on_and_stubborn_ranks_are_killed(tmp_path, number):
+def test_signals_are_passed_on_and_stubborn_ranks_are_killed(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(supervise, "GRACE_S", 0.5)
     script = f"""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill({os.getpid()}, {int(number)})
         time.sleep(60)
     """
     began, handler = time.monotonic(), signal.getsignal(signal.SIGTERM)  # another test may have left one of its own
-    ending = start(tmp_path, script, grace_s=0.5)
+    ending = start(tmp_path, script)
     assert ending.signal_number == number
     assert time.monotonic() - began < 8 and not alive(tmp_path)
     assert signal.getsignal(signal.SIGTERM) is handler

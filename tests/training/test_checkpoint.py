@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from tiny import TINY, call_on_ranks, facts, records, run, run_config, write_data
+from toy import wait_until
 
 from common.errors import ConfigError, StorageError, WeightsError
 from common.kernels.fp8 import INVERSE, SCALE
@@ -297,6 +298,38 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(processes, tm
     assert [path.name for path in (tmp_path / "run" / FOLDER).iterdir()] == ["step_00000003"]
     rest = run(tmp_path / "on", tmp_path / "data", continues=tmp_path / "run", **SIZES)
     assert rest.error == "target_missed" and len(rest.losses) == 6
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(processes, tmp_path, monkeypatch, full):
+    """The launcher reads from the phase whether a failure came after the run."""
+    write_data(tmp_path / "data")
+    log, write = tmp_path / "run/result.txt", checkpoint.write_file
+
+    def late(path, *rest, **options):
+        wait_until(lambda: '"run_stop"' in log.read_text())
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, *rest, **options)
+
+    monkeypatch.setattr(checkpoint, "write_file", late)
+    monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
+    monkeypatch.setattr(Checkpoints, "_due", lambda self, when, evaluated: self.step == 1)
+    ended = run(tmp_path / "run", tmp_path / "data", replace(TINY, target_loss=100.0), checkpoint="1", **SIZES)
+    assert (ended.status, ended.error) == ("success", "storage" if full else "")
+    assert json.loads((tmp_path / "run/ranks/rank_0.heartbeat").read_text())["phase"] == ("checkpoint" if full else "done")
+    assert len(list((tmp_path / "run" / FOLDER).iterdir())) == (not full)
+
+
+def test_a_save_that_has_failed_already_is_told_of_in_the_same_phase(made, monkeypatch):
+    monkeypatch.setattr(checkpoint, "write_file", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    checkpoints = made()
+    checkpoints.offer(1, evaluated=True)
+    assert checkpoints.saving.exception(60), "it is over"
+    beat = checkpoints.session.heartbeat = mock.Mock()
+    with pytest.raises(StorageError):
+        checkpoints.finish()
+    beat.beat.assert_called_with(1, "checkpoint")
 
 
 def test_what_a_killed_save_of_the_same_step_left_is_no_part_of_the_next(processes, tmp_path):

@@ -274,6 +274,12 @@ def test_a_rank_without_a_usable_config_says_so_in_three_lines(tmp_path, config,
     assert not (tmp_path / "run/result.txt").exists()
 
 
+def test_a_config_for_another_number_of_processes_is_refused(processes, tiny_data, tmp_path):
+    ended = run(tmp_path / "run", tiny_data, gpus_per_node=2)
+    assert (ended.error, ended.status) == ("config", "") and "1 process started, but the config is for 2" in ended.message
+    assert [record["key"] for record in records(tmp_path / "run/result.txt")] == ["cache_clear", "init_start"]
+
+
 def test_a_process_trains_as_this_one_does(trained, plain):
     assert_same_curve(facts(trained[3]), plain, tolerance=1e-6)
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from tiny import TINY, run_config
+from tiny import TINY, records, run_config, write_data
+from tiny import run as run_tiny
 
 from common.errors import NonFinite, PreflightError
 from common.training import warmup
@@ -153,3 +154,11 @@ def test_values_that_are_not_finite_end_the_run_before_its_clock(assembly, proce
         monkeypatch.setattr(warmup, "evaluate", lambda *arguments: math.inf)
     with pytest.raises(NonFinite, match="not finite"):
         run(assembly, processes)
+
+
+def test_such_a_run_ends_with_its_code_and_a_log_without_a_clock(processes, tmp_path, monkeypatch):
+    monkeypatch.setattr(warmup, "evaluate", lambda *arguments: math.nan)
+    ended = run_tiny(tmp_path / "run", write_data(tmp_path / "data"))
+    assert (ended.error, ended.status) == ("non_finite", "") and "warm-up" in ended.message
+    keys = [record["key"] for record in records(tmp_path / "run/result.txt")]
+    assert keys[1] == "init_start" and not {"init_stop", "run_start", "run_stop"} & set(keys)

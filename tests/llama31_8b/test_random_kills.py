@@ -1,0 +1,87 @@
+"""SIGKILL at random moments of `prepare convert` and of --save: what has a final name is whole and right; everything else is made anew."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from test_prepare import write_inputs
+from test_save import random_model
+from tiny import rank_server
+
+from common.data.indexed_dataset import index_path, tokens_path
+from llama31_8b import save
+from llama31_8b.convert import convert
+
+KILLS = 60
+
+
+def convert_on_and_on(folder, tokenizer, ready):
+    """Into p0, p1, ...; the one that was killed first."""
+    number = next(n for n in range(10**6) if not index_path(folder / f"p{n}").exists())
+    while True:
+        ready.touch()
+        convert([folder / "a.jsonl", folder / "b.json.gz"], tokenizer, folder / f"p{number}", "text")
+        number += 1
+
+
+def save_on_and_on(folder, ready):
+    """Run after run, each in its own directory."""
+    save.FILE_BYTES, model = 500_000, random_model()
+    number = sum(1 for _ in folder.glob("run_*"))
+    while True:
+        (folder / f"run_{number}").mkdir()
+        ready.touch()
+        save.save_model(model, folder / f"run_{number}", lambda: None)
+        number += 1
+
+
+def kills(body, ready, *arguments):
+    """Kill `body` at random moments after it has begun; yields after each kill."""
+    seed = time.time_ns()
+    print(f"random seed {seed}")
+    moments = random.Random(seed)
+    for _ in range(KILLS):
+        process = rank_server().Process(target=body, args=(*arguments, ready))
+        process.start()
+        deadline = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0.0, 0.2))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "it ended by itself"
+        ready.unlink()
+        yield
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_no_kill_of_convert_leaves_half_a_pair_that_looks_whole(miniature_data, tmp_path):
+    inputs, tokenizer, partial = write_inputs(tmp_path), miniature_data / "tokenizer.model", 0
+    convert(inputs, tokenizer, tmp_path / "right", "text")
+    expected = [path(tmp_path / "right").read_bytes() for path in (tokens_path, index_path)]
+    for _ in kills(convert_on_and_on, tmp_path / "ready", tmp_path, tokenizer):
+        whole = [tmp_path / path.stem for path in tmp_path.glob("p*.idx")]
+        assert all([path(prefix).read_bytes() for path in (tokens_path, index_path)] == expected for prefix in whole)
+        partial += any(tmp_path.glob("p*.partial"))
+    assert len(whole) > 5, "conversions came to an end between the kills, and those that were killed began anew"
+    assert partial > KILLS // 4, "kills hit conversions in the middle"
+
+
+@pytest.mark.slow
+def test_no_kill_of_save_leaves_half_a_model_that_looks_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(save, "FILE_BYTES", 500_000)
+    (tmp_path / "right").mkdir()
+    expected = contents(save.save_model(random_model(), tmp_path / "right", lambda: None))
+    for _ in kills(save_on_and_on, tmp_path / "ready", tmp_path):
+        for run in tmp_path.glob("run_*"):
+            names = [path.name for path in run.iterdir()]
+            assert names in ([], [save.PARTIAL], [save.FOLDER])
+            assert names != [save.FOLDER] or contents(run / save.FOLDER) == expected
+    ended = [[path.name for path in run.iterdir()] for run in tmp_path.glob("run_*")]
+    assert ended.count([save.FOLDER]) > 5 and ended.count([save.PARTIAL]) > KILLS // 4, "kills hit saves in the middle, and others ended"
