@@ -1,10 +1,10 @@
 """Data and base weights of `llama2_70b_lora`: say how to get them, verify them, convert AMD's files, build the miniature's.
 
-    python -m llama2_70b_lora.prepare miniature --data-dir D
-    python -m llama2_70b_lora.prepare convert-npy --npy-dir P --data-dir D        AMD's packed train.npy and validation.npy to parquet
-    python -m llama2_70b_lora.prepare verify --data-dir D [--weights W [--manifest M.json]] [--full]
-    python -m llama2_70b_lora.prepare write-manifest --weights W --output M.json
-    python -m llama2_70b_lora.prepare fetch --data-dir D --weights W [--download]
+    ./run_and_time.sh llama2_70b_lora prepare miniature --data-dir D
+    ./run_and_time.sh llama2_70b_lora prepare convert-npy --npy-dir P --data-dir D        AMD's packed train.npy and validation.npy to parquet
+    ./run_and_time.sh llama2_70b_lora prepare verify --data-dir D [--weights W [--manifest M.json]] [--full]
+    ./run_and_time.sh llama2_70b_lora prepare write-manifest --weights W --output M.json
+    ./run_and_time.sh llama2_70b_lora prepare fetch --data-dir D --weights W [--download]
 
 No verb deletes or overwrites a file that it did not create. Messages go to stderr; the exit code is that of the kind of failure
 (common/errors.py). torch and numpy are imported only by the verbs that need them.
@@ -60,7 +60,7 @@ def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
 def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> None:
     present = {"data": all((data_dir / name).exists() for name in DATA_FILES.values()), "weights": any(weights.glob("*.safetensors"))}
     missing = [name for name, there in present.items() if not there]
-    check = f"python -m llama2_70b_lora.prepare verify --data-dir {data_dir} --weights {weights}"
+    check = f"./run_and_time.sh llama2_70b_lora prepare verify --data-dir {data_dir} --weights {weights}"
     if not missing:
         say(f"data and weights are there. To check them:\n  {check}")
         return
@@ -83,7 +83,7 @@ def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> None:
 3. Move {" and ".join(DATA_FILES.values())} up to {data_dir}, if they are in a folder inside it, and check everything:
      {check}
    No SHA-256 of the weights is published. Write your own once, and check this and other copies with it later:
-     python -m llama2_70b_lora.prepare write-manifest --weights {weights} --output llama2_70b.json
+     ./run_and_time.sh llama2_70b_lora prepare write-manifest --weights {weights} --output llama2_70b.json
      {check} --manifest llama2_70b.json --full
 
 AMD's packed train.npy and validation.npy have the same sequences. They are pickles, which convert-npy reads without executing them.

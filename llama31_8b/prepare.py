@@ -1,9 +1,9 @@
 """Data of `llama31_8b`: build the miniature's, convert your own text, verify MLCommons' files, print how to fetch them.
 
-    python -m llama31_8b.prepare miniature --data-dir D
-    python -m llama31_8b.prepare convert --input FILES... --tokenizer T --output-prefix P [--jsonl-key text]
-    python -m llama31_8b.prepare verify --data-dir D [--manifest M.json] [--full] [--write-manifest M.json]
-    python -m llama31_8b.prepare fetch --data-dir D [--download]
+    ./run_and_time.sh llama31_8b prepare miniature --data-dir D
+    ./run_and_time.sh llama31_8b prepare convert --input FILES... --tokenizer T --output-prefix P [--jsonl-key text]
+    ./run_and_time.sh llama31_8b prepare verify --data-dir D [--manifest M.json] [--full] [--write-manifest M.json]
+    ./run_and_time.sh llama31_8b prepare fetch --data-dir D [--download]
 
 Nothing here deletes or overwrites a file that it did not create. Text goes to stderr; the exit code is that of the failure's
 family (common/errors.py).
@@ -74,7 +74,7 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
             writer.add(ids)
         index = writer.finish()
         pairs[prefix] = PairFacts(index.dtype.name, index.num_documents, index.num_tokens)
-        say(f"{prefix}: {index.num_documents} documents, {index.num_tokens} tokens")
+        say(f"{prefix}: {index.num_documents:,} documents, {index.num_tokens:,} tokens")
     return pairs
 
 
@@ -99,7 +99,7 @@ def fetch(data_dir: Path, download_tokenizer: bool) -> None:
 
 def _say_how(data_dir: Path) -> None:
     missing = ", ".join(name for name in CLOSED.data_files if not (data_dir / name).exists())
-    check = f"python -m llama31_8b.prepare verify --data-dir {data_dir}"
+    check = f"./run_and_time.sh llama31_8b prepare verify --data-dir {data_dir}"
     if not missing:
         say(f"{data_dir}: all four files are there. Check them:\n  {check} --full")
         return

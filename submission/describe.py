@@ -1,4 +1,4 @@
-"""`python -m submission.describe --out FILE [--set KEY=VALUE ...] [--submitter ORG]`: the system description of this machine.
+"""`./run_and_time.sh describe --out FILE [--set KEY=VALUE ...] [--submitter ORG]`: the system description of this machine.
 
 Writes FILE with the keys that the official checker requires and those that the policy adds. If FILE exists, its answers stay:
 empty ones are filled, and --set replaces. An error is what makes an official tool fail or break off; what the policy asks for
@@ -130,7 +130,9 @@ def read(path: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text()).items())
     except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise ConfigError(f"{path}: it holds no system description", str(error), "make one with submission.describe") from None
+        raise ConfigError(
+            f"{path}: it holds no system description", str(error), "make one: ./run_and_time.sh describe --out FILE.json"
+        ) from None
 
 
 def _is_open(text: object) -> bool:
