@@ -47,7 +47,7 @@ def run_page(run: Run, advised: list[Advice]) -> str:
     return page.render(
         f"{run.benchmark or 'run'} · {run.folder.resolve().name}",
         [
-            ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run), {"tiles": tiles}]),
+            ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run, clean), {"tiles": tiles}]),
             ("What to do next", [{"steps": _next_steps(run, clean)}, table(heads, advised, range(4))]),
             ("Loss", [loss_chart("loss", run, curves)]),
             ("Evaluations", [table(["samples", "loss", "minutes on the clock", "took, s"], evaluated)]),
@@ -149,7 +149,7 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
     found |= {"attention by": record.get("attention") for record in run.records if record.get("event") == "self_test"}  # noqa: B035
     with contextlib.suppress(tomllib.TOMLDecodeError):  # cut off
         found |= {} if alone else tomllib.loads(run.config)
-    return {str(key): _plain(value) for key, value in found.items()}
+    return {str(key): _plain(value) for key, value in found.items() if value is not None}
 
 
 def _plain(value: object) -> str:
@@ -162,20 +162,23 @@ def _plain(value: object) -> str:
 
 
 def files(folder: Path) -> Section:
-    return "Files", [{"links": sorted(path.name for path in folder.iterdir() if path.name != "report.html")}]
+    return "Files", [
+        {"links": sorted(path.name for path in folder.iterdir() if path.name != "report.html" and not path.name.startswith("."))}
+    ]
 
 
 # The page's own blocks.
 
 
-def _banner(run: Run) -> Block:
+def _banner(run: Run, clean: bool) -> Block:
     """The log decides, as it does in score and package; failure.json only explains."""
     why = run.reason or run.failure.get("kind", "")
     lines = ["Target reached" if run.state == GOOD else f"{run.state}{': ' if why else ''}{why}"]
     if last := evaluations(run)[-1:]:
         lines.append(f"last evaluation {number(last[0]['loss'])}, target {number(run.target)}, at {number(last[0]['samples'])} samples")
     lines += [f"{key}: {run.failure[key]}" for key in ("what", "why") if run.failure.get(key)]
-    return banner("good" if run.state == GOOD else "bad", *lines)
+    lines[0] += ", but the log is not clean" * (run.state == GOOD and not clean)
+    return banner("bad" if run.state != GOOD else "good" if clean else "warn", *lines)
 
 
 def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
