@@ -39,8 +39,7 @@ Labeled = tuple[str, Run]
 def run_page(run: Run, advised: list[Advice]) -> str:
     """The page as HTML text. Raises PreflightError where mlperf-logging or jinja2 is missing."""
     samples, figures, (clean, verdict) = gpu_samples.read_samples(run), figures_of(run), _verdict(run)
-    unit = "CPU" if run.gpu == "CPU" else "GPU"
-    tiles = [(name.replace("GPU", unit), shown(figures, name)) for name in FORMS if figures[name] is not None]
+    tiles = [(name.replace("GPU", unit_of([run])), shown(figures, name)) for name in FORMS if figures[name] is not None]
     evaluated = [[number(value) for value in row.values()] for row in evaluations(run)]
     curves = [Curve("train", of_steps(run, "loss")), Curve("evaluation", points(evaluations(run), "samples", "loss"), 1, dots=True)]
     heads = ("what the samples and events show", "what it is worth", "what to do", "source")
@@ -63,6 +62,10 @@ def run_page(run: Run, advised: list[Advice]) -> str:
 
 
 # What the log and the events say.
+
+
+def unit_of(runs: list[Run]) -> str:
+    return "CPU" if all(run.gpu == "CPU" for run in runs) else "GPU"
 
 
 def of_steps(run: Run, key: str) -> list[tuple[float, float]]:
@@ -158,7 +161,7 @@ def _plain(value: object) -> str:
         return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(value).items()) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value or "none" if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def files(folder: Path) -> Section:
@@ -187,7 +190,7 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
     found = []
     if run.state != GOOD:
         found.append((str(run.failure.get("do") or "Look for the reason: docs/troubleshooting.md says what each exit code means."), ""))
-    if not clean:
+    if not clean and run.state == GOOD:
         found.append(("The log is not clean. All findings:", f"{command} check {folder}"))
     if run.state == GOOD and run.is_miniature:
         found.append(("The package runs on this machine. What do the benchmark's own sizes need?", f"{command} {run.benchmark} plan"))

@@ -269,6 +269,19 @@ def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):
     assert "this is not a benchmark result" in text and "3 of 3 attempts are good" in text and "RCP test" not in text
 
 
+def test_pages_of_several_runs_on_a_cpu_do_not_speak_of_gpus(tmp_path):
+    folder = synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, synthetic_series.plans([4, 5]), rules=rules.MINIATURE)
+    runs = [path.parent for path in sorted(folder.glob("*/config.toml"))]
+    for run in runs:
+        (run / "config.toml").write_text((run / "config.toml").read_text().replace('gpu = "MI355X"', 'gpu = "CPU"'))
+    assert report.main(list(map(str, runs))) == 0
+    compared = read_page(next(runs[0].glob("compared_with_*.html")))
+    heads = re.findall(
+        r"<(?:th|td)[^>]*>([^<]*[GC]PU[^<]*)</t[hd]>", page(folder).partition('id="Provenance"')[0] + compared.partition('id="Loss"')[0]
+    )
+    assert "tokens/s/CPU" in heads and not any("GPU" in head for head in heads), heads
+
+
 def test_runs_without_a_ledger_are_a_series_too(series):
     (series / "attempts.jsonl").unlink()
     text = page(series)
