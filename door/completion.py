@@ -14,7 +14,7 @@ from door.verbs import NEVER, ROOT, VERBS, parser_of
 from launch.select_config import benchmarks
 
 SCRIPT = Path(__file__).with_suffix(".bash")
-ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+ZSH = "(( $+functions[compdef] )) || { autoload -U compinit && compinit }\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def parser(benchmark: str) -> Parser:

@@ -1,6 +1,7 @@
 """One command line for all verbs: what a typo, a missing argument or a wrong order is answered with, and what reaches a verb's module."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -124,21 +125,29 @@ def test_a_command_line_is_read_without_any_package():
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ("run_and_time.sh lla", "llama2_70b_lora llama31_8b"),
-        ("run_and_time.sh pre", "prepare preflight"),
-        ("run_and_time.sh llama31_8b be", "bench"),
-        ("run_and_time.sh llama31_8b --conf", "--config"),
-        ("run_and_time.sh llama31_8b bench --st", "--steps"),
-        ("run_and_time.sh score --ag", "--against"),
-        ("run_and_time.sh throughput ge", "gemm"),
-        ("run_and_time.sh prepare llama31", "llama31_8b"),
-    ],
-)
-def test_completion_in_bash(words, wanted):
-    split = words.split()
-    program = f"{completion.script('bash')}\nCOMP_WORDS=({words}) COMP_CWORD={len(split) - 1}; _run_and_time; echo ${{COMPREPLY[*]}}"
-    done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == (wanted, "")
+COMPLETED = {
+    "run_and_time.sh lla": "llama2_70b_lora llama31_8b",
+    "run_and_time.sh pre": "prepare preflight",
+    "run_and_time.sh llama31_8b be": "bench",
+    "run_and_time.sh llama31_8b --conf": "--config",
+    "run_and_time.sh llama31_8b bench --st": "--steps",
+    "run_and_time.sh score --ag": "--against",
+    "run_and_time.sh throughput ge": "gemm",
+    "run_and_time.sh prepare llama31": "llama31_8b",
+}
+# What each shell is started with, and how it calls a completion function: zsh's bashcompinit does so in its sh mode.
+SHELLS = {"bash": (["--norc"], ""), "zsh": (["-f"], "emulate sh; setopt kshglob noshglob braceexpand;")}
+
+
+@pytest.mark.parametrize("words", COMPLETED)
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion(shell, words):
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell}")
+    options, mode = SHELLS[shell]
+    *_, last = words.split()
+    program = f"compdef() {{ :; }}\n{completion.script(shell)}\n{mode} COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}"
+    program += "\n_run_and_time; echo ${COMPREPLY[*]}"
+    done = subprocess.run([shell, *options, "-c", program], capture_output=True, text=True)
+    fitting = [word for word in done.stdout.split() if word.startswith(last)]  # as zsh's line editor chooses; bash's compgen has done so
+    assert (" ".join(fitting), done.stderr) == (COMPLETED[words], "") and (shell == "zsh" or fitting == done.stdout.split())
