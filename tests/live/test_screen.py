@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from common import terminal
+from launch.console import mlperf_line
 from live import sampler, screen
 from live.screen import Screen
 from llama31_8b.rules import CLOSED, MINIATURE
@@ -105,6 +106,30 @@ def test_on_a_terminal_a_few_lines_rewrite_themselves(tmp_path, terminal_of):
         assert seen.read().startswith("\x1b[5A\r" + BACK)
         (tmp_path / "ranks" / "rank_0.heartbeat").write_text(json.dumps({"phase": "done"}))
     assert [line.split()[0] for line in seen.read().rpartition(BACK)[2].splitlines()] == ["llama31_8b", "loss", "speed"]
+
+
+def test_on_a_terminal_the_mlperf_log_goes_to_its_file_only(tmp_path, terminal_of, monkeypatch):
+    seen = terminal_of()
+    with Screen(tmp_path, **about()) as view:
+        os.write(view.stdout.fileno(), b":::MLLOG of a rank\n")
+        mlperf_line("RESULT")
+    assert ":::MLLOG" not in (text := seen.read()) and "RESULT" not in text
+    piped = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", piped)
+    with Screen(tmp_path, **about()) as view:
+        assert view.stdout is None, "the ranks inherit ours"
+        mlperf_line("RESULT")
+    assert piped.getvalue() == "RESULT\n"
+
+
+def test_quiet_rewrites_nothing_on_a_terminal(tmp_path, terminal_of, monkeypatch):
+    seen = terminal_of()
+    monkeypatch.setenv(terminal.QUIET, "1")
+    with Screen(tmp_path, **about()) as view:
+        write_events(tmp_path, range(1, 21), evaluation=4.5)
+        view.update()
+        os.write(view.stderr.fileno(), b"warning of rank 3\n")
+    assert seen.read() == "warning of rank 3\n"
 
 
 def test_what_the_ranks_say_stands_above_and_is_kept(tmp_path, terminal_of):
