@@ -50,7 +50,7 @@ def expectation(benchmark: str, selection: Selection, rules) -> str:
     batch = selection.config.global_batch_size
     target = f"loss <= {rules.target_loss}, measured every {rules.eval_interval(batch):,} sequences"
     if selection.config.miniature:
-        return f"{target}; about two minutes on two cores"
+        return f"{target}; some minutes on two cores"
     mean = rcp.mean_samples(benchmark, batch)
     reference = f"the reference needs {mean:,.0f} on average" if mean else "there is no reference for this global batch"
     return f"{target}; at global batch {batch} {reference} (MLPerf RCP); gives up at {selection.config.max_samples:,}"
