@@ -114,7 +114,7 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
     parser = Parser(f"{benchmark} prepare", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     miniature, convert, verify, fetch = (
-        commands.add_parser(name, help=text)
+        commands.add_parser(name, help=text, description=text)
         for name, text in (
             ("miniature", "build the CPU miniature's data"),
             ("convert", "text to .bin/.idx"),
@@ -123,13 +123,15 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         )
     )
     for command in (miniature, verify, fetch):
-        command.add_argument("--data-dir", type=Path, required=True)
+        command.add_argument("--data-dir", type=Path, required=True, help="where the token files are, or will be")
     fetch.add_argument("--download", action="store_true", help=f"fetch {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, which convert takes")
     convert.add_argument("--input", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .txt, also .gz")
     convert.add_argument("--tokenizer", type=Path, required=True, help="a SentencePiece model, or tokenizer.json of Llama 3.1")
-    convert.add_argument("--output-prefix", type=Path, required=True)
-    convert.add_argument("--jsonl-key", default="text")
-    verify.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST)
+    convert.add_argument("--output-prefix", type=Path, required=True, help="of the .bin and .idx files")
+    convert.add_argument("--jsonl-key", default="text", help="the field of a line that holds the text; default: text")
+    verify.add_argument(
+        "--manifest", type=Path, default=SHIPPED_MANIFEST, help="written by --write-manifest; default: llama31_8b/manifest.json"
+    )
     verify.add_argument("--full", action="store_true", help="every token and every byte")
     verify.add_argument("--write-manifest", type=Path, metavar="FILE", help="record sizes, SHA-256 and counts (reads every byte)")
     return parser

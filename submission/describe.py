@@ -65,8 +65,8 @@ def parser(benchmark: str = "") -> Parser:
     parser = Parser("describe", "Write the MLPerf system description of this machine.", [example])
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON; its name without .json is the system's id")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an answer that the machine cannot give")
-    parser.add_argument("--submitter", default="", metavar="ORG")
-    parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1])
+    parser.add_argument("--submitter", default="", metavar="ORG", help="who submits")
+    parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1], help="of the round; default: the newest")
     return parser
 
 

@@ -32,7 +32,7 @@ TABLE = {
     "llama31_8b score results": ("score takes no benchmark", f"{RUN} score results"),
     "check x --weror": ("unknown option --weror", "did you mean --werror?"),
     "llama31_8b NEXP=10": ("NEXP=10 is no benchmark or verb", f"NEXP=10 {RUN} llama31_8b"),
-    "NEXP=10 llama31_8b --quiet": ("NEXP=10 is no benchmark or verb", f"NEXP=10 {RUN} llama31_8b"),
+    "NEXP=10 llama31_8b bench": ("NEXP=10 is no benchmark or verb", f"NEXP=10 {RUN} llama31_8b bench"),
     "--versoin": ("--versoin comes before the benchmark or verb", "did you mean --version?"),
     "-v": ("-v comes before the benchmark or verb", f"{RUN} llama31_8b -v ..."),
     # options and their values

@@ -25,9 +25,7 @@ def test_what_is_wrong_and_what_to_do(line):
     assert len(caught.value.lines().splitlines()) == 3
 
 
-def test_the_page_of_them_is_current(monkeypatch):
-    for name in verbs.SWITCHES.values():
-        monkeypatch.setenv(name, "")
+def test_the_page_of_them_is_current():
     assert PAGE.read_text() == page(), "run python3 tests/docs_tables.py"
 
 
@@ -100,6 +98,17 @@ def test_every_verb_has_help_with_its_own_name(name, benchmark, capsys):
         verbs.read([*[benchmark] * bool(benchmark and verbs.VERBS[name].benchmark), name, "--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0 and f" {name}" in text and RUN in text
+
+
+@pytest.mark.parametrize("benchmark", ["llama31_8b", "llama2_70b_lora"])
+@pytest.mark.parametrize("name", verbs.VERBS)
+def test_every_option_says_what_it_is(name, benchmark):
+    queue = [verbs.parser_of(name, benchmark)] if verbs._has(benchmark, name) else []
+    while queue:
+        parser = queue.pop()
+        queue += [each for action in parser._actions for each in parser.subcommands(action)]
+        silent = [action.dest for action in parser._actions if not action.help and not action.choices]
+        assert silent == [], parser.prog
 
 
 def test_the_examples_of_help_are_understood(monkeypatch):
