@@ -98,8 +98,9 @@ def _split(words: list[str], known: list[str]) -> tuple[str, str, list[str]]:
     elif first.startswith("-"):
         found = next((word for word in words if word in known or word in VERBS), "")
         do = f"{PROGRAM} {found or known[-1]} {first} ..."
-        do = do if found else meant(first, EVERYWHERE, do)
-        raise ConfigError(f"{first} comes before the benchmark or verb", "options follow them", do)
+        raise ConfigError(
+            f"{first} comes before the benchmark or verb", "options follow them", do if found else meant(first, EVERYWHERE, do)
+        )
     else:
         why = "no benchmark and no verb has this name"
         raise ConfigError(f"unknown benchmark or verb {first}", why, meant(first, [*known, *VERBS, *EVERYWHERE]))

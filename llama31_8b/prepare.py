@@ -129,9 +129,7 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
     convert.add_argument("--tokenizer", type=Path, required=True, help="a SentencePiece model, or tokenizer.json of Llama 3.1")
     convert.add_argument("--output-prefix", type=Path, required=True, help="of the .bin and .idx files")
     convert.add_argument("--jsonl-key", default="text", help="the field of a line that holds the text; default: text")
-    verify.add_argument(
-        "--manifest", type=Path, default=SHIPPED_MANIFEST, help="written by --write-manifest; default: llama31_8b/manifest.json"
-    )
+    verify.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST, help="what to compare with; default: %(default)s")
     verify.add_argument("--full", action="store_true", help="every token and every byte")
     verify.add_argument("--write-manifest", type=Path, metavar="FILE", help="record sizes, SHA-256 and counts (reads every byte)")
     return parser

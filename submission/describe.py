@@ -130,9 +130,7 @@ def read(path: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text()).items())
     except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: it holds no system description", str(error), "make one: ./run_and_time.sh describe --out FILE.json"
-        ) from None
+        raise ConfigError(f"{path}: it holds no system description", str(error), "./run_and_time.sh describe makes one") from None
 
 
 def _is_open(text: object) -> bool:

@@ -70,9 +70,7 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument("--system", type=Path, required=True, metavar="FILE.json", help="made by ./run_and_time.sh describe")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
     parser.add_argument("--org", required=True, help="as in the logs (MLPERF_SUBMISSION_ORG) and in the system's submitter")
-    parser.add_argument(
-        "--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset, help="of the round; default: the newest"
-    )
+    parser.add_argument("--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset, help="default: the newest")
     parser.add_argument("--implementation", default=Request.implementation, metavar="NAME", help="of its directory")
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
     return parser

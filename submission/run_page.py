@@ -165,9 +165,7 @@ def _plain(value: object) -> str:
 
 
 def files(folder: Path) -> Section:
-    return "Files", [
-        {"links": sorted(path.name for path in folder.iterdir() if path.name != "report.html" and not path.name.startswith("."))}
-    ]
+    return "Files", [{"links": sorted(path.name for path in folder.glob("[!.]*") if path.name != "report.html")}]
 
 
 # The page's own blocks.
