@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from common.errors import ConfigError, Interrupted, StorageError, failure_of
-from common.terminal import print_stderr
+from common.terminal import QUIET, print_stderr
 
 PROGRAM = "./run_and_time.sh"
+SWITCHES = {"--no-color": "NO_COLOR", "--quiet": QUIET}  # taken everywhere, handed on as variables
+EVERYWHERE = ("--help", "--version", *SWITCHES)
 PIPE_CLOSED = 141  # what a shell reports of a program that ends by SIGPIPE
 
 
@@ -68,7 +70,9 @@ class Parser(argparse.ArgumentParser):
             return options
         name = unknown[0].partition("=")[0]
         if name.startswith("-"):
-            raise ConfigError(f"unknown option {name}", f"{self.prog} has no such option", meant(name, dict.fromkeys(self.options())))
+            raise ConfigError(
+                f"unknown option {name}", f"{self.prog} has no such option", meant(name, dict.fromkeys([*self.options(), *EVERYWHERE]))
+            )
         self.error(f"{name}: one word too many")
 
     def options(self) -> Iterator[str]:

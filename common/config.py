@@ -165,7 +165,7 @@ def _checked(value, type_name: str, key: str, source: str):
     wanted = {"int": int, "float": float, "str": str, "bool": bool, "dict[str, str]": dict}[type_name]
     texts = isinstance(value, dict) and all(type(v) is str for v in value.values())
     if type(value) is not wanted or (wanted is dict and not texts):
-        raise ConfigError(f"{source}: {key} = {value!r} has the wrong type", f"{key} is a {type_name}", f"write it as {type_name}")
+        raise ConfigError(f"{source}: {key} = {value!r} has the wrong type", f"it is of type {type_name}", f"write it as {type_name}")
     return value
 
 

@@ -9,12 +9,12 @@ import re
 import sys
 from pathlib import Path
 
-from common.command_line import Parser
-from door.verbs import NEVER, ROOT, SWITCHES, VERBS, parser_of
+from common.command_line import SWITCHES, Parser
+from door.verbs import NEVER, ROOT, VERBS, parser_of
 from launch.select_config import benchmarks
 
 SCRIPT = Path(__file__).with_suffix(".bash")
-ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+ZSH = "(( $+functions[compdef] )) || { autoload -U compinit && compinit }\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def parser(benchmark: str) -> Parser:

@@ -88,7 +88,8 @@ def _stamp(folder: Path, path: Path) -> Path:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256("\n".join(line for _, line in requirements(path)).encode()).hexdigest()
+    """Of what the lock has for it, so that another version of what a package needs is installed, too. Raises PreflightError as _locked does."""
+    return hashlib.sha256("".join(_locked(requirements(path), path.with_name(LOCK), False).values()).encode()).hexdigest()
 
 
 def _locked(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dict[str, str]:

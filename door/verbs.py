@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
-from common.command_line import PROGRAM, Parser, meant
+from common.command_line import EVERYWHERE, PROGRAM, SWITCHES, Parser, meant
 from common.errors import ConfigError
-from common.terminal import QUIET
 from door.environment import ALL, LOGS
 from launch.run_directory import git
 from launch.select_config import benchmarks
@@ -56,31 +56,39 @@ VERBS = {
 }
 
 OVERVIEW = Path(__file__).with_name("overview.txt")  # what --help prints
-SWITCHES = {"--no-color": "NO_COLOR", "--quiet": QUIET}  # taken everywhere, handed on as variables
 
 
 def read(arguments: list[str]) -> tuple[str, list[str]]:
     """What the verb needs (see Verb), and Python's arguments for its module. Raises ConfigError; SystemExit where help or the version was all that was asked for."""
     os.environ.update({SWITCHES[word]: "1" for word in arguments if word in SWITCHES})
     words = [word for word in arguments if word not in SWITCHES]
-    if "--version" in words or words[:1] in (["-h"], ["--help"], ["help"]):
+    words[:2] = ["--help" if word == "help" else word for word in words[:2]]
+    if "--version" in words or words[:1] in (["-h"], ["--help"]):
         print(version() if "--version" in words else overview())
         raise SystemExit(0)
     benchmark, name, rest = _split(words, benchmarks(ROOT))
     verb = VERBS[name]
     module, *own = verb.module.format(benchmark).split()
-    if module == f"{benchmark}.{name}" and not (ROOT / benchmark / f"{name}.py").is_file():
-        raise ConfigError(f"{benchmark} has no verb {name}", f"it has no module {module}", f"{PROGRAM} --help lists the verbs")
+    if not _has(benchmark, name):
+        others = ", ".join(each for each in benchmarks(ROOT) if _has(each, name))
+        raise ConfigError(f"{benchmark} has no verb {name}", f"it is one of {others}", f"{PROGRAM} {others} {name} ...")
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)
     own += [benchmark] if benchmark and not module.startswith(f"{benchmark}.") else []
     return verb.needs, ["-m", module, *own, *rest]
 
 
+def _has(benchmark: str, name: str) -> bool:
+    return VERBS[name].module != f"{{}}.{name}" or (ROOT / benchmark / f"{name}.py").is_file()
+
+
 def _split(words: list[str], known: list[str]) -> tuple[str, str, list[str]]:
     """Benchmark ("" for none), verb, and the rest: the benchmark may stand before its verb or behind it. Raises ConfigError."""
     if not words:
         raise ConfigError("which benchmark or verb?", f"benchmarks: {', '.join(known)}", f"{PROGRAM} --help lists the verbs, too")
+    if variable := next((word for word in words[:2] if re.match("[A-Z_]+=", word)), ""):
+        line = " ".join([variable, PROGRAM, *(word for word in words if word != variable)])
+        raise ConfigError(f"{variable} is no benchmark or verb", "a variable of the environment stands before the command", line)
     first, *rest = words
     second = rest[0] if rest and not rest[0].startswith("-") else ""
     if first in VERBS:
@@ -88,15 +96,20 @@ def _split(words: list[str], known: list[str]) -> tuple[str, str, list[str]]:
     elif first in known:
         name, benchmark = second or "run", first
     elif first.startswith("-"):
-        found = next((word for word in words if word in known or word in VERBS), known[0])
-        raise ConfigError(f"{first} comes before the benchmark or verb", "options follow them", f"{PROGRAM} {found} {first} ...")
+        found = next((word for word in words if word in known or word in VERBS), "")
+        do = f"{PROGRAM} {found or known[-1]} {first} ..."
+        raise ConfigError(
+            f"{first} comes before the benchmark or verb", "options follow them", do if found else meant(first, EVERYWHERE, do)
+        )
     else:
         why = "no benchmark and no verb has this name"
-        raise ConfigError(f"unknown benchmark or verb {first}", why, meant(first, [*known, *VERBS]))
+        raise ConfigError(f"unknown benchmark or verb {first}", why, meant(first, [*known, *VERBS, *EVERYWHERE]))
     if name not in VERBS:
         raise ConfigError(f"unknown verb {name}", f"no verb of {benchmark} has this name", meant(name, VERBS))
     if benchmark and VERBS[name].benchmark == NEVER:
         raise ConfigError(f"{name} takes no benchmark", VERBS[name].about, f"{PROGRAM} {' '.join([name, *rest[1:]])}")
+    if VERBS[name].benchmark == ALWAYS and not second and {"-h", "--help"} & {*rest}:
+        benchmark = benchmark or next(each for each in reversed(known) if _has(each, name))
     if VERBS[name].benchmark == ALWAYS and not benchmark:
         what = f"unknown benchmark {second}" if second else f"{name} needs a benchmark"
         do = meant(second, known) if second else f"{PROGRAM} {known[-1]} {name} ..."

@@ -39,8 +39,9 @@ EXAMPLES = {
 
 def parser(name: str, benchmark: str) -> Parser:
     """Of the verb `name`."""
-    about = (__doc__ or "").partition("\n\n")[2].strip() if name == "run" else "Measure on synthetic tokens; no data is read."
-    parser = Parser(f"{benchmark} {name}", about, [line.format(benchmark, benchmark) for line in EXAMPLES[name]])
+    about = {"run": "Train to the target and check the log." + (__doc__ or "")[(__doc__ or "").index("\n\n") :].rstrip()}
+    about |= {"bench": "Measure throughput on synthetic tokens; no data is read.", "profile": "The same, then a profile of some steps."}
+    parser = Parser(f"{benchmark} {name}", about[name], [line.format(benchmark, benchmark) for line in EXAMPLES[name]])
     parser.add_argument("--config", metavar="FILE", help="this TOML instead of the one that fits the machine")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value; the run is not for submission")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm's are cuda as well)")
@@ -59,8 +60,8 @@ def parser(name: str, benchmark: str) -> Parser:
         help_continue = "go on from the checkpoint in this run's directory; for research, never for submission"
         parser.add_argument("--continue", dest="continues", type=lambda run: Path(run).absolute(), metavar="RUN", help=help_continue)
     else:
-        for key in ("steps", "warmup", "layers"):
-            parser.add_argument(f"--{key}", type=int, metavar="N", default=2 if (name, key) == ("profile", "steps") else None)
+        for key, text in {"steps": "measure N steps", "warmup": "after N steps", "layers": "of a model with N layers"}.items():
+            parser.add_argument(f"--{key}", type=int, metavar="N", help=text, default=2 if (name, key) == ("profile", "steps") else None)
         parser.add_argument("--eval-sequences", type=int, metavar="N", help="time an evaluation of N sequences as well")
     if name == "profile":
         parser.add_argument("--out", type=Path, metavar="DIR", help="default: a new directory in LOGDIR/profiles")

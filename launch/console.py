@@ -12,7 +12,7 @@ from launch.select_config import Selection
 from records import ledger, rcp
 from supervision.ranks import numbers
 
-MINIATURE_LINE = "THIS IS THE MINIATURE: a toy model on {device} that shows the whole path. NOT a benchmark result, cannot be submitted."
+MINIATURE_LINE = "THIS IS THE MINIATURE, a toy model: NOT a benchmark result, not for submission."
 
 
 def mlperf_line(text: str) -> None:
@@ -29,8 +29,7 @@ def header(benchmark: str, selection: Selection, rules, directories: tuple[Path,
     config = selection.config
     lines = []
     if config.miniature:
-        no_gpu = "No GPU found. " if selection.found == "none" else ""
-        lines.append(no_gpu + MINIATURE_LINE.format(device="a CPU" if selection.device == "cpu" else "the GPU"))
+        lines += ["No GPU found."] * (selection.found == "none") + [MINIATURE_LINE]
     where = f"{config.gpus_per_node} process{'es' if config.gpus_per_node > 1 else ''}"
     lines += [
         f"benchmark  {benchmark}, {rules.division}, sequence length {rules.sequence_length}",
@@ -51,7 +50,7 @@ def expectation(benchmark: str, selection: Selection, rules) -> str:
     batch = selection.config.global_batch_size
     target = f"loss <= {rules.target_loss}, measured every {rules.eval_interval(batch):,} sequences"
     if selection.config.miniature:
-        return f"{target}; about two minutes on two cores"
+        return f"{target}; some minutes on two cores"
     mean = rcp.mean_samples(benchmark, batch)
     reference = f"the reference needs {mean:,.0f} on average" if mean else "there is no reference for this global batch"
     return f"{target}; at global batch {batch} {reference} (MLPerf RCP); gives up at {selection.config.max_samples:,}"

@@ -118,13 +118,15 @@ def ensure_data(job: Job) -> None:
     except OSError as error:
         why, do = error.strerror or str(error), "give this user the right to read the files and to enter their folders, or set DATADIR"
         raise DataError(f"{error.filename} cannot be read", why, do) from None
-    if not missing and not (damage := _damage(job)):
+    damage = "" if missing else _damage(job)
+    if not missing and not damage:
         return
     prepare = f"./run_and_time.sh {job.benchmark} prepare"
     if not job.config.miniature:
         why = f"{len(missing)} of {len(job.data_files)} data files are missing"
         raise DataError(f"there is no {missing[0]}", why, f"set DATADIR, or see {prepare} --help")
-    print_stderr(f"building the miniature's data in {shown(job.data_dir)} " + ("(once)" if missing else f"again: {damage}"))
+    if damage:
+        print_stderr(f"building the miniature's data in {shown(job.data_dir)} again: {damage}")
     command = [sys.executable, "-m", f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)]
     built = subprocess.run(command, stdout=sys.stderr, preexec_fn=end_with_parent)
     if built.returncode or not all(path.is_file() for path in job.data_files) or _damage(job):

@@ -144,9 +144,8 @@ class Screen:
         return f"{about}gives up at {config.max_samples:,} sequences, in {self.time_of(config.max_samples - samples)}"
 
     def time_of(self, samples: float) -> str:
-        """Of training so many sequences, and of the evaluations on the way."""
-        batch = self.config.global_batch_size
-        seconds = samples / batch * self.step["step_time_ms"] / 1e3
+        """Of training so many sequences at the speed that is shown, and of the evaluations on the way."""
+        seconds = samples * self.rules.sequence_length / (self.step["tokens_per_s_per_gpu"] * self.config.world_size)
         if self.evaluations:
-            seconds += samples // self.rules.eval_interval(batch) * self.evaluations[-1]["seconds"]
+            seconds += samples // self.rules.eval_interval(self.config.global_batch_size) * self.evaluations[-1]["seconds"]
         return duration(seconds)

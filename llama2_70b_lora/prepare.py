@@ -1,10 +1,10 @@
 """Data and base weights of `llama2_70b_lora`: say how to get them, verify them, convert AMD's files, build the miniature's.
 
-    python -m llama2_70b_lora.prepare miniature --data-dir D
-    python -m llama2_70b_lora.prepare convert-npy --npy-dir P --data-dir D        AMD's packed train.npy and validation.npy to parquet
-    python -m llama2_70b_lora.prepare verify --data-dir D [--weights W [--manifest M.json]] [--full]
-    python -m llama2_70b_lora.prepare write-manifest --weights W --output M.json
-    python -m llama2_70b_lora.prepare fetch --data-dir D --weights W [--download]
+    ./run_and_time.sh llama2_70b_lora prepare miniature --data-dir D
+    ./run_and_time.sh llama2_70b_lora prepare convert-npy --npy-dir P --data-dir D        AMD's packed train.npy and validation.npy to parquet
+    ./run_and_time.sh llama2_70b_lora prepare verify --data-dir D [--weights W [--manifest M.json]] [--full]
+    ./run_and_time.sh llama2_70b_lora prepare write-manifest --weights W --output M.json
+    ./run_and_time.sh llama2_70b_lora prepare fetch --data-dir D --weights W [--download]
 
 No verb deletes or overwrites a file that it did not create. Messages go to stderr; the exit code is that of the kind of failure
 (common/errors.py). torch and numpy are imported only by the verbs that need them.
@@ -60,7 +60,7 @@ def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
 def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> None:
     present = {"data": all((data_dir / name).exists() for name in DATA_FILES.values()), "weights": any(weights.glob("*.safetensors"))}
     missing = [name for name, there in present.items() if not there]
-    check = f"python -m llama2_70b_lora.prepare verify --data-dir {data_dir} --weights {weights}"
+    check = f"./run_and_time.sh llama2_70b_lora prepare verify --data-dir {data_dir} --weights {weights}"
     if not missing:
         say(f"data and weights are there. To check them:\n  {check}")
         return
@@ -83,7 +83,7 @@ def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> None:
 3. Move {" and ".join(DATA_FILES.values())} up to {data_dir}, if they are in a folder inside it, and check everything:
      {check}
    No SHA-256 of the weights is published. Write your own once, and check this and other copies with it later:
-     python -m llama2_70b_lora.prepare write-manifest --weights {weights} --output llama2_70b.json
+     ./run_and_time.sh llama2_70b_lora prepare write-manifest --weights {weights} --output llama2_70b.json
      {check} --manifest llama2_70b.json --full
 
 AMD's packed train.npy and validation.npy have the same sequences. They are pickles, which convert-npy reads without executing them.
@@ -120,21 +120,21 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
     parser = Parser(f"{benchmark} prepare", __doc__)
     verbs = parser.add_subparsers(dest="command", required=True)
     data, weights, small = (Parser("", add_help=False) for _ in range(3))
-    data.add_argument("--data-dir", type=Path, required=True)
+    data.add_argument("--data-dir", type=Path, required=True, help="where the data is, or will be")
     weights.add_argument("--weights", type=Path, help="the checkpoint's folder")
     small.add_argument("--miniature", action="store_true", help="of the miniature's sizes")
     verb = verbs.add_parser("miniature", parents=[data], help="build the CPU miniature's base and data")
     verb.set_defaults(work=lambda args, rules: miniature(args.data_dir))
     verb = verbs.add_parser("convert-npy", parents=[data], help="AMD's packed .npy files to parquet")
-    verb.add_argument("--npy-dir", type=Path, required=True)
+    verb.add_argument("--npy-dir", type=Path, required=True, help="with train.npy and validation.npy")
     verb.set_defaults(work=convert)
     verb = verbs.add_parser("verify", parents=[data, weights, small], help="check data and weights")
     verb.add_argument("--manifest", type=Path, help="written by write-manifest")
     verb.add_argument("--full", action="store_true", help="read every byte of the weights too")
     verb.set_defaults(work=verify)
     verb = verbs.add_parser("write-manifest", parents=[small], help="write sizes and SHA-256 of weights (reads every byte)")
-    verb.add_argument("--weights", type=Path, required=True)
-    verb.add_argument("--output", type=Path, required=True)
+    verb.add_argument("--weights", type=Path, required=True, help="the checkpoint's folder")
+    verb.add_argument("--output", type=Path, required=True, help="the manifest")
     verb.set_defaults(work=write)
     verb = verbs.add_parser("fetch", parents=[data, weights], help="how to get data and weights")
     verb.add_argument("--download", action="store_true", help=f"fetch the data from {DATA_REPOSITORY}")

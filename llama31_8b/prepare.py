@@ -1,9 +1,9 @@
 """Data of `llama31_8b`: build the miniature's, convert your own text, verify MLCommons' files, print how to fetch them.
 
-    python -m llama31_8b.prepare miniature --data-dir D
-    python -m llama31_8b.prepare convert --input FILES... --tokenizer T --output-prefix P [--jsonl-key text]
-    python -m llama31_8b.prepare verify --data-dir D [--manifest M.json] [--full] [--write-manifest M.json]
-    python -m llama31_8b.prepare fetch --data-dir D [--download]
+    ./run_and_time.sh llama31_8b prepare miniature --data-dir D
+    ./run_and_time.sh llama31_8b prepare convert --input FILES... --tokenizer T --output-prefix P [--jsonl-key text]
+    ./run_and_time.sh llama31_8b prepare verify --data-dir D [--manifest M.json] [--full] [--write-manifest M.json]
+    ./run_and_time.sh llama31_8b prepare fetch --data-dir D [--download]
 
 Nothing here deletes or overwrites a file that it did not create. Text goes to stderr; the exit code is that of the failure's
 family (common/errors.py).
@@ -74,7 +74,7 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
             writer.add(ids)
         index = writer.finish()
         pairs[prefix] = PairFacts(index.dtype.name, index.num_documents, index.num_tokens)
-        say(f"{prefix}: {index.num_documents} documents, {index.num_tokens} tokens")
+        say(f"{prefix}: {index.num_documents:,} documents, {index.num_tokens:,} tokens")
     return pairs
 
 
@@ -99,7 +99,7 @@ def fetch(data_dir: Path, download_tokenizer: bool) -> None:
 
 def _say_how(data_dir: Path) -> None:
     missing = ", ".join(name for name in CLOSED.data_files if not (data_dir / name).exists())
-    check = f"python -m llama31_8b.prepare verify --data-dir {data_dir}"
+    check = f"./run_and_time.sh llama31_8b prepare verify --data-dir {data_dir}"
     if not missing:
         say(f"{data_dir}: all four files are there. Check them:\n  {check} --full")
         return
@@ -114,7 +114,7 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
     parser = Parser(f"{benchmark} prepare", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     miniature, convert, verify, fetch = (
-        commands.add_parser(name, help=text)
+        commands.add_parser(name, help=text, description=text)
         for name, text in (
             ("miniature", "build the CPU miniature's data"),
             ("convert", "text to .bin/.idx"),
@@ -123,13 +123,13 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
         )
     )
     for command in (miniature, verify, fetch):
-        command.add_argument("--data-dir", type=Path, required=True)
+        command.add_argument("--data-dir", type=Path, required=True, help="where the token files are, or will be")
     fetch.add_argument("--download", action="store_true", help=f"fetch {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, which convert takes")
     convert.add_argument("--input", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .txt, also .gz")
     convert.add_argument("--tokenizer", type=Path, required=True, help="a SentencePiece model, or tokenizer.json of Llama 3.1")
-    convert.add_argument("--output-prefix", type=Path, required=True)
-    convert.add_argument("--jsonl-key", default="text")
-    verify.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST)
+    convert.add_argument("--output-prefix", type=Path, required=True, help="of the .bin and .idx files")
+    convert.add_argument("--jsonl-key", default="text", help="the field of a line that holds the text; default: text")
+    verify.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST, help="what to compare with; default: %(default)s")
     verify.add_argument("--full", action="store_true", help="every token and every byte")
     verify.add_argument("--write-manifest", type=Path, metavar="FILE", help="record sizes, SHA-256 and counts (reads every byte)")
     return parser

@@ -176,7 +176,7 @@ def measured(
         rows += [gpus.judge_torch(seen, kind), gpus.judge_memory_in_use(seen)]
         rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, during)]
     if rows[0].verdict == "ok":
-        rows += [gpus.judge_fp8(ranks, request.device), gpus.judge_self_test(ranks, kind, installed(found.driver))]
+        rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))
         rows += gpus.judge_speeds(ranks, request.device, request.kind)
     return ranks, rows
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from common.errors import write_whole
 
 UNITS = {"bf16 GEMM": "TFLOP/s", "FP8 GEMM": "TFLOP/s", "copy": "TB/s", "all-reduce": "GB/s", "all-gather": "GB/s"}
+COLLECTIVES = ("all-reduce", "all-gather")
 START_S = 240.0  # imports, the first collective, compilation for the self-test; longer means that something hangs
 
 
@@ -31,8 +32,6 @@ class Measured:
     uuid: str = ""
     pci: str = ""  # 0000:1b:00.0
     used_bytes: int = 0  # on the GPU before we allocate: other processes, and our own context
-    fp8_error: str = ""
-    fp8_db: list[float] = field(default_factory=list)  # against the product of the dequantized operands; against bf16
     speeds: dict[str, float] = field(default_factory=dict)
     attention: str = ""  # the backend that runs it
     self_test_s: float = 0.0

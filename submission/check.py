@@ -1,4 +1,4 @@
-"""`python -m submission.check LOG_OR_FOLDER ... [--ruleset R] [--werror]`: the official verdict and our own findings about MLPerf logs.
+"""`./run_and_time.sh check LOG_OR_FOLDER ... [--ruleset R] [--werror]`: the official verdict and our own findings about MLPerf logs.
 
 An error breaks a rule; a warning is what the official tools accept and a reviewer would ask about; logs that this project wrote
 are held to its own habits besides (submission/own_log.py). Each finding names its line, rule and source. The round comes from the
@@ -85,6 +85,10 @@ def examine(path: Path, ruleset: str | None = None, project_root: Path | None = 
     a log of ours names must be a file; None leaves that out. `ours`: whether the project's habits hold; None looks at the log.
     """
     log = read(path)
+    if not log.events and not log.bad:
+        raise ConfigError(
+            f"{path} is no MLPerf log", "it has no line with :::MLLOG", "name a log, or the folder of a run or of a result set"
+        )
     division, benchmark = log.value("submission_division"), log.value("submission_benchmark")
     ours = own_log.is_ours(log) if ours is None else ours
     if ruleset is None and division == "miniature" and benchmark in BENCHMARKS:

@@ -1,4 +1,4 @@
-"""`python -m submission.describe --out FILE [--set KEY=VALUE ...] [--submitter ORG]`: the system description of this machine.
+"""`./run_and_time.sh describe --out FILE [--set KEY=VALUE ...] [--submitter ORG]`: the system description of this machine.
 
 Writes FILE with the keys that the official checker requires and those that the policy adds. If FILE exists, its answers stay:
 empty ones are filled, and --set replaces. An error is what makes an official tool fail or break off; what the policy asks for
@@ -65,8 +65,8 @@ def parser(benchmark: str = "") -> Parser:
     parser = Parser("describe", "Write the MLPerf system description of this machine.", [example])
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON; its name without .json is the system's id")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an answer that the machine cannot give")
-    parser.add_argument("--submitter", default="", metavar="ORG")
-    parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1])
+    parser.add_argument("--submitter", default="", metavar="ORG", help="who submits")
+    parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1], help="of the round; default: the newest")
     return parser
 
 
@@ -130,7 +130,7 @@ def read(path: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text()).items())
     except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise ConfigError(f"{path}: it holds no system description", str(error), "make one with submission.describe") from None
+        raise ConfigError(f"{path}: it holds no system description", str(error), "./run_and_time.sh describe makes one") from None
 
 
 def _is_open(text: object) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m submission.package --benchmark B=DIR ... --system FILE.json --out DIR --org ORG`: series of ten runs -> a submission.
+"""`./run_and_time.sh package --benchmark B=DIR ... --system FILE.json --out DIR --org ORG`: series of ten runs -> a submission.
 
 Builds DIR/ORG with systems/, results/<system>/<benchmark>/result_0.txt .. result_9.txt and benchmarks/<benchmark>/implementations/,
 whose code is that of the commit that ran, out of git. Ten consecutive attempts are taken (submission/series.py says which, and the
@@ -67,11 +67,11 @@ def parser(benchmark: str = "") -> Parser:
     example = "package --benchmark llama31_8b=results --system H200_1x8.json --out submission --org Us"
     parser = Parser("package", "Make a submission out of series of ten runs.", [example])
     parser.add_argument("--benchmark", action="append", required=True, metavar="B=DIR", help="LOGDIR, or LOGDIR/<benchmark>, of its series")
-    parser.add_argument("--system", type=Path, required=True, metavar="FILE.json", help="made by submission.describe")
+    parser.add_argument("--system", type=Path, required=True, metavar="FILE.json", help="made by ./run_and_time.sh describe")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
     parser.add_argument("--org", required=True, help="as in the logs (MLPERF_SUBMISSION_ORG) and in the system's submitter")
-    parser.add_argument("--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset)
-    parser.add_argument("--implementation", default=Request.implementation, metavar="NAME")
+    parser.add_argument("--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset, help="default: the newest")
+    parser.add_argument("--implementation", default=Request.implementation, metavar="NAME", help="of its directory")
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
     return parser
 
@@ -127,7 +127,7 @@ def _check_names(request: Request) -> None:
 
 def _check_description(request: Request, description: dict) -> None:
     problems = describe.problems(description)
-    do = f"complete it: python -m submission.describe --out {request.system} ..."
+    do = f"complete it: ./run_and_time.sh describe --out {request.system} ..."
     _demand(not problems, f"{request.system} cannot be submitted", "; ".join(problems), do)
     what = f"{request.system}: submitter is {description['submitter']!r}, --org is {request.org!r}"
     _demand(description["submitter"] == request.org, what, "reviewers find the code by the submitter's name", "make them equal")
@@ -232,7 +232,7 @@ def _check_log(request: Request, run: Run) -> None:
     examined = check.examine(run.path, request.ruleset, request.root, ours=True)
     found = [finding for finding in examined.errors() if run.status == "success" or finding not in examined.verdict.complaints]
     complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
-    _demand(not found, f"{run.path} is not clean", "; ".join(complaints), f"see python -m submission.check {run.path}")
+    _demand(not found, f"{run.path} is not clean", "; ".join(complaints), f"see ./run_and_time.sh check {run.path}")
 
 
 # What must not be in a submission.

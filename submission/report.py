@@ -1,4 +1,4 @@
-"""`python -m submission.report DIR`: one page about one run, DIR/report.html, or about a series of runs; of several runs, all beside each other.
+"""`./run_and_time.sh report DIR`: one page about one run, DIR/report.html, or about a series of runs; of several runs, all beside each other.
 
 A page stands alone, with its charts (pages/page.py). If DIR holds a ledger or the directories of several runs, such as
 LOGDIR/<benchmark>, it is about them: which ten count, and which attempts are good, lost or no run, is what submission/series.py says.

@@ -39,15 +39,14 @@ Labeled = tuple[str, Run]
 def run_page(run: Run, advised: list[Advice]) -> str:
     """The page as HTML text. Raises PreflightError where mlperf-logging or jinja2 is missing."""
     samples, figures, (clean, verdict) = gpu_samples.read_samples(run), figures_of(run), _verdict(run)
-    unit = "CPU" if run.gpu == "CPU" else "GPU"
-    tiles = [(name.replace("GPU", unit), shown(figures, name)) for name in FORMS if figures[name] is not None]
+    tiles = [(name.replace("GPU", unit_of([run])), shown(figures, name)) for name in FORMS if figures[name] is not None]
     evaluated = [[number(value) for value in row.values()] for row in evaluations(run)]
     curves = [Curve("train", of_steps(run, "loss")), Curve("evaluation", points(evaluations(run), "samples", "loss"), 1, dots=True)]
     heads = ("what the samples and events show", "what it is worth", "what to do", "source")
     return page.render(
         f"{run.benchmark or 'run'} · {run.folder.resolve().name}",
         [
-            ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run), {"tiles": tiles}]),
+            ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run, clean), {"tiles": tiles}]),
             ("What to do next", [{"steps": _next_steps(run, clean)}, table(heads, advised, range(4))]),
             ("Loss", [loss_chart("loss", run, curves)]),
             ("Evaluations", [table(["samples", "loss", "minutes on the clock", "took, s"], evaluated)]),
@@ -63,6 +62,10 @@ def run_page(run: Run, advised: list[Advice]) -> str:
 
 
 # What the log and the events say.
+
+
+def unit_of(runs: list[Run]) -> str:
+    return "CPU" if all(run.gpu == "CPU" for run in runs) else "GPU"
 
 
 def of_steps(run: Run, key: str) -> list[tuple[float, float]]:
@@ -149,7 +152,7 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
     found |= {"attention by": record.get("attention") for record in run.records if record.get("event") == "self_test"}  # noqa: B035
     with contextlib.suppress(tomllib.TOMLDecodeError):  # cut off
         found |= {} if alone else tomllib.loads(run.config)
-    return {str(key): _plain(value) for key, value in found.items()}
+    return {str(key): _plain(value) for key, value in found.items() if value is not None}
 
 
 def _plain(value: object) -> str:
@@ -158,24 +161,25 @@ def _plain(value: object) -> str:
         return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(value).items()) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value or "none" if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def files(folder: Path) -> Section:
-    return "Files", [{"links": sorted(path.name for path in folder.iterdir() if path.name != "report.html")}]
+    return "Files", [{"links": sorted(path.name for path in folder.glob("[!.]*") if path.name != "report.html")}]
 
 
 # The page's own blocks.
 
 
-def _banner(run: Run) -> Block:
+def _banner(run: Run, clean: bool) -> Block:
     """The log decides, as it does in score and package; failure.json only explains."""
     why = run.reason or run.failure.get("kind", "")
     lines = ["Target reached" if run.state == GOOD else f"{run.state}{': ' if why else ''}{why}"]
     if last := evaluations(run)[-1:]:
         lines.append(f"last evaluation {number(last[0]['loss'])}, target {number(run.target)}, at {number(last[0]['samples'])} samples")
     lines += [f"{key}: {run.failure[key]}" for key in ("what", "why") if run.failure.get(key)]
-    return banner("good" if run.state == GOOD else "bad", *lines)
+    lines[0] += ", but the log is not clean" * (run.state == GOOD and not clean)
+    return banner("bad" if run.state != GOOD else "good" if clean else "warn", *lines)
 
 
 def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
@@ -184,7 +188,7 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
     found = []
     if run.state != GOOD:
         found.append((str(run.failure.get("do") or "Look for the reason: docs/troubleshooting.md says what each exit code means."), ""))
-    if not clean:
+    if not clean and run.state == GOOD:
         found.append(("The log is not clean. All findings:", f"{command} check {folder}"))
     if run.state == GOOD and run.is_miniature:
         found.append(("The package runs on this machine. What do the benchmark's own sizes need?", f"{command} {run.benchmark} plan"))

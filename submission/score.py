@@ -1,4 +1,4 @@
-"""`python -m submission.score DIR_OR_LOGS... [--against B] [--json]`: what a series of runs scores, and why.
+"""`./run_and_time.sh score DIR_OR_LOGS... [--against B] [--json]`: what a series of runs scores, and why.
 
 Any MLPerf result logs of our benchmarks: LOGDIR/<benchmark> with its ledger, a folder of result_*.txt, or logs by name. B is such a
 directory too, or words that name a published result (`--against "AMD MI300X 5.1"`); so may be the first argument. Default: the best

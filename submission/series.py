@@ -156,7 +156,7 @@ def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str,
         notes.append(f"{path} has no ledger: all runs in it, in the order of their names")
         return name, [read_attempt(result) for result in results]
     inside = ", ".join(sorted(item.name for item in path.glob("*/") if item.is_dir())) or "nothing"
-    why = f"there is {inside} in it" if path.exists() else "it does not exist"
+    why = f"it holds {inside}" if path.exists() else "it does not exist"
     raise ConfigError(f"{path} has no logs", why, "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt")
 
 

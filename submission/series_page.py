@@ -23,7 +23,8 @@ def series_page(series: Series, folder: Path) -> str:
     """The page as HTML text, for a file in `folder`. Raises PreflightError where mlperf-logging or jinja2 is missing."""
     ten, runs = ten_runs(series), [(f"attempt {run.number}", run) for run in series.runs]
     counts = () if ten.invalid else ten.runs
-    heads, rows = _rows([(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs], OF_AN_ATTEMPT, folder)
+    measured = [name for name in OF_AN_ATTEMPT if any(figures_of(run)[name] is not None for run in series.runs)]
+    heads, rows = _rows([(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs], measured, folder)
     known = run_page.provenance(runs, ask_all=False)
     differ = [banner("warn", "The runs differ in what should be the same")] if known[0][1][0]["table"] else []
     return page.render(
@@ -73,7 +74,8 @@ def _rows(runs: list[Labeled], names: Iterable[str], folder: Path) -> tuple[list
         reason = str(run.reason or run.failure.get("what") or "") if run.state != GOOD else ""
         state = f"{run.state}: {reason}" if reason else run.state
         rows.append([label, link, state, code, seed, *(shown(figures, name) for name in names)])
-    return ["run", "page", "state", "exit", "seed", *names], rows
+    unit = run_page.unit_of([run for _, run in runs])
+    return ["run", "page", "state", "exit", "seed", *(name.replace("GPU", unit) for name in names)], rows
 
 
 def _losses(runs: list[Labeled]) -> Block:

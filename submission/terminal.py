@@ -13,7 +13,7 @@ def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"cannot write {path}", error.strerror or str(error), "free space, or choose another directory") from error
+        raise StorageError(f"cannot write {path}", error.strerror or str(error), "name a directory that exists and has space") from error
 
 
 def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]:

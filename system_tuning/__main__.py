@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     options = _parse(arguments)
     settings, journal = [setting for setting in SETTINGS if setting.name in options.only], root / JOURNAL_PATH
     if options.verb == "check":
-        return check(settings, root)
+        return check(settings, root, options.json)
     if options.verb == "hold":  # whoever started it may be interrupted: it ends when that one has closed the pipe
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -88,15 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "settings:\n" + "\n".join(f"  {setting.name:<15} {setting.what}" for setting in SETTINGS)
     names = [setting.name for setting in SETTINGS]
+    parser.add_argument("--json", action="store_true", help="check: the files of each setting, what they hold and should hold")
     parser.add_argument("verb", choices=("check", "apply", "revert", "hold"), help="hold: apply, and revert when the input ends")
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="NAME", help="check, apply, hold: these settings; default: all"
     )
 
 
-def check(settings: Sequence[Setting], root: Path) -> int:
+def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
     """Print what is, what would be better, and the risk. Read-only, for any user."""
     worse = 0
+    if as_json:
+        print(json.dumps({setting.name: [dataclasses.asdict(file) for file in setting.look(root)] for setting in settings}, default=str))
+        return DONE
     for setting in settings:
         files = setting.look(root)
         steps = [Step(str(file.path), file.now, file.want, file.note) for file in files]

@@ -1,4 +1,4 @@
-"""Write the generated tables of the documents: `python3 tests/docs_tables.py`. Standard library only.
+"""Write the generated tables of the documents, and docs/screens/typos.txt: `python3 tests/docs_tables.py`. Standard library only.
 
 A table stands between `<!-- made: NAME ARGUMENTS -->` and `<!-- end -->` and comes from the configs, the table of GPU kinds, `plan`, and
 the published results. tests/test_docs.py fails where a page differs from what this command writes. All other text is written by hand.
@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import house  # noqa: E402
+import typos  # noqa: E402
 
 from common.config import RunConfig  # noqa: E402
 from common.gpu_kinds import GIB, KINDS, fp8_family  # noqa: E402
@@ -222,7 +223,8 @@ def comparison_table(old: str, benchmark: str, name: str) -> str:
 
 def house_table() -> str:
     """The measures of tests/house.py, lines rounded up to hundreds so that not every commit changes the table."""
-    counted = {name: f"{-(-count // 100) * 100:,}" if count > 100 else str(count) for name, count in house.measures().items()}
+    counted = {name: -(-count // 100) * 100 if count > 100 else count for name, count in house.measures().items()}
+    counted = {name: f"{min(count, house.LIMITS.get(name, count)):,}" for name, count in counted.items()}
     names = {
         "imported by a rank of llama31_8b": "lines that a rank of the 8B imports",
         "imported by both": "lines that the ranks of both benchmarks import",
@@ -279,6 +281,7 @@ def rewritten(text: str) -> str:
 
 
 if __name__ == "__main__":
+    typos.PAGE.write_text(typos.page())
     for page in PAGES:
         text = page.read_text()
         if (new := rewritten(text)) != text:

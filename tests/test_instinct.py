@@ -37,7 +37,7 @@ def rank(number: int, card, **changed) -> Measured:
     """As torch for ROCm sees the card: its own spelling of the name, the whole architecture, and a little less memory."""
     kind = KINDS[card.kind]
     facts = {"phase": "done", "name": card.names[0] or "AMD Radeon Graphics", "arch": card.gcn_arch, "compute_units": kind.compute_units}
-    facts |= {"memory_bytes": kind.memory_bytes - 2**26, "uuid": f"{number:x}", "pci": f"0000:{number:02x}:00.0", "fp8_db": [55.4, 28.5]}
+    facts |= {"memory_bytes": kind.memory_bytes - 2**26, "uuid": f"{number:x}", "pci": f"0000:{number:02x}:00.0"}
     facts |= {"attention": "flash, AOTriton", "self_test": [("attention", "attention [...]: 50.0 dB", True)]}
     facts |= {"speeds": {"bf16 GEMM": 600.0, "FP8 GEMM": 1100.0, "copy": 4.0, "all-reduce": 300.0, "all-gather": 290.0}}
     return Measured(number, **(facts | changed))
@@ -87,7 +87,7 @@ def rows_of(tmp_path, monkeypatch, card, ranks):
 @each_card
 def test_preflight(tmp_path, monkeypatch, rocm, card):
     rows = rows_of(tmp_path, monkeypatch, card, [rank(number, card) for number in range(8)])
-    expected = ("GPU kind", "GPU count", "GPUs as torch sees them", "known issues", "FP8 self-test", "self-test", "bf16 GEMM, siblings")
+    expected = ("GPU kind", "GPU count", "GPUs as torch sees them", "known issues", "self-test", "bf16 GEMM, siblings")
     assert {check: rows[check].verdict for check in expected} == dict.fromkeys(expected, "ok")
     assert "attention by flash, AOTriton" in rows["self-test"].value and rows["config"].value == f"{card.kind}_1x8.toml: 8 x {card.kind}"
 

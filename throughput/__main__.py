@@ -43,7 +43,7 @@ def parser(benchmark: str = "") -> Parser:
     about = (__doc__ or "").format(whats="\n    ".join(f"{name:10}{text}" for name, text in WHATS.items()))
     parser = Parser("throughput", about, ["throughput suite --quick", "throughput llama --model qwen3-8b --gpus 1,2"])
     parser.add_argument("what", metavar="measurement", choices=WHATS, help="see above")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     return parser
 
 

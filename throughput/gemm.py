@@ -115,9 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     torch.manual_seed(0)
-    device = options.device
+    device, chosen = options.device, shapes(options.shape, options.device)  # raises before anything is measured
     copies(device, result)
-    for shape, description in shapes(options.shape, device).items():
+    for shape, description in chosen.items():
         for precision, call, library in ways(device, options.precision):
             row = {"table": "gemm", "shape": "x".join(map(str, shape)), "description": description, "precision": precision}
             row |= {"call": call, "library": library}

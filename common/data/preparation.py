@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.data.manifest import Manifest, PairFacts, facts_of
 from common.errors import DataError, PreflightError, StorageError
+from common.terminal import shown
 
 BAR_SECONDS = 5.0
 
@@ -92,13 +93,13 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
     with locked(lock):
         if not (defect := _defect(folder, recipe)):  # another process has built it meanwhile
             return
-        say(f"{recipe.title} in {folder}: building ({defect})")
+        say(f"building the {recipe.title} in {shown(folder)}, once ({defect})")
         began = time.monotonic()
         manifest.unlink(missing_ok=True)  # a kill from here on must not leave a manifest of older files
         pairs = build(folder)
         files = {name: facts_of(folder / name) for name in recipe.files}
         Manifest(recipe.source, recipe.vocab_size, files, pairs).write(manifest)
-        say(f"{recipe.title}: built in {time.monotonic() - began:.1f} s")
+        say(f"built in {time.monotonic() - began:.1f} s")
 
 
 def _defect(folder: Path, recipe: Recipe) -> str:

@@ -103,6 +103,13 @@ def test_environment_is_made_once_and_repaired(tmp_path, pip):
     (tmp_path / environment.LOCK).write_text(LOCK.replace("no-such-package==1.0", "no-such-package==2.0"))
     environment.python_for(wanted, folder)
     assert len(pip.commands) == count + 1, "new versions are installed"
+    lock = (tmp_path / environment.LOCK).read_text()
+    (tmp_path / environment.LOCK).write_text(lock.replace("no-tool==1.0", "no-tool==1.1"))
+    environment.python_for(wanted, folder)
+    assert len(pip.commands) == count + 1, "of no concern to this file"
+    (tmp_path / environment.LOCK).write_text(lock.replace("no-such-need==3.0", "no-such-need==3.1"))
+    environment.python_for(wanted, folder)
+    assert len(pip.commands) == count + 2 and "no-such-need==3.1" in pip.lists[-1], "what a package needs has changed in the lock alone"
 
 
 def test_a_small_file_of_packages_is_met_by_the_large_one(tmp_path, pip):

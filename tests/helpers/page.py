@@ -3,6 +3,7 @@
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 
 class Page(HTMLParser):
@@ -14,7 +15,9 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []
-        self.links: list[str] = []
+        self.links: list[str] = []  # to other files
+        self.inside: list[str] = []  # to ids of this page
+        self.ids: list[str] = []
         self.charts: list[dict] = []
         self.scripts: list[str] = []
         self.feed(text)
@@ -23,7 +26,10 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.links += [value for name, value in attributes if name in ("href", "src", "xlink:href") and tag != "link"]
+        links = [value for name, value in attributes if name in ("href", "src", "xlink:href") and tag != "link"]
+        self.links += [link for link in links if tag != "a" or not link.startswith("#")]
+        self.inside += [unquote(link[1:]) for link in links if tag == "a" and link.startswith("#")]
+        self.ids += [value for name, value in attributes if name == "id"]
         if tag not in self.VOID:
             self.open.append(tag)
         self.is_data = ("type", "application/json") in attributes
@@ -42,9 +48,10 @@ class Page(HTMLParser):
 
 
 def read_page(path: Path) -> str:
-    """The text of the page at `path`, without its scripts. It must be whole, stand alone, and link to files beside it only."""
+    """The text of the page at `path`, without its scripts. It must be whole, stand alone, link to its own sections and to files beside it only."""
     text = path.read_text(encoding="utf-8")
     page = Page(text)
+    assert page.inside and all(page.ids.count(name) == 1 for name in page.inside), page.inside
     assert all((path.parent / link).exists() for link in page.links), page.links
     assert "default-src 'none'" in text and "prefers-color-scheme: dark" in text
     for script in page.scripts:

@@ -20,8 +20,8 @@ def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_res
     options = argparse.Namespace(config=None, set=[], device=None)
     selection = select_config(ROOT, "llama31_8b", options, {}, Probe("none"))
     lines = console.header("llama31_8b", selection, MINIATURE, (Path("/data"), Path("/results")))
-    assert "NOT a benchmark result" in lines[0]
-    text = "\n".join(lines[1:])
+    assert lines[0] == "No GPU found." and "NOT a benchmark result" in lines[1] and len(lines[1]) < 80, "a line of the narrowest terminal"
+    text = "\n".join(lines[2:])
     assert all(words in text for words in ("llama31_8b", "CPU_1x1.toml", str(MINIATURE.target_loss), "/data", "/results"))
     assert "/data" not in "\n".join(console.header("llama31_8b", selection, MINIATURE, None))
 

@@ -66,7 +66,7 @@ def test_a_good_run(project, tmp_path):
     other = [line for line in out.splitlines() if not line.startswith(":::MLLOG")]
     assert [line.partition(" AT ")[0].partition(",,")[0] for line in other] == ["STARTING TIMING RUN", "ENDING TIMING RUN", "RESULT,TOY"]
     assert ",Us,20" in other[2]
-    assert err.startswith("No GPU found. THIS IS THE MINIATURE") and "target reached with 32 sequences" in err
+    assert err.startswith("No GPU found.\nTHIS IS THE MINIATURE") and "target reached with 32 sequences" in err
     assert err.count("progress line") == 2 and "prepared" in err
     run_dir = only_run(tmp_path)
     assert "seed5" in run_dir.name and not (run_dir / "failure.json").exists()

@@ -1,16 +1,20 @@
 """`--tune`: made before the first run, put back after the last one, whatever ends the launcher. On a copy of a host's files."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from common.errors import PreflightError
-from launch import tuning
+from common.hardware import Probe
+from launch import __main__ as program
+from launch import run_directory, tuning
 from system_tuning.settings import KERNEL, value_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +54,34 @@ def test_a_setting_that_cannot_be_made_ends_the_command_and_leaves_nothing(host,
     monkeypatch.setattr(tuning, "HOLD", ["no-such-program"])
     with pytest.raises(PreflightError, match="--tune"), tuning.tuned(ROOT):
         pytest.fail("the run started")
+
+
+def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_better(monkeypatch, capsys):
+    order = []
+
+    @contextlib.contextmanager
+    def tuned(project):
+        order.append("made")
+        yield
+        order.append("put back")
+
+    given = Namespace(config=Namespace(miniature=False), continues=None, selection=None, rules=None, data_dir=None, log_dir=None, cpus=())
+    for name, value in {
+        **{"job_from": lambda *_, **__: given, "header": lambda *_: [], "doubts": lambda *_: []},
+        **{"run_all": lambda *_: order.append("runs") or 0, "outlive_readers": lambda: None, "raise_at_signals": lambda: None},
+    }.items():
+        monkeypatch.setattr(program, name, value)
+    monkeypatch.setattr(tuning, "tuned", tuned)
+    monkeypatch.setattr(tuning, "advice", lambda: "governor could be better")
+    assert program.main(["run", "llama31_8b", "--tune"]) == 0 and order == ["made", "runs", "put back"]
+    assert "could be better" not in capsys.readouterr().err
+    assert program.main(["run", "llama31_8b"]) == 0 and order[3:] == ["runs"]
+    assert "governor could be better: ./run_and_time.sh tuning check" in capsys.readouterr().err
+
+
+def test_the_record_of_a_run_says_what_was_set(monkeypatch):
+    monkeypatch.setattr(tuning, "state", lambda: {"governor": "good"})
+    assert run_directory.versions(ROOT, Probe("none"))["system_tuning"] == {"governor": "good"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from common import terminal
+from launch.console import mlperf_line
 from live import sampler, screen
 from live.screen import Screen
 from llama31_8b.rules import CLOSED, MINIATURE
@@ -46,7 +47,7 @@ def about(device: str = "cuda", miniature: bool = False, gpus: int = 8) -> dict:
     return names | {"config": config, "rules": rules, "on_gpus": device == "cuda", "leads": True}
 
 
-def write_events(run_dir: Path, steps: range, evaluation: float | None = None, speed: float | None = 15829.0) -> None:
+def write_events(run_dir: Path, steps: range, evaluation: float | None = None, speed: float | None = 16384.0) -> None:
     (run_dir / "ranks").mkdir(exist_ok=True)
     (run_dir / "ranks" / "rank_0.heartbeat").write_text(json.dumps({"rank": 0, "step": steps[-1], "phase": "compute"}))
     events = [{"event": "phase", "name": "warmup", "seconds": 9.0, "time_s": 0.0}]
@@ -56,7 +57,7 @@ def write_events(run_dir: Path, steps: range, evaluation: float | None = None, s
             "step": step,
             "samples": step * 32,
             "loss": 10.0 - step / 20,
-            "step_time_ms": 2000.0,
+            "step_time_ms": 2000.0 if step % 10 else 9000.0,  # of one step: the speed is that of ten
             "time_s": step * 2.0,
         }
         rate = {"tokens_per_s_per_gpu": speed, "tflops_per_gpu": 900.0, "mfu": 0.412, "memory_gib": 120.34}
@@ -96,7 +97,7 @@ def test_on_a_terminal_a_few_lines_rewrite_themselves(tmp_path, terminal_of):
         shown = text.splitlines()[-5:]
         assert shown[0] == "llama31_8b · H200_1x8 · training · 0m00"
         assert shown[1] == "  loss     4.5000 ██▇▇▇▇▆▆▆▆▅▅▅▅▄▄▄▃▃▃▃▂ target 3.3 · last evaluation 4.5000"
-        assert shown[2].endswith("15,829 tok/s/GPU · MFU 41.2% · 120.3 GiB · 1,390 W on 2 GPUs")
+        assert shown[2].endswith("16,384 tok/s/GPU · MFU 41.2% · 120.3 GiB · 1,390 W on 2 GPUs")
         assert shown[3].endswith("step 110 · 3,520 sequences · next evaluation in 9m08")
         # 175,339 sequences more at 2 s a step, and 14 evaluations of 20 s; 1,196,480 sequences more, and 97 evaluations.
         outlook = "target in 3h07, at the reference's mean of 178,859 · gives up at 1,200,000 sequences, in 21h18"
@@ -105,6 +106,30 @@ def test_on_a_terminal_a_few_lines_rewrite_themselves(tmp_path, terminal_of):
         assert seen.read().startswith("\x1b[5A\r" + BACK)
         (tmp_path / "ranks" / "rank_0.heartbeat").write_text(json.dumps({"phase": "done"}))
     assert [line.split()[0] for line in seen.read().rpartition(BACK)[2].splitlines()] == ["llama31_8b", "loss", "speed"]
+
+
+def test_on_a_terminal_the_mlperf_log_goes_to_its_file_only(tmp_path, terminal_of, monkeypatch):
+    seen = terminal_of()
+    with Screen(tmp_path, **about()) as view:
+        os.write(view.stdout.fileno(), b":::MLLOG of a rank\n")
+        mlperf_line("RESULT")
+    assert ":::MLLOG" not in (text := seen.read()) and "RESULT" not in text
+    piped = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", piped)
+    with Screen(tmp_path, **about()) as view:
+        assert view.stdout is None, "the ranks inherit ours"
+        mlperf_line("RESULT")
+    assert piped.getvalue() == "RESULT\n"
+
+
+def test_quiet_rewrites_nothing_on_a_terminal(tmp_path, terminal_of, monkeypatch):
+    seen = terminal_of()
+    monkeypatch.setenv(terminal.QUIET, "1")
+    with Screen(tmp_path, **about()) as view:
+        write_events(tmp_path, range(1, 21), evaluation=4.5)
+        view.update()
+        os.write(view.stderr.fileno(), b"warning of rank 3\n")
+    assert seen.read() == "warning of rank 3\n"
 
 
 def test_what_the_ranks_say_stands_above_and_is_kept(tmp_path, terminal_of):
@@ -144,7 +169,7 @@ def test_on_a_cpu_nothing_is_said_of_gpus(tmp_path, terminal_of):
     with Screen(tmp_path, **about("cpu", miniature=True, gpus=1)) as view:
         view.update()
         text = seen.read()
-    assert "GPU" not in text and "15,829 tok/s" in text and "reference" not in text
+    assert "GPU" not in text and "16,384 tok/s" in text and "reference" not in text
 
 
 def test_in_a_pipe_lines_are_plain_and_few(tmp_path, monkeypatch):

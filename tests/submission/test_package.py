@@ -141,6 +141,12 @@ def test_the_packaged_code_runs_by_itself(org_dir, name):
     code_check = [sys.executable, "-c", "import submission.check, submission.package, submission.report, submission.score"]
     assert subprocess.run(code_check, env=environment, cwd=code, timeout=60).returncode == 0
     assert subprocess.run(["bash", "-n", str(code / synthetic.SYSTEM / "run_and_time.sh")]).returncode == 0
+    first = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }  # a python3 that has all packages
+    done = subprocess.run([code / synthetic.SYSTEM / "setup.sh"], capture_output=True, text=True, env=first, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, str(Path(sys.executable).with_name("python3"))), done.stderr
     preflight = [sys.executable, "-m", "door", name, "preflight", "--quick", "--device", "cpu"]
     done = subprocess.run(preflight, capture_output=True, text=True, env=environment, cwd=code, timeout=120)
     assert "Traceback" not in done.stderr and " skipped" in done.stdout, done.stderr

@@ -127,6 +127,20 @@ def test_a_drag_zooms_and_a_double_click_shows_all_again(opened, pages):
     assert page.evaluate(count) == whole
 
 
+def test_charts_of_one_section_stand_beside_each_other_where_there_is_room(opened, pages):
+    tops = "() => ['power', 'temperature'].map(name => [...document.querySelectorAll('figure.chart')]" + (
+        ".find(figure => figure.innerText.startsWith(name)).getBoundingClientRect().top)"
+    )
+    wide, narrow = (opened(pages["run"][0], width, "light").evaluate(tops) for width in (1280, 400))
+    assert wide[0] == wide[1] and narrow[0] < narrow[1]
+
+
+def test_a_link_at_the_top_leads_to_its_section(opened, pages):
+    page = opened(pages["run"][0], 400, "light")
+    page.locator("nav a", has_text="Step time").click()
+    assert -1 <= page.locator("h2", has_text="Step time").bounding_box()["y"] < 300
+
+
 def test_the_page_follows_the_width_of_the_window_and_the_color_scheme(opened, pages):
     page = opened(pages["run"][0], 1280, "light")
     page.set_viewport_size({"width": 400, "height": 800})

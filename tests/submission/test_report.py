@@ -34,6 +34,8 @@ def charts(text: str) -> dict[str, dict]:
 
 
 def test_the_report_of_a_good_run_is_complete(run_dir):
+    log = run_dir / "result.txt"
+    log.write_text(log.read_text().replace("A_TEST_1x8", "MI355X_1x8"))  # a config that the repository has
     text = page(run_dir)
     for part in ("Target reached", "target 3.3", "49,152", "8.2500", "<dt>TFLOP/s/GPU</dt><dd>480</dd>", "init 30.0 s"):
         assert part in text
@@ -44,6 +46,20 @@ def test_the_report_of_a_good_run_is_complete(run_dir):
     assert evaluation["data"][0] == [12288, 24576, 36864, 49152] and evaluation["dots"] and len(train["data"][0]) == 50
     assert charts(text)["loss"]["target"] == 3.3 and charts(text)["step time"]["series"][0]["data"][1][6] == 900
     assert set(Page(text).links) == {path.name for path in run_dir.iterdir()} - {"report.html"}
+    assert {"Loss", "Evaluations", "Provenance"} <= set(Page(text).inside), "the sections are listed at the top"
+
+
+def test_a_log_that_is_not_clean_is_not_green(run_dir):
+    text = page(run_dir)
+    assert "Target reached, but the log is not clean" in text and 'class="banner good"' not in text and 'class="banner warn"' in text
+
+
+def test_what_is_unknown_and_what_is_hidden_is_left_out(run_dir):
+    (run_dir / ".room").write_text("")
+    versions = json.loads((run_dir / "versions.json").read_text())
+    (run_dir / "versions.json").write_text(json.dumps(versions | {"driver": None}))
+    text = page(run_dir)
+    assert ".room" not in Page(text).links and "driver" not in text and "result.txt" in Page(text).links
 
 
 def test_the_report_is_self_contained(run_dir):
@@ -251,6 +267,19 @@ def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):
     plans = synthetic_series.plans([4, 5, 4])
     text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans, rules=rules.MINIATURE))
     assert "this is not a benchmark result" in text and "3 of 3 attempts are good" in text and "RCP test" not in text
+
+
+def test_pages_of_several_runs_on_a_cpu_do_not_speak_of_gpus(tmp_path):
+    folder = synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, synthetic_series.plans([4, 5]), rules=rules.MINIATURE)
+    runs = [path.parent for path in sorted(folder.glob("*/config.toml"))]
+    for run in runs:
+        (run / "config.toml").write_text((run / "config.toml").read_text().replace('gpu = "MI355X"', 'gpu = "CPU"'))
+    assert report.main(list(map(str, runs))) == 0
+    compared = read_page(next(runs[0].glob("compared_with_*.html")))
+    heads = re.findall(
+        r"<(?:th|td)[^>]*>([^<]*[GC]PU[^<]*)</t[hd]>", page(folder).partition('id="Provenance"')[0] + compared.partition('id="Loss"')[0]
+    )
+    assert "tokens/s/CPU" in heads and not any("GPU" in head for head in heads), heads
 
 
 def test_runs_without_a_ledger_are_a_series_too(series):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import random
 import shutil
 import subprocess
@@ -121,6 +122,14 @@ def test_check_says_what_could_be_better_and_the_risk(call, epyc):
     assert "6 settings could be better" in printed
     call(epyc, "apply")
     assert "0 settings could be better" in call(epyc, "check")[1]
+
+
+def test_check_for_programs_is_what_it_shows(call, epyc):
+    found = json.loads(call(epyc, "check", "--json", "--only", "nmi_watchdog", "governor")[1])
+    (watchdog,) = found["nmi_watchdog"]
+    assert found.keys() == {"governor", "nmi_watchdog"} and (watchdog["now"], watchdog["want"]) == ("1", "0")
+    call(epyc, "apply")
+    assert all(file["now"] == file["want"] for files in json.loads(call(epyc, "check", "--json")[1]).values() for file in files)
 
 
 def test_check_shows_what_apply_writes(call, any_host):
