@@ -44,6 +44,7 @@ from llama31_8b.rules import MINIATURE
 RECIPES: dict[str, dict[str, object]] = {  # keys of the config
     "bf16": {},
     "FP8": {"fp8": "torch"},
+    "FP8, the head's gradients too": {"fp8": "torch", "fp8_head": True},
     "MXFP8": {"block_format": "mxfp8"},
     "MXFP4": {"block_format": "mxfp4"},
     "MXFP4, Hadamard": {"block_format": "mxfp4+hadamard"},

@@ -142,7 +142,9 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
     (run_dir,) = [path for path in (tmp_path / "out0/llama31_8b").iterdir() if path.is_dir()]
     failure = json.loads((run_dir / "failure.json").read_text())
     assert (failure["kind"], failure["exit_code"]) == ("target_missed", 10) and (run_dir / "report.html").is_file()
-    assert failure["what"].startswith("target ") and "96 samples" in failure["what"] and failure["what"] in ends[0][1], "on the terminal of node 0"
+    assert failure["what"].startswith("target ") and "96 samples" in failure["what"] and failure["what"] in ends[0][1], (
+        "on the terminal of node 0"
+    )
     two = tiny.facts(run_dir)
     assert two.status == "aborted"
     assert len(one.losses) == 12 and len(one.evaluations) == 3

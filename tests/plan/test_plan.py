@@ -424,7 +424,7 @@ def test_the_config_of_this_machine(capsys, monkeypatch):
         (["--config", "nothing.toml"], 2, "no such config"),
         (["--all", "--config", "x.toml"], 2, "not allowed with"),
         (["--all", "--set", "speed=11"], 2, "unknown key speed"),
-        (["--all", "--set", "micro_batch_size"], 2, "micro_batch_size is a int"),
+        (["--all", "--set", "micro_batch_size"], 2, "has the wrong type"),
         (["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"], 2, "known are MI300X"),
         (["--config", "configs/llama31_8b/CPU_1x1.toml"], 0, ""),
     ],
