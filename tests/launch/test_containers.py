@@ -91,6 +91,13 @@ def test_the_image_has_a_pinned_base_an_ordinary_user_and_nothing_foreign():
     assert int(user.partition(":")[0]) > 0 and lines.index(f"USER {user}") < next(i for i, line in enumerate(lines) if "ENTRYPOINT" in line)
 
 
+def test_the_image_says_what_it_is_and_of_which_commit_and_base():
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([a-z.]+)="([^"]+)"', " ".join(instructions())))
+    assert labels.keys() == {"title", "description", "licenses", "revision", "base.name"}
+    assert (labels["revision"], labels["base.name"], labels["licenses"]) == ("${REVISION}", "${BASE}", "Apache-2.0")
+    assert {f"ARG {labels['revision'][2:-1]}=unknown", "ARG BASE"} <= set(instructions())
+
+
 def test_the_workflow_builds_the_image():
     job = (ROOT / ".github/workflows/ci.yml").read_text().partition("\n  image:")[2]
     for image_argument in re.findall(r"--build-arg ([A-Z]+)=", job):
