@@ -125,8 +125,8 @@ def run(session: Session) -> None:
         before = base_fingerprints(assembly.model, base)
         session.phase_done("init", base_bytes=reports[0].bytes, base_seconds=reports[0].seconds)
         lr_at = cosine_to_zero(config.opt_base_learning_rate, config.opt_learning_rate_training_steps)
-        session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes))
-    save_adapter(session, assembly.model, rules, base, before)
+        save = partial(save_adapter, session, assembly.model, rules, base, before)
+        session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes), save)
 
 
 def open_data(

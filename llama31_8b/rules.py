@@ -48,7 +48,7 @@ class Rules:
     sequence_length: int
     train_prefix: str  # Megatron .bin/.idx pair of the training tokens, under DATADIR
     validation_prefix: str
-    eval_samples: int  # the first so many validation sequences, unshuffled, every time
+    eval_samples: int  # so many validation sequences, the same ones every time
     eval_interval_samples: int  # before rounding up to the global batch
     target_loss: float  # natural-log cross entropy per token; stop at <=
     max_steps: int
@@ -63,6 +63,9 @@ class Rules:
     decay_schedule: str = "cosine with linear warmup"
     init_std: float = 0.02
     init_limit_s: float = 1800.0
+    eval_by_seed: bool = (
+        False  # evaluate on the file's first sequences, as the reference's README says; True: drawn by seed, as its code does
+    )
     manifests: tuple[str, ...] = ()  # under DATADIR, where `prepare` wrote them: the files beside one are checked before a run
 
     @property
@@ -81,6 +84,10 @@ class Rules:
 
     def first_evaluation(self, global_batch_size: int) -> int:
         return self.eval_interval(global_batch_size)
+
+    def eval_order_samples(self, global_batch_size: int) -> int:
+        """For how many samples NeMo asks GPTDataset to order the validation split: so many evaluations as max_steps has, and one."""
+        return (self.max_steps * global_batch_size // self.eval_interval(global_batch_size) + 1) * self.eval_samples
 
     def end_learning_rate(self, base_learning_rate: float) -> float:
         return base_learning_rate * self.end_learning_rate_ratio

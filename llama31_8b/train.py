@@ -110,9 +110,12 @@ def run(session: Session) -> None:
         before_a_run(session, rules, processes)
         assembly = assemble(config, rules, processes, seed)
         session.phase_done("init")
-        session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes))
-    if session.args.save and session.rank == 0:
-        save.save_model(assembly.model, session.args.run_dir, partial(session.heartbeat.beat, session.step(), "save"))
+
+        def save_model() -> None:
+            if session.args.save and session.rank == 0:
+                save.save_model(assembly.model, session.args.run_dir, partial(session.heartbeat.beat, session.step(), "save"))
+
+        session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes), save_model)
 
 
 def open_data(
@@ -123,7 +126,8 @@ def open_data(
     samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size  # the last step is a whole one
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
     windows = train_batches(data, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size, step)
-    validation = validation_tokens(data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size)
+    ordered = (seed, rules.eval_order_samples(config.global_batch_size)) if rules.eval_by_seed else None
+    validation = validation_tokens(data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size, ordered)
     batches = Prefetcher(map(next_token_pairs, windows), processes.device)
     return batches, pad_for_ranks(next_token_pairs(validation), processes, config.eval_micro_batch_size)
 

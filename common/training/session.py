@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common import config as configs
 from common.config import RunConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, TargetMissed
 from common.gpu_kinds import KINDS
 from common.sharding.processes import Processes, start_processes
 from common.training.guard import run_guarded
@@ -42,7 +42,7 @@ class Session:
         self.progress = Progress(rank == 0)
         self.heartbeat = Heartbeat(self.run_dir, rank)
         self.meter: Meter | None = None
-        self.succeeded = False
+        self.over = False  # run_stop is written, or the run has failed before
 
     # The beginning.
 
@@ -111,9 +111,10 @@ class Session:
         lr_at: Callable[[int], float],
         processes: Processes,
         open_data: Callable[[int], tuple[Iterator[Tensor], list[Tensor]]],
+        save: Callable[[], None],
     ) -> None:
         """From the synthetic steps to run_stop. `open_data` opens the token files, when the clock runs: training micro-batches after so many
-        steps, and all of an evaluation.
+        steps, and all of an evaluation. `save` keeps what was trained, after run_stop, also of a run that missed its target.
         """
         config, beat = self.config, partial(self.heartbeat.beat, 0)
         checkpoints = None
@@ -138,19 +139,28 @@ class Session:
         goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
         ranks = compare_ranks(processes, self.events, self.progress, assembly.model)
         reporting = Reporting(self.log, meter, self.heartbeat, ranks, checkpoints)
-        outcome = train(assembly, lr_at, batches, validation, self.batching, goal, processes, reporting, step)
+        try:
+            outcome = train(assembly, lr_at, batches, validation, self.batching, goal, processes, reporting, step)
+        except TargetMissed:
+            self.abort()
+            self.heartbeat.beat(self.step(), "save")
+            save()
+            processes.barrier()  # else torchrun would end the rank that saves when another one has ended
+            raise
         minutes = self.log.run_stop(outcome.samples, "success")
         self.events.write("verdict", status="success", samples=outcome.samples, loss=outcome.loss, minutes=minutes)
-        self.succeeded = True
+        self.over = True
         if checkpoints:
             checkpoints.finish()
         self.heartbeat.beat(self.step(), "done")
+        save()
 
     # Failure.
 
     def abort(self) -> None:
-        if self.succeeded:  # what failed came after the run
+        if self.over:  # what failed came after the run
             return
+        self.over = True
         samples = self.meter.samples if self.meter else 0
         self.log.abort(samples)
         self.events.write("verdict", status="aborted", samples=samples, loss=None, minutes=None)

@@ -142,6 +142,12 @@ def test_a_base_that_changed_fails_the_run(tmp_path, processes):
     assert not finished(run_dir, 1), "this run did not stand, whatever its log says"
 
 
+def test_a_run_that_missed_its_target_leaves_its_adapter(tmp_path, processes):
+    run_dir, error = start(tmp_path, replace(TINY, target_loss=0.1), processes)
+    assert error is not None and error.kind == "target_missed" and read_result(run_dir / "result.txt").status == "aborted"
+    assert load_file(run_dir / "adapter" / "adapter_model.safetensors")
+
+
 def test_a_run_whose_adapter_cannot_be_saved_stands(tmp_path, processes):
     with mock.patch.object(train, "save_peft_adapter", side_effect=StorageError("the disk is full")):
         run_dir, error = start(tmp_path, TINY, processes)

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,28 @@ def test_transformers_computes_the_logits_of_the_trained_model(processes, tmp_pa
     assert [rank["files"] for rank in found] == [["model/model-00001-of-00001.safetensors"], [], []][:ranks], "rank 0 alone writes"
     torch.testing.assert_close(their_logits(tmp_path / "run_0/model"), found[0]["logits"], rtol=1e-4, atol=1e-4)
     assert shape_of(str(tmp_path / "run_0/model")) == SHAPE
+
+
+def missed(processes, folder):
+    """Of a run with --save that misses its target: the kind of its error, how its log ends, and whether the model is there when this rank ends."""
+    changes = {"gpus_per_node": processes.world_size, "global_batch_size": 12, "micro_batch_size": 2, "max_samples": 36}
+
+    def takes_a_second(*arguments, **options):
+        time.sleep(1.0)
+        return WRITE(*arguments, **options)
+
+    with mock.patch.object(save, "write_checkpoint", takes_a_second):
+        found = run(folder / f"run_{processes.rank}", folder / "data", replace(RULES, target_loss=0.1), save=True, **changes)
+    return found.error, found.status, (folder / "run_0" / save.FOLDER).exists()
+
+
+WRITE = save.write_checkpoint
+
+
+def test_a_run_that_missed_its_target_is_saved_and_no_rank_ends_before(tmp_path):
+    write_data(tmp_path / "data", RULES)
+    assert call_on_ranks(2, "test_save:missed", tmp_path) == [("target_missed", "aborted", True), ("target_missed", "", True)]
+    assert (tmp_path / "run_0/events.jsonl").read_text().count('"verdict"') == 1
 
 
 def test_a_run_that_does_not_ask_writes_no_weights(processes, tmp_path):
