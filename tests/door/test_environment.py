@@ -64,6 +64,8 @@ def pip(monkeypatch, tmp_path):
 
     fake = argparse.Namespace(commands=[], lists=[], code=0)
     (tmp_path / environment.LOCK).write_text(LOCK)
+    find = environment.importlib.util.find_spec  # Debian's Python alone has no ensurepip
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: name == "ensurepip" or find(name))
 
     def run(command, *_, **__):
         fake.commands.append(command)
@@ -320,6 +322,8 @@ def create(folder, with_pip):
     (folder / "bin/python").write_text("#!/bin/sh\\nsleep 300 & echo $$ $! > {pid}.new; mv {pid}.new {pid}; wait")
     (folder / "bin/python").chmod(0o755)
 
+find = environment.importlib.util.find_spec
+environment.importlib.util.find_spec = lambda name: name == "ensurepip" or find(name)
 environment.ROOT, environment.venv.create, environment._answers = Path({root!r}), create, lambda url: False
 sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
 """

@@ -144,7 +144,7 @@ def test_a_complaint_names_the_line_of_the_file(tmp_path, dialect):
 
 def test_a_recursion_error_in_the_checker_is_its_refusal(tmp_path):
     path = write_good(tmp_path / "result_0.txt")
-    deep = '{"namespace": "", "time_ms": 1, "event_type": "", "key": "x", "value": ' + "[" * 3000 + "]" * 3000 + ', "metadata": {}}'
+    deep = '{"namespace": "", "time_ms": 1, "event_type": "", "key": "x", "value": ' + "[" * 200_000 + "]" * 200_000 + ', "metadata": {}}'
     path.write_text(path.read_text() + ":::MLLOG " + deep + "\n")
     examined = examine(path, project_root=None)
     assert not examined.verdict.passed and "RecursionError" in examined.verdict.messages[0]
