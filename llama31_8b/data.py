@@ -90,18 +90,12 @@ def train_batches(
     return (np.stack([data[i] for i in range(start, start + micro_batch_size)]) for start in starts)
 
 
-def validation_tokens(
-    prefix: Path, sequence_length: int, eval_samples: int, vocab_size: int, ordered: tuple[int, int] | None = None
-) -> np.ndarray:
-    """The first `eval_samples` sequences, int32 [eval_samples, sequence_length + 1].
+def validation_tokens(prefix: Path, sequence_length: int, eval_samples: int, vocab_size: int) -> np.ndarray:
+    """The first `eval_samples` sequences, unshuffled, int32 [eval_samples, sequence_length + 1].
 
     Documents in file order; row j holds tokens j*S .. (j+1)*S, both included (reference README: "the first 1024 sequences",
-    not shuffled, the same every time). `ordered`: seed and number of samples for which Megatron orders them first, as the reference's code
-    does. Raises DataError if the file is too short or holds an id that is no token.
+    not shuffled, the same every time). Raises DataError if the file is too short or holds an id that is no token.
     """
-    if ordered is not None:
-        data = TrainData(prefix, sequence_length, ordered[1], ordered[0], vocab_size)
-        return np.stack([data[i] for i in range(eval_samples)])
     index = Index.read(prefix)
     available = _whole_sequences(index.num_tokens, sequence_length)
     if available < eval_samples:

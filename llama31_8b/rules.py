@@ -63,9 +63,7 @@ class Rules:
     decay_schedule: str = "cosine with linear warmup"
     init_std: float = 0.02
     init_limit_s: float = 1800.0
-    eval_by_seed: bool = (
-        False  # evaluate on the file's first sequences, as the reference's README says; True: drawn by seed, as its code does
-    )
+    eval_by_seed: bool = False  # False: on the file's first sequences, by the reference's README; True: on those that its code draws
     manifests: tuple[str, ...] = ()  # under DATADIR, where `prepare` wrote them: the files beside one are checked before a run
 
     @property

@@ -126,8 +126,13 @@ def open_data(
     samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size  # the last step is a whole one
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
     windows = train_batches(data, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size, step)
-    ordered = (seed, rules.eval_order_samples(config.global_batch_size)) if rules.eval_by_seed else None
-    validation = validation_tokens(data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size, ordered)
+    if rules.eval_by_seed:
+        ordered = TrainData(
+            data_dir / rules.validation_prefix, length, rules.eval_order_samples(config.global_batch_size), seed, vocab_size
+        )
+        validation = next(train_batches(ordered, rules.eval_samples, rules.eval_samples, rank=0, world_size=1))
+    else:
+        validation = validation_tokens(data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size)
     batches = Prefetcher(map(next_token_pairs, windows), processes.device)
     return batches, pad_for_ranks(next_token_pairs(validation), processes, config.eval_micro_batch_size)
 

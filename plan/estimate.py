@@ -288,9 +288,10 @@ def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool,
     attention = shape.attention_flops_per_token(work.sequence_length) / 3
     adapters = 2 * shape.lora_parameters(work.lora_rank)
     passes = (2 if work.lora_rank else 3) if training else 1
-    in_fp8 = linears * (passes + recomputed) + (head * (passes - 1) if fp8_head else 0)
+    head_in_fp8 = head * (passes - 1) if fp8_head else 0
+    in_fp8 = linears * (passes + recomputed) + head_in_fp8
     in_bf16 = adapters * (3 if training else 1) + attention * ((1 + ATTENTION_BACKWARD if training else 1) + recomputed)
-    in_bf16 += head if fp8_head else head * passes
+    in_bf16 += head * passes - head_in_fp8
     return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
 
 

@@ -23,8 +23,9 @@ def series_page(series: Series, folder: Path) -> str:
     """The page as HTML text, for a file in `folder`. Raises PreflightError where mlperf-logging or jinja2 is missing."""
     ten, runs = ten_runs(series), [(f"attempt {run.number}", run) for run in series.runs]
     counts = () if ten.invalid else ten.runs
-    measured = [name for name in OF_AN_ATTEMPT if any(figures_of(run)[name] is not None for run in series.runs)]
-    heads, rows = _rows([(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs], measured, folder)
+    figures = [figures_of(run) for run in series.runs]
+    measured = [name for name in OF_AN_ATTEMPT if any(of_a_run[name] is not None for of_a_run in figures)]
+    heads, rows = _rows([(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs], figures, measured, folder)
     known = run_page.provenance(runs, ask_all=False)
     differ = [banner("warn", "The runs differ in what should be the same")] if known[0][1][0]["table"] else []
     return page.render(
@@ -47,8 +48,8 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
     losses, times = (
         [Curve(label, of_steps(run, key), index) for index, (label, run) in enumerate(named)] for key in ("loss", "step_time_ms")
     )
-    heads, rows = _rows(named, FORMS, folder)
-    first, *others = [figures_of(run) for run in runs]
+    first, *others = figures = [figures_of(run) for run in runs]
+    heads, rows = _rows(named, figures, FORMS, folder)
     for (label, _), other in zip(named[1:], others, strict=True):
         changes = [f"{value / base - 1:+.1%}" if (base := first[name]) and (value := other[name]) is not None else "-" for name in FORMS]
         rows.append([f"{label} against A", "", "", "", "", *changes])
@@ -64,16 +65,18 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
     )
 
 
-def _rows(runs: list[Labeled], names: Iterable[str], folder: Path) -> tuple[list[str], list[list[str | Link]]]:
-    """Heads and rows of a table of `runs`, with links to their reports from a page in `folder`."""
+def _rows(
+    runs: list[Labeled], figures: list[dict[str, float | None]], names: Iterable[str], folder: Path
+) -> tuple[list[str], list[list[str | Link]]]:
+    """Heads and rows of a table of `runs` and their `figures_of`, with links to their reports from a page in `folder`."""
     rows: list[list[str | Link]] = []
-    for label, run in runs:
-        figures, report = figures_of(run), run.folder / "report.html"
+    for (label, run), of_this in zip(runs, figures, strict=True):
+        report = run.folder / "report.html"
         link = Link("report", quote(Path(os.path.relpath(report, folder)).as_posix())) if report.is_file() else "-"
         seed, code = str(run.start.get("seed", run.log.value("seed"))), str(run.end.get("exit_code", "-"))
         reason = str(run.reason or run.failure.get("what") or "") if run.state != GOOD else ""
         state = f"{run.state}: {reason}" if reason else run.state
-        rows.append([label, link, state, code, seed, *(shown(figures, name) for name in names)])
+        rows.append([label, link, state, code, seed, *(shown(of_this, name) for name in names)])
     unit = run_page.unit_of([run for _, run in runs])
     return ["run", "page", "state", "exit", "seed", *(name.replace("GPU", unit) for name in names)], rows
 

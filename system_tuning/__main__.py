@@ -97,10 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
     """Print what is, what would be better, and the risk. Read-only, for any user."""
-    worse = 0
     if as_json:
         print(json.dumps({setting.name: [dataclasses.asdict(file) for file in setting.look(root)] for setting in settings}, default=str))
         return DONE
+    worse = 0
     for setting in settings:
         files = setting.look(root)
         steps = [Step(str(file.path), file.now, file.want, file.note) for file in files]

@@ -47,7 +47,7 @@ def documents(stdlib: Path | None = None) -> list[Document]:
     """
     root = stdlib or Path(sysconfig.get_path("stdlib"))
     found: dict[str, Document] = {}
-    for document in (*_module_documents(root), *_topic_documents()):
+    for document in (*module_documents(root), *_topic_documents()):
         found.setdefault(document.text, document)  # a text that occurs twice must not be in train and in validation
     characters = sum(map(len, found))
     if characters < MIN_CORPUS_CHARACTERS:
@@ -127,7 +127,7 @@ def load_sentencepiece(path: Path) -> Any:
         ) from error
 
 
-def _module_documents(root: Path) -> Iterator[Document]:
+def module_documents(root: Path) -> Iterator[Document]:
     for name, source, tree in modules(root):
         for text in (*_docstrings(tree, name), *_comments(source)):
             if len(text) >= MIN_CHARACTERS:

@@ -25,7 +25,7 @@ def test_train_and_validation_share_nothing(documents):
 def test_works_without_pydoc_data(documents, monkeypatch):
     modules = [document for document in documents if not document.source.startswith("pydoc_data")]
     assert 0 < len(modules) < len(documents)
-    monkeypatch.setattr(corpus, "_module_documents", lambda root: iter(modules))  # to read them again takes seconds
+    monkeypatch.setattr(corpus, "module_documents", lambda root: iter(modules))  # to read them again takes seconds
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)  # as on Debian's minimal Python
     assert corpus.documents() == modules
 
@@ -53,7 +53,7 @@ def test_texts_of_a_module(tmp_path):
     (tmp_path / "package" / "mod.py").write_text("\n".join(lines))
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "left_out.py").write_text(lines[0])
-    found = list(corpus._module_documents(tmp_path))
+    found = list(corpus.module_documents(tmp_path))
     assert {document.source for document in found} == {"package.mod"}
     assert [document.text for document in found] == [
         f"package.mod\n\n{'m' * 80}\n",

@@ -79,7 +79,7 @@ def prepare_text(data_dir: Path) -> Path:
         prepare.miniature(folder)
         tokenizer = corpus.load_sentencepiece(folder / prepare.TOKENIZER)
         roots = [Path(importlib.util.find_spec(package).origin).parent for package in TEXT_PACKAGES]
-        documents = (document for root in roots for document in corpus._module_documents(root))
+        documents = (document for root in roots for document in corpus.module_documents(root))
         texts = dict.fromkeys(document.text for document in (*corpus.documents(), *documents))  # each once
         writer = Writer(folder / name, tokenizer.vocab_size())
         for ids in tokenizer.encode(list(texts)):
