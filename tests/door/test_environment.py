@@ -14,7 +14,7 @@ from pathlib import Path
 
 import lock
 import pytest
-from toy import wait_until
+from toy import gone, wait_until
 
 from common.errors import PreflightError
 from door import environment
@@ -327,11 +327,6 @@ environment.importlib.util.find_spec = lambda name: name == "ensurepip" or find(
 environment.ROOT, environment.venv.create, environment._answers = Path({root!r}), create, lambda url: False
 sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
 """
-
-
-def gone(pid: str) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return not state.exists() or " Z " in state.read_text()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])

@@ -162,10 +162,10 @@ def report(options: argparse.Namespace, looks: list[list[float]], named: list, s
     for rank, ratios in enumerate(zip(*healthy, strict=True)):
         mean, sd = statistics.fmean(ratios), statistics.stdev(ratios)
         shifted = statistics.fmean((a - mean) * (b - mean) for a, b in pairwise(ratios)) / max(sd**2, 1e-12)
-        fives = [statistics.fmean(ratios[at : at + LOOKS]) for at in range(len(ratios) - LOOKS + 1)]
+        fives = [statistics.median(ratios[at : at + LOOKS]) for at in range(len(ratios) - LOOKS + 1)]
         spread = max(fives) / min(fives) - 1
         say(
-            f"healthy rank {rank}: {mean:.4f} of the median rank, sd of a comparison {sd:.2%}, with its neighbor {shifted:+.2f}, means of five within {spread:.2%}"
+            f"healthy rank {rank}: {mean:.4f} of the median rank, sd of a comparison {sd:.2%}, with its neighbor {shifted:+.2f}, medians of five within {spread:.2%}"
         )
     false = [number for number, _ in named if number <= options.at]
     seen = [number for number, slow in named if number > options.at and slowest in slow]

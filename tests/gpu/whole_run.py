@@ -19,44 +19,23 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "WHOLE_RUN"  # in the environment of every process of the run
+sys.path.insert(0, str(ROOT))
+
+from preflight.host import available_memory  # noqa: E402
+from submission.runs import read_attempt  # noqa: E402
+from supervision.supervise import processes_of  # noqa: E402
+
+HOST = Path("/")
 POLL_S = 0.2
 
 
-def processes(mark: str) -> dict[int, dict[str, str]]:
-    """Environment of each process that this run started and that still runs."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            text, state = (
-                (folder / "environ").read_bytes().decode(errors="replace"),
-                (folder / "stat").read_text().rsplit(")", 1)[1].split()[0],
-            )
-        except OSError:
-            continue
-        environment = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
-        if environment.get(MARK) == mark and state != "Z":
-            found[int(folder.name)] = environment
-    return found
-
-
-def log_times(run: Path) -> dict[str, float]:
-    """Unix time at which each key of the log came first."""
-    times: dict[str, float] = {}
-    for line in (run / "result.txt").read_text().splitlines() if (run / "result.txt").exists() else []:
-        if line.startswith(":::MLLOG ") and line.endswith("}"):
-            entry = json.loads(line.removeprefix(":::MLLOG "))
-            times.setdefault(entry["key"], entry["time_ms"] / 1e3)
-    return times
-
-
-def events(run: Path) -> list[dict]:
-    path = run / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+def time_of(run: Path, key: str) -> float | None:
+    """Unix time at which the key came into the log first."""
+    first = read_attempt(run / "result.txt").log.first(key)
+    return first and first.time_ms / 1e3
 
 
 class Watch(threading.Thread):
@@ -64,17 +43,12 @@ class Watch(threading.Thread):
 
     def __init__(self, log_dir: Path):
         super().__init__(daemon=True)
-        self.log_dir, self.before, self.ended = log_dir, self._available_gib(), threading.Event()
+        self.log_dir, self.before, self.ended = log_dir, available_memory(HOST), threading.Event()
         self.least, self.writing, self.whole = self.before, {}, {}
-
-    @staticmethod
-    def _available_gib() -> float:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) / 2**20
 
     def run(self) -> None:
         while not self.ended.wait(POLL_S):
-            self.least = min(self.least, self._available_gib())
+            self.least = min(self.least, available_memory(HOST))
             for folder in self.log_dir.glob("*/*/checkpoints/step_*"):
                 if not folder.suffix:
                     self.whole.setdefault(folder.stem, time.time())
@@ -86,20 +60,20 @@ def wait_for(run_of, key: str, child: subprocess.Popen, seconds: float) -> None:
     """Until `seconds` after `key` came into the log, or the end of the run."""
     while child.poll() is None:
         run = run_of()
-        if run and (at := log_times(run).get(key)) and time.time() >= at + seconds:
+        if run and (at := time_of(run, key)) and time.time() >= at + seconds:
             return
         time.sleep(POLL_S)
 
 
 def steps_line(run: Path, watch: Watch) -> list[str]:
     """The first three steps are left out; steps that a save stopped or ran beside are counted apart."""
-    records, clock = events(run), log_times(run)
-    steps = [
-        (event["step"], event["time_s"] + clock["block_start"], event["step_time_ms"]) for event in records if event["event"] == "step"
-    ][3:]
-    spans = [(begin, watch.whole.get(name, float("inf"))) for name, begin in watch.writing.items()]
-    beside = [ms for _, at, ms in steps if any(at > begin and at - ms / 1e3 < end for begin, end in spans)]
-    alone = [ms for _, at, ms in steps if not any(at > begin and at - ms / 1e3 < end for begin, end in spans)]
+    records, begin = read_attempt(run / "result.txt").records, time_of(run, "block_start")
+    steps = [(begin + event["time_s"], event["step_time_ms"]) for event in records if event["event"] == "step"][3:]
+    spans = [(first, watch.whole.get(name, float("inf"))) for name, first in watch.writing.items()]
+    alone: list[float] = []
+    beside: list[float] = []
+    for at, ms in steps:
+        (beside if any(at > first and at - ms / 1e3 < last for first, last in spans) else alone).append(ms)
     lines = [f"{len(ms):5} steps {name}: median {statistics.median(ms):.1f} ms, mean {statistics.mean(ms):.1f}, {min(ms):.1f} to {max(ms):.1f}"
              for name, ms in (("without a save", alone), ("beside a save", beside)) if ms]  # fmt: skip
     lines += [
@@ -125,8 +99,8 @@ def main() -> None:
     parser.add_argument("--after", type=float, default=10.0)
     own, _, options = " ".join(sys.argv[1:]).partition(" -- ")
     args = parser.parse_args(own.split())
-    mark, log_dir = uuid.uuid4().hex, args.log_dir.absolute()
-    environment = os.environ | {MARK: mark, "LOGDIR": str(log_dir)} | ({"DATADIR": str(args.data_dir.absolute())} if args.data_dir else {})
+    log_dir = args.log_dir.absolute()
+    environment = os.environ | {"LOGDIR": str(log_dir)} | ({"DATADIR": str(args.data_dir.absolute())} if args.data_dir else {})
     before = set(log_dir.glob(f"{args.benchmark}/*/"))
 
     def run_of() -> Path | None:
@@ -140,28 +114,29 @@ def main() -> None:
     hit = None
     if args.stop_after is not None or args.kill_rank is not None:
         wait_for(run_of, "run_start", child, args.after if args.stop_after is None else args.stop_after)
-        ranks = {int(found["RANK"]): number for number, found in processes(mark).items() if "RANK" in found}
         if child.poll() is None:
+            target, number = child.pid, signal.SIGTERM
+            if args.kill_rank is not None:
+                target, number = json.loads((run_of() / f"ranks/rank_{args.kill_rank}.heartbeat").read_text())["pid"], signal.SIGKILL
             hit = time.time()
-            os.kill(
-                child.pid if args.kill_rank is None else ranks[args.kill_rank], signal.SIGTERM if args.kill_rank is None else signal.SIGKILL
-            )
+            os.kill(target, number)
     code = child.wait()
     ended = time.time()
-    left = processes(mark)
+    run = run_of()
+    left = processes_of(run) if run else []
     watch.ended.set()
     watch.join()
-    run = run_of()
     print(
         f"\n{' '.join(command)}\nexit code {code} after {ended - began:.1f} s" + (f", {ended - hit:.1f} s after the signal" if hit else "")
     )
     print(f"processes left: {sorted(left) or 'none'}")
     if run is None:
         return
-    for key, at in log_times(run).items():
-        if key in ("init_start", "init_stop", "run_start", "run_stop"):
+    for key in ("init_start", "init_stop", "run_start", "run_stop"):
+        if at := time_of(run, key):
             print(f"{at - began:9.1f} s  {key}")
-    for event in events(run):
+    records = read_attempt(run / "result.txt").records
+    for event in records:
         if event["event"] in ("phase", "self_test", "eval"):
             print(
                 "          ",
@@ -172,8 +147,11 @@ def main() -> None:
                 },
             )
     print(*steps_line(run, watch), sep="\n")
-    gpus = [event["memory_gib"] for event in events(run) if event.get("memory_gib")]
-    print(f"host memory taken: {watch.before - watch.least:.1f} GiB" + (f"; GPU memory reserved: {max(gpus):.1f} GiB" if gpus else ""))
+    gpus = [event["memory_gib"] for event in records if event.get("memory_gib")]
+    print(
+        f"host memory taken: {(watch.before - watch.least) / 2**30:.1f} GiB"
+        + (f"; GPU memory reserved: {max(gpus):.1f} GiB" if gpus else "")
+    )
     subprocess.run([str(ROOT / "run_and_time.sh"), "check", str(run / "result.txt")], check=False)
     print((run / "failure.json").read_text() if (run / "failure.json").exists() else "no failure.json")
     print(*(log_dir / args.benchmark / "attempts.jsonl").read_text().splitlines()[-1:])

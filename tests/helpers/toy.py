@@ -222,6 +222,12 @@ def _bytes(path):
         return b""
 
 
+def gone(pid: int | str) -> bool:
+    """The process has ended, or is a zombie."""
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or " Z " in state.read_text()
+
+
 def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from tiny import start_ranks
-from toy import wait_until
+from toy import gone, wait_until
 
 from common import errors
 from common.errors import (
@@ -279,8 +279,7 @@ def test_a_rank_ends_by_itself_when_torchrun_is_killed(tmp_path, monkeypatch, wa
     (parent,) = start_ranks(1, ["-c", PARENT, "-c", ORPHAN, str(tmp_path), way])
     parent.communicate(timeout=60)  # the rank holds its pipes
     assert parent.returncode == -signal.SIGKILL
-    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
-    wait_until(lambda: not state.exists() or " Z " in state.read_text())
+    wait_until(lambda: gone((tmp_path / "pid").read_text()))
     assert (tmp_path / "run_stop").exists() == (way == "asleep")
     if way == "asleep":
         assert record(tmp_path, 0)["outcome"] == "interrupted"
