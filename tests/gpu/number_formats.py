@@ -1,7 +1,7 @@
 """How much does a number format cost in loss? A model of the 8B's width on real text, per format and seed.
 
     PYTHONPATH=.:tests/gpu python tests/gpu/number_formats.py --data-dir DIR --out FILE.json [--seeds 1-8] [--steps 500] [--layers 2]
-        [--only "NAME;..."] [--minutes 8.5] [--add EARLIER.json ...] [--compile] [--plot FILE.png]
+        [--only "NAME;..."] [--minutes 8.5] [--add EARLIER.json ...] [--plot FILE.png]
 
 The text: what the standard library, torch and three packages that come with it say of themselves (docstrings and comments; TEXT_PACKAGES), in the
 miniature's tokens. No sequence is read twice: the loss of every step is one on text that is new to the model, and no second set is needed.
@@ -10,8 +10,8 @@ The 0.87 million tokens of the miniature would be read 4.7 times in 500 steps, a
 Block formats are emulated (docs/number_formats.md): the losses are what counts here, and the seconds say nothing of a GPU that has them.
 Within a seed all formats see the same weights, sequences and schedule, so the differences from bf16 are paired by seed. A seed is finished
 before the next begins, and no run is begun that would not end within `--minutes`: FILE.json holds what there is, and a later call that is given
-it with `--add` goes on from there. `--compile` lets torch.compile fuse the emulation, and says first how many elements it rounds
-otherwise. `--small` is the same in miniature on a CPU, to see that it runs. Without seeds left to run it prints the table.
+it with `--add` goes on from there. The emulation is that of fast_emulation.py, and printed first is how many elements it rounds otherwise than
+the package's. `--small` is the same in miniature on a CPU with the package's own, to see that it runs. Without seeds left to run it prints the table.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import convergence
+import fast_emulation
 import torch
 from convergence import SHAPE, config_of, text_batches, train_losses
 
 from common.data import corpus
 from common.data.indexed_dataset_writer import Writer
 from common.data.preparation import Recipe, build_once
-from common.kernels import block_formats
 from common.model.shapes import ModelShape
 from common.sharding.processes import start_processes
 from llama31_8b import prepare
@@ -162,19 +162,6 @@ def plot(curves: Curves, path: Path) -> None:
     figure.savefig(path)
 
 
-def compile_emulation(device: torch.device) -> str:
-    """Replace the emulation by a compiled one. Returns what it rounds otherwise, of a million normal numbers per format."""
-    torch._dynamo.config.recompile_limit = 1000
-    plain = block_formats.emulate
-    compiled = torch.compile(plain, dynamic=True)
-    x, found = torch.randn(1024, 1024, device=device).bfloat16(), []
-    for name, form in block_formats.FORMATS.items():
-        made = [function(x, form, form.gradient_element, x.dtype) for function in (plain, compiled)]
-        found.append(f"{name} {int((made[0] != made[1]).sum())}")
-    block_formats.emulate = compiled  # type: ignore[assignment]
-    return f"compiled; of 1,048,576 elements it rounds otherwise: {', '.join(found)}"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, default=Path("data/miniature"))
@@ -185,7 +172,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--only", default=";".join(list(RECIPES)[:-2]))
     parser.add_argument("--minutes", type=float, default=8.5)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args(arguments)
@@ -200,8 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
         if sequences_in(prefix, convergence.SEQUENCE) < args.steps * convergence.BATCH:
             parser.error(f"{prefix} has too few tokens for {args.steps} steps: it would be read twice")
         processes = start_processes("cpu" if args.small else "cuda", 600.0)
-        if args.compile:
-            print(compile_emulation(processes.device), flush=True)
+        if not args.small:
+            print(fast_emulation.install(processes.device), flush=True)
     took: dict[str, float] = {}  # the latest run of each recipe; its first one compiles
     for seed, name in todo:
         started = time.monotonic()

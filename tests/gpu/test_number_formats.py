@@ -73,12 +73,3 @@ def test_stochastic_rounding_hangs_on_the_seed_alone(small, tmp_path):
         main([*small, "--seeds", "1", "--only", only, "--out", str(tmp_path / "out.json")])
         found.append(json.loads((tmp_path / "out.json").read_text())["MXFP4, stochastic"])
     assert found[0] == found[1]
-
-
-@pytest.mark.slow
-def test_the_compiled_emulation_rounds_as_the_plain_one(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(number_formats.block_formats, "emulate", number_formats.block_formats.emulate)  # put back at the end
-    said = number_formats.compile_emulation(torch.device("cpu"))
-    assert all(f"{name} 0" in said for name in number_formats.block_formats.FORMATS if name != "nvfp4"), said

@@ -1,0 +1,128 @@
+"""The emulation of common/kernels/block_formats.py as Triton kernels, each element read and written once: for studies of many runs on a GPU.
+
+The same bits as the plain one's, but that stochastic rounding draws other random numbers, that a Hadamard transform may add up in another order,
+and that zeros lose their sign. Rows must be whole blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from common.kernels import block_formats
+from common.kernels.block_formats import HADAMARD_SIZE, LARGEST_BLOCK_SCALE, LEAST_TENSOR_SCALE, BlockFormat, Element
+
+ROWS, COLUMNS, WARPS = 64, 64, 4  # of a tile
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """exponent: int32, -127 to 127. 2^-127 is subnormal: the highest bit of its mantissa."""
+    return tl.maximum((exponent + 127) << 23, 1 << 22).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round(x, noise, MANTISSA: tl.constexpr, LEAST_STEP: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The nearest number of a format, ties to even; with `noise` in 0 to 1, up where the rest is larger. 12582912 = 1.5 * 2^23."""
+    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    step = tl.maximum(binade * (1.0 / (1 << MANTISSA)), LEAST_STEP)
+    steps = tl.div_rn(x, step)
+    if STOCHASTIC:
+        below = tl.floor(steps)
+        steps = below + tl.where(steps - below > noise, 1.0, 0.0)
+    else:
+        steps = (steps + 12582912.0) - 12582912.0
+    return tl.minimum(tl.maximum(steps * step, -LARGEST), LARGEST)
+
+
+@triton.jit
+def _load(x, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of fp32, the index of each element in a contiguous result, and which elements there are."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    there = (row < rows) & (column < columns)
+    tile = tl.load(x + row * row_stride + column * column_stride, mask=there, other=0.0).to(tl.float32)
+    return tile, row * columns + column, there
+
+
+@triton.jit
+def _emulate(
+    x, out, tensor_scale, seed, rows, columns, row_stride, column_stride,
+    SIZE: tl.constexpr, HEIGHT: tl.constexpr, MANTISSA: tl.constexpr, LEAST_STEP: tl.constexpr, LARGEST: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr, NVFP4: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    tile, index, there = _load(x, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    noise = tl.rand(seed, index) if STOCHASTIC else tile
+    split: tl.constexpr = (ROWS // HEIGHT, HEIGHT, COLUMNS // SIZE, SIZE)
+    blocks = tl.reshape(tile, split)
+    bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of |x|: NaN above inf above all numbers
+    amax = tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True)
+    if NVFP4:
+        t = tl.load(tensor_scale)
+        wanted = tl.div_rn(tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST), t)
+        scale = _round(tl.minimum(tl.maximum(wanted, 0.015625), 448.0), wanted, 3, 0.001953125, 448.0, False)
+        scaled, factor = blocks * tl.div_rn(tl.div_rn(1.0, t), scale), scale * t
+    else:
+        exponent = tl.minimum(tl.maximum((amax >> 23) - 127 - MAX_EXPONENT, -127), 127)
+        factor = tl.where(amax < 0x7F800000, _power_of_two(exponent), float("nan"))
+        scaled = blocks * _power_of_two(-exponent)
+    made = _round(scaled, tl.reshape(noise, split), MANTISSA, LEAST_STEP, LARGEST, STOCHASTIC) * factor
+    tl.store(out + index, tl.reshape(made, (ROWS, COLUMNS)), mask=there)
+
+
+@triton.jit
+def _transform(x, out, matrix, rows, columns, row_stride, column_stride, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    tile, index, there = _load(x, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
+    groups = tl.reshape(tile, (ROWS * COLUMNS // SIZE, SIZE))
+    matrix = tl.load(matrix + tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
+    made = tl.dot(groups, matrix, input_precision="ieee")
+    tl.store(out + index, tl.reshape(made, (ROWS, COLUMNS)), mask=there)
+
+
+def emulate(
+    x: Tensor, form: BlockFormat, element: Element, dtype: torch.dtype, *, square: bool = False, stochastic: bool = False
+) -> Tensor:
+    """As block_formats.emulate; x may be a transposed view."""
+    assert x.shape[1] % form.block_size == 0 and not (square and x.shape[0] % form.block_size), "blocks must be whole"
+    out, tensor_scale = x.new_empty(x.shape, dtype=dtype), None
+    if form.has_tensor_scale:
+        least, most = x.aminmax()
+        amax = torch.maximum(-least, most).float()
+        tensor_scale = (amax / (LARGEST_BLOCK_SCALE * element.largest)).clamp(min=LEAST_TENSOR_SCALE)
+    seed = int(torch.randint(2**31, ())) if stochastic else 0
+    grid = (triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS))
+    least_step = 2.0 ** (element.min_exponent - element.mantissa_bits)
+    _emulate[grid](
+        x, out, tensor_scale, seed, *x.shape, *x.stride(), form.block_size, form.block_size if square else 1, element.mantissa_bits, least_step,
+        element.largest, element.max_exponent, form.has_tensor_scale, stochastic, ROWS, COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def hadamard(x: Tensor, random_signs: bool) -> Tensor:
+    """As block_formats.hadamard."""
+    assert x.shape[1] % HADAMARD_SIZE == 0, "blocks must be whole"
+    out = x.new_empty(x.shape, dtype=torch.float32)
+    matrix = PLAIN_HADAMARD(torch.eye(HADAMARD_SIZE, device=x.device), random_signs)
+    grid = (triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS))
+    _transform[grid](x, out, matrix, *x.shape, *x.stride(), HADAMARD_SIZE, ROWS, COLUMNS, num_warps=WARPS)
+    return out
+
+
+PLAIN, PLAIN_HADAMARD = block_formats.emulate, block_formats.hadamard
+
+
+def install(device: torch.device) -> str:
+    """Let the package use these. Returns what they round otherwise, of a million normal numbers per format, as they are and transformed."""
+    x, found = torch.randn(1024, 1024, device=device).bfloat16(), []
+    for name, form in block_formats.FORMATS.items():
+        made = [
+            function(transform(x.t(), False), form, form.gradient_element, x.dtype)
+            for function, transform in ((PLAIN, PLAIN_HADAMARD), (emulate, hadamard))
+        ]
+        plain = [function(x, form, form.gradient_element, x.dtype) for function in (PLAIN, emulate)]
+        found.append(f"{name} {int((plain[0] != plain[1]).sum())} and {int((made[0] != made[1]).sum())}")
+    block_formats.emulate, block_formats.hadamard = emulate, hadamard
+    return f"kernels; of 1,048,576 elements they round otherwise, plain and transformed: {', '.join(found)}"
