@@ -43,7 +43,8 @@ def _clocks(run: Run, samples: Samples) -> Iterator[Symptom]:
     board = TABLE["board_w"].get(run.gpu, 0)
     for gpu, values in clocks.items():
         now = median(values)
-        facts = {"gpu": gpu, "now": now, "below": 1 - now / usual, "lost": 1 - now / highest, "board": board}
+        behind = 1 - now / max(map(median, clocks.values()))
+        facts = {"gpu": gpu, "now": now, "below": 1 - now / usual, "behind": behind, "lost": 1 - now / highest, "board": board}
         if now < TABLE["low_clock"] * usual:
             yield "clock", facts
         for reason, share in (samples.held_down(gpu) or {}).items():

@@ -48,7 +48,8 @@ def read_samples(run: Run) -> Samples:
             samples.source, samples.gpus, samples.rows = record["source"], record["gpus"], [[] for _ in record["gpus"]]
             start, stop = run.log.first("run_start"), run.log.first("run_stop")
             low = start.time_ms / 1e3 - record["time"] if start else 0.0
-            high = stop.time_ms / 1e3 - record["time"] if start and stop else float("inf")
+            end = stop.time_ms / 1e3 if stop else run.failure.get("time", float("inf"))  # killed: what came after is no training
+            high = end - record["time"] if start else float("inf")
         elif record.get("event") == "sample" and finite(record.get("time_s")) and low <= record["time_s"] <= high:
             for rows, gpu in zip(samples.rows, record["gpus"], strict=False):
                 rows.append({"minute": (record["time_s"] - low) / 60} | (gpu or {}))

@@ -303,6 +303,17 @@ def test_table_and_curves_of_the_timed_part_only(run_dir):
     assert "held down by thermal" not in text and "below the median GPU" not in text
 
 
+def test_a_killed_run_ends_with_its_failure(run_dir):
+    """Nobody wrote run_stop; while its processes are being cleared away the GPUs idle at a high clock."""
+    began, log = run_start(run_dir), run_dir / "result.txt"
+    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if "run_stop" not in line))
+    (run_dir / "failure.json").write_text(json.dumps({"kind": "rank_lost", "what": "rank 1 died", "time": began + 3.0}))
+    busy, idle = ((690, 60, 1440), (690, 60, 1410)), ((120, 40, 1980), (120, 40, 345))
+    write(run_dir, start_at(began), *(sample(float(at), *(busy if at < 4 else idle)) for at in range(60)))
+    text = page(run_dir)
+    assert "1,410 / 1,410 / 1,410" in text and "below the median GPU" not in text
+
+
 def test_energy_is_the_integral_of_power(run_dir):
     write(run_dir, start_at(run_start(run_dir)), *(sample(float(at), (600, 60, 1700), (400 + 10 * at, 60, 1700)) for at in (0, 10, 30)))
     text = page(run_dir)

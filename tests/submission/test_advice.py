@@ -95,6 +95,9 @@ def test_a_clock_far_below_the_others(run):
     run.gpu(7, clock_mhz=1400)
     (said,) = run.symptoms()
     assert said.startswith("GPU 7: median clock 1,400 MHz, 14% below the median GPU's")
+    run.gpu(0, seconds=1, clock_mhz=1980)  # between two steps
+    (found,) = advice(read_attempt(run.folder / "result.txt"))
+    assert found.worth.startswith("at most 15% of a step"), "the fastest median, not the highest sample"
 
 
 def test_fragmentation(run):
