@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.data.indexed_dataset_writer import Writer
 from common.model.checkpoint_names import FUSED, INDEX, tensor_shapes
