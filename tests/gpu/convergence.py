@@ -86,9 +86,15 @@ def synthetic_batches(steps: int, vocab_size: int) -> Iterator[np.ndarray]:
 
 
 def train_losses(
-    config: Config, batches: Iterator[np.ndarray], steps: int, processes: Processes, seed: int = SEED, shape: ModelShape = SHAPE
+    config: Config,
+    batches: Iterator[np.ndarray],
+    steps: int,
+    processes: Processes,
+    seed: int = SEED,
+    shape: ModelShape = SHAPE,
+    micro_batches: int = 1,
 ) -> list[float]:
-    """Training loss of each step."""
+    """Training loss of each step, of `micro_batches` of BATCH sequences each."""
     rules = replace(CLOSED, shape=shape, sequence_length=SEQUENCE)
     lr_at = warmup_cosine(LEARNING_RATE, LEARNING_RATE / 10, WARMUP_STEPS, steps)
     losses: list[Tensor] = []
@@ -96,7 +102,7 @@ def train_losses(
         assembly = assemble(config, rules, processes, seed)
         on_device = (torch.from_numpy(batch).to(processes.device) for batch in batches)
         for step in range(steps):
-            loss, _ = train_step(assembly, on_device, Batching(BATCH, 1), lr_at(step), processes)
+            loss, _ = train_step(assembly, on_device, Batching(BATCH * micro_batches, micro_batches), lr_at(step), processes)
             losses.append(loss)
     return torch.stack(losses).tolist()
 
