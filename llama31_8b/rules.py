@@ -21,7 +21,6 @@ class Config(RunConfig):
     recompute_layers: int = 0  # the first n layers recompute their activations in backward
     reduce_scatter: str = "nccl"  # of gradients: "nccl" (NCCL or RCCL; gloo on a CPU), or "copy_engine" within one node
     moment_precision: str = "fp32"  # of AdamW's two moments; "bf16" saves 4 bytes per weight and rank
-    fp8_head: bool = False  # the gradients of the output projection in FP8 as well, the logits in bf16
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,9 +31,6 @@ class Config(RunConfig):
             self.require(self.gpu != "CPU", "reduce_scatter", "a CPU has no copy engines", do)
             self.require(self.gpus_per_node > 1, "reduce_scatter", "one GPU sends nothing", do)
             self.require(self.nodes == 1, "reduce_scatter", "copy engines reach the GPUs of one node only", do)
-        self.require(not self.fp8_head or self.fp8 == "torch", "fp8_head", "the head is computed by that engine", 'set fp8 = "torch"')
-        why = "in a block format the head stays in bf16, before healing and after it"
-        self.require(not self.fp8_head or not self.block_format, "fp8_head", why, "leave out one of the two")
         if self.fp8 == "te":
             self.require(self.gpu != "CPU", "fp8", "Transformer Engine needs an NVIDIA GPU", 'set fp8 = "torch"')
             why = "a layer of Transformer Engine would run again outside of its FP8 region"

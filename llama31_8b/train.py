@@ -47,13 +47,8 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
     def layers() -> tuple[list[nn.Module], Head]:
         if engine is not None:
             return [engine.block(shape, kernels) for _ in range(shape.num_layers)], Head(shape, kernels)
-        output = None
-        if config.fp8_head and scaling is not None:
-            from common.model.fp8_linear import Fp8Linear  # imported only where a config asks for it
-
-            output = Fp8Linear(shape.hidden_size, shape.vocab_size, kernels, scaling)
         blocks = [FusedBlock(shape, kernels, scaling, layer < config.recompute_layers) for layer in range(shape.num_layers)]
-        return [*blocks], Head(shape, kernels, output)
+        return [*blocks], Head(shape, kernels)
 
     def optimizer(model: Llama) -> ZeroOptimizer:
         settings = AdamWSettings((rules.adam_beta_1, rules.adam_beta_2), rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm)

@@ -24,7 +24,7 @@ from plan.estimate import Memory, Workload, gib
 NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8: one node
 # Of GPUs that torch._scaled_mm multiplies FP8 on: AMD from gfx942 on, NVIDIA from compute capability 8.9 on.
 WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
-WITHOUT_FP8 = {"fp8": '""', "fp8_head": "false", "frozen_base": "replicated"}
+WITHOUT_FP8 = {"fp8": '""', "frozen_base": "replicated"}
 NO_LAYERS = {"recompute_layers": "0", "offload_layers": "0"}
 # Of a GPU's memory, since no run has tried a derived config: torch reserves up to 5 % more than it allocates where it can.
 ROOM = 0.96

@@ -100,7 +100,7 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     shape, gpus, table = work.shape, config.gpus_per_node, work.shape.vocab_size * work.shape.hidden_size
     trained = shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
     moments = 2 * BYTES[getattr(config, "moment_precision", "fp32")]
-    cast = shape.num_layers * shape.matrix_parameters + (table if getattr(config, "fp8_head", False) else 0)
+    cast = shape.num_layers * shape.matrix_parameters
     # With copy engines: two buffers for what the other ranks send of the largest gradient (common/sharding/reduce_scatter.py).
     received = 2 * (1 - 1 / gpus) * table * BYTES[config.precision] if getattr(config, "reduce_scatter", "nccl") == "copy_engine" else 0
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
@@ -143,12 +143,8 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
 
 
 def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
-    """Logits, over which their gradient is written, and the residual stream with its norm and its gradient.
-
-    A head with gradients in FP8 casts the logits' gradient and its own input, each rowwise and columnwise.
-    """
-    cast = 2 * (shape.vocab_size + shape.hidden_size) if getattr(config, "fp8_head", False) else 0
-    return (shape.vocab_size + 3 * shape.hidden_size) * BYTES[config.precision] + cast
+    """Logits, over which their gradient is written, and the residual stream with its norm and its gradient."""
+    return (shape.vocab_size + 3 * shape.hidden_size) * BYTES[config.precision]
 
 
 def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
@@ -276,11 +272,10 @@ class Estimate:
     minutes: float | None
 
 
-def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0, fp8_head: bool = False) -> float:
+def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0) -> float:
     """Time of one token's matrix products on one GPU at the dense peaks: FP8 for the linears, bf16 for attention, adapters and head.
 
     Training: forward, data gradient and, unless frozen, weight gradient. `recomputed`: share of the layers that run forward twice.
-    `fp8_head`: the head's gradients in FP8.
     """
     shape = work.shape
     head = 2 * shape.vocab_size * shape.hidden_size
@@ -288,22 +283,21 @@ def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool,
     attention = shape.attention_flops_per_token(work.sequence_length) / 3
     adapters = 2 * shape.lora_parameters(work.lora_rank)
     passes = (2 if work.lora_rank else 3) if training else 1
-    head_in_fp8 = head * (passes - 1) if fp8_head else 0
-    in_fp8 = linears * (passes + recomputed) + head_in_fp8
+    in_fp8 = linears * (passes + recomputed)
     in_bf16 = adapters * (3 if training else 1) + attention * ((1 + ATTENTION_BACKWARD if training else 1) + recomputed)
-    in_bf16 += head * passes - head_in_fp8
+    in_bf16 += head * passes
     return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
 
 
 def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | None) -> Estimate:
     """`samples`: training sequences to the target, the RCP's mean. Communication is taken as hidden behind computation."""
     slowdown = (1 if config.fp8 else BF16_OVER_FP8) / EFFICIENCY[kind.name]
-    fp8_head, recomputed = getattr(config, "fp8_head", False), _recomputed_layers(config, work) / work.shape.num_layers
+    recomputed = _recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
-    step_s = step_tokens * slowdown * products_seconds_per_token(work, kind, training=True, recomputed=recomputed, fp8_head=fp8_head)
+    step_s = step_tokens * slowdown * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
     per_pass = config.world_size * config.eval_micro_batch_size
     eval_tokens = -(-work.eval_samples // per_pass) * config.eval_micro_batch_size * work.sequence_length  # of one GPU, padding included
-    eval_s = eval_tokens * slowdown * products_seconds_per_token(work, kind, training=False, fp8_head=fp8_head)
+    eval_s = eval_tokens * slowdown * products_seconds_per_token(work, kind, training=False)
     minutes = None if samples is None else minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
     return Estimate(step_s, eval_s, step_tokens / step_s, minutes)
 

@@ -49,7 +49,7 @@ def linears(config: RunConfig) -> str:
         return config.precision
     gpu_format = "ocp" if config.gpu == "CPU" else fp8_family(KINDS[config.gpu].arch)
     formats = {"ocp": "e4m3, gradients e5m2", "fnuz": "e4m3fnuz, gradients e5m2fnuz"}[gpu_format]
-    return f"FP8 ({formats}), delayed scaling, engine {config.fp8}" + ", head too" * getattr(config, "fp8_head", False)
+    return f"FP8 ({formats}), delayed scaling, engine {config.fp8}"
 
 
 def activations(benchmark: str, config: RunConfig) -> str:

@@ -186,8 +186,6 @@ def test_impossible_batch():
         {"moment_precision": "fp16"},
         {"reduce_scatter": "mail"},
         {"reduce_scatter": "copy_engine", "nodes": 2, "global_batch_size": 32},
-        {"fp8_head": True},
-        {"fp8_head": True, "fp8": "torch", "block_format": "mxfp4"},
         {"block_format": "mxfp5"},
         {"block_format": "mxfp4+"},
         {"block_format": "+hadamard"},

@@ -201,7 +201,7 @@ def config_of(benchmark: str, kind: GpuKind | None, gpus: int, fp8: bool) -> tup
     if hasattr(file, "reduce_scatter") and (gpus == 1 or file.gpu != name):
         changes |= {"reduce_scatter": "nccl"}
     if not fp8:
-        changes |= {"fp8_head": False} if hasattr(file, "fp8_head") else {"offload_layers": 0}
+        changes |= {"offload_layers": 0} if hasattr(file, "offload_layers") else {}
         changes |= {"frozen_base": "replicated"} if getattr(file, "frozen_base", "") == "replicated_both" else {}
     return replace(file, **changes), "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
 

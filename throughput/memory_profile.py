@@ -159,7 +159,7 @@ def kind_and_place(frames: list[dict]) -> tuple[str, str]:
         return FP8_COPIES, place
     if file.startswith("common/sharding/") or file == "common/kernels/accumulate.py":
         return "gradients, communication", place
-    if file in ("common/kernels/cross_entropy.py", "common/model/llama.py", "common/model/fp8_linear.py"):
+    if file in ("common/kernels/cross_entropy.py", "common/model/llama.py"):
         return "embedding, head, loss", place
     return "workspace of a backward" if "backward" in names else "activations", place
 

@@ -30,12 +30,11 @@ class RMSNorm(nn.Module):
 class Head(nn.Module):
     """Final norm, output projection and loss."""
 
-    def __init__(self, shape: ModelShape, kernels: str, output: nn.Module | None = None):
-        """`output`: the projection, hidden to vocabulary; None for an ordinary linear layer."""
+    def __init__(self, shape: ModelShape, kernels: str):
         super().__init__()
         self.cross_entropy = cross_entropy.ENGINES[kernels]
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, kernels)
-        self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if output is None else output
+        self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         logits = self.output(self.norm(x_BSD))

@@ -47,7 +47,6 @@ from llama31_8b.rules import MINIATURE
 RECIPES: dict[str, dict[str, object]] = {  # keys of the config
     "bf16": {},
     "FP8": {"fp8": "torch"},
-    "FP8, the head's gradients too": {"fp8": "torch", "fp8_head": True},
     "FP8, fast sums in dgrad": {"fp8": "torch"},
     "FP8, fast sums in all products": {"fp8": "torch"},
     "MXFP8": {"block_format": "mxfp8"},

@@ -248,7 +248,7 @@ def test_nothing_else_imports_the_package(monkeypatch, processes):
         assemble(config(), TINY, processes, seed=1)
 
 
-@pytest.mark.parametrize("changes", [{"recompute_layers": 1}, {"fp8_head": True}, {"gpu": "CPU"}], ids=str)
+@pytest.mark.parametrize("changes", [{"recompute_layers": 1}, {"gpu": "CPU"}], ids=str)
 def test_what_the_engine_cannot_do_is_refused_by_the_config(changes):
     key = "fp8" if "gpu" in changes else next(iter(changes))
     with pytest.raises(ConfigError, match=f"{key} = .* cannot be used"):
