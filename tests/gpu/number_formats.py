@@ -11,7 +11,8 @@ Block formats are emulated (docs/number_formats.md): the losses are what counts 
 Within a seed all formats see the same weights, sequences and schedule, so the differences from bf16 are paired by seed. A seed is finished
 before the next begins, and no run is begun that would not end within `--minutes`: FILE.json holds what there is, and a later call that is given
 it with `--add` goes on from there. The emulation is that of fast_emulation.py, and printed first is how many elements it rounds otherwise than
-the package's. `--small` is the same in miniature on a CPU with the package's own, to see that it runs. Without seeds left to run it prints the table.
+the package's. One long pair: --only "bf16;FP8" --layers 4 --steps 3000 --micro-batches 4 --seeds 1 --text DIR/documentation_text_document, of
+documentation_text.py. `--small` is the same in miniature on a CPU with the package's own, to see that it runs. Without seeds left to run it prints the table.
 """
 
 from __future__ import annotations
