@@ -3,6 +3,7 @@
 import fast_emulation
 import pytest
 import torch
+from kernel_checks import DEVICE
 
 from common.kernels import block_formats
 from common.kernels.block_formats import E2M1, FORMATS
@@ -16,8 +17,8 @@ def test_the_same_bits(name, square):
     form = FORMATS[name]
     torch.manual_seed(1)
     for shape in ((96, 160), (64, 96)) if square else ((5, 64), (96, 160)):  # tiles are 64 x 64
-        x = (torch.randn(shape) * torch.exp(4 * torch.randn(shape))).bfloat16()
-        x[0], x[1, :16] = 0.0, torch.tensor(TIES).bfloat16()
+        x = (torch.randn(shape) * torch.exp(4 * torch.randn(shape))).bfloat16().to(DEVICE)
+        x[0], x[1, :16] = 0.0, torch.tensor(TIES).to(x)
         for view in (x, x.t().contiguous().t()):
             plain, fast = (
                 emulate(view, form, form.gradient_element, torch.float32, square=square)
@@ -27,14 +28,14 @@ def test_the_same_bits(name, square):
 
 
 def test_a_number_that_is_not_finite_makes_its_block_nan():
-    x = torch.ones(2, 64)
+    x = torch.ones(2, 64, device=DEVICE)
     x[0, 3], x[1, 40] = torch.inf, torch.nan
     fast = fast_emulation.emulate(x, FORMATS["mxfp4"], E2M1, torch.float32)
     assert fast.isnan().equal(fast_emulation.PLAIN(x, FORMATS["mxfp4"], E2M1, torch.float32).isnan()) and fast.isnan().sum() == 64
 
 
 def test_stochastic_rounding_has_the_right_mean():
-    x = torch.full((512, 64), 1.2)
+    x = torch.full((512, 64), 1.2, device=DEVICE)
     x[:, 0] = 4.0
     torch.manual_seed(1)
     first, second = (fast_emulation.emulate(x, FORMATS["mxfp4"], E2M1, torch.float32, stochastic=True)[:, 1:] for _ in range(2))
@@ -45,7 +46,7 @@ def test_stochastic_rounding_has_the_right_mean():
 @pytest.mark.parametrize("random_signs", [False, True])
 def test_the_hadamard_transform(random_signs):
     torch.manual_seed(1)
-    x = torch.randn(48, 80).bfloat16()
+    x = torch.randn(48, 80).bfloat16().to(DEVICE)
     for view in (x, x.t()):
         plain, fast = (hadamard(view, random_signs) for hadamard in (fast_emulation.PLAIN_HADAMARD, fast_emulation.hadamard))
         torch.testing.assert_close(fast, plain, rtol=1e-6, atol=1e-6)
@@ -56,6 +57,6 @@ def test_the_hadamard_transform(random_signs):
 def test_what_is_installed_is_used(monkeypatch):
     for name in ("emulate", "hadamard"):
         monkeypatch.setattr(block_formats, name, getattr(block_formats, name))  # put back at the end
-    said = fast_emulation.install(torch.device("cpu"))
+    said = fast_emulation.install(DEVICE)
     assert all(f"{name} 0 and " in said for name in FORMATS if name != "nvfp4"), said
     assert block_formats.emulate is fast_emulation.emulate and block_formats.hadamard is fast_emulation.hadamard
