@@ -118,10 +118,13 @@ def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarr
 def convert_npy(npy_dir: Path, data_dir: Path, rules: Rules) -> None:
     """Write AMD's train.npy and validation.npy as MLCommons' parquet files. Raises DataError, and StorageError where such files exist."""
     data_dir.mkdir(parents=True, exist_ok=True)
+    converted = {}  # both, before one is written: half of a data set would stand in the way of the next try
     for split, name in DATA_FILES.items():
         if (data_dir / name).exists():
             raise StorageError(f"{data_dir / name}: exists already", "nothing is overwritten", "choose another --data-dir")
         source = npy_dir / f"{split}.npy"
         rows = [as_row(packed, f"{source}: row {i}", rules.sequence_length) for i, packed in enumerate(read_packed(source))]
-        check_rows(np.array(rows), split, rules, str(source))
-        write_rows(data_dir, split, np.array(rows))
+        converted[split] = np.array(rows)
+        check_rows(converted[split], split, rules, str(source))
+    for split, found in converted.items():
+        write_rows(data_dir, split, found)
