@@ -114,9 +114,9 @@ def hadamard(x: Tensor, random_signs: bool) -> Tensor:
 PLAIN, PLAIN_HADAMARD = block_formats.emulate, block_formats.hadamard
 
 
-def install(device: torch.device) -> str:
-    """Let the package use these. Returns what they round otherwise, of a million normal numbers per format, as they are and transformed."""
-    x, found = torch.randn(1024, 1024, device=device).bfloat16(), []
+def install(device: torch.device, side: int = 1024) -> str:
+    """Let the package use these. Returns what they round otherwise, of side x side normal numbers per format, as they are and transformed."""
+    x, found = torch.randn(side, side, device=device).bfloat16(), []
     for name, form in block_formats.FORMATS.items():
         made = [
             function(transform(x.t(), False), form, form.gradient_element, x.dtype)
@@ -125,4 +125,4 @@ def install(device: torch.device) -> str:
         plain = [function(x, form, form.gradient_element, x.dtype) for function in (PLAIN, emulate)]
         found.append(f"{name} {int((plain[0] != plain[1]).sum())} and {int((made[0] != made[1]).sum())}")
     block_formats.emulate, block_formats.hadamard = emulate, hadamard
-    return f"kernels; of 1,048,576 elements they round otherwise, plain and transformed: {', '.join(found)}"
+    return f"kernels; of {x.numel():,} elements they round otherwise, plain and transformed: {', '.join(found)}"

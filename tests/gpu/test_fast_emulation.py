@@ -57,6 +57,6 @@ def test_the_hadamard_transform(random_signs):
 def test_what_is_installed_is_used(monkeypatch):
     for name in ("emulate", "hadamard"):
         monkeypatch.setattr(block_formats, name, getattr(block_formats, name))  # put back at the end
-    said = fast_emulation.install(DEVICE)
+    said = fast_emulation.install(DEVICE, side=128)
     assert all(f"{name} 0 and " in said for name in FORMATS if name != "nvfp4"), said
     assert block_formats.emulate is fast_emulation.emulate and block_formats.hadamard is fast_emulation.hadamard
