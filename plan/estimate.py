@@ -100,7 +100,6 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     shape, gpus, table = work.shape, config.gpus_per_node, work.shape.vocab_size * work.shape.hidden_size
     trained = shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
     moments = 2 * BYTES[getattr(config, "moment_precision", "fp32")]
-    cast = shape.num_layers * shape.matrix_parameters
     # With copy engines: two buffers for what the other ranks send of the largest gradient (common/sharding/reduce_scatter.py).
     received = 2 * (1 - 1 / gpus) * table * BYTES[config.precision] if getattr(config, "reduce_scatter", "nccl") == "copy_engine" else 0
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
@@ -110,7 +109,8 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
         "weights": 4 * trained + (frozen_bytes(config, shape) if work.lora_rank else 0),
         "gradients": 4 * trained,
         "AdamW moments": moments * trained,
-        "FP8 copies of weights": 2 * cast if config.fp8 and not work.lora_rank else 0,  # rowwise and columnwise, whole on each GPU
+        # Rowwise and columnwise, whole on each GPU.
+        "FP8 copies of weights": 2 * shape.num_layers * shape.matrix_parameters if config.fp8 and not work.lora_rank else 0,
         "symmetric buffers": received,
         "buffers": rope + resident,
     }

@@ -39,12 +39,14 @@ def advice(run: Run) -> list[Advice]:
 
 def _clocks(run: Run, samples: Samples) -> Iterator[Symptom]:
     clocks = {gpu: values for gpu in range(len(samples.rows)) if (values := samples.values(gpu, "clock_mhz"))}
-    usual, highest = (pick([pick(values) for values in clocks.values()]) if clocks else 0 for pick in (median, max))
+    if not clocks:
+        return
+    medians, highest = {gpu: median(values) for gpu, values in clocks.items()}, max(map(max, clocks.values()))
+    usual, fastest = median(list(medians.values())), max(medians.values())
     board = TABLE["board_w"].get(run.gpu, 0)
-    for gpu, values in clocks.items():
-        now = median(values)
-        behind = 1 - now / max(map(median, clocks.values()))
-        facts = {"gpu": gpu, "now": now, "below": 1 - now / usual, "behind": behind, "lost": 1 - now / highest, "board": board}
+    for gpu, now in medians.items():
+        facts = {"gpu": gpu, "now": now, "board": board}
+        facts |= {"below": 1 - now / usual, "behind": 1 - now / fastest, "lost": 1 - now / highest}
         if now < TABLE["low_clock"] * usual:
             yield "clock", facts
         for reason, share in (samples.held_down(gpu) or {}).items():

@@ -6,6 +6,8 @@ and that zeros lose their sign. Rows must be whole blocks.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -62,6 +64,7 @@ def _emulate(
     if NVFP4:
         t = tl.load(tensor_scale)
         wanted = tl.div_rn(tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST), t)
+        # e4m3: 3 bits of mantissa, normal from 2^-6 to 448, subnormal numbers 2^-9 apart.
         scale = _round(tl.minimum(tl.maximum(wanted, 0.015625), 448.0), wanted, 3, 0.001953125, 448.0, False)
         scaled, factor = blocks * tl.div_rn(tl.div_rn(1.0, t), scale), scale * t
     else:
@@ -81,6 +84,15 @@ def _transform(x, out, matrix, rows, columns, row_stride, column_stride, SIZE: t
     tl.store(out + index, tl.reshape(made, (ROWS, COLUMNS)), mask=there)
 
 
+def tiles_of(x: Tensor) -> tuple[int, int]:
+    return triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS)
+
+
+@cache
+def hadamard_matrix(device: torch.device, random_signs: bool) -> Tensor:
+    return PLAIN_HADAMARD(torch.eye(HADAMARD_SIZE, device=device), random_signs)
+
+
 def emulate(
     x: Tensor, form: BlockFormat, element: Element, dtype: torch.dtype, *, square: bool = False, stochastic: bool = False
 ) -> Tensor:
@@ -92,11 +104,9 @@ def emulate(
         amax = torch.maximum(-least, most).float()
         tensor_scale = (amax / (LARGEST_BLOCK_SCALE * element.largest)).clamp(min=LEAST_TENSOR_SCALE)
     seed = int(torch.randint(2**31, ())) if stochastic else 0
-    grid = (triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS))
-    least_step = 2.0 ** (element.min_exponent - element.mantissa_bits)
-    _emulate[grid](
-        x, out, tensor_scale, seed, *x.shape, *x.stride(), form.block_size, form.block_size if square else 1, element.mantissa_bits, least_step,
-        element.largest, element.max_exponent, form.has_tensor_scale, stochastic, ROWS, COLUMNS, num_warps=WARPS,
+    _emulate[tiles_of(x)](
+        x, out, tensor_scale, seed, *x.shape, *x.stride(), form.block_size, form.block_size if square else 1, element.mantissa_bits,
+        2.0 ** (element.min_exponent - element.mantissa_bits), element.largest, element.max_exponent, form.has_tensor_scale, stochastic, ROWS, COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -105,9 +115,9 @@ def hadamard(x: Tensor, random_signs: bool) -> Tensor:
     """As block_formats.hadamard."""
     assert x.shape[1] % HADAMARD_SIZE == 0, "blocks must be whole"
     out = x.new_empty(x.shape, dtype=torch.float32)
-    matrix = PLAIN_HADAMARD(torch.eye(HADAMARD_SIZE, device=x.device), random_signs)
-    grid = (triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS))
-    _transform[grid](x, out, matrix, *x.shape, *x.stride(), HADAMARD_SIZE, ROWS, COLUMNS, num_warps=WARPS)
+    _transform[tiles_of(x)](
+        x, out, hadamard_matrix(x.device, random_signs), *x.shape, *x.stride(), HADAMARD_SIZE, ROWS, COLUMNS, num_warps=WARPS
+    )
     return out
 
 

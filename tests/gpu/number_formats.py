@@ -26,9 +26,10 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import convergence
 import fast_emulation
@@ -77,12 +78,12 @@ def options_of(name: str, steps: int) -> dict[str, object]:
 
 @contextmanager
 def products_of(name: str) -> Iterator[None]:
-    plain = {product: getattr(fused_block, product) for product in FAST_SUMS.get(name, ())}
-    for product, function in plain.items():
-        setattr(fused_block, product, lambda a, b, fast, function=function: function(a, b, True))
-    yield
-    for product, function in plain.items():
-        setattr(fused_block, product, function)
+    """While it lasts, the blocks compute the products of recipe `name`."""
+    with ExitStack() as patches:
+        for product in FAST_SUMS.get(name, ()):
+            plain = getattr(fused_block, product)
+            patches.enter_context(mock.patch.object(fused_block, product, lambda a, b, fast, plain=plain: plain(a, b, True)))
+        yield
 
 
 def prepare_text(data_dir: Path) -> Path:
