@@ -42,6 +42,11 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
     return failure.exit_code
 
 
+def program(parser: Callable[[], Parser], work: Callable[[Any], int | None]) -> Callable[..., int]:
+    """The `main` of a verb: `work` with the options of its arguments, by default those of this process; returns what `exit_code_of` does."""
+    return lambda arguments=None: exit_code_of(lambda: work(parser().parse_args(arguments)))
+
+
 def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """What to type instead of an unknown `word`: the nearest of `known`, else `otherwise`, or all of them."""
     names = {name.lower(): name for name in known}
@@ -53,6 +58,14 @@ def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
     """The first word, if it is no option, and the rest; "" if there is none."""
     given = bool(arguments) and not arguments[0].startswith("-")
     return (arguments[0], arguments[1:]) if given else ("", arguments)
+
+
+def count(text: str) -> int:
+    """The type of an argument that is a whole number from 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
 
 
 class Parser(argparse.ArgumentParser):

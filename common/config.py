@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from common.errors import ConfigError
 
-FP8_ENGINES = ("", "torch", "te")
+FP8_ENGINES = ("", "torch")
 BLOCK_FORMATS = ("mxfp8", "mxfp8_hybrid", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")  # see common/kernels/block_formats.py
 BLOCK_RECIPE = re.compile(rf"(({'|'.join(BLOCK_FORMATS)})(\+stochastic)?(\+(random_)?hadamard)?(\+square_weights)?)?", re.ASCII)
 HEALING = re.compile(r"(step [1-9]\d{0,7}|loss \d{1,3}(\.\d{1,9})?)?", re.ASCII)
@@ -42,7 +42,7 @@ class RunConfig:
     # How it is computed.
     micro_batch_size: int
     eval_micro_batch_size: int
-    fp8: str = ""  # linear layers of the blocks in FP8: "torch" (torch._scaled_mm) or "te" (Transformer Engine); "" for none
+    fp8: str = ""  # linear layers of the blocks in FP8: "torch" (scaled products, delayed scaling); "" for none
     block_format: str = ""  # research: the same layers in an emulated format, "mxfp4", or with options "mxfp4+stochastic+hadamard"
     healing: str = ""  # when `block_format` ends and `fp8` begins: after "step 340", or at the first evaluation down to "loss 3.6"
     hang_timeout_s: float = 600.0  # no rank makes progress for so long: stop and name the rank
@@ -76,7 +76,6 @@ class RunConfig:
         known = BLOCK_RECIPE.fullmatch(self.block_format) is not None
         do = f"choose one of {', '.join(BLOCK_FORMATS)}; then +stochastic, +hadamard or +random_hadamard, +square_weights, in this order"
         self.require(known, "block_format", "no format is written so", do)
-        self.require(not self.block_format or self.fp8 != "te", "block_format", "its kernels are not ours", 'set fp8 = "torch" or ""')
         self.require(HEALING.fullmatch(self.healing) is not None, "healing", "it is a step or a loss", 'write "step 340" or "loss 3.6"')
         self.require(not self.healing or self.block_format != "", "healing", "there is no block_format to end", "set block_format too")
 

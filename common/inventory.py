@@ -23,7 +23,7 @@ from common.packages import version_of
 SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own sectors are
 NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")
 DISKS = {"nvme": "NVMe SSD", "vd": "virtual disk", "xvd": "virtual disk"}
-PACKAGES = {"triton": "Triton", "transformer-engine": "Transformer Engine", "amd-aiter": "AITER"}
+PACKAGES = {"triton": "Triton", "amd-aiter": "AITER", "flash-attn-4": "FlashAttention-4"}
 
 # What a system description says about one kind of GPU and no driver tells: these keys, after `accelerator_`.
 # AMD: data sheets of MI300X, MI325X, MI350X and MI355X ("Peak Engine Clock", "Infinity Cache", "Infinity Fabric Links");

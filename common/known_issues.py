@@ -10,14 +10,12 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from common.errors import PreflightError
 from common.gpu_kinds import GpuKind
 from common.packages import version_of
 
-DATA = Path(__file__).with_suffix(".toml")
 SOFTWARE = ("torch", "triton", "rocm", "cuda", "aiter", "driver")
 PACKAGES = {"torch": ("torch",), "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"), "aiter": ("amd-aiter", "aiter")}
 ALLOW = "ALLOW_KNOWN_ISSUES"  # the environment variable with the names of issues that warn instead of refusing
@@ -38,21 +36,15 @@ class KnownIssue:
         return f"{self.name}: {self.symptom} ({self.source})"
 
 
-@dataclass(frozen=True)
-class KnownIssues:
-    issues: tuple[KnownIssue, ...]
-    newest: dict[str, str]  # of each software, the newest version that the list was made for
+def _issue(entry: dict) -> KnownIssue:
+    ranges = tuple((name, entry.pop(name)) for name in SOFTWARE if name in entry)
+    lists = {name: tuple(entry.pop(name, ())) for name in ("gpus", "ops")}
+    return KnownIssue(**entry, gpus=lists["gpus"], ops=lists["ops"], ranges=ranges)
 
 
-@cache
-def load(path: Path = DATA) -> KnownIssues:
-    table = tomllib.loads(path.read_text())
-    issues = []
-    for entry in table["issue"]:
-        ranges = tuple((name, entry.pop(name)) for name in SOFTWARE if name in entry)
-        lists = {name: tuple(entry.pop(name, ())) for name in ("gpus", "ops")}
-        issues.append(KnownIssue(**entry, gpus=lists["gpus"], ops=lists["ops"], ranges=ranges))
-    return KnownIssues(tuple(issues), table["newest"])
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+ISSUES = [_issue(entry) for entry in TABLE["issue"]]
+NEWEST: dict[str, str] = TABLE["newest"]  # of each software, the newest version that the list was made for
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -90,14 +82,13 @@ def installed(driver: str = "") -> dict[str, str]:
 
 def newer(versions: Mapping[str, str]) -> dict[str, str]:
     """The software that is newer than what the list was made for."""
-    newest = load().newest
-    return {name: text for name, text in versions.items() if name in newest and release(text)[:2] > release(newest[name])}
+    return {name: text for name, text in versions.items() if name in NEWEST and release(text)[:2] > release(NEWEST[name])}
 
 
 def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
     """Issues of this GPU with these versions, those that refuse first. An issue without an upper end only warns of a version newer than the list."""
     unseen, found = newer(versions), []
-    for issue in load().issues:
+    for issue in ISSUES:
         on_this_gpu = not issue.gpus or kind.name in issue.gpus or kind.arch in issue.gpus
         if on_this_gpu and all(name in versions and within(versions[name], text) for name, text in issue.ranges):
             open_ended = any(name in unseen for name, _ in issue.ranges)

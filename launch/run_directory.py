@@ -18,7 +18,7 @@ from common.packages import requirements, version_of
 from launch import tuning
 
 ROOM_BYTES = 2**16
-OPTIONAL = ("triton", "pytorch-triton-rocm", "transformer-engine", "amd-aiter", "flash-attn")  # in no requirements file
+OPTIONAL = ("triton", "pytorch-triton-rocm", "amd-aiter", "flash-attn-4", "nvidia-cutlass-dsl")  # in no requirements
 
 
 def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, program
 from common.data.preparation import say
 from common.errors import ConfigError
 from common.model.checkpoint_reader import DTYPES, StoredTensor, read_json, read_tensors, refuse, some
@@ -111,9 +111,7 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
     return parser
 
 
-def main(argv: list[str]) -> int:
-    return exit_code_of(lambda: merge(**vars(parser().parse_args(argv))))
-
+main = program(parser, lambda options: merge(**vars(options)))
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, program
 from common.data.hub import download
 from common.data.preparation import require_free_space, say
 from common.errors import RunError
@@ -46,15 +46,13 @@ def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
 
     Raises what `download` raises, and PreflightError if the disk has too little space, but prints first.
     """
-    failure: RunError | None = None
-    if download_data:
-        try:
+    try:
+        if download_data:
             download(DATA_REPOSITORY, DATA_REVISION, [*DATA_FILES.values()], data_dir, "dataset")
-        except RunError as error:
-            failure = error
-    _say_how(data_dir, weights, "The weights have not" if download_data and not failure else "Nothing has")
-    if failure:
-        raise failure
+    except RunError:
+        _say_how(data_dir, weights, "Nothing has")
+        raise
+    _say_how(data_dir, weights, "The weights have not" if download_data else "Nothing has")
 
 
 def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> None:
@@ -142,13 +140,7 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
     return parser
 
 
-def main(argv: list[str]) -> int:
-    return exit_code_of(lambda: execute(parser().parse_args(argv)))
-
-
-def execute(args: argparse.Namespace) -> None:
-    args.work(args, MINIATURE if getattr(args, "miniature", False) else CLOSED)
-
+main = program(parser, lambda args: args.work(args, MINIATURE if getattr(args, "miniature", False) else CLOSED))
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -26,7 +26,6 @@ class Config(RunConfig):
         super().__post_init__()
         self.require(self.opt_learning_rate_training_steps >= 1, "opt_learning_rate_training_steps", "it must be at least 1", "give steps")
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
-        self.require(self.fp8 != "te", "fp8", "adapters on Transformer Engine's layers do not exist here", 'set fp8 = "torch"')
         why = "a transform before wgrad changes nothing where a frozen weight has no wgrad"
         self.require("hadamard" not in self.block_format, "block_format", why, "leave out the transform")
         why = "without FP8 products read W in both directions"

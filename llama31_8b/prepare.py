@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, program
 from common.data import corpus
 from common.data.hub import download
 from common.data.manifest import PairFacts
@@ -51,8 +52,6 @@ Missing in {{data_dir}}: {{missing}}
 Training reads token ids only: it needs neither the tokenizer nor its licence. `convert` needs it for your own text: fetch --download gets it.
 If access is refused, ask MLCommons (https://training.mlcommons-storage.org)."""
 
-# ---- miniature
-
 
 def miniature(data_dir: Path) -> None:
     """Corpus, vocabulary and both .bin/.idx pairs in `data_dir`, the manifest last. Does nothing where they are complete."""
@@ -78,23 +77,18 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
     return pairs
 
 
-# ---- fetch
-
-
 def fetch(data_dir: Path, download_tokenizer: bool) -> None:
     """Print how to get MLCommons' files into `data_dir`, after a download of the tokenizer if that is asked for.
 
     Raises what `download` raises, and PreflightError if there is no space for the files, but prints first.
     """
-    failure: RunError | None = None
-    if download_tokenizer:
-        try:
+    try:
+        if download_tokenizer:
             download(TOKENIZER_REPOSITORY, "main", [TOKENIZER_FILE], data_dir, "model")
-        except RunError as error:
-            failure = error
+    except RunError:
+        _say_how(data_dir)
+        raise
     _say_how(data_dir)
-    if failure:
-        raise failure
 
 
 def _say_how(data_dir: Path) -> None:
@@ -107,59 +101,46 @@ def _say_how(data_dir: Path) -> None:
     require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenized C4 of llama31_8b")
 
 
-# ---- command line
+def convert(args: argparse.Namespace) -> None:
+    from llama31_8b.convert import convert  # numpy, which the command line is read without
+
+    convert(args.input, args.tokenizer, args.output_prefix, args.jsonl_key)
+
+
+def verify(args: argparse.Namespace) -> None:
+    from llama31_8b.verify import verify
+
+    verify(args.data_dir, args.manifest, args.full, args.write_manifest)
 
 
 def parser(benchmark: str = "llama31_8b") -> Parser:
+    """`work(args)` of the arguments executes the verb."""
     parser = Parser(f"{benchmark} prepare", __doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    miniature, convert, verify, fetch = (
-        commands.add_parser(name, help=text, description=text)
-        for name, text in (
-            ("miniature", "build the CPU miniature's data"),
-            ("convert", "text to .bin/.idx"),
-            ("verify", "check downloaded files"),
-            ("fetch", "print how to get MLCommons' files"),
-        )
-    )
-    for command in (miniature, verify, fetch):
-        command.add_argument("--data-dir", type=Path, required=True, help="where the token files are, or will be")
-    fetch.add_argument("--download", action="store_true", help=f"fetch {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, which convert takes")
-    convert.add_argument("--input", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .txt, also .gz")
-    convert.add_argument("--tokenizer", type=Path, required=True, help="a SentencePiece model, or tokenizer.json of Llama 3.1")
-    convert.add_argument("--output-prefix", type=Path, required=True, help="of the .bin and .idx files")
-    convert.add_argument("--jsonl-key", default="text", help="the field of a line that holds the text; default: text")
-    verify.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST, help="what to compare with; default: %(default)s")
-    verify.add_argument("--full", action="store_true", help="every token and every byte")
-    verify.add_argument("--write-manifest", type=Path, metavar="FILE", help="record sizes, SHA-256 and counts (reads every byte)")
+    verbs = parser.add_subparsers(dest="command", required=True)
+    data = Parser("", add_help=False)
+    data.add_argument("--data-dir", type=Path, required=True, help="where the token files are, or will be")
+
+    def verb(name: str, text: str, work: Callable[[argparse.Namespace], None], *parents: Parser) -> Parser:
+        found = verbs.add_parser(name, parents=parents, help=text, description=text)
+        found.set_defaults(work=work)
+        return found
+
+    verb("miniature", "build the CPU miniature's data", lambda args: miniature(args.data_dir), data)
+    texts = verb("convert", "text to .bin/.idx", convert)
+    texts.add_argument("--input", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .txt, also .gz")
+    texts.add_argument("--tokenizer", type=Path, required=True, help="a SentencePiece model, or tokenizer.json of Llama 3.1")
+    texts.add_argument("--output-prefix", type=Path, required=True, help="of the .bin and .idx files")
+    texts.add_argument("--jsonl-key", default="text", help="the field of a line that holds the text; default: text")
+    files = verb("verify", "check downloaded files", verify, data)
+    files.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST, help="what to compare with; default: %(default)s")
+    files.add_argument("--full", action="store_true", help="every token and every byte")
+    files.add_argument("--write-manifest", type=Path, metavar="FILE", help="record sizes, SHA-256 and counts (reads every byte)")
+    how = verb("fetch", "print how to get MLCommons' files", lambda args: fetch(args.data_dir, args.download), data)
+    how.add_argument("--download", action="store_true", help=f"fetch {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, which convert takes")
     return parser
 
 
-def main(argv: list[str]) -> int:
-    return exit_code_of(lambda: execute(parser().parse_args(argv)))
-
-
-def execute(args: argparse.Namespace) -> None:
-    """convert and verify import numpy, which the command line is read without."""
-
-    def convert() -> None:
-        from llama31_8b.convert import convert
-
-        convert(args.input, args.tokenizer, args.output_prefix, args.jsonl_key)
-
-    def verify() -> None:
-        from llama31_8b.verify import verify
-
-        verify(args.data_dir, args.manifest, args.full, args.write_manifest)
-
-    work = {
-        "miniature": lambda: miniature(args.data_dir),
-        "convert": convert,
-        "verify": verify,
-        "fetch": lambda: fetch(args.data_dir, args.download),
-    }
-    work[args.command]()
-
+main = program(parser, lambda args: args.work(args))
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

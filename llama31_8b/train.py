@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,9 +31,6 @@ from common.training.session import Session, main
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
 from llama31_8b.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 
-if TYPE_CHECKING:
-    from common.model.te_block import TransformerEngine
-
 HIGH_PRIORITY_COMPUTE = True  # gradients are summed beside the backward: 10 ms less in a step of 2,120 (docs/log.md)
 
 
@@ -42,11 +38,8 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
     """Every weight trains, sharded by ZeRO-2, from the random values of `seed`."""
     shape, kernels = rules.shape, config.kernels
     scaling = scales(config)
-    engine = transformer_engine() if config.fp8 == "te" else None
 
     def layers() -> tuple[list[nn.Module], Head]:
-        if engine is not None:
-            return [engine.block(shape, kernels) for _ in range(shape.num_layers)], Head(shape, kernels)
         blocks = [FusedBlock(shape, kernels, scaling, layer < config.recompute_layers) for layer in range(shape.num_layers)]
         return [*blocks], Head(shape, kernels)
 
@@ -60,28 +53,19 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
         init_weights(model, shape.num_layers, seed, rules.init_std, optimizer.set_weight)
         optimizer.gather()
 
-    return build(
-        config, shape, rules.sequence_length, processes.device, fp8=scaling or engine, layers=layers, optimizer=optimizer, weights=weights
-    )
+    return build(config, shape, rules.sequence_length, processes.device, fp8=scaling, layers=layers, optimizer=optimizer, weights=weights)
 
 
 assemble_random = assemble  # for measurements of speed; pre-training starts from random weights anyway
 
 
 def scales(config: Config) -> DelayedScaling | None:
-    """Those of this package's own blocks."""
+    """Those of the blocks."""
     if not config.block_format:
         return DelayedScaling() if config.fp8 == "torch" else None
     from common.model.block_scaling import BlockScaling  # research: no other run needs it
 
     return BlockScaling(config)
-
-
-def transformer_engine() -> TransformerEngine:
-    """An optional package, imported only where a config asks for it."""
-    from common.model.te_block import TransformerEngine
-
-    return TransformerEngine()
 
 
 def run(session: Session) -> None:

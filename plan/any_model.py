@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.command_line import Parser
+from common.command_line import Parser, count
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, identify, probe
@@ -24,7 +24,7 @@ from common.model.shapes import ModelShape
 from plan import estimate as plan
 from plan.arrangements import Arrangement, arrangements
 from plan.estimate import gib
-from plan.mfu import Attention, remark, utilization
+from plan.mfu import remark, utilization, with_attention
 from plan.tables import memory_table, table
 
 LORA_RANK = 16  # that of the benchmark
@@ -86,13 +86,6 @@ def amount(text: str) -> float:
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
-
-
-def count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return number
 
 
@@ -212,8 +205,8 @@ def _mfu(options: argparse.Namespace) -> list[str]:
     peaks = {"bf16": kind.peak_bf16_tflops * 1e12, "fp8": kind.peak_fp8_tflops * 1e12} if kind else {}
     peak, tokens = options.peak or peaks[options.precision], options.tokens or options.gpus * options.batch * options.seq
     parameters = shape.num_parameters if shape else options.params
-    attention = Attention(shape, options.seq, options.lora or LORA_RANK) if shape else None
-    found = utilization(parameters, tokens, options.seconds, options.gpus, peak, attention)
+    more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}
+    found = utilization(parameters, tokens, options.seconds, options.gpus, peak, more)
     rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in found]
     return [
         f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: {tokens / options.seconds:,.1f} tokens/s on {options.gpus} GPUs"

@@ -124,7 +124,6 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
     host = f"Pinned host memory: {gib(plan.host_bytes(config, work)):.1f} GiB for each of a node's {config.gpus_per_node} GPUs."
     return [
         *(title, "", memory_table(memory), "", f"It {verdict(memory, config, work, kind)}."),
-        *(["Transformer Engine's own tensors are not counted."] if config.fp8 == "te" else []),
         *([host] if plan.offloaded_layers(config, work) else []),
         f"Largest micro-batch that fits, all else unchanged: {plan.largest_micro_batch(config, work, kind)}.",
         *("", flops_line(work), "", kinds_table(benchmark, config), "", target_line(benchmark, config), SOURCES),

@@ -143,7 +143,7 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
 
     def thrifty(layers: int) -> dict:
         options = {"recompute_layers": layers, "offload_layers": layers if start.fp8 else 0, "frozen_base": "sharded"}
-        return {key: value for key, value in options.items() if hasattr(start, key) and start.fp8 != "te"}
+        return {key: value for key, value in options.items() if hasattr(start, key)}
 
     def needed(count: int, layers: int) -> Memory:
         config = replace(start, gpus_per_node=count, eval_micro_batch_size=1, **thrifty(layers))

@@ -238,8 +238,8 @@ def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
 
 def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) -> int | None:
     """The least value of `key`, "recompute_layers" or "offload_layers", with which the config fits; None if there is none."""
-    if not hasattr(config, key) or config.fp8 == "te" or (key == "offload_layers" and not config.fp8):
-        return None  # the config refuses them
+    if not hasattr(config, key) or (key == "offload_layers" and not config.fp8):
+        return None  # the config refuses it
     counts = range(work.shape.num_layers + 1)
     return next((n for n in counts if fits(memory_peak(replace(config, **{key: n}), work), kind)), None)  # type: ignore[arg-type]
 

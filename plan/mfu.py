@@ -24,33 +24,24 @@ class Utilization:
 
 
 def utilization(
-    parameters: float, tokens: float, seconds: float, gpus: int, peak: float, attention: Attention | None = None
+    parameters: float, tokens: float, seconds: float, gpus: int, peak: float, more: dict[str, float] | None = None
 ) -> list[Utilization]:
-    """`tokens` of all GPUs in `seconds`; `peak`: dense FLOP/s of one GPU."""
-    formulas = {"full, 6 P": 6 * parameters, "LoRA, 4 P": 4 * parameters} | (attention.formulas() if attention else {})
+    """`tokens` of all GPUs in `seconds`; `peak`: dense FLOP/s of one GPU. `more`: FLOPs per token by further formulas."""
+    formulas = {"full, 6 P": 6 * parameters, "LoRA, 4 P": 4 * parameters} | (more or {})
     rate = tokens / seconds / gpus
     return [Utilization(formula, rate * flops / 1e12, rate * flops / peak) for formula, flops in formulas.items()]
 
 
-@dataclass(frozen=True)
-class Attention:
-    """What counts attention as well: a shape, its sequence length, and the rank of LoRA's adapters."""
-
-    shape: ModelShape
-    sequence_length: int
-    lora_rank: int
-
-    def formulas(self) -> dict[str, int]:
-        """FLOPs per token. The causal ones are those that `bench` and a run print."""
-        shape, length = self.shape, self.sequence_length
-        full, lora = shape.training_flops_per_token(length), shape.lora_flops_per_token(length, self.lora_rank)
-        masked = shape.attention_flops_per_token(length)  # as much again
-        return {
-            "full, 6 N + 6 L S H (causal)": full,
-            "full, 6 N + 12 L S H": full + masked,
-            f"LoRA, 4 N + 6 N_lora + 6 L S H (causal, rank {self.lora_rank})": lora,
-            f"LoRA, 4 N + 6 N_lora + 12 L S H (rank {self.lora_rank})": lora + masked,
-        }
+def with_attention(shape: ModelShape, length: int, lora_rank: int) -> dict[str, float]:
+    """FLOPs per token with attention over sequences of `length`. The causal ones are those that `bench` and a run print."""
+    full, lora = shape.training_flops_per_token(length), shape.lora_flops_per_token(length, lora_rank)
+    masked = shape.attention_flops_per_token(length)  # as much again
+    return {
+        "full, 6 N + 6 L S H (causal)": full,
+        "full, 6 N + 12 L S H": full + masked,
+        f"LoRA, 4 N + 6 N_lora + 6 L S H (causal, rank {lora_rank})": lora,
+        f"LoRA, 4 N + 6 N_lora + 12 L S H (rank {lora_rank})": lora + masked,
+    }
 
 
 def remark(found: list[Utilization]) -> str:

@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
 from submission import official_tools, own_log
 from submission.log import Log, read
@@ -43,10 +43,6 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument("--werror", action="store_true", help="warnings count as errors, also those of the official checker")
     parser.add_argument("--json", action="store_true", dest="as_json", help="one JSON object a log, a line each")
     return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return exit_code_of(lambda: _check_all(**vars(parser().parse_args(arguments))))
 
 
 def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bool) -> int:
@@ -139,6 +135,8 @@ def lines(examined: Examined, werror: bool) -> list[str]:
         found.append(f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]")
     return [*found, f"  {'NOT CLEAN' if errors else 'CLEAN'}: {len(errors)} errors, {len(examined.findings) - len(errors)} warnings"]
 
+
+main = program(parser, lambda options: _check_all(**vars(options)))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from common import inventory
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
 from common.hardware import probe
 from submission import official_tools, terminal
@@ -68,10 +68,6 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument("--submitter", default="", metavar="ORG", help="who submits")
     parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1], help="of the round; default: the newest")
     return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return exit_code_of(lambda: _describe(parser().parse_args(arguments)))
 
 
 def _describe(options: argparse.Namespace) -> int:
@@ -136,6 +132,8 @@ def read(path: Path) -> dict[str, str]:
 def _is_open(text: object) -> bool:
     return text is None or (isinstance(text, str) and text.strip().lower() in NOT_MEANT)
 
+
+main = program(parser, _describe)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.training.mllog import EMULATED
 from records import ledger
@@ -74,10 +74,6 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument("--implementation", default=Request.implementation, metavar="NAME", help="of its directory")
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
     return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return exit_code_of(lambda: package(_request(parser().parse_args(arguments))))
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -307,6 +303,8 @@ def judge(request: Request, missed: int = 0) -> int:
     print(f"{org_dir}: {'all tools said success' if passed else 'NOT a submission yet: see the complaints above'}")
     return 0 if passed else CheckFailed.exit_code
 
+
+main = program(parser, lambda options: package(_request(options)))
 
 if __name__ == "__main__":
     sys.exit(main())

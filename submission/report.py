@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, program
 from common.errors import ConfigError
 from records import ledger
 from submission import gpu_samples, terminal
@@ -35,11 +35,6 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger (how its id begins); default: the newest")
     parser.add_argument("--export", choices=SINKS, help="instead of a page, DIR/tensorboard or DIR/wandb with the events of the run")
     return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    return exit_code_of(lambda: write(options.directories, options.series, options.export))
 
 
 def write(folders: list[Path], series: str, sink: str | None) -> int:
@@ -74,6 +69,8 @@ def _read(folder: Path) -> Run:
         why = "it is a series, and only runs are put beside each other"
     raise ConfigError(f"{folder}: no such run", why, "name directories of runs; of two series: score A --against B")
 
+
+main = program(parser, lambda options: write(options.directories, options.series, options.export))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, count, program
 from common.errors import CheckFailed, ConfigError
 from records import published
 from records.published import Pace, Published
@@ -43,20 +43,10 @@ def parser(benchmark: str = "") -> Parser:
     parser.add_argument("--against", metavar="B", help="another directory, or words of a published result; default: the best of the GPU")
     parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default="", help="hold the logs to this; default: what their keys say")
     parser.add_argument("--gpu", type=str.upper, help="kind of GPU, such as H200, where the logs do not tell")
-    parser.add_argument("--gpus", type=_positive_number, metavar="N", help="number of GPUs, where the logs do not tell")
+    parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs, where the logs do not tell")
     parser.add_argument("--series", default="", metavar="ID", help="of the ledger; default: its newest series of more than one run")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
     return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return exit_code_of(lambda: _score(parser().parse_args(arguments)))
-
-
-def _positive_number(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
 
 
 def _score(options: argparse.Namespace) -> int:
@@ -288,6 +278,8 @@ def _split_rows(mine: Published, other: Published, ours: Pace, theirs: Pace) -> 
         rows.append(("score", signed(mine.score - other.score), f"{mine.score / other.score:.4f}", ""))
     return rows
 
+
+main = program(parser, _score)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from system_tuning.settings import SETTINGS, Setting, value_of
+from system_tuning.settings import SETTINGS, File, Setting, value_of
 
 DONE, JOURNAL, NOT_DONE = 0, 17, 18
 JOURNAL_PATH = "run/system_tuning.json"
@@ -29,13 +29,9 @@ HELD = "held until the end of the input"  # the line by which `hold` says that e
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """One file, and what became of it, or would."""
+class Step(File):
+    """And what became of it, or would."""
 
-    path: str
-    before: str
-    after: str
-    note: str = ""
     status: str = ""  # "failed" and "changed since" end with exit code 18
 
     def became(self, status: str, note: str = "") -> Step:
@@ -103,7 +99,7 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
     worse = 0
     for setting in settings:
         files = setting.look(root)
-        steps = [Step(str(file.path), file.now, file.want, file.note) for file in files]
+        steps = [Step(**vars(file)) for file in files]
         is_good = all(file.now == file.want for file in files)
         worse += not is_good
         about = [] if is_good else [f"what:    {setting.what}", f"risk:    {setting.risk}"]
@@ -120,14 +116,14 @@ def apply(settings: Sequence[Setting], root: Path, journal: Path) -> list[Step]:
     for file in files:
         entries.setdefault(str(file.path), [file.now, file.want])
     _write_journal(journal, entries)
-    return [_write(Step(str(file.path), file.now, file.want, file.note), "set") for file in files]
+    return [_write(Step(**vars(file)), "set") for file in files]
 
 
 def revert(journal: Path) -> list[Step]:
     """Put back every old value in the journal, the last one written first. May run any number of times."""
     entries = _read_journal(journal)
-    steps = [_put_back(path, old, ours) for path, (old, ours) in reversed(entries.items())]
-    left = {step.path for step in steps if step.status not in ("put back", "unchanged")}
+    steps = [_put_back(Path(path), old, ours) for path, (old, ours) in reversed(entries.items())]
+    left = {str(step.path) for step in steps if step.status not in ("put back", "unchanged")}
     _write_journal(journal, {path: entry for path, entry in entries.items() if path in left})
     return steps
 
@@ -142,22 +138,22 @@ def hold(steps: list[Step], journal: Path) -> list[Step]:
     return [*failed, *revert(journal)]
 
 
-def _put_back(path: str, old: str, ours: str) -> Step:
-    step = Step(path, value_of(Path(path)), old)
-    if step.before == old:
+def _put_back(path: Path, old: str, ours: str) -> Step:
+    step = Step(path, value_of(path), old)
+    if step.now == old:
         return step.became("unchanged")
-    if step.before != ours:
+    if step.now != ours:
         return step.became("changed since", f"by another program, or it is gone: apply wrote {ours}")
     return _write(step, "put back")
 
 
 def _write(step: Step, done: str) -> Step:
     try:
-        Path(step.path).write_text(f"{step.after}\n")
+        step.path.write_text(f"{step.want}\n")
     except OSError as error:
         return step.became("failed", str(error.strerror))
-    now = value_of(Path(step.path))
-    return step.became(done) if now == step.after else step.became("failed", f"reads back as {now}")
+    now = value_of(step.path)
+    return step.became(done) if now == step.want else step.became("failed", f"reads back as {now}")
 
 
 @contextlib.contextmanager
@@ -181,10 +177,10 @@ def _write_journal(journal: Path, entries: dict[str, list[str]]) -> None:
 
 def _grouped(steps: Sequence[Step]) -> list[str]:
     """One line for all files that differ only in their CPU number."""
-    groups = Counter(dataclasses.replace(step, path=re.sub(r"(cpu|policy)[0-9]+", r"\1*", step.path)) for step in steps)
+    groups = Counter(dataclasses.replace(step, path=Path(re.sub(r"(cpu|policy)[0-9]+", r"\1*", str(step.path)))) for step in steps)
     lines = []
     for step, count in groups.items():
-        change = step.after if step.before == step.after else f"{step.before or '-'} -> {step.after}"
+        change = step.want if step.now == step.want else f"{step.now or '-'} -> {step.want}"
         notes = f" ({count} files)" * (count > 1) + f"  [{step.note}]" * bool(step.note)
         lines.append(f"{step.status:<14} {step.path}: {change}{notes}".lstrip())
     return lines

@@ -29,8 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
 # Imported only where a config or a shape asks for it, each on a line of its own.
 OPTIONAL = {
-    'fp8 = "te" (optional package)': ("common/model/te_block.py",),
-    'ATTENTION_ENGINE = "aiter" (optional package)': ("common/kernels/aiter_attention.py",),
+    "ATTENTION_ENGINE (optional packages)": (
+        "common/kernels/aiter_attention.py",
+        "common/kernels/attention_engines.py",
+        "common/kernels/flash_attention_4.py",
+    ),
+    'MATMUL_ENGINE = "cublaslt"': ("common/kernels/cublaslt.py",),
     "block_format (research)": ("common/kernels/block_formats.py", "common/model/block_scaling.py"),
     'reduce_scatter = "copy_engine"': ("common/sharding/reduce_scatter.py", "common/sharding/symmetric_memory.py"),
     "norms of query and key heads (Qwen3)": ("common/kernels/qk_norm.py", "common/model/qk_norm.py"),
@@ -54,7 +58,7 @@ AIMS = LIMITS | {"outside tests and throughput": 16_500, "files in a step": 12}
 
 # The keys that choose an execution path, and values that stand for all of theirs (layers: none or some).
 PATHS: dict[str, tuple] = {
-    "fp8": ("", "torch", "te"),
+    "fp8": ("", "torch"),
     "block_format": ("", "mxfp4"),
     "healing": ("", "step 1"),
     "recompute_layers": (0, 1),
@@ -73,7 +77,6 @@ SIZES = {
 REASONS: dict[tuple[str, object], str] = {
     ("fp8", ""): "bf16: the control to tell whether FP8 causes a fault (docs/troubleshooting.md), and for GPUs without FP8",
     ("fp8", "torch"): "FP8 with less or more memory than the shipped configs take",
-    ("fp8", "te"): "Transformer Engine, an optional package: the second FP8 engine to compare ours with",
     (
         "block_format",
         "mxfp4",

@@ -35,7 +35,7 @@ def versions_of(kind: str, changed: dict[str, str]) -> dict[str, str]:
 
 
 def test_every_entry_is_well_formed():
-    issues = known_issues.load().issues
+    issues = known_issues.ISSUES
     architectures = {kind.arch for kind in KINDS.values()} | {"sm_100"}
     assert len({issue.name for issue in issues}) == len(issues)
     for issue in issues:
@@ -76,7 +76,8 @@ def test_an_unknown_newer_version_only_warns(monkeypatch):
     open_ended = known_issues.KnownIssue(
         "never-fixed", "refuse", "wrong", "none", "https://github.com/x", ("gfx950",), (("triton", ">=3.0"),)
     )
-    monkeypatch.setattr(known_issues, "load", lambda: known_issues.KnownIssues((open_ended,), {"triton": "3.9"}))
+    monkeypatch.setattr(known_issues, "ISSUES", [open_ended])
+    monkeypatch.setattr(known_issues, "NEWEST", {"triton": "3.9"})
     assert [issue.verdict for issue in known_issues.matching(KINDS["MI355X"], versions)] == ["warn"]
     assert [issue.verdict for issue in known_issues.matching(KINDS["MI355X"], {"triton": "3.9.2"})] == ["refuse"]
     assert known_issues.matching(KINDS["MI355X"], {}) == [], "a version that is not known meets no range"

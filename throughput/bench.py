@@ -229,6 +229,8 @@ def main(argv: list[str]) -> None:
     args, rank = parse(argv), int(os.environ.get("RANK", "0"))
     config = configs.load(args.config, config_class(args.benchmark), dict(item.split("=", 1) for item in args.set))
     run_guarded(args.result and args.result.parent, rank, partial(bench, Session(args, config, rank)), lambda: None, lambda: 0)
+    if args.of != "outside" or args.device == "cpu":  # a profiler around a process with a GPU writes at its end
+        os._exit(0)  # see ranks.py: gloo's threads
 
 
 if __name__ == "__main__":

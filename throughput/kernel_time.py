@@ -34,10 +34,10 @@ NAMES = (
     (GEMM, r"nvjet|gemm|gemv|^Cijk_|Custom_Cijk|cublas|splitK|hipblaslt|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)(\.|$)"),
     (GEMM, r"^mkldnn::_linear|^_(down|up)(_backward)?_kernel$"),  # the latter: the adapters' kernels (common/kernels/lora.py)
     (CROSS_ENTROPY, r"cross_?entropy|log_?soft_?max|nll_?loss|logsumexp"),
-    (SWIGLU, r"swiglu|silu|gated_act|dgated"),
+    (SWIGLU, r"swiglu|silu"),
     (ROPE, r"(^|[^a-z])d?rope|rotary"),
     (NORM, r"rms_?norm|layer_?norm|(^|[^a-z])ln_(fwd|bwd)|^aten::rsqrt"),
-    (CASTS, r"cast_transpose|quanti[sz]e|amax|float8|fp8|e4m3|e5m2|transpose_kernel|scaling_recipe|scale_update"),
+    (CASTS, r"quanti[sz]e|amax|float8|fp8|e4m3|e5m2|transpose_kernel"),
     (ELEMENTWISE, r"memcpy|memset|copyBuffer|fillBuffer|elementwise|reduce_kernel|multi_tensor_apply|CatArray|FillFunctor|direct_copy"),
     (ELEMENTWISE, r"embedding|index|gather|scatter|RadixSort|DeviceScan|DeviceReduce|distribution|_dropout|^aten::|AccumulateGrad"),
 )

@@ -2,7 +2,7 @@
 
     ./run_and_time.sh throughput settings [--benchmark llama2_70b_lora] [--only RoPE]
 
-First attention, with each of SDPA's backends and on ROCm with AITER's package: microseconds of forward and backward together, and dB against the math backend; a run takes the first
+First attention, with each of SDPA's backends and with AITER on ROCm, FlashAttention-4 on CUDA: microseconds of forward and backward together, and dB against the math backend; a run takes the first
 that can (common/kernels/attention.py). Then each line is one Tile of common/kernels/architecture.py; the shipped one is marked. A candidate that does not compile, or whose results are not
 its reference's, says so instead of a time. A line that is faster on your GPU is what we would like to hear of, with the first line of the
 output: put it into the kernel's `_settings` function, run pytest tests/kernels, and send both.
@@ -75,12 +75,12 @@ def main(options: argparse.Namespace) -> int:
 
 
 def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
-    """One per backend, and on ROCm per library behind flash, and AITER's own package."""
+    """One per backend, on ROCm per library behind flash, and per optional package (common/kernels/attention.py)."""
     yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
     flash, efficient, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
-    in_sdpas_place = {ENGINE: "aiter"}
-    rocm = [(flash, "aotriton", {}), (flash, "ck", {}), (efficient, "", {}), (flash, "", in_sdpas_place)]
-    for backend, library, engine in rocm if torch.version.hip else [(flash, "", {}), (efficient, "", {}), (cudnn, "", {})]:
+    rocm = [(flash, "aotriton", {}), (flash, "ck", {}), (efficient, "", {}), (flash, "", {ENGINE: "aiter"})]
+    cuda = [(flash, "", {}), (efficient, "", {}), (cudnn, "", {}), (flash, "", {ENGINE: "flash_attention_4"})]
+    for backend, library, engine in rocm if torch.version.hip else cuda:
         try:
             if library:
                 torch.backends.cuda.preferred_rocm_fa_library(library)

@@ -1,9 +1,8 @@
 """Causal attention with grouped query heads, through torch's scaled_dot_product_attention.
 
-On Hopper cuDNN's kernel is 1.7x faster than torch's flash backend at sequence 8192 and head size 128 (552 against 315 TFLOP/s
-forward, 474 against 279 backward; docs/results.md), so it comes first there. Behind flash on ROCm: docs/gpus/README.md. AITER's own package computes it
-instead where ATTENTION_ENGINE asks (aiter_attention.py). Never pass a mask: it
-loses the causal fast path and runs into a NaN bug of cuDNN (pytorch#196678).
+On Hopper cuDNN's kernel is 1.7x faster than torch's flash backend at sequence 8192 and head size 128 (552 against 315 TFLOP/s forward, 474 against 279
+backward; docs/results.md), so it comes first there. Behind flash on ROCm: docs/gpus/README.md. Optional packages in its place:
+attention_engines.py. Never pass a mask: it loses the causal fast path and runs into a NaN bug of cuDNN (pytorch#196678).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-ENGINE = "ATTENTION_ENGINE"  # environment variable, from a config's [env]: "aiter" for AITER's package in SDPA's place
+ENGINE = "ATTENTION_ENGINE"  # environment variable, from a config's [env]: an optional package in SDPA's place
 
 
 def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager:
@@ -25,9 +24,9 @@ def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) ->
     Raises ConfigError where ATTENTION_ENGINE asks for what this machine cannot do.
     """
     if ENGINE in os.environ:
-        from common.kernels.aiter_attention import load  # an optional package
+        from common.kernels.attention_engines import require_engine  # which no other run needs
 
-        load(torch.device(device_type))
+        require_engine(torch.device(device_type), dtype)
     order = [SDPBackend.CUDNN_ATTENTION] * (device_type == "cuda" and not torch.version.hip) + [SDPBackend.FLASH_ATTENTION]
     return sdpa_kernel(order if device_type == "cuda" and dtype.itemsize == 2 else [*order, SDPBackend.MATH], set_priority=True)
 
@@ -35,8 +34,8 @@ def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) ->
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]; result shaped like q."""
     if ENGINE in os.environ:
-        from common.kernels.aiter_attention import AiterAttention
+        from common.kernels.attention_engines import chosen_engine
 
-        return AiterAttention.apply(q, k, v)
+        return chosen_engine().causal_attention(q, k, v)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)

@@ -108,8 +108,9 @@ def quantize(x: Tensor, form: BlockFormat, element: Element, *, square: bool = F
     amax = blocks.abs().amax((1, 3), keepdim=True)
     tensor_scale = None
     if form.has_tensor_scale:
-        tensor_scale = (amax.max() / (LARGEST_BLOCK_SCALE * element.largest)).clamp(min=LEAST_TENSOR_SCALE)
-        wanted = (amax / element.largest / tensor_scale).clamp(LEAST_BLOCK_SCALE, LARGEST_BLOCK_SCALE)
+        largest = amax.new_full((), element.largest)  # by a Python number a GPU divides inexactly: it multiplies by the inverse
+        tensor_scale = (amax.max() / (LARGEST_BLOCK_SCALE * largest)).clamp(min=LEAST_TENSOR_SCALE)
+        wanted = (amax / largest / tensor_scale).clamp(LEAST_BLOCK_SCALE, LARGEST_BLOCK_SCALE)
         scales = round_to(wanted, E4M3)
         scaled = blocks * ((1.0 / tensor_scale) / scales)
     else:

@@ -170,16 +170,16 @@ class FusedBlock(nn.Module):
         ops, quantizers, shape, weights = self.ops, self.quantizers, self.shape, self.weights()
         x = x_BSD.flatten(0, 1)
         _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
-        qkv = matmul(n_1, weights["qkv"], fast=True)
+        qkv = matmul(n_1, weights["qkv"])
         before = self.rotation.rotate_(qkv, cos, sin, keep)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         o = ops.quantize(attention[0].detach().flatten(2).flatten(0, 1), quantizers.o)
-        branch = matmul(o, weights["o"], fast=True)
+        branch = matmul(o, weights["o"])
         residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2)
         del branch
-        gate_up = matmul(n_2, weights["gate_up"], fast=True)
+        gate_up = matmul(n_2, weights["gate_up"])
         h, _ = ops.swiglu(gate_up, quantizers.h)
-        out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
+        out = residual.view_as(x_BSD) + matmul(h, weights["down"]).view_as(x_BSD)
         saved = None
         if keep:
             n_1, o, n_2, h = (tensor.for_wgrad() for tensor in (n_1, o, n_2, h))
@@ -192,25 +192,25 @@ class FusedBlock(nn.Module):
         batch, sequence = d_out_BSD.shape[:2]
         d_out = d_out_BSD.flatten(0, 1)
         g = ops.quantize(d_out, quantizers.d_out)
-        d_h = dgrad(g, weights["down"], fast=False)
-        d_down = wgrad(g, saved.take("h"), fast=False)
+        d_h = dgrad(g, weights["down"])
+        d_down = wgrad(g, saved.take("h"))
         d_gate_up = ops.swiglu_backward(d_h, saved.take("gate_up"), quantizers.d_gate_up)
         del g, d_h
-        d_n = dgrad(d_gate_up, weights["gate_up"], fast=False)
-        d_gate_up_weight = wgrad(d_gate_up, saved.take("n_2"), fast=False)
+        d_n = dgrad(d_gate_up, weights["gate_up"])
+        d_gate_up_weight = wgrad(d_gate_up, saved.take("n_2"))
         del d_gate_up
         residual, rstd, norm = saved.take("residual"), saved.rstd_2, self.ffn_norm.weight
         d_residual, quantized, d_norm_2 = ops.rms_norm_backward(d_n, residual, rstd, norm, d_out, quantizers.d_attention)
         g = quantized or QuantizedTensor(d_residual)
-        d_attention = dgrad(g, weights["o"], fast=False)
-        d_o = wgrad(g, saved.take("o"), fast=False)
+        d_attention = dgrad(g, weights["o"])
+        d_o = wgrad(g, saved.take("o"))
         out, leaves = saved.take("attention")
         gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del residual, out, leaves, quantized, g, d_attention
         d_qkv, d_head_norms = self.rotation.backward(gradients, saved.take("before"), cos, sin, quantizers.d_qkv)
         del gradients
-        d_n = dgrad(d_qkv, weights["qkv"], fast=False)
-        d_qkv_weight = wgrad(d_qkv, saved.take("n_1"), fast=False)
+        d_n = dgrad(d_qkv, weights["qkv"])
+        d_qkv_weight = wgrad(d_qkv, saved.take("n_1"))
         d_x, _, d_norm_1 = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None)
         return d_x.view(batch, sequence, -1), d_norm_1, d_norm_2, d_qkv_weight, d_o, d_gate_up_weight, d_down, *d_head_norms
 

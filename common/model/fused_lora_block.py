@@ -123,7 +123,7 @@ class FusedLoraBlock(nn.Module):
         x = x_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(x.dtype)
         _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
-        qkv = matmul(n_1, weights["qkv"], fast=True)
+        qkv = matmul(n_1, weights["qkv"])
         del n_1
         t_qkv = self.lora.down(x, Norm(rstd_1, self.attention_norm.weight), a_qkv, dropouts[0])
         up_(qkv, t_qkv, b_qkv, self.scale)
@@ -131,17 +131,17 @@ class FusedLoraBlock(nn.Module):
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         del qkv
         o = attention[0].detach().flatten(2).flatten(0, 1)
-        branch = matmul(ops.quantize(o, quantizers.o), weights["o"], fast=True)
+        branch = matmul(ops.quantize(o, quantizers.o), weights["o"])
         t_o = self.lora.down(o, None, a_o, dropouts[1])
         up_(branch, t_o, b_o, self.scale)
         del o
         residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2)
         del branch
-        gate_up = matmul(n_2, weights["gate_up"], fast=True)
+        gate_up = matmul(n_2, weights["gate_up"])
         del n_2
         h, kept = ops.swiglu(gate_up, quantizers.h, quantizers.stored_gate_up if self.training else None)  # an evaluation keeps nothing
         del gate_up
-        out = residual.view_as(x_BSD) + matmul(h, weights["down"], fast=True).view_as(x_BSD)
+        out = residual.view_as(x_BSD) + matmul(h, weights["down"]).view_as(x_BSD)
         self.base.release(self.layer)
         if keep and self.offloads:
             assert self.offloader is not None and isinstance(kept, QuantizedTensor)
@@ -157,20 +157,20 @@ class FusedLoraBlock(nn.Module):
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
         if self.offloader is not None:
             self.offloader.prefetch()  # also in blocks that offload nothing: the copy then has a whole block's time
-        d_h = dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"], fast=False)
+        d_h = dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"])
         gate_up = saved.take("gate_up")
         if self.offloads:
             assert self.offloader is not None and isinstance(gate_up, QuantizedTensor)
             gate_up = gate_up._replace(rowwise=self.offloader.reload())
         d_gate_up = ops.swiglu_backward(d_h, gate_up, quantizers.d_gate_up)
         del d_h, gate_up
-        d_n = dgrad(d_gate_up, weights["gate_up"], fast=False)
+        d_n = dgrad(d_gate_up, weights["gate_up"])
         del d_gate_up
         d_residual, g, _ = ops.rms_norm_backward(
             d_n, saved.take("residual"), saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention, weight_grad=False
         )
         del d_n, d_out
-        d_attention = dgrad(g or QuantizedTensor(d_residual), weights["o"], fast=False)
+        d_attention = dgrad(g or QuantizedTensor(d_residual), weights["o"])
         del g
         p, d_b_o, _ = self.lora.up_backward(d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None)
         out, leaves = saved.take("attention")
@@ -182,7 +182,7 @@ class FusedLoraBlock(nn.Module):
         del gradients
         p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv)
         del d_qkv
-        d_n = dgrad(g, weights["qkv"], fast=False)
+        d_n = dgrad(g, weights["qkv"])
         del g
         norm = Norm(saved.rstd_1, self.attention_norm.weight)
         d_a_qkv = self.lora.down_backward_(d_n, saved.x, norm, p, a_qkv, saved.dropouts[0])

@@ -6,16 +6,17 @@ Users pass work and events and never ask where the work runs, so tests can execu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class SideStream(Protocol):
-    """Events are opaque to users; on a CPU they are None."""
+class SideStream:
+    """That of a CPU: work runs when it is enqueued. Events are opaque to users; here they are None."""
 
     def run(self, work: Callable[[], object], after: Any) -> Any:
         """Enqueue `work` on the side stream after event `after`, or without waiting if that is None. Returns the event of its end."""
+        work()
 
     def record_event(self) -> Any:
         """An event after all work enqueued on the compute stream so far."""
@@ -24,20 +25,7 @@ class SideStream(Protocol):
         """Let the work enqueued on the compute stream from now on wait for `event`."""
 
 
-class InOrder:
-    """For a CPU: work runs when it is enqueued."""
-
-    def run(self, work: Callable[[], object], after: None) -> None:
-        work()
-
-    def record_event(self) -> None:
-        return None
-
-    def wait_event(self, event: None) -> None:
-        return None
-
-
-class CudaSideStream:
+class CudaSideStream(SideStream):
     """The compute stream is the one that is current when `record_event` and `wait_event` are called."""
 
     def __init__(self, device: torch.device):
@@ -59,4 +47,4 @@ class CudaSideStream:
 
 
 def make_side_stream(device: torch.device) -> SideStream:
-    return CudaSideStream(device) if device.type == "cuda" else InOrder()
+    return CudaSideStream(device) if device.type == "cuda" else SideStream()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -12,12 +12,14 @@ from torch import nn
 from common.config import RunConfig
 from common.model.llama import Head, Llama
 from common.model.shapes import ModelShape
-from common.training.loop import Assembly, Fp8State, Optimizer
+from common.training.loop import Assembly
+
+if TYPE_CHECKING:
+    from common.kernels.fp8 import DelayedScaling
+    from common.training.loop import Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-Trained = TypeVar("Trained", bound=Optimizer)
+Trained = TypeVar("Trained", bound="Optimizer")
 
 
 def build(
@@ -26,7 +28,7 @@ def build(
     sequence_length: int,
     device: torch.device,
     *,
-    fp8: Fp8State | None,
+    fp8: DelayedScaling | None,
     layers: Callable[[], tuple[Sequence[nn.Module], Head]],
     optimizer: Callable[[Llama], Trained],
     weights: Callable[[Llama, Trained], object],

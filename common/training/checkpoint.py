@@ -40,7 +40,6 @@ from common.errors import RunError, StorageError, write_whole
 from common.kernels.fp8 import SCALE, DelayedScaling
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
-from common.sharding.replicated import ReplicatedOptimizer
 from common.sharding.zero import ZeroOptimizer
 from common.training.continuation import FACTS, FOLDER, PARTIAL, When, damaged, newest, require_possible, require_same, when_from
 from common.training.loop import Assembly
@@ -93,7 +92,6 @@ class Checkpoints:
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         """Name -> (this rank's rows, rows of all ranks together), or 0 where each rank holds the whole."""
         model, optimizer = self.assembly.model, self.assembly.optimizer
-        assert isinstance(optimizer, ZeroOptimizer | ReplicatedOptimizer)
         sharded = isinstance(optimizer, ZeroOptimizer)
         parameters = [shard.parameter for shard in optimizer.shards] if isinstance(optimizer, ZeroOptimizer) else optimizer.parameters
         names = {parameter: name for name, parameter in model.named_parameters()}

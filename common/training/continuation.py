@@ -44,8 +44,6 @@ def require_possible(config: RunConfig) -> None:
     do = "leave out --checkpoint and --continue"
     if config.nodes > 1:
         raise ConfigError(f"checkpoints are for one node, not {config.nodes}", "the ranks of several nodes need not see one directory", do)
-    if config.fp8 == "te":
-        raise ConfigError('fp8 = "te" has no checkpoints', "Transformer Engine keeps a part of its scaling state to itself", do)
 
 
 def newest(run_dir: Path) -> tuple[Path, dict]:

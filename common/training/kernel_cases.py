@@ -30,7 +30,7 @@ class Sizes:
     shape: ModelShape
     sequence_length: int
     micro_batch_size: int
-    fp8: bool  # our own engine's
+    fp8: bool
     lora_rank: int  # 0: all weights train
     kernels: str  # the engine of common/kernels
     dtype: torch.dtype

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import NonFinite, TargetMissed
 from common.kernels.cross_entropy import IGNORE_INDEX
@@ -30,30 +30,14 @@ from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison
 
 if TYPE_CHECKING:
+    from common.kernels.fp8 import DelayedScaling
+    from common.sharding.replicated import ReplicatedOptimizer
+    from common.sharding.zero import ZeroOptimizer
     from common.training.checkpoint import Checkpoints
 
+    Optimizer = ZeroOptimizer | ReplicatedOptimizer
+
 LOG_EVERY_STEPS = 10  # the host waits for the device only then, and at evaluations
-
-
-class Optimizer(Protocol):
-    """ZeroOptimizer or ReplicatedOptimizer."""
-
-    @property
-    def weights(self) -> list[Tensor]: ...
-    def step(self, learning_rate: float) -> Tensor: ...
-    def state_tensors(self) -> list[Tensor]: ...
-    def reset_state(self) -> None: ...
-
-
-class Fp8State(Protocol):
-    """The scales of a model: DelayedScaling or TransformerEngine."""
-
-    def allocate(self, device: torch.device) -> None: ...
-    def attach(self, model: nn.Module) -> None: ...
-    def step_done(self) -> None: ...
-    def tensors(self) -> list[Tensor]: ...
-    def reset(self) -> None: ...
-    def evaluated(self, loss: float) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +46,7 @@ class Assembly:
 
     model: Llama
     optimizer: Optimizer
-    fp8: Fp8State | None
+    fp8: DelayedScaling | None
 
     def __post_init__(self) -> None:
         require_owner(self.model, self.optimizer)

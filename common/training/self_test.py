@@ -30,14 +30,16 @@ from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import ENGINE, attention_backends, causal_attention
+from common.kernels.fp8 import ENGINE as MATMUL_ENGINE
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
 from common.model.fused_block import ENGINES
+from common.packages import version_of
 from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
 
-# What is right keeps more, what is wrong less: a bf16 result alone rounds at 56 dB. Attention rounds its probabilities to bf16 as well. Products with
-# fast accumulation sum in some 14 bits on Hopper. Kernels round like their references but for ties.
-ATTENTION_DB, PRODUCT_DB, FAST_PRODUCT_DB, KERNEL_DB = 30.0, 40.0, 25.0, 40.0
+# What is right keeps more, what is wrong less: a bf16 result alone rounds at 56 dB. Attention rounds its probabilities to bf16 as well. Products in
+# FP8 sum in some 14 bits on Hopper. Kernels round like their references but for ties.
+ATTENTION_DB, PRODUCT_DB, FP8_PRODUCT_DB, KERNEL_DB = 30.0, 40.0, 25.0, 40.0
 SLICE = 256  # rows and columns of a product that are compared
 SPLIT_K = (546, 9728, 2560)  # rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055)
 CHUNK = 1 << 24  # elements compared at a time
@@ -108,8 +110,8 @@ def before_a_run(session: Any, rules: Any, processes: Processes) -> None:
     sizes = Sizes.of(session.config, rules.shape, rules.sequence_length, getattr(rules, "lora_rank", 0))
     result = self_test(sizes, processes.device, partial(session.heartbeat.beat, 0))
     require_sound(result, processes.device)
-    facts = {"attention": result.attention, "seconds": result.seconds, "ops": len(result.findings), "worst": str(result.worst)}
-    session.events.write("self_test", **facts)
+    used = {"attention": result.attention, "products": products_in_use()}
+    session.events.write("self_test", **used, seconds=result.seconds, ops=len(result.findings), worst=str(result.worst))
 
 
 def require_sound(result: Result, device: torch.device) -> None:
@@ -173,12 +175,14 @@ def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check
 
 
 def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What `causal_attention` of these tensors would run on here: "cudnn", "flash", "math"; on ROCm with the library that is preferred; or "aiter".
+    """What `causal_attention` of these tensors would run on here: "cudnn", "flash", "math"; on ROCm with the library that is preferred; or an engine.
 
     Raises RuntimeError where no allowed backend can.
     """
     if ENGINE in os.environ:
-        return f"{os.environ[ENGINE]}, 32-bit atomics"
+        from common.kernels.attention_engines import chosen_engine
+
+        return f"{os.environ[ENGINE]} {version_of(chosen_engine().PACKAGE)}".rstrip()
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
     if chosen == SDPBackend.ERROR:
@@ -225,10 +229,19 @@ def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
         products = {"fprop": (tokens, outputs, inputs), "dgrad": (tokens, inputs, outputs), "wgrad": (outputs, inputs, tokens)}
         for product, size in products.items():
             if trains or product != "wgrad":
-                least = FAST_PRODUCT_DB if fp8 and product == "fprop" else PRODUCT_DB
+                least = FP8_PRODUCT_DB if fp8 else PRODUCT_DB
                 yield f"{op} {name} {product}", str(size), least, partial(_product, product, size, fp8, sizes, draw)
     if draw.device.type == "cuda":
         yield "bf16 product", str(SPLIT_K), PRODUCT_DB, partial(_product, "fprop", SPLIT_K, False, sizes, draw)
+
+
+def products_in_use() -> str | list[str]:
+    """For the log: "torch"; with MATMUL_ENGINE the times of the algorithms that it has chosen so far."""
+    if MATMUL_ENGINE not in os.environ:
+        return "torch"
+    from common.kernels.cublaslt import CHOICES
+
+    return CHOICES
 
 
 def _product(product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, draw: Draw) -> float:
@@ -241,14 +254,14 @@ def _product(product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, 
         scaling.allocate(draw.device)
     quantize = ENGINES[sizes.kernels].quantize
     a, b = (quantize(draw(rows, k, dtype=sizes.dtype), quantizer) for rows, quantizer in zip((m, n), quantizers, strict=True))
-    if fp8:  # all three are this product of rowwise operands
-        found = matmul(a, b, fast=product == "fprop")
+    if fp8 or (product == "fprop" and MATMUL_ENGINE in os.environ):  # in FP8 all three are this product of rowwise operands
+        found = matmul(a, b)
     elif product == "fprop":
         found = torch.mm(a.rowwise, b.rowwise.t(), out=a.rowwise.new_full((m, n), math.nan))  # a store that is left out shows as NaN
     elif product == "dgrad":
-        found = dgrad(a, QuantizedTensor(b.rowwise.t().contiguous()), fast=False)
+        found = dgrad(a, QuantizedTensor(b.rowwise.t().contiguous()))
     else:
-        found = wgrad(QuantizedTensor(a.rowwise.t().contiguous()), QuantizedTensor(b.rowwise.t().contiguous()), fast=False)
+        found = wgrad(QuantizedTensor(a.rowwise.t().contiguous()), QuantizedTensor(b.rowwise.t().contiguous()))
     if not _finite(found):
         return math.nan
     rows, columns = (torch.linspace(0, length - 1, min(SLICE, length), device=draw.device).long() for length in (m, n))

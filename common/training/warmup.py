@@ -69,17 +69,13 @@ def warm_up(
     )
     state = [tensor.detach() for tensor in assembly.state_tensors()]
     before = state_digest(state, device)
-    cpu_rng = torch.get_rng_state()
-    gpu_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    values = [value for _ in range(TRAIN_STEPS) for value in train_step(assembly, batches, batching, 0.0, processes, beat)]
-    losses = [evaluate(model, [next(eval_batches)], processes, beat) for _ in range(EVAL_STEPS)]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        values = [value for _ in range(TRAIN_STEPS) for value in train_step(assembly, batches, batching, 0.0, processes, beat)]
+        losses = [evaluate(model, [next(eval_batches)], processes, beat) for _ in range(EVAL_STEPS)]
     if not all(map(math.isfinite, [*map(float, values), *losses])):
         why = "training on real data would meet the same: a kernel, a tuned GEMM or a GPU computes wrong values, or loaded weights are not finite"
         raise NonFinite("the synthetic warm-up gave a loss or a gradient norm that is not finite", why, 'run preflight; try fp8 = ""')
     assembly.reset()
-    torch.set_rng_state(cpu_rng)
-    if gpu_rng is not None:
-        torch.cuda.set_rng_state(gpu_rng, device)
     if (after := state_digest(state, device)) != before:
         raise PreflightError(
             "the synthetic warm-up changed the training state",

@@ -41,7 +41,6 @@ VARIANTS: dict[str, dict[str, object]] = {
     "bf16": {},
     "fp8": {"fp8": "torch"},
     "fp8, moments in bf16": {"fp8": "torch", "moment_precision": "bf16"},
-    "fp8 of Transformer Engine": {"fp8": "te"},
 }
 
 

@@ -25,11 +25,8 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import convergence
 import fast_emulation
@@ -39,7 +36,6 @@ from convergence import SHAPE, config_of, text_batches, train_losses
 from common.data import corpus
 from common.data.indexed_dataset_writer import Writer
 from common.data.preparation import Recipe, build_once
-from common.model import fused_block
 from common.model.shapes import ModelShape
 from common.sharding.processes import start_processes
 from llama31_8b import prepare
@@ -49,8 +45,6 @@ from llama31_8b.rules import MINIATURE
 RECIPES: dict[str, dict[str, object]] = {  # keys of the config
     "bf16": {},
     "FP8": {"fp8": "torch"},
-    "FP8, fast sums in dgrad": {"fp8": "torch"},
-    "FP8, fast sums in all products": {"fp8": "torch"},
     "MXFP8": {"block_format": "mxfp8"},
     "MXFP4": {"block_format": "mxfp4"},
     "MXFP4, Hadamard": {"block_format": "mxfp4+hadamard"},
@@ -63,8 +57,6 @@ RECIPES: dict[str, dict[str, object]] = {  # keys of the config
     "MXFP6 e3m2": {"block_format": "mxfp6_e3m2"},
 }
 HEALED = ("MXFP4, Hadamard, FP8 after 60 %", 0.6)
-# Products that sum in the tensor cores' own precision, as the forward's do: some 14 bits on Hopper, faster by 2 to 3 %.
-FAST_SUMS = {"FP8, fast sums in dgrad": ("dgrad",), "FP8, fast sums in all products": ("dgrad", "wgrad")}
 TEXT_PACKAGES = ("torch", "numpy", "sympy", "networkx")
 LAST = 50  # steps of a run whose mean loss is its result
 SMALL = ModelShape(1, 64, 96, 4, 2, SHAPE.vocab_size, 10000.0)
@@ -74,16 +66,6 @@ Curves = dict[str, dict[str, list[float]]]  # recipe -> seed -> loss of each ste
 def options_of(name: str, steps: int) -> dict[str, object]:
     healed, share = HEALED
     return RECIPES[name] | ({"healing": f"step {round(share * steps)}"} if name == healed else {})
-
-
-@contextmanager
-def products_of(name: str) -> Iterator[None]:
-    """While it lasts, the blocks compute the products of recipe `name`."""
-    with ExitStack() as patches:
-        for product in FAST_SUMS.get(name, ()):
-            plain = getattr(fused_block, product)
-            patches.enter_context(mock.patch.object(fused_block, product, lambda a, b, fast, plain=plain: plain(a, b, True)))
-        yield
 
 
 def prepare_text(data_dir: Path) -> Path:
@@ -218,8 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
         config = replace(config, gpu="CPU") if args.small else config
         batches = text_batches(prefix, micro_steps, shape.vocab_size, seed)
         torch.manual_seed(seed)  # of stochastic rounding
-        with products_of(name):
-            losses = train_losses(config, batches, args.steps, processes, seed, shape, args.micro_batches)
+        losses = train_losses(config, batches, args.steps, processes, seed, shape, args.micro_batches)
         curves.setdefault(name, {})[str(seed)] = [round(loss, 4) for loss in losses]
         took[name] = time.monotonic() - started
         print(f"seed {seed}, {name}: {curves[name][str(seed)][-1]:.4f} after {took[name]:.0f} s", flush=True)

@@ -6,7 +6,7 @@ from kernel_checks import error, sqnr_db
 
 from common.kernels import accumulate, adamw, lora, rms_norm
 from common.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_reference, cross_entropy_triton
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE, DelayedScaling, QuantizedTensor
+from common.kernels.fp8 import AMAX, CLIPPED, SCALE, DelayedScaling, QuantizedTensor, product
 from common.kernels.lora import Dropout
 from common.kernels.quantize import quantize_reference, quantize_triton
 from common.kernels.rope import (
@@ -25,6 +25,7 @@ from common.kernels.swiglu import (
 )
 from common.model.shapes import ModelShape
 
+SLICE = 128  # rows and columns of a product that are compared
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
@@ -215,6 +216,23 @@ def test_lora_adapter_kernels_is_as_exact_as_plain_torch(normed, p):
     for name, truth in found["truth"].items():
         errors = [float((found[way][name].double() - truth).norm() / truth.norm()) for way in ("triton", "reference")]
         assert errors[0] <= 2 * errors[1] + 1e-6, f"{name}: {errors[0]:.2e}, plain torch {errors[1]:.2e}"
+
+
+@pytest.mark.parametrize("size", [(8192, 6144, 4096), (4096, 14336, 8192), (304, 208, 128)], ids=str)
+def test_products_by_cublaslt_are_torchs(monkeypatch, size):
+    """In FP8 bit for bit, whichever algorithm is the fastest; in bf16, in each layout, as exact as a result in bf16 can be."""
+    m, n, k = size
+    a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
+    scales = torch.tensor([0.5], device="cuda"), torch.tensor([3.0], device="cuda")
+    plain = product(a, b.t(), *scales)
+    a_wide, b_wide = a.double()[:SLICE], b.double()[:SLICE]
+    monkeypatch.setenv("MATMUL_ENGINE", "cublaslt")
+    for _ in range(2):  # while it chooses, and as it goes on
+        assert torch.equal(product(a, b.t(), *scales), plain)
+    for left in (a.bfloat16(), a.bfloat16().t().contiguous().t()):
+        for right in (b.bfloat16().t(), b.bfloat16().t().contiguous()):
+            for _ in range(2):
+                assert sqnr_db(product(left, right)[:SLICE, :SLICE], a_wide @ b_wide.t()) > 50
 
 
 def test_adamw_takes_more_elements_than_32_bits_count_and_no_host_sync():

@@ -84,16 +84,3 @@ def test_micro_batches_share_a_step_and_other_texts_are_read(small, tmp_path, mo
     prefix, out = tmp_path / "data" / MINIATURE.validation_prefix, tmp_path / "out.json"
     main([*small, "--seeds", "1", "--only", "bf16", "--out", str(out), "--text", str(prefix), "--micro-batches", "3"])
     assert read == [(prefix, 15)] and len(json.loads(out.read_text())["bf16"]["1"]) == 5
-
-
-@pytest.mark.parametrize("name", number_formats.FAST_SUMS)
-def test_fast_sums_are_those_of_the_products_named(name, monkeypatch):
-    asked = {}
-    for product in ("dgrad", "wgrad"):
-        monkeypatch.setattr(number_formats.fused_block, product, lambda a, b, fast, product=product: asked.update({product: fast}))
-    with number_formats.products_of(name):
-        number_formats.fused_block.dgrad(None, None, fast=False)
-        number_formats.fused_block.wgrad(None, None, fast=False)
-    assert asked == {"dgrad": True, "wgrad": "all" in name}
-    number_formats.fused_block.dgrad(None, None, fast=False)
-    assert asked["dgrad"] is False

@@ -170,7 +170,8 @@ def call_on_ranks(
     world_size: int, function: str, folder: Path, timeout_s: float = 120.0, device: str = "cpu", ranks_per_node: int = 0
 ) -> list:
     """What FUNCTION(processes, folder) returned on every rank; by default they are of one node."""
-    port, context = free_port(), rank_server()
+    # Importing torch's compiler asks for GPUs; what is forked after that cannot use one.
+    port, context = free_port(), rank_server() if device == "cpu" else multiprocessing.get_context("spawn")
     environments = [rank_environment(rank, world_size, port, ranks_per_node) for rank in range(world_size)]
     processes = [context.Process(target=call, args=(function, folder, device, environment)) for environment in environments]
     for process in processes:
@@ -189,7 +190,7 @@ def call_on_ranks(
 
 
 @cache
-def rank_server() -> multiprocessing.context.ForkServerContext:
+def rank_server() -> multiprocessing.context.BaseContext:
     """Ranks are forked from a process that has imported torch and does nothing else: that saves each of them four seconds of a core."""
     context = multiprocessing.get_context("forkserver")
     # torch imports dynamo for the first optimizer.
@@ -201,7 +202,6 @@ def rank_server() -> multiprocessing.context.ForkServerContext:
 
 def call(function: str, folder: Path, device: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    sys.path += PYTHONPATH.split(os.pathsep)  # pytest knows the folders of the tests that it collected
     with (folder / f"rank_{environment['RANK']}.err").open("w") as file:
         os.dup2(file.fileno(), 2)
     sys.path += PYTHONPATH.split(os.pathsep)  # the server hands on that of pytest, which lacks the folders that were not collected

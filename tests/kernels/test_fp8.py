@@ -196,14 +196,14 @@ def test_products_read_what_casts_wrote():
     x, w, g = normal(48, 64).bfloat16(), normal(32, 64, seed=1).bfloat16(), normal(48, 32, seed=2).bfloat16()
     n, weight, gradient = quantize_reference(x, x_quantizer), quantize_reference(w, w_quantizer), quantize_reference(g, g_quantizer)
     for ours, stored, true, bound in (
-        (matmul(n, weight, True), value_of(n) @ value_of(weight).t(), x.float() @ w.float().t(), 27.0),
-        (dgrad(gradient, weight, False), value_of(gradient) @ value_of(weight), g.float() @ w.float(), 23.0),
-        (wgrad(gradient, n, False), value_of(gradient).t() @ value_of(n), g.float().t() @ x.float(), 23.0),
+        (matmul(n, weight), value_of(n) @ value_of(weight).t(), x.float() @ w.float().t(), 27.0),
+        (dgrad(gradient, weight), value_of(gradient) @ value_of(weight), g.float() @ w.float(), 23.0),
+        (wgrad(gradient, n), value_of(gradient).t() @ value_of(n), g.float().t() @ x.float(), 23.0),
     ):
         assert sqnr_db(ours.float(), stored) > 50 and sqnr_db(ours.float(), true) > bound
     plain = QuantizedTensor(x), QuantizedTensor(w), QuantizedTensor(g)
-    assert torch.equal(matmul(plain[0], plain[1], True), x @ w.t())
-    assert torch.equal(dgrad(plain[2], plain[1], True), g @ w) and torch.equal(wgrad(plain[2], plain[0], True), g.t() @ x)
+    assert torch.equal(matmul(plain[0], plain[1]), x @ w.t())
+    assert torch.equal(dgrad(plain[2], plain[1]), g @ w) and torch.equal(wgrad(plain[2], plain[0]), g.t() @ x)
 
 
 def test_what_is_saved_for_wgrad_has_one_layout_only():

@@ -19,7 +19,7 @@ from toy import wait_until
 from door import verbs
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ["run_and_time.sh", "run_tests.sh", "run_with_docker.sh", "run.sub", ".ci/run"]
+SCRIPTS = ["run_and_time.sh", "run_tests.sh", "run_with_docker.sh", "tests/gpu/against_megatron.sh", "run.sub", ".ci/run"]
 HABITS = (
     "SEED",
     "NEXP",

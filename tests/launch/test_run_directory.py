@@ -36,11 +36,13 @@ def test_unwritable_results_are_a_storage_error(tmp_path):
 
 def test_facts(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    installed = {"torch": "2.13.0", "flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1"}
+    monkeypatch.setattr(run_directory, "version_of", installed.get)
     config = load(ROOT / "configs/llama31_8b/H200_1x4.toml", Config)
     run_directory.write_facts(tmp_path, config, run_directory.versions(ROOT, H200X4))
     assert load(tmp_path / "config.toml", Config) == config
     facts = json.loads((tmp_path / "versions.json").read_text())
-    assert facts["driver"] == "580.95.05" and len(facts["gpus"]) == 4 and "torch" in facts["packages"] and "dirty" in facts
+    assert facts["driver"] == "580.95.05" and len(facts["gpus"]) == 4 and facts["packages"] == installed and "dirty" in facts
     assert "hf_secret" not in (tmp_path / "versions.json").read_text()
 
 

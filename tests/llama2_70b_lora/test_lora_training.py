@@ -183,7 +183,6 @@ REFUSED = [
     {"frozen_base": "none"},
     {"frozen_base": "replicated_both"},
     {"offload_layers": 1},
-    {"fp8": "te"},
 ]
 
 

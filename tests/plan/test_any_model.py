@@ -18,7 +18,7 @@ from llama31_8b.rules import Config
 from plan import any_model
 from plan import estimate as plan
 from plan.arrangements import arrangements
-from plan.mfu import Attention, remark, utilization
+from plan.mfu import remark, utilization, with_attention
 
 ROOT = Path(__file__).parents[2]
 GB = 1e9
@@ -195,7 +195,7 @@ def test_mfu_of_the_worked_example(capsys):
 
 def test_mfu_with_a_shape_adds_attention(capsys):
     shape = LLAMA31_8B
-    rows = {each.formula: each.tflops for each in utilization(shape.num_parameters, 8192, 1, 1, 1e15, Attention(shape, 8192, 16))}
+    rows = {each.formula: each.tflops for each in utilization(shape.num_parameters, 8192, 1, 1, 1e15, with_attention(shape, 8192, 16))}
     masked = 6 * 32 * 8192 * 4096
     per_token = {formula: tflops * 1e12 / 8192 for formula, tflops in rows.items()}
     assert per_token["full, 6 P"] == pytest.approx(6 * shape.num_parameters)

@@ -386,13 +386,6 @@ def test_lora_names_its_host_memory(capsys):
     assert code == 0 and "Pinned host memory: 20.0 GiB for each of a node's 2 GPUs" in text and "307.33 GFLOP per token = 4 N" in text
 
 
-def test_transformer_engine_is_said_to_be_uncounted(capsys):
-    te = ("--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")), "--set", "fp8=te")
-    assert "own tensors are not counted" in planned(capsys, PRETRAINING, *te)[1]
-    code, text = planned(capsys, PRETRAINING, *te, "--set", "micro_batch_size=4")
-    assert code == 12 and "recompute_layers" not in text, "which Transformer Engine refuses"
-
-
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_all_configs(benchmark, capsys, monkeypatch):
     code, text = planned(capsys, benchmark, "--all")

@@ -18,7 +18,7 @@ from common.model.fused_block import fused_llama
 from common.model.shapes import LLAMA2_70B, ModelShape
 from common.sharding import frozen_base as frozen
 from common.sharding.frozen_base import COLUMNWISE, ROWWISE, FrozenBase, LayerKey, PrefetchBuffers, layer_layout, pass_order
-from common.sharding.side_stream import InOrder
+from common.sharding.side_stream import SideStream
 from llama2_70b_lora import train
 from llama2_70b_lora.rules import Config
 from plan import estimate as plan
@@ -153,7 +153,7 @@ def test_no_buffer_is_read_before_its_fetch_or_overwritten_before_its_release(or
 
 
 def test_a_buffer_in_use_is_not_overwritten():
-    buffers = buffers_with(InOrder())
+    buffers = buffers_with(SideStream())
     keys = [LayerKey(ROWWISE, layer) for layer in range(frozen.NUM_BUFFERS)]
     kept = [buffers.acquire(key, [LayerKey(ROWWISE, key.layer + 1)]) for key in keys]
     assert [int(memory[0]) for memory in kept] == [code(key) for key in keys]

@@ -56,10 +56,11 @@ def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
 
 def test_attention_is_timed_and_compared_with_each_backend(monkeypatch):
     monkeypatch.setattr(settings, "median_s", lambda work, device, seconds: work() and 1e-5)
-    title, flash, efficient, cudnn = settings.attention_lines(SIZES, torch.device("cpu"))
+    title, flash, efficient, cudnn, optional = settings.attention_lines(SIZES, torch.device("cpu"))
     assert title == "attention [1, 16, 4/2]"
     assert flash.split()[:2] == ["10.0", "us"] and flash.endswith("flash_attention") and flash.count("/") == 3 and "nan" not in flash
     assert "fails: RuntimeError" in efficient and "fails: RuntimeError" in cudnn, "a CPU has neither"
+    assert "fails: " in optional and optional.endswith("  flash_attention_4") and "ATTENTION_ENGINE" not in os.environ
 
 
 def test_on_rocm_each_library_and_aiter_have_their_line(monkeypatch):

@@ -90,6 +90,7 @@ def test_newlines_and_control_characters_stay_on_one_line(tmp_path):
 @pytest.mark.parametrize("text", ["eval_error box", "my global_batch_size", "a :::MLLOG b"])
 def test_words_the_official_checkers_misread_are_refused(tmp_path, text):
     log = RunLog(tmp_path / "result.txt")
+    log.cache_clear(True)
     log.init_start()
     with pytest.raises(ConfigError, match="contains"):
         log.submission(benchmark="llama31_8b", org="o", platform=text, division="closed", status="onprem")
@@ -97,6 +98,7 @@ def test_words_the_official_checkers_misread_are_refused(tmp_path, text):
 
 def test_an_empty_organisation_is_refused(tmp_path):
     log = RunLog(tmp_path / "result.txt")
+    log.cache_clear(True)
     log.init_start()
     with pytest.raises(ConfigError, match="submission_org is empty"):
         log.submission(benchmark="llama31_8b", org=" ", platform="p", division="closed", status="onprem")
@@ -149,6 +151,7 @@ def test_init_stop_wants_everything_logged(tmp_path):
 def test_abort_before_the_clock_writes_nothing(tmp_path):
     path = tmp_path / "result.txt"
     log = RunLog(path)
+    log.cache_clear(True)
     log.init_start()
     before = path.read_text()
     log.abort(0)

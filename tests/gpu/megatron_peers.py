@@ -1,0 +1,192 @@
+"""The peers of docs/results.md: both benchmarks' training steps by Megatron-core and Transformer Engine, on random weights and tokens.
+
+    torchrun --nproc-per-node N tests/gpu/megatron_peers.py llama31_8b [--bf16] [--fuse-wgrad] [--micro-batches 4]
+    python tests/gpu/megatron_peers.py llama2_70b_lora
+
+The 8B: all 32 layers, data parallel with the distributed optimizer, gradients and weights sent while others compute, micro-batches of one sequence of
+8,192 tokens. `--fuse-wgrad` lets Transformer Engine add weight gradients into the gradient buffer itself: the fastest of what we tried.
+LoRA: 4 and 12 of the 80 layers on one GPU, adapters where NeMo has them (qkv and o, on the normed input), the base in FP8. The time of a layer
+is their difference's, and 80 layers are extrapolated without communication and without recomputation, to the peer's favor.
+
+Needs Megatron-core 0.16.1 and Transformer Engine 2.20.2; requirements-test.txt has only the first. Not run since it was put here.
+tests/gpu/against_megatron.sh runs these and ours after each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+SEQUENCE, WARMUP, STEPS = 8192, 3, 8
+FP8 = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "most_recent"}
+DEPTHS, ALL_LAYERS = (4, 12), 80
+
+
+def transformer(layers: int, hidden: int, ffn: int, heads: int, **precision: object) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads, num_query_groups=8, kv_channels=128,
+        normalization="RMSNorm", layernorm_epsilon=1e-5, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu,
+        bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16, apply_rope_fusion=True, gradient_accumulation_fusion=False, cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te", masked_softmax_fusion=True, persist_layer_norm=True, init_method_std=0.02, **precision,
+    )  # fmt: skip
+
+
+def gpt(config: TransformerConfig, vocabulary: int, rotary_base: int) -> GPTModel:
+    options = {"position_embedding_type": "rope", "rotary_base": rotary_base, "share_embeddings_and_output_weights": False}
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    return GPTModel(config, spec, vocab_size=vocabulary, max_sequence_length=SEQUENCE, fp16_lm_cross_entropy=False, **options).cuda()
+
+
+def median_seconds(step: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(WARMUP + STEPS):
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        began = time.monotonic()
+        step()
+        torch.cuda.synchronize()
+        seconds.append(time.monotonic() - began)
+    return statistics.median(seconds[WARMUP:])
+
+
+def pretraining(bf16: bool, fuse_wgrad: bool, micro_batches: int) -> str:
+    vocabulary = 128256
+    config = transformer(32, 4096, 14336, 32, **({} if bf16 else FP8))
+    model = gpt(config, vocabulary, 500000)
+    if fuse_wgrad:
+        for module in model.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    parallel = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=False, average_in_collective=True, **overlap
+    )
+    model = DistributedDataParallel(config, parallel, model)
+    config.finalize_model_grads_func, config.no_sync_func = finalize_model_grads, model.no_sync
+    adam = {"optimizer": "adam", "lr": 8e-4, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "clip_grad": 1.0}
+    precision = {"bf16": True, "params_dtype": torch.bfloat16, "fp8_recipe": None if bf16 else FP8["fp8_recipe"]}
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**adam, **precision, use_distributed_optimizer=True, overlap_param_gather=True), [model]
+    )
+    forward_backward, positions = get_forward_backward_func(), torch.arange(SEQUENCE, device="cuda")[None]
+
+    def batches() -> Iterator[Tensor]:
+        while True:
+            yield torch.randint(0, vocabulary, (1, SEQUENCE + 1), device="cuda")
+
+    def forward(iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Callable]:
+        tokens = next(iterator)
+        losses = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
+        return losses, lambda losses: (losses.float().mean(), {})
+
+    data = batches()
+
+    def step() -> None:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        forward_backward(
+            forward_step_func=forward, data_iterator=data, model=[model], num_microbatches=micro_batches, seq_length=SEQUENCE,
+            micro_batch_size=1, forward_only=False,
+        )  # fmt: skip
+        optimizer.step()
+
+    gc.disable()  # as Megatron's own training loop does
+    seconds = median_seconds(step)
+    name = f"{'bf16' if bf16 else 'FP8'}{', weight gradients added by TE' if fuse_wgrad else ''}"
+    speed = micro_batches * SEQUENCE / seconds
+    return (
+        f"llama31_8b, {name}, {torch.distributed.get_world_size()} GPUs: {speed:,.0f} tok/s/GPU, {1e3 * seconds:.1f} ms (median of {STEPS})"
+    )
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer of Megatron with LoRA beside it, rank 16, alpha 32, dropout 0.1."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int):
+        super().__init__()
+        options = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        self.base, self.dropout = base, nn.Dropout(0.1)
+        self.a, self.b = nn.Linear(inputs, 16, **options), nn.Linear(16, outputs, **options)
+        nn.init.zeros_(self.b.weight)
+        if hasattr(base, "return_layernorm_output"):
+            base.return_layernorm_output = True
+
+    def forward(self, x: Tensor, *rest: object, **options: object) -> tuple[Tensor, Tensor | None]:
+        result, bias = self.base(x, *rest, **options)
+        result, normed = result if isinstance(result, tuple) else (result, x)
+        return result + self.b(self.a(self.dropout(normed))) * 2.0, bias
+
+
+def lora_step_seconds(layers: int) -> float:
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch import fp8_model_init
+
+    hidden, vocabulary = 8192, 32000
+    config = transformer(layers, hidden, 28672, 64, **FP8, fp8_param=True)
+    with fp8_model_init(enabled=True, recipe=DelayedScaling(), preserve_high_precision_init_val=False):
+        model = gpt(config, vocabulary, 10000)
+    model.requires_grad_(False)
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        attention.linear_qkv = Adapter(attention.linear_qkv, hidden, hidden + 2 * 8 * 128)
+        attention.linear_proj = Adapter(attention.linear_proj, hidden, hidden)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=4e-4, fused=True)
+    positions, tokens = torch.arange(SEQUENCE, device="cuda")[None], torch.randint(0, vocabulary, (1, SEQUENCE + 1), device="cuda")
+
+    def step() -> None:
+        model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous()).float().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return median_seconds(step)
+
+
+def lora() -> str:
+    seconds = []
+    for layers in DEPTHS:
+        seconds.append(lora_step_seconds(layers))
+        gc.collect()
+        torch.cuda.empty_cache()
+    layer = (seconds[1] - seconds[0]) / (DEPTHS[1] - DEPTHS[0])
+    whole = seconds[0] + (ALL_LAYERS - DEPTHS[0]) * layer
+    return f"llama2_70b_lora, FP8, 1 GPU: {1e3 * layer:.2f} ms a layer; 80 layers would make {SEQUENCE / whole:,.0f} tok/s/GPU"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("benchmark", choices=["llama31_8b", "llama2_70b_lora"])
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--fuse-wgrad", action="store_true")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    args = parser.parse_args()
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(name, value)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    text = lora() if args.benchmark == "llama2_70b_lora" else pretraining(args.bf16, args.fuse_wgrad, args.micro_batches)
+    if torch.distributed.get_rank() == 0:
+        print(f"Megatron-core + Transformer Engine: {text}, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Attention by optional packages, through stand-ins for them that compute by SDPA. tests/gpu runs FlashAttention-4; AITER was never run by us."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common.errors import ConfigError
+from common.kernels import aiter_attention, attention_engines, flash_attention_4
+from common.kernels.attention import attention_backends, causal_attention
+from common.model.fused_block import attend
+from common.training import self_test
+from common.training.kernel_cases import Draw, Sizes
+from llama31_8b.rules import MINIATURE
+
+CPU = torch.device("cpu")
+
+
+def sdpa(q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+class Aiter:
+    """The signatures of ROCm/aiter v0.1.9.post1 and what they compute; `calls` has what decides their kernels."""
+
+    def __init__(self):
+        self.calls = []
+
+    def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, return_lse=False, how_v3_bf16_cvt=1):
+        assert causal and return_lse and not dropout_p and softmax_scale is None
+        self.calls.append(("forward", how_v3_bf16_cvt))
+        return sdpa(q, k, v), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    def fmha_v3_bwd(
+        self,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dropout_p,
+        softmax_scale,
+        is_causal,
+        window_size_left,
+        window_size_right,
+        deterministic,
+        is_v3_atomic_fp32,
+        how_v3_bf16_cvt,
+        dq=None,
+        dk=None,
+        dv=None,
+        alibi_slopes=None,
+        rng_state=None,
+        gen=None,
+    ):
+        assert is_causal and (window_size_left, window_size_right, dropout_p) == (-1, -1, 0.0) and softmax_scale == q.shape[-1] ** -0.5
+        assert rng_state.shape == (2,) and rng_state.dtype == torch.int64 and dout.is_contiguous() and not dq.any()
+        assert torch.equal(out, sdpa(q, k, v)) and softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        self.calls.append(("backward", is_v3_atomic_fp32, deterministic, how_v3_bf16_cvt))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            found = torch.autograd.grad(sdpa(*leaves), leaves, dout)
+        for place, gradient in zip((dq, dk, dv), found, strict=True):
+            place.copy_(gradient)
+        return dq, dk, dv, softmax_lse
+
+
+class FlashAttention4:
+    """The signature of flash-attn-4 4.0.0b36, as far as it is used, and what it refuses; `calls` has whether a backward is to follow."""
+
+    def __init__(self):
+        self.calls = []
+
+    def flash_attn_func(self, q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, return_lse=False):
+        assert causal and softmax_scale is None and all(x.stride(-1) == 1 for x in (q, k, v))
+        self.calls.append(q.requires_grad)
+        return sdpa(q, k, v), torch.zeros(q.shape[0], q.shape[2], q.shape[1]) if q.requires_grad or return_lse else None
+
+
+STAND_INS = {"aiter": (aiter_attention, Aiter), "flash_attention_4": (flash_attention_4, FlashAttention4)}
+
+
+def chosen(name, monkeypatch):
+    """A stand-in in the place of a package that computes on a CPU as well."""
+    module, stand_in = STAND_INS[name]
+    package = stand_in()
+    monkeypatch.setitem(sys.modules, module.MODULE, package)
+    monkeypatch.setattr(module, "GPUS", (*module.GPUS, "no GPU"))
+    monkeypatch.setenv("ATTENTION_ENGINE", name)
+    return package
+
+
+@pytest.fixture
+def aiter(monkeypatch):
+    return chosen("aiter", monkeypatch)
+
+
+@pytest.fixture
+def flash_attention(monkeypatch):
+    return chosen("flash_attention_4", monkeypatch)
+
+
+@pytest.fixture(params=STAND_INS)
+def each(request, monkeypatch):
+    return chosen(request.param, monkeypatch)
+
+
+def test_output_and_gradients_of_grouped_heads_with_32_bit_atomics(aiter):
+    torch.manual_seed(0)
+    packed = torch.randn(2, 32, 8, 16)  # heads are views of one projection, as in a block
+    leaves = [x.requires_grad_() for x in packed.split([4, 2, 2], 2)]
+    check(leaves, causal_attention)
+    assert aiter.calls == [("forward", 0), ("backward", True, False, 0)]
+
+
+def test_flash_attention_4_takes_a_blocks_views_as_they_are(flash_attention, monkeypatch):
+    torch.manual_seed(0)
+    shape = MINIATURE.shape
+    projection, called = torch.randn(2, 32, shape.qkv_size), flash_attention.flash_attn_func
+    places = []
+    monkeypatch.setattr(
+        flash_attention, "flash_attn_func", lambda *parts, **rest: places.append([x.data_ptr() for x in parts]) or called(*parts, **rest)
+    )
+    with attention_backends("cpu"):
+        out, leaves = attend(shape, projection, keep=True)
+        evaluated, _ = attend(shape, projection, keep=False)
+    check(leaves, lambda *_: out)
+    assert torch.equal(evaluated, out) and not evaluated.requires_grad and flash_attention.calls == [True, False]
+    heads = (0, shape.num_heads, shape.num_heads + shape.num_kv_heads)
+    assert places == 2 * [[projection[..., head * shape.head_dim :].data_ptr() for head in heads]]
+
+
+def check(leaves, compute):
+    """The output and all gradients are SDPA's, bit for bit."""
+    truth = sdpa(*leaves)
+    d_out = torch.randn_like(truth.transpose(1, 2)).transpose(1, 2)
+    with attention_backends("cpu"):
+        out = compute(*leaves)
+    assert torch.equal(out, truth)
+    found, expected = (torch.autograd.grad(x, leaves, d_out) for x in (out, truth))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+SIZES = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
+
+
+def test_the_self_test_runs_it_and_names_it(each, monkeypatch):
+    installed = {"amd-aiter": "0.1.9", "flash-attn-4": "4.0.0b36"}
+    monkeypatch.setattr(self_test, "version_of", installed.__getitem__)
+    result = self_test.Result()
+    decibels = [measure() for _, _, _, measure in self_test.attention_checks(SIZES, Draw(CPU), result)]
+    assert result.attention in ("aiter 0.1.9", "flash_attention_4 4.0.0b36") and len(decibels) == 4 and min(decibels) > 45
+    assert each.calls
+
+
+def test_a_fault_of_its_backward_is_found(aiter, monkeypatch):
+    right = aiter.fmha_v3_bwd
+
+    def overflows(*tensors, **options):
+        right(*tensors, **options)
+        options["dq"][-1, -1, -1, -1] = torch.inf
+
+    monkeypatch.setattr(aiter, "fmha_v3_bwd", overflows)
+    checks = self_test.attention_checks(SIZES, Draw(CPU), self_test.Result())
+    bad = [op for op, _, least, measure in checks if not measure() >= least]
+    assert bad == ["attention backward dQ"]
+
+
+def test_without_the_variable_it_is_not_asked(each, monkeypatch):
+    monkeypatch.delenv("ATTENTION_ENGINE")
+    with attention_backends("cpu"):
+        causal_attention(*(torch.randn(1, 8, 2, 16) for _ in range(3)))
+    assert not each.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "dtype"),
+    [
+        ("aiter", "sm_90", torch.bfloat16),
+        ("aiter", "gfx942", torch.float32),
+        ("flash_attention_4", "gfx942", torch.bfloat16),
+        ("flash_attention_4", "sm_100", torch.bfloat16),
+        ("flash_attention_4", "sm_90", torch.float16),
+    ],
+)
+def test_refused_on_other_gpus_and_in_other_dtypes(monkeypatch, name, arch, dtype):
+    chosen(name, monkeypatch)
+    monkeypatch.setattr(attention_engines, "architecture", lambda device: arch)
+    with pytest.raises(ConfigError) as caught:
+        attention_backends("cuda", dtype)
+    assert name in caught.value.what and arch in caught.value.why and str(dtype)[6:] in caught.value.why
+    assert "ATTENTION_ENGINE" in caught.value.do
+
+
+@pytest.mark.parametrize(("name", "arch"), [("aiter", "gfx942"), ("aiter", "gfx950"), ("flash_attention_4", "sm_90")])
+def test_taken_where_its_kernels_are(monkeypatch, name, arch):
+    chosen(name, monkeypatch)
+    monkeypatch.setattr(attention_engines, "architecture", lambda device: arch)
+    attention_backends("cuda")
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_a_cpu_is_no_gpu(monkeypatch, name):
+    monkeypatch.setenv("ATTENTION_ENGINE", name)
+    with pytest.raises(ConfigError) as caught:
+        attention_backends("cpu")
+    assert "no GPU" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "why"),
+    [
+        ("aiter", None, "ModuleNotFoundError"),
+        ("aiter", SimpleNamespace(flash_attn_func=print), "fmha_v3_bwd"),
+        ("flash_attention_4", None, "ModuleNotFoundError"),
+        ("flash_attention_4", SimpleNamespace(), "flash_attn_func"),
+    ],
+)
+def test_refused_without_the_package_or_its_functions(monkeypatch, name, package, why):
+    chosen(name, monkeypatch)
+    module, _ = STAND_INS[name]
+    monkeypatch.setitem(sys.modules, module.MODULE, package)
+    with pytest.raises(ConfigError) as caught:
+        attention_backends("cpu")
+    assert why in caught.value.why and module.PACKAGE in caught.value.do
+
+
+@pytest.mark.parametrize("name", ["", "ck"])
+def test_another_name_is_refused(monkeypatch, name):
+    monkeypatch.setenv("ATTENTION_ENGINE", name)
+    with pytest.raises(ConfigError, match="no engine") as caught:
+        attention_backends("cpu")
+    assert all(known in caught.value.why for known in STAND_INS)
