@@ -31,7 +31,7 @@ SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (128, 2**24, 2**22)}  # M = N = K 
 Work = tuple[Callable[[], object], float]  # amount / seconds of one call is in UNITS
 
 
-def main(folder: Path, device: str, seconds: float, benchmark: str = "") -> int:
+def main(folder: Path, device: str, seconds: float, benchmark: str = "") -> None:
     found = Measured(int(os.environ["RANK"]))
     found.write(folder)
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch renames a collective; torch 2.9 has the old name only
@@ -43,7 +43,6 @@ def main(folder: Path, device: str, seconds: float, benchmark: str = "") -> int:
         raise
     finally:
         found.write(folder)
-    return 0
 
 
 def measure(found: Measured, folder: Path, device: str, seconds: float, benchmark: str) -> None:
@@ -147,4 +146,5 @@ def times_s(work: Callable[[], object], count: int, place: torch.device) -> list
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), *sys.argv[4:]))
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), *sys.argv[4:])
+    os._exit(0)  # see throughput/ranks.py: gloo's threads
