@@ -61,8 +61,7 @@ def main(measure: Callable[[Path], None]) -> None:
     """`measure` the request in the folder that the command line names."""
     folder = Path(sys.argv[1])
     run_guarded(folder, int(os.environ["RANK"]), partial(measure, folder), lambda: None, lambda: 0)
-    # The record says "done". Where a thread of gloo gives the tensors of a collective back only now, an interpreter that is shutting down lets it
-    # not have the GIL but ends it, which is std::terminate for the whole process (torch 2.13, Python 3.11: 4 of 72 processes under load).
+    # A thread of gloo that frees a collective's tensors while the interpreter shuts down may not have the GIL: std::terminate, 4 of 72 under load.
     os._exit(0)
 
 

@@ -1,9 +1,9 @@
 """The peers of docs/results.md: both benchmarks' training steps by Megatron-core and Transformer Engine, on random weights and tokens.
 
-    torchrun --nproc-per-node N tests/gpu/megatron_peers.py llama31_8b [--bf16] [--fuse-wgrad] [--micro-batches 4]
+    torchrun --nproc-per-node N tests/gpu/megatron_peers.py llama31_8b [--bf16] [--fuse-wgrad] [--micro-batches 4] [--layers 32]
     python tests/gpu/megatron_peers.py llama2_70b_lora
 
-The 8B: all 32 layers, data parallel with the distributed optimizer, gradients and weights sent while others compute, micro-batches of one sequence of
+The 8B: data parallel with the distributed optimizer, gradients and weights sent while others compute, micro-batches of one sequence of
 8,192 tokens. `--fuse-wgrad` lets Transformer Engine add weight gradients into the gradient buffer itself: the fastest of what we tried.
 LoRA: 4 and 12 of the 80 layers on one GPU, adapters where NeMo has them (qkv and o, on the normed input), the base in FP8. The time of a layer
 is their difference's, and 80 layers are extrapolated without communication and without recomputation, to the peer's favor.
@@ -66,9 +66,9 @@ def median_seconds(step: Callable[[], object]) -> float:
     return statistics.median(seconds[WARMUP:])
 
 
-def pretraining(bf16: bool, fuse_wgrad: bool, micro_batches: int) -> str:
+def pretraining(layers: int, bf16: bool, fuse_wgrad: bool, micro_batches: int) -> str:
     vocabulary = 128256
-    config = transformer(32, 4096, 14336, 32, **({} if bf16 else FP8))
+    config = transformer(layers, 4096, 14336, 32, **({} if bf16 else FP8))
     model = gpt(config, vocabulary, 500000)
     if fuse_wgrad:
         for module in model.modules():
@@ -110,10 +110,8 @@ def pretraining(bf16: bool, fuse_wgrad: bool, micro_batches: int) -> str:
     gc.disable()  # as Megatron's own training loop does
     seconds = median_seconds(step)
     name = f"{'bf16' if bf16 else 'FP8'}{', weight gradients added by TE' if fuse_wgrad else ''}"
-    speed = micro_batches * SEQUENCE / seconds
-    return (
-        f"llama31_8b, {name}, {torch.distributed.get_world_size()} GPUs: {speed:,.0f} tok/s/GPU, {1e3 * seconds:.1f} ms (median of {STEPS})"
-    )
+    shape = f"{layers} layers, {name}, {torch.distributed.get_world_size()} GPUs"
+    return f"llama31_8b, {shape}: {micro_batches * SEQUENCE / seconds:,.0f} tok/s/GPU, {1e3 * seconds:.1f} ms (median of {STEPS})"
 
 
 class Adapter(nn.Module):
@@ -175,6 +173,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--fuse-wgrad", action="store_true")
     parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=32, help="of the 8B")
     args = parser.parse_args()
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
@@ -182,7 +181,7 @@ def main() -> None:
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    text = lora() if args.benchmark == "llama2_70b_lora" else pretraining(args.bf16, args.fuse_wgrad, args.micro_batches)
+    text = lora() if args.benchmark == "llama2_70b_lora" else pretraining(args.layers, args.bf16, args.fuse_wgrad, args.micro_batches)
     if torch.distributed.get_rank() == 0:
         print(f"Megatron-core + Transformer Engine: {text}, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
     torch.distributed.destroy_process_group()

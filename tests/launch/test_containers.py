@@ -19,7 +19,14 @@ from toy import wait_until
 from door import verbs
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ["run_and_time.sh", "run_tests.sh", "run_with_docker.sh", "tests/gpu/against_megatron.sh", "run.sub", ".ci/run"]
+SCRIPTS = [
+    "run_and_time.sh",
+    "run_tests.sh",
+    "run_with_docker.sh",
+    "run.sub",
+    ".ci/run",
+    *(f"tests/gpu/{path.name}" for path in ROOT.glob("tests/gpu/*.sh")),
+]
 HABITS = (
     "SEED",
     "NEXP",
