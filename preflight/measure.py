@@ -147,4 +147,4 @@ def times_s(work: Callable[[], object], count: int, place: torch.device) -> list
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), *sys.argv[4:])
-    os._exit(0)  # see throughput/ranks.py: gloo's threads
+    os._exit(0)  # see run_guarded: gloo's threads

@@ -228,9 +228,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     args, rank = parse(argv), int(os.environ.get("RANK", "0"))
     config = configs.load(args.config, config_class(args.benchmark), dict(item.split("=", 1) for item in args.set))
-    run_guarded(args.result and args.result.parent, rank, partial(bench, Session(args, config, rank)), lambda: None, lambda: 0)
-    if args.of != "outside" or args.device == "cpu":  # a profiler around a process with a GPU writes at its end
-        os._exit(0)  # see ranks.py: gloo's threads
+    profiled_outside = args.of == "outside" and args.device == "cuda"
+    work, folder = partial(bench, Session(args, config, rank)), args.result and args.result.parent
+    run_guarded(folder, rank, work, lambda: None, lambda: 0, returns=profiled_outside)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,19 @@ ALONE_S = 5.0  # to write what is to be written, without torchrun
 _signals_raise = False  # do SIGTERM and SIGINT end the work of this process?
 
 
-def run_guarded(run_dir: Path | None, rank: int, body: Callable[[], None], on_failure: Callable[[], None], step: Callable[[], int]) -> None:
-    """Run `body`; on failure call `on_failure` (which may write run_stop aborted), leave a record and end the process.
+def run_guarded(
+    run_dir: Path | None,
+    rank: int,
+    body: Callable[[], None],
+    on_failure: Callable[[], None],
+    step: Callable[[], int],
+    returns: bool = False,
+) -> None:
+    """Run `body`, leave a record and end the process; on failure call `on_failure` before (which may write run_stop aborted).
 
-    `step` tells how far the run got. Never returns after a failure: `os._exit`, since tearing down a broken group can hang.
+    `step` tells how far the run got. Ends by `os._exit`: tearing down a broken group can hang, and after a good end a thread of gloo that frees a
+    collective's tensors while the interpreter shuts down may not have the GIL: std::terminate, 4 of 72 processes under load. `returns`: after a good
+    end, for a profiler around the process, which writes when that shuts down.
     """
     global _signals_raise
     _listen_to_signals(run_dir, rank)
@@ -48,6 +57,8 @@ def run_guarded(run_dir: Path | None, rank: int, body: Callable[[], None], on_fa
         # when the others see that it did, and what they saw is to be told.
         _signals_raise = False
         _end_badly(run_dir, rank, error, on_failure, step)
+    if not returns:
+        os._exit(0)
 
 
 def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -> RunError:
