@@ -127,13 +127,18 @@ def lines(examined: Examined, werror: bool) -> list[str]:
     warned = sum(complaint.warning for complaint in verdict.complaints)
     words = "FAILED" if not verdict.passed or (werror and warned) else "passed"
     if warned:
-        words += f", {warned} warnings{' count as errors' if werror else ', errors with --werror'}"
+        words += f", {number(warned, 'warning')}, errors with --werror"
     found = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
     for finding in examined.findings:
         place = f"{examined.path.name}:{finding.line}" if finding.line else f"{examined.path.name}"
         severity = "warning" if finding.warning and not werror else "error"
         found.append(f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]")
-    return [*found, f"  {'NOT CLEAN' if errors else 'CLEAN'}: {len(errors)} errors, {len(examined.findings) - len(errors)} warnings"]
+    warnings = len(examined.findings) - len(errors)
+    return [*found, f"  {'NOT CLEAN' if errors else 'CLEAN'}: {number(len(errors), 'error')}, {number(warnings, 'warning')}"]
+
+
+def number(count: int, of: str) -> str:
+    return f"{count} {of}{'s' * (count != 1)}"
 
 
 main = program(parser, lambda options: _check_all(**vars(options)))

@@ -25,7 +25,7 @@ from plan.benchmark import load_all  # noqa: E402
 from plan.command import all_table, kinds_table, target_line  # noqa: E402
 from records.published import RESULTS, Published  # noqa: E402
 
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "docs").rglob("*.md")})
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *(ROOT / "docs").rglob("*.md")})
 MADE = re.compile(r"(<!-- made: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
 LORA = BENCHMARKS[1]

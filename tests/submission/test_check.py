@@ -44,7 +44,7 @@ def test_a_finding_names_severity_file_line_rule_and_source(tmp_path, capsys):
     output = capsys.readouterr().out
     assert re.search(r"error +result_0.txt:1 +cache_clear +cache_clear is false.*\[TR Data State.*\]", output)
     assert "llama31_8b, closed division, held to 6.1.0 by its keys; official checker: passed" in output
-    assert output.endswith("NOT CLEAN: 1 errors, 0 warnings\n")
+    assert output.endswith("NOT CLEAN: 1 error, 0 warnings\n")
 
 
 def test_findings_for_programs(tmp_path, capsys):
@@ -79,9 +79,9 @@ def test_the_round_comes_from_the_keys_of_the_log_unless_it_is_asked_for(tmp_pat
 def test_werror_is_asked_for_and_said(tmp_path, capsys):
     path = dialect(tmp_path / "result_0.txt", "processes", spoil=lambda log: log.append(dict(log[find(log, "run_start")])))
     assert check.main([str(path)]) == 0
-    assert "passed, 1 warnings, errors with --werror" in capsys.readouterr().out
+    assert "passed, 1 warning, errors with --werror" in capsys.readouterr().out
     assert check.main([str(path), "--werror"]) == 20
-    assert "FAILED, 1 warnings count as errors" in capsys.readouterr().out
+    assert "FAILED, 1 warning, errors with --werror" in capsys.readouterr().out
 
 
 @EACH

@@ -68,7 +68,7 @@ def test_the_report_is_self_contained(run_dir):
 
 
 def test_the_checkers_findings_are_on_the_page(run_dir):
-    assert "NOT CLEAN: 1 errors" in page(run_dir) and "A_TEST_1x8.toml" in page(run_dir)
+    assert "NOT CLEAN: 1 error," in page(run_dir) and "A_TEST_1x8.toml" in page(run_dir)
 
 
 def test_a_long_curve_is_thinned_to_the_mean_of_the_loss_and_the_slowest_step(run_dir):
