@@ -26,7 +26,7 @@ WORKDIR /workspace
 # triton are those of the base: PyPI's are built for CUDA, and its triton would replace ROCm's. The build fails if the base has no
 # torch, or if another one than the base's would be used.
 RUN base_torch=$(python3 -c 'import torch, triton; print(torch.__version__, torch.__file__, triton.__file__)') \
-    && python=$(python3 door/environment.py requirements.txt) \
+    && python=$(python3 -m launch.environment requirements.txt) \
     && test "$base_torch" = "$("$python" -c 'import torch, triton; print(torch.__version__, torch.__file__, triton.__file__)')" \
     && git config --system --add safe.directory /workspace
 

@@ -25,4 +25,5 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; 
 fi
 [[ -e /proc/self/fd/1 ]] || exec >/dev/null # closed: the next file that is opened would take the place, and what is printed
 [[ -e /proc/self/fd/2 ]] || exec 2>/dev/null
-exec python3 "$root/door/__main__.py" --install "$@" # one process from here on: a signal to it ends pip, too
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec python3 -P -m launch --install "$@" # -P: a folder of the caller's hides no module; one process from here on: a signal to it ends pip, too

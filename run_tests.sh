@@ -10,6 +10,6 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; 
         "$(python3 --version 2>&1 || true)" >&2
     exit 18
 fi
-python=$(python3 door/environment.py requirements-test.txt)
+python=$(python3 -m launch.environment requirements-test.txt)
 # Three on two cores: many tests wait for processes of their own.
 exec "$python" -m pytest -q -n 3 --dist worksteal "$@"

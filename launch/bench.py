@@ -7,12 +7,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import profilers
 from common.errors import ConfigError
 from common.terminal import print_stderr
-from launch import diagnosis, run_directory
+from launch import diagnosis, profilers, run_directory
 from launch.job import Job, torchrun_command, trainer_environment
-from supervision.supervise import supervise
+from launch.processes.supervise import supervise
 
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.records import ledger, rcp
 from common.terminal import shown
 from launch.diagnosis import Result
+from launch.processes.ranks import numbers
 from launch.select_config import Selection
-from records import ledger, rcp
-from supervision.ranks import numbers
 
 MINIATURE_LINE = "THIS IS THE MINIATURE, a toy model: NOT a benchmark result, not for submission."
 

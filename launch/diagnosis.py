@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import Hang, RankLost, RunError, TargetMissed, write_record
-from records import flight_recorder
+from launch import flight_recorder
 
 
 @dataclass(frozen=True)

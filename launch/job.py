@@ -14,12 +14,13 @@ from common.config import RunConfig
 from common.data.preparation import damage_of
 from common.errors import ConfigError, DataError
 from common.hardware import Probe, probe
+from common.paths import ROOT
 from common.terminal import print_stderr, shown
 from common.training.continuation import require_possible, when_from
+from launch.plan.benchmark import rules_of
+from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, torchrun
+from launch.processes.supervise import end_with_parent
 from launch.select_config import Selection, select_config
-from plan.benchmark import rules_of
-from supervision.ranks import ONE_NODE, ROOT, cpus_of_ranks, rank_environment, torchrun
-from supervision.supervise import end_with_parent
 
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from common.errors import ConfigError, Interrupted, RankLost, RunError
 from common.terminal import print_stderr
 from launch.job import Node
-from supervision.supervise import GRACE_S
+from launch.processes.supervise import GRACE_S
 
 JOIN_S = 1800.0  # for a node to be started, and to build the miniature's data
 READY_S = 900.0  # for a node to clear gigabytes from the page cache

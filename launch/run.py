@@ -10,19 +10,19 @@ import sys
 import time
 from pathlib import Path
 
-from common.data import page_cache
 from common.errors import CheckFailed, Interrupted, OutOfMemory, RankLost, RunError
 from common.hardware import Probe
+from common.paths import ROOT
 from common.terminal import inform, print_stderr, shown
-from launch import diagnosis, run_directory, series
+from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
-from launch.job import ROOT, Job, ensure_data, trainer_command, trainer_environment
+from launch.job import Job, ensure_data, trainer_command, trainer_environment
 from launch.limits import require_limits
+from launch.monitor import gpu_sampler as sampler
+from launch.monitor.screen import Screen
 from launch.multi_node import LeaderEnded, Nodes
-from live import sampler
-from live.screen import Screen
-from plan.command import expected_memory
-from supervision.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, signals_noted, supervise
+from launch.plan.command import expected_memory
+from launch.processes.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, signals_noted, supervise
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step: kernels compile before the first one

@@ -12,8 +12,8 @@ from common.config import RunConfig
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, GpuKind
 from common.hardware import Probe, config_name, identify
-from plan.benchmark import rules_of
-from plan.derive_config import load_or_derive
+from launch.plan.benchmark import rules_of
+from launch.plan.derive_config import load_or_derive
 
 
 @dataclass(frozen=True)

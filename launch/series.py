@@ -19,13 +19,13 @@ from pathlib import Path
 
 from common.config import RunConfig
 from common.errors import ROOM, ConfigError, Interrupted, RankLost, RunError, StorageError, failure_of, with_room
+from common.records import ledger
 from common.terminal import print_stderr
 from common.training.continuation import newest, require_same
 from launch import diagnosis, run_directory
 from launch.console import series_closing
+from launch.processes import supervise
 from launch.select_config import Selection
-from records import ledger
-from supervision import supervise
 
 MAX_FAILURES = 2
 
@@ -88,7 +88,10 @@ def continued(request: Request, run: Path, benchmark: str, config: RunConfig) ->
 def facts_of(selection: Selection, data_dir: Path, commit: str | None, root: Path, benchmark: str) -> dict:
     """What must stay the same within a series: system, code and configuration, as the rules ask (Benchmark Results)."""
     digest = hashlib.sha256()  # of the code that trains: sees changes that are not committed
-    for path in sorted(path for room in ("common", "launch", "supervision", benchmark) for path in (root / room).rglob("*.py")):
+    packages = [root / name for name in ("common", "launch", benchmark)]
+    for path in sorted(path for package in packages for path in package.rglob("*.py")):
+        if path.is_relative_to(root / "launch/plan") or path.is_relative_to(root / "launch/preflight"):
+            continue  # neither takes part in a run
         digest.update(f"{path.relative_to(root)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return {
         "config": selection.log_name,

@@ -13,9 +13,9 @@ from common import config as configs
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.gpu_stats import FAULTS
-from pages.page import median, points
-from plan.benchmark import config_class, workload
-from plan.estimate import estimate
+from common.html.page import median, points
+from launch.plan.benchmark import config_class, workload
+from launch.plan.estimate import estimate
 from submission.gpu_samples import Samples, comparisons, read_samples
 from submission.runs import Run
 

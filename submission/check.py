@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
+from common.paths import ROOT
 from submission import official_tools, own_log
 from submission.log import Log, read
 from submission.log_rules import BENCHMARKS, DISCLOSURE_KEYS, RULES, Finding, rules_of
@@ -74,7 +75,7 @@ def _logs(path: Path) -> list[Path]:
     return found
 
 
-def examine(path: Path, ruleset: str | None = None, project_root: Path | None = own_log.PROJECT_ROOT, ours: bool | None = None) -> Examined:
+def examine(path: Path, ruleset: str | None = None, project_root: Path | None = ROOT, ours: bool | None = None) -> Examined:
     """Everything that is to be said about the log at `path`. Raises ConfigError if it is no readable log, PreflightError without a checker.
 
     `ruleset` asks for that round of the closed division; None takes what the log's keys say. `project_root`: where the config that

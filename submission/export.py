@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, PreflightError
-from records import json_lines
-from records.json_lines import is_number
+from common.records import json_lines
+from common.records.json_lines import is_number
 
 SINKS = {"tensorboard": "tensorboard.summary", "wandb": "wandb"}  # the folder in the run's, and the module that writes it
 

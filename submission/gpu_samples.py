@@ -1,4 +1,4 @@
-"""What the GPUs did during a run, for its report: gpu_samples.jsonl (live/sampler.py), and the ranks compared at every tenth step.
+"""What the GPUs did during a run, for its report: gpu_samples.jsonl (launch/monitor/gpu_sampler.py), and the ranks compared at every tenth step.
 
 A file that is missing is no finding: the sampler is optional. Standard library only.
 """
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
-from pages import page
-from pages.page import Block, Curve, finite, points, span
-from records import json_lines
+from common.html import page
+from common.html.page import Block, Curve, finite, points, span
+from common.records import json_lines
 from submission import terminal
 from submission.runs import Run
 

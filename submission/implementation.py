@@ -73,7 +73,7 @@ def _scripts(run: Run, config: str) -> dict[str, list[str]]:
     identity = [f"export MLPERF_SUBMISSION_ORG={org} MLPERF_SUBMISSION_PLATFORM={platform}"]
     start = f"exec ./run_and_time.sh {run.benchmark}"
     return {
-        "setup.sh": [code, "python3 door/environment.py requirements.txt  # the packages of requirements.lock, into .venv"],
+        "setup.sh": [code, "python3 -m launch.environment requirements.txt  # the packages of requirements.lock, into .venv"],
         "init_datasets.sh": [code, f'{start} prepare verify --data-dir "${{DATADIR:?the directory of the data}}"'],
         "run_and_time.sh": [code, *identity, f'export DGXSYSTEM={shlex.quote(config.removesuffix(".toml"))} NEXP="${{NEXP:-10}}"', start],
     }

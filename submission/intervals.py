@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from records.json_lines import is_number
+from common.records.json_lines import is_number
 from submission.log import Event
 
 

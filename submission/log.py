@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
-from records.json_lines import is_number
+from common.records.json_lines import is_number
 
 TOKEN = ":::MLLOG"
 BOM = "\xef\xbb\xbf"  # of UTF-8, read as latin-1

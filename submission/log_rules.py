@@ -20,10 +20,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from common.records.json_lines import is_number
 from common.training.mllog import RESERVED_SUBSTRINGS
 from llama2_70b_lora import rules as llama2_70b_lora_rules
 from llama31_8b import rules as llama31_8b_rules
-from records.json_lines import is_number
 from submission.log import TOKEN, Event, Log
 
 Rules = llama31_8b_rules.Rules | llama2_70b_lora_rules.Rules

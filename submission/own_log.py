@@ -11,13 +11,12 @@ import re
 from functools import cache
 from pathlib import Path
 
+from common.records.json_lines import is_number
 from common.training.mllog import END, POINT, START
-from records.json_lines import is_number
 from submission import official_tools
 from submission.log import TOKEN, Event, Log
 from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, on_each, resumed_at, unfit, unlike
 
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +derived, ...
 CHANGED = ("+derived", "+modified", "+forced")
 SMALL_SEED = 2**15  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only

@@ -22,9 +22,10 @@ from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError, StorageError
+from common.paths import ROOT
+from common.records import ledger
 from common.training.mllog import EMULATED
-from records import ledger
-from submission import check, describe, implementation, official_tools, own_log, terminal
+from submission import check, describe, implementation, official_tools, terminal
 from submission.log_rules import BENCHMARKS
 from submission.runs import FAILED, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
@@ -60,7 +61,7 @@ class Request:
     ruleset: str = official_tools.CLOSED_RULESETS[-1]
     implementation: str = "torch_native"
     series: str = ""
-    root: Path = own_log.PROJECT_ROOT  # the project in its git repository
+    root: Path = ROOT  # the project in its git repository
 
 
 def parser(benchmark: str = "") -> Parser:

@@ -1,6 +1,6 @@
 """`./run_and_time.sh report DIR`: one page about one run, DIR/report.html, or about a series of runs; of several runs, all beside each other.
 
-A page stands alone, with its charts (pages/page.py). If DIR holds a ledger or the directories of several runs, such as
+A page stands alone, with its charts (common/html/page.py). If DIR holds a ledger or the directories of several runs, such as
 LOGDIR/<benchmark>, it is about them: which ten count, and which attempts are good, lost or no run, is what submission/series.py says.
 `report A B` writes A/compared_with_B.html. Nothing is written into any other directory.
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import ConfigError
-from records import ledger
+from common.records import ledger
 from submission import gpu_samples, terminal
 from submission.advice import advice
 from submission.export import SINKS, export

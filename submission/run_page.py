@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 from common.errors import ConfigError
-from pages import page
-from pages.page import Block, Curve, Section, banner, finite, median, number, points, table
+from common.html import page
+from common.html.page import Block, Curve, Section, banner, finite, median, number, points, table
 from submission import check, gpu_samples, terminal
 from submission.advice import Advice
 from submission.intervals import samples_of

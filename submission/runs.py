@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from common.errors import ConfigError
-from records import json_lines
+from common.records import json_lines
 from submission import intervals, log, official_tools, rcp
 from submission.check import round_of
 from submission.intervals import Interval

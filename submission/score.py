@@ -20,9 +20,9 @@ from pathlib import Path
 
 from common.command_line import Parser, count, program
 from common.errors import CheckFailed, ConfigError
-from records import published
-from records.published import Pace, Published
-from records.rcp import SUBMISSION_RUNS
+from common.records import published
+from common.records.published import Pace, Published
+from common.records.rcp import SUBMISSION_RUNS
 from submission.log_rules import BENCHMARKS
 from submission.official_tools import CLOSED_RULESETS
 from submission.runs import NOT_STARTED, Run

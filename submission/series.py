@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
-from records import ledger
-from records.published import Pace, Published
-from records.rcp import SUBMISSION_RUNS, trimmed_mean
+from common.records import ledger
+from common.records.published import Pace, Published
+from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
 from submission.runs import LOST, NOT_STARTED, Run, read_attempt, read_run
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
-from pages import page
-from pages.page import Block, Curve, Link, banner, points, table
+from common.html import page
+from common.html.page import Block, Curve, Link, banner, points, table
 from submission import run_page
 from submission.run_page import FORMS, Labeled, evaluations, figures_of, of_steps, shown
 from submission.runs import GOOD, Run

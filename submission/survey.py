@@ -3,7 +3,7 @@
 DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and <submitter>/results/<system>/<benchmark>/result_*.txt.
 One row for each result set of our benchmarks: verdict and score of the official tools and ours, and our findings by rule as the number
 of logs that have one. A set passes if at most one of its logs has an error: that one counts as the run that did not converge.
-With --round 5.1 the sets that have a result become rows of records/published.json instead; rows of other rounds stay.
+With --round 5.1 the sets that have a result become rows of common/records/published.json instead; rows of other rounds stay.
 
 Exit code: 0 every score is the official one to a relative 1e-9, 20 one is not, 2 wrong usage, 17 cannot be written, 18 no official tools.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError
-from records.published import DATA, Published
+from common.records.published import DATA, Published
 from submission import official_tools, terminal
 from submission.check import Examined, examine
 from submission.log_rules import BENCHMARKS

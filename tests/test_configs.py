@@ -10,14 +10,14 @@ from common import config as configs
 from common.config import load
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
+from common.paths import ROOT
+from common.records.rcp import mean_samples
+from launch.plan import estimate as plan
+from launch.plan.benchmark import workload
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 from llama31_8b.rules import Config
-from plan import estimate as plan
-from plan.benchmark import workload
-from records.rcp import mean_samples
 
-ROOT = Path(__file__).parents[1]
 RULES = {rules.BENCHMARK: rules for rules in (pretraining_rules, lora_rules)}
 EXPECTED = {*(f"{kind}_1x8" for kind in KINDS), *(f"{kind}_2x8" for kind in ("MI325X", "MI350X", "H200"))}
 EXPECTED |= {"H200_1x1", "H200_1x2", "H200_1x4", "CPU_1x1"}
@@ -117,7 +117,7 @@ def test_gpu_kinds_differ_in_execution_only(benchmark, nodes):
 
 @pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_config_fits_the_memory_of_its_gpu(path):
-    """tests/plan/test_plan.py holds the plan to measured peaks."""
+    """tests/launch/plan/test_plan.py holds the plan to measured peaks."""
     config = read(path)
     assert plan.fits(plan.memory_peak(config, workload(path.parent.name, config)), KINDS[config.gpu])
 

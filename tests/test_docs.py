@@ -5,17 +5,17 @@ import re
 import shlex
 import subprocess
 
-import docs_tables
 import pytest
-from docs_tables import BENCHMARKS, PAGES, ROOT, rewritten
 
 from common import config as configs
 from common import errors
 from common.errors import Interrupted, RunError
 from common.gpu_kinds import KINDS
 from common.hardware import config_path
-from door.verbs import VERBS
-from plan.benchmark import config_class, load_all
+from launch.cli import VERBS
+from launch.plan.benchmark import config_class, load_all
+from tests.tools import docs_tables
+from tests.tools.docs_tables import BENCHMARKS, PAGES, ROOT, rewritten
 
 DOCS = ROOT / "docs"
 RECORDS = {"log.md", "results.md", "results-archive.md"}  # commands and keys as they were when something was measured
@@ -30,7 +30,7 @@ each_current_page = pytest.mark.parametrize("page", [p for p in PAGES if p.name 
 @each_page
 def test_generated_tables_are_current(page):
     text = page.read_text()
-    assert rewritten(text) == text, "run python3 tests/docs_tables.py"
+    assert rewritten(text) == text, "run python3 -m tests.tools.docs_tables"
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "fp8", "reduce_scatter", "moment_precision", "recompute_layers"])

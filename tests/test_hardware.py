@@ -11,8 +11,7 @@ from common import hardware
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.hardware import Device, Probe, identify
-
-ROOT = Path(__file__).parents[1]
+from common.paths import ROOT
 
 
 def amd(count, name, arch="gfx942", gib=192, units=304, partition=""):

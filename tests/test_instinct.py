@@ -15,12 +15,12 @@ from common.gpu_kinds import KINDS
 from common.kernels import architecture as settings
 from common.kernels import attention, lora, rms_norm
 from common.kernels.fp8 import fp8_dtypes
+from common.paths import ROOT
 from common.training import self_test
+from launch.preflight import __main__ as verb
+from launch.preflight.measured import Measured
 from launch.select_config import select_config
-from preflight import __main__ as verb
-from preflight.measured import Measured
 
-ROOT = Path(__file__).parents[1]
 VERSIONS = {"torch": "2.10.0+rocm7.2.4", "triton": "3.6.0+rocm7.2.4", "rocm": "7.2.53211-e1a6bc5663", "driver": "6.16.13"}
 each_card = pytest.mark.parametrize("card", CARDS, ids=lambda card: f"{card.kind}-{card.device_id:x}")
 

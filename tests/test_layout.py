@@ -1,4 +1,4 @@
-"""The rooms of this repository: who may import whom, what runs without torch, what no file may contain, and how large it may become."""
+"""The layout of this repository: ten folders, one direction of imports, and what no file may contain."""
 
 import ast
 import graphlib
@@ -6,17 +6,28 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
-import house
 import pytest
+from imports import file_of, imported_files, imported_names, module_of, source_files
 
 from common.packages import requirements
+from common.paths import ROOT
 
-ROOT = house.ROOT
-SOURCES = house.source_files()
-BENCHMARKS = set(house.BENCHMARKS)
-# Files that every room may import: they import nothing but each other.
+SOURCES = source_files()
+BENCHMARKS = {"llama31_8b", "llama2_70b_lora"}
+FOLDERS = BENCHMARKS | {
+    "common",
+    "configs",
+    "docs",
+    "launch",
+    "submission",
+    "system_tuning",
+    "tests",
+    "throughput",
+}
+# Files that every package may import. They import nothing but each other.
 BASE = {
     "common.command_line",
     "common.config",
@@ -27,63 +38,62 @@ BASE = {
     "common.known_issues",
     "common.model.shapes",
     "common.packages",
-    "common.profilers",
+    "common.paths",
     "common.terminal",
 }
-# Room -> rooms or modules that it may import besides itself and BASE. A room that is missing here fails the test.
+# Package -> packages or modules that it may import besides itself and BASE. A package that is missing here fails the test.
 MAY_IMPORT: dict[str, set[str]] = {
     "common": set(),  # the files directly in it
     "common.kernels": set(),
     "common.data": set(),
+    "common.records": set(),
+    "common.html": {"common.records"},
     "common.sharding": {"common.kernels"},
     "common.model": {"common.data", "common.kernels", "common.sharding"},
     "common.training": {"common"},
     "llama31_8b": {"common"},
     "llama2_70b_lora": {"common"},
-    "records": set(),  # facts about runs that both the launcher and a submission need
-    "supervision": set(),  # processes: what starts, watches and ends them
-    "live": {"records"},  # a run while it lasts
-    "door": {"common.data.preparation", "launch", "supervision"},
-    "launch": {  # a lock, what a manifest or a checkpoint says
-        "common.data.page_cache",
+    "launch": {  # a lock, and what a checkpoint says, without torch
         "common.data.preparation",
+        "common.records",
         "common.training.continuation",
-        "live",
-        "plan",
-        "records",
-        "supervision",
         "system_tuning",
     },
-    "gemm_tuning": {"launch"},
-    "plan": {"common.model.families", "records"},
-    "preflight": {"common.training.kernel_cases", "common.training.metrics", "common.training.self_test", "launch", "plan", "supervision"},
-    "pages": {"records"},
-    "submission": {"common.inventory", "common.training.mllog", "pages", "plan", "records", *(f"{name}.rules" for name in BENCHMARKS)},
+    "submission": {
+        "common.html",
+        "common.inventory",
+        "common.records",
+        "common.training.mllog",
+        "launch",
+        *(f"{name}.rules" for name in BENCHMARKS),
+    },
     "system_tuning": set(),
-    "throughput": {"common", "launch", "pages", "plan", "preflight", "submission", "supervision", *BENCHMARKS},
+    "throughput": {"common", "launch", "submission", *BENCHMARKS},
 }
-NOT_YET: set[str] = set()  # a move that is still to come removes it
+# Subpackages of launch/ have the imports of launch/, and these.
+MAY_IMPORT["launch"] |= {
+    "common.model.families",  # plan: of any model
+    "common.training.kernel_cases",  # preflight: the self-test
+    "common.training.metrics",
+    "common.training.self_test",
+}
 HEAVY = {"torch", "triton", "transformers", "numpy"}
 
 
 def name_of(path: Path) -> str:
-    return house.relative(path)
+    return path.relative_to(ROOT).as_posix()
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """`common.kernels.rope` -> `common.kernels`, `common.errors` -> `common`, `launch.job` -> `launch`."""
     parts = module.split(".")
     deep = parts[0] == "common" and len(parts) > 1 and (ROOT / "common" / parts[1]).is_dir()
     return ".".join(parts[: 2 if deep else 1])
 
 
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
-
-
-def ours(path: Path) -> set[str]:
-    """Modules of this repository that `path` imports, also inside functions; `from module import name` counts as the module."""
-    return {module_of(files[-1]).removesuffix(".__init__") for name in house.imported_names(path) if (files := house.module_files(name))}
+def imports(path: Path) -> set[str]:
+    """Modules of this repository that `path` imports when it runs, also inside functions."""
+    return {module_of(file) for file in imported_files(path)}
 
 
 def within(module: str, names: set[str]) -> bool:
@@ -94,32 +104,38 @@ def strays(paths: list[Path]) -> set[str]:
     """Imports that MAY_IMPORT does not list."""
     found = set()
     for path in paths:
-        room = room_of(module_of(path))
-        allowed = MAY_IMPORT[room] | BASE
-        found |= {f"{name_of(path)} imports {name}" for name in ours(path) if room_of(name) != room and not within(name, allowed)}
+        package = package_of(module_of(path))
+        allowed = MAY_IMPORT[package] | BASE
+        others = {name for name in imports(path) if package_of(name) != package}
+        found |= {f"{name_of(path)} imports {name}" for name in others if not within(name, allowed)}
     return found
 
 
-def test_a_room_imports_what_is_below_it():
-    assert {room_of(module_of(path)) for path in SOURCES} == MAY_IMPORT.keys()
-    assert strays(SOURCES) <= NOT_YET
+def test_the_repository_has_ten_folders():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    folders = {name.split("/")[0] for name in tracked.stdout.split("\n") if "/" in name}
+    assert {name for name in folders if not name.startswith(".")} == FOLDERS
+
+
+def test_a_package_imports_what_is_below_it():
+    assert {package_of(module_of(path)) for path in SOURCES} == MAY_IMPORT.keys()
+    assert strays(SOURCES) == set()
 
 
 def test_the_base_imports_the_base_only():
     for module in BASE:
-        for path in house.module_files(module)[-1:]:
-            assert ours(path) <= BASE, name_of(path)
+        path = file_of(module)
+        assert path is not None and imports(path) <= BASE, module
 
 
-def test_no_circle_between_rooms_and_nothing_builds_on_throughput_or_tests():
-    rooms: dict[str, set[str]] = {}
+def test_no_circle_between_packages_and_nothing_builds_on_throughput_or_tests():
+    packages: dict[str, set[str]] = {}
     for path in SOURCES:
-        room = path.relative_to(ROOT).parts[0]
-        names = {name for name in ours(path) if f"{name_of(path)} imports {name}" not in NOT_YET}
-        rooms.setdefault(room, set()).update({name.split(".")[0] for name in names} - {room})
-        assert "tests" not in {name.split(".")[0] for name in house.imported_names(path)}, name_of(path)
-    list(graphlib.TopologicalSorter(rooms).static_order())  # raises CycleError
-    assert [room for room, names in rooms.items() if "throughput" in names] == []
+        package = path.relative_to(ROOT).parts[0]
+        packages.setdefault(package, set()).update({name.split(".")[0] for name in imports(path)} - {package})
+        assert "tests" not in {name.split(".")[0] for name in imported_names(path)}, name_of(path)
+    list(graphlib.TopologicalSorter(packages).static_order())  # raises CycleError
+    assert [package for package, names in packages.items() if "throughput" in names] == []
 
 
 def test_system_tuning_needs_the_standard_library_only():
@@ -127,25 +143,37 @@ def test_system_tuning_needs_the_standard_library_only():
         (name_of(path), name)
         for path in SOURCES
         if path.is_relative_to(ROOT / "system_tuning")
-        for name in house.imported_names(path)
+        for name in imported_names(path)
         if name.split(".")[0] not in {*sys.stdlib_module_names, "system_tuning"}
     }
     assert foreign == set()
 
 
-def test_the_test_sees_imports():
-    assert "common.model.llama" in ours(ROOT / "llama31_8b" / "train.py")
-    assert strays([ROOT / "common" / "model" / "llama.py"]) <= NOT_YET and len(SOURCES) > 90
-    assert room_of("common.kernels.rope") == "common.kernels" and room_of("common.errors") == "common" and room_of("launch.job") == "launch"
+def test_imports_are_followed(tmp_path):
+    """Into functions, and under TYPE_CHECKING where asked for."""
+    path = tmp_path / "a.py"
+    path.write_text(
+        "from common import paths\ndef f():\n    import launch.job\nif TYPE_CHECKING:\n    from common.errors import RunError\n"
+    )
+    assert imports_of_names(path, False) == {"common.paths", "launch.job"}
+    assert imports_of_names(path, True) == {"common.paths", "launch.job", "common.errors"}
+    assert "common.model.llama" in imports(ROOT / "llama31_8b" / "train.py")
+    assert package_of("common.kernels.rope") == "common.kernels"
+    assert package_of("common.errors") == "common" and package_of("launch.job") == "launch"
+
+
+def imports_of_names(path: Path, type_checking: bool) -> set[str]:
+    return {module_of(file) for file in imported_files(path, type_checking)}
 
 
 # --- what the launcher reads runs without torch -----------------------------------------------------------------------
 
-LIGHT_ROOMS = ("door", "launch", "live", "plan", "preflight", "records", "submission", "supervision", "system_tuning", "gemm_tuning")
+LIGHT_PACKAGES = ("launch", "submission", "system_tuning")
 NEED_TORCH_SOMETIMES = {"launch.multi_node"}  # imports it in a function that only a run of several nodes calls
-NEED_TORCH = {"supervision.torchrun", "preflight.measure", "gemm_tuning.tune"}  # these run in processes that import torch anyway
+NEED_TORCH = {"launch.processes.torchrun", "launch.preflight.measure"}  # run in processes that import torch anyway
 LIGHT = [*sorted(BASE), "common.training.mllog", "common.training.log_keys", *(f"{name}.rules" for name in sorted(BENCHMARKS))]
-LIGHT += [module_of(path).removesuffix(".__init__") for path in SOURCES if path.relative_to(ROOT).parts[0] in LIGHT_ROOMS]
+LIGHT += [module_of(path) for path in SOURCES if path.relative_to(ROOT).parts[0] in LIGHT_PACKAGES]
+LIGHT += [module_of(path) for path in SOURCES if path.is_relative_to(ROOT / "common" / "records")]
 LIGHT = sorted({name for name in LIGHT if name not in NEED_TORCH and importlib.util.find_spec(name)})
 
 WITHOUT_TORCH = """
@@ -183,8 +211,7 @@ def test_only_listed_modules_of_the_launcher_import_torch():
     heavy = {
         module_of(path)
         for path in SOURCES
-        if path.relative_to(ROOT).parts[0] in LIGHT_ROOMS
-        and {name.split(".")[0] for name in house.imported_names(path)} & {"torch", "triton"}
+        if path.relative_to(ROOT).parts[0] in LIGHT_PACKAGES and {name.split(".")[0] for name in imported_names(path)} & {"torch", "triton"}
     }
     assert heavy <= NEED_TORCH | NEED_TORCH_SOMETIMES
 
@@ -228,57 +255,10 @@ def test_this_test_would_see(text):
     assert unsafe(call)
 
 
-# --- size -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name in house.LIMITS if name != "files in a step"])
-def test_size_is_within_its_limit(name):
-    assert house.measures()[name] <= house.LIMITS[name]
-
-
-def test_a_training_step_opens_few_files(miniature_data):
-    assert len(house.trace_step(miniature_data)) <= house.LIMITS["files in a step"]
-
-
-@pytest.mark.parametrize("benchmark", house.BENCHMARKS)
-def test_every_legal_combination_is_shipped_or_has_a_reason(benchmark):
-    combinations = house.combinations(benchmark)
-    assert [str(combination) for combination in combinations if combination.unexplained] == []
-    assert house.unknown_keys() == []
-    shipped = {name for combination in combinations for name in combination.configs}
-    assert shipped == {path.stem for path in (ROOT / "configs" / benchmark).glob("*.toml")}
-
-
-def test_imports_are_followed(tmp_path, monkeypatch):
-    """Through packages, functions and `from`, but not under TYPE_CHECKING."""
-    files = {
-        "a/__init__.py": "",
-        "a/entry.py": "from a import b\ndef f():\n    import c.d\nif TYPE_CHECKING:\n    import a.never\n",
-        "a/b.py": "import os\n" * 3,
-        "a/never.py": "",
-        "c/d.py": "from a.e import name\n",
-        "a/e.py": "1\n2\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(house, "ROOT", tmp_path)
-    found = house.imported_files("a/entry.py")
-    assert {house.relative(path) for path in found} == {"a/__init__.py", "a/entry.py", "a/b.py", "c/d.py", "a/e.py"}
-    assert house.lines(list(found)) == 5 + 3 + 1 + 2
-    assert {house.relative(path) for path in house.imported_files("a/entry.py", skip=("c/d.py",))} == {
-        "a/__init__.py",
-        "a/entry.py",
-        "a/b.py",
-    }
-
-
-def test_the_package_metadata_lists_every_room():
-    import tomllib
-
+def test_the_package_metadata_lists_every_package():
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    rooms = {path.relative_to(ROOT).parts[0] for path in SOURCES}
-    assert {name.rstrip("*") for name in table["tool"]["setuptools"]["packages"]["find"]["include"]} == rooms
-    assert set(table["tool"]["mypy"]["packages"]) == rooms
+    packages = {path.relative_to(ROOT).parts[0] for path in SOURCES}
+    assert {name.rstrip("*") for name in table["tool"]["setuptools"]["packages"]["find"]["include"]} == packages
+    assert set(table["tool"]["mypy"]["packages"]) == packages
     pinned = {name for name, _ in requirements(ROOT / "requirements.txt")}
     assert {name.split(">")[0] for name in table["project"]["dependencies"]} <= pinned

@@ -5,7 +5,7 @@ import re
 import pytest
 
 pytest.importorskip("matplotlib")
-import pictures
+from tests.tools import pictures
 
 TEXT = (pictures.ROOT / "docs" / "results.md").read_text()
 
@@ -16,7 +16,7 @@ def labels(path) -> list[str]:
 
 def test_the_pies_are_those_of_the_results(tmp_path):
     pictures.draw(tmp_path / "now.svg")
-    assert labels(tmp_path / "now.svg") == labels(pictures.PICTURE), "run python tests/pictures.py"
+    assert labels(tmp_path / "now.svg") == labels(pictures.PICTURE), "run python3 -m tests.tools.pictures"
 
 
 @pytest.mark.parametrize("title", pictures.PIES)

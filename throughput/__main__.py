@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common.command_line import Parser, exit_code_of
 from common.hardware import probe
-from supervision.supervise import raise_at_signals
+from launch.processes.supervise import raise_at_signals
 from throughput import options
 
 # what -> one line about it. throughput/<what>.py has add_arguments(parser), measure(options, result), which adds rows to the Result, and

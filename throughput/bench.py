@@ -38,8 +38,8 @@ from common.training.loop import Assembly, evaluate, pad_for_ranks, train_step
 from common.training.metrics import Meter, Rate, memory_gib
 from common.training.session import Session
 from common.training.warmup import synthetic_batches
-from plan.benchmark import config_class, rules_of, workload
-from plan.estimate import memory_peak
+from launch.plan.benchmark import config_class, rules_of, workload
+from launch.plan.estimate import memory_peak
 from throughput import memory_profile, profiling
 from throughput.memory import peak_bytes
 from throughput.ranks import max_over_ranks

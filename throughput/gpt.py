@@ -11,7 +11,7 @@ import torch
 
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
-from plan.estimate import largest
+from launch.plan.estimate import largest
 from throughput import options as common
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP, Size, build_gpt, train_step
 from throughput.memory import free_memory, peak_bytes, ran_out_of_memory

@@ -20,7 +20,7 @@ from common.kernels.fp8 import DelayedScaling
 from common.kernels.quantize import quantize_triton
 from common.model.families import shape_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
-from preflight.measure import median_s
+from launch.preflight.measure import median_s
 
 FP32, BF16, FP8 = 4, 2, 1  # bytes
 SEQUENCE = 8192

@@ -16,11 +16,11 @@ from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import config_path, probe
 from common.model.families import FAMILIES, Family, family_of
-from plan import estimate as plan
-from plan.benchmark import config_class
-from plan.derive_config import fitting, nearest_file
-from plan.estimate import Memory, Workload, gib
-from supervision.ranks import ROOT
+from common.paths import ROOT
+from launch.plan import estimate as plan
+from launch.plan.benchmark import config_class
+from launch.plan.derive_config import fitting, nearest_file
+from launch.plan.estimate import Memory, Workload, gib
 from throughput import machine
 from throughput import options as common
 from throughput.ranks import MEASURED, run_ranks
@@ -69,7 +69,7 @@ TABLES = (
             "with its config's micro-batch and accumulation, and others with the largest batch that fits.",
             "TFLOP/s: tokens/s x (6N + 6LSH) / 1e12; N weights in products, L layers, S tokens of a sequence, H width of attention; causal "
             "attention is half of the square. 12LSH counts the whole square. lora: 4N + 6 x adapters instead of 6N. Recomputation is not counted.",
-            "Peak memory: of torch's allocator. Planned: the same by calculation (plan/estimate.py), which --batch max begins with.",
+            "Peak memory: of torch's allocator. Planned: the same by calculation (launch/plan/estimate.py), which --batch max begins with.",
         ),
         plots=(Plot("bars", "Tokens per second and GPU", "model, mode, seq", "tokens_per_s_per_gpu", "precision"),),
         published=(

@@ -13,9 +13,9 @@ from common.errors import PreflightError
 from common.gpu_kinds import GIB, KINDS
 from common.gpu_stats import DriverError, read_gpus
 from common.hardware import Probe, identify
+from common.paths import ROOT
 from launch import run_directory
 
-ROOT = Path(__file__).resolve().parents[1]
 OF_LINUX = {  # key of a system description -> ours
     "host_processor_model_name": "cpu",
     "host_processors_per_node": "cpu_sockets",

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from common.errors import StorageError
+from common.html import page
+from common.paths import ROOT
 from common.sharding.processes import Processes
 from common.training.loop import Assembly
-from pages import page
 from throughput.report import write_text
 
 SNAPSHOT, SUMMARY, PAGE = "snapshot.pickle", "memory.json", "memory.html"
-ROOT = f"{Path(__file__).resolve().parents[1]}/"
+PROJECT = f"{ROOT}/"  # with which the file names of our own frames begin
 OURS = ("common", "llama31_8b", "llama2_70b_lora")  # packages whose objects hold the tensors that live as long as the run
 BEFORE, UNNAMED = "other, from before these steps", "no frame of ours: autograd, workspaces"
 FP8_COPIES = "FP8 copies of weights"
@@ -150,10 +151,10 @@ def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
 
 def kind_and_place(frames: list[dict]) -> tuple[str, str]:
     """Of an allocation in a step, by its frames, the innermost first."""
-    ours = [frame for frame in frames if frame["filename"].startswith(ROOT) and "/site-packages/" not in frame["filename"]]
+    ours = [frame for frame in frames if frame["filename"].startswith(PROJECT) and "/site-packages/" not in frame["filename"]]
     if not ours:
         return UNNAMED, ""
-    file, names = ours[0]["filename"].removeprefix(ROOT), {frame["name"] for frame in ours}
+    file, names = ours[0]["filename"].removeprefix(PROJECT), {frame["name"] for frame in ours}
     place = f"{file}:{ours[0]['line']} {ours[0]['name']}"
     if "quantize_weight" in names:
         return FP8_COPIES, place

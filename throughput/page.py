@@ -1,4 +1,4 @@
-"""page.html of sections (throughput/report.py): the page of pages/page.py, with plots that matplotlib draws as SVG inside of it."""
+"""page.html of sections (throughput/report.py): the page of common/html/page.py, with plots that matplotlib draws as SVG inside of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from pages import page
-from pages.page import COLORS, Block
+from common.html import page
+from common.html.page import COLORS, Block
 from throughput import links
 from throughput.report import Drawing, Section
 

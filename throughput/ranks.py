@@ -22,8 +22,8 @@ from common.sharding.processes import Processes
 from common.sharding.zero import NcclReduceScatter, Shard, pad_rows
 from common.training.guard import run_guarded
 from launch.diagnosis import diagnose
-from supervision.ranks import cpus_of_ranks, rank_environment, torchrun
-from supervision.supervise import supervise
+from launch.processes.ranks import cpus_of_ranks, rank_environment, torchrun
+from launch.processes.supervise import supervise
 
 REQUEST, MEASURED = "request.json", "measured.json"  # in the folder of a run: what is asked for, and what rank 0 found
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from common.errors import Interrupted, RunError
-from supervision.ranks import rank_environment
-from supervision.supervise import supervise
+from launch.processes.ranks import rank_environment
+from launch.processes.supervise import supervise
 from throughput import links, ranks
 from throughput import options as common
 from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP

@@ -28,9 +28,9 @@ from common.kernels.attention import ENGINE, causal_attention
 from common.training import self_test
 from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
 from common.training.self_test import KERNEL_DB, against_reference
+from launch.preflight.measure import median_s
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
-from preflight.measure import median_s
 
 SECONDS = 0.02
 # The settings functions that a case of common/training/kernel_cases.py launches with.

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import ConfigError, DataError, Interrupted, RunError
 from common.hardware import probe
-from supervision.supervise import supervise
+from launch.processes.supervise import supervise
 from throughput import options as common
 from throughput import report, result
 from throughput.report import Section

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from preflight.measure import times_s
+from launch.preflight.measure import times_s
 
 WARMUP_MS, REPEAT_MS = 30.0, 200.0
 

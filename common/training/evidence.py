@@ -57,7 +57,7 @@ def _gib(words: str, text: str) -> float | None:
 
 
 def write_collectives(stack: Path) -> None:
-    """ranks/rank_<k>.collectives.json beside `stack`: the last entries of torch's flight recorder, for records/flight_recorder.py.
+    """ranks/rank_<k>.collectives.json beside `stack`: the last entries of torch's flight recorder, for launch/flight_recorder.py.
 
     To be called by another thread than the one that hangs. Does not raise: there is no one to tell.
     """

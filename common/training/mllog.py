@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import ConfigError, NonFinite, StorageError
+from common.paths import ROOT
 
 TOKEN = ":::MLLOG "
 # The RCP checker finds its events by these substrings anywhere in a line, not by key: a file or system name that
@@ -30,7 +31,6 @@ RESERVED_SUBSTRINGS = ("global_batch_size", "submission_benchmark", "eval_accura
 POINT, START, END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 EMULATED = "emulated_block_format"  # a key of ours, only in the logs of such runs: no checker knows it, and no submission may have it
 STDOUT_FD = 1
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
 Scalar = bool | int | float | str
 Value = Scalar | dict[str, Scalar] | None
@@ -246,5 +246,5 @@ def _caller() -> dict[str, str | int]:
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
-    name = path.relative_to(PROJECT_ROOT).as_posix() if path.is_relative_to(PROJECT_ROOT) else path.name
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
     return {"file": name, "lineno": frame.f_lineno}

@@ -11,14 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
+from common.paths import ROOT
 from llama2_70b_lora import prepare
 from llama2_70b_lora.rules import DATA_FILES
 
-ROOT = Path(__file__).parents[2]
 COMMIT = prepare.DATA_REVISION
 pytest.importorskip("huggingface_hub")
 

@@ -1,7 +1,7 @@
 """Files of the real shapes for a rehearsal of a whole run: what MLCommons gives its members, with other values.
 
-    python tests/gpu/full_size_files.py llama2_70b_lora --data-dir D --weights W [--more-weights V --keep BYTES]
-    python tests/gpu/full_size_files.py llama31_8b --data-dir D [--tokens N]
+    python3 -m tests.gpu.full_size_files llama2_70b_lora --data-dir D --weights W [--more-weights V --keep BYTES]
+    python3 -m tests.gpu.full_size_files llama31_8b --data-dir D [--tokens N]
 
 Base weights are N(0, 0.02) in the fused layout of MLCommons' copy, 29 files of 138 GB in all; where W's disk is too small, files beyond its first
 BYTES go to V, /dev/shm say, and W has links to them. Sequences are the texts of this Python's packages as byte tokens, ids 3 to 258 of
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.data.indexed_dataset_writer import Writer
 from common.model.checkpoint_names import FUSED, INDEX, tensor_shapes

@@ -1,6 +1,6 @@
 """Is a GPU that becomes 6 % slower named within 50 steps, and nobody before? Real training steps on synthetic tokens, on two GPUs or more.
 
-    python3 -m torch.distributed.run --standalone --nproc-per-node 2 tests/gpu/slow_rank.py [--late 6] [--layers 16] [--steps 260] [--at 180]
+    python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.slow_rank [--late 6] [--layers 16] [--steps 260] [--at 180]
 
 After --at steps the rank that is slowest by then gets matrix products more in the forward of every block, as many as take --late percent of
 a block's time. Rank 0 prints each comparison, the noise of the healthy part, who was named when, and what the timing costs a step.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -21,20 +20,18 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from common import config as configs  # noqa: E402
-from common.kernels.attention import attention_backends  # noqa: E402
-from common.training import rank_comparison  # noqa: E402
-from common.training.build import DTYPES  # noqa: E402
-from common.training.loop import LOG_EVERY_STEPS, train_step  # noqa: E402
-from common.training.metrics import Events, Progress  # noqa: E402
-from common.training.rank_comparison import LOOKS, BlockTimes, RankComparison  # noqa: E402
-from common.training.session import Session  # noqa: E402
-from common.training.warmup import synthetic_batches  # noqa: E402
-from llama31_8b import train as trainer  # noqa: E402
-from llama31_8b.rules import CLOSED, MINIATURE, Config  # noqa: E402
+from common import config as configs
+from common.kernels.attention import attention_backends
+from common.paths import ROOT
+from common.training import rank_comparison
+from common.training.build import DTYPES
+from common.training.loop import LOG_EVERY_STEPS, train_step
+from common.training.metrics import Events, Progress
+from common.training.rank_comparison import LOOKS, BlockTimes, RankComparison
+from common.training.session import Session
+from common.training.warmup import synthetic_batches
+from llama31_8b import train as trainer
+from llama31_8b.rules import CLOSED, MINIATURE, Config
 
 SIZE = {"cuda": 1024, "cpu": 64}  # of the extra products: some 5 us each on an H200
 UNTIMED = 30  # steps without events, to compare the step time with

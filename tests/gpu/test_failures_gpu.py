@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +12,15 @@ from tiny import start_ranks
 from toy import wait_until
 
 from common.errors import OutOfMemory
-from records.flight_recorder import sentence, stuck
+from common.paths import ROOT
+from launch.flight_recorder import sentence, stuck
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def test_memory_of_the_miniature(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "door", "llama31_8b", "profile", "--device", "cuda", "--memory", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "launch", "llama31_8b", "profile", "--device", "cuda", "--memory", "--out", str(tmp_path / "out")]
     command += ["--config", str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), "--set", "gpu=H200"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """A whole run as a submitter starts it, watched from outside: when its phases begin, what it takes, and how it ends when it is hit.
 
-    python3 tests/gpu/whole_run.py llama31_8b --data-dir D --log-dir L [--stop-after S | --kill-rank R --after S] [-- --checkpoint 60s]
+    python3 -m tests.gpu.whole_run llama31_8b --data-dir D --log-dir L [--stop-after S | --kill-rank R --after S] [-- --checkpoint 60s]
 
 --stop-after sends SIGTERM to ./run_and_time.sh so many seconds after `run_start`, --kill-rank sends SIGKILL to one rank --after so many; without
 either the run goes to its end. What follows `--` goes to ./run_and_time.sh. Base weights are those of $MODEL. Printed are the seconds from the
@@ -21,12 +21,10 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from preflight.host import available_memory  # noqa: E402
-from submission.runs import read_attempt  # noqa: E402
-from supervision.supervise import processes_of  # noqa: E402
+from common.paths import ROOT
+from launch.preflight.host import available_memory
+from launch.processes.supervise import processes_of
+from submission.runs import read_attempt
 
 HOST = Path("/")
 POLL_S = 0.2

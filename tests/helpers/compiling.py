@@ -17,11 +17,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from common.paths import ROOT
+
 # architecture -> (backend, its name there, threads of a warp, shared memory of one block in bytes). Sources: CUDA C programming guide, AMD
 # CDNA3 and CDNA4 ISA guides.
 TARGETS: dict[str, tuple[str, str | int, int, int]] = {

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from records.rcp import REFERENCE_RUNS, SUBMISSION_RUNS, trimmed_mean
+from common.records.rcp import REFERENCE_RUNS, SUBMISSION_RUNS, trimmed_mean
 
 SIGNIFICANCE = 0.05  # one-sided
 TOLERANCE = 1e-4  # sequences; the official bisection stops there

@@ -16,13 +16,13 @@ import pytest
 import synthetic_log
 
 from common import config as configs
+from common.paths import ROOT
+from common.records import ledger
+from common.records.rcp import mean_samples
 from common.training import mllog
 from common.training.log_keys import hyperparameters
 from common.training.mllog import RunLog
-from records import ledger
-from records.rcp import mean_samples
 
-ROOT = Path(__file__).resolve().parents[2]
 ORG, CONFIG, SYSTEM = "Acme", "MI355X_1x8.toml", "MI355X_1x8_pytorch"
 SERIES = "20261001-120000-abc123"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

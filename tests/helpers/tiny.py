@@ -28,13 +28,13 @@ from common import config
 from common.data.indexed_dataset_writer import Writer
 from common.errors import RunError
 from common.model.shapes import ModelShape
+from common.paths import ROOT
 from common.sharding.processes import start_processes
 from common.training.mllog import TOKEN
 from common.training.session import Session, main
 from llama31_8b import train as trainer
 from llama31_8b.rules import MINIATURE, Config, Rules
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY_PROGRAM = Path(__file__).resolve()
 PYTHONPATH = os.pathsep.join(map(str, [ROOT, *sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())]))
 # 61 rows of embedding do not divide by 2 ranks, 10 evaluation sequences not by ranks x micro-batch. The target is out of reach.

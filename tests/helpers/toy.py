@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from common.paths import ROOT
 
 TRAINER = """
 import argparse, contextlib, faulthandler, json, os, signal, sys, time
@@ -88,7 +88,7 @@ if mode == "late":
     end("failed", StorageError("something is missing", "the disk is full", "free space"), step=2)
 end("done", step=2)
 """
-# In place of supervision/torchrun.py: the same processes, signals and findings, without the seconds that an import of torch takes.
+# In place of launch/processes/torchrun.py: the same processes, signals and findings, without the seconds that an import of torch takes.
 TORCHRUN = """
 import json, os, signal, subprocess, sys, time
 folder, arguments = sys.argv[1], sys.argv[2:]
@@ -166,9 +166,9 @@ def shorten(root: Path, module: str, limit: str, instead: str) -> None:
 
 
 def make_project(root: Path, torchrun: str = "") -> Path:
-    """The launcher and the toy in `root`; `torchrun` replaces supervision/torchrun.py."""
-    for room in ("door", "launch", "live", "plan", "records", "common", "supervision", "system_tuning"):
-        shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
+    """The launcher and the toy in `root`; `torchrun` replaces launch/processes/torchrun.py."""
+    for package in ("launch", "common", "system_tuning"):
+        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_and_time.sh", root)
     config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
     config = re.sub("opt_learning_rate_warmup_steps = .*\n", "", config.replace("= 16\n", "= 8\n"))
@@ -181,7 +181,7 @@ def make_project(root: Path, torchrun: str = "") -> Path:
         "submission/__init__.py": "",
         "submission/check.py": CHECK,
         "submission/report.py": REPORT,
-        "records/rcp.py": "SUBMISSION_RUNS = 10\ndef mean_samples(benchmark, batch): return None",
+        "common/records/rcp.py": "SUBMISSION_RUNS = 10\ndef mean_samples(benchmark, batch): return None",
         "requirements.txt": "pytest\n",
         "requirements-logs.txt": "",
         "configs/toy/CPU_1x1.toml": config.replace("global_batch_size = 8", "global_batch_size = 16")
@@ -191,7 +191,7 @@ def make_project(root: Path, torchrun: str = "") -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     if torchrun:
-        (root / "supervision/torchrun.py").write_text(torchrun)
+        (root / "launch/processes/torchrun.py").write_text(torchrun)
     return root
 
 

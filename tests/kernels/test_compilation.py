@@ -10,8 +10,8 @@ from compiling import TARGETS, compiled_forms, kernel_modules
 from conftest import made_once
 
 from common.kernels.architecture import Tile
+from common.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SPILLS_ON_PURPOSE = "_spilling_kernel"  # of compiling.py
 
 

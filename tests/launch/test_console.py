@@ -8,12 +8,10 @@ import pytest
 from common.errors import PreflightError
 from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
-from launch import __main__ as verbs
-from launch import console, job
+from common.paths import ROOT
+from launch import commands, console, job
 from launch.select_config import select_config
 from llama31_8b.rules import CLOSED, MINIATURE
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_result():
@@ -40,10 +38,10 @@ def test_bench_and_profile_take_an_unknown_gpu_and_a_run_does_not(monkeypatch, c
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA B300", "sm_103", 180 * GIB),) * 2))
     for name in ("bench", "profile"):
-        assert verbs.start("llama31_8b", name, verbs.parser(name, "llama31_8b").parse_args(["--print"])) == 0
+        assert commands.start("llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print"])) == 0
         assert "--config DIR/NVIDIA_B300_1x2+derived.toml --device cuda" in capsys.readouterr().out
     with pytest.raises(PreflightError, match="no peak is known"):
-        verbs.start("llama31_8b", "run", verbs.parser("run", "llama31_8b").parse_args(["--print"]))
+        commands.start("llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print"]))
 
 
 def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch, capsys, tmp_path):
@@ -52,10 +50,10 @@ def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4))
     note = "NOTE       MLPERF_SUBMISSION_ORG is not set: package will refuse these runs"
-    assert verbs.start("llama31_8b", "run", verbs.parser("run", "llama31_8b").parse_args(["--print"])) == 0
+    assert commands.start("llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print"])) == 0
     assert note in capsys.readouterr().err.splitlines()
     for name, arguments in (("bench", []), ("run", ["--device", "cpu"])):
-        verbs.start("llama31_8b", name, verbs.parser(name, "llama31_8b").parse_args(["--print", *arguments]))
+        commands.start("llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print", *arguments]))
         assert "package will refuse" not in capsys.readouterr().err
 
 
@@ -69,10 +67,10 @@ def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(m
         job, "cpus_of_ranks", lambda found, ranks: [f"{12 * k}-{12 * k + 11}" for k in range(min(ranks, len(found.devices)))]
     )
     for name, program in (("run", "llama31_8b.train"), ("bench", "throughput.bench")):
-        assert verbs.start("llama31_8b", name, verbs.parser(name, "llama31_8b").parse_args(["--print"])) == 0
+        assert commands.start("llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print"])) == 0
         said = capsys.readouterr()
-        assert f"--nproc-per-node 2 -m supervision.ranks 0-11/12-23 {program} " in said.out
+        assert f"--nproc-per-node 2 -m launch.processes.ranks 0-11/12-23 {program} " in said.out
         assert "CPUs       each rank on the NUMA node of its GPU, 12 of them" in said.err.splitlines()
-    verbs.start("llama31_8b", "run", verbs.parser("run", "llama31_8b").parse_args(["--print", "--device", "cpu"]))
+    commands.start("llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print", "--device", "cpu"]))
     said = capsys.readouterr()
-    assert "supervision.ranks" not in said.out and "CPUs " not in said.err
+    assert "launch.processes.ranks" not in said.out and "CPUs " not in said.err

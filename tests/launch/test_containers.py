@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from toy import wait_until
 
-from door import verbs
+from common.paths import ROOT
+from launch import cli
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = [
     "run_and_time.sh",
     "run_tests.sh",
@@ -77,15 +77,15 @@ def test_the_dockerfile_is_clean():
 
 
 def install_steps(text: str) -> list[str]:
-    """Calls of door/environment.py, and of anything else that could install."""
-    steps = re.findall(r'python3 "?(?:\$root/)?(door/environment\.py)"? (\S+?)[) ]', text)
+    """Calls of launch.environment, and of anything else that could install."""
+    steps = re.findall(r"python3 -m (launch\.environment) (\S+?)[) ]", text)
     return [" ".join(step) for step in steps] + re.findall(r"\b(?:pip3?|apt|apt-get|conda|curl|wget|uv|dpkg|make) (?:-\S+ )*\S+", text)
 
 
 def test_the_image_is_built_by_the_steps_that_ci_runs():
     ci = (ROOT / ".ci/run").read_text()
     assert "./run_and_time.sh" in ci and not install_steps((ROOT / "run_and_time.sh").read_text())
-    assert install_steps("\n".join(instructions())) == [f"door/environment.py {verbs.ALL}"]
+    assert install_steps("\n".join(instructions())) == [f"launch.environment {cli.ALL}"]
 
 
 def test_the_image_has_a_pinned_base_an_ordinary_user_and_nothing_foreign():

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, WeightsError
+from common.paths import ROOT
 from common.training.continuation import FACTS, FOLDER
 from launch import series
-from launch.job import ROOT, job_from, trainer_command
+from launch.job import job_from, trainer_command
 from launch.series import Request, request_from
 
 
@@ -82,7 +83,7 @@ def test_options_that_cannot_be_are_refused_before_that():
 
 
 def test_the_command_line(before):
-    command = [sys.executable, "-m", "door", "llama31_8b", "--device", "cpu", "--print", "--checkpoint", "1", "--continue"]
+    command = [sys.executable, "-m", "launch", "llama31_8b", "--device", "cpu", "--print", "--checkpoint", "1", "--continue"]
     done = subprocess.run([*command, str(before)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"--checkpoint 1 --continue {shlex.quote(str(before))}\n" in done.stdout and "continues" in done.stderr
     done = subprocess.run([*command, "nowhere"], cwd=ROOT, capture_output=True, text=True)

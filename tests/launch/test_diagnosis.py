@@ -1,17 +1,15 @@
 """Which rank failed first, and why, from the records and exit codes of all."""
 
 import json
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from common.errors import OutOfMemory, RankLost, RunError, TargetMissed, write_rank_record
+from common.paths import ROOT
 from launch import diagnosis, job, run
-from plan.benchmark import load_all
-from supervision.supervise import Ending
-
-ROOT = Path(__file__).resolve().parents[2]
+from launch.plan.benchmark import load_all
+from launch.processes.supervise import Ending
 
 
 def mllog(key, time_ms, **metadata):

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.paths import ROOT
 from llama31_8b.rules import MINIATURE
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("global_batch_size=4", "micro_batch_size=2", "max_samples=4096")
 
 

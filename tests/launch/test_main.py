@@ -18,12 +18,11 @@ from toy import STUB, alive, finish, launch, make_project, wait_until
 from common import hardware
 from common.data.manifest import Manifest, facts_of
 from common.errors import DataError
-from door.verbs import version
-from launch import __main__ as program
+from common.paths import ROOT
+from launch import commands as program
 from launch import diagnosis, job
+from launch.cli import version
 from launch.job import ensure_data
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def test_a_run_without_saving_that_fails_after_its_end_has_failed(project, tmp_p
 
 
 def test_only_a_benchmark_that_can_save_takes_the_option():
-    command = [sys.executable, "-m", "door", "llama2_70b_lora", "--device", "cpu", "--save", "--print"]
+    command = [sys.executable, "-m", "launch", "llama2_70b_lora", "--device", "cpu", "--save", "--print"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert answer.returncode == 2 and "llama2_70b_lora has no --save" in answer.stderr and not answer.stdout
     command[3] = "llama31_8b"
@@ -297,7 +296,7 @@ def test_version(project, tmp_path):
 def test_unknown_benchmark_lists_the_known(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for arguments in (["gpt5"], [], ["bench"]):
-        answer = subprocess.run([sys.executable, "-m", "door", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        answer = subprocess.run([sys.executable, "-m", "launch", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert answer.returncode == 2 and "llama31_8b" in answer.stderr and not answer.stdout
 
 
@@ -306,7 +305,7 @@ def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
     assert code == 0 and not (tmp_path / "out").exists()
     assert out.endswith("-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n")
     assert (
-        "-m supervision.torchrun DIR --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2"
+        "-m launch.processes.torchrun DIR --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2"
         in out
     )
 

@@ -19,15 +19,15 @@ from test_series import Running
 from toy import ROOT, TORCHRUN, alive, finish, make_project, shorten, wait_until
 
 from common.errors import OutOfMemory, RunError, StorageError
+from common.records import ledger
 from launch import limits, series
 from launch.run_directory import fill, missing
-from records import ledger
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     root = make_project(tmp_path_factory.mktemp("outside"), torchrun=TORCHRUN)
-    shorten(root, "supervision/supervise.py", "ORPHANS_S = 8.0", "ORPHANS_S = 0.1")
+    shorten(root, "launch/processes/supervise.py", "ORPHANS_S = 8.0", "ORPHANS_S = 0.1")
     return root
 
 

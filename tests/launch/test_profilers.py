@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from common import profilers
 from common.errors import ConfigError, PreflightError
-from launch import __main__ as program
+from common.paths import ROOT
+from launch import commands as program
+from launch import profilers
 
-ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = [sys.executable, "-m", "supervision.torchrun", "DIR", "--nproc-per-node", "2", "-m", "throughput.bench", "--device", "cuda"]
+TORCHRUN = [sys.executable, "-m", "launch.processes.torchrun", "DIR", "--nproc-per-node", "2", "-m", "throughput.bench", "--device", "cuda"]
 EXPECTED = {
     "nsys": "nsys profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi "
     "--capture-range-end=stop --output=/out/nsys --stats=true",
@@ -75,7 +75,7 @@ def test_a_tool_on_path_is_called_around_rank_0(tmp_path):
     small = ["--layers", "1", "--steps", "1", "--warmup", "1", "--set", "micro_batch_size=2", "--set", "gpus_per_node=2"]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "FAKE_OUT": f"{tmp_path}/argv.json"}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    command = [sys.executable, "-m", "door", "llama31_8b", "profile", "--device", "cpu", "--out", f"{tmp_path}/out", *small]
+    command = [sys.executable, "-m", "launch", "llama31_8b", "profile", "--device", "cpu", "--out", f"{tmp_path}/out", *small]
     command += ["--with", "nsys --stats=true"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

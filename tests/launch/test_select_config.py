@@ -2,17 +2,16 @@
 
 import argparse
 import re
-from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError, OutOfMemory, PreflightError
 from common.gpu_kinds import GIB, KINDS
 from common.hardware import Device, Probe
+from common.paths import ROOT
 from launch.select_config import benchmarks, select_config
 from submission.own_log import CONFIG_NAME
 
-ROOT = Path(__file__).parents[2]
 H200X4 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4, "580.95.05")
 MI300X = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),) * 8)
 NOTHING = Probe("none")

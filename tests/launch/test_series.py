@@ -16,11 +16,11 @@ import pytest
 from toy import TORCHRUN, alive, finish, launch, make_project, wait_until
 
 from common.errors import ConfigError
+from common.paths import ROOT
+from common.records import ledger
 from launch import series
 from launch.diagnosis import read_result
-from records import ledger
 
-ROOT = Path(__file__).parents[2]
 # Reaches the miniature's target in two thirds of the sequences that its config needs.
 QUICK = ("global_batch_size=4", "micro_batch_size=4", "opt_base_learning_rate=3e-3", "opt_learning_rate_warmup_steps=40")
 SMALL_DISK = 70_000  # bytes: enough for the ledger and the room of an attempt, not for the log of the toy

@@ -7,17 +7,16 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
 from common.errors import PreflightError
 from common.hardware import Probe
-from launch import __main__ as program
+from common.paths import ROOT
+from launch import commands as program
 from launch import run_directory, tuning
 from system_tuning.settings import KERNEL, value_of
 
-ROOT = Path(__file__).resolve().parents[2]
 HOLD = "import sys; from pathlib import Path; from system_tuning.__main__ import main; sys.exit(main({words}, Path({root!r})))"
 FILES = {f"{KERNEL}/numa_balancing": "1", f"{KERNEL}/nmi_watchdog": "0"}
 

@@ -1,7 +1,6 @@
 """The hand-written LoRA block against autograd through the plain one: values, masks, FP8, what is kept, what is asked of the base."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from common.kernels import fp8
 from common.kernels.lora import Dropout, keep_mask
 from common.model.fused_lora_block import Saved, saved_bytes_per_token
 from common.model.shapes import LLAMA2_70B, ModelShape
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def fix_masks(plain, fused, monkeypatch):

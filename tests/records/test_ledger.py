@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from common.errors import StorageError
-from records import ledger
+from common.records import ledger
 
 SERIES = {"event": "series", "series": "s", "goal": 2, "facts": {}}
 

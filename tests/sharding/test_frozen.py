@@ -19,9 +19,9 @@ from common.model.shapes import LLAMA2_70B, ModelShape
 from common.sharding import frozen_base as frozen
 from common.sharding.frozen_base import COLUMNWISE, ROWWISE, FrozenBase, LayerKey, PrefetchBuffers, layer_layout, pass_order
 from common.sharding.side_stream import SideStream
+from launch.plan import estimate as plan
 from llama2_70b_lora import train
 from llama2_70b_lora.rules import Config
-from plan import estimate as plan
 
 SHAPE = ModelShape(5, 32, 48, 4, 2, 61, 10000.0)
 ODD = ModelShape(2, 18, 7, 3, 1, 5, 10000.0)  # nothing is a multiple of anything: 30 rows of qkv, 14 of gate and up

@@ -12,9 +12,9 @@ from common.config import load
 from common.errors import ConfigError
 from common.sharding import activation_offload as offload
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
+from launch.plan import estimate as plan
+from launch.plan.benchmark import workload
 from llama2_70b_lora.rules import Config
-from plan import estimate as plan
-from plan.benchmark import workload
 
 CPU = torch.device("cpu")
 

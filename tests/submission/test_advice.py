@@ -8,11 +8,11 @@ import pytest
 from synthetic_log import records, write_good
 from synthetic_run import events, spread
 
+from common.paths import ROOT
 from submission import report
 from submission.advice import TABLE, advice
 from submission.runs import read_attempt
 
-ROOT = Path(__file__).parents[2]
 PLANNED = 15_900  # tokens/s/GPU of H200_1x8 by the plan, about
 
 

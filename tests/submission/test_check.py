@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from log_dialects import DIALECTS, write
@@ -14,11 +13,11 @@ from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, project_root, rec
 
 from common.command_line import PIPE_CLOSED
 from common.errors import PreflightError
+from common.paths import ROOT
 from submission import check, official_tools
 from submission.log_rules import DISCLOSURE_KEYS
 
 pytest.importorskip("mlperf_logging")
-ROOT = Path(__file__).resolve().parents[2]
 EACH = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
 
 

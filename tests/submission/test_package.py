@@ -134,7 +134,7 @@ def test_logs_are_copied_in_the_order_of_the_attempts(submission, org_dir):
 def test_the_packaged_code_runs_by_itself(org_dir, name):
     code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "door", name, "--device", "cpu", "--print"]
+    command = [sys.executable, "-m", "launch", name, "--device", "cpu", "--print"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=code, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"{name}.train" in done.stdout
@@ -147,7 +147,7 @@ def test_the_packaged_code_runs_by_itself(org_dir, name):
     }  # a python3 that has all packages
     done = subprocess.run([code / synthetic.SYSTEM / "setup.sh"], capture_output=True, text=True, env=first, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, str(Path(sys.executable).with_name("python3"))), done.stderr
-    preflight = [sys.executable, "-m", "door", name, "preflight", "--quick", "--device", "cpu"]
+    preflight = [sys.executable, "-m", "launch", name, "preflight", "--quick", "--device", "cpu"]
     done = subprocess.run(preflight, capture_output=True, text=True, env=environment, cwd=code, timeout=120)
     assert "Traceback" not in done.stderr and " skipped" in done.stdout, done.stderr
 

@@ -8,7 +8,7 @@ import pytest
 import rcp_formula as rcp
 
 from common.errors import PreflightError
-from records.rcp import mean_samples
+from common.records.rcp import mean_samples
 from submission import rcp as called
 
 _8B, LORA = "llama31_8b", "llama2_70b_lora"

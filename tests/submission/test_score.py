@@ -16,15 +16,15 @@ import timed_log
 from synthetic_log import LORA, PRETRAINING
 from timed_log import Timed
 
+from common.paths import ROOT
+from common.records import published
 from llama31_8b import rules
-from records import published
 from submission import describe, rcp, score, series, survey
 from submission.runs import FAILED, read_run
 from submission.series import TenRuns, read_series, ten_runs
 
 # The older rulesets are slow tests; test_package.py has the official tools accept a submission for all three.
 RULESETS = (*(pytest.param(ruleset, marks=pytest.mark.slow) for ruleset in ("5.1.0", "6.0.0")), "6.1.0")
-ROOT = Path(__file__).resolve().parents[2]
 
 # AMD's MI355X result of v5.1: minutes of the ten runs, to two decimals, and samples to the target.
 AMD_MINUTES = (95.97, 102.68, 95.74, 109.44, 102.66, 102.65, 102.74, 95.89, 95.90, 95.99)

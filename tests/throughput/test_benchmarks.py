@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from common.paths import ROOT
+
 PROGRAMS = ["throughput/kernels.py", "tests/gpu/convergence.py", "tests/gpu/lora_convergence.py"]
 
 

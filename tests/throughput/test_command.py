@@ -5,18 +5,17 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from common.command_line import Parser
 from common.errors import ConfigError
 from common.hardware import Device, Probe
-from door.verbs import read
+from common.paths import ROOT
+from launch.cli import read
 from throughput import options, published
 from throughput.__main__ import MEASUREMENTS, WHATS, main
 
-ROOT = Path(__file__).parents[2]
 MLP = ["mlp", "--device", "cpu", "--steps", "1", "--warmup", "1", "--batch", "2"]
 
 

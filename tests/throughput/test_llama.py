@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,13 @@ from common.config import RunConfig
 from common.errors import ConfigError, DataError, OutOfMemory
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.hardware import Probe
+from common.paths import ROOT
+from launch.plan import estimate as plan
 from llama31_8b.rules import Config
-from plan import estimate as plan
 from throughput import __main__ as command
 from throughput import llama
 from throughput.result import Result, read
 
-ROOT = Path(__file__).resolve().parents[2]
 H200, MI300X = KINDS["H200"], KINDS["MI300X"]
 ARCHITECTURES = {"nvidia": "sm_120", "amd": "gfx942"}
 

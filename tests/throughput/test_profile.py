@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ from page import Page, read_page
 
 from common.errors import CheckFailed
 from common.model.shapes import ModelShape
+from common.paths import ROOT
 from throughput import profiling, report
 from throughput.kernel_time import CLASSES, Event, breakdown, class_of, class_of_name, exposed_ns
 from throughput.profiling import TRACE, document
 from throughput.trace import Roles, timeline
 
-ROOT = Path(__file__).resolve().parents[2]
 GEMM, NCCL, COPY, ADD = "nvjet_tst_128x256", "ncclDevKernel_AllGather_RING_LL(args)", "Memcpy DtoD (Device -> Device)", "elementwise_kernel"
 
 
@@ -386,7 +385,7 @@ def test_the_page_has_a_table_of_each_part_and_bars_of_the_classes(tmp_path):
 
 def profile_verb(tmp_path, *arguments, device="cpu"):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results")}
-    command = [sys.executable, "-m", "door", "llama31_8b", "profile", "--device", device, *arguments]
+    command = [sys.executable, "-m", "launch", "llama31_8b", "profile", "--device", device, *arguments]
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.command_line import Parser
 from common.errors import ConfigError, DataError, Interrupted
-from supervision.supervise import Ending
+from launch.processes.supervise import Ending
 from throughput import suite
 from throughput.__main__ import MEASUREMENTS
 from throughput.suite import Part

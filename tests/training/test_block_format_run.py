@@ -2,18 +2,17 @@
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 from tiny import TINY, records, run, write_data
 
 from common.config import load
 from common.model.shapes import ModelShape
+from common.paths import ROOT
 from common.training import warmup
 from common.training.mllog import EMULATED
 from llama31_8b.rules import MINIATURE, Config
 
-ROOT = Path(__file__).resolve().parents[2]
 RULES = replace(TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0))  # sizes that FP8 products take
 FORMAT = {"block_format": "mxfp4+stochastic+hadamard", "fp8": "torch"}
 HEALED = FORMAT | {"healing": "step 6"}

@@ -13,7 +13,7 @@ from toy import wait_until
 from common.errors import OutOfMemory
 from common.training import evidence, guard
 from common.training.guard import classify
-from records.flight_recorder import sentence, stuck
+from launch.flight_recorder import sentence, stuck
 
 # As torch words it (c10/cuda/CUDACachingAllocator.cpp).
 FULL = (

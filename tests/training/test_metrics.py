@@ -14,9 +14,8 @@ import torch
 from common.errors import NonFinite
 from common.gpu_kinds import KINDS
 from common.model.shapes import LLAMA31_8B
+from common.paths import ROOT
 from common.training.metrics import Events, Meter, Progress, Rate
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_only_rank_0_shows_lines():

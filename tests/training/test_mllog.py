@@ -5,17 +5,15 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from synthetic_log import evaluate, find, records, run_config, start, write_good
 
 from common.errors import ConfigError, NonFinite, StorageError
+from common.paths import ROOT
 from common.training.log_keys import hyperparameters
 from common.training.mllog import TOKEN, RunLog
 from llama31_8b import rules
-
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_lines_have_the_form_of_the_checker_and_reach_stdout_too(tmp_path, capfd):
@@ -27,7 +25,7 @@ def test_lines_have_the_form_of_the_checker_and_reach_stdout_too(tmp_path, capfd
         record = json.loads(line[len(TOKEN) :])
         assert list(record) == ["namespace", "time_ms", "event_type", "key", "value", "metadata"]
         assert record["namespace"] == "" and type(record["time_ms"]) is int
-        assert (PROJECT_ROOT / record["metadata"]["file"]).is_file() and record["metadata"]["lineno"] > 0
+        assert (ROOT / record["metadata"]["file"]).is_file() and record["metadata"]["lineno"] > 0
     times = [record["time_ms"] for record in records(path)]
     assert times == sorted(times)
 
@@ -202,7 +200,7 @@ except StorageError as error:
 
 
 def test_a_full_disk_is_a_storage_error_and_earlier_lines_stay_whole(tmp_path):
-    environment = {"PYTHONPATH": f"{PROJECT_ROOT}:{PROJECT_ROOT / 'tests/helpers'}"}
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}"}
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "result.txt")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0 and "STORAGE ERROR" in done.stderr, done.stderr
@@ -226,7 +224,7 @@ def test_stdout_is_a_copy_and_the_file_goes_on_without_it(tmp_path, behind):
     with open("/dev/full", "w") as full:
         stdout = {"a full disk": full, "a reader that ended": writer, "nothing": None}[behind]
         close = None if stdout else lambda: os.close(1)
-        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=PROJECT_ROOT, preexec_fn=close)
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=close)
     os.close(writer)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("note: cannot write the log to stdout") == (behind != "nothing"), "once"

@@ -1,7 +1,6 @@
 """What ships is what runs: a run of the miniature builds the classes that every GPU config builds."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +8,12 @@ from lora_ranks import RULES as LORA_RULES
 from tiny import TINY
 
 from common.config import load
+from common.paths import ROOT
 from llama2_70b_lora import rules as lora_rules
 from llama2_70b_lora import train as lora
 from llama31_8b import rules as pretraining_rules
 from llama31_8b import train as pretraining
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = replace(TINY.shape, hidden_size=64, ffn_hidden_size=96, vocab_size=64)  # sizes that FP8 products take
 
 

@@ -1,0 +1,105 @@
+"""The one kind of page here: sections of blocks, rendered by templates/page.html, for reports of runs and for results of `throughput`.
+
+A page stands alone: style, script and data are in it, and its Content-Security-Policy forbids it to load anything. Charts are drawn by
+uPlot (templates/uPlot.iife.min.js, MIT license), which a page without charts does not carry. A block is a dictionary whose first key
+says what it is (banner, tiles, steps, notes, text, table, shares, chart, links, drawing); without content it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from statistics import median_high as median
+from typing import Any, NamedTuple
+
+from common.errors import PreflightError
+from common.records.json_lines import is_number as finite
+
+TEMPLATES = Path(__file__).with_name("templates")
+# Of curves and bars, in their order; each has a contrast of at least 3:1 on white and on the dark page.
+COLORS = ("#2f7ed8", "#d9622b", "#2e9e5b", "#9d6bd0", "#b8860b", "#c2407e", "#0e96a3", "#7a828c")
+MAX_POINTS = 500  # of a curve: half of the pixels that it has on a wide screen
+SPAN = "least / median / most"
+
+Block = dict[str, Any]
+Section = tuple[str, list[Block]]  # title, and what stands under it; one without blocks is left out
+
+
+class Link(NamedTuple):
+    """A cell of a table that leads to a file beside the page."""
+
+    text: str
+    href: str
+
+
+class Curve(NamedTuple):
+    """One line of a chart. `color`: index into COLORS, beyond their number dashed as well."""
+
+    name: str
+    points: list[tuple[float, float]]
+    color: int = 0
+    dots: bool = False
+
+
+def render(title: str, sections: Iterable[Section]) -> str:
+    """The page as HTML text; all text in `sections` is escaped. Raises PreflightError without jinja2."""
+    try:
+        import jinja2
+        from markupsafe import Markup
+    except ImportError as error:
+        raise PreflightError("the page cannot be made", str(error), "pip install jinja2") from None
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=jinja2.FileSystemLoader(TEMPLATES))
+    environment.globals["source"] = lambda name: Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+    shown = [(title, found) for title, blocks in sections if (found := [block for block in blocks if next(iter(block.values()))])]
+    charts = any("chart" in block for _, blocks in shown for block in blocks)
+    return environment.get_template("page.html").render(title=title, sections=shown, charts=charts) + "\n"
+
+
+def banner(state: str, *lines: str) -> Block:
+    """`state` is good, bad or warn; the first of `lines` stands out."""
+    return {"banner": lines, "state": state}
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str | Link]], words: Sequence[int] = (0,)) -> Block:
+    """Columns hold numbers but for `words`. Without heads: names, and what they stand for."""
+    return {"table": rows, "heads": heads, "words": words if heads else (0, 1)}
+
+
+def shares(parts: dict[str, float]) -> Block:
+    """One bar for all seconds, divided as `parts` are."""
+    bar = [
+        (name, f"{value / sum(parts.values()):.1%}", f"{value:,.1f}", COLORS[at]) for at, (name, value) in enumerate(parts.items()) if value
+    ]
+    return {"shares": bar}
+
+
+def chart(label: str, x: str, curves: Iterable[Curve], reduce: Callable = fmean, **more: Any) -> Block:
+    """Curves over `x`, of more than MAX_POINTS what `reduce` makes of the y of so many parts. `more`: `target`, a level of y; `band`, from
+    and to an x; `sync`, a name: charts of one name share their cursor."""
+    series = []
+    for curve in curves:
+        spots = sorted(dict(curve.points).items())
+        size = -(-len(spots) // MAX_POINTS)
+        parts = [spots[start : start + size] for start in range(0, len(spots), size or 1)]
+        ys = [reduce([y for _, y in part]) for part in parts]
+        data = [[float(f"{value:.6g}") for value in column] for column in ([part[0][0] for part in parts], ys)]
+        look = {"color": COLORS[curve.color % len(COLORS)], "dashed": curve.color >= len(COLORS), "dots": curve.dots}
+        series += [{"name": curve.name, "data": data, **look}] * bool(parts)
+    return {"chart": series and {"label": label, "x": x, "series": series, **more}}
+
+
+def points(records: Iterable[dict], x: str, y: str) -> list[tuple[float, float]]:
+    return [(record[x], record[y]) for record in records if finite(record.get(x)) and finite(record.get(y))]
+
+
+def span(values: Sequence[float], form: str = ",.0f") -> str:
+    """Least, median and most of `values`."""
+    return " / ".join(format(value, form) for value in (min(values), median(values), max(values))) if values else "-"
+
+
+def number(value: object) -> str:
+    """Whole numbers in full, others with about four digits; a dash for what is missing."""
+    if value is None or not finite(value):
+        return "-" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4f}"  # type: ignore[arg-type]

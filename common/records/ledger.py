@@ -1,0 +1,118 @@
+"""The ledger: LOGDIR/<benchmark>/attempts.jsonl, which attempts were started and how they ended. Only ever appended to, each line synced.
+
+One JSON object per line, all with `event` and `series` (an id):
+
+  series  a series begins: started, goal (number of good runs), facts (what must not change within it, see series.facts_of)
+  start   an attempt begins: attempt (1, 2, ...), run (directory beside the ledger), seed, started (UTC), config (file name in the log),
+          modified (the config is not as in the repository), commit
+  end     the attempt ended: the same, and exit_code, kind (success, lost, or of failure.json), reason (of a good run: why its model was
+          not saved), minutes (run_start to run_stop), samples (training sequences), cache (fadvise, no: how the data left the page cache)
+  goal    the series was resumed with a larger NEXP: goal
+  closed  the series has its good runs; a larger NEXP may reopen it
+
+An attempt with `start` and without `end` is running, or was lost with its launcher. Good is exit_code 0.
+Several series may write at the same time: a lock per line keeps lines whole, the id keeps series apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.errors import StorageError
+from common.records import json_lines
+
+NAME = "attempts.jsonl"
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems without flock: some mounts of Lustre and NFS
+
+
+@dataclass
+class Record:
+    """One series in the ledger."""
+
+    id: str
+    goal: int
+    facts: dict
+    starts: dict[int, dict] = field(default_factory=dict)
+    ends: dict[int, dict] = field(default_factory=dict)
+    closed: bool = False
+
+    def add(self, line: dict) -> None:
+        """Enter a line of this series. Raises KeyError if it is not one."""
+        event = line["event"]
+        if event == "goal":
+            self.goal, self.closed = line["goal"], False
+        elif event == "closed":
+            self.closed = True
+        elif event in ("start", "end"):
+            kept = self.starts if event == "start" else self.ends
+            kept[line["attempt"]] = line
+
+    @property
+    def next_attempt(self) -> int:
+        return max(self.starts, default=0) + 1
+
+    @property
+    def good(self) -> list[dict]:
+        return [end for end in self.ends.values() if end["exit_code"] == 0]
+
+    @property
+    def failed(self) -> list[dict]:
+        """In the order of the attempts."""
+        return [self.ends[number] for number in sorted(self.ends) if self.ends[number]["exit_code"] != 0]
+
+    @property
+    def open_starts(self) -> list[dict]:
+        return [start for number, start in self.starts.items() if number not in self.ends]
+
+    @property
+    def seeds(self) -> set[int]:
+        return {start["seed"] for start in self.starts.values()}
+
+
+def append(path: Path, line: dict) -> None:
+    """Write `line` whole and to the disk, or raise StorageError and leave the ledger as it was."""
+    try:
+        create = 0  # a line without its series would be lost: the ledger was moved
+        if line["event"] == "series":
+            create = os.O_CREAT
+            path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | create | os.O_APPEND, 0o644)
+        try:
+            lock(descriptor, wait=True)
+            if (end := os.fstat(descriptor).st_size) and os.pread(descriptor, 1, end - 1) != b"\n":
+                os.write(descriptor, b"\n")  # a line that a power failure cut short must not spoil the next one
+            json_lines.append_line(descriptor, line, sync=True)
+        finally:
+            os.close(descriptor)  # and with it the lock
+    except OSError as error:
+        why = f"{error.strerror} (errno {error.errno}); an attempt that is not in the ledger would be lost"
+        raise StorageError(f"cannot write the ledger {path}", why, "free space, then continue with --resume") from None
+
+
+def lock(descriptor: int, wait: bool) -> bool:
+    """An exclusive flock, which ends with the process however it ends. False if another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def read(path: Path) -> list[Record]:
+    """All series, the oldest first. Lines that were cut short, or are not of the ledger, are skipped."""
+    records: dict[str, Record] = {}
+    for line in json_lines.read(path)[0]:
+        with contextlib.suppress(KeyError, TypeError):
+            name = line["series"]
+            if line["event"] == "series":
+                records[name] = Record(name, line["goal"], line["facts"])
+            records[name].add(line)
+    return list(records.values())

@@ -1,0 +1,149 @@
+"""The one door: a table of all verbs, and which module does what a command line asks for. Standard library only.
+
+A command line is read before any package is installed: each module has `parser(benchmark)`, whose Parser (common/command_line.py) raises
+ConfigError. A module that cannot be imported without packages reads its words itself, later.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+from common.command_line import EVERYWHERE, PROGRAM, SWITCHES, Parser, meant
+from common.errors import ConfigError
+from common.paths import ROOT
+from launch.environment import ALL, LOGS
+from launch.run_directory import git
+from launch.select_config import benchmarks
+
+PACKAGE = "mlperf-llama-training"
+
+NEVER, MAY, ALWAYS = range(3)
+PACKAGES = ("launch.preflight", "throughput", "system_tuning")  # as modules: their __main__
+
+
+@dataclass(frozen=True)
+class Verb:
+    about: str
+    module: str  # {} stands for the benchmark; words behind it are its first arguments
+    benchmark: int = NEVER  # whether it takes one
+    needs: str = ALL  # the file of the packages that it needs; "" for none
+
+
+VERBS = {
+    "run": Verb("train to the target and check the log; the default after a benchmark", "launch.commands run", ALWAYS),
+    "prepare": Verb("fetch, convert or verify data", "{}.prepare", ALWAYS),
+    "bench": Verb("throughput on synthetic tokens", "launch.commands bench", ALWAYS),
+    "profile": Verb("bench, then steps under torch's profiler: a trace, and where the time went", "launch.commands profile", ALWAYS),
+    "gemms": Verb("record, tune and check GEMM solutions of AMD's libraries", "throughput.gemm_tuning.cli", ALWAYS),
+    "merge": Verb("adapters into a base, where a benchmark has adapters", "{}.merge", ALWAYS),
+    "plan": Verb("memory and time of a config, or of any model with --model; no GPU needed", "launch.plan.command", MAY, ""),
+    "preflight": Verb("is this machine fit? GPUs, host, versions, and their speed", "launch.preflight", MAY),
+    "throughput": Verb("how fast is this machine? matrix products, training steps of many models", "throughput"),
+    "tuning": Verb("settings of the operating system: check, apply, revert", "system_tuning", NEVER, ""),
+    "check": Verb("official checker and our lint on logs", "submission.check", NEVER, LOGS),
+    "report": Verb("the HTML page of a run, or of a series", "submission.report"),
+    "score": Verb("RCP verdict and score of a series, and how much of it was luck", "submission.score", NEVER, LOGS),
+    "describe": Verb("the system description of this machine", "submission.describe", NEVER, LOGS),
+    "package": Verb("the tree of a submission, checked", "submission.package", NEVER, LOGS),
+    "completion": Verb("completion of this command in bash or zsh", "launch.completion", NEVER, ""),
+}
+
+OVERVIEW = Path(__file__).with_name("overview.txt")  # what --help prints
+
+
+def read(arguments: list[str]) -> tuple[str, list[str]]:
+    """What the verb needs (see Verb), and Python's arguments for its module. Raises ConfigError; SystemExit where help or the version was all that was asked for."""
+    os.environ.update({SWITCHES[word]: "1" for word in arguments if word in SWITCHES})
+    words = [word for word in arguments if word not in SWITCHES]
+    words[:2] = ["--help" if word == "help" else word for word in words[:2]]
+    if "--version" in words or words[:1] in (["-h"], ["--help"]):
+        print(version() if "--version" in words else overview())
+        raise SystemExit(0)
+    benchmark, name, rest = _split(words, benchmarks(ROOT))
+    verb = VERBS[name]
+    module, *own = verb.module.format(benchmark).split()
+    if not _has(benchmark, name):
+        others = ", ".join(each for each in benchmarks(ROOT) if _has(each, name))
+        raise ConfigError(f"{benchmark} has no verb {name}", f"it is one of {others}", f"{PROGRAM} {others} {name} ...")
+    if parser := parser_of(name, benchmark):
+        parser.parse_args(rest)
+    own += [benchmark] if benchmark and not module.startswith(f"{benchmark}.") else []
+    return verb.needs, ["-m", module, *own, *rest]
+
+
+def _has(benchmark: str, name: str) -> bool:
+    return VERBS[name].module != f"{{}}.{name}" or (ROOT / benchmark / f"{name}.py").is_file()
+
+
+def _split(words: list[str], known: list[str]) -> tuple[str, str, list[str]]:
+    """Benchmark ("" for none), verb, and the rest: the benchmark may stand before its verb or behind it. Raises ConfigError."""
+    if not words:
+        raise ConfigError("which benchmark or verb?", f"benchmarks: {', '.join(known)}", f"{PROGRAM} --help lists the verbs, too")
+    if variable := next((word for word in words[:2] if re.match("[A-Z_]+=", word)), ""):
+        line = " ".join([variable, PROGRAM, *(word for word in words if word != variable)])
+        raise ConfigError(f"{variable} is no benchmark or verb", "a variable of the environment stands before the command", line)
+    first, *rest = words
+    second = rest[0] if rest and not rest[0].startswith("-") else ""
+    if first in VERBS:
+        name, benchmark = first, second if VERBS[first].benchmark and second in known else ""
+    elif first in known:
+        name, benchmark = second or "run", first
+    elif first.startswith("-"):
+        found = next((word for word in words if word in known or word in VERBS), "")
+        do = f"{PROGRAM} {found or known[-1]} {first} ..."
+        raise ConfigError(
+            f"{first} comes before the benchmark or verb", "options follow them", do if found else meant(first, EVERYWHERE, do)
+        )
+    else:
+        why = "no benchmark and no verb has this name"
+        raise ConfigError(f"unknown benchmark or verb {first}", why, meant(first, [*known, *VERBS, *EVERYWHERE]))
+    if name not in VERBS:
+        raise ConfigError(f"unknown verb {name}", f"no verb of {benchmark} has this name", meant(name, VERBS))
+    if benchmark and VERBS[name].benchmark == NEVER:
+        raise ConfigError(f"{name} takes no benchmark", VERBS[name].about, f"{PROGRAM} {' '.join([name, *rest[1:]])}")
+    if VERBS[name].benchmark == ALWAYS and not second and {"-h", "--help"} & {*rest}:
+        benchmark = benchmark or next(each for each in reversed(known) if _has(each, name))
+    if VERBS[name].benchmark == ALWAYS and not benchmark:
+        what = f"unknown benchmark {second}" if second else f"{name} needs a benchmark"
+        do = meant(second, known) if second else f"{PROGRAM} {known[-1]} {name} ..."
+        raise ConfigError(what, f"benchmarks: {', '.join(known)}", do)
+    return benchmark, name, rest[1:] if benchmark and second else rest
+
+
+def parser_of(name: str, benchmark: str) -> Parser | None:
+    """None where the module needs packages to be imported, and this Python lacks them."""
+    module, *own = VERBS[name].module.format(benchmark).split()
+    module += ".__main__" * (module in PACKAGES)
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return None
+    if hasattr(found, "parser"):
+        return found.parser(*own, benchmark)
+    parser = Parser(name)  # system_tuning imports nothing of ours: it is also copied to bare hosts
+    found.add_arguments(parser)
+    return parser
+
+
+def overview() -> str:
+    kinds = (ALWAYS, MAY, NEVER)
+    lists = ("\n".join(f"{name:<12}{verb.about}" for name, verb in VERBS.items() if verb.benchmark == kind) for kind in kinds)
+    always, may, never = (indent(text, "  ") + "\n" for text in lists)
+    return OVERVIEW.read_text().rstrip().format(benchmarks=", ".join(benchmarks(ROOT)), always=always, may=may, never=never)
+
+
+def version() -> str:
+    """Name and version of pyproject.toml or of the installed package, and the commit where this is a git repository."""
+    try:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    except FileNotFoundError:
+        project = {"name": PACKAGE, "version": importlib.metadata.version(PACKAGE)}
+    commit, changes = git(ROOT, "rev-parse", "HEAD"), git(ROOT, "status", "--porcelain")
+    return f"{project['name']} {project['version']}" + (f", commit {commit}" if commit else "") + (", modified" if changes else "")

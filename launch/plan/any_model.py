@@ -1,0 +1,217 @@
+"""`./run_and_time.sh plan`: does a model fit into the memory of some GPUs, and what MFU is a measured step? No benchmark, GPU or torch needed.
+
+    plan --model NAME|config.json --gpus 8 --gpu MI300X [--lora] [--batch N] [--seq N] [--precision bf16|fp8]
+    plan --mfu --params 405e9 --tokens 1024 --seconds 30 --peak 1.3e15 --gpus 8
+    plan --mfu --model NAME --batch 1 --seq 8192 --seconds 4.2 --gpu MI300X --gpus 8
+
+Exit code 0 if it fits as this package trains it, 12 if not, 2 for a wrong command line. A batch is that of one GPU. The formulas are in
+launch/plan/estimate.py and launch/plan/mfu.py. `./run_and_time.sh <benchmark> plan` plans a config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from common.command_line import Parser, count
+from common.errors import ConfigError, OutOfMemory
+from common.gpu_kinds import KINDS, GpuKind
+from common.hardware import MAX_GPUS, identify, probe
+from common.model.families import FAMILIES, shape_of
+from common.model.shapes import ModelShape
+from launch.plan import estimate as plan
+from launch.plan.arrangements import Arrangement, arrangements
+from launch.plan.estimate import gib
+from launch.plan.mfu import remark, utilization, with_attention
+from launch.plan.tables import memory_table, table
+
+LORA_RANK = 16  # that of the benchmark
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be trained, and on what. `batch`: sequences of one GPU that go through the model at once."""
+
+    name: str
+    shape: ModelShape
+    kind: GpuKind
+    gpus: int
+    batch: int
+    sequence_length: int
+    precision: str  # of the blocks' products: "bf16" or "fp8"
+    lora_rank: int  # 0: all weights train
+
+    def arrangements(self) -> list[Arrangement]:
+        return arrangements(self.shape, self.kind, self.gpus, self.batch, self.sequence_length, self.precision == "fp8", self.lora_rank)
+
+    def fitting(self) -> Arrangement | None:
+        """The first that this package has, and that fits."""
+        return next((each for each in self.arrangements() if each.ours and plan.fits(each.memory, self.kind)), None)
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+    if options.mfu:
+        print("\n".join(_mfu(options)))
+        return 0
+    request = _request(options)
+    print("\n".join(describe(request)))
+    return 0 if request.fitting() else OutOfMemory.exit_code
+
+
+def parser() -> Parser:
+    parser = Parser("plan", __doc__)
+    parser.add_argument("--model", metavar="NAME|FILE", help=f"{', '.join(FAMILIES)}, or a Hugging Face config.json")
+    parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(KINDS)}; default that of this machine")
+    parser.add_argument("--gpus", type=count, default=1, metavar="N", help="default 1")
+    parser.add_argument("--lora", nargs="?", type=count, const=LORA_RANK, default=0, metavar="RANK", help=f"rank {LORA_RANK} unless given")
+    parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences on one GPU at once; default 1")
+    parser.add_argument("--seq", type=count, default=8192, metavar="N", help="tokens of a sequence; default 8192")
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the blocks' products; default bf16")
+    group = parser.add_argument_group("MFU of a measured step")
+    group.add_argument("--mfu", action="store_true", help="calculate it instead")
+    for name, text in {
+        "params": "weights, without --model",
+        "tokens": "of the step, on all GPUs; default gpus x batch x seq",
+        "seconds": "of the step",
+        "peak": "dense FLOP/s of one GPU; default that of --gpu in bf16, or with --precision fp8",
+    }.items():
+        group.add_argument(f"--{name}", type=amount, metavar="X", help=text)
+    return parser
+
+
+def amount(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
+
+
+def _request(options: argparse.Namespace) -> Request:
+    if not options.model:
+        raise ConfigError("which model?", "plan without a benchmark needs --model", f"name {', '.join(FAMILIES)}, or a config.json")
+    if options.gpus > MAX_GPUS and options.gpus % MAX_GPUS:
+        raise ConfigError(f"--gpus {options.gpus}", f"more than {MAX_GPUS} are nodes of {MAX_GPUS}", f"use a multiple of {MAX_GPUS}")
+    shape, kind = shape_of(options.model), _kind(options.gpu) if options.gpu else _of_this_machine()
+    return Request(options.model, shape, kind, options.gpus, options.batch, options.seq, options.precision, options.lora)
+
+
+def _kind(name: str) -> GpuKind:
+    if name not in KINDS:
+        raise ConfigError(
+            f"--gpu {name} is unknown", f"known are {', '.join(KINDS)}", "name one of them, or leave it out on the machine itself"
+        )
+    return KINDS[name]
+
+
+def _of_this_machine() -> GpuKind:
+    kind = identify(probe(), os.environ.get("GPU_KIND", ""), any_kind=True)
+    if kind is None:
+        raise ConfigError("which GPU?", "this machine has none", f"name one with --gpu: {', '.join(KINDS)}")
+    return kind
+
+
+# --- does it fit? -----------------------------------------------------------------------------------------------------
+
+
+def describe(request: Request) -> list[str]:
+    found, ours = request.fitting(), [each for each in request.arrangements() if each.ours]
+    shown = found or min(ours, key=lambda each: each.memory.allocated)
+    return [
+        title(request),
+        "",
+        arrangements_table(request),
+        "",
+        f"{shown.name}:",
+        memory_table(shown.memory),
+        "",
+        verdict(request, shown),
+        "Calculated, not measured: docs/plan.md says what these numbers rest on.",
+    ]
+
+
+def title(request: Request) -> str:
+    shape, kind, gpus = request.shape, request.kind, request.gpus
+    what = f"LoRA of rank {request.lora_rank}" if request.lora_rank else "all weights trained"
+    weights = f"{shape.num_parameters / 1e9:.2f}e9 weights, {2 * shape.num_parameters / 1e9:,.0f} GB in bf16"
+    memory = f"{gpus} x {kind.name} of {kind.memory_bytes / plan.GIB:.0f} GiB, {gpus * kind.memory_bytes / plan.GIB:,.0f} GiB in all"
+    return f"{request.name}: {weights}; {what}, {request.precision}, batch {request.batch} x {request.sequence_length} tokens per GPU; {memory}"
+
+
+def arrangements_table(request: Request) -> str:
+    """Each way to hold the weights, those that this package does not have too, so that a refusal says what they would need."""
+    rows = []
+    for each in request.arrangements():
+        fit = "yes" if plan.fits(each.memory, request.kind) else "NO"
+        rows.append([each.name, "yes" if each.ours else "no", f"{gib(each.memory.needed):.1f}", fit, str(each.largest_batch(request.kind))])
+    needed = f"GiB needed of {gib(plan.usable_bytes(request.kind)):.1f}"
+    return table(["per GPU", "in this package", needed, "fits", "largest batch"], rows)
+
+
+def verdict(request: Request, shown: Arrangement) -> str:
+    needed, usable = gib(shown.memory.needed), gib(plan.usable_bytes(request.kind))
+    sizes = f"{needed:.1f} GiB with context and fragmentation, of {usable:.1f} usable on each {request.kind.name}"
+    if plan.fits(shown.memory, request.kind):
+        return f"It fits: {sizes}; {usable - needed:.1f} left."
+    most = sorted(shown.memory.parts.items(), key=lambda part: -part[1])[:2]
+    why = " and ".join(f"{name} ({gib(size):.1f} GiB)" for name, size in most)
+    ways = [way for way, changed in _changed(request) if changed.fitting()]
+    do = f"It would fit with {', or with '.join(ways)}." if ways else "No single change makes it fit."
+    others = [each.name for each in request.arrangements() if not each.ours and plan.fits(each.memory, request.kind)]
+    also = f" It would also fit as: {'; '.join(others)}; this package does not train so." if others else ""
+    return f"It does NOT fit: {sizes}. Most of it is {why}. {do}{also}"
+
+
+def _changed(request: Request) -> Iterator[tuple[str, Request]]:
+    """Requests that differ in one thing, in the words of the command line."""
+    if request.batch > 1:
+        yield "--batch 1", replace(request, batch=1)
+    if length := _longest(request):
+        yield f"--seq {length}", replace(request, sequence_length=length)
+    if request.precision == "bf16":
+        yield "--precision fp8", replace(request, precision="fp8")
+    else:
+        yield "--precision bf16", replace(request, precision="bf16")
+    more = (replace(request, gpus=gpus) for gpus in range(request.gpus + 1, MAX_GPUS + 1))
+    if enough := next((each for each in more if each.fitting()), None):
+        yield f"--gpus {enough.gpus}", enough
+    larger = sorted((kind for kind in KINDS.values() if kind.memory_bytes > request.kind.memory_bytes), key=lambda kind: kind.memory_bytes)
+    if kind := next((kind for kind in larger if replace(request, kind=kind).fitting()), None):
+        yield f"--gpu {kind.name}", replace(request, kind=kind)
+    if not request.lora_rank:
+        lora = replace(request, lora_rank=LORA_RANK)
+        length = 0 if lora.fitting() else _longest(lora)
+        yield (f"--lora --seq {length}", replace(lora, sequence_length=length)) if length else ("--lora", lora)
+
+
+def _longest(request: Request) -> int:
+    """The longest sequence that fits of those that are shorter, in steps of 64 tokens; 0 if none does."""
+    length = 64 * plan.largest(lambda steps: replace(request, sequence_length=64 * steps).fitting() is not None)
+    return length if length < request.sequence_length else 0
+
+
+# --- MFU --------------------------------------------------------------------------------------------------------------
+
+
+def _mfu(options: argparse.Namespace) -> list[str]:
+    shape = shape_of(options.model) if options.model else None
+    if bool(shape) == bool(options.params):
+        raise ConfigError("--mfu needs the number of weights", "give --params or --model, and not both", "for example --params 405e9")
+    if not options.seconds or not (options.peak or options.gpu):
+        raise ConfigError("--mfu needs --seconds, and --peak or --gpu", "MFU is FLOP/s over a peak", "see plan --help")
+    kind = _kind(options.gpu) if options.gpu else None
+    peaks = {"bf16": kind.peak_bf16_tflops * 1e12, "fp8": kind.peak_fp8_tflops * 1e12} if kind else {}
+    peak, tokens = options.peak or peaks[options.precision], options.tokens or options.gpus * options.batch * options.seq
+    parameters = shape.num_parameters if shape else options.params
+    more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}
+    found = utilization(parameters, tokens, options.seconds, options.gpus, peak, more)
+    rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in found]
+    return [
+        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: {tokens / options.seconds:,.1f} tokens/s on {options.gpus} GPUs"
+        f" of {peak / 1e12:,.1f} TFLOP/s each",
+        "",
+        table(["FLOPs per token", "TFLOP/s per GPU", "MFU %"], rows),
+        *filter(None, [remark(found)]),
+    ]

@@ -1,0 +1,120 @@
+"""Ways to hold a model of any shape on some GPUs, each with its memory: those of this package, and those that others use.
+
+Ours are counted by `launch.plan.estimate.memory_peak` for the benchmark that trains so. The others keep its activations and differ in the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from common.config import RunConfig
+from common.gpu_kinds import GpuKind
+from common.hardware import MAX_GPUS
+from common.model.shapes import ModelShape
+from launch.plan import estimate as plan
+from launch.plan.benchmark import config_class
+from launch.plan.estimate import BYTES, FROZEN_BUFFERS, Memory, Workload
+
+FULL, LORA = "llama31_8b", "llama2_70b_lora"  # whose Config says how the weights are held
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """`at(batch)`: the memory of one GPU at the peak, with so many sequences on it at once. `ours`: this package can train so."""
+
+    name: str
+    ours: bool
+    batch: int
+    at: Callable[[int], Memory]
+
+    @property
+    def memory(self) -> Memory:
+        return self.at(self.batch)
+
+    def largest_batch(self, kind: GpuKind) -> int:
+        return plan.largest(lambda size: plan.fits(self.at(size), kind))
+
+
+def arrangements(
+    shape: ModelShape, kind: GpuKind, gpus: int, batch: int, sequence_length: int, fp8: bool, lora_rank: int
+) -> list[Arrangement]:
+    """From the fastest to the one with the least memory, ours and others; `gpus` above 8 are nodes of 8."""
+    work = Workload(shape, sequence_length, eval_samples=0, eval_interval=1, first_evaluation=1, lora_rank=lora_rank)
+
+    def config(size: int, **changes) -> RunConfig:
+        nodes = max(1, gpus // MAX_GPUS)
+        keys: dict[str, Any] = dict(gpu=kind.name, nodes=nodes, gpus_per_node=gpus // nodes, fp8="torch" if fp8 else "")
+        keys |= dict(global_batch_size=size * gpus, micro_batch_size=size, eval_micro_batch_size=1)
+        keys |= dict(opt_base_learning_rate=1.0, max_samples=1)  # these, and the steps, change no memory
+        keys |= dict(opt_learning_rate_training_steps=1) if lora_rank else dict(opt_learning_rate_warmup_steps=1)
+        return config_class(LORA if lora_rank else FULL)(**keys, **changes)
+
+    def ours(name: str, **changes) -> Arrangement:
+        return Arrangement(name, True, batch, lambda size: plan.memory_peak(config(size, **changes), work))
+
+    def other(name: str, state: Callable[[RunConfig, Workload], dict[str, float]], **changes) -> Arrangement:
+        def at(size: int) -> Memory:
+            memory = plan.memory_peak(config(size, **changes), work)
+            parts = memory.parts | state(config(size, **changes), work)
+            return Memory(memory.moment, {part: value for part, value in parts.items() if value})
+
+        return Arrangement(name, False, batch, at)
+
+    def recomputed(size: int) -> Memory:
+        """LoRA with the base sharded and every layer keeping its input alone, which no key of ours asks for."""
+        ours = config(size)
+        facts = {name: getattr(ours, name) for name in dir(ours) if not name.startswith("_")}
+        return plan.memory_peak(SimpleNamespace(**facts, recompute_layers=shape.num_layers), work)  # type: ignore[arg-type]
+
+    if lora_rank:
+        return [
+            *_of_lora(ours, shape, gpus, fp8),
+            Arrangement(f"{'base sharded, ' * (gpus > 1)}all layers recomputed", False, batch, recomputed),
+        ]
+    all_layers = {"recompute_layers": shape.num_layers}
+    sharded = [other("parameters sharded too (FSDP, ZeRO-3)", partial(_fully_sharded, gpus))] if gpus > 1 else []
+    sharded += [other("parameters sharded too, all layers recomputed", partial(_fully_sharded, gpus), **all_layers)] if gpus > 1 else []
+    name = "optimizer sharded over a node, bf16 weights whole (ZeRO-2)" if gpus > 1 else "everything on one GPU"
+    return [
+        other("plain data parallel, Adam in bf16 without fp32 masters", _plain_16_bit),
+        *([other("plain data parallel, fp32 masters and Adam", _plain_fp32)] if gpus > 1 else []),
+        ours(name),
+        ours(f"{name}, all layers recomputed", **all_layers),
+        *sharded,
+    ]
+
+
+def _of_lora(ours: Callable[..., Arrangement], shape: ModelShape, gpus: int, fp8: bool) -> list[Arrangement]:
+    offload = {"offload_layers": shape.num_layers}
+    whole = [ours("base whole on each GPU, W and W^T", frozen_base="replicated_both")] if fp8 else []
+    whole.append(ours("base whole on each GPU", frozen_base="replicated"))
+    whole += [ours("base whole on each GPU, SwiGLU inputs offloaded", frozen_base="replicated", **offload)] if fp8 else []
+    sharded = [ours("base sharded over a node")] if gpus > 1 else []
+    sharded += [ours("base sharded over a node, SwiGLU inputs offloaded", **offload)] if gpus > 1 and fp8 else []
+    return whole + sharded
+
+
+def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
+    """torch's DistributedDataParallel over a bf16 model: weights, gradients, two moments, and the buckets that gradients are reduced in."""
+    count, size = work.shape.num_parameters, BYTES["bf16"]
+    state = {"weights": size * count, "gradients": size * count, "AdamW moments": 2 * size * count, "buckets": size * count}
+    return state | {"gathered weights": 0.0, "gradients in flight": 0.0}
+
+
+def _plain_fp32(config: RunConfig, work: Workload) -> dict[str, float]:
+    """Everything that ZeRO-2 shards, whole."""
+    state = plan.state_bytes(config, work)
+    return {name: state[name] * config.gpus_per_node for name in ("weights", "gradients", "AdamW moments")}
+
+
+def _fully_sharded(gpus: int, config: RunConfig, work: Workload) -> dict[str, float]:
+    """Masters, gradients and moments sharded over all GPUs; bf16 weights (and FP8 copies) of the embedding and of the gathered layers only."""
+    shape, state = work.shape, plan.state_bytes(config, work)
+    gathered = FROZEN_BUFFERS * shape.layer_parameters + shape.vocab_size * shape.hidden_size
+    per_gpu = {name: state[name] * config.gpus_per_node / gpus for name in ("weights", "gradients", "AdamW moments")}
+    copies = 2 * FROZEN_BUFFERS * shape.matrix_parameters if config.fp8 else 0
+    return per_gpu | {"gathered weights": BYTES["bf16"] * gathered, "FP8 copies of weights": copies}

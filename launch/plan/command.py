@@ -1,0 +1,217 @@
+"""`./run_and_time.sh <benchmark> plan`: does a config fit into the GPU's memory, and how long does it take? No GPU and no torch needed.
+
+    plan                    the config that fits this machine; all configs where there is no GPU
+    plan --config FILE      one config
+    plan --all              a table of all configs of the benchmark
+    plan ... --set K=V      with one value changed
+
+Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The formulas are in launch/plan/estimate.py.
+`./run_and_time.sh plan` without a benchmark plans any model: launch/plan/any_model.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from common.command_line import Parser, exit_code_of, split_benchmark
+from common.config import RunConfig
+from common.errors import ConfigError, OutOfMemory
+from common.gpu_kinds import KINDS, GpuKind
+from common.hardware import identify, probe
+from common.paths import ROOT
+from common.records import published, rcp
+from launch.plan import any_model
+from launch.plan import estimate as plan
+from launch.plan.benchmark import load_all, workload
+from launch.plan.derive_config import load_or_derive
+from launch.plan.estimate import Estimate, Memory, Workload, gib
+from launch.plan.tables import memory_table, table
+
+SOURCES = """\
+Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and H200 follows from our own runs on H200s; speed on AMD GPUs
+follows from AMD's published MLPerf results and thus describes AMD's software; of the MI300X and MI325X these are LoRA alone, and the one 8B result
+on an MI325X (v6.0, MiTAC) is a fifth slower than planned here. Nothing of this package was run on an AMD GPU or an H100."""
+
+
+def main(root: Path, benchmark: str, arguments: list[str]) -> int:
+    options = parser(benchmark).parse_args(arguments)
+    overrides = dict(text.partition("=")[::2] for text in options.set)
+    path, machine = (None, None) if options.all else _chosen(root, benchmark, options)
+    if path is None:
+        loaded = load_all(root, benchmark, overrides)
+        lines = [all_table(benchmark, loaded), "", SOURCES]
+    else:
+        config, derived = load_or_derive(root, benchmark, path, machine, overrides)
+        loaded = {path.stem: config}
+        lines = describe(benchmark, derived or str(path), config, _kind(config, machine))
+    if options.json:
+        lines = [json.dumps({name: as_dict(benchmark, config, _kind(config, machine)) for name, config in loaded.items()}, indent=1)]
+    print("\n".join(lines))
+    return 0 if all(_fits(benchmark, config, machine) for config in loaded.values()) else OutOfMemory.exit_code
+
+
+def parser(benchmark: str = "") -> Parser:
+    """Of one benchmark's configs; without a benchmark that of any model."""
+    if not benchmark:
+        return any_model.parser()
+    parser = Parser(
+        f"{benchmark} plan", __doc__, [f"{benchmark} plan --all", f"{benchmark} plan --config configs/{benchmark}/H200_1x8.toml"]
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--config", metavar="FILE", help="this TOML")
+    which.add_argument("--all", action="store_true", help="all configs of the benchmark")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value")
+    parser.add_argument("--json", action="store_true", help="for programs: a JSON object, each config's numbers by its name")
+    return parser
+
+
+def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
+    """Memory in bytes, and the estimate; of a CPU the config alone."""
+    found = {"benchmark": benchmark, "config": asdict(config)}
+    if kind is None:
+        return found
+    memory = plan.memory_peak(config, workload(benchmark, config))
+    sizes = {"allocated": memory.allocated, "needed": memory.needed, "usable": plan.usable_bytes(kind), "fits": plan.fits(memory, kind)}
+    return found | {"memory": sizes, "estimate": asdict(estimate(benchmark, config, kind))}
+
+
+def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> tuple[Path | None, GpuKind | None]:
+    """The one config to describe, which need not exist, and this machine's GPU where it was asked; None for all configs."""
+    folder = root / "configs" / benchmark
+    if options.config is not None:
+        return Path(options.config), None
+    if name := os.environ.get("DGXSYSTEM"):
+        return folder / f"{name.removesuffix('.toml')}.toml", None
+    found = probe()
+    kind = identify(found, os.environ.get("GPU_KIND", ""), any_kind=True)
+    count = os.environ.get("DGXNGPU") or len(found.devices)
+    return (folder / f"{kind.name}_1x{count}.toml", kind) if kind else (None, None)
+
+
+def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:
+    """None for a CPU, whose memory and speed are not calculated. `machine`: this machine's GPU, which KINDS may lack."""
+    if config.gpu == "CPU":
+        return None
+    if machine and config.gpu == machine.name:
+        return machine
+    if config.gpu not in KINDS:
+        raise ConfigError(f"gpu = {config.gpu!r} is unknown", f"known are {', '.join(KINDS)}", "choose one of them")
+    return KINDS[config.gpu]
+
+
+def _fits(benchmark: str, config: RunConfig, machine: GpuKind | None) -> bool:
+    kind = _kind(config, machine)
+    return kind is None or plan.fits(plan.memory_peak(config, workload(benchmark, config)), kind)
+
+
+def estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
+    return plan.estimate(config, workload(benchmark, config), kind, rcp.mean_samples(benchmark, config.global_batch_size))
+
+
+def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | None) -> list[str]:
+    """All about one config, on GPUs of `kind`, None for a CPU. `source`: its file, or from what it was derived."""
+    work = workload(benchmark, config)
+    batch = f"global batch {config.global_batch_size} = {config.world_size} x micro-batch {config.micro_batch_size} x "
+    title = f"{benchmark}, {source}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.fp8 else config.precision}"
+    if kind is None:
+        return [title, "", "A CPU: its memory and its speed are not calculated."]
+    memory = plan.memory_peak(config, work)
+    host = f"Pinned host memory: {gib(plan.host_bytes(config, work)):.1f} GiB for each of a node's {config.gpus_per_node} GPUs."
+    return [
+        *(title, "", memory_table(memory), "", f"It {verdict(memory, config, work, kind)}."),
+        *([host] if plan.offloaded_layers(config, work) else []),
+        f"Largest micro-batch that fits, all else unchanged: {plan.largest_micro_batch(config, work, kind)}.",
+        *("", flops_line(work), "", kinds_table(benchmark, config), "", target_line(benchmark, config), SOURCES),
+    ]
+
+
+def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
+    usable, needed = plan.usable_bytes(kind), memory.needed
+    sizes = f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on {kind.name}"
+    if not plan.fits(memory, kind):
+        return f"does NOT fit: {sizes}; short by {gib(needed - usable):.1f}; {advice(config, work, kind)}"
+    return f"fits: {sizes}; {gib(usable - needed):.1f} left"
+
+
+def expected_memory(benchmark: str, config: RunConfig) -> str:
+    """A sentence for a run that found the memory full; empty for a CPU, and for a GPU of no known size."""
+    if not (kind := KINDS.get(config.gpu)):
+        return ""
+    work = workload(benchmark, config)
+    memory = plan.memory_peak(config, work)
+    return f"plan expects a peak of {gib(memory.allocated):.1f} GiB allocated, in {memory.moment}: it {verdict(memory, config, work, kind)}"
+
+
+def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
+    """What would make a config fit, the cheapest change first."""
+    smallest = plan.with_micro_batch(config, 1)
+    options = ["micro_batch_size 1"] if config.micro_batch_size > 1 and plan.fits(plan.memory_peak(smallest, work), kind) else []
+    for key in ("offload_layers", "recompute_layers"):
+        if (layers := plan.fewest_layers(config, work, kind, key)) is not None:
+            options.append(f"{key} {layers}")
+    return "try " + " or ".join(options) if options else "more GPUs are needed"
+
+
+def flops_line(work: Workload) -> str:
+    """FLOPs per token as MFU counts them, with their formula."""
+    shape, length = work.shape, work.sequence_length
+    flops = shape.lora_flops_per_token(length, work.lora_rank) if work.lora_rank else shape.training_flops_per_token(length)
+    formula = "4 N + 6 N_lora + 6 L S H" if work.lora_rank else "6 N + 6 L S H"
+    return f"{flops / 1e9:.2f} GFLOP per token = {formula}, with N = {shape.matmul_parameters / 1e9:.3f}e9 weights in matrix products."
+
+
+def target_line(benchmark: str, config: RunConfig) -> str:
+    samples, batch = rcp.mean_samples(benchmark, config.global_batch_size), config.global_batch_size
+    if samples is None:
+        return f"The MLPerf reference was never run at global batch {batch}: no minutes to the target."
+    return (
+        f"Minutes to the target: {samples:,.0f} sequences, the mean of the MLPerf reference at global batch {batch}, and the evaluations."
+    )
+
+
+SPEED = ["tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
+
+
+def _speed(found: Estimate) -> list[str]:
+    minutes = "-" if found.minutes is None else f"{found.minutes:,.1f}"
+    return [f"{found.tokens_per_s_per_gpu:,.0f}", f"{found.step_s * 1e3:,.0f}", f"{found.eval_s:.1f}", minutes]
+
+
+def kinds_table(benchmark: str, config: RunConfig) -> str:
+    """The config's settings on as many GPUs of every kind, beside the best published score of that many."""
+    rows = []
+    for kind in KINDS.values():
+        here = replace(config, gpu=kind.name)
+        work = workload(benchmark, here)
+        fit = "yes" if plan.fits(plan.memory_peak(here, work), kind) else "NO"
+        scores = [f"{r.score:.2f} (batch {r.batch})" for r in published.published(benchmark, kind.name, config.world_size) if r.score]
+        largest = str(plan.largest_micro_batch(here, work, kind))
+        rows.append([kind.name, fit, largest, *_speed(estimate(benchmark, here, kind)), (scores or ["-"])[0]])
+    return table(["GPU", "fits", "largest micro-batch", *SPEED, "best published score"], rows)
+
+
+def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
+    """One row per config."""
+    head = ["config", "format", "micro-batch", "recomputed", "offloaded", "GiB allocated", "needed", "usable", "fits", *SPEED]
+    return table(head, [_row(benchmark, name, config) for name, config in loaded.items()])
+
+
+def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
+    work, kind = workload(benchmark, config), _kind(config)
+    layers = [str(getattr(config, key, "-")) for key in ("recompute_layers", "offload_layers")]
+    row = [name, "FP8" if config.fp8 else config.precision, str(config.micro_batch_size), *layers]
+    if kind is None:
+        return [*row, *"-" * 8]
+    memory, usable = plan.memory_peak(config, work), plan.usable_bytes(kind)
+    sizes = [f"{gib(size):.1f}" for size in (memory.allocated, memory.needed, usable)]
+    return [*row, *sizes, "yes" if plan.fits(memory, kind) else "NO", *_speed(estimate(benchmark, config, kind))]
+
+
+if __name__ == "__main__":
+    given, rest = split_benchmark(sys.argv[1:])
+    sys.exit(exit_code_of(lambda: main(ROOT, given, rest) if given else any_model.main(rest)))

@@ -1,0 +1,159 @@
+"""The config for a number of GPUs, or a kind of GPU, that configs/ has no file for. A file always wins.
+
+Everything that decides convergence is that of the nearest file. What memory decides is computed: the micro-batch, at most the file's,
+and the options that save memory, in the order of what they cost: storage of a frozen base, micro-batch, layers offloaded or recomputed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+
+from common import config as configs
+from common.config import FROZEN_BASE_STORAGE, RunConfig
+from common.errors import ConfigError, OutOfMemory
+from common.gpu_kinds import KINDS, GpuKind
+from common.hardware import MAX_GPUS, config_names, config_path
+from launch.plan import estimate as plan
+from launch.plan.benchmark import config_class, workload
+from launch.plan.estimate import Memory, Workload, gib
+
+NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8: one node
+# Of GPUs that torch._scaled_mm multiplies FP8 on: AMD from gfx942 on, NVIDIA from compute capability 8.9 on.
+WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
+WITHOUT_FP8 = {"fp8": '""', "frozen_base": "replicated"}
+NO_LAYERS = {"recompute_layers": "0", "offload_layers": "0"}
+# Of a GPU's memory, since no run has tried a derived config: torch reserves up to 5 % more than it allocates where it can.
+ROOM = 0.96
+
+
+def load_or_derive(
+    root: Path, benchmark: str, path: Path, machine: GpuKind | None = None, overrides: dict[str, str] | None = None, layers: int = 0
+) -> tuple[RunConfig, str]:
+    """The config in `path` and ""; where that is a missing file in configs/, a derived config, and from what.
+
+    `machine`: this machine's GPU, which KINDS may lack. `layers` of the model, 0 for all. Raises ConfigError for a name that no config can
+    be derived for and for a batch that cannot be shared out, OutOfMemory if the benchmark fits with no option.
+    """
+    overrides = overrides or {}
+    if path.parent != root / "configs" / benchmark or path.is_file():
+        return configs.load(path, config_class(benchmark), overrides), ""
+    named = NAME.fullmatch(path.stem)
+    kind = (KINDS | ({machine.name: machine} if machine else {})).get(named[1]) if named else None
+    if named is None or kind is None:
+        return configs.load(config_path(root, benchmark, path.stem), config_class(benchmark), overrides), ""  # raises: there is none
+    gpus = int(named[2])
+    file = nearest_file(root, benchmark, kind, gpus)
+    config = _derive(benchmark, file, kind, gpus, overrides, layers)
+    changed = _changes(configs.load(file, config_class(benchmark)), config, overrides)
+    return config, f"derived for {gpus} x {kind.name} from {file.name}: {changed}"
+
+
+def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
+    """Of the same kind if there is one, else of the same maker, else of a kind with as much memory; and of as many GPUs. Raises ConfigError."""
+
+    def distance(name: str) -> tuple:
+        gpu, count = re.split("_1x", name)
+        other = KINDS[gpu]
+        return gpu != kind.name, other.vendor != kind.vendor, abs(other.memory_bytes - kind.memory_bytes), abs(int(count) - gpus)
+
+    names = [name for name in config_names(root, benchmark) if (found := NAME.fullmatch(name)) and found[1] in KINDS]
+    return config_path(root, benchmark, min(names, key=distance, default=f"{kind.name}_1x{gpus}"))
+
+
+def _derive(benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dict[str, str], layers: int) -> RunConfig:
+    file = configs.load(path, config_class(benchmark))
+    batch = overrides.get("global_batch_size", str(file.global_batch_size))
+    if batch.isdigit() and int(batch) % gpus:
+        raise _cannot_be_shared(int(batch), gpus)
+    start = _start(benchmark, path, file, kind, gpus, overrides)
+    work = workload(benchmark, start)
+    work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
+    roomy = replace(kind, memory_bytes=int(kind.memory_bytes * ROOM))
+    config = fitting(start, file, work, roomy, overrides) or fitting(start, file, work, kind, overrides)
+    if config is None:
+        raise _does_not_fit(benchmark, start, work, kind)
+    return config
+
+
+def _start(benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int, overrides: dict[str, str]) -> RunConfig:
+    """The file on these GPUs, at micro-batch 1 and with no layers offloaded or recomputed."""
+    eval_samples, sizes = workload(benchmark, file).eval_samples, range(file.eval_micro_batch_size, 0, -1)
+    whole = next((size for size in sizes if eval_samples % (size * gpus) == 0), 1)  # of no padding
+    changes = {"gpu": f'"{kind.name}"', "gpus_per_node": str(gpus), "micro_batch_size": "1", "eval_micro_batch_size": str(whole)}
+    changes |= NO_LAYERS
+    if gpus == 1 or kind.name not in KINDS:
+        changes["reduce_scatter"] = "nccl"  # copy engines need another GPU, and memory that it can reach
+    if not kind.arch.startswith(WITH_FP8):
+        changes |= WITHOUT_FP8
+    keys = {field.name for field in fields(file)}
+    return configs.load(path, config_class(benchmark), {key: text for key, text in changes.items() if key in keys} | overrides)
+
+
+def _candidates(start: RunConfig, file: RunConfig, overrides: dict[str, str]) -> Iterator[list[RunConfig]]:
+    """For each storage of a frozen base, the fastest first: the micro-batches, the largest first."""
+    share = start.global_batch_size // start.world_size
+    sizes = [start.micro_batch_size] if "micro_batch_size" in overrides else range(file.micro_batch_size, 0, -1)
+    storages: list[dict] = [{}]
+    if hasattr(start, "frozen_base") and "frozen_base" not in overrides:
+        fastest = FROZEN_BASE_STORAGE.index(start.frozen_base)
+        storages = [{"frozen_base": storage} for storage in FROZEN_BASE_STORAGE[fastest::-1]]
+    for storage in storages:
+        yield [replace(start, micro_batch_size=size, **storage) for size in sizes if share % size == 0]
+
+
+def fitting(start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]) -> RunConfig | None:
+    """The first of `_candidates` that fits, or else the first of their smallest that fits with layers offloaded or recomputed, as few as can be.
+
+    `start`: with none of them. `file`: whose micro-batch is the most. `overrides`: keys that stay as they are.
+    """
+    for configs_of_storage in _candidates(start, file, overrides):
+        for config in configs_of_storage:
+            if plan.fits(plan.memory_peak(config, work), kind):
+                return config
+        smallest = configs_of_storage[-1]
+        if "eval_micro_batch_size" not in overrides:
+            smallest = replace(smallest, eval_micro_batch_size=1)
+        for key in NO_LAYERS.keys() - overrides.keys():
+            if (layers := plan.fewest_layers(smallest, work, kind, key)) is not None:
+                return replace(smallest, **{key: layers})  # type: ignore[arg-type]
+    return None
+
+
+def _changes(file: RunConfig, config: RunConfig, overrides: dict[str, str]) -> str:
+    """What differs from the file, and always the micro-batch."""
+    told = [f.name for f in fields(config) if f.name not in ("gpu", "gpus_per_node", *overrides)]
+    values = {name: getattr(config, name) for name in told if name == "micro_batch_size" or getattr(config, name) != getattr(file, name)}
+    return ", ".join(f"{name} {'none' if value == '' else value}" for name, value in values.items()) or "nothing else changes"
+
+
+def _cannot_be_shared(batch: int, gpus: int) -> ConfigError:
+    counts = [str(count) for count in range(1, MAX_GPUS + 1) if batch % count == 0]
+    more = -(-batch // gpus) * gpus
+    do = f"set DGXNGPU to {' or '.join(counts)}; or choose a batch, such as --set global_batch_size={more}, and its learning rate"
+    return ConfigError(f"{gpus} GPUs cannot share a global batch of {batch}", "each must get as many whole sequences", do)
+
+
+def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKind) -> OutOfMemory:
+    """With all that saves memory, and with what it would fit."""
+    gpus, all_layers = start.gpus_per_node, work.shape.num_layers
+
+    def thrifty(layers: int) -> dict:
+        options = {"recompute_layers": layers, "offload_layers": layers if start.fp8 else 0, "frozen_base": "sharded"}
+        return {key: value for key, value in options.items() if hasattr(start, key)}
+
+    def needed(count: int, layers: int) -> Memory:
+        config = replace(start, gpus_per_node=count, eval_micro_batch_size=1, **thrifty(layers))
+        return plan.memory_peak(config, replace(work, shape=replace(work.shape, num_layers=layers)))
+
+    options = ", ".join(f"{key} {value}" for key, value in {"micro_batch_size": start.micro_batch_size, **thrifty(all_layers)}.items())
+    sizes = f"{gib(needed(gpus, all_layers).needed):.1f} GiB of {gib(plan.usable_bytes(kind)):.1f} usable"
+    share = start.global_batch_size // start.micro_batch_size
+    counts = (n for n in range(gpus + 1, MAX_GPUS + 1) if share % n == 0 and plan.fits(needed(n, all_layers), kind))
+    fewer = (n for n in range(all_layers - 1, 0, -1) if plan.fits(needed(gpus, n), kind))
+    ways = [f"use {count} GPUs" for count in islice(counts, 1)] + [f"measure fewer layers (bench --layers {n})" for n in islice(fewer, 1)]
+    do = "; or ".join([*ways, "run the miniature with --device cpu"])
+    return OutOfMemory(f"{benchmark} does not fit into {gpus} x {kind.name}", f"with {options} each GPU needs {sizes}", do)

@@ -1,0 +1,312 @@
+"""Memory per GPU and time to the target of a config, computed without a GPU.
+
+Memory is counted, not fitted: each term is a tensor that the code holds at the moment of the peak, and the peaks measured on H200s
+are met within 1 % (tests/launch/plan/test_plan.py). Time is one efficiency per GPU kind. Standard library only; bytes and seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from common.config import RunConfig
+from common.gpu_kinds import GIB, GpuKind
+from common.model.shapes import ModelShape
+
+BYTES = {"fp32": 4, "bf16": 2}
+FROZEN_BUFFERS = 3  # layers of a frozen base that are gathered or transposed at a time: NUM_BUFFERS of common/sharding/frozen_base.py
+
+# The driver of an H200 offers 139.8 of its 141 GiB to a process. The same share is assumed for the other kinds.
+USABLE_SHARE = 139.8 / 141
+# Context and loaded libraries, which the driver counts and torch does not. From one H200's out-of-memory message: 139.80 GiB of
+# capacity less 7.25 free, 131.16 allocated by torch and 0.09 reserved beside it. Assumed for the other kinds.
+CONTEXT_BYTES = 1.3 * GIB
+# What torch reserves over what it allocates where memory is short: 136.1 GiB allocated, 137.5 reserved, in the run nearest to the limit.
+# Elsewhere it reserves up to 5 % more, and returns that before it gives up.
+RESERVED_OVER_ALLOCATED = 1.01
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the rules fix. Samples are sequences; the intervals are those at the config's global batch."""
+
+    shape: ModelShape
+    sequence_length: int
+    eval_samples: int
+    eval_interval: int
+    first_evaluation: int
+    lora_rank: int = 0  # 0: all weights train; otherwise the base is frozen and adapters of this rank train
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the moment of the peak, by kind of tensor."""
+
+    moment: str
+    parts: dict[str, float]
+
+    @property
+    def allocated(self) -> float:
+        """torch.cuda.max_memory_allocated, and symmetric memory, which torch does not count."""
+        return sum(self.parts.values())
+
+    @property
+    def needed(self) -> float:
+        """What the driver must offer."""
+        return self.allocated * RESERVED_OVER_ALLOCATED + CONTEXT_BYTES
+
+
+def usable_bytes(kind: GpuKind) -> float:
+    return kind.memory_bytes * USABLE_SHARE
+
+
+def fits(memory: Memory, kind: GpuKind) -> bool:
+    return memory.needed <= usable_bytes(kind)
+
+
+def memory_peak(config: RunConfig, work: Workload) -> Memory:
+    """The largest of four moments: the head's backward, the last block's forward, its backward, an evaluation."""
+    shape, element, tokens = work.shape, BYTES[config.precision], config.micro_batch_size * work.sequence_length
+    state = state_bytes(config, work) | {"gathered weights": _gathered_bytes(config, work)}
+    saved = block = _saved_bytes(config, work)
+    # A module's gradient; and as much again of the modules before, whose reduction is not over. LoRA has no such gradients.
+    gradient = 0 if work.lora_rank else 2 * element
+    forward, backward = _working_bytes(config, work)
+    if _recomputed_layers(config, work) == shape.num_layers:  # the last block too: its forward runs within its backward
+        block = saved | {name: saved[name] + size for name, size in _activations(config, work, layers=1).items()}
+        backward = max(backward, forward + element * shape.hidden_size)
+    head = _head_bytes_per_token(config, shape)
+    table_in_flight = {"gradients in flight": shape.vocab_size * shape.hidden_size * gradient}
+    layer_in_flight = {"gradients in flight": shape.layer_parameters * gradient}
+    if shape.tied_embedding and not work.lora_rank:  # autograd adds the embedding's gradient to the head's, which waits for it
+        layer_in_flight["the tied head's gradient"] = shape.vocab_size * shape.hidden_size * element
+    evaluated = config.eval_micro_batch_size * work.sequence_length * max(head, sum(activation_bytes(config, work).values()) + forward)
+    moments = {
+        "the head's backward": state | saved | table_in_flight | {"logits and head": tokens * head},
+        "a block's forward": state | block | {"a block's working set": tokens * forward},
+        "a block's backward": state | block | layer_in_flight | {"a block's working set": tokens * backward},
+        "an evaluation": state | {"gradients": 0, "logits and head": evaluated},  # the optimizer step has freed them
+    }
+    moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
+    return Memory(moment, {name: size for name, size in parts.items() if size})
+
+
+def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
+    """Tensors that live as long as the run.
+
+    Trained weights: fp32 master and gradient, 8 bytes, and AdamW's two moments, 8 or 4. Pre-training shards them over a node's GPUs
+    (ZeRO-2); each GPU holds LoRA's adapters whole, and the frozen base as `frozen_bytes` says.
+    """
+    shape, gpus, table = work.shape, config.gpus_per_node, work.shape.vocab_size * work.shape.hidden_size
+    trained = shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
+    moments = 2 * BYTES[getattr(config, "moment_precision", "fp32")]
+    # With copy engines: two buffers for what the other ranks send of the largest gradient (common/sharding/reduce_scatter.py).
+    received = 2 * (1 - 1 / gpus) * table * BYTES[config.precision] if getattr(config, "reduce_scatter", "nccl") == "copy_engine" else 0
+    rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
+    # Tokens and labels, int32: the evaluation set, and three micro-batches of the prefetcher.
+    resident = (-(-work.eval_samples // config.world_size) + 3 * config.micro_batch_size) * 2 * 4 * work.sequence_length
+    return {
+        "weights": 4 * trained + (frozen_bytes(config, shape) if work.lora_rank else 0),
+        "gradients": 4 * trained,
+        "AdamW moments": moments * trained,
+        # Rowwise and columnwise, whole on each GPU.
+        "FP8 copies of weights": 2 * shape.num_layers * shape.matrix_parameters if config.fp8 and not work.lora_rank else 0,
+        "symmetric buffers": received,
+        "buffers": rope + resident,
+    }
+
+
+def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """A frozen base on one GPU (common/sharding/frozen_base.py): the blocks' matrices, and all else whole in bf16.
+
+    In FP8 a byte per value and layout; W^T is stored where layers are gathered and with "replicated_both". In bf16 W serves both passes.
+    """
+    storage, gpus = getattr(config, "frozen_base", "sharded"), config.gpus_per_node
+    transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
+    per_value = (2 if transposed else 1) if config.fp8 else BYTES[config.precision]
+    matrices = shape.num_layers * shape.matrix_parameters
+    return per_value * matrices / (gpus if storage == "sharded" else 1) + BYTES[config.precision] * (shape.num_parameters - matrices)
+
+
+def _gathered_bytes(config: RunConfig, work: Workload) -> float:
+    """Weights in the format of products beside those of `state_bytes`.
+
+    Pre-training: all of them in bf16. LoRA: buffers for layers that are gathered or, in FP8 with W alone, transposed.
+    """
+    if not work.lora_rank:
+        return BYTES[config.precision] * work.shape.num_parameters
+    storage = getattr(config, "frozen_base", "sharded")
+    gathers = storage == "sharded" and config.gpus_per_node > 1
+    transposes = bool(config.fp8) and not gathers and storage != "replicated_both"
+    per_value = 1 if config.fp8 else BYTES[config.precision]
+    return FROZEN_BUFFERS * work.shape.matrix_parameters * per_value if gathers or transposes else 0
+
+
+def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
+    """Logits, over which their gradient is written, and the residual stream with its norm and its gradient."""
+    return (shape.vocab_size + 3 * shape.hidden_size) * BYTES[config.precision]
+
+
+def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
+    """Bytes per token that a block keeps for its backward, by kind: the fields of `Saved` in common/model/.
+
+    Pre-training keeps the input of each product for its weight gradient; a frozen matrix has none. LoRA in FP8 keeps SwiGLU's input
+    in 8 bits.
+    """
+    shape, element = work.shape, BYTES[config.precision]
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    kept = {
+        "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
+        "qkv": shape.qkv_size * element,
+        "attention output": shape.attention_size * element + shape.num_heads * 4,  # with its log-sum-exp in fp32
+        "SwiGLU input": 2 * ffn * (1 if work.lora_rank and config.fp8 else element),
+    }
+    if shape.qk_norm:
+        kept["queries and keys before their norm"] = (shape.num_heads + shape.num_kv_heads) * shape.head_dim * element
+    if work.lora_rank:
+        return kept | {"adapters": 2 * work.lora_rank * element}
+    operand, o = (
+        (1, shape.attention_size) if config.fp8 else (element, 0)
+    )  # in bf16 the output projection reads the attention output itself
+    return kept | {"norm outputs": 2 * hidden * operand, "output projection's input": o, "SwiGLU output": ffn * operand}
+
+
+def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
+    """Bytes per token that a block holds for a moment beside what it keeps: the most in its forward, and in its backward.
+
+    Forward: operands that are not kept and products' results. Backward, at SwiGLU: the gradients of the block's result, of SwiGLU's
+    result and, as an operand, of its input.
+    """
+    hidden, ffn, element = work.shape.hidden_size, work.shape.ffn_hidden_size, BYTES[config.precision]
+    operand = 1 if config.fp8 else element
+    if work.lora_rank:  # operands are rowwise only; in FP8 the bf16 gate_up is there beside its 8 bits
+        forward = operand * ffn + (2 * ffn * element if config.fp8 else element * hidden)
+        return forward, element * (hidden + ffn) + operand * 2 * ffn
+    if config.fp8:  # rowwise operands, and columnwise gradients; SwiGLU's kept result is freed before its backward
+        return 3 * hidden + ffn + 2 * element * hidden, (element + 2) * hidden + (element + 4 - 1) * ffn
+    return 2 * element * hidden, element * (hidden + 2 * ffn)
+
+
+def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, float]:
+    tokens = config.micro_batch_size * work.sequence_length
+    return {name: layers * tokens * size for name, size in activation_bytes(config, work).items()}
+
+
+def _recomputed_layers(config: RunConfig, work: Workload) -> int:
+    return min(getattr(config, "recompute_layers", 0), work.shape.num_layers)
+
+
+def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
+    """What all blocks keep on the GPU after the forward. A recomputed block keeps its input; one offloaded layer is on its way."""
+    recomputed, tokens = _recomputed_layers(config, work), config.micro_batch_size * work.sequence_length
+    saved = _activations(config, work, work.shape.num_layers - recomputed)
+    saved["SwiGLU input"] -= _activations(config, work, max(0, offloaded_layers(config, work) - 1))["SwiGLU input"]
+    return saved | {"inputs of recomputed layers": recomputed * tokens * work.shape.hidden_size * BYTES[config.precision]}
+
+
+def offloaded_layers(config: RunConfig, work: Workload) -> int:
+    """Layers whose SwiGLU input is offloaded to the host: any but the last."""
+    return min(getattr(config, "offload_layers", 0), work.shape.num_layers - 1)
+
+
+def host_bytes(config: RunConfig, work: Workload) -> int:
+    """Pinned host memory of one GPU's process. torch rounds each layer's up to a power of two."""
+    layer = int(_activations(config, work, layers=1)["SwiGLU input"])
+    return offloaded_layers(config, work) * (1 << (layer - 1).bit_length())
+
+
+def largest_micro_batch(config: RunConfig, work: Workload, kind: GpuKind) -> int:
+    """The largest micro-batch that fits, all else unchanged; 0 if none does. It need not divide the global batch."""
+    return largest(lambda size: fits(memory_peak(with_micro_batch(config, size), work), kind))
+
+
+def largest(good: Callable[[int], bool]) -> int:
+    """The largest number that is good, at most 2^20; 0 if 1 is not. All below a good one are good."""
+    low, high = 0, 1
+    while high <= 2**20 and good(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low
+
+
+def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
+    """The config at another micro-batch, with a global batch that it divides."""
+    return replace(config, micro_batch_size=size, global_batch_size=size * config.world_size)
+
+
+def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) -> int | None:
+    """The least value of `key`, "recompute_layers" or "offload_layers", with which the config fits; None if there is none."""
+    if not hasattr(config, key) or (key == "offload_layers" and not config.fp8):
+        return None  # the config refuses it
+    counts = range(work.shape.num_layers + 1)
+    return next((n for n in counts if fits(memory_peak(replace(config, **{key: n}), work), kind)), None)  # type: ignore[arg-type]
+
+
+# Share of the dense peaks that a whole FP8 step reaches. AMD: fitted to the scores of AMD's MLPerf v5.1 submissions, that is, to the
+# speed of AMD's software; MI308X: the MI300X's, assumed. H200: fitted to our own FP8 runs of both benchmarks; H100, the same chip: assumed equal.
+# B200: fitted to the one FP8 8B of MLPerf v5.1 on 8 of them, the University of Florida's. The fits are in tests/launch/plan/test_plan.py.
+EFFICIENCY = {
+    "MI300X": 0.326,
+    "MI308X": 0.326,
+    "MI325X": 0.393,
+    "MI350X": 0.376,
+    "MI355X": 0.420,
+    "H100": 0.524,
+    "H200": 0.524,
+    "B200": 0.422,
+}
+# Time of a bf16 step over that of the same step in FP8: 15,829 against 11,223 tok/s/GPU, the 8B on 2 H200s. Assumed everywhere.
+BF16_OVER_FP8 = 1.41
+ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: flash attention computes the scores again (arXiv:2205.14135); MFU counts 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of an optimizer step and of an evaluation, and minutes to the target, None without a reference (RCP)."""
+
+    step_s: float
+    eval_s: float
+    tokens_per_s_per_gpu: float
+    minutes: float | None
+
+
+def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0) -> float:
+    """Time of one token's matrix products on one GPU at the dense peaks: FP8 for the linears, bf16 for attention, adapters and head.
+
+    Training: forward, data gradient and, unless frozen, weight gradient. `recomputed`: share of the layers that run forward twice.
+    """
+    shape = work.shape
+    head = 2 * shape.vocab_size * shape.hidden_size
+    linears = 2 * shape.matmul_parameters - head
+    attention = shape.attention_flops_per_token(work.sequence_length) / 3
+    adapters = 2 * shape.lora_parameters(work.lora_rank)
+    passes = (2 if work.lora_rank else 3) if training else 1
+    in_fp8 = linears * (passes + recomputed)
+    in_bf16 = adapters * (3 if training else 1) + attention * ((1 + ATTENTION_BACKWARD if training else 1) + recomputed)
+    in_bf16 += head * passes
+    return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
+
+
+def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | None) -> Estimate:
+    """`samples`: training sequences to the target, the RCP's mean. Communication is taken as hidden behind computation."""
+    slowdown = (1 if config.fp8 else BF16_OVER_FP8) / EFFICIENCY[kind.name]
+    recomputed = _recomputed_layers(config, work) / work.shape.num_layers
+    step_tokens = config.global_batch_size * work.sequence_length / config.world_size
+    step_s = step_tokens * slowdown * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
+    per_pass = config.world_size * config.eval_micro_batch_size
+    eval_tokens = -(-work.eval_samples // per_pass) * config.eval_micro_batch_size * work.sequence_length  # of one GPU, padding included
+    eval_s = eval_tokens * slowdown * products_seconds_per_token(work, kind, training=False)
+    minutes = None if samples is None else minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
+    return Estimate(step_s, eval_s, step_tokens / step_s, minutes)
+
+
+def minutes_to_target(work: Workload, samples: float, samples_per_s: float, eval_s: float) -> float:
+    """Training and the evaluations on the way, counted as the mean of whole intervals."""
+    evaluations = max(1.0, (samples - work.first_evaluation) / work.eval_interval + 1)
+    return (samples / samples_per_s + evaluations * eval_s) / 60
+
+
+def gib(size: float) -> float:
+    return size / GIB

@@ -1,0 +1,217 @@
+"""`./run_and_time.sh preflight [benchmark]`: is this machine fit for a run? Reads and measures; changes nothing; needs no root.
+
+Checks the machine for the config that fits it, with all visible GPUs (or DGXNGPU of them), or for --config or DGXSYSTEM; without a
+benchmark the machine alone, without config and data. Also reads
+DATADIR, MODEL, LOGDIR and GPU_KIND. Prints a table with one row per check: ok, warn, refuse, or skipped with the reason; skipped does
+not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a wrong command line or config. See docs/preflight.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from common.command_line import Parser, exit_code_of, meant, split_benchmark
+from common.config import RunConfig
+from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
+from common.gpu_kinds import GpuKind
+from common.gpu_stats import HEALTH, DriverError, read_gpus
+from common.hardware import Probe, identify, probe
+from common.known_issues import installed
+from launch.job import directories
+from launch.plan import estimate as plan
+from launch.plan.benchmark import workload
+from launch.plan.derive_config import load_or_derive
+from launch.preflight import gpus, host
+from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
+from launch.preflight.measured import Measured, read_ranks
+from launch.processes.ranks import ROOT, cpus_of_ranks, rank_environment, torchrun
+from launch.processes.supervise import supervise
+from launch.select_config import benchmarks, config_file, requested_gpus, require_by_rules
+
+SECONDS, QUICK_SECONDS = 3.0, 0.5
+SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
+
+
+@dataclass(frozen=True)
+class Request:
+    """The run to check for: from a config file, or, where there is none for this machine, all visible GPUs."""
+
+    kind: str  # a name of common.gpu_kinds.KINDS, or CPU
+    count: int  # processes on this node
+    row: CheckRow
+    nodes: int = 1
+    miniature: bool = False
+    env: dict[str, str] = field(default_factory=dict)
+    pinned_bytes: int = 0  # host memory that each process pins
+    benchmark: str = ""  # for the self-test, like config: "" and None where only the machine is checked
+    config: RunConfig | None = None
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.kind == "CPU" else "cuda"
+
+
+def main(arguments: list[str]) -> int:
+    return exit_code_of(lambda: examine(*split_benchmark(arguments)))
+
+
+def examine(benchmark: str, rest: list[str]) -> None:
+    """Print the table. Raises PreflightError where a row refuses."""
+    options = parser(benchmark).parse_args(rest)
+    options.benchmark = benchmark
+    rows, ranks = check(options, os.environ)
+    verdict = overall(rows)
+    answer = {"benchmark": options.benchmark, "verdict": verdict, "rows": rows, "ranks": ranks}
+    print(json.dumps(answer, default=asdict, indent=1) if options.json else table(rows))
+    if refused := ", ".join(row.check for row in rows if row.verdict == "refuse"):
+        raise PreflightError(f"this machine is not fit for the run: {refused}", "see these rows of the table", "do what each row says")
+
+
+def parser(benchmark: str = "") -> Parser:
+    parser = Parser(f"{benchmark} preflight".strip(), __doc__, ["preflight --quick", "preflight llama31_8b", "preflight --json"])
+    parser.add_argument("--config", metavar="FILE", help="this TOML instead of the one that fits the machine")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (cuda means ROCm's too)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SECONDS:g} s for each speed instead of {SECONDS:g}")
+    return parser
+
+
+def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[CheckRow], list[Measured]]:
+    """All rows, and what the ranks measured. Raises ConfigError."""
+    known = benchmarks(ROOT)
+    if options.benchmark and options.benchmark not in known:
+        raise ConfigError(f"unknown benchmark {options.benchmark}", f"there are: {', '.join(known)}", meant(options.benchmark, known))
+    try:
+        found = Probe("none") if options.device == "cpu" else probe(environment)
+        if options.device == "cuda" and not found.devices:
+            raise PreflightError("no GPU is visible", do="check the driver and *_VISIBLE_DEVICES")
+        kind = identify(found, environment.get("GPU_KIND", ""))
+    except PreflightError as error:
+        return [CheckRow("GPU kind", "refuse", error.what, "whole cards of one known kind", error.do)], []
+    request = requested_run(options, environment, kind, len(found.devices))
+    rows, fits = [request.row], True
+    if request.device == "cuda":
+        presence = gpus.judge_presence(kind, len(found.devices), request.kind, request.count)
+        rows, fits = rows + presence, overall(presence) != "refuse"
+    else:
+        found, kind = Probe("none"), None
+    rows += host_rows(options.benchmark, request, environment)
+    not_measured = skipped("health and speed of the GPUs", "the GPUs are not those of the config")
+    ranks, measured_rows = measured(request, found, kind, options, environment) if fits else ([], [not_measured])
+    rows += [host.judge_software(), CheckRow("driver", "ok", found.driver)] if found.driver else [host.judge_software()]
+    if kind:
+        rows.append(host.judge_known_issues(kind, installed(found.driver), environment))
+    return rows + measured_rows, ranks
+
+
+def requested_run(options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int) -> Request:
+    """Raises ConfigError for a named config that does not exist or cannot be read."""
+    requested = requested_gpus(environment)
+    if not options.benchmark:
+        if options.config:
+            raise ConfigError(
+                "--config without a benchmark", "a config is one of a benchmark's", f"name one: {', '.join(benchmarks(ROOT))}"
+            )
+        row = skipped("config", "no benchmark is named: only the machine itself is checked")
+        return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
+    try:
+        path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
+        config, derived = load_or_derive(ROOT, options.benchmark, path)
+    except (ConfigError, OutOfMemory) as error:
+        if environment.get("DGXSYSTEM") or options.config or path.is_file():
+            raise
+        row = CheckRow("config", "warn", error.what, "a config for this machine", "only the machine itself is checked")
+        return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
+    require_by_rules(options.benchmark, config)
+    row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
+    pinned = plan.host_bytes(config, workload(options.benchmark, config))
+    return Request(config.gpu, config.gpus_per_node, row, config.nodes, config.miniature, config.env, pinned, options.benchmark, config)
+
+
+def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) -> list[CheckRow]:
+    data_dir, log_dir = directories(benchmark, request.miniature, environment)
+    rows = host.judge(host.read(), request.count, request.device, request.nodes, request.pinned_bytes)
+    if benchmark:
+        rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
+    if environment.get("MODEL"):
+        rows.append(host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), request.miniature))
+    rows.append(host.judge_log_folder(log_dir))
+    if request.device == "cuda":
+        rows.append(host.judge_tuning())
+    return rows if request.miniature or not benchmark else [*rows, host.judge_checkout(ROOT, environment)]
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def measured(
+    request: Request, found: Probe, kind: GpuKind | None, options: argparse.Namespace, environment: Mapping[str, str]
+) -> tuple[list[Measured], list[CheckRow]]:
+    seconds = QUICK_SECONDS if options.quick else SECONDS
+    print(f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...", file=sys.stderr, flush=True)
+    during: list[gpus.Stats] = []
+
+    def read() -> gpus.Stats:
+        with contextlib.suppress(DriverError):
+            return read_gpus(found.vendor, [device.address for device in found.devices], HEALTH) if kind else []
+        return []
+
+    before = read()
+    ranks = run_ranks(request, seconds, environment, lambda: during.append(read()), cpus_of_ranks(found, request.count))
+    after, seen = read(), [rank for rank in ranks if rank.memory_bytes]
+    rows = [judge_ranks(ranks, request.count)]
+    if rows[0].verdict == "refuse":
+        rows.append(skipped("speeds", "not every process finished"))
+    if kind is None:
+        rows.append(skipped("health of the GPUs", "the run would be on the CPU"))
+    elif len(seen) == request.count:
+        rows += [gpus.judge_torch(seen, kind), gpus.judge_memory_in_use(seen)]
+        rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, during)]
+    if rows[0].verdict == "ok":
+        rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))
+        rows += gpus.judge_speeds(ranks, request.device, request.kind)
+    return ranks, rows
+
+
+def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
+    """Whether every process finished. One error often makes the other ranks stop, so errors are listed first."""
+    reported = {rank.rank for rank in ranks}
+    failed = [f"{rank.label} in {rank.phase!r}: {rank.error}" for rank in ranks if rank.error]
+    silent = [f"GPU {k} never reported" for k in range(count) if k not in reported]
+    stopped = [f"{rank.label} stopped in {rank.phase!r}" for rank in ranks if rank.phase != "done" and not rank.error]
+    value = "; ".join(failed or silent or stopped)
+    do = "out of memory: see who uses the GPU; else see the messages above, and the kernel log for this address"
+    return graded("measuring processes", value or "all finished", f"{count} of {count}", do, refuse=bool(value))
+
+
+def run_ranks(
+    request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], object], cpus: Sequence[str] = ()
+) -> list[Measured]:
+    """One process per GPU, started by launch.processes.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S.
+
+    A rank that hangs ends itself (launch.preflight.measured.limit_s).
+    """
+    with tempfile.TemporaryDirectory(prefix="preflight-") as name:
+        folder = Path(name)
+        arguments = ["-m", "launch.preflight.measure", name, request.device, str(seconds)]
+        if request.config is not None:
+            (folder / "config.toml").write_text(request.config.as_toml())
+            arguments.append(request.benchmark)
+        command = torchrun(folder, request.count, arguments, cpus=cpus)
+        env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}  # torchrun leaves an empty folder there
+        ending = supervise(command, env, folder, stop=lambda: bool(meanwhile()), poll_s=SAMPLE_S, stdout=sys.stderr)
+        if ending.signal_number:
+            raise Interrupted(ending.signal_number)
+        return read_ranks(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

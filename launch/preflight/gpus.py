@@ -1,0 +1,166 @@
+"""Judges the GPUs: are they present, alike, whole, idle, healthy, correct and fast? Pure functions from facts to rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from common import known_issues
+from common.gpu_kinds import GIB, GpuKind
+from common.gpu_stats import FAULTS
+from common.hardware import WHOLE_CARD
+from launch.preflight.check_row import CheckRow, Limits, graded, skipped, worst
+from launch.preflight.measured import UNITS, Measured
+
+Stats = list[dict]  # common.gpu_stats.read_gpus: of each visible GPU, in the order of the ranks; [] if the driver does not answer
+USED_GIB = 2  # our own CUDA or HIP context takes some 0.5 GiB of an empty card
+BUSY_PERCENT = (1, 10)  # warn and refuse; an idle card says 0
+
+
+def judge_presence(kind: GpuKind | None, visible: int, kind_name: str, count: int) -> list[CheckRow]:
+    name, do = kind.name if kind else "none", "drop --config or DGXSYSTEM, or use one for this GPU"
+    return [
+        graded("GPU kind", name, kind_name, do, refuse=name != kind_name),
+        graded("GPU count", f"{visible} visible", str(count), "show more GPUs, or use a config for fewer", refuse=visible < count),
+    ]
+
+
+Finding = tuple[str, str] | None  # verdict and text of one GPU; None if the driver does not report it
+
+
+def _per_gpu(check: str, expected: str, do: str, ranks: Sequence[Measured], findings: list[Finding], good: str) -> CheckRow:
+    """One row from the findings on all GPUs; `good` is its text if all are ok."""
+    if unknown := findings.count(None):
+        return skipped(check, f"the driver does not report it for {unknown} of {len(ranks)} GPUs", expected)
+    bad = {rank.label: finding for rank, finding in zip(ranks, findings, strict=True) if finding and finding[0] != "ok"}
+    verdicts = {verdict for verdict, _ in bad.values()}
+    value = "; ".join(f"{label}: {text}" for label, (_, text) in bad.items())
+    return graded(check, value or good, expected, do, refuse="refuse" in verdicts, warn="warn" in verdicts)
+
+
+def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
+    """Is it the same GPU to torch? A container's partitions, or a wrong build of torch, show here and not in the driver."""
+    expected = f"{kind.name}, {kind.compute_units} compute units, {kind.memory_bytes / GIB:.0f} GiB"
+    do = "use a torch built for this GPU, and the same *_VISIBLE_DEVICES everywhere"
+    findings: list[Finding] = []
+    for rank in ranks:
+        is_same = rank.arch.startswith(kind.arch) and rank.compute_units == kind.compute_units
+        is_whole = rank.memory_bytes >= WHOLE_CARD * kind.memory_bytes
+        text = f"{rank.name}, {rank.arch}, {rank.compute_units} compute units, {rank.memory_bytes / GIB:.0f} GiB"
+        findings.append(("ok" if is_same and is_whole else "refuse", text))
+    return _per_gpu("GPUs as torch sees them", expected, do, ranks, findings, ranks[0].name)
+
+
+def _of(ranks: Sequence[Measured], stats: Stats, name: str) -> list:
+    return [stats[rank.rank].get(name) if stats else None for rank in ranks]
+
+
+def judge_memory_in_use(ranks: Sequence[Measured]) -> CheckRow:
+    used_gib = [rank.used_bytes / GIB for rank in ranks]
+    findings: list[Finding] = [("refuse" if gib >= USED_GIB else "ok", f"{gib:.1f} GiB") for gib in used_gib]
+    good, do = f"at most {max(used_gib):.1f} GiB, including our own context", "end the processes on these GPUs (nvidia-smi, rocm-smi)"
+    return _per_gpu("GPU memory in use", f"< {USED_GIB} GiB", do, ranks, findings, good)
+
+
+def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
+    percents = _of(ranks, before, "utilization_percent")
+    findings = [None if percent is None else (worst(percent, BUSY_PERCENT), f"{percent:g} %") for percent in percents]
+    do = "find the program that uses it; wait or end it"
+    return _per_gpu("GPU use before the test", f"< {BUSY_PERCENT[0]} %", do, ranks, findings, "idle")
+
+
+def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> CheckRow:
+    """Uncorrected memory errors refuse. Corrected ones are common, but should not appear while we measure."""
+    findings: list[Finding] = []
+    corrected = [_of(ranks, stats, "corrected_errors") for stats in (before, after)]
+    for uncorrected, then, now in zip(_of(ranks, after, "uncorrected_errors"), *corrected, strict=True):
+        rising = then is not None and (now or 0) > then
+        finding = ("warn", f"{now:g} corrected, rising") if rising else ("ok", "")
+        finding = ("refuse", f"{uncorrected:g} uncorrected") if uncorrected else finding
+        findings.append(None if uncorrected is None else finding)
+    do = "reset the GPU or restart the host; if they come back, have the card replaced"
+    return _per_gpu("memory errors (ECC)", "none uncorrected, none new", do, ranks, findings, "none")
+
+
+def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> CheckRow:
+    findings: list[Finding] = []
+    for rank in ranks:
+        reported = [reasons for stats in during for reasons in _of([rank], stats, "throttle") if reasons is not None]
+        faults = [name for name in FAULTS if any(name in reasons for reasons in reported)]
+        findings.append(("warn" if faults else "ok", ", ".join(faults)) if reported else None)
+    do = "check the cooling and power supply of this GPU"
+    return _per_gpu("throttling under load", "none beyond the power limit", do, ranks, findings, "none")
+
+
+# --- correct and fast -------------------------------------------------------------------------------------------------
+
+SIBLINGS = (0.98, 0.95)  # warn and refuse. Healthy GPUs of one host differ by < 1 %: MLPerf Training v5.1 logs, sd of 0.04 to 0.71 %
+TABLE = (0.95, 0.80)  # other hosts have other cooling and power: a few per cent are no fault, a fifth is
+# One GPU while all GPUs of the host work. H200: measured by us, docs/results.md's machines; H100: one machine.
+EXPECTED: dict[str, dict[str, float]] = {
+    "H200": {"bf16 GEMM": 679.0, "FP8 GEMM": 1287.0, "copy": 4.27},
+    "H100": {"copy": 3.0},
+}
+
+
+def judge_self_test(ranks: Sequence[Measured], kind: GpuKind | None, versions: Mapping[str, str]) -> CheckRow:
+    """Does every op of the config compute right at its shapes? With what is known of these versions where one does not."""
+    check, expected = "self-test", "every op right at the config's shapes"
+    if not all(rank.self_test for rank in ranks):
+        return skipped(check, "no benchmark is named, or not run by every process", expected)
+    findings: list[Finding] = []
+    bad_ops: set[str] = set()
+    for rank in ranks:
+        bad = [text for _, text, good in rank.self_test if not good]
+        bad_ops |= {op for op, _, good in rank.self_test if not good}
+        findings.append(("refuse", ", ".join(bad)) if bad else ("ok", ""))
+    suspects = known_issues.suspects(sorted(bad_ops), kind, versions) if kind else []
+    have = ", ".join(f"{name} {text}" for name, text in versions.items())
+    do = (
+        "; ".join(f"{issue}: {issue.cure}" for issue in suspects)
+        or f"nothing is known of it with {have}: try other versions, and report it"
+    )
+    slowest = max(rank.self_test_s for rank in ranks)
+    good = f"{len(ranks[0].self_test)} ops, {slowest:.1f} s; attention by {', '.join(sorted({rank.attention for rank in ranks}))}"
+    return _per_gpu(check, expected, do, ranks, findings, good)
+
+
+def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[CheckRow]:
+    """Two rows per measurement: against the other GPUs of this host, and against the table of this kind."""
+    rows = []
+    for name, unit in UNITS.items():
+        values, speed = [rank.speeds[name] for rank in ranks if name in rank.speeds], EXPECTED.get(kind, {}).get(name)
+        siblings, table = f"{name}, siblings", f"{name}, table"
+        if device == "cpu":
+            rows.append(skipped(name, f"{_range(values, unit) if values else 'not measured'}: processes of a CPU share its cores"))
+            continue
+        if len(values) < len(ranks):
+            rows.append(skipped(name, "takes two processes" if len(ranks) == 1 else "not measured by every process"))
+            continue
+        if len(values) == 1:
+            rows.append(skipped(siblings, f"{_range(values, unit)}: one GPU has no sibling"))
+        else:
+            medians = [statistics.median(values[:i] + values[i + 1 :]) for i in range(len(values))]
+            expected = f"within {100 - 100 * SIBLINGS[0]:.0f} % of the others' median"
+            rows.append(_not_slower(siblings, expected, ranks, name, medians, SIBLINGS))
+        if speed is None:
+            rows.append(skipped(table, f"{_range(values, unit)}: we have no number of our own for {kind}"))
+        else:
+            rows.append(_not_slower(table, f">= {TABLE[0]:.0%} of {speed:g} {unit}", ranks, name, [speed] * len(values), TABLE))
+    return rows
+
+
+def _not_slower(check: str, expected: str, ranks: Sequence[Measured], name: str, references: list[float], limits: Limits) -> CheckRow:
+    """`limits`: warns and refuses at or below these shares of each rank's reference."""
+    findings: list[Finding] = []
+    for rank, reference in zip(ranks, references, strict=True):
+        slower = 1 - round(rank.speeds[name] / reference, 4)  # what is printed as 5.0 % counts as 5 %
+        verdict = worst(round(slower, 4), (round(1 - limits[0], 4), round(1 - limits[1], 4)))
+        findings.append((verdict, f"{rank.speeds[name]:.4g} {UNITS[name]}, {slower:.1%} slower"))
+    do = "find out who else uses this GPU; check its clocks, power and temperature; then reset it or leave it out"
+    return _per_gpu(check, expected, do, ranks, findings, _range([rank.speeds[name] for rank in ranks], UNITS[name]))
+
+
+def _range(values: Sequence[float], unit: str) -> str:
+    low, high = f"{min(values):.4g}", f"{max(values):.4g}"
+    return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"

@@ -1,0 +1,135 @@
+"""The host: memory, limits, disks and software, and whether they are enough for a run. Read-only, standard library only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import known_issues
+from common.gpu_kinds import GIB, GpuKind
+from common.gpu_stats import key_values, read_text
+from common.packages import OLDEST_TORCH, version_of
+from launch import tuning
+from launch.preflight.check_row import CheckRow, at_least, graded, skipped
+from launch.run_directory import doubts
+
+# Available memory per process, warn and refuse: torch and its libraries take 2 to 4 GiB, compiling and pinned batches the rest.
+MEMORY_GIB = {"cuda": (16, 4), "cpu": (1.0, 0.5)}
+# NCCL and RCCL pass messages within a node through /dev/shm; Docker's default of 64 MB ends in a bus error or a hang at start.
+SHM_GIB = (8, 1)
+OPEN_FILES = (1024, 256)  # sockets and shared files of 8 ranks are some hundreds
+LOG_GIB = (10, 1)  # ten runs leave some hundred MB; traces and stacks more
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@dataclass(frozen=True)
+class Host:
+    memory_bytes: int  # available to the machine, or to the container if that is less
+    shm_bytes: int  # free in /dev/shm
+    memlock_bytes: int  # soft limit, or UNLIMITED
+    open_files: int  # soft limit, or UNLIMITED
+
+
+def read(root: Path = Path("/")) -> Host:
+    memlock, files = (resource.getrlimit(what)[0] for what in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
+    shm = root / "dev/shm"
+    return Host(available_memory(root), shutil.disk_usage(shm).free if shm.exists() else 0, memlock, files)
+
+
+def available_memory(root: Path) -> int:
+    """MemAvailable, or what the control group has left if that is less; its page cache counts as available."""
+    machine = key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
+    group = root / "sys/fs/cgroup"
+    limit, used = read_text(group / "memory.max"), read_text(group / "memory.current")
+    if not limit.isdigit() or not used.isdigit():
+        return machine
+    kept = int(used) - key_values(group / "memory.stat").get("inactive_file", 0)
+    return min(machine, max(int(limit) - kept, 0))
+
+
+def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0) -> list[CheckRow]:
+    """`pinned_bytes`: host memory that the config pins for each process (offload_layers), on top of what every run takes."""
+    memory, shm = host.memory_bytes / GIB, host.shm_bytes / GIB
+    warn, refuse = ((limit + pinned_bytes / GIB) * processes for limit in MEMORY_GIB[device])
+    do = "end other programs, or give the container or job more memory" + ", or set offload_layers lower" * bool(pinned_bytes)
+    rows = [at_least("host memory", memory, (warn, refuse), f"{memory:.1f} GiB available", f"GiB for {processes} processes", do)]
+    if device == "cuda":
+        do = "start the container with --shm-size 16g or --ipc host; on a bare host enlarge the tmpfs"
+        limits = SHM_GIB if processes > 1 else (SHM_GIB[0], 0)
+        rows.append(at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do))
+        # RDMA locks the memory it registers, so several nodes need it. On one node we know of no need: it only warns.
+        value, is_low = _limit(host.memlock_bytes), host.memlock_bytes != UNLIMITED
+        do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
+        rows.append(graded("memlock limit", value, "unlimited (bytes)", do, refuse=is_low and nodes > 1, warn=is_low))
+    files = float("inf") if host.open_files == UNLIMITED else host.open_files
+    do = f"ulimit -n {OPEN_FILES[0]}, or --ulimit nofile={OPEN_FILES[0]} for a container"
+    return [*rows, at_least("open files", files, OPEN_FILES, _limit(host.open_files), "", do)]
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == UNLIMITED else f"{value:,}"
+
+
+def judge_tuning(root: Path = Path("/")) -> CheckRow:
+    """The settings of system_tuning. AMD makes them, nobody has measured them: none of them is a reason to refuse."""
+    advice, do = tuning.advice(root), "tuning check; or run with --tune"
+    value = advice or f"{len(tuning.state(root))} settings as AMD makes them"
+    return graded("host tuning", value, "what `tuning apply` writes; gain not measured", do, warn=bool(advice))
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+def judge_read_folder(name: str, folder: Path, miniature: bool) -> CheckRow:
+    """Does it hold files?"""
+    files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []
+    if not files and miniature:
+        return skipped(name, f"{folder}: the first run creates it")
+    if not files:
+        return CheckRow(name, "warn", f"no files in {folder}", "the data", "see prepare --help")
+    size = sum(path.stat().st_size for path in files)
+    return CheckRow(name, "ok", f"{folder}: {len(files)} files, {size / GIB:,.1f} GiB")
+
+
+def judge_log_folder(folder: Path) -> CheckRow:
+    """Where results go: free space and permission to write, without writing."""
+    parent = next(place for place in (folder, *folder.parents) if place.exists())
+    do = "free space, or set LOGDIR to another place"
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        return CheckRow("LOGDIR", "refuse", f"{parent} cannot be written by this user", "a writable folder", "set LOGDIR to another place")
+    free = shutil.disk_usage(parent).free / GIB
+    return at_least("LOGDIR", free, LOG_GIB, f"{folder}: {free:,.1f} GiB free", "GiB", do)
+
+
+# --- software ---------------------------------------------------------------------------------------------------------
+
+
+def judge_software() -> CheckRow:
+    """The local part of torch's version says what it is built for (+cu130, +rocm7.2)."""
+    triton = version_of("triton") or version_of("pytorch-triton-rocm")
+    text = f"Python {platform.python_version()}, torch {version_of('torch')}, triton {triton or 'missing'}"
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    is_old = tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2]) < OLDEST_TORCH
+    return graded("software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old)
+
+
+def judge_known_issues(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]) -> CheckRow:
+    """What common/known_issues.toml says of these versions on this GPU."""
+    issues, unseen = known_issues.shown(kind, versions, environment), known_issues.unseen(versions)
+    do = "; ".join([*(issue.cure for issue in issues), *(["look whether something is known of it"] if unseen else [])])
+    value = "; ".join([*map(str, issues), *unseen]) or "none of " + ", ".join(f"{name} {text}" for name, text in versions.items())
+    refuse = any(issue.verdict == "refuse" for issue in issues)
+    return graded("known issues", value, "none that refuses or warns", do, refuse=refuse, warn=bool(issues or unseen))
+
+
+def judge_checkout(root: Path, environment: Mapping[str, str]) -> CheckRow:
+    """Whether runs that are started now can be submitted: the log must name a commit, whole, and an organization."""
+    found = doubts(root, environment)
+    do = "commit, ignore or remove the files, run as the owner of the checkout, set the variable: else package will refuse the runs"
+    return graded("checkout", "; ".join(found) or "a clean commit", "a clean commit, MLPERF_SUBMISSION_ORG", do, warn=bool(found))

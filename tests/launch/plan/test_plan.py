@@ -1,0 +1,436 @@
+"""`plan`: its memory against peaks measured on H200s, its time against measured and published speeds, its formulas by hand, its commands."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import config as configs
+from common.gpu_kinds import GIB, KINDS
+from common.hardware import Device, Probe, config_names, config_path
+from common.kernels.fp8 import DelayedScaling
+from common.kernels.rope import rope_tables
+from common.model.fused_block import FusedBlock
+from common.model.fused_lora_block import saved_bytes_per_token
+from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
+from common.paths import ROOT
+from common.records import published, rcp
+from common.sharding.frozen_base import NUM_BUFFERS
+from common.sharding.reduce_scatter import CopyEngineReduceScatter
+from launch.plan import command
+from launch.plan import estimate as plan
+
+PRETRAINING, LORA = "llama31_8b", "llama2_70b_lora"
+BENCHMARKS = (PRETRAINING, LORA)
+QWEN3_LIKE = ModelShape(1, 64, 112, 4, 2, 61, 10000.0, explicit_head_dim=32, qk_norm=True)
+
+
+def shipped(benchmark, name, layers=0, **changes):
+    """A shipped config with `changes`, and its workload; `layers` of the model, 0 for all."""
+    config = replace(command.load_all(ROOT, benchmark)[name], **changes)
+    work = command.workload(benchmark, config)
+    return config, replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run of `bench` on H200 SXM, torch 2.11.0, sequence length 8192; docs/results.md has the dates and commits.
+
+    `gib`: torch.cuda.max_memory_allocated, and with copy engines the symmetric buffers. `changes`: to the shipped config.
+    """
+
+    benchmark: str
+    config: str
+    gib: float
+    tokens_per_s_per_gpu: int = 0  # 0: not of the whole model
+    changes: dict = field(default_factory=dict)
+    layers: int = 0
+
+    def peak(self):
+        return plan.memory_peak(*shipped(self.benchmark, self.config, self.layers, **self.changes))
+
+    def speed_ratio(self):
+        config, _ = shipped(self.benchmark, self.config, **self.changes)
+        return command.estimate(self.benchmark, config, KINDS["H200"]).tokens_per_s_per_gpu / self.tokens_per_s_per_gpu
+
+
+MEASURED = (
+    Measured(PRETRAINING, "H200_1x2", 121.6, 15_829, {"global_batch_size": 8}),
+    Measured(PRETRAINING, "H200_1x2", 120.6, 15_556, {"global_batch_size": 8, "reduce_scatter": "nccl"}),
+    Measured(PRETRAINING, "H200_1x2", 113.1, 11_223, {"global_batch_size": 8, "fp8": ""}),
+    Measured(PRETRAINING, "H200_1x4", 123.8, 16_301, {}),
+    Measured(PRETRAINING, "H200_1x1", 129.8, 13_540, {}),
+    Measured(LORA, "H200_1x4", 129.6, 3_084, {}),
+    Measured(LORA, "H200_1x2", 129.6, 3_079, {"global_batch_size": 4}),
+    Measured(LORA, "H200_1x1", 129.6, 3_109, {"global_batch_size": 2}),
+    Measured(LORA, "H200_1x2", 129.6, 2_939, {"global_batch_size": 4, "frozen_base": "sharded"}),
+    Measured(LORA, "H200_1x1", 11.6, 0, {"offload_layers": 0}, layers=4),
+    Measured(LORA, "H200_1x1", 25.8, 0, {"offload_layers": 0}, layers=12),
+)
+each_run = pytest.mark.parametrize("run", MEASURED, ids=lambda run: f"{run.benchmark}-{run.config}-{run.gib}-{run.layers}")
+WITH_SPEED = [run for run in MEASURED if run.tokens_per_s_per_gpu]
+
+
+@each_run
+def test_memory_is_within_one_percent_of_the_measured_peak(run):
+    """A larger difference would be a tensor that the plan forgets."""
+    assert plan.gib(run.peak().allocated) == pytest.approx(run.gib, rel=0.01)
+    assert plan.fits(run.peak(), KINDS["H200"])
+
+
+@pytest.mark.parametrize("run", WITH_SPEED, ids=lambda run: f"{run.benchmark}-{run.config}-{run.tokens_per_s_per_gpu}")
+def test_speed_is_within_six_percent_of_the_measured(run):
+    assert abs(run.speed_ratio() - 1) < 0.06
+
+
+def test_the_efficiency_of_an_h200_is_fitted_to_our_fp8_runs():
+    """One number for both benchmarks: the 8B is planned as much too fast as LoRA is planned too slow."""
+    logs = [math.log(run.speed_ratio()) for run in WITH_SPEED if run.changes.get("fp8") != ""]
+    assert len(logs) >= 6 and abs(max(logs) + min(logs)) < 0.003
+
+
+# --- published --------------------------------------------------------------------------------------------------------
+
+AMD_RESULTS = [result for result in published.RESULTS if (result.submitter, result.round) == ("AMD", "5.1")]
+RECOMPUTED = {(LORA, "MI300X"): 21 / 80}  # in AMD's v5.1 config
+COLLECTIVE_BYTES_PER_S = 350e9  # bus bandwidth of RCCL and NCCL in one node
+each_result = pytest.mark.parametrize("result", AMD_RESULTS, ids=lambda result: f"{result.benchmark}-{result.gpu}")
+
+
+def as_published(result):
+    """(seconds of a step, of an evaluation, minutes) of AMD's software: the plan's products, and traffic that it does not hide.
+
+    Per step and GPU: bf16 gradients and FP8 weights of the 8B; LoRA's adapter gradients in fp32, reduced to all.
+    """
+    config, work = shipped(result.benchmark, f"{result.gpu}_1x8", global_batch_size=result.batch)
+    kind, shape, efficiency = KINDS[result.gpu], work.shape, plan.EFFICIENCY[result.gpu]
+    recomputed = RECOMPUTED.get((result.benchmark, result.gpu), 0.0)
+    tables = 2 * shape.vocab_size * shape.hidden_size
+    traffic = 2 * 4 * shape.lora_parameters(work.lora_rank) if work.lora_rank else 3 * shape.num_parameters + tables
+    products = plan.products_seconds_per_token(work, kind, training=True, recomputed=recomputed) / efficiency
+    step_s = result.batch / 8 * work.sequence_length * products + traffic * 7 / 8 / COLLECTIVE_BYTES_PER_S
+    eval_s = plan.estimate(replace(config, eval_micro_batch_size=1), work, kind, None).eval_s
+    samples = rcp.mean_samples(result.benchmark, result.batch)  # a score is scaled to it
+    return step_s, eval_s, plan.minutes_to_target(work, samples, result.batch / step_s, eval_s)
+
+
+@each_result
+def test_minutes_are_near_the_published_score(result):
+    """Minutes within 3 %; and not for the wrong reasons: steps within 3 %, evaluations within 15 %."""
+    step_s, eval_s, minutes = as_published(result)
+    assert minutes == pytest.approx(result.score, rel=0.03)
+    assert step_s == pytest.approx(result.batch / result.samples_per_s, rel=0.03)
+    assert eval_s == pytest.approx(result.evaluation_s, rel=0.15)
+
+
+@pytest.mark.parametrize("gpu", [name for name, kind in KINDS.items() if kind.vendor == "amd" and name != "MI308X"])
+def test_the_efficiency_of_an_amd_gpu_is_fitted_to_its_published_scores(gpu):
+    logs = [math.log(as_published(result)[2] / result.score) for result in AMD_RESULTS if result.gpu == gpu]
+    assert logs and abs(sum(logs) / len(logs)) < 0.003
+
+
+def test_the_efficiency_of_a_b200_is_fitted_to_the_one_fp8_result():
+    (result,) = (r for r in published.published("llama31_8b", "B200", 8) if (r.round, r.submitter) == ("5.1", "University-of-Florida"))
+    config, work = shipped("llama31_8b", "B200_1x8")
+    step_s = plan.estimate(config, work, KINDS["B200"], None).step_s
+    assert result.batch == config.global_batch_size and step_s == pytest.approx(result.batch / result.samples_per_s, rel=0.003)
+
+
+def test_every_kind_has_an_efficiency():
+    assert set(plan.EFFICIENCY) == set(KINDS)
+    for assumed, measured in (("H100", "H200"), ("MI308X", "MI300X")):
+        assert plan.EFFICIENCY[assumed] == plan.EFFICIENCY[measured], f"no run on an {assumed}"
+
+
+# --- memory by hand ---------------------------------------------------------------------------------------------------
+
+
+def test_needed_memory_by_hand():
+    memory = plan.Memory("a moment", {"a": 60.0 * GIB, "b": 40.0 * GIB})
+    assert memory.needed == pytest.approx((101 + 1.3) * GIB)
+    assert plan.usable_bytes(KINDS["H200"]) == pytest.approx(139.8 * GIB)
+    limit = (139.8 - 1.3) / 1.01
+    assert [plan.fits(plan.Memory("a moment", {"a": limit * GIB * share}), KINDS["H200"]) for share in (0.9999, 1.0001)] == [True, False]
+
+
+def test_state_of_pre_training_by_hand():
+    config, work = shipped(PRETRAINING, "H200_1x4")
+    state = plan.state_bytes(config, work)
+    assert state["weights"] + state["gradients"] + state["AdamW moments"] == 16 * LLAMA31_8B.num_parameters / 4
+    matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    assert state["FP8 copies of weights"] == 2 * matrices, "rowwise and columnwise, whole on each GPU"
+    assert plan.state_bytes(replace(config, fp8=""), work)["FP8 copies of weights"] == 0
+    assert plan.memory_peak(config, work).parts["gathered weights"] == 2 * LLAMA31_8B.num_parameters
+
+
+def test_moments_in_bf16_take_half():
+    config, work = shipped(PRETRAINING, "H200_1x4", moment_precision="fp32")
+    full, half = (plan.memory_peak(replace(config, moment_precision=precision), work) for precision in ("fp32", "bf16"))
+    assert full.parts["AdamW moments"] == 8 * LLAMA31_8B.num_parameters / 4
+    assert full.allocated - half.allocated == 4 * LLAMA31_8B.num_parameters / 4
+
+
+def test_several_nodes_share_no_state():
+    """Masters are sharded within a node: a second node saves only evaluation sequences."""
+    config, work = shipped(PRETRAINING, "MI300X_1x8", micro_batch_size=1)
+    one, two = (plan.state_bytes(replace(config, nodes=nodes), work) for nodes in (1, 2))
+    assert one["weights"] == two["weights"] and one["buffers"] > two["buffers"]
+
+
+def test_symmetric_buffers_are_those_of_the_reduction():
+    """Two of what three other GPUs send of a quarter of the embedding's bf16 gradient."""
+    config, work = shipped(PRETRAINING, "H200_1x4", reduce_scatter="copy_engine")
+    embedding = SimpleNamespace(master=torch.empty(128256 // 4, 4096, device="meta"))
+    counted = plan.state_bytes(config, work)["symmetric buffers"]
+    assert counted == 2 * 3 * (128256 // 4 * 4096 * 2) == 2 * CopyEngineReduceScatter.num_bytes([embedding], 4, torch.bfloat16)
+    assert plan.state_bytes(replace(config, reduce_scatter="nccl"), work)["symmetric buffers"] == 0
+
+
+@pytest.mark.parametrize(("storage", "layouts", "buffers"), [("sharded", 2 / 4, 3), ("replicated", 1, 3), ("replicated_both", 2, 0)])
+def test_a_frozen_base_by_hand(storage, layouts, buffers):
+    config, work = shipped(LORA, "H200_1x4", frozen_base=storage)
+    layer, rest, adapters = 855_638_016, 2 * 32000 * 8192 + 161 * 8192, 44_564_480  # a layer's matrices; embedding, head and norms
+    memory = plan.memory_peak(config, work)
+    assert LLAMA2_70B.lora_parameters(16) == adapters
+    assert memory.parts["weights"] == layouts * 80 * layer + 2 * rest + 4 * adapters
+    assert memory.parts["gradients"] == 4 * adapters and memory.parts["AdamW moments"] == 8 * adapters
+    assert memory.parts.get("gathered weights", 0) == buffers * layer and "FP8 copies of weights" not in memory.parts
+    assert plan.FROZEN_BUFFERS == NUM_BUFFERS
+
+
+def test_a_frozen_base_in_bf16_by_hand():
+    """W serves both passes: nothing is transposed, and only a sharded base is gathered."""
+    for storage, gpus, buffers in (("sharded", 4, 3), ("replicated", 1, 0)):
+        memory = plan.memory_peak(*shipped(LORA, "H200_1x4", frozen_base=storage, fp8="", offload_layers=0))
+        assert memory.parts["weights"] == 2 * 80 * 855_638_016 / gpus + 2 * (2 * 32000 * 8192 + 161 * 8192) + 4 * 44_564_480
+        assert memory.parts.get("gathered weights", 0) == buffers * 2 * 855_638_016
+
+
+def test_activations_of_pre_training_by_hand():
+    """Bytes per token and layer: residual streams, qkv, attention output, SwiGLU's input, and the inputs of the four products."""
+    config, work = shipped(PRETRAINING, "H200_1x4")
+    kept = 2 * 8192 + 8 + 12288 + 8192 + 128 + 57344
+    assert sum(plan.activation_bytes(config, work).values()) == kept + 3 * 4096 + 14336
+    assert sum(plan.activation_bytes(replace(config, fp8=""), work).values()) == kept + 2 * 8192 + 28672
+
+
+@pytest.mark.parametrize("shape", [ModelShape(1, 64, 112, 4, 2, 61, 10000.0), QWEN3_LIKE], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("fp8", ["", "torch"])
+def test_activations_of_pre_training_are_what_a_block_saves(fp8, shape):
+    """All tensors that the block keeps, each memory once, and the log-sum-exp that the attention of a GPU keeps in fp32."""
+    scaling = DelayedScaling() if fp8 else None
+    block = FusedBlock(shape, "reference", scaling).to(torch.bfloat16)
+    if scaling is not None:
+        scaling.allocate(torch.device("cpu"))
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    x, (cos, sin) = torch.randn(1, 16, 64).to(torch.bfloat16), rope_tables(shape, 16, "cpu")
+    with torch.no_grad():  # as within FusedBlockFunction
+        _, saved = block.run(x, cos, sin, keep=True)
+    attention, leaves = saved.attention
+    parts = [saved.x, saved.residual, saved.rstd_1, saved.rstd_2, saved.gate_up, attention, *leaves]
+    parts += [saved.before] if shape.qk_norm else []
+    for operand in (saved.n_1, saved.o, saved.n_2, saved.h):
+        parts += [part for part in (operand.rowwise, operand.columnwise) if part is not None]
+    sizes = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts if part.numel()}
+    config, work = shipped(PRETRAINING, "H200_1x4", fp8=fp8)
+    counted = plan.activation_bytes(config, replace(work, shape=shape))
+    assert sum(sizes.values()) + 16 * 4 * shape.num_heads == 16 * sum(counted.values())
+
+
+@pytest.mark.parametrize("shape", [LLAMA2_70B, QWEN3_LIKE], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("fp8", ["", "torch"])
+def test_activations_of_lora_are_those_of_the_block(fp8, shape):
+    config, work = shipped(LORA, "H200_1x4", fp8=fp8, offload_layers=0)
+    counted = plan.activation_bytes(config, replace(work, shape=shape))
+    assert sum(counted.values()) == saved_bytes_per_token(shape, 16, bool(fp8))
+
+
+def test_working_sets_by_hand():
+    """Forward: rowwise operands and two products. Backward, at SwiGLU: d_out and its operand, d_h, and d_gate_up in place of h."""
+    config, work = shipped(PRETRAINING, "H200_1x4", recompute_layers=32)
+    hidden, ffn, tokens = 4096, 14336, 2 * 8192
+    forward, backward = 3 * hidden + ffn + 4 * hidden, 2 * hidden + 2 * hidden + 2 * ffn + 4 * ffn - ffn
+    parts = plan.memory_peak(replace(config, eval_micro_batch_size=1), replace(work, shape=replace(work.shape, vocab_size=1))).parts
+    assert parts["a block's working set"] == tokens * max(backward, forward + 2 * hidden)
+    config, work = shipped(LORA, "H200_1x4")
+    assert plan.memory_peak(config, work).parts["a block's working set"] == 8192 * 5 * 28672
+
+
+def test_recomputed_layers_keep_their_input_and_the_last_one_runs_again():
+    config, work = shipped(PRETRAINING, "H200_1x4", recompute_layers=31)
+    layer, token = 2 * 8192 * 57344, 2 * 8192 * 8192
+    parts = plan.memory_peak(config, work).parts
+    assert parts["SwiGLU input"] == layer and parts["inputs of recomputed layers"] == 31 * token
+    no_head = replace(work, shape=replace(work.shape, vocab_size=1))
+    again = plan.memory_peak(replace(config, recompute_layers=32), no_head)
+    assert again.moment == "a block's backward" and again.parts["SwiGLU input"] == layer
+
+
+def test_a_tied_heads_gradient_lives_until_the_embeddings_is_added():
+    """A batch at which a block's backward is the peak. The rest of a tied model is smaller: one table instead of two."""
+    config, work = shipped(PRETRAINING, "H200_1x8", micro_batch_size=4, global_batch_size=32, fp8="")
+    wide = replace(work.shape, vocab_size=16384)
+    two, one = (plan.memory_peak(config, replace(work, shape=replace(wide, tied_embedding=tied))) for tied in (False, True))
+    table = wide.vocab_size * wide.hidden_size
+    assert two.moment == one.moment == "a block's backward"
+    assert one.parts["the tied head's gradient"] == 2 * table and "the tied head's gradient" not in two.parts
+    less = 2 * table + (4 + 4 + 8) * table / 8  # the gathered table; its shard of masters, gradients and moments
+    assert two.allocated - one.allocated == less - 2 * table
+    lora, base = shipped(LORA, "H200_1x8")
+    assert "the tied head's gradient" not in plan.memory_peak(lora, replace(base, shape=replace(base.shape, tied_embedding=True))).parts
+
+
+def test_offloaded_layers_move_to_the_host():
+    none, work = shipped(LORA, "H200_1x1", offload_layers=0)
+    many = replace(none, offload_layers=40)
+    layer = 8192 * 2 * 28672
+    assert plan.memory_peak(none, work).allocated - plan.memory_peak(many, work).allocated == 39 * layer, "one is on its way"
+    assert plan.host_bytes(many, work) == 40 * 2**29 and plan.host_bytes(none, work) == 0
+    assert plan.offloaded_layers(replace(none, offload_layers=80), work) == 79, "the last layer's backward comes at once"
+
+
+def test_largest_is_the_last_good_number():
+    for limit in (0, 1, 2, 3, 7, 8, 100, 1025):
+        assert plan.largest(lambda number, limit=limit: number <= limit) == limit
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_largest_micro_batch_is_the_last_that_fits(benchmark):
+    for config in command.load_all(ROOT, benchmark).values():
+        if config.gpu == "CPU":
+            continue
+        work, kind = command.workload(benchmark, config), KINDS[config.gpu]
+        size = plan.largest_micro_batch(config, work, kind)
+        assert size >= config.micro_batch_size and plan.fits(plan.memory_peak(plan.with_micro_batch(config, size), work), kind)
+        assert not plan.fits(plan.memory_peak(plan.with_micro_batch(config, size + 1), work), kind)
+
+
+def test_an_evaluation_can_be_the_peak():
+    config, work = shipped(LORA, "H200_1x4", eval_micro_batch_size=48)
+    memory = plan.memory_peak(config, work)
+    block = saved_bytes_per_token(LLAMA2_70B, 16, True) + 5 * 28672  # more than its head
+    assert memory.moment == "an evaluation" and "gradients" not in memory.parts
+    assert memory.parts["logits and head"] == 48 * 8192 * block
+
+
+def test_advice_leads_to_what_fits():
+    kind = KINDS["H200"]
+    config, work = shipped(PRETRAINING, "H200_1x4", micro_batch_size=4)
+    assert command.advice(config, work, kind) == "try micro_batch_size 1 or recompute_layers 15"
+    fits = [plan.fits(plan.memory_peak(replace(config, recompute_layers=n), work), kind) for n in (14, 15)]
+    assert fits == [False, True]
+    config, work = shipped(LORA, "H200_1x1", offload_layers=10)
+    assert command.advice(config, work, kind) == "try offload_layers 23"
+    fits = [plan.fits(plan.memory_peak(replace(config, offload_layers=n), work), kind) for n in (22, 23)]
+    assert fits == [False, True]
+    assert command.advice(config, work, KINDS["H100"]) == "more GPUs are needed"
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_and_recomputation_take_longer():
+    config, _ = shipped(PRETRAINING, "H200_1x4")
+    fp8, bf16, recomputed = (
+        command.estimate(PRETRAINING, replace(config, **change), KINDS["H200"]).step_s
+        for change in ({}, {"fp8": ""}, {"recompute_layers": 32})
+    )
+    assert bf16 / fp8 == pytest.approx(plan.BF16_OVER_FP8) and 1.2 < recomputed / fp8 < 1 / 3 + 1
+
+
+def test_minutes_by_hand():
+    """16 samples in 2 s, an evaluation of 3 s after 32 and then every 16: 48 samples take 6 s and two evaluations."""
+    work = plan.Workload(LLAMA31_8B, 8192, 1024, eval_interval=16, first_evaluation=32)
+    assert plan.minutes_to_target(work, 48, 8.0, 3.0) == pytest.approx((6 + 2 * 3) / 60)
+
+
+def test_without_a_reference_there_are_no_minutes():
+    config, _ = shipped(PRETRAINING, "H200_1x8", global_batch_size=48)
+    assert command.estimate(PRETRAINING, config, KINDS["H200"]).minutes is None
+    assert "no minutes" in command.target_line(PRETRAINING, config)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def planned(capsys, benchmark, *arguments):
+    code = command.main(ROOT, benchmark, list(arguments))
+    return code, capsys.readouterr().out
+
+
+def test_one_config_that_fits(capsys):
+    code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")))
+    assert code == 0 and "It fits: 127.2 GiB" in text and "of 139.8 usable on H200; 12.6 left" in text
+    assert "else unchanged: 2." in text and ": 51.47 GFLOP" not in text and "51.47 GFLOP per token = 6 N" in text
+    assert all(f"| {kind} " in text for kind in KINDS)
+
+
+def test_one_config_that_does_not_fit(capsys):
+    code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")), "--set", "micro_batch_size=4")
+    assert code == 12 and "does NOT fit" in text and "short by 51.4; try micro_batch_size 1 or recompute_layers 15" in text
+
+
+def test_lora_names_its_host_memory(capsys):
+    code, text = planned(capsys, LORA, "--config", str(config_path(ROOT, LORA, "H200_1x2")))
+    assert code == 0 and "Pinned host memory: 20.0 GiB for each of a node's 2 GPUs" in text and "307.33 GFLOP per token = 4 N" in text
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_all_configs(benchmark, capsys, monkeypatch):
+    code, text = planned(capsys, benchmark, "--all")
+    assert code == 0 and all(f"| {name} " in text for name in command.load_all(ROOT, benchmark))
+    monkeypatch.setattr(command, "probe", lambda: Probe("none"))
+    monkeypatch.delenv("DGXSYSTEM", raising=False)
+    assert planned(capsys, benchmark)[1] == text, "without a GPU, plan is plan --all"
+    monkeypatch.setenv("DGXSYSTEM", "H200_1x8")
+    assert "H200_1x8.toml: 8 x H200" in planned(capsys, benchmark)[1]
+
+
+def test_the_config_of_this_machine(capsys, monkeypatch):
+    monkeypatch.delenv("DGXSYSTEM", raising=False)
+    card = Device("NVIDIA H200", "sm_90", 141 * GIB)
+    monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 4))
+    assert "H200_1x4.toml: 4 x H200" in planned(capsys, LORA)[1]
+    monkeypatch.setenv("DGXNGPU", "2")
+    assert "H200_1x2.toml: 2 x H200" in planned(capsys, LORA)[1]
+    monkeypatch.setenv("DGXNGPU", "two")
+    with pytest.raises(configs.ConfigError, match="no config H200_1xtwo"):
+        planned(capsys, LORA)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--config", "nothing.toml"], 2, "no such config"),
+        (["--all", "--config", "x.toml"], 2, "not allowed with"),
+        (["--all", "--set", "speed=11"], 2, "unknown key speed"),
+        (["--all", "--set", "micro_batch_size"], 2, "has the wrong type"),
+        (["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"], 2, "known are MI300X"),
+        (["--config", "configs/llama31_8b/CPU_1x1.toml"], 0, ""),
+    ],
+)
+def test_exit_codes_without_torch(arguments, code, said, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('the plan needs no torch')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command_line = [sys.executable, "-m", "launch", PRETRAINING, "plan", *arguments]
+    done = subprocess.run(command_line, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    assert done.returncode == code and said in done.stderr, done.stderr
+
+
+def test_numbers_for_programs(capsys):
+    assert command.main(ROOT, PRETRAINING, ["--all", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == set(config_names(ROOT, PRETRAINING)) and found["CPU_1x1"].keys() == {"benchmark", "config"}
+    h200 = found["H200_1x8"]
+    assert h200["memory"]["fits"] and h200["memory"]["allocated"] < h200["memory"]["needed"] < h200["memory"]["usable"]
+    assert h200["estimate"]["tokens_per_s_per_gpu"] > 10_000 and h200["config"]["gpu"] == "H200"

@@ -1,0 +1,158 @@
+"""One command line for all verbs: what a typo, a missing argument or a wrong order is answered with, and what reaches a verb's module."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from common.errors import ConfigError
+from common.paths import ROOT
+from launch import cli, completion
+from launch.plan.derive_config import load_or_derive
+from tests.tools.typos import PAGE, RUN, TABLE, page
+
+
+@pytest.mark.parametrize("line", TABLE)
+def test_what_is_wrong_and_what_to_do(line):
+    with pytest.raises(ConfigError) as caught:
+        cli.read(line.split())
+    what, do = TABLE[line]
+    assert what in caught.value.what and do in caught.value.do and caught.value.why
+    assert len(caught.value.lines().splitlines()) == 3
+
+
+def test_the_page_of_them_is_current():
+    assert PAGE.read_text() == page(), "run python3 -m tests.tools.docs_tables"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("configs/llama31_8b/H200_1X8.toml", "did you mean H200_1x8?"),  # as DGXSYSTEM names it
+        ("configs/llama31_8b/MI355_1x8.toml", "did you mean MI355X_1x8?"),
+        ("configs/llama2_70b_lora/H200_1x8.tml", "H200_1x8.toml?"),  # as --config does, of another benchmark
+        ("configs/H200_1x8.toml", "name one of the files under configs/"),
+    ],
+)
+def test_the_name_of_a_config(path, meant):
+    with pytest.raises(ConfigError, match=r"no (such )?config") as caught:
+        load_or_derive(ROOT, "llama31_8b", ROOT / path)
+    assert meant in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("llama31_8b", "launch.commands run llama31_8b"),
+        ("llama31_8b run --print", "launch.commands run llama31_8b --print"),
+        ("run llama31_8b --print", "launch.commands run llama31_8b --print"),
+        ("bench llama31_8b --steps 3", "launch.commands bench llama31_8b --steps 3"),
+        ("llama31_8b prepare fetch --data-dir d", "llama31_8b.prepare fetch --data-dir d"),
+        ("prepare llama31_8b fetch --data-dir d", "llama31_8b.prepare fetch --data-dir d"),
+        ("preflight --quick", "launch.preflight --quick"),
+        ("llama31_8b preflight", "launch.preflight llama31_8b"),
+        ("preflight llama31_8b --json", "launch.preflight llama31_8b --json"),
+        ("plan --model llama3.1-8b", "launch.plan.command --model llama3.1-8b"),
+        ("plan llama31_8b --all", "launch.plan.command llama31_8b --all"),
+        ("llama31_8b plan --all", "launch.plan.command llama31_8b --all"),
+        ("check a b --werror", "submission.check a b --werror"),
+        ("tuning check", "system_tuning check"),
+        ("throughput gemm --shape 8x8x8", "throughput gemm --shape 8x8x8"),
+        ("llama31_8b gemms check --device cpu", "throughput.gemm_tuning.cli llama31_8b check --device cpu"),
+    ],
+)
+def test_what_reaches_the_module(line, words):
+    assert cli.read(line.split())[1] == ["-m", *words.split()]
+
+
+def test_reading_logs_and_planning_need_fewer_packages_than_a_run():
+    assert [cli.read(line.split())[0] for line in ("plan --model x", "tuning check", "completion bash")] == ["", "", ""]
+    assert cli.read(["check", "x"])[0] == "requirements-logs.txt" and cli.read(["llama31_8b"])[0] == "requirements.txt"
+
+
+def test_switches_are_taken_anywhere_and_handed_on(monkeypatch):
+    for name in cli.SWITCHES.values():
+        monkeypatch.setenv(name, "")
+    assert cli.read(["--no-color", "llama31_8b", "--quiet", "--print"])[1] == ["-m", "launch.commands", "run", "llama31_8b", "--print"]
+    assert all(os.environ[name] == "1" for name in cli.SWITCHES.values())
+
+
+@pytest.mark.parametrize("line", ["--help", "-h", "help", "help bench", "--version", "llama31_8b --version"])
+def test_help_and_version_end_well(line, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.read(line.split())
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert text.startswith("mlperf-llama-training ") if "version" in line else all(name in text for name in cli.VERBS)
+
+
+@pytest.mark.parametrize("name", cli.VERBS)
+@pytest.mark.parametrize("benchmark", ["", "llama2_70b_lora"])
+def test_every_verb_has_help_with_its_own_name(name, benchmark, capsys):
+    """Also before one has chosen a benchmark."""
+    with pytest.raises(SystemExit) as caught:
+        cli.read([*[benchmark] * bool(benchmark and cli.VERBS[name].benchmark), name, "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0 and f" {name}" in text and RUN in text
+
+
+@pytest.mark.parametrize("benchmark", ["llama31_8b", "llama2_70b_lora"])
+@pytest.mark.parametrize("name", cli.VERBS)
+def test_every_option_says_what_it_is(name, benchmark):
+    queue = [cli.parser_of(name, benchmark)] if cli._has(benchmark, name) else []
+    while queue:
+        parser = queue.pop()
+        queue += [each for action in parser._actions for each in parser.subcommands(action)]
+        silent = [action.dest for action in parser._actions if not action.help and not action.choices]
+        assert silent == [], parser.prog
+
+
+def test_the_examples_of_help_are_understood(monkeypatch):
+    """Those that argparse prints under `examples:`."""
+    seen = 0
+    for name in cli.VERBS:
+        for benchmark in ["llama31_8b"] if cli.VERBS[name].benchmark == cli.ALWAYS else ["", "llama31_8b"][: cli.VERBS[name].benchmark + 1]:
+            parser = cli.parser_of(name, benchmark) if name != "merge" else None
+            for example in (parser.epilog or "").splitlines() if parser else []:
+                if example.strip().startswith(RUN):
+                    cli.read(example.partition(" > ")[0].replace('"', "").split()[1:] if '"' not in example else ["score", "a"])
+                    seen += 1
+    assert seen > 10
+
+
+def test_a_command_line_is_read_without_any_package():
+    """By a Python without site-packages: before pip has run."""
+    program = "import sys; from launch import cli; [cli.parser_of(n, 'llama31_8b') or n for n in cli.VERBS]; "
+    program += "print([n for n in cli.VERBS if n != 'merge' and not cli.parser_of(n, 'llama31_8b')])"
+    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+COMPLETED = {
+    "run_and_time.sh lla": "llama2_70b_lora llama31_8b",
+    "run_and_time.sh pre": "prepare preflight",
+    "run_and_time.sh llama31_8b be": "bench",
+    "run_and_time.sh llama31_8b --conf": "--config",
+    "run_and_time.sh llama31_8b bench --st": "--steps",
+    "run_and_time.sh score --ag": "--against",
+    "run_and_time.sh throughput ge": "gemm",
+    "run_and_time.sh prepare llama31": "llama31_8b",
+}
+# What each shell is started with, and how it calls a completion function: zsh's bashcompinit does so in its sh mode.
+SHELLS = {"bash": (["--norc"], ""), "zsh": (["-f"], "emulate sh; setopt kshglob noshglob braceexpand;")}
+
+
+@pytest.mark.parametrize("words", COMPLETED)
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion(shell, words):
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell}")
+    options, mode = SHELLS[shell]
+    *_, last = words.split()
+    program = f"compdef() {{ :; }}\n{completion.script(shell)}\n{mode} COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}"
+    program += "\n_run_and_time; echo ${COMPREPLY[*]}"
+    done = subprocess.run([shell, *options, "-c", program], capture_output=True, text=True)
+    fitting = [word for word in done.stdout.split() if word.startswith(last)]  # as zsh's line editor chooses; bash's compgen has done so
+    assert (" ".join(fitting), done.stderr) == (COMPLETED[words], "") and (shell == "zsh" or fitting == done.stdout.split())

@@ -1,0 +1,347 @@
+"""Which Python runs the package, and what is installed when."""
+
+import argparse
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from toy import gone, wait_until
+
+from common.errors import PreflightError
+from common.paths import ROOT
+from launch import environment
+from launch.processes.supervise import Ending
+from tests.tools import lock
+
+
+def test_requirements_are_read_with_their_includes():
+    names = [name for name, _ in environment.requirements(ROOT / "requirements-test.txt")]
+    assert {"torch", "numpy", "mlperf-logging", "pytest", "megatron-core"} <= set(names)
+    assert all("==" in line for _, line in environment.requirements(ROOT / "requirements-test.txt"))
+
+
+def test_a_complete_python_is_used_as_it_is(tmp_path):
+    (tmp_path / "r.txt").write_text("pytest==1.0  # any version does\n")
+    assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv") == Path(sys.executable)
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_old_torch_does_not_do(monkeypatch):
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: True)
+    for version, good in (("2.8.0", False), ("2.9.0a0+git", True), ("2.13.0+cpu", True)):
+        monkeypatch.setattr(environment.importlib.metadata, "version", lambda name, version=version: version)
+        assert environment._has("torch") == good
+
+
+SHA = "0" * 64
+LOCK = "".join(
+    f"{line} \\\n    --hash=sha256:{SHA}\n    # via {by}\n"
+    for line, by in {
+        "cuda-thing==1.0": "torch",
+        "no-other-package==1.0": "-r requirements.txt",
+        "no-such-need==3.0": "no-such-package",
+        "no-such-package==1.0": "-r requirements-logs.txt",
+        "no-tool==1.0": "-r requirements-test.txt",
+        "numpy==2.4.6": "no-such-need",
+        "nvidia-thing==1.0": "cuda-thing",
+        "torch==2.13.0": "-r requirements.txt",
+    }.items()
+)
+
+
+@pytest.fixture
+def pip(monkeypatch, tmp_path):
+    """Stands in for pip and venv; holds the commands that were run, what they were to install, and the exit code that pip shall have."""
+
+    fake = argparse.Namespace(commands=[], lists=[], code=0)
+    (tmp_path / environment.LOCK).write_text(LOCK)
+    find = environment.importlib.util.find_spec  # Debian's Python alone has no ensurepip
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: name == "ensurepip" or find(name))
+
+    def run(command, *_, **__):
+        fake.commands.append(command)
+        fake.lists.append([line.split()[0] for line in Path(command[-1]).read_text().splitlines() if "==" in line])
+        return Ending(fake.code)
+
+    def create(folder, with_pip):
+        for name in ("bin", "lib/python3.11/site-packages"):
+            (folder / name).mkdir(parents=True)
+        (folder / "bin" / "python").symlink_to(sys.executable)
+
+    monkeypatch.setattr(environment.venv, "create", create)
+    monkeypatch.setattr(environment, "_answers", lambda url: False)
+    monkeypatch.setattr(environment, "supervise", run)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    return fake
+
+
+def test_environment_is_made_once_and_repaired(tmp_path, pip):
+    wanted, folder = tmp_path / "r.txt", tmp_path / ".venv"
+    wanted.write_text("no-such-package==1.0\n")
+    pip.code = 1
+    with pytest.raises(PreflightError, match="pip could not install"):
+        environment.python_for(wanted, folder)
+    (folder / "left-over").write_text("")
+    pip.code = 0
+    assert environment.python_for(wanted, folder) == folder / "bin" / "python"
+    assert not (folder / "left-over").exists(), "half made: made anew"
+    assert pip.lists[-1][-1] == "no-such-package==1.0" and "--require-hashes" in pip.commands[-1]
+    count = len(pip.commands)
+    environment.python_for(wanted, folder)
+    assert len(pip.commands) == count, "made once"
+    wanted.write_text("no-such-package==2.0\n")
+    with pytest.raises(PreflightError, match=r"lacks no-such-package==2\.0") as caught:
+        environment.python_for(wanted, folder)
+    assert caught.value.do == "python3 -m tests.tools.lock" and len(pip.commands) == count, "no package without its hash"
+    (tmp_path / environment.LOCK).write_text(LOCK.replace("no-such-package==1.0", "no-such-package==2.0"))
+    environment.python_for(wanted, folder)
+    assert len(pip.commands) == count + 1, "new versions are installed"
+    lock = (tmp_path / environment.LOCK).read_text()
+    (tmp_path / environment.LOCK).write_text(lock.replace("no-tool==1.0", "no-tool==1.1"))
+    environment.python_for(wanted, folder)
+    assert len(pip.commands) == count + 1, "of no concern to this file"
+    (tmp_path / environment.LOCK).write_text(lock.replace("no-such-need==3.0", "no-such-need==3.1"))
+    environment.python_for(wanted, folder)
+    assert len(pip.commands) == count + 2 and "no-such-need==3.1" in pip.lists[-1], "what a package needs has changed in the lock alone"
+
+
+def test_a_small_file_of_packages_is_met_by_the_large_one(tmp_path, pip):
+    """`check` after a run installs nothing; a run after `check` does."""
+    small, large, folder = tmp_path / "requirements-logs.txt", tmp_path / "requirements.txt", tmp_path / ".venv"
+    small.write_text("no-such-package==1.0\n")
+    large.write_text("-r requirements-logs.txt\nno-other-package==1.0\n")
+    environment.python_for(small, folder)
+    assert pip.lists[-1][-1] == "no-such-package==1.0"
+    environment.python_for(large, folder)
+    assert len(pip.commands) == 2 and {"no-such-package==1.0", "no-other-package==1.0"} <= set(pip.lists[-1])
+    (tmp_path / "requirements-test.txt").write_text("-r requirements.txt\nno-tool==1.0\n")
+    environment.python_for(tmp_path / "requirements-test.txt", folder)
+    assert "no-tool==1.0" in pip.lists[-1] and pip.commands.pop()
+    (folder / "requirements-logs.txt.sha256").unlink()
+    environment.python_for(small, folder)
+    assert len(pip.commands) == 2
+
+
+def test_uv_installs_where_it_is_there(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/uv" if name == "uv" else None)
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert pip.commands[-1][:5] == ["/usr/bin/uv", "pip", "install", "--python", str(tmp_path / ".venv/bin/python")]
+
+
+@pytest.mark.parametrize("torch", [True, False])
+def test_what_the_packages_need_is_taken_from_the_lock(tmp_path, pip, monkeypatch, torch):
+    """Into an environment of its own all of it; beside a container's torch what the container lacks, numpy of any version not."""
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    monkeypatch.setattr(environment, "_has", lambda name: name == "torch" and torch)
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert pip.lists == [["no-such-need==3.0", "no-such-package==1.0"] + ["numpy==2.4.6"] * (not torch)] and "--no-deps" in pip.commands[0]
+
+
+CUDA = ["cuda-thing==1.0", "nvidia-thing==1.0", "torch==2.13.0"]
+
+
+def test_torch_is_the_one_for_cpus_where_there_is_no_gpu_and_an_index_has_it(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("torch==2.13.0\n")
+    monkeypatch.setattr(environment, "_has", lambda name: False)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    version = f"{sys.version_info.major}{sys.version_info.minor}"
+
+    def options(answers: bool, folders: str = "") -> list[str]:
+        monkeypatch.setattr(environment, "_answers", lambda url: answers)
+        monkeypatch.setenv("PIP_FIND_LINKS", folders)
+        environment.python_for(tmp_path / "r.txt", tmp_path / f"{answers}{folders and len(list(wheels.iterdir()))}")
+        return pip.commands[-1][pip.commands[-1].index("--no-deps") + 1 : -2]
+
+    assert options(True) == ["--extra-index-url", environment.CPU_TORCH] and pip.lists[-1] == ["torch==2.13.0+cpu"]
+    assert options(False) == [] and pip.lists[-1] == CUDA
+    (wheels / f"torch-2.12.0+cpu-cp{version}-cp{version}-linux_x86_64.whl").write_text("another version")
+    assert options(False, str(wheels)) == []
+    (wheels / f"torch-2.13.0+cpu-cp{version}-cp{version}-linux_x86_64.whl").write_text("")
+    assert options(False, f"{tmp_path} {wheels}") == ["--find-links", str(wheels)] and pip.lists[-1] == ["torch==2.13.0+cpu"]
+
+
+def test_an_nvidia_gpu_gets_torch_for_cuda(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("torch==2.13.0\n")
+    monkeypatch.setattr(environment, "_has", lambda name: False)
+    monkeypatch.setattr(environment, "_answers", lambda url: True)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/nvidia-smi" if name == "nvidia-smi" else None)
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert pip.lists == [CUDA] and "--extra-index-url" not in pip.commands[0]
+
+
+def without_ensurepip(tmp_path, monkeypatch, digest: str) -> Path:
+    """A Python as Debian's, a lock that names this pip, and the site-packages that it shall go to."""
+    find, wheel = environment.importlib.util.find_spec, tmp_path / "pip-26.3-py3-none-any.whl"
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name == "ensurepip" else find(name))
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("pip/__main__.py", "")
+    digest = digest or hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (tmp_path / environment.LOCK).write_text(f"# pip: {wheel.as_uri()}#sha256={digest}\n{LOCK}")
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    return tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
+
+
+def test_a_python_without_ensurepip_gets_the_locked_pip(tmp_path, pip, monkeypatch):
+    site = without_ensurepip(tmp_path, monkeypatch, "")
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert (site / "pip" / "__main__.py").is_file() and pip.commands[-1][1:3] == ["-m", "pip"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_another_pip_than_the_locked_one_is_not_unpacked(tmp_path, pip, monkeypatch, there):
+    site = without_ensurepip(tmp_path, monkeypatch, SHA)
+    if not there:
+        (tmp_path / "pip-26.3-py3-none-any.whl").unlink()
+    with pytest.raises(PreflightError, match="cannot be made") as caught:
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert "python3-venv" in caught.value.do and not pip.commands and not (site / "pip").exists()
+
+
+def entries(text: str) -> dict[str, str]:
+    return {name: line for name, line in re.findall(r"^(\S+?)(==\S+)", text, re.MULTILINE)}
+
+
+def test_the_lock_has_every_requirement_at_its_version_with_hashes():
+    text = (ROOT / environment.LOCK).read_text()
+    for name in ("requirements-logs.txt", "requirements.txt", "requirements-test.txt"):
+        wanted = environment.requirements(ROOT / name)
+        found = environment._locked(wanted, ROOT / environment.LOCK, own_torch=False)
+        assert found.keys() >= {name for name, _ in wanted}
+        assert all(re.search(r"^    --hash=sha256:[0-9a-f]{64}", entry, re.MULTILINE) for entry in found.values())
+    assert found.keys() == entries(text).keys(), "and nothing that no requirement needs"
+    assert re.search(r"^# pip: https://\S+\.whl#sha256=[0-9a-f]{64}$", text, re.MULTILINE)
+
+
+def test_torch_of_the_lock_has_the_wheels_for_cpus():
+    text = (ROOT / environment.LOCK).read_text()
+    version, entry = re.search(r"^torch==(\S+) (.*?)^ +# via", text, re.MULTILINE | re.DOTALL).groups()
+    hashes = dict(re.findall(rf"^# torch {version}\+cpu, (\S+ \S+): (sha256:\w+)$", text, re.MULTILINE))
+    assert {f"3.{minor} x86_64" for minor in (11, 12, 13, 14)} <= hashes.keys() and all(each in entry for each in hashes.values())
+    assert lock.with_cpu_hashes(text, [f"# x: {each}" for each in hashes.values()]) == text, "each once"
+
+
+def test_the_lock_reads_the_pages_of_the_indices():
+    page = "".join(
+        f'<a href="/whl/cpu/torch-{version}%2Bcpu-{tag}.whl#sha256={sha * 64}">\n'
+        for version, tag, sha in [
+            ("2.13.0", "cp310-cp310-manylinux_2_28_x86_64", "1"),
+            ("2.13.0", "cp312-cp312-manylinux_2_28_x86_64", "2"),
+            ("2.13.0", "cp312-cp312-win_amd64", "3"),
+            ("2.12.0", "cp312-cp312-manylinux_2_28_x86_64", "4"),
+            ("2.13.0", "cp311-cp311-manylinux_2_28_aarch64", "5"),
+        ]
+    )
+    lines = lock.cpu_lines(page, "2.13.0")
+    assert lines == [f"# torch 2.13.0+cpu, 3.11 aarch64: sha256:{'5' * 64}", f"# torch 2.13.0+cpu, 3.12 x86_64: sha256:{'2' * 64}"]
+    added = lock.with_cpu_hashes(f"torch==2.13.0 \\\n    --hash=sha256:{'6' * 64}\n", lines)
+    assert re.findall(r"sha256:(\d)", added) == ["5", "2", "6"]
+    wheels = [f'<a href="https://x/pip-{version}-py3-none-any.whl#sha256={SHA}">' for version in ("9.0.3", "26.3", "25.10", "27.0b1")]
+    assert lock.pip_line("\n".join(wheels)) == f"# pip: https://x/pip-26.3-py3-none-any.whl#sha256={SHA}"
+
+
+def test_the_words_of_pip_go_to_a_file_and_after_a_failure_to_the_terminal(tmp_path, pip, monkeypatch, capsys):
+    def install(command, *_, stdout, **__):
+        stdout.write("Collecting no-such-package\n" + "no matching distribution\n" * pip.code)
+        return Ending(pip.code)
+
+    monkeypatch.setattr(environment, "supervise", install)
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    pip.code = 1
+    with pytest.raises(PreflightError, match="pip could not install") as caught:
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert "no matching distribution" in capsys.readouterr().err and str(tmp_path / ".venv" / environment.PIP_LOG) in caught.value.do
+    pip.code = 0
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["installing", "installed"]
+    assert (tmp_path / ".venv" / environment.PIP_LOG).read_text() == "Collecting no-such-package\n"
+
+
+def test_a_foreign_environment_is_not_touched(tmp_path, pip):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "precious").write_text("")
+    with pytest.raises(PreflightError, match="lacks packages"):
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert (tmp_path / ".venv" / "precious").exists() and not pip.commands
+
+
+def test_no_cuda_torch_on_an_amd_machine(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("torch==2.13.0\n")
+    monkeypatch.setattr(environment, "_has", lambda name: False)
+    monkeypatch.setattr(Path, "exists", lambda self: "kfd" in str(self))
+    with pytest.raises(PreflightError, match="AMD GPU") as caught:
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert "ROCm" in caught.value.do
+    assert not pip.commands
+
+
+def test_of_two_first_starts_one_waits(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    create = environment.venv.create
+    monkeypatch.setattr(environment.venv, "create", lambda *arguments, **options: (time.sleep(0.5), create(*arguments, **options)))
+    found = []
+    starts = [
+        threading.Thread(target=lambda: found.append(environment.python_for(tmp_path / "r.txt", tmp_path / ".venv"))) for _ in range(2)
+    ]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join(30)
+    assert found == [tmp_path / ".venv" / "bin" / "python"] * 2 and len(pip.commands) == 1
+
+
+def test_a_checkout_that_cannot_be_written(tmp_path, pip):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    (tmp_path / ".venv.lock").mkdir()  # refuses to be opened for writing, to root as well
+    with pytest.raises(PreflightError, match="cannot be made") as caught:
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert "no-such-package" in caught.value.why and "writable" in caught.value.do and not pip.commands
+
+
+INSTALLING = """
+import os, sys
+from pathlib import Path
+from launch import environment
+
+def create(folder, with_pip):
+    (folder / "lib/python3/site-packages").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    (folder / "bin/python").write_text("#!/bin/sh\\nsleep 300 & echo $$ $! > {pid}.new; mv {pid}.new {pid}; wait")
+    (folder / "bin/python").chmod(0o755)
+
+find = environment.importlib.util.find_spec
+environment.importlib.util.find_spec = lambda name: name == "ensurepip" or find(name)
+environment.ROOT, environment.venv.create, environment._answers = Path({root!r}), create, lambda url: False
+sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_signal_while_pip_installs_ends_pip_and_what_it_started(tmp_path, number, code):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    program = INSTALLING.format(pid=tmp_path / "pid", root=str(tmp_path))
+    (tmp_path / environment.LOCK).write_text(LOCK)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until((tmp_path / "pid").exists)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "") and ("stopped by signal" in err) == (code > 0) and "Traceback" not in err
+    installer, started = (tmp_path / "pid").read_text().split()
+    wait_until(lambda: gone(installer))
+    if code > 0:
+        wait_until(lambda: gone(started))
+    else:
+        os.kill(int(started), signal.SIGKILL)  # what pip starts is left to pip where nobody is left to end it
+    assert not list(tmp_path.glob(".venv/*.sha256")), "the next start makes it anew"

@@ -1,0 +1,262 @@
+"""Write the generated tables of the documents, and docs/screens/typos.txt: `python3 -m tests.tools.docs_tables`. Standard library only.
+
+A table stands between `<!-- made: NAME ARGUMENTS -->` and `<!-- end -->` and comes from the configs, the table of GPU kinds, `plan`, and
+the published results. tests/test_docs.py fails where a page differs from what this command writes. All other text is written by hand.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+from common.config import RunConfig
+from common.gpu_kinds import GIB, KINDS, fp8_family
+from common.paths import ROOT
+from common.records.published import RESULTS, Published
+from launch.plan.benchmark import load_all
+from launch.plan.command import all_table, kinds_table, target_line
+from launch.profilers import TOOLS
+from tests.tools import typos
+
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *(ROOT / "docs").rglob("*.md")})
+MADE = re.compile(r"(<!-- made: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
+LORA = BENCHMARKS[1]
+
+
+def configs_of(gpu: str) -> list[tuple[str, str, RunConfig]]:
+    """(benchmark, name, config) of every shipped config of this GPU kind."""
+    found = [(benchmark, *entry) for benchmark in BENCHMARKS for entry in load_all(ROOT, benchmark).items()]
+    return [entry for entry in found if entry[2].gpu == gpu]
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
+
+
+# ---- what a config says
+
+
+def linears(config: RunConfig) -> str:
+    if not config.fp8:
+        return config.precision
+    gpu_format = "ocp" if config.gpu == "CPU" else fp8_family(KINDS[config.gpu].arch)
+    formats = {"ocp": "e4m3, gradients e5m2", "fnuz": "e4m3fnuz, gradients e5m2fnuz"}[gpu_format]
+    return f"FP8 ({formats}), delayed scaling, engine {config.fp8}"
+
+
+def activations(benchmark: str, config: RunConfig) -> str:
+    """How the activations that backward needs are kept."""
+    recomputed, offloaded = getattr(config, "recompute_layers", 0), getattr(config, "offload_layers", 0)
+    kept = "SwiGLU's input in 8 bits" if benchmark == LORA and config.fp8 else f"all in {config.precision}"
+    return kept + f", {recomputed} layers recomputed" * bool(recomputed) + f", of {offloaded} layers on the host" * bool(offloaded)
+
+
+def storage(benchmark: str, config: RunConfig) -> str:
+    """Where weights, gradients and optimizer states are."""
+    if benchmark == LORA:
+        base = f"{'FP8' if config.fp8 else config.precision} base"
+        return {
+            "sharded": f"{base} sharded, layers gathered ahead" if config.gpus_per_node > 1 else f"{base} on one process",
+            "replicated": f"{base} on each GPU, transposed layer by layer",
+            "replicated_both": f"{base} and its transpose on each GPU",
+        }[config.frozen_base]
+    moments = f", Adam's moments in {config.moment_precision}" * (config.moment_precision != "fp32")  # type: ignore[attr-defined]
+    if config.world_size == 1:
+        return f"one process{moments}"
+    by = {"nccl": "RCCL" if KINDS[config.gpu].vendor == "amd" else "NCCL", "copy_engine": "copy engines"}[config.reduce_scatter]  # type: ignore[attr-defined]
+    return f"ZeRO-2, gradients reduced by {by}{moments}"
+
+
+def micro_batches(config: RunConfig) -> str:
+    return f"{config.micro_batch_size} x {config.gradient_accumulation_steps}"
+
+
+def learning_rate(config: RunConfig) -> str:
+    mantissa, exponent = f"{config.opt_base_learning_rate:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def warmup(benchmark: str, config: RunConfig) -> str:
+    if benchmark == LORA:
+        return f"none; cosine over {config.opt_learning_rate_training_steps:,} steps"  # type: ignore[attr-defined]
+    steps = config.opt_learning_rate_warmup_steps  # type: ignore[attr-defined]
+    return f"{steps} steps = {steps * config.global_batch_size} sequences"
+
+
+# ---- the tables
+
+
+def card_table(gpu: str) -> str:
+    kind = KINDS[gpu]
+    units = "compute units" if kind.vendor == "amd" else "multiprocessors"
+    head = ["architecture", "memory, GiB", units, "dense peak, TFLOP/s", "FP8 format"]
+    peaks = f"{kind.peak_bf16_tflops:,.1f} bf16, {kind.peak_fp8_tflops:,.1f} FP8"
+    family = {"ocp": "OCP", "fnuz": "fnuz"}[fp8_family(kind.arch)]
+    return markdown(head, [[kind.arch, f"{kind.memory_bytes / GIB:.0f}", str(kind.compute_units), peaks, family]])
+
+
+def configs_table(gpu: str) -> str:
+    head = ["config", "global batch", "micro-batch x accumulation", "linear layers", "activations for backward", "weights and gradients"]
+    rows = [
+        [
+            f"[{benchmark}/{name}](../../configs/{benchmark}/{name}.toml)",
+            str(config.global_batch_size),
+            micro_batches(config),
+            linears(config),
+            activations(benchmark, config),
+            storage(benchmark, config),
+        ]
+        for benchmark, name, config in configs_of(gpu)
+    ]
+    return markdown(head, rows)
+
+
+def environment_table(gpu: str) -> str:
+    """The [env] tables with the comments beside them, and the number of configs of this kind that have them."""
+    reasons: dict[tuple[str, str, str], int] = {}
+    for benchmark, name, config in configs_of(gpu):
+        text = (ROOT / "configs" / benchmark / f"{name}.toml").read_text()
+        for key, value in config.env.items():
+            line = re.search(rf'^{key} = "[^"]*" *# (.+)$', text, re.MULTILINE)
+            if not line:
+                raise SystemExit(
+                    f"error: {name}: {key} has no comment\n  why: the pages list each variable with its reason\n  do:  add one"
+                )
+            reasons[key, value, line[1]] = reasons.get((key, value, line[1]), 0) + 1
+    rows = [[f"`{key}={value}`", why, f"{count} of {len(configs_of(gpu))}"] for (key, value, why), count in reasons.items()]
+    return markdown(["variable", "why", "configs"], rows)
+
+
+def published_table(gpu: str) -> str:
+    head = ["round", "benchmark", "GPUs", "submitter", "global batch", "score, minutes", "samples/s", "evaluation, s"]
+    row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
+        *(r.round, r.benchmark, str(r.gpus), r.submitter, str(r.batch)),
+        f"{r.score:.3f}" if r.score else f"{r.minutes:.1f} (one run)",
+        *("-" if value is None else f"{value:.{digits}f}" for value, digits in ((r.samples_per_s, 3), (r.evaluation_s, 2))),
+    ]
+    rows = [row(result) for result in RESULTS if result.gpu == gpu and (result.score or (result.runs == 1 and result.minutes))]
+    return markdown(head, rows) if rows else "None that we compare with (`common/records/published.json`).\n"
+
+
+def submitted_table(submitter: str) -> str:
+    """All results of ten runs of one submitter, with the sequences to the target."""
+    head = [
+        "round",
+        "benchmark",
+        "GPU",
+        "score, minutes",
+        "without RCP factor",
+        "sequences to the target",
+        "samples/s",
+        "step, ms",
+        "evaluation, s",
+    ]
+    row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
+        *(r.round, r.benchmark, f"{r.gpus} x {r.gpu}", f"{r.score:.3f}", f"{r.minutes:.3f}", f"{r.samples:,.0f}"),
+        *(f"{r.samples_per_s:.3f}", f"{r.batch / (r.samples_per_s or math.nan) * 1e3:,.0f}", f"{r.evaluation_s:.2f}"),
+    ]
+    return markdown(head, [row(result) for result in RESULTS if result.submitter == submitter and result.score])
+
+
+def one_log_table(round_: str) -> str:
+    """Results of a round of which one log was read, with tokens/s/GPU, which do not depend on the batch."""
+    head = ["benchmark", "GPU", "submitter", "global batch", "minutes of one run", "sequences", "tok/s/GPU", "evaluation, s"]
+    rows = [
+        [
+            *(r.benchmark, f"{r.gpus} x {r.gpu}", f"{r.submitter} {r.system}", str(r.batch), f"{r.minutes:.1f}", f"{r.samples:,.0f}"),
+            "-" if r.samples_per_s is None else f"{r.samples_per_s * 8192 / (r.gpus or 1):,.0f}",
+            "-" if r.evaluation_s is None else f"{r.evaluation_s:.1f}",
+        ]
+        for r in RESULTS
+        if (r.round, r.runs) == (round_, 1)
+    ]
+    return markdown(head, rows)
+
+
+def plan_table(benchmark: str, *gpus: str) -> str:
+    """`plan --all` for the configs of these GPU kinds."""
+    chosen = {name: config for name, config in load_all(ROOT, benchmark).items() if config.gpu in gpus}
+    return "".join(f"{line}\n" for line in all_table(benchmark, chosen).splitlines() if line.startswith("|"))
+
+
+def plan_page(benchmark: str) -> str:
+    """`plan --all`, and the settings of one config on every kind of GPU."""
+    loaded = load_all(ROOT, benchmark)
+    eight = loaded["H200_1x8"]
+    parts = [
+        f"\n## {benchmark}: all configs",
+        all_table(benchmark, loaded),
+        f"## {benchmark}: the settings of `H200_1x8.toml` on 8 GPUs of every kind",
+        kinds_table(benchmark, eight),
+        target_line(benchmark, eight),
+    ]
+    return "\n\n".join(parts) + "\n\n"
+
+
+def comparison_table(old: str, benchmark: str, name: str) -> str:
+    """`old` with the last column of the lines that follow from the config written again; other lines stay."""
+    config = load_all(ROOT, benchmark)[name]
+    known = {
+        "global batch": str(config.global_batch_size),
+        "learning rate": learning_rate(config),
+        "warm-up of the learning rate": warmup(benchmark, config),
+        "micro-batch x accumulation": micro_batches(config),
+        "precision of the linear layers": linears(config),
+        "activations for backward": activations(benchmark, config),
+        "weights and gradients": storage(benchmark, config),
+    }
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in old.splitlines() if line.startswith("|")]
+    if missing := known.keys() - {row[0] for row in rows}:
+        raise SystemExit(
+            f"error: the comparison of {benchmark} has no line for {missing}\n  why: it follows from the config\n  do:  add one"
+        )
+    return markdown(rows[0], [[row[0], row[1], known.get(row[0], row[2])] for row in rows[2:]])
+
+
+def profilers_table() -> str:
+    rows = [
+        [
+            f"`{name}`",
+            f"`{name} {tool.options}{' --' * bool(tool.last)} PROGRAM`",
+            tool.result,
+            tool.opens,
+            tool.source + f"; needs {tool.needs}" * bool(tool.needs),
+        ]
+        for name, tool in TOOLS.items()
+    ]
+    return markdown(["tool", "what rank 0 is started as", "in DIR", "open with", "where to get it"], rows)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "profilers": profilers_table,
+    "card": card_table,
+    "configs": configs_table,
+    "environment": environment_table,
+    "published": published_table,
+    "submitted": submitted_table,
+    "one_log": one_log_table,
+    "plan": plan_table,
+    "plan_page": plan_page,
+}
+
+
+def rewritten(text: str) -> str:
+    """`text` with each generated table written again."""
+
+    def table(match: re.Match[str]) -> str:
+        name, *arguments = match[2].split()
+        content = comparison_table(match[0], *arguments) if name == "comparison" else TABLES[name](*arguments)
+        return match[1] + content + match[3]
+
+    return MADE.sub(table, text)
+
+
+if __name__ == "__main__":
+    typos.PAGE.write_text(typos.page())
+    for page in PAGES:
+        text = page.read_text()
+        if (new := rewritten(text)) != text:
+            page.write_text(new)
+            print(f"written: {page.relative_to(ROOT)}")

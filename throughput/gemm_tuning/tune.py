@@ -1,0 +1,136 @@
+"""Tune recorded GEMMs with torch's TunableOp on one GPU, and prove every solution numerically.
+
+On AMD, TunableOp times the solutions of hipBLASLt and rocBLAS. On NVIDIA it only has cuBLAS's default, so tuning works and gains
+nothing. This code ran on an H100 and never on an AMD GPU. The proof exists because a fast solution can be wrong: hipBLASLt's
+solution 320617 returned NaN on MI355X for e5m2 x e4m3 with an extreme dequantization scale (ROCm/rocm-libraries#9450).
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.cuda.tunable as tunable
+from torch import Tensor
+
+from common.errors import PreflightError
+from throughput.gemm_tuning.file import Key, Tuned, per_gpu, read_tuned, require_same_versions, write_tuned
+
+ROTATING_BUFFER_MB = 512  # operands come from cold memory: twice the 256 MB Infinity Cache of an MI300X
+MAX_MS_PER_SOLUTION = 30
+DTYPES = {"float": torch.float32, "tf32": torch.float32, "BFloat16": torch.bfloat16}
+DTYPES |= {f"Float8_{name}": getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")}
+# Dequantization scales of the two operands. A gradient whose amax is 1e-12 has the scale 448 / 1e-12, whose inverse is 2e-15.
+EXTREME_SCALES = ((1.0, 1.0), (1e-15, 1.0), (1.0, 1e-15), (1e15, 1.0), (1.0, 1e15), (1e-15, 1e-15))
+
+
+def versions() -> dict[str, str]:
+    """The versions TunableOp ties a file to: torch, and on AMD also HIP, hipBLASLt, rocBLAS and the chip."""
+    return dict(cast(Any, tunable.get_validators()))
+
+
+def results() -> dict[Key, tuple[str, float]]:
+    """TunableOp's table in this process: solution and milliseconds of each GEMM."""
+    return {(op, parameters): (solution, ms) for op, parameters, solution, ms in cast(Any, tunable.get_results())}
+
+
+def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dtype] | None:
+    """Operands a [m, k] and b [k, n] with the recorded dtypes and strides, and the dtype of a x b; normal values, in FP8 over its range.
+
+    None for an operation, dtype or scaling that the trainers do not use. TunableOp counts in columns: its first operand is our b.
+    """
+    names = "|".join(sorted(DTYPES, key=len, reverse=True))
+    op = re.fullmatch(rf"(?:Gemm|ScaledGemm)TunableOp_({names})(?:_({names})_({names}))?_([NT])([NT])", key[0])
+    sizes = re.fullmatch(r"[nt]{2}_(\d+)_(\d+)_(\d+)_ld_(\d+)_(\d+)_\d+(?:_rw_0_bias_None)?", key[1])
+    if op is None or sizes is None:
+        return None
+    n, m, k, ldb, lda = (int(size) for size in sizes.groups())
+    a_dtype, b_dtype, out = (DTYPES[op[i] or op[1]] for i in (1, 2, 3))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def stored(rows: int, columns: int, leading: int, transposed: bool, dtype: torch.dtype) -> Tensor:
+        inner, outer = (rows, columns) if transposed else (columns, rows)
+        values = torch.randn(outer, leading, generator=generator, device=device)
+        if dtype.itemsize == 1:
+            largest = torch.finfo(dtype).max
+            values = (values * largest / 4).clamp(-largest, largest)
+        part = values.to(dtype)[:, :inner]
+        return part.t() if transposed else part
+
+    return stored(m, k, lda, op[5] == "T", a_dtype), stored(k, n, ldb, op[4] == "T", b_dtype), out
+
+
+def product(a: Tensor, b: Tensor, out: torch.dtype, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """a x b [m, n], by the torch call that was recorded. The scales (fp32 scalars) apply to FP8 operands only."""
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out) if a.dtype.itemsize == 1 else torch.mm(a, b)
+
+
+def fault(key: Key, device: torch.device) -> str:
+    """What is wrong with the tuned solution of `key`; "" if it is as accurate as the default one, also at extreme scales.
+
+    Measure: relative error in the Frobenius norm against the fp32 product of the same operands, at most twice the default's.
+    """
+    call = reproduce(key, device)
+    if call is None:
+        return "the proof does not cover this operation"
+    a, b, out = call
+
+    def relative_error(found: Tensor, truth: Tensor) -> float:  # in fp64: squares of 1e-30 underflow in fp32
+        return float((found.double() - truth).norm() / truth.norm())
+
+    for pair in EXTREME_SCALES if a.dtype.itemsize == 1 else EXTREME_SCALES[:1]:
+        scale_a, scale_b = (torch.tensor(scale, device=device) for scale in pair)
+        truth = ((a.float() * scale_a) @ (b.float() * scale_b)).double()
+        known = len(results())
+        tunable.enable(True)
+        tuned = product(a, b, out, scale_a, scale_b)
+        if len(results()) != known:  # torch looked up another key, so another solution would be proven
+            return "the proof could not reproduce the recorded call"
+        tunable.enable(False)
+        default, error = relative_error(product(a, b, out, scale_a, scale_b), truth), relative_error(tuned, truth)
+        if not error <= 2 * default + torch.finfo(torch.float32).eps:  # NaN fails as well
+            return f"relative error {error:.2g} (default: {default:.2g}) at dequantization scales {pair[0]:g} and {pair[1]:g}"
+    return ""
+
+
+def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Iterator[str]:
+    """Tune and prove every GEMM of `recorded`, then write `out` once per GPU of a node; yields one line per GEMM and a summary.
+
+    An existing file of the same versions is extended. Raises ConfigError if its versions differ, PreflightError if nothing was tuned.
+    """
+    validators, files, solutions = versions(), per_gpu(out, gpus), dict[Key, tuple[str, str]]()
+    if files[0].exists():
+        before = read_tuned(files[0])
+        require_same_versions(files[0], before.validators, validators)
+        solutions = {key: value for key, value in before.solutions.items() if key not in recorded}
+    yield f"tuning {len(recorded)} GEMMs"
+    found = _tuned(recorded)
+    for key in recorded:
+        wrong = fault(key, device) if key in found else "TunableOp does not tune it offline"
+        if not wrong:
+            solutions[key] = (found[key][0], f"{found[key][1]:.6g}")
+        yield f"{','.join(key)}: {f'{wrong}; keeps the default' if wrong else ' '.join(solutions[key])}"
+    tunable.enable(False)
+    if not solutions:
+        raise PreflightError("no GEMM could be tuned", "the lines above say why for each", "nothing was written")
+    for path in files:
+        write_tuned(path, Tuned(validators, solutions))
+    yield f"{sum(key in solutions for key in recorded)} of {len(recorded)} GEMMs tuned and proven; {files[0]} holds {len(solutions)}"
+
+
+def _tuned(recorded: list[Key]) -> dict[Key, tuple[str, float]]:
+    tunable.enable(True)
+    tunable.tuning_enable(True)
+    tunable.record_untuned_enable(False)
+    tunable.set_rotating_buffer_size(ROTATING_BUFFER_MB)
+    tunable.set_max_tuning_duration(MAX_MS_PER_SOLUTION)
+    with tempfile.TemporaryDirectory() as folder:  # TunableOp also writes a file itself; ours holds only what was proven
+        tunable.set_filename(str(Path(folder, "results.csv")))
+        path = Path(folder, "untuned.csv")
+        path.write_text("".join(f"{','.join(key)}\n" for key in recorded))
+        tunable.tune_gemm_in_file(str(path))
+    return results()
