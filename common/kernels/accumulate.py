@@ -85,8 +85,9 @@ def _add_rows_kernel(total_ptr, ids_ptr, order_ptr, rows_ptr, tokens, first, end
             value += tl.sum(part.to(tl.float32), axis=0)
             places += ROWS
             same = tl.load(ids_ptr + places, mask=places < tokens, other=-1) == token
-        target = total_ptr + (token - first) * size + column
-        tl.store(target, tl.load(target, mask=inside, other=0.0) + value / ranks, mask=inside)
+        target = (token - first) * size + column
+        total = tl.load(total_ptr + target, mask=inside, other=0.0)
+        tl.store(total_ptr + target, total + value / ranks, mask=inside)
 
 
 def add_rows_settings(arch: str) -> Tile:

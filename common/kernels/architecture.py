@@ -1,8 +1,8 @@
 """The GPU architecture that a kernel is launched on, and what a launch can tune for it.
 
 Each kernel file has one function `<kernel>_settings(architecture)` beside each kernel, which returns a Tile. This is the place to tune a
-kernel for another GPU: branch on the name, and run tests/kernels, which compile every kernel with these settings for four architectures
-and fail if one spills registers or takes more shared memory than there is; `throughput settings` times others. None was ever timed on an AMD
+kernel for another GPU: branch on the name, and run tests/kernels, which compile every kernel with these settings for every shipped
+architecture and fail if one spills registers or takes more shared memory than there is; `throughput settings` times others. None was ever timed on an AMD
 GPU. gfx950 has one stage: Triton 3.7 and 3.8 compute wrongly with more (aiter#4163, aiter#5428).
 """
 

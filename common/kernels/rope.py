@@ -110,6 +110,15 @@ def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
 
 
 @triton.jit
+def _load_halves(ptr, place, column, mask, HALF: tl.constexpr):
+    """Load both halves of one head, fp32 [R, HALF] each. place: int64 [R], where each row's head begins."""
+    place = place[:, None] + column[None, :]
+    first = tl.load(ptr + place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
 def _rope_packed_backward_kernel(
     d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, d_qkv_ptr, state_ptr, num_rows, sequence, heads, kv_heads,
     q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
@@ -122,18 +131,17 @@ def _rope_packed_backward_kernel(
     mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
     batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)  # divided in 32 bits: in 64 it is a subroutine
     row = row.to(tl.int64)
+    # Values leave the branches, never pointers: a runtime choice between pointers does not compile for AMD
+    # with Triton 3.6, nor with later ones where d_q has 2 GiB and d_k less (triton#9859).
     if head < heads:
-        head_ptr = d_q_ptr + head.to(tl.int64) * q_head
-        offset = batch * q_batch + position * q_position
+        place = head.to(tl.int64) * q_head + batch * q_batch + position * q_position
+        first, second = _load_halves(d_q_ptr, place, column, mask, HALF)
     elif head < heads + kv_heads:
-        head_ptr = d_k_ptr + (head - heads).to(tl.int64) * k_head
-        offset = batch * k_batch + position * k_position
+        place = (head - heads).to(tl.int64) * k_head + batch * k_batch + position * k_position
+        first, second = _load_halves(d_k_ptr, place, column, mask, HALF)
     else:
-        head_ptr = d_v_ptr + (head - heads - kv_heads).to(tl.int64) * v_head
-        offset = batch * v_batch + position * v_position
-    first_ptr = head_ptr + offset[:, None] + column[None, :]
-    first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+        place = (head - heads - kv_heads).to(tl.int64) * v_head + batch * v_batch + position * v_position
+        first, second = _load_halves(d_v_ptr, place, column, mask, HALF)
     if head < heads + kv_heads:
         angle = position[:, None] * HALF + column[None, :]
         cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)

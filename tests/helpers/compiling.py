@@ -1,6 +1,6 @@
 """Compiles every Triton kernel of common/kernels for a GPU that is not here, as the shipped launchers would launch it there.
 
-    python tests/helpers/compiling.py gfx942|gfx950|sm_90|sm_100      prints one JSON object per compiled form of a kernel
+    python tests/helpers/compiling.py gfx942|gfx950|sm_89|...      prints one JSON object per compiled form of a kernel
 
 The public functions are called on meta tensors at the sizes of both benchmarks (shipped_launches.py). Each kernel is replaced by a recorder,
 which takes the types, the constants and the number of warps from the launch itself. A process of its own, because the tests' process may
@@ -14,31 +14,65 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from types import ModuleType
 from typing import Any
 
+from common.data.preparation import locked
 from common.paths import ROOT
 
-# architecture -> (backend, its name there, threads of a warp, shared memory of one block in bytes). Sources: CUDA C programming guide, AMD
-# CDNA3 and CDNA4 ISA guides.
+HASHES = ROOT / "tests/kernels"  # triton-VERSION.txt: the hashes of the wheels of each of OTHER_TRITONS
+# Beside the Triton that torch brings: that of ROCm's images with torch 2.10, and the newest.
+OTHER_TRITONS = ("3.6.0", "3.9.0")
+# architecture -> (backend, its name there, threads of a warp, shared memory of one block in bytes).
+# Sources: CUDA C programming guide, AMD CDNA3 and CDNA4 ISA guides.
 TARGETS: dict[str, tuple[str, str | int, int, int]] = {
     "gfx942": ("hip", "gfx942", 64, 64 << 10),
     "gfx950": ("hip", "gfx950", 64, 160 << 10),
+    "sm_89": ("cuda", 89, 32, 99 << 10),
     "sm_90": ("cuda", 90, 32, 227 << 10),
     "sm_100": ("cuda", 100, 32, 227 << 10),
+    "sm_103": ("cuda", 103, 32, 227 << 10),
 }
 
 
-def compiled_forms(arch: str) -> list[dict[str, Any]]:
-    """Run this file in a process without the interpreter: what it printed, one entry per form of a kernel."""
+def compiled_forms(arch: str, triton: str = "") -> list[dict[str, Any]]:
+    """Run this file in a process without the interpreter and return what it printed, one entry per form of a kernel.
+
+    `triton`: one of OTHER_TRITONS (default: the installed one).
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/helpers'}"
-    done = subprocess.run([sys.executable, __file__, arch], capture_output=True, text=True, env=environment, timeout=600)
+    folders = [ROOT, ROOT / "tests/helpers"]
+    if triton:
+        folders.insert(0, other_triton(triton))
+    environment["PYTHONPATH"] = ":".join(map(str, folders))
+    command = [sys.executable, __file__, arch, *([triton] if triton else [])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def other_triton(version: str) -> Path:
+    """Return a folder with this version of Triton, installed at the first call into the user's cache by its hashes.
+
+    Raises AssertionError if pip cannot install it, e.g. without a network.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlperf-llama-training"
+    folder = cache / f"triton-{version}-{sys.implementation.cache_tag}"
+    with locked(cache / f"{folder.name}.lock"):
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory(dir=cache) as unfinished:
+                uv = shutil.which("uv")  # which makes environments without pip
+                command = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
+                command += ["--require-hashes", "--no-deps", "--only-binary=:all:", "--target", f"{unfinished}/triton"]
+                command += ["-r", str(HASHES / f"triton-{version}.txt")]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+                assert done.returncode == 0, f"triton {version} could not be installed:\n{done.stderr[-3000:]}"
+                Path(unfinished, "triton").rename(folder)
+    return folder
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -163,11 +197,13 @@ def wide_accesses(asm: Any, backend: str) -> list[int]:
     return [len(re.findall(rf"\b{what}\.global\S*\.v4\.b32", asm["ptx"])) for what in ("ld", "st")]
 
 
-def main(arch: str) -> None:
+def main(arch: str, version: str = "") -> None:
     import torch
+    import triton
 
     import common.kernels.architecture as module
 
+    assert not version or triton.__version__ == version, f"found triton {triton.__version__}"
     assert module.architecture(torch.device("meta")) == module.DEFAULT
     module.architecture = lambda device: arch  # before any kernel module imports it
     for kernels in kernel_modules():
@@ -203,4 +239,4 @@ def compile_one_that_spills(arch: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

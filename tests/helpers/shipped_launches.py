@@ -49,11 +49,31 @@ def launch_all() -> None:
     launch_qk_norm(shape_of("qwen3-8b"), pretraining)
     launch_weights()
     launch_adapter(LLAMA2_70B, fine_tuning)
+    launch_long_sequences(LLAMA2_70B)
     for vocab in (LLAMA31_8B.vocab_size, LLAMA2_70B.vocab_size):
-        logits, labels = bf16(1, SEQUENCE, vocab), torch.empty(1, SEQUENCE, dtype=torch.int64, device=META)
-        _, largest, total = cross_entropy.cross_entropy_forward(logits, labels)
-        cross_entropy.cross_entropy_backward(logits, labels, largest, total, fp32(1))
+        for sequences in (1, 2):  # two of the 8B are 3.9 GiB of logits
+            launch_cross_entropy(sequences, vocab)
     launch_optimizer()
+
+
+def launch_long_sequences(shape: ModelShape) -> None:
+    """A gradient of 2 GiB beside smaller ones, which AMD's compiler addresses in another way. No benchmark has one."""
+    cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
+    sequences = 2**30 // (SEQUENCE * shape.num_heads * shape.head_dim)
+    d_q, d_k, d_v = (
+        bf16(sequences, SEQUENCE, heads, shape.head_dim) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    assert d_q.untyped_storage().nbytes() >= 2**31 > d_k.untyped_storage().nbytes()
+    rope.rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, None)
+
+
+def launch_cross_entropy(sequences: int, vocab: int) -> None:
+    """Labels as a batch has them, and as `throughput` draws them."""
+    logits = bf16(sequences, SEQUENCE, vocab)
+    for dtype in (torch.int32, torch.int64):
+        labels = torch.empty(sequences, SEQUENCE, dtype=dtype, device=META)
+        _, largest, total = cross_entropy.cross_entropy_forward(logits, labels)
+        cross_entropy.cross_entropy_backward(logits, labels, largest, total, fp32(sequences))
 
 
 def launch_block(shape: ModelShape, quantizers: Quantizers, trains: bool) -> None:

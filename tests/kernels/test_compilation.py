@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled for the four GPU architectures, without a GPU: the kernels, forms and settings that are shipped."""
+"""Compile every Triton kernel for each GPU architecture, without a GPU: the kernels, forms and settings that are shipped."""
 
 import ast
 import inspect
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from compiling import TARGETS, compiled_forms, kernel_modules
+from compiling import OTHER_TRITONS, TARGETS, compiled_forms, kernel_modules
 from conftest import made_once
 
 from common.kernels.architecture import Tile
@@ -43,13 +43,25 @@ def forms(arch, tmp_path_factory):
     return json.loads((folder / name).read_text())
 
 
-def test_every_kernel_compiles_without_spills_and_within_the_shared_memory_of(arch, forms):
+def check(arch, forms):
+    """Raise AssertionError unless every kernel was compiled, without spills and within the shared memory of `arch`."""
     forms = [form for form in forms if form["kernel"] != SPILLS_ON_PURPOSE]
     assert {form["kernel"] for form in forms} == kernels().keys(), "a kernel that tests/helpers/shipped_launches.py does not launch"
     wrong = [form for form in forms if form["spills"] or form["shared"] > TARGETS[arch][3]]
     assert not wrong, "\n".join(
         f"{form['kernel']}: {form['spills']} spilled, {form['shared']} bytes shared: {form['form']}" for form in wrong
     )
+
+
+def test_every_kernel_compiles_without_spills_and_within_the_shared_memory_of(arch, forms):
+    check(arch, forms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", OTHER_TRITONS)
+@pytest.mark.parametrize("arch", [arch for arch in TARGETS if arch.startswith("gfx")])
+def test_every_kernel_compiles_for_amd_with_triton(version, arch):
+    check(arch, compiled_forms(arch, version))
 
 
 def test_spills_are_found_for(forms):
