@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
