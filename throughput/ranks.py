@@ -19,7 +19,7 @@ from torch import Tensor
 from common.errors import Hang, Interrupted, OutOfMemory, RunError
 from common.hardware import probe
 from common.sharding.processes import Processes
-from common.sharding.zero import NcclReduceScatter, Shard, pad_rows
+from common.sharding.reduce_scatter import NcclReduceScatter, Shard, pad_rows
 from common.training.guard import run_guarded
 from launch.diagnosis import diagnose
 from launch.processes.ranks import cpus_of_ranks, rank_environment, torchrun

@@ -15,10 +15,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,21 +27,9 @@ from torch.autograd.profiler import record_function
 from common.kernels import accumulate
 from common.sharding.adamw import AdamW, AdamWSettings, claim
 from common.sharding.processes import Processes
+from common.sharding.reduce_scatter import NcclReduceScatter, ReduceScatter, Shard
 
-Accumulate = Callable[..., Tensor]  # an engine of kernels/accumulate.py
 MAX_IN_FLIGHT = 2  # modules whose gradients are being reduced while a third one computes: their memory is not free yet
-
-
-@dataclass
-class Shard:
-    """One weight on this rank."""
-
-    parameter: nn.Parameter  # [rows, ...], whole, in the compute precision
-    padded: Tensor  # its memory, with rows added until the ranks divide them
-    local: Tensor  # this rank's rows of `padded`
-    master: Tensor  # fp32, shaped like `local`
-    gradient: Tensor | None = None  # fp32, like `master`: the mean over the ranks, accumulated over the micro-batches
-    filled: bool = False  # the master has its initial value
 
 
 @dataclass
@@ -242,59 +229,6 @@ class ZeroOptimizer:
                 yield
 
 
-class ReduceScatter(Protocol):
-    """Called on one stream, for the modules in the same order on all ranks. `start` and `finish` return gradients that the stream reads until it
-    has done what it has been given so far.
-    """
-
-    def gather(self, shards: Sequence[Shard]) -> None:
-        """Each rank's rows are new in its own `padded`: bring them to the other ranks. They change again after a collective of all ranks only."""
-
-    def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        """Gradients: [up to rows x ranks, ...], of whole weights, contiguous."""
-
-    def finish(self) -> list[Tensor]:
-        """Everything that was started is now added to `shard.gradient`."""
-
-
-class NcclReduceScatter:
-    """NCCL or RCCL; gloo on a CPU. It finishes what it starts."""
-
-    def __init__(self, group: dist.ProcessGroup, nodes: dist.ProcessGroup | None, dtype: torch.dtype, accumulate: Accumulate):
-        """`group`: the ranks that share the rows. `nodes`: with several nodes, the ranks that hold the same rows. `dtype`: of what is sent."""
-        self.group, self.nodes, self.dtype, self.accumulate = group, nodes, dtype, accumulate
-
-    def gather(self, shards: Sequence[Shard]) -> None:
-        with coalesced(self.group):
-            for shard in shards:
-                dist.all_gather_into_tensor(shard.padded, shard.local, group=self.group)
-
-    def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        for shard, mean in zip(shards, self._means(shards, gradients), strict=True):
-            shard.gradient = self.accumulate(shard.gradient, mean)
-        return gradients
-
-    def finish(self) -> list[Tensor]:
-        return []
-
-    def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        ranks = self.group.size()
-        if ranks == 1 and self.nodes is None:
-            return gradients
-        op = dist.ReduceOp.AVG if gradients[0].is_cuda else dist.ReduceOp.SUM  # gloo has no AVG
-        means = [torch.empty_like(shard.master, dtype=self.dtype) for shard in shards]
-        with coalesced(self.group):
-            for gradient, mean in zip(gradients, means, strict=True):
-                dist.reduce_scatter_tensor(mean, pad_rows(gradient, len(mean) * ranks).to(self.dtype), op, group=self.group)
-        if self.nodes is not None:
-            with coalesced(self.nodes):
-                for mean in means:
-                    dist.all_reduce(mean, op, group=self.nodes)
-        if op == dist.ReduceOp.SUM:
-            torch._foreach_div_(means, ranks * (self.nodes.size() if self.nodes is not None else 1))
-        return means
-
-
 def make_reduce_scatter(
     backend: str, processes: Processes, dtype: torch.dtype, kernels: str, modules: Sequence[Sequence[Shard]]
 ) -> ReduceScatter:
@@ -302,20 +236,8 @@ def make_reduce_scatter(
     engine = accumulate.ENGINES[kernels]
     if backend == "nccl" or processes.shard_group.size() == 1:
         return NcclReduceScatter(processes.shard_group, processes.node_group, dtype, engine)
-    from common.sharding.reduce_scatter import CopyEngineReduceScatter, SymmetricBuffers  # only where a config asks for them
+    # Imported only where a config asks for it: most runs neither read nor need this file.
+    from common.sharding.copy_engine import CopyEngineReduceScatter, SymmetricBuffers
 
-    return CopyEngineReduceScatter(partial(SymmetricBuffers, processes.shard_group, processes.device), modules, dtype, engine)
-
-
-def pad_rows(gradient: Tensor, rows: int) -> Tensor:
-    """`gradient` with rows of zeros appended until there are `rows`."""
-    if (added := rows - len(gradient)) == 0:
-        return gradient
-    return torch.cat([gradient, gradient.new_zeros(added, *gradient.shape[1:])])
-
-
-def coalesced(group: dist.ProcessGroup) -> AbstractContextManager:
-    """Collectives of one kind inside become one launch. Six launches per module, each waiting for free multiprocessors and then for the other
-    rank, occupied multiprocessors for 452 ms of a step instead of 225 (8B on two H200s).
-    """
-    return dist._coalescing_manager(group)
+    make_buffers = partial(SymmetricBuffers, processes.shard_group, processes.device)
+    return CopyEngineReduceScatter(make_buffers, modules, dtype, engine)

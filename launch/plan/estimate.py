@@ -100,7 +100,7 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     shape, gpus, table = work.shape, config.gpus_per_node, work.shape.vocab_size * work.shape.hidden_size
     trained = shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
     moments = 2 * BYTES[getattr(config, "moment_precision", "fp32")]
-    # With copy engines: two buffers for what the other ranks send of the largest gradient (common/sharding/reduce_scatter.py).
+    # With copy engines: two buffers for what the other ranks send of the largest gradient (common/sharding/copy_engine.py).
     received = 2 * (1 - 1 / gpus) * table * BYTES[config.precision] if getattr(config, "reduce_scatter", "nccl") == "copy_engine" else 0
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
     # Tokens and labels, int32: the evaluation set, and three micro-batches of the prefetcher.

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from common.errors import ConfigError
 from common.kernels import accumulate
 from common.sharding.adamw import AdamWSettings
+from common.sharding.copy_engine import CopyEngineReduceScatter
 from common.sharding.processes import Processes
-from common.sharding.reduce_scatter import CopyEngineReduceScatter
+from common.sharding.reduce_scatter import NcclReduceScatter
 from common.sharding.replicated import ReplicatedOptimizer
-from common.sharding.zero import NcclReduceScatter, ZeroOptimizer, make_reduce_scatter
+from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 
 ROWS = {"even": 6, "ragged": 5, "single": 1}  # the ranks are two
 SETTINGS = AdamWSettings((0.9, 0.95), 1e-8, 0.1, 1e9)

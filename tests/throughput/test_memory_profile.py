@@ -7,14 +7,15 @@ import torch
 from page import Page, read_page
 
 from common.kernels.fp8 import QuantizedTensor
+from common.paths import ROOT
 from common.training.loop import Assembly
-from throughput.memory_profile import BEFORE, ROOT, UNNAMED, document, history_of, kind_and_place, owners, write
+from throughput.memory_profile import BEFORE, UNNAMED, document, history_of, kind_and_place, owners, write
 
 MIB = 2**20
 
 
 def frame(file, name, line=7):
-    return {"filename": ROOT + file, "name": name, "line": line}
+    return {"filename": str(ROOT / file), "name": name, "line": line}
 
 
 FORWARD = [
@@ -24,7 +25,7 @@ FORWARD = [
 ]
 BACKWARD = [frame("common/kernels/swiglu.py", "swiglu_backward"), frame("common/model/fused_block.py", "backward")]
 LOSS = [frame("common/kernels/cross_entropy.py", "forward"), frame("common/model/llama.py", "forward")]
-REDUCE = [frame("common/sharding/zero.py", "_means", 261)]
+REDUCE = [frame("common/sharding/reduce_scatter.py", "_means", 72)]
 
 
 def event(action, addr, size_mib, frames=(), at=0):
@@ -82,7 +83,7 @@ def test_the_peak_is_found_and_divided_by_who_holds_it():
         (FORWARD, "activations", "common/kernels/swiglu.py:40 swiglu"),
         (BACKWARD, "workspace of a backward", "common/kernels/swiglu.py:7 swiglu_backward"),
         (LOSS, "embedding, head, loss", "common/kernels/cross_entropy.py:7 forward"),
-        (REDUCE, "gradients, communication", "common/sharding/zero.py:261 _means"),
+        (REDUCE, "gradients, communication", "common/sharding/reduce_scatter.py:72 _means"),
         ([frame("common/kernels/accumulate.py", "add"), *REDUCE], "gradients, communication", "common/kernels/accumulate.py:7 add"),
         ([frame(".venv/lib/site-packages/torch/nn.py", "linear"), *FORWARD], "activations", "common/kernels/swiglu.py:40 swiglu"),
         (

@@ -15,7 +15,7 @@ from tiny import call_on_ranks
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.kernels.accumulate import accumulate_reference
 from common.sharding.processes import start_processes
-from common.sharding.zero import Shard
+from common.sharding.reduce_scatter import Shard
 from throughput import gpt_model, page, report, scaling, scaling_rank
 from throughput.__main__ import main
 from throughput.gpt_model import SIZES, STAND_INS, GptShape, Size

@@ -21,8 +21,8 @@ from common.model.fused_lora_block import saved_bytes_per_token
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from common.paths import ROOT
 from common.records import published, rcp
+from common.sharding.copy_engine import CopyEngineReduceScatter
 from common.sharding.frozen_base import NUM_BUFFERS
-from common.sharding.reduce_scatter import CopyEngineReduceScatter
 from launch.plan import command
 from launch.plan import estimate as plan
 
