@@ -31,6 +31,7 @@ class KnownIssue:
     gpus: tuple[str, ...] = ()  # architectures or names of kinds; none: all
     ranges: tuple[tuple[str, str], ...] = ()  # (software, range): all must hold
     ops: tuple[str, ...] = ()  # of the self-test
+    text: str = ""  # regular expression that the self-test's line must contain
 
     def __str__(self) -> str:
         return f"{self.name}: {self.symptom} ({self.source})"
@@ -96,9 +97,17 @@ def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
     return sorted(found, key=lambda issue: ("refuse", "warn", "suspect").index(issue.verdict))
 
 
-def suspects(ops: Sequence[str], kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
-    """Issues that may be why the self-test of one of `ops` failed: an op is of the issue's kind if its name begins with it."""
-    return [issue for issue in matching(kind, versions) if any(op.startswith(issue.ops) for op in ops if issue.ops)]
+def suspects(failures: Sequence[tuple[str, str]], kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
+    """Return the issues that may be why the self-test failed.
+
+    `failures`: the op and the line of each failed check. An op is one of an issue's if its name begins with it.
+    """
+
+    def may_cause(issue: KnownIssue, op: str, line: str) -> bool:
+        return bool(issue.ops) and op.startswith(issue.ops) and re.search(issue.text, line) is not None
+
+    issues = matching(kind, versions)
+    return [issue for issue in issues if any(may_cause(issue, *failure) for failure in failures)]
 
 
 def shown(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]) -> list[KnownIssue]:

@@ -122,7 +122,8 @@ def require_sound(result: Result, device: torch.device) -> None:
     have = ", ".join(f"{name} {text}" for name, text in versions.items())
     more = f" (and {len(result.bad) - 1} more)" if len(result.bad) > 1 else ""
     kind = next((kind for kind in KINDS.values() if kind.arch == arch), None)
-    known = known_issues.suspects([finding.op for finding in result.bad], kind, versions) if kind else []
+    failures = [(finding.op, str(finding)) for finding in result.bad]
+    known = known_issues.suspects(failures, kind, versions) if kind else []
     why = f"{arch} with {have}" + "".join(f"; perhaps {issue}" for issue in known)
     do = "; or ".join(issue.cure for issue in known) or "try another version of torch or ROCm, and report it with these lines"
     raise PreflightError(f"the self-test failed: {result.bad[0]}{more}", why, do)

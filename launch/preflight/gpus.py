@@ -109,12 +109,12 @@ def judge_self_test(ranks: Sequence[Measured], kind: GpuKind | None, versions: M
     if not all(rank.self_test for rank in ranks):
         return skipped(check, "no benchmark is named, or not run by every process", expected)
     findings: list[Finding] = []
-    bad_ops: set[str] = set()
+    failures: set[tuple[str, str]] = set()
     for rank in ranks:
-        bad = [text for _, text, good in rank.self_test if not good]
-        bad_ops |= {op for op, _, good in rank.self_test if not good}
-        findings.append(("refuse", ", ".join(bad)) if bad else ("ok", ""))
-    suspects = known_issues.suspects(sorted(bad_ops), kind, versions) if kind else []
+        bad = [(op, line) for op, line, good in rank.self_test if not good]
+        failures |= set(bad)
+        findings.append(("refuse", ", ".join(line for _, line in bad)) if bad else ("ok", ""))
+    suspects = known_issues.suspects(sorted(failures), kind, versions) if kind else []
     have = ", ".join(f"{name} {text}" for name, text in versions.items())
     do = (
         "; ".join(f"{issue}: {issue.cure}" for issue in suspects)
