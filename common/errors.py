@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 LAUNCHED = "LAUNCH_RUN_DIR"  # in the environment of all processes of a run: the launcher finds them by it, and tells what they failed of
-ROOM = ".room"  # a file in a run's directory that is removed when the disk is full: then there is room for the records of that
+# Removed from a run's directory when the disk is full, so that the records of that failure fit.
+RESERVE_FILE = ".reserve"
 TRIES = 20  # a tenth of a second between them
 NO_MEMORY, DISK = (errno.ENOMEM, errno.EAGAIN), (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _NO_MEMORY = ("can't start new thread", "can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
@@ -108,8 +109,8 @@ def failure_of(error: BaseException) -> RunError | None:
     return None
 
 
-def with_room(run_dir: Path, write: Callable[[], object]) -> None:
-    """Call `write`; where the disk is full, give up the room that was set aside for that, and try again: some disks free it a little later."""
+def with_reserve(run_dir: Path, write: Callable[[], object]) -> None:
+    """Call `write`. If the disk is full, remove RESERVE_FILE and try again: some disks free the space a little later."""
     for attempt in range(TRIES):
         try:
             write()
@@ -117,7 +118,7 @@ def with_room(run_dir: Path, write: Callable[[], object]) -> None:
         except (OSError, StorageError):
             if attempt == TRIES - 1:
                 raise
-            (Path(run_dir) / ROOM).unlink(missing_ok=True)
+            (Path(run_dir) / RESERVE_FILE).unlink(missing_ok=True)
             time.sleep(0.1)
 
 
@@ -130,7 +131,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_record(run_dir: Path, name: str, text: str) -> None:
     """Write `name` in `run_dir`, also where the disk is full. Raises OSError."""
-    with_room(run_dir, lambda: write_whole(Path(run_dir) / name, text.encode()))
+    with_reserve(run_dir, lambda: write_whole(Path(run_dir) / name, text.encode()))
 
 
 def write_rank_record(run_dir: Path, rank: int, outcome: str, error: RunError | None = None, **facts) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from common.config import RunConfig
-from common.errors import ROOM, StorageError
+from common.errors import RESERVE_FILE, StorageError
 from common.hardware import Probe
 from common.packages import requirements, version_of
 from launch import tuning
 
-ROOM_BYTES = 2**16
+RESERVED_BYTES = 2**16
 OPTIONAL = ("triton", "pytorch-triton-rocm", "amd-aiter", "flash-attn-4", "nvidia-cutlass-dsl")  # in no requirements
 
 
@@ -30,10 +30,10 @@ def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
 
 
 def fill(folder: Path) -> Path:
-    """An empty ranks/, and room for the records of a full disk, in `folder`. Raises StorageError."""
+    """Make an empty ranks/ and RESERVE_FILE in `folder`. Raises StorageError."""
     with _writing(folder):
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        (folder / ROOM).write_bytes(os.urandom(ROOM_BYTES))  # nothing that a file system compresses
+        (folder / RESERVE_FILE).write_bytes(os.urandom(RESERVED_BYTES))  # nothing that a file system compresses
     return folder
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import RunConfig
-from common.errors import ROOM, ConfigError, Interrupted, RankLost, RunError, StorageError, failure_of, with_room
+from common.errors import RESERVE_FILE, ConfigError, Interrupted, RankLost, RunError, StorageError, failure_of, with_reserve
 from common.records import ledger
 from common.terminal import print_stderr
 from common.training.continuation import newest, require_same
@@ -129,8 +129,8 @@ class Series:
         ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what} if error else {}
         ending |= {"minutes": minutes, "samples": result.samples, "cache": outcome.cache}
         run_dir = self.folder / start["run"]
-        with_room(run_dir, lambda: self.append(**start | ending | {"event": "end"}))
-        (run_dir / ROOM).unlink(missing_ok=True)
+        with_reserve(run_dir, lambda: self.append(**start | ending | {"event": "end"}))
+        (run_dir / RESERVE_FILE).unlink(missing_ok=True)
 
     def seed(self) -> int:
         """32 bits from the system's random source that no run of this series has had."""

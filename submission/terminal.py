@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from common import text_tables
 from common.errors import ConfigError, StorageError
 
 
@@ -28,13 +29,9 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines: the first column to the left, the others to the right, the last as it is."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True)), row[-1]]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return lines
+    """Return indented lines: the first and the last column to the left, the others to the right."""
+    alignment = "<" + ">" * (len(rows[0]) - 2) + "<"
+    return ["  " + line for line in text_tables.terminal(rows, alignment)]
 
 
 def number(value: float | None, form: str) -> str:

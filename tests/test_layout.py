@@ -40,6 +40,7 @@ BASE = {
     "common.packages",
     "common.paths",
     "common.terminal",
+    "common.text_tables",
 }
 # Package -> packages or modules that it may import besides itself and BASE. A package that is missing here fails the test.
 MAY_IMPORT: dict[str, set[str]] = {

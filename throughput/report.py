@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common import text_tables
 from common.errors import StorageError, write_whole
 from throughput import published
 from throughput.tables import Column, Plot, Table
@@ -195,9 +196,8 @@ def markdown(title: str, made: list[Section]) -> str:
     for section in made:
         parts.append(f"## {section.title}\n")
         parts += [f"{section.mark[:1].upper()}{section.mark[1:]}.\n"] if section.mark else []
-        line: Callable[[Iterable[str]], str] = lambda cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"  # noqa: E731
-        rule = line("---:" if number else "---" for number in section.numbers)
-        parts.append("\n".join([line(section.heads), rule, *map(line, section.rows)]) + "\n")
+        alignment = "".join(">" if number else "<" for number in section.numbers)
+        parts.append(text_tables.markdown(section.heads, section.rows, alignment))
         parts += [f"{note}\n" for note in section.notes]
     return "\n".join(parts)
 

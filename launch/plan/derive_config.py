@@ -27,7 +27,7 @@ WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
 WITHOUT_FP8 = {"fp8": '""', "frozen_base": "replicated"}
 NO_LAYERS = {"recompute_layers": "0", "offload_layers": "0"}
 # Of a GPU's memory, since no run has tried a derived config: torch reserves up to 5 % more than it allocates where it can.
-ROOM = 0.96
+HEADROOM = 0.96
 
 
 def load_or_derive(
@@ -72,7 +72,7 @@ def _derive(benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dic
     start = _start(benchmark, path, file, kind, gpus, overrides)
     work = workload(benchmark, start)
     work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
-    roomy = replace(kind, memory_bytes=int(kind.memory_bytes * ROOM))
+    roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
     config = fitting(start, file, work, roomy, overrides) or fitting(start, file, work, kind, overrides)
     if config is None:
         raise _does_not_fit(benchmark, start, work, kind)

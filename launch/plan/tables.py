@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common import text_tables
 from launch.plan.estimate import Memory, gib
 
 
@@ -14,7 +15,6 @@ def memory_table(memory: Memory) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, aligned for a terminal as well: the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, rule, *rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in aligned)
+    alignment = "<" + ">" * (len(head) - 1)
+    head, *rows = text_tables.align([head, *rows], alignment)
+    return text_tables.markdown(head, rows, alignment).rstrip("\n")

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common import text_tables
+
 VERDICTS = ("ok", "warn", "refuse", "skipped")
 WIDTH = 140
 Limits = tuple[float, float]  # for warn and for refuse
@@ -48,12 +50,12 @@ def overall(rows: Sequence[CheckRow]) -> str:
 
 def table(rows: Sequence[CheckRow]) -> str:
     """Columns verdict, check, value, expected; below a row that is not ok, what to do."""
-    checks = max(len(row.check) for row in rows)
-    values = max(len(row.value) for row in rows if len(row.value) <= 60)
-    lines = [f"{'':7}  {'check':{checks}}  {'value':{values}}  expected"]
-    indent = " " * (9 + checks + 2)
-    for row in rows:
-        lines.append(f"{row.verdict:7}  {row.check:{checks}}  {row.value:{values}}  {row.expected}".rstrip())
+    cells = [("", "check", "value", "expected"), *((row.verdict, row.check, row.value, row.expected) for row in rows)]
+    head, *texts = text_tables.terminal(cells, "<<<<")
+    lines = [head]
+    indent = " " * head.index("value")
+    for row, text in zip(rows, texts, strict=True):
+        lines.append(text)
         if row.do:
             lines += textwrap.wrap(f"do: {row.do}", WIDTH, initial_indent=indent, subsequent_indent=indent + "    ", break_long_words=False)
     counts = ", ".join(f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS)

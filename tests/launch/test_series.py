@@ -23,7 +23,7 @@ from launch.diagnosis import read_result
 
 # Reaches the miniature's target in two thirds of the sequences that its config needs.
 QUICK = ("global_batch_size=4", "micro_batch_size=4", "opt_base_learning_rate=3e-3", "opt_learning_rate_warmup_steps=40")
-SMALL_DISK = 70_000  # bytes: enough for the ledger and the room of an attempt, not for the log of the toy
+SMALL_DISK = 70_000  # bytes: enough for the ledger and the reserve of an attempt, not for the log of the toy
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -18,6 +17,7 @@ from common.kernels import cross_entropy
 from common.model.checkpoint_loader import load_base
 from common.model.fused_block import fused_llama
 from common.model.shapes import ModelShape
+from common.paths import ROOT
 from llama2_70b_lora import data
 from llama2_70b_lora.data import next_token_labels, read_rows, row_order, train_batches, write_rows
 from llama2_70b_lora.rules import CLOSED, DATA_FILES
@@ -117,8 +117,7 @@ def test_the_ignored_label_is_that_of_the_loss():
 
 def test_reading_needs_no_torch():
     code = "import sys; import llama2_70b_lora.data; print('torch' in sys.modules)"
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 
 

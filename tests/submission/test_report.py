@@ -55,11 +55,11 @@ def test_a_log_that_is_not_clean_is_not_green(run_dir):
 
 
 def test_what_is_unknown_and_what_is_hidden_is_left_out(run_dir):
-    (run_dir / ".room").write_text("")
+    (run_dir / ".reserve").write_text("")
     versions = json.loads((run_dir / "versions.json").read_text())
     (run_dir / "versions.json").write_text(json.dumps(versions | {"driver": None}))
     text = page(run_dir)
-    assert ".room" not in Page(text).links and "driver" not in text and "result.txt" in Page(text).links
+    assert ".reserve" not in Page(text).links and "driver" not in text and "result.txt" in Page(text).links
 
 
 def test_the_report_is_self_contained(run_dir):

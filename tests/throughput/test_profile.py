@@ -80,7 +80,7 @@ def test_a_name_has_a_class(name, expected):
     assert class_of_name(name) == expected
 
 
-ROOMS = {
+CLASSES_OF_FILES = {
     "cross_entropy": "cross-entropy",
     "rms_norm": "norm",
     "rope": "RoPE",
@@ -103,8 +103,8 @@ def test_our_kernels_are_known_by_name():
                 and node.name.endswith("_kernel")
                 and "triton.jit" in map(ast.unparse, node.decorator_list)
             ):
-                assert path.stem in ROOMS, "a new kernel file: give its kernels a class in kernel_time.NAMES, and say here which"
-                assert class_of_name(node.name) == ROOMS[path.stem], node.name
+                assert path.stem in CLASSES_OF_FILES, "a new kernel file: give its kernels a class in kernel_time.NAMES, and say here which"
+                assert class_of_name(node.name) == CLASSES_OF_FILES[path.stem], node.name
                 found += 1
     assert found >= 5
 

@@ -14,6 +14,7 @@ from common.config import RunConfig
 from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.paths import ROOT
 from common.records.published import RESULTS, Published
+from common.text_tables import markdown
 from launch.plan.benchmark import load_all
 from launch.plan.command import all_table, kinds_table, target_line
 from launch.profilers import TOOLS
@@ -29,10 +30,6 @@ def configs_of(gpu: str) -> list[tuple[str, str, RunConfig]]:
     """(benchmark, name, config) of every shipped config of this GPU kind."""
     found = [(benchmark, *entry) for benchmark in BENCHMARKS for entry in load_all(ROOT, benchmark).items()]
     return [entry for entry in found if entry[2].gpu == gpu]
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
 
 
 # ---- what a config says

@@ -15,7 +15,7 @@ from toy import gone, wait_until
 from common import errors
 from common.errors import (
     LAUNCHED,
-    ROOM,
+    RESERVE_FILE,
     Hang,
     Interrupted,
     NonFinite,
@@ -225,17 +225,17 @@ def test_a_signal_after_the_work_is_done_spoils_nothing(tmp_path):
 
 def test_a_record_of_a_full_disk_takes_the_room_that_was_set_aside(tmp_path, monkeypatch):
     (tmp_path / "ranks").mkdir()
-    (tmp_path / ROOM).write_bytes(bytes(4096))
+    (tmp_path / RESERVE_FILE).write_bytes(bytes(4096))
     write_bytes = Path.write_bytes
 
     def full(path, content):
-        if (tmp_path / ROOM).exists():
+        if (tmp_path / RESERVE_FILE).exists():
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_bytes(path, content)
 
     monkeypatch.setattr(Path, "write_bytes", full)
     write_rank_record(tmp_path, 0, "failed", StorageError("full"))
-    assert record(tmp_path, 0)["kind"] == "storage" and not (tmp_path / ROOM).exists()
+    assert record(tmp_path, 0)["kind"] == "storage" and not (tmp_path / RESERVE_FILE).exists()
 
 
 @pytest.mark.parametrize(("launched", "full", "told"), [(False, False, True), (True, False, False), (True, True, True)])

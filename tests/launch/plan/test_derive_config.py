@@ -11,7 +11,7 @@ from common.paths import ROOT
 from launch.plan import command
 from launch.plan import estimate as plan
 from launch.plan.benchmark import config_class, workload
-from launch.plan.derive_config import ROOM, load_or_derive
+from launch.plan.derive_config import HEADROOM, load_or_derive
 
 PRETRAINING, LORA = "llama31_8b", "llama2_70b_lora"
 CONVERGENCE = (
@@ -61,7 +61,7 @@ def test_a_file_is_read_as_it_is():
 def test_the_fewest_layers_are_recomputed_that_leave_room():
     """4 H100s: torch's 5 % of reserve, not only its 1 %."""
     config, text = derived(PRETRAINING, "H100_1x4")
-    roomy = replace(KINDS["H100"], memory_bytes=int(80 * GIB * ROOM))
+    roomy = replace(KINDS["H100"], memory_bytes=int(80 * GIB * HEADROOM))
     fewer = replace(config, recompute_layers=config.recompute_layers - 1)
     assert 0 < config.recompute_layers < 32 and f"recompute_layers {config.recompute_layers}" in text
     assert [plan.fits(*peak(PRETRAINING, each, roomy)) for each in (config, fewer)] == [True, False]

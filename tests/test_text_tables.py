@@ -1,0 +1,27 @@
+"""Tables as text: columns are aligned, and a cell cannot break a Markdown row."""
+
+from common import text_tables
+
+ROWS = [("name", "GiB"), ("weights", "1.5"), ("all", "10.25")]
+
+
+def test_columns_are_padded_to_their_longest_cell():
+    assert text_tables.align(ROWS, "<>") == [["name   ", "  GiB"], ["weights", "  1.5"], ["all    ", "10.25"]]
+    assert text_tables.terminal(ROWS, "<>") == ["name       GiB", "weights    1.5", "all      10.25"]
+
+
+def test_a_long_cell_does_not_widen_a_column_of_a_terminal():
+    rows = [("a", "b"), ("x" * 61, "c"), ("yy", "d")]
+    assert text_tables.terminal(rows, "<<")[2] == "yy  d"
+    assert text_tables.align(rows, "<<")[2][0] == "yy".ljust(61)
+
+
+def test_markdown_has_a_rule_and_escaped_cells():
+    head, rule, row = text_tables.markdown(["what", "n"], [["a|b", "1"]], "<>").splitlines()
+    assert (head, rule, row) == ("| what | n |", "| ---- | --: |", "| a\\|b | 1 |")
+    assert text_tables.markdown(["what", "n"], []).splitlines()[1] == "| ---- | --- |"
+
+
+def test_aligned_markdown_stays_aligned():
+    head, *rows = text_tables.align(ROWS, "<>")
+    assert {len(line) for line in text_tables.markdown(head, rows, "<>").splitlines()} == {19}
