@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from common.model.checkpoint_names import FUSED, SINGLE, parts_of
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.llama import Llama
-from common.sharding.adamw import AdamWSettings
+from common.sharding.adamw import AdamW, AdamWSettings
 from common.sharding.processes import start_processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training.loop import Assembly, Batching, next_token_pairs, train_step
@@ -93,7 +94,8 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
     alone = not torch.distributed.is_initialized()
     processes = start_processes("cpu", 60.0)
     settings = AdamWSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0)
-    assembly = Assembly(model, ReplicatedOptimizer(model.parameters(), processes, settings, "reference"), fp8=None)
+    update = partial(AdamW, settings, "reference", torch.float32)
+    assembly = Assembly(model, ReplicatedOptimizer(model.parameters(), processes, update), fp8=None)
     lr_at = warmup_cosine(BASE_LEARNING_RATE, BASE_LEARNING_RATE / 20, BASE_WARMUP_STEPS, BASE_STEPS)
     batches = base_batches(texts, tokenizer)
     bar = Bar("training the base", BASE_STEPS, "steps")

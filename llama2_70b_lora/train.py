@@ -26,8 +26,8 @@ from common.model.llama import Head, Llama
 from common.model.lora import AdapterSettings, adapter_parameters, init_adapters
 from common.model.peft_adapter import save_peft_adapter
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
-from common.sharding.adamw import AdamWSettings
 from common.sharding.frozen_base import FrozenBase
+from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training.build import DTYPES, build
@@ -69,8 +69,7 @@ def assemble(
         trained = adapter_parameters(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
-        settings = AdamWSettings((rules.adam_beta_1, rules.adam_beta_2), rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm)
-        return ReplicatedOptimizer(trained.values(), processes, settings, kernels)
+        return ReplicatedOptimizer(trained.values(), processes, UPDATES[rules.opt_name](rules, kernels, torch.float32))
 
     def weights(model: Llama, optimizer: object) -> None:
         load(model, base)

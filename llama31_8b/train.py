@@ -21,7 +21,7 @@ from common.kernels.fp8 import DelayedScaling
 from common.model.fused_block import FusedBlock
 from common.model.initialization import init_weights
 from common.model.llama import Head, Llama
-from common.sharding.adamw import AdamWSettings
+from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training.build import DTYPES, build
@@ -44,10 +44,10 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
         return [*blocks], Head(shape, kernels)
 
     def optimizer(model: Llama) -> ZeroOptimizer:
-        settings = AdamWSettings((rules.adam_beta_1, rules.adam_beta_2), rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm)
+        update = UPDATES[rules.opt_name](rules, kernels, DTYPES[config.moment_precision])
         reduce_scatter = partial(make_reduce_scatter, config.reduce_scatter, processes, DTYPES[config.precision], kernels)
         modules = [model.embedding, *model.blocks, model.head]
-        return ZeroOptimizer(modules, processes, settings, kernels, reduce_scatter, DTYPES[config.moment_precision])
+        return ZeroOptimizer(modules, processes, update, kernels, reduce_scatter)
 
     def weights(model: Llama, optimizer: ZeroOptimizer) -> None:
         init_weights(model, shape.num_layers, seed, rules.init_std, optimizer.set_weight)

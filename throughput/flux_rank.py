@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from common.kernels import accumulate
 from common.kernels.attention import attention_backends
 from common.model.initialization import parameter_seed
-from common.sharding.adamw import AdamWSettings
+from common.sharding.adamw import AdamW, AdamWSettings
 from common.sharding.processes import Processes, start_processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training.build import default_dtype
@@ -155,7 +155,8 @@ def build(request: Request, processes: Processes) -> tuple[Flux, ZeroOptimizer]:
     model.to_empty(device=device)
     kernels = kernels_of(device)
     reduce_scatter = partial(make_reduce_scatter, "nccl", processes, DTYPE, kernels)
-    optimizer = ZeroOptimizer(model.parts, processes, SETTINGS, kernels, reduce_scatter, DTYPE)
+    update = partial(AdamW, SETTINGS, kernels, DTYPE)
+    optimizer = ZeroOptimizer(model.parts, processes, update, kernels, reduce_scatter)
     for name, parameter in model.named_parameters():
         full = torch.full(parameter.shape, float(name.endswith((".norm.q.weight", ".norm.k.weight"))), device=device)
         if parameter.ndim > 1:

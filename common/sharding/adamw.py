@@ -28,28 +28,30 @@ class AdamWSettings:
 class AdamW:
     def __init__(
         self,
-        weights: Sequence[Tensor],
         settings: AdamWSettings,
         kernels: str,
-        moment_dtype: torch.dtype = torch.float32,
-        rounded: Sequence[Tensor] | None = None,
+        moment_dtype: torch.dtype,
+        weights: Sequence[Tensor],
+        rounded: Sequence[Tensor] | None,
     ):
-        """`weights`: fp32, updated in place. `kernels`: "reference" or "triton". `moment_dtype`: fp32 or bf16, in which both moments are kept.
-        `rounded`: for each weight a tensor of its shape that `update` writes the new weight to, in its own dtype.
+        """`kernels`: "reference" or "triton". `moment_dtype`: fp32 or bf16, in which both moments are kept. `weights`: fp32,
+        updated in place. `rounded`: for each weight a tensor of its shape that `update` writes the new weight to, in its own
+        dtype; None if nothing needs a copy.
         """
         self.weights, self.settings, self.adamw = list(weights), settings, adamw.ENGINES[kernels]
         self.rounded: Sequence[Tensor | None] = rounded if rounded is not None else [None] * len(self.weights)
         assert len(self.rounded) == len(self.weights)
-        self.moments = [tuple(torch.zeros_like(weight, dtype=moment_dtype) for _ in range(2)) for weight in self.weights]
+        self.first = [torch.zeros_like(weight, dtype=moment_dtype) for weight in self.weights]
+        self.second = [torch.zeros_like(weight, dtype=moment_dtype) for weight in self.weights]
         self.steps = torch.zeros((), dtype=torch.float32, device=self.weights[0].device)
 
-    def state_tensors(self) -> list[Tensor]:
-        """The step count and all moments."""
-        return [self.steps, *(moment for pair in self.moments for moment in pair)]
+    def state(self) -> dict[str, Tensor | list[Tensor]]:
+        """Return the step count, and both moments of each weight."""
+        return {"steps": self.steps, "first_moment": self.first, "second_moment": self.second}
 
     def reset(self) -> None:
-        """Both moments zero and no step taken, as before the first step."""
-        for tensor in self.state_tensors():
+        """Set both moments and the step count to zero, as before the first step."""
+        for tensor in (self.steps, *self.first, *self.second):
             tensor.zero_()
 
     @torch.no_grad()
@@ -62,24 +64,8 @@ class AdamW:
         self.steps += 1 - skip
         divisor = (norm / self.settings.clip_norm).clamp(min=1.0)  # clipping multiplies by min(1, clip_norm / norm)
         step = adamw.Step(learning_rate, self.settings.betas, self.settings.eps, self.steps, divisor, skip)
-        for weight, gradient, (first, second), rounded in zip(self.weights, gradients, self.moments, self.rounded, strict=True):
+        tensors = zip(self.weights, gradients, self.first, self.second, self.rounded, strict=True)
+        for weight, gradient, first, second, rounded in tensors:
             if gradient is not None and weight.numel():
                 decay = self.settings.weight_decay if weight.ndim >= 2 else 0.0
                 self.adamw(weight, gradient, first, second, rounded, decay, step)
-
-
-def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:
-    """Note on each parameter which optimizer updates it. Raises ValueError where another one does already: one would train a copy that the
-    model never reads.
-    """
-    for parameter in parameters:
-        if getattr(parameter, "owning_optimizer", owner) is not owner:
-            raise ValueError("this parameter belongs to another optimizer, which alone updates the weights that the model reads")
-        parameter.owning_optimizer = owner  # type: ignore[attr-defined]
-
-
-def require_owner(model: torch.nn.Module, owner: object) -> None:
-    """Raises ValueError unless `owner` updates every parameter of `model` that trains."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and getattr(parameter, "owning_optimizer", None) is not owner:
-            raise ValueError(f"{name} trains, but the optimizer of this model does not update it")

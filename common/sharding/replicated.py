@@ -7,29 +7,32 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from common.sharding.adamw import AdamW, AdamWSettings, claim
+from common.sharding.optimizer import MakeUpdate, claim, state_tensors
 from common.sharding.processes import Processes
 
 
 class ReplicatedOptimizer:
-    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes, settings: AdamWSettings, kernels: str):
-        """`parameters`: fp32, equal on all ranks; they get equal updates. Raises ValueError where another optimizer owns one of them."""
+    sharded = False
+
+    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes, make_update: MakeUpdate):
+        """`parameters`: fp32, equal on all ranks; they get equal updates. `make_update` makes their update rule. Raises ValueError
+        where another optimizer owns one of them.
+        """
         self.parameters, self.processes = list(parameters), processes
         claim(self.parameters, self)
-        self.adamw = AdamW([parameter.detach() for parameter in self.parameters], settings, kernels)
-
-    @property
-    def weights(self) -> list[Tensor]:
-        """The trained weights, fp32."""
-        return self.adamw.weights
+        self.weights = [parameter.detach() for parameter in self.parameters]  # fp32
+        self.update = make_update(self.weights, None)
 
     def state_tensors(self) -> list[Tensor]:
-        return self.adamw.state_tensors()
+        return state_tensors(self.update)
 
     def reset_state(self) -> None:
-        """Forget gradients, moments and steps, as before the first step."""
+        """Forget gradients and the optimizer's state, as before the first step."""
         self._zero_grad()
-        self.adamw.reset()
+        self.update.reset()
+
+    def gather(self) -> None:
+        """Do nothing: the model computes with the weights that are updated."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
@@ -38,7 +41,7 @@ class ReplicatedOptimizer:
         present = [gradient for gradient in gradients if gradient is not None]
         self._average(present)
         norm = torch.nn.utils.get_total_norm(present)
-        self.adamw.update(gradients, norm, learning_rate)
+        self.update.update(gradients, norm, learning_rate)
         self._zero_grad()
         return norm
 

@@ -1,8 +1,8 @@
 """ZeRO-2 (Rajbhandari et al., arXiv:1910.02054): master weights, gradient reduction, optimizer step and weight gather, in one object.
 
 Every rank computes with the whole of each weight W [rows, ...], the module's parameter, in the compute precision. Of its own 1 / n of the rows it
-holds the fp32 master, gradient and moments. One step: gradients are reduce-scattered during backward and added to this rank's fp32
-gradient; AdamW updates the master and rounds it into this rank's rows of W; an all-gather sends these rows to the other ranks.
+holds the fp32 master and gradient, and the optimizer's state. One step: gradients are reduce-scattered during backward and added to this rank's fp32
+gradient; the update rule changes the master and rounds it into this rank's rows of W; an all-gather sends these rows to the other ranks.
 
 The shards of W lie in W's own memory one after another, in rank order, as collectives want them: a reduction reads the gradient where the
 matrix product left it, and a gather writes the weight where the product reads it. FSDP2, which packs a module's parameters into one buffer
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from common.kernels import accumulate
-from common.sharding.adamw import AdamW, AdamWSettings, claim
+from common.sharding.optimizer import MakeUpdate, claim, state_tensors
 from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter, ReduceScatter, Shard
 
@@ -42,19 +42,20 @@ class Bucket:
 
 
 class ZeroOptimizer:
-    """AdamW on the shards. It alone updates the parameters of `modules`: their `.grad` is None whenever no backward is running."""
+    """An update rule on the shards. It alone updates the parameters of `modules`: their `.grad` is None whenever no backward is running."""
+
+    sharded = True
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         processes: Processes,
-        settings: AdamWSettings,
+        make_update: MakeUpdate,
         kernels: str,
         reduce_scatter: Callable[[list[list[Shard]]], ReduceScatter],
-        moment_dtype: torch.dtype = torch.float32,
     ):
-        """`modules`, in the order of the forward, have memory already, and together every parameter. `reduce_scatter` makes
-        the reduction from the shards of each module. On several nodes the shards are those of one node (processes.mesh).
+        """`modules`, in the order of the forward, have memory already, and together every parameter. `make_update` makes the
+        update rule of the masters. `reduce_scatter` makes the reduction from the shards of each module. On several nodes the shards are those of one node (processes.mesh).
 
         Raises ValueError where another optimizer owns a parameter. Weights are undefined until `set_weight` and `gather`.
         """
@@ -65,26 +66,33 @@ class ZeroOptimizer:
         self.buckets = [self._bucket(module) for module in modules]
         self.shards = [shard for bucket in self.buckets for shard in bucket.shards]
         claim([shard.parameter for shard in self.shards], self)
-        self.reduce_scatter = reduce_scatter([bucket.shards for bucket in self.buckets])  # it may move weights: before AdamW sees them
+        self.reduce_scatter = reduce_scatter(
+            [bucket.shards for bucket in self.buckets]
+        )  # it may move weights: before the update rule sees them
         local = [shard.local for shard in self.shards]
         self.add_rows = accumulate.ADD_ROWS[kernels]
-        self.adamw = AdamW([shard.master for shard in self.shards], settings, kernels, moment_dtype, rounded=local)
+        self.update = make_update(self.weights, local)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.in_flight: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
 
     @property
     def weights(self) -> list[Tensor]:
         """The master weights, fp32 [this rank's rows, ...]."""
-        return self.adamw.weights
+        return [shard.master for shard in self.shards]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that these are the masters of, [rows, ...] each, whole."""
+        return [shard.parameter for shard in self.shards]
 
     def state_tensors(self) -> list[Tensor]:
-        return self.adamw.state_tensors()
+        return state_tensors(self.update)
 
     def reset_state(self) -> None:
-        """Forget gradients, moments and steps, as before the first step."""
+        """Forget gradients and the optimizer's state, as before the first step."""
         for shard in self.shards:
             shard.gradient = None
-        self.adamw.reset()
+        self.update.reset()
 
     @torch.no_grad()
     def set_weight(self, parameter: nn.Parameter, full: Tensor) -> None:
@@ -113,7 +121,7 @@ class ZeroOptimizer:
         squares = torch.nn.utils.get_total_norm(present).square()
         dist.all_reduce(squares, group=self.group)  # not over all ranks: those of another node hold the same shards
         norm = squares.sqrt()
-        self.adamw.update([shard.gradient for shard in self.shards], norm, learning_rate)
+        self.update.update([shard.gradient for shard in self.shards], norm, learning_rate)
         for shard in self.shards:
             shard.gradient = None
         self._start_gather()

@@ -1,6 +1,6 @@
 """`--checkpoint` and `--continue`: everything that training changes, in files of torch.distributed.checkpoint (DCP).
 
-Saved are the fp32 masters, both moments, the optimizer's step count, FP8's scales and histories, and the random generators. The data need no
+Saved are the fp32 masters, the optimizer's state under the names that its update rule gives, FP8's scales and histories, and the random generators. The data need no
 more than the number of steps: their order is a function of the seed. A frozen base is not saved, it is loaded again.
 
 Each rank writes what it holds, in DCP's safetensors layout (torch.distributed.checkpoint.HuggingFaceStorageWriter): its other one is pickle,
@@ -40,7 +40,6 @@ from common.errors import RunError, StorageError, write_whole
 from common.kernels.fp8 import SCALE, DelayedScaling
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
-from common.sharding.zero import ZeroOptimizer
 from common.training.continuation import FACTS, FOLDER, PARTIAL, When, damaged, newest, require_possible, require_same, when_from
 from common.training.loop import Assembly
 from common.training.warmup import fingerprint
@@ -92,17 +91,23 @@ class Checkpoints:
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
         """Name -> (this rank's rows, rows of all ranks together), or 0 where each rank holds the whole."""
         model, optimizer = self.assembly.model, self.assembly.optimizer
-        sharded = isinstance(optimizer, ZeroOptimizer)
-        parameters = [shard.parameter for shard in optimizer.shards] if isinstance(optimizer, ZeroOptimizer) else optimizer.parameters
         names = {parameter: name for name, parameter in model.named_parameters()}
-        found = {"optimizer.steps": (optimizer.adamw.steps.view(1), 0)}
-        for parameter, master, moments in zip(parameters, optimizer.weights, optimizer.adamw.moments, strict=True):
-            for kind, tensor in zip(("master", "first_moment", "second_moment"), (master, *moments), strict=True):
-                rows = len(parameter) if sharded else 0
-                # The last ranks may hold rows of padding behind, or nothing else.
-                own = tensor[: max(0, rows - self.rank * len(master))] if sharded else tensor
-                found[f"{names[parameter]}.{kind}"] = (own.detach(), rows)
-        return found
+        tensors = {}
+        per_weight = {"master": optimizer.weights}
+        for kind, state in optimizer.update.state().items():
+            if isinstance(state, Tensor):
+                tensors[f"optimizer.{kind}"] = (state.view(1) if state.ndim == 0 else state, 0)
+            else:
+                per_weight[kind] = state
+        for number, parameter in enumerate(optimizer.parameters):
+            for kind, parts in per_weight.items():
+                part = parts[number].detach()
+                rows = 0
+                if optimizer.sharded:
+                    rows = len(parameter)
+                    part = part[: max(0, rows - self.rank * len(part))]  # the last ranks may hold rows of padding, or nothing else
+                tensors[f"{names[parameter]}.{kind}"] = (part, rows)
+        return tensors
 
     def _part(self, live: Tensor, rows: int) -> Part:
         pinned = self.when is not None and live.is_cuda
@@ -216,8 +221,7 @@ class Checkpoints:
         if self._digest(every) != facts["digest"]:
             raise damaged(folder, "its values are not those that were saved")
         self._restore_own([{name: every[f"rank_{rank}.{name}"] for name in own} for rank in range(ranks)], step)
-        if isinstance(optimizer := self.assembly.optimizer, ZeroOptimizer):
-            optimizer.gather()
+        self.assembly.optimizer.gather()
         self.step = step
         self.session.progress.show(f"continues {folder} after step {step}, {facts['samples']:,} samples")
         return step

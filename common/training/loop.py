@@ -23,7 +23,7 @@ from torch import Tensor
 from common.errors import NonFinite, TargetMissed
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model.llama import Llama
-from common.sharding.adamw import require_owner
+from common.sharding.optimizer import require_owner
 from common.sharding.processes import Processes
 from common.training.metrics import Meter
 from common.training.mllog import RunLog

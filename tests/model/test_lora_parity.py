@@ -16,7 +16,7 @@ from common.model import peft_adapter as adapter
 from common.model.llama import Llama
 from common.model.lora import init_adapters
 from common.model.shapes import ModelShape
-from common.sharding.adamw import AdamWSettings
+from common.sharding.optimizer import UPDATES
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training.loop import Assembly, Batching, train_step
 from common.training.schedules import cosine_to_zero
@@ -137,8 +137,8 @@ def test_twenty_steps_follow_a_loop_of_peft_and_torch(processes):
     ours, theirs = adapted_pair(name, fresh=True)
     batches = [batch_of(shape.vocab_size, seed=step % 2) for step in range(STEPS)]  # two in turn: there is something to learn
 
-    settings = AdamWSettings((CLOSED.adam_beta_1, CLOSED.adam_beta_2), CLOSED.adam_epsilon, CLOSED.weight_decay, CLOSED.gradient_clip_norm)
-    assembly = Assembly(ours, ReplicatedOptimizer(trained(ours).values(), processes, settings, "reference"), fp8=None)
+    update = UPDATES["adamw"](CLOSED, "reference", torch.float32)
+    assembly = Assembly(ours, ReplicatedOptimizer(trained(ours).values(), processes, update), fp8=None)
     micro_batches = itertools.chain.from_iterable(batch.split(2) for batch in batches)
     lr_at, batching = cosine_to_zero(LEARNING_RATE, 2 * STEPS), Batching(SEQUENCES, SEQUENCES // 2)
     curve = [train_step(assembly, micro_batches, batching, lr_at(step), processes) for step in range(STEPS)]

@@ -1,6 +1,7 @@
 """The optimizers against AdamW written out in fp64, and what they refuse."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -25,11 +26,12 @@ def parameters() -> list[nn.Parameter]:
 
 
 SETTINGS = AdamWSettings(BETAS, EPS, DECAY, CLIP)
+UPDATE = partial(AdamW, SETTINGS, "reference", torch.float32)
 
 
 @pytest.fixture
 def optimizer_of(processes):
-    return lambda weights: ReplicatedOptimizer(weights, processes, SETTINGS, "reference")
+    return lambda weights: ReplicatedOptimizer(weights, processes, UPDATE)
 
 
 def gradients(step: int, norm: float) -> list[torch.Tensor]:
@@ -86,7 +88,7 @@ def test_clipping_makes_the_step_that_of_the_shortened_gradient(optimizer_of):
     grads = gradients(0, 20.0)
     set_gradients(weights, grads)
     assert float(optimizer.step(0.1)) == pytest.approx(20.0, rel=1e-6)
-    for (first, _), gradient in zip(optimizer.adamw.moments, grads, strict=True):
+    for first, gradient in zip(optimizer.update.state()["first_moment"], grads, strict=True):
         torch.testing.assert_close(first, gradient / 20.0 * (1 - BETAS[0]), rtol=1e-5, atol=0)
 
 
@@ -144,7 +146,7 @@ def test_reset_state_makes_the_next_step_the_first_one_again(optimizer_of):
 def test_the_new_weights_are_also_written_rounded():
     weights = [weight.detach() for weight in parameters()]
     rounded = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
-    AdamW(weights, SETTINGS, "reference", rounded=rounded).update(gradients(0, 2.0), torch.tensor(2.0), 1e-2)
+    UPDATE(weights, rounded).update(gradients(0, 2.0), torch.tensor(2.0), 1e-2)
     assert all(torch.equal(weight.bfloat16(), one) for weight, one in zip(weights, rounded, strict=True))
 
 
@@ -154,9 +156,9 @@ def test_moments_in_bf16_stay_near_the_truth(norm):
     2^-9 / (1 - 0.9) = 2 %, v by 2^-9 / (1 - 0.95) = 4 %, so an update by at most 4 %.
     """
     weights = [weight.detach() for weight in parameters()]
-    optimizer, truth = AdamW(weights, SETTINGS, "reference", torch.bfloat16), Adamw64(weights)
+    optimizer, truth = AdamW(SETTINGS, "reference", torch.bfloat16, weights, None), Adamw64(weights)
     start = [weight.clone() for weight in weights]
-    assert {moment.dtype for pair in optimizer.moments for moment in pair} == {torch.bfloat16}
+    assert {moment.dtype for moment in (*optimizer.first, *optimizer.second)} == {torch.bfloat16}
     for step, lr in enumerate(LEARNING_RATES):
         grads = gradients(step, norm)
         truth.step(grads, lr)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import ConfigError
 from common.kernels import accumulate
-from common.sharding.adamw import AdamWSettings
+from common.sharding.adamw import AdamW, AdamWSettings
 from common.sharding.copy_engine import CopyEngineReduceScatter
 from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter
@@ -26,6 +26,7 @@ from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 
 ROWS = {"even": 6, "ragged": 5, "single": 1}  # the ranks are two
 SETTINGS = AdamWSettings((0.9, 0.95), 1e-8, 0.1, 1e9)
+UPDATE = partial(AdamW, SETTINGS, "reference", torch.float32)
 LEARNING_RATE = 0.1
 
 
@@ -64,7 +65,7 @@ def copy_engines(folder, seconds, dtype, group, modules):
 def zero(modules, processes, reduce_scatter=None, dtype=torch.float32):
     """With weights set to `full(name, 1)`."""
     make = reduce_scatter or partial(make_reduce_scatter, "nccl", processes, dtype, "reference")
-    optimizer = ZeroOptimizer(modules, processes, SETTINGS, "reference", make)
+    optimizer = ZeroOptimizer(modules, processes, UPDATE, "reference", make)
     for module in modules:
         for name, parameter in module.named_parameters():
             optimizer.set_weight(parameter, full(name, 1))
@@ -192,7 +193,7 @@ def embedding_gradients(processes, folder):
     for sparse in (True, False):
         module = torch.nn.Embedding(11, 3, sparse=sparse, dtype=torch.bfloat16)
         make = partial(make_reduce_scatter, "nccl", processes, torch.float32, "reference")
-        optimizer = ZeroOptimizer([module], processes, SETTINGS, "reference", make)
+        optimizer = ZeroOptimizer([module], processes, UPDATE, "reference", make)
         optimizer.set_weight(module.weight, torch.zeros(11, 3))
         optimizer.gather()
         random_numbers = torch.Generator().manual_seed(processes.rank)
@@ -219,7 +220,7 @@ def test_an_embeddings_gradient_by_rows_is_the_dense_one(tmp_path):
 def test_a_weight_that_was_never_set_is_refused(processes):
     module = Weights(["even", "ragged"])
     optimizer = ZeroOptimizer(
-        [module], processes, SETTINGS, "reference", partial(make_reduce_scatter, "nccl", processes, torch.float32, "reference")
+        [module], processes, UPDATE, "reference", partial(make_reduce_scatter, "nccl", processes, torch.float32, "reference")
     )
     with torch.no_grad():
         module.even.normal_()  # past the optimizer: the master would not have it
@@ -232,7 +233,7 @@ def test_no_other_optimizer_can_train_its_weights(processes):
     module = Weights(["even"])
     zero([module], processes)
     with pytest.raises(ValueError, match="belongs to another optimizer"):
-        ReplicatedOptimizer(module.parameters(), processes, SETTINGS, "reference")
+        ReplicatedOptimizer(module.parameters(), processes, UPDATE)
 
 
 def test_what_it_trains_is_what_the_model_reads(processes):

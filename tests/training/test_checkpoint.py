@@ -40,8 +40,9 @@ def trained(run_dir, folder, rules=TINY, **options):
     def watched(assembly, *arguments):
         begun["weights"] = {name: parameter.detach().clone() for name, parameter in assembly.model.named_parameters()}
         optimizer = assembly.optimizer
-        pairs = zip(begun["weights"], optimizer.shards, optimizer.adamw.moments, strict=False)
-        begun["moments"] = {name: torch.stack([m[: len(s.master)].float() for m in moments]) for name, s, moments in pairs}
+        state = optimizer.update.state()
+        moments = zip(begun["weights"], state["first_moment"], state["second_moment"], strict=False)
+        begun["moments"] = {name: torch.stack([first.float(), second.float()]) for name, first, second in moments}
         return TRAIN(assembly, *arguments)
 
     with mock.patch("common.training.session.train", watched):

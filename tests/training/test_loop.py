@@ -18,7 +18,7 @@ from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import Writer
 from common.errors import NonFinite, TargetMissed
 from common.model.initialization import copy_weight, init_weights
-from common.sharding.adamw import AdamWSettings
+from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training import loop
@@ -352,8 +352,8 @@ def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
 
     def assemble(config, rules, processes, seed):
         model = Scripted(losses)
-        settings = AdamWSettings((rules.adam_beta_1, rules.adam_beta_2), rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm)
-        return Assembly(model, ReplicatedOptimizer(model.parameters(), processes, settings, "reference"), fp8=None)
+        update = UPDATES["adamw"](rules, "reference", torch.float32)
+        return Assembly(model, ReplicatedOptimizer(model.parameters(), processes, update), fp8=None)
 
     changes = {"gpu": "H200", "miniature": False, "opt_base_learning_rate": 4e-4, "max_samples": 100_000}
     changes |= {"global_batch_size": global_batch_size, "micro_batch_size": global_batch_size, "eval_micro_batch_size": 1024}

@@ -1,0 +1,71 @@
+"""The interface between an optimizer's update rule and what calls it, and the table of update rules.
+
+`ZeroOptimizer` and `ReplicatedOptimizer` reduce gradients, compute their norm and call a rule; they construct none. The rule
+owns its state, and checkpoints name that state as the rule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from common.sharding.adamw import AdamW, AdamWSettings
+
+
+class Update(Protocol):
+    """An update rule over a list of fp32 weights, without any communication."""
+
+    def update(self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float) -> None:
+        """Do one step, and write each new weight, rounded, to its tensor of `rounded`.
+
+        norm: global L2 norm of the gradients, fp32 [] on the device. Where it is not finite nothing changes.
+        """
+
+    def state(self) -> dict[str, Tensor | list[Tensor]]:
+        """Return name -> one tensor that is equal on all ranks, or a list with one tensor per weight, of the weight's shape."""
+
+    def reset(self) -> None:
+        """Set the state to what it was before the first step."""
+
+
+# Called with the weights, fp32, which it updates in place, and `rounded`: None, or for each weight a tensor of its shape.
+MakeUpdate = Callable[[Sequence[Tensor], Sequence[Tensor] | None], Update]
+
+
+def state_tensors(update: Update) -> list[Tensor]:
+    """Return all tensors of the rule's state."""
+    state = update.state().values()
+    whole = [tensor for tensor in state if isinstance(tensor, Tensor)]
+    per_weight = [tensors for tensors in state if not isinstance(tensors, Tensor)]
+    return [*whole, *(tensor for tensors in zip(*per_weight, strict=True) for tensor in tensors)]
+
+
+def adamw(rules: Any, kernels: str, state_dtype: torch.dtype) -> MakeUpdate:
+    betas = (rules.adam_beta_1, rules.adam_beta_2)
+    settings = AdamWSettings(betas, rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm)
+    return partial(AdamW, settings, kernels, state_dtype)
+
+
+# `opt_name` of a benchmark's Rules -> the rule with what these Rules fix, the engine of its kernel, and the dtype of its state.
+UPDATES: dict[str, Callable[[Any, str, torch.dtype], MakeUpdate]] = {"adamw": adamw}
+
+
+def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:
+    """Note on each parameter which optimizer updates it. Raises ValueError where another one does already: one would train a
+    copy that the model never reads.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "owning_optimizer", owner) is not owner:
+            raise ValueError("this parameter belongs to another optimizer, which alone updates the weights that the model reads")
+        parameter.owning_optimizer = owner  # type: ignore[attr-defined]
+
+
+def require_owner(model: torch.nn.Module, owner: object) -> None:
+    """Raises ValueError unless `owner` updates every parameter of `model` that trains."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and getattr(parameter, "owning_optimizer", None) is not owner:
+            raise ValueError(f"{name} trains, but the optimizer of this model does not update it")
