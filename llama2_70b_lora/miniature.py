@@ -28,7 +28,8 @@ from common.model.llama import Llama
 from common.sharding.adamw import AdamW, AdamWSettings
 from common.sharding.processes import start_processes
 from common.sharding.replicated import ReplicatedOptimizer
-from common.training.loop import Assembly, Batching, next_token_pairs, train_step
+from common.training.assembly import Assembly, Batching
+from common.training.loop import next_token_pairs, train_step
 from common.training.schedules import warmup_cosine
 from llama2_70b_lora.data import check_rows, write_rows
 from llama2_70b_lora.miniature_task import library_texts, pack

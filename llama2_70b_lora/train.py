@@ -30,11 +30,12 @@ from common.sharding.frozen_base import FrozenBase
 from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
+from common.training.assembly import Assembly
 from common.training.build import DTYPES, build
-from common.training.loop import Assembly, pad_for_ranks
+from common.training.digest import fingerprint
+from common.training.loop import pad_for_ranks
 from common.training.schedules import cosine_to_zero
 from common.training.session import Session, main
-from common.training.warmup import fingerprint
 from llama2_70b_lora.data import next_token_labels, read_rows, train_batches
 from llama2_70b_lora.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 
@@ -145,7 +146,7 @@ def save_adapter(session: Session, model: Llama, rules: Rules, base: FrozenBase,
     if not unchanged:
         raise RunError("the frozen base changed during training", "its bits differ from those loaded", "this is a defect: report it")
     if session.rank == 0:
-        session.heartbeat.beat(session.step(), "save")  # what fails from here on does not concern the run
+        session.heartbeat.write(session.step(), "save")  # what fails from here on does not concern the run
         tensors = {name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()}
         save_peft_adapter(session.args.run_dir / "adapter", tensors, rules.shape, rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
 

@@ -26,11 +26,11 @@ def require_absent(run_dir: Path) -> None:
             raise ConfigError(f"{folder} exists", "a saved model is never overwritten", "name a new run directory, or remove this one")
 
 
-def save_model(model: Llama, run_dir: Path, beat: Callable[[], object]) -> Path:
-    """Write the model; returns its folder. `beat` is called before each tensor. Raises StorageError; no part of the model is left then."""
+def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> Path:
+    """Write the model; returns its folder. `on_tensor` is called before each tensor. Raises StorageError; no part of the model is left then."""
     partial, total = run_dir / PARTIAL, sum(parameter.nbytes for parameter in model.parameters())
     try:
-        write_checkpoint(model, partial, files=-(-total // FILE_BYTES), layout=ORDINARY, beat=beat)
+        write_checkpoint(model, partial, files=-(-total // FILE_BYTES), layout=ORDINARY, on_tensor=on_tensor)
         return partial.rename(run_dir / FOLDER)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -24,8 +24,9 @@ from common.model.llama import Head, Llama
 from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
+from common.training.assembly import Assembly
 from common.training.build import DTYPES, build
-from common.training.loop import Assembly, next_token_pairs, pad_for_ranks
+from common.training.loop import next_token_pairs, pad_for_ranks
 from common.training.schedules import warmup_cosine
 from common.training.session import Session, main
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
@@ -92,7 +93,7 @@ def run(session: Session) -> None:
 
         def save_model() -> None:
             if session.args.save and session.rank == 0:
-                save.save_model(assembly.model, session.args.run_dir, partial(session.heartbeat.beat, session.step(), "save"))
+                save.save_model(assembly.model, session.args.run_dir, partial(session.heartbeat.write, session.step(), "save"))
 
         session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes), save_model)
 

@@ -32,9 +32,10 @@ from common.kernels.attention import attention_backends
 from common.model.families import shape_of
 from common.model.llama import Llama
 from common.sharding.processes import Processes
+from common.training.assembly import Assembly
 from common.training.build import DTYPES
 from common.training.guard import run_guarded
-from common.training.loop import Assembly, evaluate, pad_for_ranks, train_step
+from common.training.loop import evaluate, pad_for_ranks, train_step
 from common.training.metrics import Meter, Rate, memory_gib
 from common.training.session import Session
 from common.training.warmup import synthetic_batches

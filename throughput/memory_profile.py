@@ -19,7 +19,7 @@ from common.errors import StorageError
 from common.html import page
 from common.paths import ROOT
 from common.sharding.processes import Processes
-from common.training.loop import Assembly
+from common.training.assembly import Assembly
 from throughput.report import write_text
 
 SNAPSHOT, SUMMARY, PAGE = "snapshot.pickle", "memory.json", "memory.html"

@@ -21,7 +21,7 @@ from common.kernels import accumulate
 from common.kernels.attention import attention_backends
 from common.sharding.processes import Processes, start_processes
 from common.sharding.zero import ZeroOptimizer
-from common.training.loop import Batching
+from common.training.assembly import Batching
 from common.training.loop import train_step as llama_step
 from common.training.warmup import synthetic_batches
 from llama31_8b.rules import CLOSED, MINIATURE, Config, Rules

@@ -30,12 +30,12 @@ def write_checkpoint(
     files: int = 3,
     layout: str = FUSED,
     dtype: torch.dtype | None = None,
-    beat: Callable[[], object] = lambda: None,
+    on_tensor: Callable[[], object] = lambda: None,
 ) -> list[Path]:
     """Write a model without adapters to `folder`; returns the files: at most `files` with weights, config.json of a LlamaConfig, the index.
 
     `layout`: FUSED as MLCommons', ORDINARY for `LlamaForCausalLM.from_pretrained`. `dtype`: of the files, by default the parameters'.
-    `beat` is called before each tensor. The index comes last. Raises ValueError for a model that is no LlamaForCausalLM, OSError where the
+    `on_tensor` is called before each tensor. The index comes last. Raises ValueError for a model that is no LlamaForCausalLM, OSError where the
     disk takes no more.
     """
     if model.shape.qk_norm:
@@ -47,7 +47,7 @@ def write_checkpoint(
     paths, weight_map = [], {}
     for number, names in enumerate(groups, start=1):
         path = folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_file(path, {name: tensors[name] for name in names}, dtype, beat)
+        write_file(path, {name: tensors[name] for name in names}, dtype, on_tensor)
         paths.append(path)
         weight_map.update(dict.fromkeys(names, path.name))
     total = sum(rows.numel() for rows in tensors.values()) * dtype.itemsize
@@ -71,7 +71,7 @@ def write_file(
     path: Path,
     tensors: dict[str, Tensor],
     dtype: torch.dtype | None = None,
-    beat: Callable[[], object] = lambda: None,
+    on_tensor: Callable[[], object] = lambda: None,
     metadata: dict[str, str] | None = None,
 ) -> None:
     """One safetensors file, on the disk when this returns. `dtype`: of all tensors, by default of each its own. Raises OSError."""
@@ -86,7 +86,7 @@ def write_file(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for rows in tensors.values():
-            beat()
+            on_tensor()
             file.write(rows.to("cpu", dtype or rows.dtype).contiguous().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())  # some file systems report a full disk only here

@@ -12,11 +12,11 @@ from torch import nn
 from common.config import RunConfig
 from common.model.llama import Head, Llama
 from common.model.shapes import ModelShape
-from common.training.loop import Assembly
+from common.training.assembly import Assembly
 
 if TYPE_CHECKING:
     from common.kernels.fp8 import DelayedScaling
-    from common.training.loop import Optimizer
+    from common.training.assembly import Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Trained = TypeVar("Trained", bound="Optimizer")

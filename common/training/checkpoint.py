@@ -40,9 +40,9 @@ from common.errors import RunError, StorageError, write_whole
 from common.kernels.fp8 import SCALE, DelayedScaling
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
+from common.training.assembly import Assembly
 from common.training.continuation import FACTS, FOLDER, PARTIAL, When, damaged, newest, require_possible, require_same, when_from
-from common.training.loop import Assembly
-from common.training.warmup import fingerprint
+from common.training.digest import fingerprint
 
 if TYPE_CHECKING:
     from common.training.session import Session
@@ -195,7 +195,7 @@ class Checkpoints:
             _raise_unsaved(error, self.folder)
 
     def _beat(self) -> None:
-        self.session.heartbeat.beat(self.step, "checkpoint")
+        self.session.heartbeat.write(self.step, "checkpoint")
 
     # Loading.
 

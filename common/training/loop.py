@@ -7,13 +7,10 @@ in pre-training, that is the mean over all tokens; where a mask leaves some out,
 from __future__ import annotations
 
 import gc
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,58 +20,17 @@ from torch import Tensor
 from common.errors import NonFinite, TargetMissed
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model.llama import Llama
-from common.sharding.optimizer import require_owner
 from common.sharding.processes import Processes
+from common.training.assembly import Assembly, Batching
+from common.training.heartbeat import Heartbeat
 from common.training.metrics import Meter
 from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison
 
-if TYPE_CHECKING:
-    from common.kernels.fp8 import DelayedScaling
-    from common.sharding.replicated import ReplicatedOptimizer
-    from common.sharding.zero import ZeroOptimizer
+if TYPE_CHECKING:  # for an annotation only: most runs have no checkpoints
     from common.training.checkpoint import Checkpoints
 
-    Optimizer = ZeroOptimizer | ReplicatedOptimizer
-
 LOG_EVERY_STEPS = 10  # the host waits for the device only then, and at evaluations
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """What trains. Raises ValueError where a parameter trains that `optimizer` does not update."""
-
-    model: Llama
-    optimizer: Optimizer
-    fp8: DelayedScaling | None
-
-    def __post_init__(self) -> None:
-        require_owner(self.model, self.optimizer)
-
-    def step(self, learning_rate: float) -> Tensor:
-        """After the last backward of a step: update the weights, then the scales. Returns the gradient norm, fp32 [] on the device."""
-        norm = self.optimizer.step(learning_rate)
-        if self.fp8 is not None:
-            self.fp8.step_done()
-        return norm
-
-    def state_tensors(self) -> list[Tensor]:
-        """Everything that training changes in place: weights, optimizer state, scales."""
-        return [*self.optimizer.weights, *self.optimizer.state_tensors(), *(self.fp8.tensors() if self.fp8 is not None else [])]
-
-    def reset(self) -> None:
-        """Optimizer state and scales as before the first step. The weights stay."""
-        self.optimizer.reset_state()
-        if self.fp8 is not None:
-            self.fp8.reset()
-
-
-@dataclass(frozen=True)
-class Batching:
-    """How a global batch is cut: sequences per step, and micro-batches per rank and step."""
-
-    global_batch_size: int
-    gradient_accumulation_steps: int
 
 
 def train_step(
@@ -83,28 +39,34 @@ def train_step(
     batching: Batching,
     learning_rate: float,
     processes: Processes,
-    beat: Callable[[str], None] = lambda phase: None,
+    on_phase: Callable[[str], None] = lambda phase: None,
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step. `batches` yields int [micro batch, 2, sequence] on the device: tokens and labels. `beat` hears each phase.
+    """One optimizer step. `batches` yields int [micro batch, 2, sequence] on the device: tokens and labels. `on_phase` is called
+    with the name of each phase as it begins.
 
     Returns (this rank's part of the loss, gradient norm), both fp32 [] on the device; the host waits for neither.
     """
     loss_part = torch.zeros((), device=processes.device)
     for _ in range(batching.gradient_accumulation_steps):
-        beat("data")
+        on_phase("data")
         batch = next(batches)
-        beat("compute")
+        on_phase("compute")
         loss_sum, count = assembly.model(*batch.unbind(1))
         loss = (loss_sum / count).sum() / batching.global_batch_size
         # Gradients are averaged over the ranks; each rank's loss is its part of the whole, so the average must become a sum.
         (loss * processes.world_size).backward()
         loss_part += loss.detach()
-    beat("optimizer")
+    on_phase("optimizer")
     return loss_part, assembly.step(learning_rate)
 
 
 @torch.no_grad()
-def evaluate(model: Llama, batches: Iterable[Tensor], processes: Processes, beat: Callable[[str], None] = lambda phase: None) -> float:
+def evaluate(
+    model: Llama,
+    batches: Iterable[Tensor],
+    processes: Processes,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> float:
     """Mean over all sequences, of all ranks, of each one's mean loss over its valid tokens; a sequence without any has no weight.
 
     `batches`: int [sequences, 2, length], tokens and labels, resident on the device; label -100 does not count. Sums are fp64.
@@ -112,7 +74,7 @@ def evaluate(model: Llama, batches: Iterable[Tensor], processes: Processes, beat
     model.eval()  # no dropout
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
     for batch in batches:
-        beat("evaluation")
+        on_phase("evaluation")
         loss_sum, count = model(*batch.unbind(1))
         weighs = count > 0
         totals[0] += torch.where(weighs, loss_sum / count.clamp(min=1), 0.0).double().sum()
@@ -158,27 +120,6 @@ class Goal:
         return samples % self.eval_interval == 0 and samples >= self.first_evaluation
 
 
-class Heartbeat:
-    """`ranks/rank_<k>.heartbeat`, rewritten at every micro-step: the launcher reads from it which rank hangs, and where.
-
-    One small write to an open file, some 10 us; without a directory it does nothing.
-    """
-
-    def __init__(self, run_dir: Path | None, rank: int):
-        self.rank, self.file = rank, None
-        if run_dir is not None:
-            folder = Path(run_dir) / "ranks"
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = os.open(folder / f"rank_{rank}.heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
-
-    def beat(self, step: int, phase: str) -> None:
-        if self.file is None:
-            return
-        record = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
-        # One write of fixed length: a reader never sees half a record after a whole one.
-        os.pwrite(self.file, json.dumps(record).ljust(160).encode(), 0)
-
-
 @dataclass(frozen=True)
 class Reporting:
     """Where the loop reports to. `log` is at run_start, its first block has not begun."""
@@ -207,7 +148,7 @@ def train(
     """
     samples = step * batching.global_batch_size
     log, meter, checkpoints = reporting.log, reporting.meter, reporting.checkpoints
-    beat = lambda phase: reporting.heartbeat.beat(step, phase)  # noqa: E731 - reads the current step
+    on_phase = lambda phase: reporting.heartbeat.write(step, phase)  # noqa: E731 - reads the current step
     phases = {"train": 0.0, "eval": 0.0}
     # A garbage collection in the middle of a step stalls all ranks: what exists now is frozen, the rest is collected at evaluations.
     gc.collect()
@@ -218,7 +159,7 @@ def train(
     block_samples, block_began = samples, time.monotonic()
     while samples < goal.max_samples:
         lr = lr_at(step)
-        loss_part, grad_norm = train_step(assembly, batches, batching, lr, processes, beat)
+        loss_part, grad_norm = train_step(assembly, batches, batching, lr, processes, on_phase)
         step, samples = step + 1, samples + batching.global_batch_size
         meter.record(step, lr, loss_part, grad_norm)
         evaluates = goal.evaluates_at(samples)
@@ -259,7 +200,7 @@ def _evaluate_and_log(
     log, meter = reporting.log, reporting.meter
     began = time.monotonic()
     log.eval_start(samples)
-    loss = evaluate(assembly.model, batches, processes, lambda phase: reporting.heartbeat.beat(step, phase))
+    loss = evaluate(assembly.model, batches, processes, lambda phase: reporting.heartbeat.write(step, phase))
     gc.collect()
     seconds = time.monotonic() - began
     meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds())

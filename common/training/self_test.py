@@ -82,14 +82,14 @@ class Result:
 Check = tuple[str, str, float, Callable[[], float]]  # op, shape, least dB, and what measures the dB
 
 
-def self_test(sizes: Sizes, device: torch.device, beat: Callable[[str], object] = lambda op: None) -> Result:
-    """Runs every check; an op that raises becomes a finding. Leaves no memory behind. `beat` is told each op before it starts."""
+def self_test(sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None) -> Result:
+    """Runs every check; an op that raises becomes a finding. Leaves no memory behind. `on_op` is called before each op."""
     began, result = time.monotonic(), Result()
     draw = Draw(device)
     for checks in (attention_checks, product_checks, kernel_checks):
         try:
             for op, shape, least, measure in checks(sizes, draw, result):
-                beat(f"self-test: {op} {shape}")
+                on_op(f"self-test: {op} {shape}")
                 finding = Finding(op, shape, least=least)
                 result.findings.append(finding)
                 try:
@@ -108,7 +108,7 @@ def self_test(sizes: Sizes, device: torch.device, beat: Callable[[str], object] 
 def before_a_run(session: Any, rules: Any, processes: Processes) -> None:
     """Before any weight exists; writes the event `self_test` of the Session. Raises PreflightError where an op computes wrongly on this machine."""
     sizes = Sizes.of(session.config, rules.shape, rules.sequence_length, getattr(rules, "lora_rank", 0))
-    result = self_test(sizes, processes.device, partial(session.heartbeat.beat, 0))
+    result = self_test(sizes, processes.device, partial(session.heartbeat.write, 0))
     require_sound(result, processes.device)
     used = {"attention": result.attention, "products": products_in_use()}
     session.events.write("self_test", **used, seconds=result.seconds, ops=len(result.findings), worst=str(result.worst))

@@ -21,9 +21,11 @@ from common.config import RunConfig
 from common.errors import ConfigError, TargetMissed
 from common.gpu_kinds import KINDS
 from common.sharding.processes import Processes, start_processes
+from common.training.assembly import Assembly, Batching
 from common.training.guard import run_guarded
+from common.training.heartbeat import Heartbeat
 from common.training.log_keys import hyperparameters
-from common.training.loop import Assembly, Batching, Goal, Heartbeat, Reporting, train
+from common.training.loop import Goal, Reporting, train
 from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
 from common.training.rank_comparison import compare_ranks
@@ -51,7 +53,7 @@ class Session:
 
         `high_priority_compute`: see `start_processes`.
         """
-        self.heartbeat.beat(0, "init")
+        self.heartbeat.write(0, "init")
         self.began = time.monotonic()
         self.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
         self.log.init_start()
@@ -116,13 +118,13 @@ class Session:
         """From the synthetic steps to run_stop. `open_data` opens the token files, when the clock runs: training micro-batches after so many
         steps, and all of an evaluation. `save` keeps what was trained, after run_stop, also of a run that missed its target.
         """
-        config, beat = self.config, partial(self.heartbeat.beat, 0)
+        config, on_phase = self.config, partial(self.heartbeat.write, 0)
         checkpoints = None
         if self.args.checkpoint or self.args.continues:
             from common.training.checkpoint import Checkpoints  # no other run needs it
 
             checkpoints = Checkpoints(self, assembly, processes)
-        digest = warm_up(assembly, self.batching, (config.micro_batch_size, config.eval_micro_batch_size), processes, beat)
+        digest = warm_up(assembly, self.batching, (config.micro_batch_size, config.eval_micro_batch_size), processes, on_phase)
         self.phase_done("warmup", state_digest=digest)
         meter = self.make_meter(rules.sequence_length, rules.flops_per_token, processes)
         step = checkpoints.load() if checkpoints else 0
@@ -133,7 +135,7 @@ class Session:
         processes.barrier()
         self.log.init_stop()
         self.log.run_start()
-        beat("open data")
+        on_phase("open data")
         batches, validation = open_data(step)
         size = config.global_batch_size
         goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
@@ -143,7 +145,7 @@ class Session:
             outcome = train(assembly, lr_at, batches, validation, self.batching, goal, processes, reporting, step)
         except TargetMissed:
             self.abort()
-            self.heartbeat.beat(self.step(), "save")
+            self.heartbeat.write(self.step(), "save")
             save()
             processes.barrier()  # else torchrun would end the rank that saves when another one has ended
             raise
@@ -152,7 +154,7 @@ class Session:
         self.over = True
         if checkpoints:
             checkpoints.finish()
-        self.heartbeat.beat(self.step(), "done")
+        self.heartbeat.write(self.step(), "done")
         save()
 
     # Failure.

@@ -7,7 +7,6 @@ moments, step counts, FP8 scales and random generators are set back. `state_dige
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 
@@ -17,46 +16,19 @@ from torch import Tensor
 
 from common.errors import NonFinite, PreflightError
 from common.sharding.processes import Processes
-from common.training.loop import Assembly, Batching, evaluate, train_step
+from common.training.assembly import Assembly, Batching
+from common.training.digest import state_digest
+from common.training.loop import evaluate, train_step
 
 TRAIN_STEPS, EVAL_STEPS = 2, 1
 
-_CHUNK = 1 << 24  # elements hashed at a time: 128 MiB of int64 on the device
-# The constants of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), written as the signed integers that torch has.
-_GOLDEN, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def fingerprint(tensor: Tensor, first: int = 0) -> int:
-    """64-bit hash of a tensor's bits, computed where it lives: sum over i of splitmix64(word_i + i * golden), modulo 2^64, i from `first`.
-
-    Position-dependent, so that swapped values are seen; mixed before the sum, so that changes do not cancel as in a linear sum;
-    and exact: integer arithmetic wraps and does not round.
-    """
-    words = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-    words = torch.nn.functional.pad(words, (0, -words.numel() % 4)).view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(first + start, first + start + part.numel(), device=tensor.device)
-        mixed = (part + place * _GOLDEN) * _MIX_1
-        mixed = (mixed ^ (mixed >> 30)) * _MIX_2
-        total += (mixed ^ (mixed >> 31)).sum()
-    return int(total)
-
-
-def state_digest(tensors: list[Tensor], device: torch.device) -> str:
-    """Hex digest of everything a warm-up could change on this rank: weights, optimizer state, FP8 scales (`tensors`), random generators."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(fingerprint(tensor).to_bytes(8, "little", signed=True))
-    digest.update(torch.get_rng_state().numpy().tobytes())
-    if device.type == "cuda":
-        digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return digest.hexdigest()
-
 
 def warm_up(
-    assembly: Assembly, batching: Batching, micro_batch_sizes: tuple[int, int], processes: Processes, beat: Callable[[str], None]
+    assembly: Assembly,
+    batching: Batching,
+    micro_batch_sizes: tuple[int, int],
+    processes: Processes,
+    on_phase: Callable[[str], None],
 ) -> str:
     """Run TRAIN_STEPS steps at learning rate 0 and EVAL_STEPS evaluation micro-batches on synthetic tokens, and restore. Returns the digest.
 
@@ -70,8 +42,8 @@ def warm_up(
     state = [tensor.detach() for tensor in assembly.state_tensors()]
     before = state_digest(state, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        values = [value for _ in range(TRAIN_STEPS) for value in train_step(assembly, batches, batching, 0.0, processes, beat)]
-        losses = [evaluate(model, [next(eval_batches)], processes, beat) for _ in range(EVAL_STEPS)]
+        values = [value for _ in range(TRAIN_STEPS) for value in train_step(assembly, batches, batching, 0.0, processes, on_phase)]
+        losses = [evaluate(model, [next(eval_batches)], processes, on_phase) for _ in range(EVAL_STEPS)]
     if not all(map(math.isfinite, [*map(float, values), *losses])):
         why = "training on real data would meet the same: a kernel, a tuned GEMM or a GPU computes wrong values, or loaded weights are not finite"
         raise NonFinite("the synthetic warm-up gave a loss or a gradient norm that is not finite", why, 'run preflight; try fp8 = ""')

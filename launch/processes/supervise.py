@@ -1,6 +1,6 @@
 """The processes of a run: started in a session of their own, watched for hangs, stopped in order, and none left behind.
 
-The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/training/loop.py). When no rank has done so for the
+The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/training/heartbeat.py). When no rank has done so for the
 configured time, the rank that holds up the others is named, all ranks are asked for their stacks, and all are killed.
 """
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from common.kernels.attention import attention_backends
 from common.model.shapes import LLAMA31_8B, ModelShape
 from common.sharding.processes import Processes, start_processes
-from common.training.loop import Batching, next_token_pairs, train_step
+from common.training.assembly import Batching
+from common.training.loop import next_token_pairs, train_step
 from common.training.schedules import warmup_cosine
 from llama31_8b import prepare
 from llama31_8b.data import TrainData, train_batches

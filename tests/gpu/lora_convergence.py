@@ -30,7 +30,8 @@ from common.model.llama import Llama
 from common.model.lora import adapter_parameters
 from common.model.shapes import LLAMA2_70B, ModelShape
 from common.sharding.processes import Processes, start_processes
-from common.training.loop import Batching, train_step
+from common.training.assembly import Batching
+from common.training.loop import train_step
 from common.training.schedules import cosine_to_zero, warmup_cosine
 from llama2_70b_lora import miniature
 from llama2_70b_lora.data import read_rows, train_batches

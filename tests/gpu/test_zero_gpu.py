@@ -7,7 +7,8 @@ import torch
 from tiny import TINY, call_on_ranks, run_config
 
 from common.kernels.attention import attention_backends
-from common.training.loop import Batching, train_step
+from common.training.assembly import Batching
+from common.training.loop import train_step
 from common.training.warmup import synthetic_batches
 from llama31_8b.train import assemble
 

@@ -14,7 +14,8 @@ from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape
 from common.sharding.frozen_base import ROWWISE, FrozenBase, layer_layout, pass_order
 from common.sharding.processes import Processes
-from common.training.loop import Batching, evaluate, pad_for_ranks, train_step
+from common.training.assembly import Batching
+from common.training.loop import evaluate, pad_for_ranks, train_step
 from llama2_70b_lora.rules import MINIATURE, Config
 from llama2_70b_lora.train import assemble, base_fingerprints
 

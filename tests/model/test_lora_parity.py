@@ -18,7 +18,8 @@ from common.model.lora import init_adapters
 from common.model.shapes import ModelShape
 from common.sharding.optimizer import UPDATES
 from common.sharding.replicated import ReplicatedOptimizer
-from common.training.loop import Assembly, Batching, train_step
+from common.training.assembly import Assembly, Batching
+from common.training.loop import train_step
 from common.training.schedules import cosine_to_zero
 from llama2_70b_lora.rules import CLOSED
 

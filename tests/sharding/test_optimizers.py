@@ -12,7 +12,7 @@ from two_ranks import known_gradient, optimizer_step
 from common.model.fused_block import fused_llama
 from common.sharding.adamw import AdamW, AdamWSettings
 from common.sharding.replicated import ReplicatedOptimizer
-from common.training.loop import Assembly
+from common.training.assembly import Assembly
 from llama31_8b.rules import CLOSED
 
 BETAS, EPS, DECAY, CLIP = (CLOSED.adam_beta_1, CLOSED.adam_beta_2), CLOSED.adam_epsilon, CLOSED.weight_decay, CLOSED.gradient_clip_norm

@@ -13,8 +13,10 @@ from synthetic_series import DESCRIPTION, ORG, SYSTEM
 
 from common.config import load
 from common.training import loop
+from common.training.assembly import Batching
+from common.training.heartbeat import Heartbeat
 from common.training.log_keys import hyperparameters
-from common.training.loop import Batching, Goal, Heartbeat, Reporting
+from common.training.loop import Goal, Reporting
 from common.training.metrics import Events, Meter
 from common.training.mllog import RunLog
 from llama2_70b_lora import rules as lora_rules

@@ -8,7 +8,7 @@ from page import Page, read_page
 
 from common.kernels.fp8 import QuantizedTensor
 from common.paths import ROOT
-from common.training.loop import Assembly
+from common.training.assembly import Assembly
 from throughput.memory_profile import BEFORE, UNNAMED, document, history_of, kind_and_place, owners, write
 
 MIB = 2**20

@@ -327,10 +327,10 @@ def test_a_save_that_has_failed_already_is_told_of_in_the_same_phase(made, monke
     checkpoints = made()
     checkpoints.offer(1, evaluated=True)
     assert checkpoints.saving.exception(60), "it is over"
-    beat = checkpoints.session.heartbeat = mock.Mock()
+    heartbeat = checkpoints.session.heartbeat = mock.Mock()
     with pytest.raises(StorageError):
         checkpoints.finish()
-    beat.beat.assert_called_with(1, "checkpoint")
+    heartbeat.write.assert_called_with(1, "checkpoint")
 
 
 def test_what_a_killed_save_of_the_same_step_left_is_no_part_of_the_next(processes, tmp_path):

@@ -22,7 +22,8 @@ from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training import loop
-from common.training.loop import Assembly, next_token_pairs, pad_for_ranks
+from common.training.assembly import Assembly
+from common.training.loop import next_token_pairs, pad_for_ranks
 from common.training.metrics import Meter
 from llama31_8b import train as trainer
 from llama31_8b.data import TrainData

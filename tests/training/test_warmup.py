@@ -9,8 +9,9 @@ from tiny import run as run_tiny
 
 from common.errors import NonFinite, PreflightError
 from common.training import warmup
-from common.training.loop import Batching, train_step
-from common.training.warmup import fingerprint, synthetic_batches, warm_up
+from common.training.assembly import Batching
+from common.training.loop import train_step
+from common.training.warmup import synthetic_batches, warm_up
 from llama31_8b.train import assemble
 
 BATCHING = Batching(8, 2)
@@ -94,56 +95,6 @@ def test_the_smallest_change_of_one_weight_is_refused(assembly, processes, monke
     spoil(monkeypatch, nudge)
     with pytest.raises(PreflightError):
         run(assembly, processes)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_a_fingerprint_sees_a_swapped_pair_of_neighbours_and_of_strangers(dtype):
-    values = torch.arange(1, 1002).to(dtype)  # an odd length: bf16 and bytes need padding
-    for first, second in ((10, 11), (0, 100)):
-        swapped = values.clone()
-        swapped[first], swapped[second] = values[second], values[first]
-        assert not torch.equal(values, swapped) and fingerprint(values) != fingerprint(swapped)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fingerprint_sees_the_sign_of_zero(dtype):
-    values = torch.zeros(7, dtype=dtype)
-    negative = values.clone()
-    negative[6] = -0.0
-    assert torch.equal(values, negative) and fingerprint(values) != fingerprint(negative)
-
-
-def test_a_fingerprint_sees_every_single_bit():
-    values = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    bits = values.view(torch.int32)
-    seen = {fingerprint(values)}
-    for place in range(values.numel()):
-        for bit in range(32):
-            flipped = bits.clone()
-            flipped.view(-1)[place] ^= -(2**31) if bit == 31 else 1 << bit
-            seen.add(fingerprint(flipped.view(torch.float32)))
-    assert len(seen) == 1 + 32 * values.numel()  # all different: a hash of 64 bits has no business with collisions here
-
-
-def test_changes_of_two_weights_do_not_cancel():
-    values = torch.arange(100, dtype=torch.int32)
-    seen = {fingerprint(values)}
-    for up in range(1, 12):
-        for down in range(1, 12):
-            changed = values.clone()
-            changed[0] += up
-            changed[1] -= down
-            seen.add(fingerprint(changed))
-    assert len(seen) == 1 + 11 * 11
-
-
-def test_a_fingerprint_depends_on_values_alone(monkeypatch):
-    values = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
-    whole = fingerprint(values)
-    assert whole == fingerprint(values.t().contiguous().t()) == fingerprint(values.clone())
-    monkeypatch.setattr("common.training.warmup._CHUNK", 7)
-    assert fingerprint(values) == whole  # the same in pieces
-    assert fingerprint(torch.empty(0)) == 0 and fingerprint(torch.tensor(3.0)) != fingerprint(torch.tensor(0.0))
 
 
 @pytest.mark.parametrize("spoilt", ["weight", "evaluation"])
