@@ -1,4 +1,4 @@
-"""page.html of sections (throughput/report.py): the page of common/html/page.py, with plots that matplotlib draws as SVG inside of it."""
+"""page.html of sections (throughput/tables.py): the page of common/html/page.py, with plots that matplotlib draws as SVG inside of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from common.html import page
 from common.html.page import COLORS, Block
 from throughput import links
-from throughput.report import Drawing, Section
+from throughput.tables import Drawing, Section
 
 INK = "#0a0b0c"  # of axes and text: replaced by the page's own color, which changes with the scheme
 MARKERS = "osD^vP"

@@ -21,7 +21,7 @@ from common.sharding.processes import Processes
 from common.training.metrics import StepClock
 from throughput import report, trace
 from throughput.kernel_time import Row, breakdown
-from throughput.tables import Plot
+from throughput.tables import Drawing, Plot, Section
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
 # Key of a row -> format.
@@ -130,15 +130,15 @@ def text(profile: dict) -> str:
     return "\n".join(lines)
 
 
-def sections(profile: dict) -> list[report.Section]:
+def sections(profile: dict) -> list[Section]:
     """For the page: a table for each of PARTS that has rows, and bars of the classes."""
     kinds = {"ms": "nothing else runs", "hidden_ms": "behind other kernels"}
     bars = tuple(
         (row["name"], row[key], kind) for row in profile["classes"] for key, kind in kinds.items() if row["kernel_ms"] or row["ms"]
     )
-    drawing = report.Drawing(Plot("bars", "Where a step's time went", "name", "ms", "kind"), ("", "ms per step"), bars, {})
+    drawing = Drawing(Plot("bars", "Where a step's time went", "name", "ms", "kind"), ("", "ms per step"), bars, {})
     made, numbers = [], (False, *[True] * len(COLUMNS))
     for part, title in PARTS.items():
         more: tuple = (tuple(_heading(profile)), (drawing,)) if part == "classes" else ()
-        made.append(report.Section(f"By {title}", "measured here", (title, *COLUMNS), numbers, tuple(_cells(profile[part])), *more))
+        made.append(Section(f"By {title}", "measured here", (title, *COLUMNS), numbers, tuple(_cells(profile[part])), *more))
     return [section for section in made if section.rows]

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common import text_tables
 from common.errors import StorageError, write_whole
 from throughput import published
-from throughput.tables import Column, Plot, Table
+from throughput.tables import Column, Drawing, Plot, Section, Table
 
 NEEDED_BY_PAGE = ("markupsafe", "matplotlib")  # the former comes with jinja2
 MAX_BARS = 20  # rows of a comparison that has a plot
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A plot and its points (x, y, value of `by`). `roofs`: the note "roofline" of the result, for a plot of that kind."""
-
-    plot: Plot
-    labels: tuple[str, str]
-    points: tuple[tuple[Any, float, str], ...]
-    roofs: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Section:
-    """A table in text. `mark`: "measured here", or "published" and by whom; `numbers`: which columns hold numbers."""
-
-    title: str
-    mark: str
-    heads: tuple[str, ...]
-    numbers: tuple[bool, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-    drawings: tuple[Drawing, ...] = ()
 
 
 # --- one result -------------------------------------------------------------------------------------------------------
@@ -173,7 +150,7 @@ def write(folder: Path, title: str, made: list[Section]) -> None:
     """table.md and, where jinja2 and matplotlib are installed, page.html in `folder`; says where they are. Raises StorageError."""
     write_text(folder / "table.md", markdown(title, made))
     try:
-        from throughput import page
+        from throughput import page  # jinja2 and matplotlib, which may be missing
     except ModuleNotFoundError as error:
         if error.name not in NEEDED_BY_PAGE:
             raise

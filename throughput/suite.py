@@ -17,7 +17,7 @@ from common.hardware import probe
 from launch.processes.supervise import supervise
 from throughput import options as common
 from throughput import report, result
-from throughput.report import Section
+from throughput.tables import Section
 
 NAME = "suite.json"
 SCHEDULED = 60.0  # seconds: below that the time left is not worth a line

@@ -1,4 +1,6 @@
-"""What a measurement declares of its rows, so that result.json alone is enough to make its tables and page again. Standard library only."""
+"""What a measurement declares of its rows, so that result.json alone is enough to make its tables and page again;
+and the sections that they become. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -85,3 +87,26 @@ class Table:
             "published": tuple(Beside(**part) for part in beside),
         }
         return Table(**fields | made | {name: tuple(fields[name]) for name in ("keys", "formulas")})
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A plot and its points (x, y, value of `by`). `roofs`: the note "roofline" of the result, for a plot of that kind."""
+
+    plot: Plot
+    labels: tuple[str, str]
+    points: tuple[tuple[Any, float, str], ...]
+    roofs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table in text. `mark`: "measured here", or "published" and by whom; `numbers`: which columns hold numbers."""
+
+    title: str
+    mark: str
+    heads: tuple[str, ...]
+    numbers: tuple[bool, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    drawings: tuple[Drawing, ...] = ()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-ENGINE = "ATTENTION_ENGINE"  # environment variable, from a config's [env]: an optional package in SDPA's place
+from common.kernels.engines import ATTENTION_ENGINE
 
 
 def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager:
@@ -23,8 +23,8 @@ def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) ->
 
     Raises ConfigError where ATTENTION_ENGINE asks for what this machine cannot do.
     """
-    if ENGINE in os.environ:
-        from common.kernels.attention_engines import require_engine  # which no other run needs
+    if ATTENTION_ENGINE in os.environ:
+        from common.kernels.attention_engines import require_engine  # imports optional packages: only where one is chosen
 
         require_engine(torch.device(device_type), dtype)
     order = [SDPBackend.CUDNN_ATTENTION] * (device_type == "cuda" and not torch.version.hip) + [SDPBackend.FLASH_ATTENTION]
@@ -33,8 +33,8 @@ def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) ->
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]; result shaped like q."""
-    if ENGINE in os.environ:
-        from common.kernels.attention_engines import chosen_engine
+    if ATTENTION_ENGINE in os.environ:
+        from common.kernels.attention_engines import chosen_engine  # only where one is chosen
 
         return chosen_engine().causal_attention(q, k, v)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.kernels.fp8 import ENGINE
+from common.kernels.engines import MATMUL_ENGINE
 
 OFFERED, KEPT = 8, 5  # algorithms that are asked for, and those of them that are timed at length
 ROUNDS, BLOCK_MS = 3, 75.0  # the kept ones in turn; so long that the clock has found what the power limit leaves to each
@@ -48,13 +48,13 @@ class Offer(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL:
     """The cuBLASLt that torch has loaded. Raises ConfigError for another engine's name, and where torch has none."""
-    name, otherwise = os.environ[ENGINE], f"remove {ENGINE} from [env]: torch's products are used then"
+    name, otherwise = os.environ[MATMUL_ENGINE], f"remove {MATMUL_ENGINE} from [env]: torch's products are used then"
     if name != "cublaslt":
-        raise ConfigError(f"{ENGINE} = {name!r} is no engine", 'known is "cublaslt"', f"write it so, or {otherwise}")
+        raise ConfigError(f"{MATMUL_ENGINE} = {name!r} is no engine", 'known is "cublaslt"', f"write it so, or {otherwise}")
     loaded = re.search(r"/\S*/libcublasLt\.so\S*", Path("/proc/self/maps").read_text())
     if loaded is None or not torch.cuda.is_available():
         raise ConfigError(
-            f'{ENGINE} = "cublaslt" cannot be used here', "it is for NVIDIA GPUs and a torch that is built for them", otherwise
+            f'{MATMUL_ENGINE} = "cublaslt" cannot be used here', "it is for NVIDIA GPUs and a torch that is built for them", otherwise
         )
     return ctypes.CDLL(loaded[0])
 

@@ -32,12 +32,11 @@ import torch
 from torch import Tensor
 
 from common.kernels.architecture import architecture
+from common.kernels.engines import MATMUL_ENGINE
 
 HISTORY = 4  # optimizer steps; as in NVIDIA's MLPerf v5.1 configs
 HEADROOM = 1.25  # of delayed scaling: amax may grow by this factor before anything saturates; costs a quarter of a bit
 AMAX_FLOOR = 1e-12  # keeps the scale of a tensor of tiny values finite
-
-ENGINE = "MATMUL_ENGINE"  # environment variable, from a config's [env]: "cublaslt" for the fastest of its algorithms, not its first (cublaslt.py)
 
 # The columns of a quantizer's state. cuBLASLt requires the scale that it reads, the inverse, at a multiple of 16 bytes.
 INVERSE, SCALE, AMAX, CLIPPED = range(4)
@@ -124,8 +123,8 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor
     In FP8 all sum in the tensor cores' own precision, some 14 bits on Hopper (`use_fast_accum`): a step is 3 % faster, and eight seeds of
     500 steps show no loss by it (docs/number_formats.md). Other GPUs and the CPU sum in fp32 either way.
     """
-    if ENGINE in os.environ:
-        from common.kernels import cublaslt
+    if MATMUL_ENGINE in os.environ:
+        from common.kernels import cublaslt  # loads CUDA's library: only where it is chosen
 
         return cublaslt.product(a, b, scale_a, scale_b)
     if scale_a is None or scale_b is None:

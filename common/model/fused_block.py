@@ -9,33 +9,25 @@ Legend: M tokens (batch x sequence), D hidden, F ffn; n, h, o are the inputs of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.kernels import quantize, rms_norm, rope, swiglu
 from common.kernels.attention import causal_attention
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, quantize_weight, wgrad
+from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul, quantize_weight, wgrad
+from common.model.block_ops import ENGINES, BlockQuantizers, RotaryEmbedding, SavedTensors
 from common.model.llama import Head, Llama, RMSNorm
 from common.model.shapes import ModelShape
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 
 
-class Takeable:
-    """A dataclass whose members can be taken out one by one."""
-
-    def take(self, name: str) -> Any:
-        """Return a member and drop the reference to it: its memory is free when the caller is done with it."""
-        return self.__dict__.pop(name)
-
-
 @dataclass
-class Saved(Takeable):
+class Saved(SavedTensors):
     """What a block keeps for its backward. In FP8, bytes per token of the 8B: x and the residual 16,384, q, k and v 12,288, attention's output
     8,192, the products' columnwise inputs 26,624, gate_up 57,344, rstd and attention's log-sum-exp 136: 120,968.
     """
@@ -43,7 +35,7 @@ class Saved(Takeable):
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor
     n_1: QuantizedTensor  # normalized x
-    before: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
+    qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
     attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # its output, with autograd's graph, and the leaves q, k, v
     o: QuantizedTensor
     residual: Tensor  # [M, D], x plus attention
@@ -53,89 +45,13 @@ class Saved(Takeable):
     h: QuantizedTensor  # SwiGLU's result
 
 
-@dataclass
-class BlockQuantizers:
-    """The FP8 tensors of a block; all None in bf16."""
-
-    n_1: Quantizer | None = None
-    o: Quantizer | None = None
-    n_2: Quantizer | None = None
-    h: Quantizer | None = None
-    d_qkv: Quantizer | None = None
-    d_attention: Quantizer | None = None  # gradient of the output projection's result
-    d_gate_up: Quantizer | None = None
-    d_out: Quantizer | None = None
-    stored_gate_up: Quantizer | None = None  # SwiGLU's input, kept in 8 bits: LoRA only
-
-    @staticmethod
-    def of(scaling: DelayedScaling | None) -> BlockQuantizers:
-        if scaling is None:
-            return BlockQuantizers()
-        forward = {name: scaling.quantizer() for name in ("n_1", "o", "n_2", "h")}
-        backward = {f.name: scaling.quantizer(gradient=True) for f in fields(BlockQuantizers) if f.name.startswith("d_")}
-        return BlockQuantizers(**forward, **backward)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """The ops of kernels/ in one of their two implementations."""
-
-    quantize: Callable[..., QuantizedTensor]
-    add_rms_norm: Callable[..., tuple[Tensor, QuantizedTensor, Tensor]]
-    rms_norm_backward: Callable[..., tuple[Tensor, QuantizedTensor | None, Tensor | None]]
-    rope_: Callable[..., Tensor]
-    rope_backward: Callable[..., QuantizedTensor]
-    swiglu: Callable[..., tuple[QuantizedTensor, Tensor | QuantizedTensor]]
-    swiglu_backward: Callable[..., QuantizedTensor]
-
-
-ENGINES = {
-    "reference": Engine(
-        quantize.quantize_reference,
-        rms_norm.add_rms_norm_reference,
-        rms_norm.rms_norm_backward_reference,
-        rope.rope_packed_reference_,
-        rope.rope_packed_backward_reference,
-        swiglu.swiglu_quantized_reference,
-        swiglu.swiglu_quantized_backward_reference,
-    ),
-    "triton": Engine(
-        quantize.quantize_triton,
-        rms_norm.add_rms_norm_triton,
-        rms_norm.rms_norm_backward_triton,
-        rope.rope_packed_triton_,
-        rope.rope_packed_backward_triton,
-        swiglu.swiglu_quantized_triton,
-        swiglu.swiglu_quantized_backward_triton,
-    ),
-}
-
-
-class Rotation(nn.Module):
-    """What happens to the query and key heads between projection and attention: RoPE."""
-
-    def __init__(self, shape: ModelShape, ops: Engine):
-        super().__init__()
-        self.shape, self.ops = shape, ops
-
-    def rotate_(self, qkv: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> Tensor | None:
-        """Change these heads of qkv [M, qkv_size] in place; with `keep`, returns what backward needs beside the result."""
-        self.ops.rope_(qkv, cos, sin, self.shape.num_heads, self.shape.num_kv_heads)
-        return None
-
-    def backward(
-        self, gradients: tuple[Tensor, ...], before: Tensor | None, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
-    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-        """`gradients` of queries, keys and values -> the gradient of qkv, and of this module's parameters that train."""
-        return self.ops.rope_backward(*gradients, cos, sin, quantizer), ()
-
-
-def rotation_of(shape: ModelShape, kernels: str) -> Rotation:
+def rotary_embedding(shape: ModelShape, kernels: str) -> RotaryEmbedding:
+    """Return RoPE for this shape, with the norms of query and key heads where the shape has them."""
     if not shape.qk_norm:
-        return Rotation(shape, ENGINES[kernels])
-    from common.model.qk_norm import QKNormRotation  # imported only where it is used
+        return RotaryEmbedding(shape, ENGINES[kernels])
+    from common.model.qk_norm import QKNormRotaryEmbedding  # only for shapes that have these norms
 
-    return QKNormRotation(shape, ENGINES[kernels], kernels)
+    return QKNormRotaryEmbedding(shape, ENGINES[kernels], kernels)
 
 
 class FusedBlock(nn.Module):
@@ -147,7 +63,7 @@ class FusedBlock(nn.Module):
         self.shape, self.ops, self.recompute = shape, ENGINES[kernels], recompute
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
-        self.rotation = rotation_of(shape, kernels)
+        self.rotation = rotary_embedding(shape, kernels)
         self.o = nn.Linear(shape.attention_size, shape.hidden_size, bias=False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.ffn_hidden_size, bias=False)
@@ -171,7 +87,7 @@ class FusedBlock(nn.Module):
         x = x_BSD.flatten(0, 1)
         _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
         qkv = matmul(n_1, weights["qkv"])
-        before = self.rotation.rotate_(qkv, cos, sin, keep)
+        qk_before_norm = self.rotation.rotate_(qkv, cos, sin, keep)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         o = ops.quantize(attention[0].detach().flatten(2).flatten(0, 1), quantizers.o)
         branch = matmul(o, weights["o"])
@@ -183,7 +99,7 @@ class FusedBlock(nn.Module):
         saved = None
         if keep:
             n_1, o, n_2, h = (tensor.for_wgrad() for tensor in (n_1, o, n_2, h))
-            saved = Saved(x, rstd_1, n_1, before, attention, o, residual, rstd_2, n_2, gate_up, h)
+            saved = Saved(x, rstd_1, n_1, qk_before_norm, attention, o, residual, rstd_2, n_2, gate_up, h)
         return out, saved
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,24 +109,24 @@ class FusedBlock(nn.Module):
         d_out = d_out_BSD.flatten(0, 1)
         g = ops.quantize(d_out, quantizers.d_out)
         d_h = dgrad(g, weights["down"])
-        d_down = wgrad(g, saved.take("h"))
-        d_gate_up = ops.swiglu_backward(d_h, saved.take("gate_up"), quantizers.d_gate_up)
+        d_down = wgrad(g, saved.pop("h"))
+        d_gate_up = ops.swiglu_backward(d_h, saved.pop("gate_up"), quantizers.d_gate_up)
         del g, d_h
         d_n = dgrad(d_gate_up, weights["gate_up"])
-        d_gate_up_weight = wgrad(d_gate_up, saved.take("n_2"))
+        d_gate_up_weight = wgrad(d_gate_up, saved.pop("n_2"))
         del d_gate_up
-        residual, rstd, norm = saved.take("residual"), saved.rstd_2, self.ffn_norm.weight
+        residual, rstd, norm = saved.pop("residual"), saved.rstd_2, self.ffn_norm.weight
         d_residual, quantized, d_norm_2 = ops.rms_norm_backward(d_n, residual, rstd, norm, d_out, quantizers.d_attention)
         g = quantized or QuantizedTensor(d_residual)
         d_attention = dgrad(g, weights["o"])
-        d_o = wgrad(g, saved.take("o"))
-        out, leaves = saved.take("attention")
+        d_o = wgrad(g, saved.pop("o"))
+        out, leaves = saved.pop("attention")
         gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del residual, out, leaves, quantized, g, d_attention
-        d_qkv, d_head_norms = self.rotation.backward(gradients, saved.take("before"), cos, sin, quantizers.d_qkv)
+        d_qkv, d_head_norms = self.rotation.backward(gradients, saved.pop("qk_before_norm"), cos, sin, quantizers.d_qkv)
         del gradients
         d_n = dgrad(d_qkv, weights["qkv"])
-        d_qkv_weight = wgrad(d_qkv, saved.take("n_1"))
+        d_qkv_weight = wgrad(d_qkv, saved.pop("n_1"))
         d_x, _, d_norm_1 = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None)
         return d_x.view(batch, sequence, -1), d_norm_1, d_norm_2, d_qkv_weight, d_o, d_gate_up_weight, d_down, *d_head_norms
 

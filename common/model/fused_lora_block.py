@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from common.kernels import lora
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul
 from common.kernels.lora import Dropout, Norm, up_
-from common.model.fused_block import ENGINES, BlockQuantizers, FusedBlockFunction, Takeable, attend, rotation_of
+from common.model.block_ops import ENGINES, BlockQuantizers, SavedTensors
+from common.model.fused_block import FusedBlockFunction, attend, rotary_embedding
 from common.model.llama import RMSNorm
 from common.model.lora import Adapter, AdapterSettings
 from common.model.shapes import ModelShape
@@ -36,13 +37,13 @@ class FrozenWeights(Protocol):
 
 
 @dataclass
-class Saved(Takeable):
+class Saved(SavedTensors):
     """What a block keeps for its backward: see `saved_bytes_per_token`."""
 
     x: Tensor  # [M, D], the block's input
     rstd_1: Tensor
     t_qkv: Tensor  # [M, rank], D(n_1) A^T
-    before: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
+    qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
     attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # its output, with autograd's graph, and the leaves q, k, v
     t_o: Tensor
     residual: Tensor  # [M, D], x plus attention
@@ -95,7 +96,7 @@ class FusedLoraBlock(nn.Module):
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.qkv = Adapter(shape.hidden_size, shape.qkv_size, adapters.rank)
-        self.rotation = rotation_of(shape, kernels).requires_grad_(False)
+        self.rotation = rotary_embedding(shape, kernels).requires_grad_(False)
         self.o = Adapter(shape.attention_size, shape.hidden_size, adapters.rank)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class FusedLoraBlock(nn.Module):
         del n_1
         t_qkv = self.lora.down(x, Norm(rstd_1, self.attention_norm.weight), a_qkv, dropouts[0])
         up_(qkv, t_qkv, b_qkv, self.scale)
-        before = self.rotation.rotate_(qkv, cos, sin, keep)
+        qk_before_norm = self.rotation.rotate_(qkv, cos, sin, keep)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         del qkv
         o = attention[0].detach().flatten(2).flatten(0, 1)
@@ -147,7 +148,7 @@ class FusedLoraBlock(nn.Module):
             assert self.offloader is not None and isinstance(kept, QuantizedTensor)
             self.offloader.offload(kept.rowwise)
             kept = kept._replace(rowwise=kept.rowwise.new_empty(0))
-        saved = Saved(x, rstd_1, t_qkv, before, attention, t_o, residual, rstd_2, kept, dropouts) if keep else None
+        saved = Saved(x, rstd_1, t_qkv, qk_before_norm, attention, t_o, residual, rstd_2, kept, dropouts) if keep else None
         return out, saved
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -158,7 +159,7 @@ class FusedLoraBlock(nn.Module):
         if self.offloader is not None:
             self.offloader.prefetch()  # also in blocks that offload nothing: the copy then has a whole block's time
         d_h = dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"])
-        gate_up = saved.take("gate_up")
+        gate_up = saved.pop("gate_up")
         if self.offloads:
             assert self.offloader is not None and isinstance(gate_up, QuantizedTensor)
             gate_up = gate_up._replace(rowwise=self.offloader.reload())
@@ -167,18 +168,18 @@ class FusedLoraBlock(nn.Module):
         d_n = dgrad(d_gate_up, weights["gate_up"])
         del d_gate_up
         d_residual, g, _ = ops.rms_norm_backward(
-            d_n, saved.take("residual"), saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention, weight_grad=False
+            d_n, saved.pop("residual"), saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention, weight_grad=False
         )
         del d_n, d_out
         d_attention = dgrad(g or QuantizedTensor(d_residual), weights["o"])
         del g
         p, d_b_o, _ = self.lora.up_backward(d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None)
-        out, leaves = saved.take("attention")
+        out, leaves = saved.pop("attention")
         o = out.detach().flatten(2).flatten(0, 1)
         d_a_o = self.lora.down_backward_(d_attention, o, None, p, a_o, saved.dropouts[1])
         gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del out, leaves, o, d_attention
-        d_qkv = self.rotation.backward(gradients, saved.take("before"), cos, sin, None)[0].rowwise
+        d_qkv = self.rotation.backward(gradients, saved.pop("qk_before_norm"), cos, sin, None)[0].rowwise
         del gradients
         p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv)
         del d_qkv

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from common.kernels import qk_norm
 from common.kernels.fp8 import QuantizedTensor, Quantizer
-from common.model.fused_block import Engine, Rotation
+from common.model.block_ops import Engine, RotaryEmbedding
 from common.model.llama import RMSNorm
 from common.model.shapes import ModelShape
 
 
-class QKNormRotation(Rotation):
+class QKNormRotaryEmbedding(RotaryEmbedding):
     def __init__(self, shape: ModelShape, ops: Engine, kernels: str):
         super().__init__(shape, ops)
         self.norm_rope_, self.norm_rope_backward = qk_norm.ENGINES[kernels]
@@ -22,9 +22,9 @@ class QKNormRotation(Rotation):
         return self.norm_rope_(qkv, weights, shape.norm_eps, cos, sin, shape.num_heads, shape.num_kv_heads, keep)
 
     def backward(
-        self, gradients: tuple[Tensor, ...], before: Tensor | None, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
+        self, gradients: tuple[Tensor, ...], qk_before_norm: Tensor | None, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-        assert before is not None
+        assert qk_before_norm is not None
         weights, (d_q, d_k, d_v) = (self.q_norm.weight, self.k_norm.weight), gradients
         trains = weights[0].requires_grad
-        return self.norm_rope_backward((d_q, d_k, d_v), before, weights, self.shape.norm_eps, cos, sin, quantizer, trains)
+        return self.norm_rope_backward((d_q, d_k, d_v), qk_before_norm, weights, self.shape.norm_eps, cos, sin, quantizer, trains)

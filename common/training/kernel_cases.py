@@ -16,7 +16,7 @@ from common.config import RunConfig
 from common.kernels import accumulate, adamw, cross_entropy, lora
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer
 from common.kernels.rope import rope_tables
-from common.model.fused_block import ENGINES
+from common.model.block_ops import ENGINES
 from common.model.shapes import ModelShape
 from common.training.build import DTYPES
 

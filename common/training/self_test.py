@@ -29,10 +29,10 @@ from common import known_issues
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
-from common.kernels.attention import ENGINE, attention_backends, causal_attention
-from common.kernels.fp8 import ENGINE as MATMUL_ENGINE
+from common.kernels.attention import attention_backends, causal_attention
+from common.kernels.engines import ATTENTION_ENGINE, MATMUL_ENGINE
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
-from common.model.fused_block import ENGINES
+from common.model.block_ops import ENGINES
 from common.packages import version_of
 from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
@@ -180,10 +180,10 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
 
     Raises RuntimeError where no allowed backend can.
     """
-    if ENGINE in os.environ:
-        from common.kernels.attention_engines import chosen_engine
+    if ATTENTION_ENGINE in os.environ:
+        from common.kernels.attention_engines import chosen_engine  # only where one is chosen
 
-        return f"{os.environ[ENGINE]} {version_of(chosen_engine().PACKAGE)}".rstrip()
+        return f"{os.environ[ATTENTION_ENGINE]} {version_of(chosen_engine().PACKAGE)}".rstrip()
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
     if chosen == SDPBackend.ERROR:
@@ -240,7 +240,7 @@ def products_in_use() -> str | list[str]:
     """For the log: "torch"; with MATMUL_ENGINE the times of the algorithms that it has chosen so far."""
     if MATMUL_ENGINE not in os.environ:
         return "torch"
-    from common.kernels.cublaslt import CHOICES
+    from common.kernels.cublaslt import CHOICES  # only where it is chosen
 
     return CHOICES
 

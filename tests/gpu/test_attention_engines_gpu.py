@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common.kernels.attention import ENGINE, attention_backends
+from common.kernels.attention import attention_backends
+from common.kernels.engines import ATTENTION_ENGINE
 from common.kernels.flash_attention_4 import PACKAGE
 from common.model.fused_block import attend
 from common.packages import version_of
@@ -24,7 +25,7 @@ def test_flash_attention_4_is_as_exact_as_cudnn(rules, monkeypatch):
     found = {}
     for name in ("cudnn", "flash_attention_4"):
         if name != "cudnn":
-            monkeypatch.setenv(ENGINE, name)
+            monkeypatch.setenv(ATTENTION_ENGINE, name)
         found[name] = decibels_of(name, rules.shape, rules.sequence_length, Draw(torch.device("cuda")))
     print(found)
     assert all(ours > cudnn - 1 for ours, cudnn in zip(found["flash_attention_4"], found["cudnn"], strict=True)), found

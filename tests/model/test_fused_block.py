@@ -145,4 +145,4 @@ def test_backward_lets_go_of_what_it_has_used():
     assert context.saved.h is not None
     saved = context.saved
     out.sum().backward()
-    assert context.saved is None and not vars(saved).keys() & {"n_1", "before", "attention", "o", "residual", "n_2", "gate_up", "h"}
+    assert context.saved is None and not vars(saved).keys() & {"n_1", "qk_before_norm", "attention", "o", "residual", "n_2", "gate_up", "h"}

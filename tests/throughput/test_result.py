@@ -10,7 +10,7 @@ from common.command_line import Parser
 from common.errors import ConfigError, DataError, RunError
 from throughput import compare, report, result
 from throughput.result import Result
-from throughput.tables import Beside, Column, Plot, Table
+from throughput.tables import Beside, Column, Drawing, Plot, Table
 from throughput.timing import kernel_ms, spread, step_ms
 
 TABLE = Table(
@@ -186,7 +186,7 @@ def test_a_roofline_is_drawn_with_and_without_peaks():
     plot = Plot("roofline", "Roofline", "intensity", "tflops", "precision")
     points = ((100.0, 50.0, "bf16"), (900.0, 600.0, "fp8"))
     for peaks in ([], [["peak of H200: 989", 989.4]]):
-        drawing = report.Drawing(plot, ("FLOP/byte", "TFLOP/s"), points, {"bandwidth": ["copy: 4,000 GB/s", 4.0], "peaks": peaks})
+        drawing = Drawing(plot, ("FLOP/byte", "TFLOP/s"), points, {"bandwidth": ["copy: 4,000 GB/s", 4.0], "peaks": peaks})
         text = page.svg(drawing)
         assert "copy: 4,000 GB/s" in text and ("peak of H200" in text) == bool(peaks)
 
@@ -196,7 +196,7 @@ def test_a_bar_has_room_beside_the_longest_name():
     from throughput import page
 
     plot, path = Plot("bars", "Tokens/s", "model", "tokens_per_s", "precision"), f"/data/{'models/' * 20}qwen3/config.json"
-    text = page.svg(report.Drawing(plot, ("Model", "Tokens/s"), ((path, 10.0, "bf16"), ("qwen3-8b", 10.0, "bf16")), {}))
+    text = page.svg(Drawing(plot, ("Model", "Tokens/s"), ((path, 10.0, "bf16"), ("qwen3-8b", 10.0, "bf16")), {}))
     assert "qwen3/config.json<" in text and "qwen3-8b<" in text and path not in text
 
 

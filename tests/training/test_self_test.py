@@ -10,7 +10,7 @@ from tiny import TINY, run_config
 
 from common.errors import PreflightError
 from common.kernels import lora
-from common.model.fused_block import ENGINES
+from common.model.block_ops import ENGINES
 from common.model.shapes import ModelShape
 from common.training import self_test as module
 from common.training.kernel_cases import Sizes
