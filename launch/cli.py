@@ -52,6 +52,7 @@ VERBS = {
     "score": Verb("RCP verdict and score of a series, and how much of it was luck", "submission.score", NEVER, LOGS),
     "describe": Verb("the system description of this machine", "submission.describe", NEVER, LOGS),
     "package": Verb("the tree of a submission, checked", "submission.package", NEVER, LOGS),
+    "setup": Verb("install the packages into .venv, also for another machine", "launch.setup", NEVER, ""),
     "completion": Verb("completion of this command in bash or zsh", "launch.completion", NEVER, ""),
 }
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from common.command_line import Parser, exit_code_of
 from common.errors import ConfigError
+from common.known_issues import installed
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
 from launch import profilers, series, tuning
@@ -29,6 +30,7 @@ from launch.job import job_from, trainer_command
 from launch.processes.supervise import raise_at_signals
 from launch.run import run_all
 from launch.run_directory import doubts
+from launch.torch_build import missing_compiler, require_fitting_torch
 
 EXAMPLES = {
     "run": ("{}", "{} --set max_samples=2048", "{} --config configs/{}/CPU_1x1.toml --print"),
@@ -93,6 +95,10 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
             inform(f"NOTE       {advice}: ./run_and_time.sh tuning check; --tune sets them for this run")
     if name == "profile":
         options.out = profile_directory(job, options)
+    if job.selection.device == "cuda":
+        require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)
+        if missing := missing_compiler():
+            inform(f"NOTE       {missing}")
     if options.print:
         print(shlex.join(trainer_command(job, Path("DIR"), 0) if request else bench_command(job, Path("DIR"), options)))
         return 0

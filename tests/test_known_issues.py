@@ -25,7 +25,6 @@ MET = [
     ("MI300X", {"triton": "3.8.0+git10f6be36"}, ["triton-3.8.0-gfx942-spills"], False),
     ("MI325X", {"rocm": "7.1.25424"}, ["rocm-7.1-mi325x-fp8"], False),
     ("H200", {"triton": "3.8.0"}, ["triton-3.8.0-hopper-fp8"], False),
-    ("H100", {"driver": "570.124.06"}, ["cuda-13-driver"], False),
 ]
 
 

@@ -63,6 +63,7 @@ def start(what: str, rest: list[str]) -> int:
     chosen = parser.parse_args(rest)
     found = probe(os.environ)
     chosen.device = options.device_of(chosen.device, found)
+    options.check_torch(chosen.device, found)
     if getattr(chosen, "gpus", None):
         options.check_gpus(chosen.gpus, chosen.device, found)
     from throughput import machine, result

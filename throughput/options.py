@@ -9,6 +9,8 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.hardware import Probe
+from common.known_issues import installed
+from launch.torch_build import require_fitting_torch
 
 MAX = "max"  # --batch max: the largest that fits, found by trying
 
@@ -48,6 +50,12 @@ def device_of(option: str | None, found: Probe) -> str:
     if option == "cuda" and not found.devices:
         raise ConfigError("--device cuda", "this machine shows no GPU", "leave the option out to measure the CPU")
     return option or ("cuda" if found.devices else "cpu")
+
+
+def check_torch(device: str, found: Probe) -> None:
+    """Raise PreflightError if the measurement is on GPUs that torch is not built for."""
+    if device == "cuda":
+        require_fitting_torch(found, installed(found.driver), os.environ)
 
 
 def check_gpus(wanted: list[int], device: str, found: Probe) -> None:

@@ -57,6 +57,7 @@ def main(options: argparse.Namespace) -> int:
     """The exit code: 0 if every part ended with 0, else that of the first that did not. Raises RunError."""
     found = probe(os.environ)
     device = common.device_of(options.device, found)
+    common.check_torch(device, found)
     gpus = options.gpus or doubled(len(found.devices) if device == "cuda" else 1)
     common.check_gpus(gpus, device, found)
     folder = options.out or result.default_directory("suite")

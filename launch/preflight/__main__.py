@@ -100,11 +100,13 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
     rows, fits = [request.row], True
     if request.device == "cuda":
         presence = gpus.judge_presence(kind, len(found.devices), request.kind, request.count)
+        presence.append(host.judge_torch_build(found, installed(found.driver), environment))
+        presence.append(host.judge_compiler(environment))
         rows, fits = rows + presence, overall(presence) != "refuse"
     else:
         found, kind = Probe("none"), None
     rows += host_rows(options.benchmark, request, environment)
-    not_measured = skipped("health and speed of the GPUs", "the GPUs are not those of the config")
+    not_measured = skipped("health and speed of the GPUs", "a row above refuses the GPUs or torch")
     ranks, measured_rows = measured(request, found, kind, options, environment) if fits else ([], [not_measured])
     rows += [host.judge_software(), CheckRow("driver", "ok", found.driver)] if found.driver else [host.judge_software()]
     if kind:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import known_issues
+from common.errors import PreflightError
 from common.gpu_kinds import GIB, GpuKind
 from common.gpu_stats import key_values, read_text
+from common.hardware import Probe
 from common.packages import OLDEST_TORCH, version_of
-from launch import tuning
+from launch import torch_build, tuning
 from launch.preflight.check_row import CheckRow, at_least, graded, skipped
 from launch.run_directory import doubts
 
@@ -112,11 +114,28 @@ def judge_log_folder(folder: Path) -> CheckRow:
 
 def judge_software() -> CheckRow:
     """The local part of torch's version says what it is built for (+cu130, +rocm7.2)."""
-    triton = version_of("triton") or version_of("pytorch-triton-rocm")
+    triton = next(filter(None, map(version_of, known_issues.PACKAGES["triton"])), "")
     text = f"Python {platform.python_version()}, torch {version_of('torch')}, triton {triton or 'missing'}"
     oldest = ".".join(map(str, OLDEST_TORCH))
     is_old = tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2]) < OLDEST_TORCH
     return graded("software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old)
+
+
+def judge_torch_build(found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]) -> CheckRow:
+    """Whether torch is built for these GPUs and their driver."""
+    check, expected = "torch build", "built for these GPUs and their driver"
+    try:
+        torch_build.require_fitting_torch(found, versions, environment)
+    except PreflightError as error:
+        return CheckRow(check, "refuse", f"{error.what} ({error.why})", expected, error.do)
+    library = next((f"{name} {versions[name]}" for name in ("rocm", "cuda") if name in versions), "CPU")
+    return CheckRow(check, "ok", library, expected)
+
+
+def judge_compiler(environment: Mapping[str, str]) -> CheckRow:
+    """Whether Triton can compile the C file of its first launch."""
+    missing = torch_build.missing_compiler(environment)
+    return graded("C compiler", missing or "found, with Python.h", "a C compiler and Python.h", "install them", refuse=bool(missing))
 
 
 def judge_known_issues(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]) -> CheckRow:

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,9 +60,9 @@ LOCK = "".join(
 
 @pytest.fixture
 def pip(monkeypatch, tmp_path):
-    """Stands in for pip and venv; holds the commands that were run, what they were to install, and the exit code that pip shall have."""
+    """Stands in for pip and venv: the commands that were run, what they were to install, pip's exit code, and the machine's builds."""
 
-    fake = argparse.Namespace(commands=[], lists=[], code=0)
+    fake = argparse.Namespace(commands=[], lists=[], code=0, builds=("cpu", "cuda", "cuda12"))
     (tmp_path / environment.LOCK).write_text(LOCK)
     find = environment.importlib.util.find_spec  # Debian's Python alone has no ensurepip
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: name == "ensurepip" or find(name))
@@ -79,6 +80,7 @@ def pip(monkeypatch, tmp_path):
     monkeypatch.setattr(environment.venv, "create", create)
     monkeypatch.setattr(environment, "_answers", lambda url: False)
     monkeypatch.setattr(environment, "supervise", run)
+    monkeypatch.setattr(environment, "suitable_builds", lambda env: fake.builds)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     return fake
 
@@ -152,7 +154,6 @@ CUDA = ["cuda-thing==1.0", "nvidia-thing==1.0", "torch==2.13.0"]
 def test_torch_is_the_one_for_cpus_where_there_is_no_gpu_and_an_index_has_it(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
     monkeypatch.setattr(environment, "_has", lambda name: False)
-    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     version = f"{sys.version_info.major}{sys.version_info.minor}"
@@ -175,9 +176,64 @@ def test_an_nvidia_gpu_gets_torch_for_cuda(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
     monkeypatch.setattr(environment, "_has", lambda name: False)
     monkeypatch.setattr(environment, "_answers", lambda url: True)
-    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/nvidia-smi" if name == "nvidia-smi" else None)
+    pip.builds = ("cuda", "cuda12")
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert pip.lists == [CUDA] and "--extra-index-url" not in pip.commands[0]
+
+
+def test_a_driver_too_old_for_cuda_13_gets_torch_for_cuda_12_from_its_own_lock(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("torch==2.13.0\nno-such-package==1.0\n")
+    (tmp_path / environment.CUDA12).write_text("torch==2.10.0\n")
+    (tmp_path / environment.CUDA12_LOCK).write_text(LOCK.replace("torch==2.13.0", "torch==2.10.0").replace("cuda-thing", "cuda-12-thing"))
+    monkeypatch.setattr(environment, "_has", lambda name: False)
+    pip.builds = ("cuda12",)
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert {"torch==2.10.0", "cuda-12-thing==1.0"} <= set(pip.lists[-1])
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert len(pip.commands) == 1
+
+
+def test_torch_for_cpus_is_exchanged_on_a_machine_with_gpus(tmp_path, pip, monkeypatch):
+    """Set up on a login node, used on a node with GPUs; there and back only what is needed is installed."""
+    torch, logs, folder = tmp_path / "r.txt", tmp_path / "logs.txt", tmp_path / ".venv"
+    torch.write_text("torch==2.13.0\n")
+    logs.write_text("no-such-package==1.0\n")
+    monkeypatch.setattr(environment, "_has", lambda name: False)
+    monkeypatch.setattr(environment, "_answers", lambda url: True)
+    environment.python_for(torch, folder)
+    environment.python_for(logs, folder)
+    (folder / "left-over").write_text("")
+    pip.builds = ("cuda",)
+    environment.python_for(logs, folder)
+    assert len(pip.commands) == 2, "no torch, no matter which"
+    environment.python_for(torch, folder)
+    assert pip.lists[-1] == CUDA and not (folder / "left-over").exists(), "made anew: pip would keep torch 2.13.0+cpu"
+    pip.builds = ("cpu", "cuda", "cuda12")
+    environment.python_for(torch, folder)
+    assert len(pip.commands) == 3, "torch for CUDA serves a CPU"
+
+
+def test_set_up_for_another_machine(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("torch==2.13.0\n")
+    monkeypatch.setattr(environment, "_has", lambda name: True)  # a complete Python, whose torch is for CPUs
+    monkeypatch.setattr(environment, "installed_build", lambda: "cpu")
+    assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cpu") == Path(sys.executable)
+    assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cuda") == tmp_path / ".venv/bin/python"
+    assert pip.lists == [CUDA]
+    with pytest.raises(PreflightError, match="AMD"):
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "rocm")
+
+
+def test_an_environment_of_another_processor_is_left_alone_but_by_setup(tmp_path, pip, monkeypatch):
+    (tmp_path / "r.txt").write_text("torch==2.13.0\n")
+    monkeypatch.setattr(environment, "_has", lambda name: False)
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    monkeypatch.setattr(environment.platform, "machine", lambda: "other_64")
+    with pytest.raises(PreflightError, match="other_64") as caught:
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert "setup" in caught.value.do and len(pip.commands) == 1
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cuda")
+    assert len(pip.commands) == 2
 
 
 def without_ensurepip(tmp_path, monkeypatch, digest: str) -> Path:
@@ -216,11 +272,24 @@ def test_the_lock_has_every_requirement_at_its_version_with_hashes():
     text = (ROOT / environment.LOCK).read_text()
     for name in ("requirements-logs.txt", "requirements.txt", "requirements-test.txt"):
         wanted = environment.requirements(ROOT / name)
-        found = environment._locked(wanted, ROOT / environment.LOCK, own_torch=False)
+        found = environment.locked_entries(wanted, ROOT / environment.LOCK, own_torch=False)
         assert found.keys() >= {name for name, _ in wanted}
         assert all(re.search(r"^    --hash=sha256:[0-9a-f]{64}", entry, re.MULTILINE) for entry in found.values())
     assert found.keys() == entries(text).keys(), "and nothing that no requirement needs"
     assert re.search(r"^# pip: https://\S+\.whl#sha256=[0-9a-f]{64}$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [environment.LOCK, environment.CUDA12_LOCK])
+def test_the_wheels_of_the_lock_were_checked_for_each_python_and_machine(name):
+    """tests/tools/lock.py writes the digest only after a dry run of all; an entry that is changed by hand needs another one."""
+    path = ROOT / name
+    assert f"{lock.CHECKED} sha256:{lock.content_digest(path)}\n" in path.read_text()
+
+
+@pytest.mark.skipif(not shutil.which("uv"), reason="needs uv, and the package index")
+def test_a_dry_run_finds_a_wheel_of_each_package(tmp_path):
+    assert lock.check_wheels(ROOT / environment.LOCK) == []
+    assert lock.check_wheels(ROOT / environment.CUDA12_LOCK) == []
 
 
 def test_torch_of_the_lock_has_the_wheels_for_cpus():
@@ -280,7 +349,7 @@ def test_a_foreign_environment_is_not_touched(tmp_path, pip):
 def test_no_cuda_torch_on_an_amd_machine(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
     monkeypatch.setattr(environment, "_has", lambda name: False)
-    monkeypatch.setattr(Path, "exists", lambda self: "kfd" in str(self))
+    pip.builds = ("rocm",)
     with pytest.raises(PreflightError, match="AMD GPU") as caught:
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert "ROCm" in caught.value.do
@@ -324,6 +393,7 @@ def create(folder, with_pip):
 find = environment.importlib.util.find_spec
 environment.importlib.util.find_spec = lambda name: name == "ensurepip" or find(name)
 environment.ROOT, environment.venv.create, environment._answers = Path({root!r}), create, lambda url: False
+environment.suitable_builds = lambda env: ("cpu",)
 sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
 """
 

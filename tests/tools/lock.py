@@ -1,22 +1,31 @@
-"""Write requirements.lock anew from the requirements files: `python3 -m tests.tools.lock [--upgrade]`. Needs uv (`pip install uv`) and a network.
+"""Write both locks from the requirements files: `python3 -m tests.tools.lock [--upgrade]`. Needs uv (`pip install uv`) and a network.
 
-One lock for all: what requirements-test.txt lists with what it includes, and all that these packages need, for every Python from 3.11 on.
-launch/environment.py takes from it what a verb needs. torch has the hashes of both of its Linux wheels: of the package index, for CUDA, and
+Each lock has what requirements-test.txt lists with what it includes, and all that these packages need, for every Python from 3.11 on;
+requirements-cuda12.lock with the torch of requirements-cuda12.txt. A dry run of uv then installs the packages of a run for each Python
+and machine, from wheels alone, and the head of the lock says for which content it succeeded.
+launch/environment.py takes from the locks what a verb needs. torch has the hashes of both of its Linux wheels: of the package index, for CUDA, and
 of pytorch.org's index, for CPUs. Where the latter does not answer, the hashes that the lock already has for this version are kept.
 The head also names the pip that a Python without ensurepip gets.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
+import tempfile
 import urllib.request
+from pathlib import Path
 
 from common.paths import ROOT
+from launch import environment
 
 INDEX = "https://pypi.org/simple"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu/torch/"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+MACHINES = ("x86_64", "aarch64")
+CHECKED = "# Each package of a run has a wheel for Python 3.11 to 3.14:"
 
 
 def pip_line(page: str) -> str:
@@ -38,18 +47,60 @@ def with_cpu_hashes(lock: str, lines: list[str]) -> str:
     return re.sub(r"^(torch==\S+ \\\n)", lambda match: match[1] + hashes, lock, count=1, flags=re.MULTILINE)
 
 
+def content_digest(path: Path) -> str:
+    """The digest of what the lock `path` has for the packages of a run."""
+    return hashlib.sha256(run_entries(path).encode()).hexdigest()
+
+
+def run_entries(path: Path) -> str:
+    """The entries of the lock `path` for the packages of a run."""
+    build = "cuda12" if path.name == environment.CUDA12_LOCK else "cuda"
+    required, _ = environment.required_packages(ROOT / environment.ALL, build)
+    return "".join(environment.locked_entries(required, path, own_torch=False).values())
+
+
+def check_wheels(path: Path) -> list[str]:
+    """Install the packages of a run in a dry run of uv, for each Python and machine. Return uv's message for each one that fails."""
+    machines = MACHINES[:1] if path.name == environment.CUDA12_LOCK else MACHINES
+    failures = []
+    with tempfile.TemporaryDirectory() as folder:
+        entries = Path(folder) / "entries.txt"
+        entries.write_text(run_entries(path))
+        for python in PYTHONS:
+            for machine in machines:
+                command = ["uv", "pip", "install", "--dry-run", "--quiet", "--default-index", INDEX, "--target", f"{folder}/target"]
+                command += ["--python-version", python, "--python-platform", f"{machine}-manylinux_2_28", "--only-binary", ":all:"]
+                done = subprocess.run([*command, "--no-deps", "--require-hashes", "-r", str(entries)], capture_output=True, text=True)
+                if done.returncode:
+                    failures.append(f"{path.name}, Python {python}, {machine}: {done.stderr.strip()}")
+    return failures
+
+
+def write_checked(path: Path, head: list[str], text: str) -> None:
+    """Write the lock `path`, with the digest of the content whose wheels were checked. Raises SystemExit if a wheel is missing."""
+    path.write_text("\n".join(head) + "\n" + text)
+    if failures := check_wheels(path):
+        raise SystemExit("\n".join(failures))
+    path.write_text("\n".join([*head, f"{CHECKED} sha256:{content_digest(path)}"]) + "\n" + text)
+
+
+def compile_lock(path: Path, options: list[str]) -> str:
+    """Let uv resolve the packages into `path`, whose versions it keeps where it can, and return the text."""
+    command = ["uv", "pip", "compile", "--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--quiet"]
+    command += ["--default-index", INDEX, *options, "requirements-test.txt", "--output-file", str(path)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return path.read_text()
+
+
 def read(url: str) -> str:
     with urllib.request.urlopen(url, timeout=30) as page:
         return page.read().decode()
 
 
 def main(arguments: list[str]) -> None:
-    path = ROOT / "requirements.lock"
+    path = ROOT / environment.LOCK
     old = path.read_text() if path.is_file() else ""
-    command = ["uv", "pip", "compile", "--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--quiet"]
-    command += ["--default-index", INDEX, *arguments, "requirements-test.txt", "--output-file", str(path)]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    lock = path.read_text()
+    lock = compile_lock(path, arguments)
     version = re.search(r"^torch==(\S+)", lock, re.MULTILINE)[1]
     try:
         lines = cpu_lines(read(CPU_TORCH), version)
@@ -60,7 +111,10 @@ def main(arguments: list[str]) -> None:
         "# Made by tests/tools/lock.py: each package that a run or a test needs, with the hashes of its files on the package index.",
         *lines,
     ]
-    path.write_text("\n".join([*head, pip_line(read(f"{INDEX}/pip/"))]) + "\n" + with_cpu_hashes(lock, lines))
+    pip = pip_line(read(f"{INDEX}/pip/"))
+    write_checked(path, [*head, pip], with_cpu_hashes(lock, lines))
+    cuda12 = ROOT / environment.CUDA12_LOCK
+    write_checked(cuda12, [head[0], pip], compile_lock(cuda12, [*arguments, "--overrides", environment.CUDA12]))
 
 
 if __name__ == "__main__":

@@ -355,9 +355,14 @@ def options(benchmark="llama31_8b", **changed):
     return options
 
 
-def on_gpus(monkeypatch, devices, found, environment=None, answers=None, **changed):
+CUDA_13 = {"torch": "2.13.0", "cuda": "13.0"}
+
+
+def on_gpus(monkeypatch, devices, found, environment=None, answers=None, versions=CUDA_13, driver="580.95.05", compiler="", **changed):
     """The verb on a machine of fakes; its rows by check."""
-    monkeypatch.setattr(verb, "probe", lambda env: Probe("nvidia", devices, "580.95.05"))
+    monkeypatch.setattr(verb, "probe", lambda env: Probe("nvidia", devices, driver))
+    monkeypatch.setattr(verb, "installed", lambda driver: versions | {"driver": driver})
+    monkeypatch.setattr(host.torch_build, "missing_compiler", lambda environment: compiler)
     monkeypatch.setattr(verb, "read_gpus", lambda vendor, addresses, names: answers or samples(len(devices)))
     monkeypatch.setattr(verb, "run_ranks", lambda wanted, seconds, env, meanwhile, cpus: [meanwhile(), found][1])
     return by_check(verb.check(options(**changed), environment or {})[0])
@@ -370,6 +375,16 @@ def test_a_healthy_host_of_four(monkeypatch):
         row for check, row in rows.items() if "GPU" in check or ", siblings" in check or check in ("memory errors (ECC)", "copy, table")
     ]
     assert len(gpu_rows) >= 12 and {row.verdict for row in gpu_rows} == {"ok"}
+
+
+def test_torch_for_cpus_and_a_missing_compiler_are_refused(monkeypatch):
+    """Without measuring: each process would end in AttributeError, or in the first Triton kernel."""
+    rows = on_gpus(monkeypatch, (H200,) * 4, ranks(4), versions={"torch": "2.13.0+cpu"})
+    assert rows["torch build"].verdict == "refuse" and "setup" in rows["torch build"].do and "measuring processes" not in rows
+    rows = on_gpus(monkeypatch, (H200,) * 4, ranks(4), versions={"torch": "2.13.0", "cuda": "13.0"}, driver="550.54")
+    assert rows["torch build"].verdict == "refuse" and "580" in rows["torch build"].do
+    rows = on_gpus(monkeypatch, (H200,) * 4, ranks(4), compiler="Python.h not found")
+    assert rows["C compiler"].verdict == "refuse" and "Python.h" in rows["C compiler"].value
 
 
 def test_a_sick_one_among_four(monkeypatch):

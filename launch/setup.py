@@ -1,0 +1,41 @@
+"""Install the packages of a run: `./run_and_time.sh setup`.
+
+Any command installs what it lacks by itself. Use this command where the machine of the runs has no network: prepare .venv
+on a login node with `--for cuda`, in a folder that both machines share. The processor (x86_64 or aarch64) and the
+Python must be the same on both.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from common.command_line import Parser, exit_code_of
+from common.paths import ROOT
+from common.terminal import inform
+from launch.environment import ALL, python_for
+from launch.processes.supervise import raise_at_signals
+from launch.torch_build import BUILDS, missing_compiler, suitable_builds
+
+
+def parser(benchmark: str = "") -> Parser:
+    parser = Parser("setup", __doc__, ["setup", "setup --for cuda"])
+    text = "build of torch: cpu, cuda (CUDA 13, driver 580), cuda12 (driver 525, on Blackwell 570) or rocm (default: this machine's)"
+    parser.add_argument("--for", dest="build", choices=BUILDS, default="", help=text)
+    return parser
+
+
+def setup(build: str) -> None:
+    raise_at_signals()
+    print(python_for(ROOT / ALL, ROOT / ".venv", build))
+    has_gpu = (build or suitable_builds(os.environ)[0]) != "cpu"
+    if has_gpu and (missing := missing_compiler()):
+        inform(f"NOTE  {missing}, on the machine with the GPUs")
+
+
+def main(arguments: list[str]) -> int:
+    return exit_code_of(lambda: setup(parser().parse_args(arguments).build))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

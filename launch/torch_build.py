@@ -1,0 +1,131 @@
+"""Which build of torch this machine's GPUs need, whether the installed one fits, and what Triton needs to compile.
+
+A build is named by what it computes on: cpu, cuda (CUDA 13), cuda12 (CUDA 12.8) or rocm. Standard library only: read
+before any package is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.errors import PreflightError
+from common.gpu_stats import DriverError, ask_nvidia_smi
+from common.hardware import Probe
+from common.known_issues import installed, release
+
+BUILDS = ("cpu", "cuda", "cuda12", "rocm")
+ON_A_CPU = ("cpu", "cuda", "cuda12")  # torch for CUDA computes on a CPU as well
+
+# First drivers of CUDA 13.0, of CUDA 12.8 on Blackwell, and of any CUDA 12 on older GPUs (CUDA Compatibility, tables of
+# minor version compatibility: docs.nvidia.com/deploy/cuda-compatibility).
+CUDA13_DRIVER = (580,)
+BLACKWELL_DRIVER = (570,)
+CUDA12_DRIVER = (525,)
+# Compute capabilities from 10.0 on that CUDA 12.8 compiles for. GB300 and B300 (10.3) need 12.9.
+CUDA12_BLACKWELL = ((10, 0), (12, 0))
+UPDATE = (
+    "update the driver to 580 or newer; on a data-center GPU the package cuda-compat-13-0, "
+    "whose folder then stands first in LD_LIBRARY_PATH, does it without a reboot"
+)
+
+
+def suitable_builds(environment: Mapping[str, str], sysfs: Path = Path("/sys"), dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """Names of the builds that fit this machine, the best one first.
+
+    Raises PreflightError if the NVIDIA driver is too old for every build that supports its GPUs.
+    """
+    if (sysfs / "class/kfd").exists() and (dev / "kfd").exists():
+        return ("rocm",)
+    if not (dev / "nvidiactl").exists() and not shutil.which("nvidia-smi", path=environment.get("PATH")):
+        return ON_A_CPU
+    try:
+        rows = ask_nvidia_smi("driver_version,compute_cap", environment)
+    except DriverError as error:
+        # A broken driver refuses the run (common/hardware.py), not the packages.
+        return ON_A_CPU if "No devices were found" in str(error) else ("cuda", "cuda12", "cpu")
+    capabilities = [tuple(map(int, re.findall(r"\d+", capability))) for _, capability in rows]
+    return nvidia_builds(rows[0][0], capabilities, environment)
+
+
+def nvidia_builds(
+    driver: str, capabilities: list[tuple[int, ...]], environment: Mapping[str, str], machine: str = platform.machine()
+) -> tuple[str, ...]:
+    """Builds for NVIDIA GPUs of these compute capabilities, the best one first. Raises PreflightError if there is none."""
+    version = max(release(driver), _compatible_driver(environment))
+    blackwell = [capability for capability in capabilities if capability >= (10, 0)]
+    builds = []
+    if version >= CUDA13_DRIVER:
+        builds.append("cuda")
+    oldest = BLACKWELL_DRIVER if blackwell else CUDA12_DRIVER
+    is_supported = all(capability in CUDA12_BLACKWELL for capability in blackwell) and machine == "x86_64"
+    if version >= oldest and is_supported:
+        builds.append("cuda12")
+    if not builds:
+        shown = ", ".join(sorted({".".join(map(str, capability)) for capability in capabilities}))
+        needed = f"driver {oldest[0]}" if is_supported else "not available for this GPU and CPU"
+        why = f"torch for CUDA 13 needs driver 580; torch for CUDA 12: {needed}"
+        raise PreflightError(f"NVIDIA driver {driver} is too old for these GPUs (compute capability {shown})", why, UPDATE)
+    return tuple(builds)
+
+
+def _compatible_driver(environment: Mapping[str, str]) -> tuple[int, ...]:
+    """The driver version of a libcuda in LD_LIBRARY_PATH, as packages cuda-compat-* bring it; () for none."""
+    for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
+        found = re.search(r"libcuda\.so\.(\d+\.\d+.*)", (Path(folder) / "libcuda.so.1").resolve().name)
+        if found:
+            return release(found[1])
+    return ()
+
+
+def installed_build() -> str:
+    """The build of the torch that this Python imports."""
+    versions = installed()
+    if versions.get("rocm"):
+        return "rocm"
+    if not versions.get("cuda"):
+        return "cpu"
+    return "cuda" if release(versions["cuda"]) >= (13,) else "cuda12"
+
+
+def require_fitting_torch(found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    """Raise PreflightError if the torch of `versions` (common.known_issues.installed) cannot use the GPUs of `found`."""
+    torch = f"torch {versions.get('torch', '')}"
+    vendor = {"amd": "AMD", "nvidia": "NVIDIA"}.get(found.vendor)
+    if vendor is None:
+        return
+    library, name = ("rocm", "ROCm") if found.vendor == "amd" else ("cuda", "CUDA")
+    do = "use a container with ROCm and torch (see Dockerfile)"
+    if found.vendor == "nvidia":
+        do = "./run_and_time.sh setup --for cuda makes .venv with torch for CUDA; leave other Python environments first"
+    if not versions.get(library):
+        why = f"it is built for {'CPUs' if not {'cuda', 'rocm'} & {*versions} else 'the GPUs of another maker'}"
+        raise PreflightError(f"{torch} cannot use the {vendor} GPUs of this machine: it is not built for {name}", why, do)
+    if found.vendor == "amd":
+        return
+    driver = max(release(found.driver), _compatible_driver(environment))
+    if release(versions["cuda"]) >= (13,) and () < driver < CUDA13_DRIVER:
+        why = f"{torch} is built for CUDA {versions['cuda']}, whose first driver is 580"
+        raise PreflightError(f"NVIDIA driver {found.driver} is too old for this torch", why, UPDATE)
+
+
+def missing_compiler(environment: Mapping[str, str] = os.environ) -> str:
+    """What Triton's first launch needs and this machine lacks, with the packages that bring it; "" if nothing is missing.
+
+    Triton compiles a small C file against Python.h with $CC, gcc or clang (its runtime/build.py).
+    """
+    missing = []
+    compilers = [environment["CC"]] if environment.get("CC") else ["gcc", "clang"]
+    if not any(shutil.which(compiler, path=environment.get("PATH")) for compiler in compilers):
+        missing.append(f"a C compiler ({' or '.join(compilers)})")
+    if not (Path(sysconfig.get_config_var("INCLUDEPY") or "/") / "Python.h").is_file():
+        missing.append("Python.h")
+    if not missing:
+        return ""
+    packages = f"apt-get install gcc python{sysconfig.get_python_version()}-dev, or dnf install gcc python3-devel"
+    return f"{' and '.join(missing)} not found, which Triton needs to compile: {packages}"
