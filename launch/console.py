@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.records import ledger, rcp
+from common.records import ledger, rcp, windows
 from common.terminal import shown
 from launch.diagnosis import Result
 from launch.processes.ranks import numbers
@@ -81,6 +81,24 @@ def series_closing(benchmark: str, path: Path, record: ledger.Record, not_for_su
         lines.append(f"next       ./run_and_time.sh {benchmark} --resume, with the same options, continues this series")
     elif len(good) >= rcp.SUBMISSION_RUNS and not_for_submission:
         lines.append("next       nothing: these runs cannot be submitted")
+    elif len(good) >= rcp.SUBMISSION_RUNS and (needed := windows.good_runs_needed(record.outcomes)):
+        more = f"NEXP={len(good) + needed} ./run_and_time.sh {benchmark} --resume"
+        lines.append(f"next       {more}: the median window of ten is not valid yet, {needed} more good runs are needed")
     elif len(good) >= rcp.SUBMISSION_RUNS:
         lines.append(f"next       ./run_and_time.sh score {shown(path.parent)}, then package; --help says more")
     return lines
+
+
+def outlook(good: Sequence[bool]) -> str:
+    """Return what the failures among a series' runs mean for its result, and what one more would mean; "" up to the one that may fail.
+
+    `good`: of each run that started its clock, in their order, whether it was good.
+    """
+    failed = good.count(False)
+    if failed <= windows.MAY_FAIL:
+        return ""
+    needed = windows.good_runs_needed(good)
+    after_one_more = windows.good_runs_needed([*good, False])
+    standing = f"{needed} more good runs in a row are needed for a result" if needed else "there is already a result"
+    next_one = {2: "a third", 3: "a fourth"}.get(failed, "one more")
+    return f"{failed} runs failed: {standing}; after {next_one} failure it is {after_one_more} (the median window of ten must be valid)"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import Hang, RankLost, RunError, TargetMissed, write_record
+from common.records.json_lines import is_number
 from launch import flight_recorder
 
 
@@ -25,20 +26,32 @@ class Result:
     seconds: float | None = None  # from run_start to run_stop; None where one of them is missing
     status: str = ""  # "success", "aborted", or "" without a run_stop
     samples: int = 0
+    started: bool = False  # there is a run_start
 
 
 def read_result(path: Path) -> Result:
+    """Return what the log at `path` says; never raises for a log that is damaged, since the ledger needs an end of every attempt."""
     events: dict[str, dict] = {}
     with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(line.partition(":::MLLOG ")[2] or "null")
-                if isinstance(event, dict):
-                    events[event.get("key", "")] = event
-    start, stop = events.get("run_start", {}), events.get("run_stop", {})
-    about = stop.get("metadata") or {}
-    seconds = (stop["time_ms"] - start["time_ms"]) / 1000 if "time_ms" in start and "time_ms" in stop else None
-    return Result(seconds, about.get("status", ""), about.get("samples_count", 0))
+                if isinstance(event, dict) and event.get("key") in ("run_start", "run_stop"):
+                    events[event["key"]] = event
+    start = events.get("run_start", {}).get("time_ms")
+    stop = events.get("run_stop", {}).get("time_ms")
+    seconds = (stop - start) / 1000 if is_number(start) and is_number(stop) else None
+    about = events.get("run_stop", {}).get("metadata")
+    if not isinstance(about, dict):
+        about = {}
+    status = about.get("status")
+    samples = about.get("samples_count")
+    return Result(
+        seconds,
+        status if isinstance(status, str) else "",
+        samples if type(samples) is int else 0,
+        "run_start" in events,
+    )
 
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:

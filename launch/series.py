@@ -20,10 +20,11 @@ from pathlib import Path
 from common.config import RunConfig
 from common.errors import RESERVE_FILE, ConfigError, Interrupted, RankLost, RunError, StorageError, failure_of, with_reserve
 from common.records import ledger
+from common.records.rcp import SUBMISSION_RUNS
 from common.terminal import print_stderr
 from common.training.continuation import newest, require_same
 from launch import diagnosis, run_directory
-from launch.console import series_closing
+from launch.console import outlook, series_closing
 from launch.processes import supervise
 from launch.select_config import Selection
 
@@ -127,7 +128,7 @@ class Series:
         minutes = None if result.seconds is None else round(result.seconds / 60, 6)
         ending = {"exit_code": 0, "kind": "success", "reason": outcome.after.what if outcome.after else ""}
         ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what} if error else {}
-        ending |= {"minutes": minutes, "samples": result.samples, "cache": outcome.cache}
+        ending |= {"minutes": minutes, "samples": result.samples, "cache": outcome.cache, "clock": result.started}
         run_dir = self.folder / start["run"]
         with_reserve(run_dir, lambda: self.append(**start | ending | {"event": "end"}))
         (run_dir / RESERVE_FILE).unlink(missing_ok=True)
@@ -171,6 +172,8 @@ def _attempts(series: Series, log_dir: Path, benchmark: str, request: Request, e
         for end in (outcome.error, outcome.after):
             if isinstance(end, Interrupted):
                 return end.exit_code
+        if outcome.error and record.goal >= SUBMISSION_RUNS and (said := outlook(record.outcomes)):
+            print_stderr(f"NOTE       {said}")
         failed += [outcome.error.exit_code] if outcome.error else []
         unsaved += [outcome.after.exit_code] if outcome.after else []
         if len(failed) > request.max_failures:

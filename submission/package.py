@@ -26,8 +26,8 @@ from common.paths import ROOT
 from common.records import ledger
 from common.training.mllog import EMULATED
 from submission import check, describe, implementation, official_tools, terminal
-from submission.log_rules import BENCHMARKS
-from submission.runs import FAILED, Run
+from submission.log_rules import BENCHMARKS, Finding
+from submission.runs import LOST, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
@@ -99,7 +99,7 @@ def package(request: Request) -> int:
             partial.rename(request.out)
     except OSError as error:
         raise StorageError(f"cannot write {request.out}", str(error), "free space, or choose another --out") from error
-    return judge(request, sum(run.state == FAILED for ten in chosen.values() for run in ten.runs))
+    return judge(request, sum(not run.converged for ten in chosen.values() for run in ten.runs))
 
 
 # What is asked for, and whether it fits together.
@@ -149,6 +149,9 @@ def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
         print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
     _check_seeds(series.runs)
     for run in chosen.runs:
+        lost = f"{run.name} was killed and left no log"
+        why = "a result set is ten files, and the official tools read each"
+        _demand(bool(run.log.events), lost, why, "run more: NEXP with --resume, or a new series")
         _check_same(chosen.runs[0], run)
         _check_identity(request, run, description)
         _check_log(request, run)
@@ -227,9 +230,17 @@ def _check_log(request: Request, run: Run) -> None:
     linked = run.path.is_symlink()
     _demand(not linked, f"{run.path} is a link", "a log is a file that a run has written", "submit run directories as they are")
     examined = check.examine(run.path, request.ruleset, request.root, ours=True)
-    found = [finding for finding in examined.errors() if run.status == "success" or finding not in examined.verdict.complaints]
+    found = [finding for finding in examined.errors() if not _is_of_a_failed_run(run, finding, examined)]
     complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
     _demand(not found, f"{run.path} is not clean", "; ".join(complaints), f"see ./run_and_time.sh check {run.path}")
+
+
+def _is_of_a_failed_run(run: Run, finding: Finding, examined: check.Examined) -> bool:
+    """Return whether every log of a run that missed its target, or was killed, has this finding."""
+    if run.status == "success":
+        return False
+    cut_short = run.state == LOST and finding.rule in ("once", "order") and "run_stop" in finding.message
+    return cut_short or finding in examined.verdict.complaints
 
 
 # What must not be in a submission.
@@ -286,7 +297,7 @@ def _build(org_dir: Path, request: Request, chosen: dict[str, TenRuns]) -> None:
 def judge(request: Request, missed: int = 0) -> int:
     """What the official tools say about the tree in `request.out`, for its ruleset; the exit code. Their text stays beside the tree.
 
-    `missed`: runs among those packaged that did not reach the target, at most one per benchmark.
+    `missed`: runs among those packaged that missed the target or were killed, at most one per benchmark.
     """
     org_dir, sets = request.out / request.org, len(request.sources)
     # In this order: the summarizer reads the RCP factor that the package checker has written.

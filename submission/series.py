@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.errors import ConfigError
 from common.records import ledger
+from common.records import windows as rule
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from submission import intervals, rcp
@@ -51,40 +52,44 @@ class TenRuns:
     factor: float | None  # None without a verdict that passed
     score: float | None  # minutes; None for what is no result, or failed the RCP test, or is a miniature
     passed: bool  # valid, and through the RCP test if there is one
-    rank: float  # what windows are ordered by: the score, whether or not the RCP test passes
+    rank: float  # what windows are ordered by: the score, whether or not the RCP test passes; infinite for no valid result
 
 
 # Which ten.
 
 
 def ten_runs(series: Series) -> TenRuns:
-    """The ten that count, the median window, of two in the middle the slower; `invalid` if there are none."""
+    """Return the median window (common/records/windows.py), with why there is no result in `invalid` if that is not valid."""
     found = windows(series)
-    valid = [window for window in found if not window.invalid] or found
-    return sorted(valid, key=lambda window: window.rank)[len(valid) // 2]
+    median = found[rule.median([window.rank for window in found])]
+    if not median.invalid or len(found) == 1:
+        return median
+    valid = sum(not window.invalid for window in found)
+    more = rule.good_runs_needed([run.converged for run in _counted(series)])
+    bad = "; ".join(run.describe() for run in series.runs if not run.converged)
+    why = f"{valid} of {len(found)} windows of {SUBMISSION_RUNS} consecutive runs are valid, and the median window is not one of them; "
+    why += f"{more} more good runs in a row would make it one; {bad}"
+    return replace(median, invalid=why)
 
 
 def windows(series: Series) -> list[TenRuns]:
-    """Every ten consecutive runs in their order, valid or not; all runs if there are no more than ten."""
-    runs = [run for run in series.runs if run.state != NOT_STARTED]
-    slices = [runs[first : first + SUBMISSION_RUNS] for first in range(max(0, len(runs) - SUBMISSION_RUNS) + 1)]
-    whys = [_invalid(part) for part in slices]
-    if len(slices) > 1 and all(whys):
-        bad = "; ".join(run.describe() for run in series.runs if not run.converged)
-        good = f"{len(series.good)} of {len(series.runs)} are good"
-        whys = [f"no {SUBMISSION_RUNS} consecutive attempts can be submitted: {good}, one of ten may have failed; {bad}"] * len(slices)
-    return [score_runs(part, why) for part, why in zip(slices, whys, strict=True)]
+    """Score every ten consecutive runs in their order, valid or not; all runs if there are no more than ten."""
+    return [score_runs(list(part), _invalid(list(part))) for part in rule.windows(_counted(series))]
+
+
+def _counted(series: Series) -> list[Run]:
+    """Return the attempts that are runs: those whose clock started."""
+    return [run for run in series.runs if run.state != NOT_STARTED]
 
 
 def _invalid(runs: list[Run]) -> str:
-    if lost := [run for run in runs if run.state == LOST]:
-        named = ", ".join(run.name for run in lost)
-        return f"{named} started its clock and left no run_stop: it has no result, and cannot be left out"
+    if rule.is_valid([run.converged for run in runs]):
+        return ""
     failed = [run for run in runs if not run.converged]
-    if len(failed) > 1:
-        names = ", ".join(run.name for run in failed)
+    if len(failed) > rule.MAY_FAIL:
+        names = ", ".join(f"{run.name} ({run.state})" if run.state == LOST else run.name for run in failed)
         return f"{len(failed)} runs did not converge, one may: {names}" + (f"; the first: {failed[0].reason}" if failed[0].reason else "")
-    return "" if len(runs) == SUBMISSION_RUNS else f"a result is {SUBMISSION_RUNS} runs, these are {len(runs)}"
+    return f"a result is {SUBMISSION_RUNS} runs, these are {len(runs)}"
 
 
 def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
@@ -95,12 +100,13 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     minutes = sum(run.minutes or 0.0 for run in counted) / len(counted) if counted else None
     samples = [float(run.samples or 0) if run.status == "success" else math.inf for run in runs]
     mean = trimmed_mean(samples) if len(samples) >= 3 else math.inf
-    judged = len(runs) >= 3 and not any(run.is_miniature or run.state == LOST for run in runs)
-    verdict = rcp.judge([run.path for run in runs], runs[0].ruleset) if judged else None
+    judged = len(runs) >= 3 and not any(run.is_miniature for run in runs)
+    ruleset = next((run.ruleset for run in runs if run.log.events), runs[0].ruleset)
+    verdict = rcp.judge([run.path if run.log.events else None for run in runs], ruleset) if judged else None
     factor = verdict.factor if verdict and verdict.passed else None
     score = None if invalid or minutes is None or factor is None else minutes * factor
     passed = not invalid and (verdict is None or verdict.passed)
-    rank = math.inf if minutes is None else minutes * (verdict.factor if verdict else 1.0)
+    rank = math.inf if invalid or minutes is None else minutes * (verdict.factor if verdict else 1.0)
     finite = mean if math.isfinite(mean) else None
     return TenRuns(tuple(runs), tuple(counted), minutes, finite, verdict, invalid, factor, score, passed, rank)
 

@@ -6,7 +6,8 @@ One JSON object per line, all with `event` and `series` (an id):
   start   an attempt begins: attempt (1, 2, ...), run (directory beside the ledger), seed, started (UTC), config (file name in the log),
           modified (the config is not as in the repository), commit
   end     the attempt ended: the same, and exit_code, kind (success, lost, or of failure.json), reason (of a good run: why its model was
-          not saved), minutes (run_start to run_stop), samples (training sequences), cache (fadvise, no: how the data left the page cache)
+          not saved), minutes (run_start to run_stop), samples (training sequences), cache (fadvise, no: how the data left the page cache),
+          clock (the log has a run_start)
   goal    the series was resumed with a larger NEXP: goal
   closed  the series has its good runs; a larger NEXP may reopen it
 
@@ -64,6 +65,12 @@ class Record:
     def failed(self) -> list[dict]:
         """In the order of the attempts."""
         return [self.ends[number] for number in sorted(self.ends) if self.ends[number]["exit_code"] != 0]
+
+    @property
+    def outcomes(self) -> list[bool]:
+        """Return whether each run was good, in the order of the attempts; one that never started its clock is no run."""
+        ends = [self.ends[number] for number in sorted(self.ends)]
+        return [end["exit_code"] == 0 for end in ends if end["exit_code"] == 0 or end.get("clock") is not False]
 
     @property
     def open_starts(self) -> list[dict]:
