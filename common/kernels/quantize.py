@@ -23,6 +23,8 @@ from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, Quantizer
 
 # Triton sees globals only as constexpr.
 AMAX_ONLY, STORE, STORE_AND_RECORD, UNQUANTIZED = (tl.constexpr(mode) for mode in range(4))
+# A load that no cache of one compute unit answers: ".cg" passes the L1 on NVIDIA and is only a hint on AMD.
+AMAX_CACHE = tl.constexpr(".cv" if torch.version.hip else ".cg")
 
 
 def new_quantized(quantizer: Quantizer | None, shape: tuple[int, int], like: Tensor) -> QuantizedTensor:
@@ -115,11 +117,12 @@ def tile_mask(row, column, num_rows, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: t
 def raise_amax(amax, state_ptr):
     """Raise the amax in a quantizer's state to a program's own.
 
-    Most programs find a larger one there already: a load (past the L1 cache, which would not show the others') is cheaper than an atomic.
+    Most programs find a larger one there already: a load (past the L1 cache, which would not show the
+    others') is cheaper than an atomic.
     Relaxed, because no order matters: Triton's default orders all of the program's memory accesses around each atomic, which made a cast
     of 50 us one of 950 (docs/log.md).
     """
-    if amax > tl.load(state_ptr + 2, cache_modifier=".cg"):
+    if amax > tl.load(state_ptr + 2, cache_modifier=AMAX_CACHE):
         tl.atomic_max(state_ptr + 2, amax, sem="relaxed")
 
 

@@ -124,6 +124,7 @@ class Recorder:
             "shared": made.metadata.shared,
             "spills": spills(made.asm, backend),
             "wide": wide_accesses(made.asm, backend),
+            "amax_loads": amax_loads(made.asm, backend),
             "pipelined": self.arch == "gfx950" and self.is_pipelined(source, made, options),
         }
 
@@ -198,10 +199,18 @@ def wide_accesses(asm: Any, backend: str) -> list[int]:
     return [len(re.findall(rf"\b{what}\.global\S*\.v4\.b32", asm["ptx"])) for what in ("ld", "st")]
 
 
+def amax_loads(asm: Any, backend: str) -> int:
+    """Return how many loads a thread's code has that pass the cache of its compute unit."""
+    if backend == "hip":
+        return len(re.findall(r"_load_dword .* sc0 sc1$", asm["amdgcn"], re.MULTILINE))
+    return len(re.findall(r"\bld\.global\.cg\b", asm["ptx"]))
+
+
 def main(arch: str, version: str = "") -> None:
     import torch
     import triton
 
+    torch.version.hip = "7.2" if TARGETS[arch][0] == "hip" else None  # read when the kernels' modules are imported
     import common.kernels.architecture as module
 
     assert not version or triton.__version__ == version, f"found triton {triton.__version__}"

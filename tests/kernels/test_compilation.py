@@ -10,6 +10,7 @@ from compiling import OTHER_TRITONS, TARGETS, compiled_forms, kernel_modules
 from conftest import made_once
 
 from common.kernels.architecture import Tile
+from common.kernels.quantize import STORE
 from common.paths import ROOT
 
 SPILLS_ON_PURPOSE = "_spilling_kernel"  # of compiling.py
@@ -78,6 +79,14 @@ def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(forms):
     """Its speed is that of memory. Forward: eight columns per thread and tile row; backward: two times eight."""
     found = {(form["kernel"], *form["wide"]) for form in forms if "cross_entropy" in form["kernel"]}
     assert found == {("_cross_entropy_forward_kernel", 8, 0), ("_cross_entropy_backward_kernel", 2, 2)}
+
+
+def test_a_recorded_amax_is_compared_with_that_of_all_programs(arch, forms):
+    """Not with an old one in this compute unit's cache: then most programs would issue an atomic."""
+    casts = [form for form in forms if form["kernel"] == "_quantize_kernel"]
+    recording = [form for form in casts if f"'MODE': {STORE.value}" not in form["form"]]
+    assert len(recording) > 2 and all(form["amax_loads"] == 1 for form in recording)
+    assert not any(form["amax_loads"] for form in casts if form not in recording)
 
 
 def test_adamw_exchanges_nothing_between_threads_on(forms):
