@@ -188,7 +188,7 @@ def _up_backward_kernel(
         p = tl.dot(g, b, input_precision="ieee") * p_factor
         tl.store(p_partial_ptr + (tl.program_id(0) * num_rows + row)[:, None] * RANK + rank[None, :], p, mask=thin)
         if quantized_ptr is not None:
-            store_quantized(g.to(tl.float32), row, column, mask, quantized_ptr, num_columns, state_ptr, MODE, LARGEST)
+            store_quantized(g.to(tl.float32), row, column, mask, quantized_ptr, None, num_rows, num_columns, state_ptr, MODE, LARGEST)
     place = (part * RANK + rank)[:, None].to(tl.int64) * num_columns + column[None, :]
     tl.store(b_partial_ptr + place, d_b * b_factor, mask=tl.trans(b_mask))
 
@@ -288,9 +288,10 @@ def up_backward_triton(
 
     state, largest = state_and_largest(quantizer)
 
-    def launch(rowwise: Tensor | None, mode: tl.constexpr) -> None:
+    def launch(out: QuantizedTensor | None, mode: tl.constexpr) -> None:
+        quantized_rowwise = out.rowwise if out else None
         _up_backward_kernel[(column_parts, parts)](
-            g, t, lora_b, p_partial, b_partial, rowwise, state, num_rows, num_columns, each, scale / kept_share(dropout), scale,
+            g, t, lora_b, p_partial, b_partial, quantized_rowwise, state, num_rows, num_columns, each, scale / kept_share(dropout), scale,
             mode, largest, rank, _block_rank(rank), tile.rows, tile.columns, tile.stages, **tile.options,
         )  # fmt: skip
 

@@ -127,7 +127,7 @@ def qk_norm_rope_triton_(
 
 @triton.jit
 def _qk_norm_rope_backward_kernel(
-    d_ptr, before_ptr, weight_ptr, cos_ptr, sin_ptr, d_qkv_ptr, d_weight_ptr, state_ptr, num_rows, sequence,
+    d_ptr, before_ptr, weight_ptr, cos_ptr, sin_ptr, d_qkv_ptr, columnwise_ptr, d_weight_ptr, state_ptr, num_rows, sequence,
     batch_stride, position_stride, head_stride, first_head, turned_heads, all_heads,
     EPS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr, REPEATS: tl.constexpr,
 ):  # fmt: skip
@@ -164,8 +164,8 @@ def _qk_norm_rope_backward_kernel(
             mean = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / (2 * HALF))[:, None]
             first, second = rstd * (first - x_first * mean), rstd * (second - x_second * mean)
         out_column, num_columns = head * (2 * HALF) + column, all_heads * (2 * HALF)
-        store_quantized(first, row, out_column, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
-        store_quantized(second, row, out_column + HALF, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
+        store_quantized(first, row, out_column, mask, d_qkv_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE, LARGEST)
+        store_quantized(second, row, out_column + HALF, mask, d_qkv_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE, LARGEST)
     if d_weight_ptr is not None and MODE != AMAX_ONLY:
         partial_ptr = d_weight_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HALF) + column
         tl.store(partial_ptr, d_w_first)
@@ -200,16 +200,16 @@ def qk_norm_rope_backward_triton(
     partials = [before.new_empty(count, programs, head_dim, dtype=torch.float32) for count in (heads, kv_heads) if weight_grad]
     state, largest = state_and_largest(quantizer)
 
-    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
+    def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
         first_heads, sums = (0, heads, heads + kv_heads), (*partials, None) if weight_grad else (None, None, None)
         for gradient, weight, partial, first_head in zip(gradients, (*weights, None), sums, first_heads, strict=True):
             _qk_norm_rope_backward_kernel[(gradient.shape[2], programs)](
-                gradient, before, weight, cos, sin, rowwise, partial, state, num_rows, sequence,
+                gradient, before, weight, cos, sin, out.rowwise, out.columnwise, partial, state, num_rows, sequence,
                 *gradient.stride()[:3], first_head, heads + kv_heads, all_heads,
                 eps, mode, largest, head_dim // 2, tile.rows, repeats, **tile.options,
             )  # fmt: skip
 
-    quantized = quantize_with(quantizer, (num_rows, all_heads * head_dim), before, launch)
+    quantized = quantize_with(quantizer, (num_rows, all_heads * head_dim), before, launch, tiled=True)
     return quantized, tuple(partial.sum((0, 1)).to(weight.dtype) for partial, weight in zip(partials, weights, strict=False))
 
 

@@ -25,6 +25,9 @@ from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, Quantizer
 AMAX_ONLY, STORE, STORE_AND_RECORD, UNQUANTIZED = (tl.constexpr(mode) for mode in range(4))
 # A load that no cache of one compute unit answers: ".cg" passes the L1 on NVIDIA and is only a hint on AMD.
 AMAX_CACHE = tl.constexpr(".cv" if torch.version.hip else ".cg")
+# Whether kernels store both layouts of a tile. Not on NVIDIA: the ptxas that Triton brings for Hopper garbles the
+# columns then (triton#11111, seen on an H200), and with a newer one it was slower there (docs/log.md).
+BOTH_FROM_ONE_TILE = bool(torch.version.hip)
 
 
 def new_quantized(quantizer: Quantizer | None, shape: tuple[int, int], like: Tensor) -> QuantizedTensor:
@@ -52,25 +55,33 @@ def launch_modes(quantizer: Quantizer | None) -> Iterator[tl.constexpr]:
 
 
 def quantize_with(
-    quantizer: Quantizer | None, shape: tuple[int, int], like: Tensor, launch: Callable[[Tensor, tl.constexpr], None]
+    quantizer: Quantizer | None,
+    shape: tuple[int, int],
+    like: Tensor,
+    launch: Callable[[QuantizedTensor, tl.constexpr], None],
+    tiled: bool = False,
 ) -> QuantizedTensor:
     """Run a kernel that makes a tensor of `shape`, once or twice, and write its transpose where the quantizer asks for it.
 
-    `launch(rowwise, MODE)` runs the kernel once. Without a quantizer the result has the dtype of `like`.
+    `launch(out, MODE)` runs the kernel once; it writes `out.columnwise`, if that is not None, beside `out.rowwise`.
+    `tiled`: the kernel can do so, its tiles having enough rows. Without a quantizer the result has the dtype of `like`.
     """
     result = new_quantized(quantizer, shape, like)
+    out = kernel_output(result) if tiled else result._replace(columnwise=None)
     for mode in launch_modes(quantizer):
-        launch(result.rowwise, mode)
-    fill_columnwise(result)
+        launch(out, mode)
+    if out.columnwise is None:
+        fill_columnwise(result)
     return result
 
 
-def fill_columnwise(quantized: QuantizedTensor) -> None:
-    """Write `columnwise`, where there is one, from `rowwise`: one byte read and one written per element, in a kernel of its own.
+def kernel_output(quantized: QuantizedTensor) -> QuantizedTensor:
+    """Return the tensor without `columnwise` where a kernel of its own writes that."""
+    return quantized if BOTH_FROM_ONE_TILE else quantized._replace(columnwise=None)
 
-    Kernels that wrote both layouts from one tile were up to 14 % faster on an H200, but their columns came out wrong there, by what looks
-    like a defect of ptxas 12.8, triton 3.6's for Hopper (triton#11111; docs/log.md).
-    """
+
+def fill_columnwise(quantized: QuantizedTensor) -> None:
+    """Write `columnwise`, where there is one, from `rowwise`: one byte read and one written per element."""
     rowwise, columnwise = quantized.rowwise, quantized.columnwise
     if columnwise is None:
         return
@@ -90,7 +101,7 @@ def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTenso
     if quantizer is None:
         return QuantizedTensor(x)
 
-    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
+    def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
         x_fp32 = x.float()
         scaled = x_fp32 * quantizer.state[SCALE]
         if mode != STORE:
@@ -99,7 +110,7 @@ def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTenso
             quantizer.state[CLIPPED] += (scaled.abs() > quantizer.largest).sum()
         if mode != AMAX_ONLY:
             clamped = scaled.clamp(-quantizer.largest, quantizer.largest)
-            rowwise.copy_((clamped + 0.0 * x_fp32).to(quantizer.dtype))  # 0 * inf is NaN
+            out.rowwise.copy_((clamped + 0.0 * x_fp32).to(quantizer.dtype))  # 0 * inf is NaN
 
     return quantize_with(quantizer, (x.shape[0], x.shape[1]), x, launch)
 
@@ -127,8 +138,13 @@ def raise_amax(amax, state_ptr):
 
 
 @triton.jit
-def store_quantized(x, row, column, mask, out_ptr, num_columns, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr):
-    """Store the fp32 tile `x` [R, C] (0 where masked) as MODE says. out: [rows, num_columns]; row: int64 [R], column: int [C], mask: [R, C]."""
+def store_quantized(
+    x, row, column, mask, out_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE: tl.constexpr, LARGEST: tl.constexpr
+):  # fmt: skip
+    """Store the fp32 tile `x` [R, C] (0 where masked) as MODE says; row: int64 [R], column: int [C], mask: [R, C].
+
+    out: [num_rows, num_columns]; columnwise: its transpose, or None.
+    """
     offset = out_ptr + row[:, None] * num_columns + column[None, :]
     if MODE == UNQUANTIZED:
         tl.store(offset, x.to(out_ptr.dtype.element_ty), mask=mask)
@@ -143,22 +159,28 @@ def store_quantized(x, row, column, mask, out_ptr, num_columns, state_ptr, MODE:
             # NaN must stay NaN (tl.clamp loses it), and inf must not become LARGEST: 0 * inf is NaN. To a finite element this adds 0.
             scaled = x * scale
             clamped = tl.where(scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled))
-            tl.store(offset, (clamped + 0.0 * x).to(out_ptr.dtype.element_ty), mask=mask)
+            stored = (clamped + 0.0 * x).to(out_ptr.dtype.element_ty)
+            tl.store(offset, stored, mask=mask)
+            if columnwise_ptr is not None:
+                place = column.to(tl.int64)[:, None] * num_rows + row[None, :]
+                tl.store(columnwise_ptr + place, tl.trans(stored), mask=tl.trans(mask))
 
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, out_ptr, state_ptr, num_rows,
+    x_ptr, out_ptr, columnwise_ptr, state_ptr, num_rows,
     NUM_COLUMNS: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
     x = tl.load(x_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    store_quantized(x, row, column, mask, out_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+    store_quantized(x, row, column, mask, out_ptr, columnwise_ptr, num_rows, NUM_COLUMNS, state_ptr, MODE, LARGEST)
 
 
 def quantize_settings(arch: str) -> Tile:
+    if arch.startswith("gfx"):  # as high as the others', for whole lines of the columnwise layout; not timed
+        return Tile(rows=64, columns=64, warps=4)
     return Tile(rows=16, columns=256, warps=4)  # sm_90: the best of seven tried on an H200, 89 % of a copy (docs/log.md)
 
 
@@ -171,10 +193,12 @@ def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
     grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_columns, tile.columns))
     state, largest = state_and_largest(quantizer)
 
-    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
-        _quantize_kernel[grid](x, rowwise, state, num_rows, num_columns, mode, largest, tile.rows, tile.columns, **tile.options)
+    def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
+        _quantize_kernel[grid](
+            x, out.rowwise, out.columnwise, state, num_rows, num_columns, mode, largest, tile.rows, tile.columns, **tile.options
+        )
 
-    return quantize_with(quantizer, (num_rows, num_columns), x, launch)
+    return quantize_with(quantizer, (num_rows, num_columns), x, launch, tiled=True)
 
 
 ENGINES: dict[str, Callable[[Tensor, Quantizer | None], QuantizedTensor]] = {"reference": quantize_reference, "triton": quantize_triton}

@@ -106,7 +106,7 @@ def _add_rms_norm_kernel(
     rstd = tl.rsqrt(tl.sum(r * r, 1) / NUM_COLUMNS + EPS)
     tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
     n = r * rstd[:, None] * weight[None, :]
-    store_quantized(n, row, column, mask, n_ptr, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+    store_quantized(n, row, column, mask, n_ptr, None, num_rows, NUM_COLUMNS, state_ptr, MODE, LARGEST)
 
 
 def add_rms_norm_settings(arch: str, num_columns: int) -> Tile:
@@ -124,9 +124,9 @@ def add_rms_norm_triton(
     state, largest = state_and_largest(quantizer)
     tile = add_rms_norm_settings(architecture(x.device), num_columns)
 
-    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
+    def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
         _add_rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
-            x, branch, weight, residual, rstd, rowwise, state, num_rows, num_columns, eps, mode, largest,
+            x, branch, weight, residual, rstd, out.rowwise, state, num_rows, num_columns, eps, mode, largest,
             BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, **tile.options,
         )  # fmt: skip
 
@@ -162,7 +162,7 @@ def _rms_norm_backward_kernel(
             tl.store(d_x_ptr + offset, rounded, mask=mask)
         d_x = rounded.to(tl.float32)  # what is quantized and recorded
         if quantized_ptr is not None and MODE != AMAX_ONLY:
-            store_quantized(d_x, row, column, mask, quantized_ptr, NUM_COLUMNS, state_ptr, STORE, LARGEST)
+            store_quantized(d_x, row, column, mask, quantized_ptr, None, num_rows, NUM_COLUMNS, state_ptr, STORE, LARGEST)
         d_weight += tl.sum(d_n * x_hat, 0)
         if MODE != STORE and MODE != UNQUANTIZED:
             amax = tl.maximum(amax, tl.max(tl.abs(d_x), 0))
@@ -222,9 +222,10 @@ def rms_norm_backward_triton(
     d_x = torch.empty_like(d_n)
     partial = d_n.new_empty(programs, num_columns, dtype=torch.float32) if weight_grad else None
 
-    def launch(rowwise: Tensor | None, mode: tl.constexpr) -> None:
+    def launch(out: QuantizedTensor | None, mode: tl.constexpr) -> None:
+        quantized_rowwise = out.rowwise if out else None
         _rms_norm_backward_kernel[(programs,)](
-            d_n, residual, rstd, weight, d_residual, d_x, partial, rowwise, state, num_rows, num_columns, mode, largest,
+            d_n, residual, rstd, weight, d_residual, d_x, partial, quantized_rowwise, state, num_rows, num_columns, mode, largest,
             BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, REPEATS=tile.repeats, STAGES=tile.stages, **tile.options,
         )  # fmt: skip
 

@@ -120,7 +120,7 @@ def _load_halves(ptr, place, column, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _rope_packed_backward_kernel(
-    d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, d_qkv_ptr, state_ptr, num_rows, sequence, heads, kv_heads,
+    d_q_ptr, d_k_ptr, d_v_ptr, cos_ptr, sin_ptr, d_qkv_ptr, columnwise_ptr, state_ptr, num_rows, sequence, heads, kv_heads,
     q_batch, q_position, q_head, k_batch, k_position, k_head, v_batch, v_position, v_head,
     MODE: tl.constexpr, LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -151,8 +151,8 @@ def _rope_packed_backward_kernel(
         first = turned
     num_columns = (heads + 2 * kv_heads) * (2 * HALF)
     column += head * (2 * HALF)
-    store_quantized(first, row, column, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
-    store_quantized(second, row, column + HALF, mask, d_qkv_ptr, num_columns, state_ptr, MODE, LARGEST)
+    store_quantized(first, row, column, mask, d_qkv_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE, LARGEST)
+    store_quantized(second, row, column + HALF, mask, d_qkv_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE, LARGEST)
 
 
 def rope_packed_backward_settings(arch: str, half: int) -> Tile:
@@ -171,11 +171,11 @@ def rope_packed_backward_triton(
     grid = (heads + 2 * kv_heads, triton.cdiv(num_rows, tile.rows))
     state, largest = state_and_largest(quantizer)
 
-    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
+    def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
         _rope_packed_backward_kernel[grid](
-            d_q, d_k, d_v, cos, sin, rowwise, state, num_rows, sequence, heads, kv_heads,
+            d_q, d_k, d_v, cos, sin, out.rowwise, out.columnwise, state, num_rows, sequence, heads, kv_heads,
             *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3],
             mode, largest, head_dim // 2, tile.rows, **tile.options,
         )  # fmt: skip
 
-    return quantize_with(quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch)
+    return quantize_with(quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch, tiled=True)

@@ -22,6 +22,7 @@ from common.kernels.quantize import (
     STORE,
     UNQUANTIZED,
     fill_columnwise,
+    kernel_output,
     launch_modes,
     new_quantized,
     quantize_reference,
@@ -73,7 +74,7 @@ def _sigmoid(z):
 
 @triton.jit
 def _swiglu_quantized_kernel(
-    gate_up_ptr, h_ptr, state_ptr, kept_ptr, kept_state_ptr, num_rows,
+    gate_up_ptr, h_ptr, columnwise_ptr, state_ptr, kept_ptr, kept_state_ptr, num_rows,
     FFN: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, KEPT_MODE: tl.constexpr, KEPT_LARGEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -84,10 +85,10 @@ def _swiglu_quantized_kernel(
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + FFN, mask=mask, other=0.0).to(tl.float32)
     if kept_ptr is not None:
-        store_quantized(gate, row, column, mask, kept_ptr, 2 * FFN, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
-        store_quantized(up, row, column + FFN, mask, kept_ptr, 2 * FFN, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
+        store_quantized(gate, row, column, mask, kept_ptr, None, num_rows, 2 * FFN, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
+        store_quantized(up, row, column + FFN, mask, kept_ptr, None, num_rows, 2 * FFN, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
     h = gate * _sigmoid(gate) * up
-    store_quantized(h, row, column, mask, h_ptr, FFN, state_ptr, MODE, LARGEST)
+    store_quantized(h, row, column, mask, h_ptr, columnwise_ptr, num_rows, FFN, state_ptr, MODE, LARGEST)
 
 
 def swiglu_quantized_settings(arch: str) -> Tile:
@@ -106,6 +107,7 @@ def swiglu_quantized_triton(
     tile = swiglu_quantized_settings(architecture(gate_up.device))
     grid = (triton.cdiv(ffn, tile.columns), triton.cdiv(num_rows, tile.rows))
     h = new_quantized(quantizer, (num_rows, ffn), gate_up)
+    out = kernel_output(h)
     kept = new_quantized(kept_quantizer, (num_rows, 2 * ffn), gate_up) if kept_quantizer else None
     state, largest = state_and_largest(quantizer)
     kept_rowwise = kept.rowwise if kept else None
@@ -114,16 +116,17 @@ def swiglu_quantized_triton(
     again = STORE if quantizer else UNQUANTIZED
     for mode, kept_mode in zip_longest(launch_modes(quantizer), launch_modes(kept_quantizer), fillvalue=again):
         _swiglu_quantized_kernel[grid](
-            gate_up, h.rowwise, state, kept_rowwise, kept_state, num_rows, ffn,
+            gate_up, out.rowwise, out.columnwise, state, kept_rowwise, kept_state, num_rows, ffn,
             mode, largest, kept_mode, kept_largest, tile.rows, tile.columns, **tile.options,
         )  # fmt: skip
-    fill_columnwise(h)
+    if out.columnwise is None:
+        fill_columnwise(h)
     return h, gate_up if kept is None else kept
 
 
 @triton.jit
 def _swiglu_quantized_backward_kernel(
-    d_h_ptr, kept_ptr, kept_scale_ptr, d_gate_up_ptr, state_ptr, num_rows,
+    d_h_ptr, kept_ptr, kept_scale_ptr, d_gate_up_ptr, columnwise_ptr, state_ptr, num_rows,
     FFN: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -141,8 +144,8 @@ def _swiglu_quantized_backward_kernel(
     d_h_s = d_h * s
     d_gate = d_h_s * up * (1.0 + gate * (1.0 - s))
     d_up = d_h_s * gate
-    store_quantized(d_gate, row, column, mask, d_gate_up_ptr, 2 * FFN, state_ptr, MODE, LARGEST)
-    store_quantized(d_up, row, column + FFN, mask, d_gate_up_ptr, 2 * FFN, state_ptr, MODE, LARGEST)
+    store_quantized(d_gate, row, column, mask, d_gate_up_ptr, columnwise_ptr, num_rows, 2 * FFN, state_ptr, MODE, LARGEST)
+    store_quantized(d_up, row, column + FFN, mask, d_gate_up_ptr, columnwise_ptr, num_rows, 2 * FFN, state_ptr, MODE, LARGEST)
 
 
 def swiglu_quantized_backward_settings(arch: str) -> Tile:
@@ -157,10 +160,10 @@ def swiglu_quantized_backward_triton(d_h: Tensor, kept: Tensor | QuantizedTensor
     grid = (triton.cdiv(ffn, tile.columns), triton.cdiv(num_rows, tile.rows))
     state, largest = state_and_largest(quantizer)
 
-    def launch(rowwise: Tensor, mode: tl.constexpr) -> None:
+    def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
         _swiglu_quantized_backward_kernel[grid](
-            d_h, kept_rowwise, kept_scale, rowwise, state, num_rows, ffn,
+            d_h, kept_rowwise, kept_scale, out.rowwise, out.columnwise, state, num_rows, ffn,
             mode, largest, tile.rows, tile.columns, **tile.options,
         )  # fmt: skip
 
-    return quantize_with(quantizer, (num_rows, 2 * ffn), d_h, launch)
+    return quantize_with(quantizer, (num_rows, 2 * ffn), d_h, launch, tiled=True)

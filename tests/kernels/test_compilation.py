@@ -89,6 +89,11 @@ def test_a_recorded_amax_is_compared_with_that_of_all_programs(arch, forms):
     assert not any(form["amax_loads"] for form in casts if form not in recording)
 
 
+def test_both_layouts_come_from_one_tile_on_amd_alone(arch, forms):
+    both = {form["kernel"] for form in forms if "'columnwise_ptr': '*fp8" in form["form"]}
+    assert len(both) == (5 if arch.startswith("gfx") else 0)
+
+
 def test_adamw_exchanges_nothing_between_threads_on(forms):
     """The store of the bf16 copy must not change the layout of the fp32 ones."""
     assert {form["shared"] for form in forms if form["kernel"] == "_adamw_kernel"} == {0}

@@ -111,7 +111,20 @@ def test_the_pass_for_the_amax_writes_nothing_else():
     largest = whole.view(batch * sequence, -1, head_dim)[:, :heads].abs().max()  # of the queries
     out, partial, (_, (quantizer,)) = torch.full_like(whole, 7.0), torch.full((heads, 1, head_dim), 7.0, device=DEVICE), unrounded({})
     qk_norm._qk_norm_rope_backward_kernel[(heads, 1)](
-        *(parts[0], before, weights[0], cos, sin, out, partial, quantizer.state, batch * sequence, sequence, *parts[0].stride()[:3]),
+        *(
+            parts[0],
+            before,
+            weights[0],
+            cos,
+            sin,
+            out,
+            out.t(),
+            partial,
+            quantizer.state,
+            batch * sequence,
+            sequence,
+            *parts[0].stride()[:3],
+        ),
         *(0, heads + kv_heads, heads + 2 * kv_heads, EPS, AMAX_ONLY, 2.0, head_dim // 2, 16, 3),
     )
     assert (out == 7.0).all() and (partial == 7.0).all() and quantizer.state.tolist() == [0.0, 0.0, largest, 0.0]

@@ -128,7 +128,21 @@ def test_the_pass_for_the_amax_writes_nothing_else():
     out, (_, (quantizer,)) = torch.full_like(whole, 7.0), unrounded({})
     strides = (stride for part in parts for stride in part.stride()[:3])
     rope._rope_packed_backward_kernel[(heads + 2 * kv_heads, 1)](
-        *parts, cos, sin, out, quantizer.state, batch * sequence, sequence, heads, kv_heads, *strides, AMAX_ONLY, 2.0, head_dim // 2, 64
+        *parts,
+        cos,
+        sin,
+        out,
+        out.t(),
+        quantizer.state,
+        batch * sequence,
+        sequence,
+        heads,
+        kv_heads,
+        *strides,
+        AMAX_ONLY,
+        2.0,
+        head_dim // 2,
+        64,
     )
     assert (out == 7.0).all() and quantizer.state.tolist() == [0.0, 0.0, whole.abs().max(), 0.0]
 

@@ -159,8 +159,8 @@ def test_the_pass_for_the_amax_writes_nothing_else():
     _, (quantizer, kept_quantizer, gradient) = unrounded({}, KEPT, {"gradient": True})
     h, kept, d = (torch.full((37, columns), 7.0, device=DEVICE) for columns in (100, 200, 200))
     tail = (37, 100, AMAX_ONLY, 2.0)
-    swiglu._swiglu_quantized_kernel[(2, 1)](gate_up, h, quantizer.state, kept, kept_quantizer.state, *tail, AMAX_ONLY, 2.0, 64, 64)
-    swiglu._swiglu_quantized_backward_kernel[(2, 1)](d_h, gate_up, None, d, gradient.state, *tail, 64, 64)
+    swiglu._swiglu_quantized_kernel[(2, 1)](gate_up, h, h.t(), quantizer.state, kept, kept_quantizer.state, *tail, AMAX_ONLY, 2.0, 64, 64)
+    swiglu._swiglu_quantized_backward_kernel[(2, 1)](d_h, gate_up, None, d, d.t(), gradient.state, *tail, 64, 64)
     assert all((x == 7.0).all() for x in (h, kept, d))
     for state, value in (
         (quantizer.state, swiglu_quantized_triton(gate_up, None)[0].rowwise),

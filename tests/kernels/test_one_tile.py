@@ -1,0 +1,77 @@
+"""Both layouts from one tile, as kernels write them on AMD: the columns are the rows, in every mode, and no second kernel runs."""
+
+import pytest
+import torch
+from kernel_checks import DEVICE, normal, unrounded
+
+from common.kernels import qk_norm, quantize, rms_norm, rope, swiglu
+from common.kernels.fp8 import CLIPPED
+
+BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM = 2, 37, 3, 1, 16
+ROWS, COLUMNS = BATCH * SEQUENCE, 100
+
+
+def rope_backward(quantizer, size):
+    cos, sin = (normal(SEQUENCE, HEAD_DIM // 2, seed=seed) for seed in (1, 2))
+    return rope.rope_packed_backward_triton(*gradients(size), cos, sin, quantizer)
+
+
+def qk_norm_backward(quantizer, size):
+    cos, sin = (normal(SEQUENCE, HEAD_DIM // 2, seed=seed) for seed in (1, 2))
+    weights = (normal(HEAD_DIM, seed=3), normal(HEAD_DIM, seed=4))
+    before = normal(ROWS, (HEADS + KV_HEADS) * HEAD_DIM)
+    return qk_norm.qk_norm_rope_backward_triton(gradients(size), before, weights, 1e-5, cos, sin, quantizer)[0]
+
+
+def gradients(size):
+    return [normal(BATCH, SEQUENCE, heads, HEAD_DIM, size=size) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+def swiglu_backward(quantizer, size):
+    d_h, gate_up = normal(ROWS, COLUMNS, size=size), normal(ROWS, 2 * COLUMNS, seed=1)
+    return swiglu.swiglu_quantized_backward_triton(d_h, gate_up, quantizer)
+
+
+TILED = {
+    "quantize": lambda quantizer, size: quantize.quantize_triton(normal(ROWS, COLUMNS, size=size), quantizer),
+    "RoPE backward": rope_backward,
+    "norm and RoPE backward": qk_norm_backward,
+    "SwiGLU": lambda quantizer, size: swiglu.swiglu_quantized_triton(normal(ROWS, 2 * COLUMNS, size=size), quantizer)[0],
+    "SwiGLU backward": swiglu_backward,
+}
+
+
+def results(run):
+    """Return the tensors of a first step, of a second one that saturates, and of an evaluation; and the quantizer's state."""
+    scaling, (quantizer,) = unrounded({})
+    found = [run(quantizer, 1.0)]
+    scaling.step_done()
+    found.append(run(quantizer, 3.0))
+    quantizer.recording = False
+    found.append(run(quantizer, 9.0))
+    return found, quantizer.state
+
+
+@pytest.mark.parametrize("op", TILED)
+def test_the_columns_are_the_rows(op, monkeypatch):
+    expected, expected_state = results(TILED[op])
+    monkeypatch.setattr(quantize, "BOTH_FROM_ONE_TILE", True)
+    for module in (quantize, swiglu):
+        monkeypatch.setattr(module, "fill_columnwise", pytest.fail)
+    found, state = results(TILED[op])
+    assert torch.equal(state, expected_state) and state[CLIPPED] > 0
+    for plain, both in zip(expected, found, strict=True):
+        assert torch.equal(both.rowwise, plain.rowwise)
+        assert torch.equal(both.columnwise, plain.rowwise.t()) and both.columnwise.is_contiguous()
+
+
+def test_whole_rows_leave_the_columns_to_a_second_kernel(monkeypatch):
+    """A tile of the norm has one or two rows: columns of two bytes would be slower than a transpose."""
+    monkeypatch.setattr(quantize, "BOTH_FROM_ONE_TILE", True)
+    _, (quantizer,) = unrounded({})
+    _, normed, _ = rms_norm.add_rms_norm_triton(normal(ROWS, COLUMNS), None, torch.ones(COLUMNS, device=DEVICE), 1e-5, quantizer)
+    assert torch.equal(normed.columnwise, normed.rowwise.t())
+
+
+def test_it_is_off_where_there_is_no_amd_gpu():
+    assert bool(torch.version.hip) == quantize.BOTH_FROM_ONE_TILE
