@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import Hang, RankLost, RunError, TargetMissed, write_record
-from common.records.json_lines import is_number
+from common.errors import ConfigError, Hang, RankLost, RunError, TargetMissed, write_record
+from common.records import mlperf_log
 from launch import flight_recorder
 
 
@@ -30,27 +30,22 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """Return what the log at `path` says; never raises for a log that is damaged, since the ledger needs an end of every attempt."""
-    events: dict[str, dict] = {}
-    with contextlib.suppress(OSError):
-        for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                event = json.loads(line.partition(":::MLLOG ")[2] or "null")
-                if isinstance(event, dict) and event.get("key") in ("run_start", "run_stop"):
-                    events[event["key"]] = event
-    start = events.get("run_start", {}).get("time_ms")
-    stop = events.get("run_stop", {}).get("time_ms")
-    seconds = (stop - start) / 1000 if is_number(start) and is_number(stop) else None
-    about = events.get("run_stop", {}).get("metadata")
-    if not isinstance(about, dict):
-        about = {}
-    status = about.get("status")
-    samples = about.get("samples_count")
+    """Return what the log at `path` says. A log that is missing or damaged says nothing: each attempt needs an end in the ledger."""
+    try:
+        log = mlperf_log.read(path, repeated=())
+    except (ConfigError, OSError):
+        return Result()
+    start = log.first("run_start")
+    stop = log.first("run_stop")
+    if stop is None:
+        return Result(started=start is not None)
+    seconds = (stop.time_ms - start.time_ms) / 1000 if start else None
+    status = stop.metadata.get("status")
     return Result(
         seconds,
         status if isinstance(status, str) else "",
-        samples if type(samples) is int else 0,
-        "run_start" in events,
+        stop.samples if type(stop.samples) is int else 0,
+        start is not None,
     )
 
 

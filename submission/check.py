@@ -18,8 +18,8 @@ from pathlib import Path
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
+from common.records.mlperf_log import Log, read
 from submission import official_tools, own_log
-from submission.log import Log, read
 from submission.log_rules import BENCHMARKS, DISCLOSURE_KEYS, RULES, Finding, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS, Verdict
 

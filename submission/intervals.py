@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.records.json_lines import is_number
-from submission.log import Event
+from common.records.mlperf_log import Event
 
 
 @dataclass(frozen=True)

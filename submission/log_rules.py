@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from common.records.json_lines import is_number
+from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import RESERVED_SUBSTRINGS
 from llama2_70b_lora import rules as llama2_70b_lora_rules
 from llama31_8b import rules as llama31_8b_rules
-from submission.log import TOKEN, Event, Log
 
 Rules = llama31_8b_rules.Rules | llama2_70b_lora_rules.Rules
 BENCHMARKS = {rules.BENCHMARK: rules for rules in (llama31_8b_rules, llama2_70b_lora_rules)}

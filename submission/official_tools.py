@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.packages import version_of
-from submission.log import Event, Log, read
+from common.records.mlperf_log import TOKEN, Event, Log, parse, read
 from submission.log_rules import BENCHMARKS, Finding
 
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # those that know both benchmarks
@@ -33,7 +33,7 @@ RULESETS = ("5.0.0", *CLOSED_RULESETS)
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
 INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
 TEMPLATES = Path(__file__).parent
-UNSEEN = "no blank after the token"  # how submission.log begins its reason for a line that the official parser skips
+UNSEEN = "no blank after the token"  # how mlperf_log begins its reason for a line that the official parser skips
 
 BAD_LINE = re.compile(
     r"\bERROR\b|Traceback|^\w*(Error|Exception)\b|Skipping benchmark|CHECKS FAILED|FOUND ERRORS|Compliance check failed in"
@@ -135,11 +135,17 @@ def _complaints(log: Log, rules: str, key: str | None, text: str, warning: bool)
         yield Finding(last[0].line if last else 0, "target", f"no evaluation reached the target: {first}", source)
     else:
         # The checker counts its own lines, from 0; the record that it quotes is the one of that time.
-        time = re.search(r'^:::MLLOG .*"time_ms": ([\d.]+)', text, re.MULTILINE)
-        event = next((event for event in events if time and event.time_ms == float(time[1])), events[0] if events else None)
+        times = _times(text)
+        event = next((event for event in events if event.time_ms in times), events[0] if events else None)
         test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE)
         message = f"{key} is {_shown(event)}, the rule is: {(test[1] or test[2] or '').strip()}" if test and event else first
         yield Finding(event.line if event else 0, "value", message, source, warning)
+
+
+def _times(text: str) -> set[float]:
+    """Return the times, in ms, of the records that a complaint quotes."""
+    quoted = [parse(0, line) for line in text.splitlines() if line.startswith(TOKEN)]
+    return {record.time_ms for record in quoted if isinstance(record, Event)}
 
 
 def _shown(event: Event) -> str:

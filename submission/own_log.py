@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 
 from common.records.json_lines import is_number
+from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import END, POINT, START
 from submission import official_tools
-from submission.log import TOKEN, Event, Log
 from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, on_each, resumed_at, unfit, unlike
 
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +derived, ...

@@ -17,11 +17,12 @@ from functools import cached_property
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.records import json_lines
-from submission import intervals, log, official_tools, rcp
+from common.records import json_lines, mlperf_log
+from common.records.json_lines import is_number
+from common.records.mlperf_log import Log
+from submission import intervals, official_tools, rcp
 from submission.check import round_of
 from submission.intervals import Interval
-from submission.log import Log
 from submission.log_rules import BENCHMARKS
 
 GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)
@@ -161,7 +162,7 @@ class Run:
 
 def read_run(path: Path, ruleset: str = "") -> Run:
     """The run in the log at `path`. Raises ConfigError if that is no MLPerf log of one of our benchmarks."""
-    run = _filled(Run(path, log.read(path, REPEATED), ruleset=ruleset))
+    run = _filled(Run(path, mlperf_log.read(path, REPEATED), ruleset=ruleset))
     if run.benchmark not in BENCHMARKS:
         what = f"{path} is no log of {' or '.join(BENCHMARKS)}"
         raise ConfigError(what, f"its submission_benchmark is {run.benchmark or 'missing'}", "name MLPerf result logs")
@@ -172,7 +173,7 @@ def read_attempt(path: Path, number: int = 0, start: dict | None = None, end: di
     """The same for an attempt of ours, whose log may be missing, empty or cut off: that is a note then."""
     run = Run(path, number=number, start=start or {}, end=end or {})
     try:
-        run.log = log.read(path, REPEATED)
+        run.log = mlperf_log.read(path, REPEATED)
     except ConfigError as error:
         run.notes.append(error.what)
     return _filled(run)
@@ -185,7 +186,7 @@ def _filled(run: Run) -> Run:
     run.ruleset = run.ruleset or round_of(run.log, ours=False)
     run.benchmark = str(run.log.last("submission_benchmark") or "")
     run.org, run.division = (str(run.log.value(f"submission_{part}") or "") for part in ("org", "division"))
-    run.batch = int(batch) if log.is_number(batch) and batch >= 1 else None
+    run.batch = int(batch) if is_number(batch) and batch >= 1 else None
     run.notes += [f"line {bad.line}: {bad.reason}" for bad in run.log.bad[:3]]
     _read_result(run)
     run.evaluations = intervals.pairs(run.log.events, "eval", run.batch or 1)
@@ -208,7 +209,7 @@ def _object(run: Run, name: str) -> dict:
 def _read_result(run: Run) -> None:
     """Minutes, samples, and whether the target was reached."""
     evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
-    run.reached = any(log.is_number(e.value) and run.target is not None and 0 < e.value <= run.target for e in evaluated)
+    run.reached = any(is_number(e.value) and run.target is not None and 0 < e.value <= run.target for e in evaluated)
     stops = run.log.all("run_stop")
     run.status = str(stops[-1].metadata.get("status", "")) if stops else ""
     if counted := [event for event in evaluated if not stops or event.line < stops[-1].line]:

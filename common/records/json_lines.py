@@ -11,17 +11,26 @@ from typing import TypeGuard
 
 
 def append_line(descriptor: int, value: dict, sync: bool = False) -> None:
-    """Append `value` to an open file, with `sync` to the disk. Raises OSError, and then leaves the file as it was."""
-    end, data = os.fstat(descriptor).st_size, json.dumps(value).encode() + b"\n"
+    """Append `value` as one line; see `append`."""
+    append(descriptor, json.dumps(value).encode() + b"\n", sync)
+
+
+def append(descriptor: int, data: bytes, sync: bool = False) -> None:
+    """Append whole lines to an open file, with `sync` to the disk. Raises OSError, and then leaves the file as it was."""
+    end = os.fstat(descriptor).st_size
     try:
-        while data:
-            data = data[os.write(descriptor, data) :]  # after a short write the next one raises the reason
+        write_all(descriptor, data)
         if sync:
             os.fsync(descriptor)
     except OSError:
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, end)
         raise
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]  # after a short write the next one raises the reason
 
 
 def read(path: Path) -> tuple[list[dict], list[str]]:

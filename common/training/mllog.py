@@ -22,11 +22,12 @@ from pathlib import Path
 
 from common.errors import ConfigError, NonFinite, StorageError
 from common.paths import ROOT
+from common.records import json_lines
+from common.records.mlperf_log import TOKEN
 
-TOKEN = ":::MLLOG "
 # The RCP checker finds its events by these substrings anywhere in a line, not by key: a file or system name that
 # contains one is read as that event. The token is here because the parser strips a line up to its last token.
-RESERVED_SUBSTRINGS = ("global_batch_size", "submission_benchmark", "eval_accuracy", "eval_error", ":::MLLOG")
+RESERVED_SUBSTRINGS = ("global_batch_size", "submission_benchmark", "eval_accuracy", "eval_error", TOKEN)
 
 POINT, START, END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 EMULATED = "emulated_block_format"  # a key of ours, only in the logs of such runs: no checker knows it, and no submission may have it
@@ -168,7 +169,7 @@ class RunLog:
         self._state = enter or self._state  # between the two writes: the file holds the line, whatever becomes of stdout
         if self._copies:
             try:
-                _write_all(STDOUT_FD, line)
+                json_lines.write_all(STDOUT_FD, line)
             except OSError as error:  # its reader ended, or the terminal is closed: the file is the log
                 self._copies = False
                 with contextlib.suppress(Exception):
@@ -189,7 +190,7 @@ class LineFile:
         """`path` must not exist."""
         self.path = path
         try:
-            self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             why, do = "a run never overwrites or continues the log of another", "give the run a directory of its own"
             raise StorageError(f"{path} exists already", why, do) from None
@@ -197,12 +198,9 @@ class LineFile:
             raise _storage_error(path, error) from error
 
     def write(self, line: bytes) -> None:
-        end = os.lseek(self.fd, 0, os.SEEK_CUR)
         try:
-            _write_all(self.fd, line)
+            json_lines.append(self.fd, line)
         except OSError as error:
-            os.ftruncate(self.fd, end)  # a cut line would make the whole file unreadable
-            os.lseek(self.fd, end, os.SEEK_SET)
             raise _storage_error(self.path, error) from error
 
     def close(self) -> None:
@@ -212,11 +210,6 @@ class LineFile:
             raise _storage_error(self.path, error) from error
         finally:
             os.close(self.fd)
-
-
-def _write_all(fd: int, line: bytes) -> None:
-    while line:
-        line = line[os.write(fd, line) :]  # after a short write the next one tells why
 
 
 def _storage_error(path: Path, error: OSError) -> StorageError:
@@ -237,7 +230,7 @@ def _encode(record: dict) -> bytes:
         if word in text and record["key"] != word:
             why = "the RCP checker finds its events by this text and would misread the line"
             raise ConfigError(f"the log line of {record['key']} contains {word}", why, "rename the file, system or organisation")
-    return (TOKEN + text + "\n").encode("ascii")
+    return f"{TOKEN} {text}\n".encode("ascii")
 
 
 def _caller() -> dict[str, str | int]:

@@ -106,7 +106,7 @@ def _input_closed(seconds: float) -> bool:
 def main(path: Path, vendor: str, gpus: list[dict]) -> int:
     os.nice(NICE)
     try:
-        sample(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), vendor, gpus, _input_closed)
+        sample(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644), vendor, gpus, _input_closed)
     except OSError as error:
         print(f"note: GPU samples end here: {error}", file=sys.stderr, flush=True)
         return 1

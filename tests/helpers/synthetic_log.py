@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 from common import config
+from common.records.mlperf_log import TOKEN
 from common.training.log_keys import hyperparameters
-from common.training.mllog import TOKEN, RunLog
+from common.training.mllog import RunLog
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules
 from llama31_8b.rules import Config
@@ -100,7 +101,7 @@ def records(path: Path) -> list[dict]:
 
 
 def write_records(path: Path, changed: list[dict]) -> Path:
-    path.write_text("".join(f"{TOKEN}{json.dumps(record)}\n" for record in changed))
+    path.write_text("".join(f"{TOKEN} {json.dumps(record)}\n" for record in changed))
     return path
 
 

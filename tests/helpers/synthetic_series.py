@@ -17,7 +17,7 @@ import synthetic_log
 
 from common import config as configs
 from common.paths import ROOT
-from common.records import ledger
+from common.records import json_lines, ledger
 from common.records.rcp import mean_samples
 from common.training import mllog
 from common.training.log_keys import hyperparameters
@@ -127,7 +127,7 @@ def write(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mllog, "time", clock.module())
         patch.setattr(mllog, "STDOUT_FD", -1)
-        patch.setattr(mllog, "_write_all", _only_to_files(mllog._write_all))
+        patch.setattr(json_lines, "write_all", _only_to_files(json_lines.write_all))
         for number, plan in enumerate(attempts, start=1):
             _attempt(folder, benchmark, rules, plan, number, series, clock)
     if good >= goal:

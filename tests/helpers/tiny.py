@@ -29,8 +29,8 @@ from common.data.indexed_dataset_writer import Writer
 from common.errors import RunError
 from common.model.shapes import ModelShape
 from common.paths import ROOT
+from common.records.mlperf_log import TOKEN
 from common.sharding.processes import start_processes
-from common.training.mllog import TOKEN
 from common.training.session import Session, main
 from llama31_8b import train as trainer
 from llama31_8b.rules import MINIATURE, Config, Rules

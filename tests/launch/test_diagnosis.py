@@ -24,6 +24,10 @@ def test_result_is_read_from_the_log(tmp_path):
     log.write_text(mllog("run_start", 1000) + mllog("run_stop", 61000, status="success", samples_count=48))
     result = diagnosis.read_result(log)
     assert (result.seconds, result.status, result.samples) == (60.0, "success", 48)
+    log.write_text(mllog("run_stop", 61000, status=["success"], samples_count="48"))
+    assert diagnosis.read_result(log) == diagnosis.Result()
+    log.write_bytes(b"\0" * 100)
+    assert diagnosis.read_result(log) == diagnosis.Result()
 
 
 @pytest.fixture(autouse=True)

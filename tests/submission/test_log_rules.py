@@ -4,9 +4,9 @@ import pytest
 from log_dialects import processes, srun
 from synthetic_log import BENCHMARKS, LORA, PRETRAINING, evaluate, find, records, start, write_evaluations, write_good, write_records
 
+from common.records.mlperf_log import read
 from llama31_8b import rules
 from submission.check import rule_findings
-from submission.log import read
 
 
 @pytest.fixture

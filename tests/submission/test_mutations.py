@@ -4,7 +4,7 @@ import pytest
 from log_dialects import DIALECTS, write
 from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, project_root, records, write_good
 
-from common.training.mllog import TOKEN
+from common.records.mlperf_log import TOKEN
 from submission.check import examine
 from submission.log_rules import DISCLOSURE_KEYS
 
@@ -197,7 +197,7 @@ LINES = [
     ("text before the token", "rank 0: {line}", "line_format", None, None),
     ("a second event on the line", "{line}{line}", "line_format", "line_format", WARNING),
     ("cut in the middle", "{cut}", "line_format", "line_format", ERROR),
-    ("the token before something else", TOKEN + "load_state_dict", "line_format", "line_format", ERROR),
+    ("the token before something else", TOKEN + " load_state_dict", "line_format", "line_format", ERROR),
 ]
 
 

@@ -15,7 +15,8 @@ import synthetic_series as synthetic
 from synthetic_log import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError
-from common.training.mllog import EMULATED, TOKEN
+from common.records.mlperf_log import TOKEN
+from common.training.mllog import EMULATED
 from submission import describe, official_tools, package
 from submission.log_rules import Finding
 from submission.package import Request
@@ -203,7 +204,7 @@ def test_a_run_that_emulated_another_number_format_is_refused(case):
     lines = log.read_text().splitlines(keepends=True)
     seed = next(line for line in lines if '"key": "seed"' in line)
     record = json.loads(seed.removeprefix(TOKEN)) | {"key": EMULATED, "value": "mxfp4+hadamard step 340"}
-    log.write_text("".join(lines).replace(seed, f"{seed}{TOKEN}{json.dumps(record)}\n"))
+    log.write_text("".join(lines).replace(seed, f"{seed}{TOKEN} {json.dumps(record)}\n"))
     case.refused("emulated mxfp4+hadamard step 340", "research")
 
 

@@ -11,8 +11,9 @@ from synthetic_log import evaluate, find, records, run_config, start, write_good
 
 from common.errors import ConfigError, NonFinite, StorageError
 from common.paths import ROOT
+from common.records.mlperf_log import TOKEN
 from common.training.log_keys import hyperparameters
-from common.training.mllog import TOKEN, RunLog
+from common.training.mllog import RunLog
 from llama31_8b import rules
 
 

@@ -107,14 +107,15 @@ def events(path: Path) -> Iterator[Event | BadLine]:
     with path.open(encoding="latin-1", newline="") as file:
         for text in file:
             if TOKEN in text:
-                yield _record((line_feeds or returns) + 1, text)
+                yield parse((line_feeds or returns) + 1, text)
             if text.endswith("\n"):
                 line_feeds += 1
             else:
                 returns += 1  # progress bars print these within a line; they count in a file that has no others
 
 
-def _record(line: int, text: str) -> Event | BadLine:
+def parse(line: int, text: str) -> Event | BadLine:
+    """Return the record of one line that holds the token. `line` is its number."""
     prefix, _, rest = text.rpartition(TOKEN)
     prefix = prefix.removeprefix(BOM)
     if not rest.startswith(" "):

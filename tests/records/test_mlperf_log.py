@@ -7,8 +7,8 @@ import tracemalloc
 import pytest
 
 from common.errors import ConfigError
-from submission import log
-from submission.log import BadLine, Event
+from common.records import mlperf_log
+from common.records.mlperf_log import BadLine, Event
 
 RECORD = {"namespace": "n", "time_ms": 17, "event_type": "POINT_IN_TIME", "key": "seed", "value": 3, "metadata": {"samples_count": 64}}
 LINE = f":::MLLOG {json.dumps(RECORD)}"
@@ -16,7 +16,7 @@ LINE = f":::MLLOG {json.dumps(RECORD)}"
 
 def records(path, text) -> list:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return list(log.events(path))
+    return list(mlperf_log.events(path))
 
 
 @pytest.mark.parametrize("prefix", ["", "0: ", " 12: [rank0] ", "[1,0]<stdout>:", ":::MLLOG {} "])
@@ -78,13 +78,13 @@ def test_a_file_that_is_no_text_is_refused_for_what_it_is(tmp_path, content, wha
 def test_a_directory_or_nothing_at_all_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConfigError, match="cannot read"):
-            next(log.events(path))
+            next(mlperf_log.events(path))
 
 
 def test_read_keeps_the_keys_that_are_named_the_first_of_any_other_and_all_bad_lines(tmp_path):
     other = LINE.replace("seed", "other")
     records(tmp_path / "log", f"{LINE}\n{other}\n:::MLLOG\n{LINE}\n{other}\n")
-    found = log.read(tmp_path / "log", {"seed"})
+    found = mlperf_log.read(tmp_path / "log", {"seed"})
     assert [event.line for event in found.events] == [1, 2, 4] and [event.line for event in found.all("seed")] == [1, 4]
     assert (
         found.value("seed") == 3 == found.value("other") == found.last("other")
@@ -92,14 +92,14 @@ def test_read_keeps_the_keys_that_are_named_the_first_of_any_other_and_all_bad_l
         and found.first("none") is None
     )
     assert [bad.line for bad in found.bad] == [3]
-    assert len(log.read(tmp_path / "log").events) == 4
+    assert len(mlperf_log.read(tmp_path / "log").events) == 4
 
 
 def test_memory_does_not_grow_with_the_log(tmp_path):
     path = tmp_path / "log"
     path.write_text(f"{LINE}\n" * 20_000 + LINE.replace("seed", "run_stop"))
     tracemalloc.start()
-    assert len(log.read(path, {"run_stop"}).events) == 2
+    assert len(mlperf_log.read(path, {"run_stop"}).events) == 2
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 500_000 < path.stat().st_size
