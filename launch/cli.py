@@ -70,8 +70,8 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     benchmark, name, rest = _split(words, benchmarks(ROOT))
     verb = VERBS[name]
     module, *own = verb.module.format(benchmark).split()
-    if not _has(benchmark, name):
-        others = ", ".join(each for each in benchmarks(ROOT) if _has(each, name))
+    if not has_verb(benchmark, name):
+        others = ", ".join(each for each in benchmarks(ROOT) if has_verb(each, name))
         raise ConfigError(f"{benchmark} has no verb {name}", f"it is one of {others}", f"{PROGRAM} {others} {name} ...")
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)
@@ -79,7 +79,7 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     return verb.needs, ["-m", module, *own, *rest]
 
 
-def _has(benchmark: str, name: str) -> bool:
+def has_verb(benchmark: str, name: str) -> bool:
     return VERBS[name].module != f"{{}}.{name}" or (ROOT / benchmark / f"{name}.py").is_file()
 
 
@@ -110,7 +110,7 @@ def _split(words: list[str], known: list[str]) -> tuple[str, str, list[str]]:
     if benchmark and VERBS[name].benchmark == NEVER:
         raise ConfigError(f"{name} takes no benchmark", VERBS[name].about, f"{PROGRAM} {' '.join([name, *rest[1:]])}")
     if VERBS[name].benchmark == ALWAYS and not second and {"-h", "--help"} & {*rest}:
-        benchmark = benchmark or next(each for each in reversed(known) if _has(each, name))
+        benchmark = benchmark or next(each for each in reversed(known) if has_verb(each, name))
     if VERBS[name].benchmark == ALWAYS and not benchmark:
         what = f"unknown benchmark {second}" if second else f"{name} needs a benchmark"
         do = meant(second, known) if second else f"{PROGRAM} {known[-1]} {name} ..."

@@ -99,10 +99,10 @@ class Nodes:
     def __exit__(self, kind, error, traceback) -> None:
         if self.node.rank:
             with contextlib.suppress(NodeLost):
-                self._put(f"left/{self.node.rank}", str(error))
+                self.put(f"left/{self.node.rank}", str(error))
         elif self.others:
             code = error.exit_code if isinstance(error, RunError) else self.exit_code
-            self._put("end", {"exit_code": code, "why": str(error or "")})
+            self.put("end", {"exit_code": code, "why": str(error or "")})
             joined = [node for node in self.others if node not in self.lost and self._get(f"joined/{node}")]
             deadline = time.monotonic() + ENDED_S  # the store ends with this process: the others must read the above first
             while time.monotonic() < deadline and any(self._get(f"left/{node}") is None for node in joined):
@@ -121,7 +121,8 @@ class Nodes:
             why = f"its launcher ended, was killed or never started, or its machine cannot be reached: {str(error) or 'no answer'}"
             raise NodeLost(f"node 0 ({self.node.address}, port {self.node.port + 1}) is gone", why) from None
 
-    def _put(self, key: str, value) -> None:
+    def put(self, key: str, value) -> None:
+        """Publish `value`, which JSON can hold, to all nodes."""
         self._call("set", key, json.dumps(value))
 
     def _get(self, key: str):
@@ -152,7 +153,7 @@ class Nodes:
         found: list[dict] = []
         for node in range(self.node.count):
             if node == self.node.rank:
-                self._put(f"facts/{node}", facts())
+                self.put(f"facts/{node}", facts())
             found.append(self._wait(f"facts/{node}", node, JOIN_S))
             here = found[node]
             different = [f"{key} is {here.get(key)}, there {value}" for key, value in found[0].items() if here.get(key) != value]
@@ -164,7 +165,7 @@ class Nodes:
         """On node 0: the next run."""
         self.run += 1
         if self.others:
-            self._put(f"order/{self.run}", {"run": run, "seed": seed})
+            self.put(f"order/{self.run}", {"run": run, "seed": seed})
 
     def next_run(self) -> tuple[str, int]:
         """On the other nodes: run directory's name and seed."""
@@ -175,7 +176,7 @@ class Nodes:
     def ready(self, cleared: str) -> str:
         """Wait until all nodes are ready. How the data left the page cache: `no` if it stayed there on any node."""
         if self.others:
-            self._put(f"ready/{self.run}/{self.node.rank}", cleared)
+            self.put(f"ready/{self.run}/{self.node.rank}", cleared)
             answers = [self._wait(f"ready/{self.run}/{node}", node, READY_S) for node in range(self.node.count)]
             cleared = "no" if "no" in answers else cleared
         self.heard, self.ended, self.lost = dict.fromkeys(self.others, (0.0, time.monotonic())), {}, {}
@@ -199,7 +200,7 @@ class Nodes:
         """Give node 0 the files of this node's ranks; `exit_code` once they have ended."""
         paths = [run_dir / "torchrun.json", *(path for path in (run_dir / "ranks").iterdir() if RANK_FILE.fullmatch(path.name))]
         files = {path.name: path.read_text(errors="replace")[:FILE_LIMIT] for path in paths if path.is_file()}
-        self._put(f"status/{self.run}/{self.node.rank}", {"time": time.time(), "files": files, "exit_code": exit_code})
+        self.put(f"status/{self.run}/{self.node.rank}", {"time": time.time(), "files": files, "exit_code": exit_code})
 
     def _receive(self, run_dir: Path) -> None:
         for node in self.others:
@@ -230,7 +231,7 @@ class Nodes:
     def finish(self, run_dir: Path, stop: bool) -> None:
         """On node 0: wait until the ranks of the other nodes have ended; with `stop` they are stopped first."""
         if self.others and stop:
-            self._put(f"stop/{self.run}", True)
+            self.put(f"stop/{self.run}", True)
         deadline = time.monotonic() + ENDED_S
         while len(self.ended) + len(self.lost) < len(self.others) and time.monotonic() < deadline:
             self._receive(run_dir)

@@ -89,7 +89,7 @@ def _timed(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str, recei
     if result.seconds is not None:
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
         mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}")
-    error, after = _judge(job, nodes, run_dir, ending, result)
+    error, after = judge(job, nodes, run_dir, ending, result)
     write_report(run_dir)
     print_stderr(*closing(result, run_dir, error.lines() if error else "", job.config.miniature))
     after = Interrupted(received[0]) if received else after
@@ -126,7 +126,7 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
         return supervise(command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr)
 
 
-def _judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result) -> tuple[RunError | None, RunError | None]:
+def judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result) -> tuple[RunError | None, RunError | None]:
     """What went wrong with the run, also left in failure.json, None where it reached the target and passed the checks; and after it."""
     facts: dict = {}
     error: RunError | None = None

@@ -97,7 +97,7 @@ def validation_tokens(prefix: Path, sequence_length: int, eval_samples: int, voc
     not shuffled, the same every time). Raises DataError if the file is too short or holds an id that is no token.
     """
     index = Index.read(prefix)
-    available = _whole_sequences(index.num_tokens, sequence_length)
+    available = whole_sequences(index.num_tokens, sequence_length)
     if available < eval_samples:
         raise DataError(
             f"{index_path(prefix)}: expected at least {eval_samples} sequences of {sequence_length} tokens, got {available}",
@@ -113,7 +113,7 @@ def validation_tokens(prefix: Path, sequence_length: int, eval_samples: int, voc
 
 def sequences_in(prefix: Path, sequence_length: int) -> int:
     """Whole sequences in one pass, (T - 1)//S, from the `.idx` alone: may be asked before run_start."""
-    return _whole_sequences(Index.read(prefix).num_tokens, sequence_length)
+    return whole_sequences(Index.read(prefix).num_tokens, sequence_length)
 
 
 def build_order(index: Index, sequence_length: int, num_samples: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -123,15 +123,15 @@ def build_order(index: Index, sequence_length: int, num_samples: int, seed: int)
     sample_order uint32 [n] (int64 from 2^32 - 2 samples on, as Megatron).
     """
     tokens = index.num_tokens
-    if num_samples < 1 or _whole_sequences(tokens, sequence_length) < 1:
+    if num_samples < 1 or whole_sequences(tokens, sequence_length) < 1:
         raise DataError(
             f"{index_path(index.prefix)}: {num_samples} samples of {sequence_length} tokens cannot be drawn from {tokens} tokens",
             "one pass must hold at least one whole sequence and its last label",
             "check the data and max_samples",
         )
     epochs = -(-(num_samples * sequence_length + 1) // tokens)
-    before_final = _whole_sequences((epochs - 1) * tokens, sequence_length)  # samples
-    separate = epochs > 1 and num_samples - before_final < int(FINAL_EPOCH_THRESHOLD * _whole_sequences(tokens, sequence_length))
+    before_final = whole_sequences((epochs - 1) * tokens, sequence_length)  # samples
+    separate = epochs > 1 and num_samples - before_final < int(FINAL_EPOCH_THRESHOLD * whole_sequences(tokens, sequence_length))
     random = np.random.RandomState(seed)
     document_order = np.tile(np.arange(index.num_sequences, dtype=np.int32), epochs)
     _shuffle(document_order, (epochs - 1) * index.num_sequences if separate else len(document_order), random)
@@ -177,6 +177,6 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, where: str) -> None:
         )
 
 
-def _whole_sequences(tokens: int, sequence_length: int) -> int:
+def whole_sequences(tokens: int, sequence_length: int) -> int:
     """Sequences with all their labels in a stream: the last label needs one token more."""
     return max(tokens - 1, 0) // sequence_length

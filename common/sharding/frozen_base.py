@@ -106,7 +106,7 @@ class PrefetchBuffers:
 
     def acquire(self, key: LayerKey, upcoming: list[LayerKey]) -> Tensor:
         """The bytes of `key`, for the compute stream until `release`. Starts to fetch the `upcoming` layers into free buffers."""
-        buffer = self._find(key) or self._start(key, self._free(upcoming) or self._free([]))
+        buffer = self.find(key) or self._start(key, self._free(upcoming) or self._free([]))
         if buffer is None:
             raise RuntimeError(f"no buffer for layer {key.layer}: all {len(self.buffers)} are in use, none was released")
         self.stream.wait_event(buffer.filled)
@@ -117,7 +117,7 @@ class PrefetchBuffers:
     def prefetch(self, upcoming: list[LayerKey]) -> None:
         """Start to fetch the layers that are in no buffer yet, in this order, while a buffer is free."""
         for key in upcoming:
-            if self._find(key) is None and self._start(key, self._free(upcoming)) is None:
+            if self.find(key) is None and self._start(key, self._free(upcoming)) is None:
                 return
 
     def release(self, layer: int) -> None:
@@ -126,7 +126,7 @@ class PrefetchBuffers:
             if buffer.in_use and buffer.key is not None and buffer.key.layer == layer:
                 buffer.in_use, buffer.released = False, self.stream.record_event()
 
-    def _find(self, key: LayerKey) -> Buffer | None:
+    def find(self, key: LayerKey) -> Buffer | None:
         return next((buffer for buffer in self.buffers if buffer.key == key), None)
 
     def _free(self, upcoming: list[LayerKey]) -> Buffer | None:
@@ -268,12 +268,12 @@ class FrozenBase:
         if self.buffers is None:
             return self.stored[key]
         upcoming = self._upcoming(key)
-        if not self._is_stored(key):
+        if not self.is_stored(key):
             return self.buffers.acquire(key, upcoming)
         self.buffers.prefetch(upcoming)
         return self.stored[key]
 
-    def _is_stored(self, key: LayerKey) -> bool:
+    def is_stored(self, key: LayerKey) -> bool:
         return self.shards == 1 and key.orientation in self.orientations
 
     def _upcoming(self, key: LayerKey) -> list[LayerKey]:
@@ -284,7 +284,7 @@ class FrozenBase:
         if at is not None:
             self.position = (at + 1) % count
         following = (order[(self.position + step) % count] for step in range(NUM_BUFFERS - 1))
-        return [ahead for ahead in following if not self._is_stored(ahead)]
+        return [ahead for ahead in following if not self.is_stored(ahead)]
 
     def _gather(self, key: LayerKey, out: Tensor) -> None:
         dist.all_gather_into_tensor(out, self.stored[key], group=self.node)

@@ -116,7 +116,7 @@ class ZeroOptimizer:
         """After the last backward: finish the reduction, clip, update, start the gather. Returns the global L2 norm of the gradients before
         clipping, fp32 [] on the device; where it is not finite nothing was updated.
         """
-        self._finish_reduction()
+        self.finish_reduction()
         present = [shard.gradient for shard in self.shards if shard.gradient is not None and shard.gradient.numel()]
         squares = torch.nn.utils.get_total_norm(present).square()
         dist.all_reduce(squares, group=self.group)  # not over all ranks: those of another node hold the same shards
@@ -167,7 +167,7 @@ class ZeroOptimizer:
         if bucket is self.buckets[len(self.buckets) // 4]:
             self._finish_last_bucket()  # of the last micro-batch: it started so long ago that nothing waits
         if bucket is self.buckets[len(self.buckets) // 2]:
-            self._finish_reduction()  # frees its gradients, 1.4 GiB at the 8B, before the head, where memory peaks
+            self.finish_reduction()  # frees its gradients, 1.4 GiB at the 8B, before the head, where memory peaks
         if bucket.gathered is not None:
             torch.cuda.current_stream(self.device).wait_event(bucket.gathered)
             bucket.gathered = None
@@ -210,7 +210,7 @@ class ZeroOptimizer:
         with self._side_stream("reduce"):
             self._hold(self.reduce_scatter.finish())
 
-    def _finish_reduction(self) -> None:
+    def finish_reduction(self) -> None:
         """The fp32 gradients are complete for the current stream."""
         self._finish_last_bucket()
         while self.in_flight:

@@ -147,7 +147,7 @@ class Checkpoints:
         if self.saving is not None and self.saving.done():
             self.finish()
         self.step = step
-        if self.when is None or not self._due(self.when, evaluated):
+        if self.when is None or not self.due(self.when, evaluated):
             return
         began = time.monotonic()
         self._beat()
@@ -165,7 +165,7 @@ class Checkpoints:
         self.session.events.write("checkpoint", step=step, samples=samples, seconds=held)
         self.session.progress.show(f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written")
 
-    def _due(self, when: When, evaluated: bool) -> bool:
+    def due(self, when: When, evaluated: bool) -> bool:
         if when.evaluations:
             self.evaluations += evaluated
             return evaluated and self.evaluations % when.evaluations == 0

@@ -56,7 +56,7 @@ def run_guarded(
         # Before any call, at which python would raise what a signal has asked for: torchrun ends all ranks when one died, at about the time
         # when the others see that it did, and what they saw is to be told.
         _signals_raise = False
-        _end_badly(run_dir, rank, error, on_failure, step)
+        end_badly(run_dir, rank, error, on_failure, step)
     if not returns:
         os._exit(0)
 
@@ -120,7 +120,7 @@ def _watch(torchrun: int, stack: IO | None) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def _end_badly(run_dir: Path | None, rank: int, error: BaseException, on_failure: Callable[[], None], step: Callable[[], int]) -> None:
+def end_badly(run_dir: Path | None, rank: int, error: BaseException, on_failure: Callable[[], None], step: Callable[[], int]) -> None:
     failure = classify(error, run_dir, rank)
     with contextlib.suppress(Exception):  # the first failure counts; a second one while reporting must not hide it
         on_failure()

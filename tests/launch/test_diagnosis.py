@@ -108,7 +108,7 @@ FULL, HOST = "the GPU's memory is full", "the host gave no more memory, processe
 def test_a_full_gpu_is_told_what_plan_expects(tmp_path, name, what, said):
     write_rank_record(tmp_path, 0, "failed", OutOfMemory(what, "why", "do"), step=5)
     job = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")[name])
-    error, _ = run._judge(job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.Result())
+    error, _ = run.judge(job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.Result())
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert error.exit_code == 12 and failure["do"] == error.do and failure["rank"] == 0
     assert error.do.startswith("do" + said) and ("usable on H200" in error.do) == bool(said)

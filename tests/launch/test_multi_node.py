@@ -297,18 +297,18 @@ def test_sigterm_to_node_0_ends_both(project, tmp_path):
 def leader():
     """Node 0 of two, one rank each."""
     with Nodes(Node(0, 2, "127.0.0.1", free_ports()), ranks_per_node=1) as nodes:
-        nodes._put("left/1", "for the end of the test")
+        nodes.put("left/1", "for the end of the test")
         yield nodes
 
 
 def test_another_node_writes_the_files_of_its_own_ranks_only(tmp_path, leader):
     (tmp_path / "ranks").mkdir()
     leader.announce("run", 1)
-    leader._put("ready/1/1", "no")
+    leader.put("ready/1/1", "no")
     assert leader.ready("fadvise") == "no", "the log must say so if the data stayed in the page cache of any node"
     files = {"../result.txt": "forged", "rank_0.json": "{}", "rank_1.json": "{}", "rank_1.json/../../x": "", "config.toml": ""}
     files |= {"rank_1.collectives.json": "{}", "rank_0.collectives.json": "{}"}
-    leader._put("status/1/1", {"time": 1.0, "files": files, "exit_code": 0})
+    leader.put("status/1/1", {"time": 1.0, "files": files, "exit_code": 0})
     leader.finish(tmp_path, stop=False)
     written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert written == ["ranks/rank_1.collectives.json", "ranks/rank_1.json"]
@@ -353,7 +353,7 @@ def test_no_limit_of_the_store_counts_the_import_of_torch(monkeypatch):
     seen = []
     monkeypatch.setattr(multi_node, "_import_torch", lambda: seen.append(threading.current_thread()))
     with Nodes(Node(0, 2, "127.0.0.1", free_ports()), 1) as nodes:
-        nodes._put("left/1", "")
+        nodes.put("left/1", "")
     assert seen == [threading.main_thread()]
 
 
@@ -372,7 +372,7 @@ def test_the_port_of_torchrun_is_in_use(leader):
     with socket.create_server(("", port)), pytest.raises(ConfigError, match=f"port {port} .MASTER_PORT. cannot be used") as caught:
         leader.compare(dict)
     with pytest.raises(LeaderEnded, match="exit code 2") as other, Nodes(Node(1, 2, "127.0.0.1", port), 1) as node:
-        leader._put("end", {"exit_code": caught.value.exit_code, "why": str(caught.value)})  # as __exit__
+        leader.put("end", {"exit_code": caught.value.exit_code, "why": str(caught.value)})  # as __exit__
         node.compare(dict)
     assert str(port) in other.value.why
 
@@ -384,12 +384,12 @@ def test_a_node_that_is_not_started_is_named(leader, monkeypatch):
         with pytest.raises(NodeLost, match="node 1 did not write facts/1"):
             leader.compare(dict)
     finally:
-        leader._put("left/1", "")
+        leader.put("left/1", "")
 
 
 def test_the_others_end_with_the_exit_code_of_node_0(leader):
     with pytest.raises(LeaderEnded) as caught, Nodes(Node(1, 2, "127.0.0.1", leader.node.port), 1) as other:
-        leader._put("end", {"exit_code": 17, "why": "disk full"})
+        leader.put("end", {"exit_code": 17, "why": "disk full"})
         other.next_run()
     assert (caught.value.exit_code, caught.value.why) == (17, "disk full")
 

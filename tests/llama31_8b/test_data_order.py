@@ -15,7 +15,7 @@ import tiny
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import Writer
 from common.errors import DataError
-from llama31_8b.data import TrainData, _whole_sequences, build_order, sequences_in, train_batches, validation_tokens
+from llama31_8b.data import TrainData, build_order, sequences_in, train_batches, validation_tokens, whole_sequences
 from llama31_8b.rules import CLOSED
 
 VOCAB = 500
@@ -70,7 +70,7 @@ def test_order_and_tokens_equal_megatron(megatron, tmp_path, corpus, seed):
     prefix = write_corpus(tmp_path / "corpus.v1_text_document", lengths, seed % 1000)
     separate_seen = set()
     for sequence_length in (16, 33):
-        for num_samples in requests(_whole_sequences(int(lengths.sum()), sequence_length)):
+        for num_samples in requests(whole_sequences(int(lengths.sum()), sequence_length)):
             theirs = witness(megatron, prefix, sequence_length, num_samples, seed, tmp_path / "cache")
             ours = TrainData(prefix, sequence_length, num_samples, seed, VOCAB)
             assert len(ours) == len(theirs) >= num_samples

@@ -29,7 +29,7 @@ def one_step(processes, folder=None):
     for micro_batch in mine.chunk(2):
         loss_sum, count = model(micro_batch[:, :-1], micro_batch[:, 1:])
         ((loss_sum / count).sum() / SEQUENCES * processes.world_size).backward()
-    optimizer._finish_reduction()
+    optimizer.finish_reduction()
     gradients = {name: optimizer.shard_of[parameter].gradient.clone() for name, parameter in model.named_parameters()}
     assembly.step(1e-2)
     tied = model.head.output.weight.data_ptr() == model.embedding.weight.data_ptr()

@@ -176,7 +176,7 @@ def count_fetches(base, num_layers):
         base.start_pass(training)
         before = len(fetched)
         for key in pass_order(num_layers, training, COLUMNWISE):
-            late += base.buffers._find(key) is None and not base._is_stored(key)
+            late += base.buffers.find(key) is None and not base.is_stored(key)
             (base.forward_weights, base.backward_weights)[key.orientation](key.layer)
             base.release(key.layer)
         count.append(len(fetched) - before)

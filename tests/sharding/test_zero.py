@@ -89,7 +89,7 @@ def on_two_ranks(processes, folder):
         for micro_batch in (1.0, 2.0):
             sum(module(micro_batch + processes.rank) for module in modules).backward()
             assert all(parameter.grad is None for parameter in named.values()), "a whole gradient was kept"
-        optimizer._finish_reduction()
+        optimizer.finish_reduction()
         gradients = {key: optimizer.shard_of[parameter].gradient.clone() for key, parameter in named.items()}
         norm = float(optimizer.step(LEARNING_RATE))
         found[way] = {
@@ -171,12 +171,12 @@ def reduce_with_late_ranks(processes, folder):
         random_numbers = torch.Generator().manual_seed(processes.rank)
         for micro_batch in range(6):
             if micro_batch == 3:
-                optimizer._finish_reduction()
+                optimizer.finish_reduction()
             values = torch.randint(-8, 9, (len(modules),), generator=random_numbers)  # whose means are exact in bf16
             sum(
                 (parameter * value).sum() for module, value in zip(modules, values, strict=True) for parameter in module.parameters()
             ).backward()
-        optimizer._finish_reduction()
+        optimizer.finish_reduction()
         found.append([shard.gradient.tolist() for shard in optimizer.shards])
     return found
 
@@ -202,7 +202,7 @@ def embedding_gradients(processes, folder):
             # Whose sums are exact in bf16, to which a dense gradient is rounded.
             (module(ids) * torch.randint(-4, 5, (2, 8, 3), generator=random_numbers)).sum().backward()
             assert module.weight.grad is None
-        optimizer._finish_reduction()
+        optimizer.finish_reduction()
         found.append(optimizer.shards[0].gradient.tolist())
     return found
 

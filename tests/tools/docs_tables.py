@@ -1,4 +1,4 @@
-"""Write the generated tables of the documents, and docs/screens/typos.txt: `python3 -m tests.tools.docs_tables`. Standard library only.
+"""Write the generated tables of the documents: `python3 -m tests.tools.docs_tables`. Standard library only.
 
 A table stands between `<!-- made: NAME ARGUMENTS -->` and `<!-- end -->` and comes from the configs, the table of GPU kinds, `plan`, and
 the published results. tests/test_docs.py fails where a page differs from what this command writes. All other text is written by hand.
@@ -18,7 +18,6 @@ from common.text_tables import markdown
 from launch.plan.benchmark import load_all
 from launch.plan.command import all_table, kinds_table, target_line
 from launch.profilers import TOOLS
-from tests.tools import typos
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *(ROOT / "docs").rglob("*.md")})
 MADE = re.compile(r"(<!-- made: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -251,7 +250,6 @@ def rewritten(text: str) -> str:
 
 
 if __name__ == "__main__":
-    typos.PAGE.write_text(typos.page())
     for page in PAGES:
         text = page.read_text()
         if (new := rewritten(text)) != text:

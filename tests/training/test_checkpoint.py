@@ -191,7 +191,7 @@ def saved_fp8(run_dir):
 def test_the_middle_of_a_block_continues_in_fp8(processes, tmp_path, monkeypatch):
     write_data(tmp_path / "data", FP8_RULES)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
-    monkeypatch.setattr(Checkpoints, "_due", lambda self, when, evaluated: self.step == 5)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 5)
     whole, rest = sittings(tmp_path, "run", 1, FP8_RULES, **BF16_MOMENTS)
     assert_continues(whole, rest, 5)
 
@@ -315,7 +315,7 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(proces
 
     monkeypatch.setattr(checkpoint, "write_file", late)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
-    monkeypatch.setattr(Checkpoints, "_due", lambda self, when, evaluated: self.step == 1)
+    monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 1)
     ended = run(tmp_path / "run", tmp_path / "data", replace(TINY, target_loss=100.0), checkpoint="1", **SIZES)
     assert (ended.status, ended.error) == ("success", "storage" if full else "")
     assert json.loads((tmp_path / "run/ranks/rank_0.heartbeat").read_text())["phase"] == ("checkpoint" if full else "done")

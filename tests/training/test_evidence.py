@@ -62,7 +62,7 @@ def test_a_planted_failure_leaves_the_allocators_state_in_the_run(tmp_path, monk
     (tmp_path / "ranks").mkdir()
     ended: list[int] = []
     error = torch.OutOfMemoryError(FULL.format(asked="20.00 GiB", gaps="1.00 GiB"))
-    guard._end_badly(tmp_path, 3, error, lambda: None, lambda: 7)
+    guard.end_badly(tmp_path, 3, error, lambda: None, lambda: 7)
     record = json.loads((tmp_path / "ranks" / "rank_3.json").read_text())
     assert ended == [12] and record["kind"] == "out_of_memory" and record["step"] == 7 and "130.00 GiB" in record["why"]
     assert (tmp_path / "ranks" / "rank_3.memory.txt").read_text() == "| allocated 130 GiB |"
