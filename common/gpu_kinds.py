@@ -1,10 +1,20 @@
-"""The kinds of GPU that this package has configs for: memory, peaks, FP8 format. Standard library only."""
+"""The kinds of GPU that this package has configs for, one entry each. Standard library only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 GIB = 2**30
+
+# Keys of a system description, after `accelerator_`, in the order of GpuKind.description.
+DESCRIPTION_KEYS = (
+    *("model_name", "memory_capacity", "memory_configuration", "frequency"),
+    *("on-chip_memories", "interconnect", "interconnect_topology"),
+)
+_MESH = ("256 MB Infinity Cache", "AMD Infinity Fabric (XGMI)", "8 accelerators fully connected")
+_NVLINK_4 = ("50 MB L2", "NVLink 4", "8 accelerators through NVSwitch")
+_NVLINK_5 = ("", "NVLink 5", "8 accelerators through NVSwitch")
+_NVLINK_RACK = ("", "NVLink 5", "")  # 4 of a tray, 72 of a rack through NVSwitch
 
 
 @dataclass(frozen=True)
@@ -13,27 +23,75 @@ class GpuKind:
 
     name: str
     vendor: str  # "amd" or "nvidia"
-    arch: str  # gfx942, gfx950, sm_90, sm_100
-    compute_units: int  # CUs or SMs
+    arch: str  # gfx942, gfx950, sm_90, sm_100, sm_103
+    compute_units: int  # CUs or SMs; 0: not known, and not compared
     memory_bytes: int
     peak_bf16_tflops: float
     peak_fp8_tflops: float
+    efficiency: float = 0.0  # share of the dense peaks that a whole FP8 step reaches, for `plan`
+    description: tuple[str, ...] = ()  # what no driver tells, in the order of DESCRIPTION_KEYS
 
 
-# Compute units x clock x FLOP per clock and unit: MI300X = MI325X 304 x 2.1 GHz x 4096 (FP8), MI350X 256 x 2.2 x 8192,
+# Peaks: compute units x clock x FLOP per clock and unit: MI300X = MI325X 304 x 2.1 GHz x 4096 (FP8), MI350X 256 x 2.2 x 8192,
 # MI355X 256 x 2.4 x 8192, BF16 half of FP8 (AMD data sheets); MI308X: the MI300X's clock is assumed, as we found no data sheet. H100, H200 and
 # B200 SXM from NVIDIA's data sheets. Boost clocks: no card holds them under load, so MFU against them stays well below 1 on every vendor.
+# GB200, B300 and GB300: memory as their drivers report it; peaks as others quote NVIDIA's data sheets (B300: nvidia-cosmos/cosmos-framework#114).
+# Their SMs are not confirmed by a device query: 152, 148 and 152 are said.
+#
+# Efficiency, fits in tests/launch/plan/test_plan.py. AMD: fitted to the scores of AMD's MLPerf v5.1 submissions, that is, to the
+# speed of AMD's software; MI308X: the MI300X's, assumed. H200: fitted to our own FP8 runs of both benchmarks; H100, the same chip: assumed equal.
+# B200: fitted to the one FP8 8B of MLPerf v5.1 on 8 of them, the University of Florida's. GB200 and GB300: the B200's, scaled by NVIDIA's own FP8
+# rates of the 8B, 31,508 and 37,556 tokens/s/GPU against the B200's 30,624 (NVIDIA-NeMo/Megatron-Bridge, performance summaries); B300: the GB300's, assumed.
+#
+# Description, from data sheets. AMD: "Peak Engine Clock", "Infinity Cache", "Infinity Fabric Links"; NVIDIA: H100 and H200 SXM, and the Hopper
+# architecture white paper (L2 cache, NVLink 4). Empty: no source that we have read.
 KINDS = {
     kind.name: kind
     for kind in (
-        GpuKind("MI300X", "amd", "gfx942", 304, 192 * GIB, 1307.4, 2614.9),
-        GpuKind("MI308X", "amd", "gfx942", 80, 192 * GIB, 344.06, 688.13),
-        GpuKind("MI325X", "amd", "gfx942", 304, 256 * GIB, 1307.4, 2614.9),
-        GpuKind("MI350X", "amd", "gfx950", 256, 288 * GIB, 2306.9, 4613.7),
-        GpuKind("MI355X", "amd", "gfx950", 256, 288 * GIB, 2516.6, 5033.2),
-        GpuKind("H100", "nvidia", "sm_90", 132, 80 * GIB, 989.4, 1978.9),
-        GpuKind("H200", "nvidia", "sm_90", 132, 141 * GIB, 989.4, 1978.9),
-        GpuKind("B200", "nvidia", "sm_100", 148, 180 * GIB, 2250.0, 4500.0),
+        GpuKind(
+            *("MI300X", "amd", "gfx942", 304, 192 * GIB, 1307.4, 2614.9, 0.326),
+            ("AMD Instinct MI300X", "192 GB", "HBM3", "2100 MHz", *_MESH),
+        ),
+        GpuKind(
+            *("MI308X", "amd", "gfx942", 80, 192 * GIB, 344.06, 688.13, 0.326),
+            ("AMD Instinct MI308X", "192 GB", "HBM3", "", *_MESH),
+        ),
+        GpuKind(
+            *("MI325X", "amd", "gfx942", 304, 256 * GIB, 1307.4, 2614.9, 0.393),
+            ("AMD Instinct MI325X", "256 GB", "HBM3e", "2100 MHz", *_MESH),
+        ),
+        GpuKind(
+            *("MI350X", "amd", "gfx950", 256, 288 * GIB, 2306.9, 4613.7, 0.376),
+            ("AMD Instinct MI350X", "288 GB", "HBM3e", "2200 MHz", *_MESH),
+        ),
+        GpuKind(
+            *("MI355X", "amd", "gfx950", 256, 288 * GIB, 2516.6, 5033.2, 0.420),
+            ("AMD Instinct MI355X", "288 GB", "HBM3e", "2400 MHz", *_MESH),
+        ),
+        GpuKind(
+            *("H100", "nvidia", "sm_90", 132, 80 * GIB, 989.4, 1978.9, 0.524),
+            ("NVIDIA H100 SXM", "80 GB", "HBM3", "1980 MHz", *_NVLINK_4),
+        ),
+        GpuKind(
+            *("H200", "nvidia", "sm_90", 132, 141 * GIB, 989.4, 1978.9, 0.524),
+            ("NVIDIA H200 SXM", "141 GB", "HBM3e", "1980 MHz", *_NVLINK_4),
+        ),
+        GpuKind(
+            *("B200", "nvidia", "sm_100", 148, 180 * GIB, 2250.0, 4500.0, 0.422),
+            ("NVIDIA B200 SXM", "180 GB", "HBM3e", "", *_NVLINK_5),
+        ),
+        GpuKind(
+            *("GB200", "nvidia", "sm_100", 0, 185 * GIB, 2500.0, 5000.0, 0.391),
+            ("NVIDIA GB200", "185 GB", "HBM3e", "", *_NVLINK_RACK),
+        ),
+        GpuKind(
+            *("B300", "nvidia", "sm_103", 0, 268 * GIB, 2250.0, 4500.0, 0.466),
+            ("NVIDIA B300 SXM", "268 GB", "HBM3e", "", *_NVLINK_5),
+        ),
+        GpuKind(
+            *("GB300", "nvidia", "sm_103", 0, 277 * GIB, 2500.0, 5000.0, 0.466),
+            ("NVIDIA GB300", "277 GB", "HBM3e", "", *_NVLINK_RACK),
+        ),
     )
 }
 

@@ -84,6 +84,12 @@ def identify(found: Probe, override: str = "", any_kind: bool = False) -> GpuKin
     return min(kinds, key=lambda kind: kind.memory_bytes)
 
 
+def require_known(kind: GpuKind | None, found: Probe) -> None:
+    """Raise PreflightError for a GPU that KINDS lacks."""
+    if kind is not None and kind.name not in KINDS:
+        raise _unknown(found, "")
+
+
 def _kind_of(device: Device, found: Probe, override: str, any_kind: bool) -> GpuKind:
     kind = KINDS.get(override or _named_kind(device.name))
     if kind is not None and device.arch.startswith(kind.arch):
@@ -103,7 +109,7 @@ def _named_kind(name: str) -> str:
 
 
 def _refuse_less_than_whole(device: Device, kind: GpuKind) -> None:
-    if device.compute_units not in (0, kind.compute_units):
+    if device.compute_units != kind.compute_units and device.compute_units and kind.compute_units:
         raise _partitioned(f"{device.compute_units} of the {kind.compute_units} compute units of an {kind.name}")
     if device.memory_bytes < WHOLE_CARD * kind.memory_bytes:
         raise _partitioned(f"{device.memory_bytes / GIB:.0f} of the {kind.memory_bytes / GIB:.0f} GiB of an {kind.name}")

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from common.errors import PreflightError
-from common.gpu_kinds import GIB
+from common.gpu_kinds import DESCRIPTION_KEYS, GIB
 from common.gpu_stats import read_text
 from common.hardware import Probe, identify
 from common.packages import version_of
@@ -23,27 +23,9 @@ from common.packages import version_of
 SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own sectors are
 NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")
 DISKS = {"nvme": "NVMe SSD", "vd": "virtual disk", "xvd": "virtual disk"}
+# (implementer, part) of /proc/cpuinfo on Arm, as lscpu names them (util-linux, sys-utils/lscpu-arm.c). Grace has Neoverse V2 cores.
+ARM_PARTS = {("0x41", "0xd0c"): "Arm Neoverse N1", ("0x41", "0xd40"): "Arm Neoverse V1", ("0x41", "0xd4f"): "Arm Neoverse V2"}
 PACKAGES = {"triton": "Triton", "amd-aiter": "AITER", "flash-attn-4": "FlashAttention-4"}
-
-# What a system description says about one kind of GPU and no driver tells: these keys, after `accelerator_`.
-# AMD: data sheets of MI300X, MI325X, MI350X and MI355X ("Peak Engine Clock", "Infinity Cache", "Infinity Fabric Links");
-# NVIDIA: data sheets of H100 and H200 SXM, and the Hopper architecture white paper (L2 cache, NVLink 4).
-GPU_KEYS = (
-    *("model_name", "memory_capacity", "memory_configuration", "frequency"),
-    *("on-chip_memories", "interconnect", "interconnect_topology"),
-)
-_MESH = ("256 MB Infinity Cache", "AMD Infinity Fabric (XGMI)", "8 accelerators fully connected")
-_NVLINK = ("50 MB L2", "NVLink 4", "8 accelerators through NVSwitch")
-GPU_TEXTS = {
-    "MI300X": ("AMD Instinct MI300X", "192 GB", "HBM3", "2100 MHz", *_MESH),
-    "MI308X": ("AMD Instinct MI308X", "192 GB", "HBM3", "", *_MESH),  # the clock: no data sheet that we found
-    "MI325X": ("AMD Instinct MI325X", "256 GB", "HBM3e", "2100 MHz", *_MESH),
-    "MI350X": ("AMD Instinct MI350X", "288 GB", "HBM3e", "2200 MHz", *_MESH),
-    "MI355X": ("AMD Instinct MI355X", "288 GB", "HBM3e", "2400 MHz", *_MESH),
-    "H100": ("NVIDIA H100 SXM", "80 GB", "HBM3", "1980 MHz", *_NVLINK),
-    "H200": ("NVIDIA H200 SXM", "141 GB", "HBM3e", "1980 MHz", *_NVLINK),
-    "B200": ("NVIDIA B200 SXM", "180 GB", "HBM3e", "", "", "NVLink 5", "8 accelerators through NVSwitch"),
-}
 
 
 def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
@@ -52,17 +34,28 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
     `found`: the GPUs (common.hardware.probe); `gpu_kind`: the variable GPU_KIND, for GPUs that do not name themselves.
     """
     cpuinfo = read_text(root / "proc/cpuinfo")
-    host = processors(cpuinfo) | memory(root) | storage(root) | network(root) | product(root, cpuinfo)
+    host = processors(root, cpuinfo) | memory(root) | storage(root) | network(root) | product(root, cpuinfo)
     fixed = {"number_of_nodes": "1", "host_networking_topology": "N/A (single node)", "system_type": "datacenter"}
     known = host | accelerators(found, gpu_kind) | software(root, found) | fixed
     return {key: text for key, text in known.items() if text}
 
 
-def processors(cpuinfo: str) -> dict[str, str]:
+def processors(root: Path, cpuinfo: str) -> dict[str, str]:
+    """Name, sockets and cores of the CPUs: from cpuinfo on x86; Arm's has a part number only, and the kernel's topology has the rest."""
     blocks = [block for block in map(_key_values, cpuinfo.split("\n\n")) if "processor" in block]
     if not blocks:
         return {}
     first = blocks[0]
+    if part := first.get("CPU part"):
+        folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology")
+        cores = {(read_text(folder / "physical_package_id"), read_text(folder / "core_id")) for folder in folders}
+        sockets = len({socket for socket, _ in cores})
+        return {
+            "host_processor_model_name": ARM_PARTS.get((first.get("CPU implementer", ""), part), ""),
+            "host_processors_per_node": str(sockets or ""),
+            "host_processor_core_count": str(len(cores) // sockets) if sockets else "",
+            "host_processor_vcpu_count": str(len(blocks)),
+        }
     return {
         "host_processor_model_name": " ".join(first.get("model name", "").split()),
         "host_processors_per_node": str(len({block.get("physical id", "0") for block in blocks})),
@@ -111,7 +104,7 @@ def network(root: Path) -> dict[str, str]:
 
 
 def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
-    """Counts and names from the driver; the rest from GPU_TEXTS where the kind is known."""
+    """Counts and names from the driver; the rest from common/gpu_kinds.py where the kind is known."""
     count, kind = len(found.devices), None
     if not count:
         return {}
@@ -121,7 +114,7 @@ def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
         names = sorted({device.name for device in found.devices if device.name})
         facts = {"model_name": ", ".join(names), "memory_capacity": f"{found.devices[0].memory_bytes / GIB:.0f} GB"}
     else:
-        facts = dict(zip(GPU_KEYS, GPU_TEXTS[kind.name], strict=True)) | {"host_interconnect": "PCIe Gen5 x16"}
+        facts = dict(zip(DESCRIPTION_KEYS, kind.description, strict=True)) | {"host_interconnect": "PCIe Gen5 x16"}
         facts["interconnect"] = facts["interconnect"] if count > 1 else "N/A (one accelerator)"
         facts["interconnect_topology"] = facts["interconnect_topology"] if count == 8 else ""
     return {"accelerators_per_node": str(count)} | {f"accelerator_{key}": value for key, value in facts.items()}

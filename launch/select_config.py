@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import known_issues
-from common.config import RunConfig
+from common.config import RunConfig, load
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, GpuKind
-from common.hardware import Probe, config_name, identify
-from launch.plan.benchmark import rules_of
+from common.hardware import Probe, config_name, identify, require_known
+from launch.plan.benchmark import config_class, rules_of
 from launch.plan.derive_config import load_or_derive
 
 
@@ -48,7 +48,8 @@ def select_config(
 ) -> Selection:
     """Read, or derive, the config that fits the machine. `options` has config, set and device from the command line, and perhaps layers.
 
-    `any_kind`: a measurement, for which GPUs that common/gpu_kinds.py lacks may be used, and versions that are known to compute wrongly. Raises
+    `any_kind`: a measurement, for which GPUs that common/gpu_kinds.py lacks may be used, and versions that are known to compute wrongly. The
+    miniature takes any GPU, too. Raises
     ConfigError if config and machine do not fit, PreflightError if the GPU or these versions cannot be used, OutOfMemory if no config can be
     derived that fits its memory.
     """
@@ -56,8 +57,10 @@ def select_config(
     if device == "cuda" and not found.devices:
         why = "no driver answers, or *_VISIBLE_DEVICES hides all"
         raise PreflightError("--device cuda, but no GPU is visible", why, "use --device cpu")
-    kind = identify(found, environment.get("GPU_KIND", ""), any_kind) if device == "cuda" else None
+    kind = identify(found, environment.get("GPU_KIND", ""), any_kind=True) if device == "cuda" else None
     path, reason = config_file(root, benchmark, options, environment, kind, len(found.devices))
+    if not any_kind and not _is_miniature(benchmark, path):
+        require_known(kind, found)
     layers = getattr(options, "layers", None) or 0
     config, derived = load_or_derive(root, benchmark, path, kind, dict(key_value(text) for text in options.set), layers)
     require_by_rules(benchmark, config, whole_run=not any_kind)
@@ -81,6 +84,11 @@ def select_config(
     suffix = "+derived" if derived else "+forced" if config.gpu != _kind_name(kind) else ""
     name = f"{path.stem}{suffix}{'+modified' if modified else ''}.toml"
     return Selection(config, path, name, reason, device, describe(found, kind), tuple(notes), derived)
+
+
+def _is_miniature(benchmark: str, path: Path) -> bool:
+    """Whether `path` is a config of the miniature, which runs on any GPU: nothing in it depends on a peak or on memory."""
+    return path.is_file() and load(path, config_class(benchmark)).miniature
 
 
 def config_file(

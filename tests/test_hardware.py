@@ -34,6 +34,9 @@ WHOLE = [
     ("H100", nvidia(8, "NVIDIA H100 80GB HBM3", 81559)),
     ("H200", nvidia(4, "NVIDIA H200", 143771)),
     ("B200", nvidia(8, "NVIDIA B200", 183359, "sm_100")),
+    ("GB200", nvidia(4, "NVIDIA GB200", 189471, "sm_100")),
+    ("B300", nvidia(8, "NVIDIA B300 SXM6 AC", 275040, "sm_103")),
+    ("GB300", nvidia(4, "NVIDIA GB300", 284208, "sm_103")),
 ]
 
 REFUSED = [
@@ -46,8 +49,7 @@ REFUSED = [
     ("Radeon RX 7900", amd(1, "AMD Radeon RX 7900 XTX", "gfx1100", 24, 96)),
     ("NVIDIA H20,", nvidia(8, "NVIDIA H20", 97871)),
     ("GH200", nvidia(1, "NVIDIA GH200 480GB", 97871)),
-    ("GB200", nvidia(4, "NVIDIA GB200", 189471, "sm_100")),
-    ("B300", nvidia(8, "NVIDIA B300 SXM6 AC", 275040, "sm_103")),
+    ("NVIDIA Thor", nvidia(1, "NVIDIA Thor", 125772, "sm_110")),
     ("H100 PCIe", nvidia(2, "NVIDIA H100 PCIe", 81559)),
     ("H200 NVL", nvidia(2, "NVIDIA H200 NVL", 143771)),
     ("A100", nvidia(8, "NVIDIA A100-SXM4-80GB", 81920, "sm_80")),

@@ -85,8 +85,8 @@ def _start(benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int
     whole = next((size for size in sizes if eval_samples % (size * gpus) == 0), 1)  # of no padding
     changes = {"gpu": f'"{kind.name}"', "gpus_per_node": str(gpus), "micro_batch_size": "1", "eval_micro_batch_size": str(whole)}
     changes |= NO_LAYERS
-    if gpus == 1 or kind.name not in KINDS:
-        changes["reduce_scatter"] = "nccl"  # copy engines need another GPU, and memory that it can reach
+    if gpus == 1 or kind.vendor != KINDS[file.gpu].vendor:
+        changes["reduce_scatter"] = "nccl"  # copy engines need another GPU, and were run on NVIDIA only
     if not kind.arch.startswith(WITH_FP8):
         changes |= WITHOUT_FP8
     keys = {field.name for field in fields(file)}

@@ -244,19 +244,6 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
     return next((n for n in counts if fits(memory_peak(replace(config, **{key: n}), work), kind)), None)  # type: ignore[arg-type]
 
 
-# Share of the dense peaks that a whole FP8 step reaches. AMD: fitted to the scores of AMD's MLPerf v5.1 submissions, that is, to the
-# speed of AMD's software; MI308X: the MI300X's, assumed. H200: fitted to our own FP8 runs of both benchmarks; H100, the same chip: assumed equal.
-# B200: fitted to the one FP8 8B of MLPerf v5.1 on 8 of them, the University of Florida's. The fits are in tests/launch/plan/test_plan.py.
-EFFICIENCY = {
-    "MI300X": 0.326,
-    "MI308X": 0.326,
-    "MI325X": 0.393,
-    "MI350X": 0.376,
-    "MI355X": 0.420,
-    "H100": 0.524,
-    "H200": 0.524,
-    "B200": 0.422,
-}
 # Time of a bf16 step over that of the same step in FP8: 15,829 against 11,223 tok/s/GPU, the 8B on 2 H200s. Assumed everywhere.
 BF16_OVER_FP8 = 1.41
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: flash attention computes the scores again (arXiv:2205.14135); MFU counts 2
@@ -291,7 +278,7 @@ def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool,
 
 def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | None) -> Estimate:
     """`samples`: training sequences to the target, the RCP's mean. Communication is taken as hidden behind computation."""
-    slowdown = (1 if config.fp8 else BF16_OVER_FP8) / EFFICIENCY[kind.name]
+    slowdown = (1 if config.fp8 else BF16_OVER_FP8) / kind.efficiency
     recomputed = _recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
     step_s = step_tokens * slowdown * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -93,9 +94,9 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
         found = Probe("none") if options.device == "cpu" else probe(environment)
         if options.device == "cuda" and not found.devices:
             raise PreflightError("no GPU is visible", do="check the driver and *_VISIBLE_DEVICES")
-        kind = identify(found, environment.get("GPU_KIND", ""))
+        kind = identify(found, environment.get("GPU_KIND", ""), any_kind=True)
     except PreflightError as error:
-        return [CheckRow("GPU kind", "refuse", error.what, "whole cards of one known kind", error.do)], []
+        return [CheckRow("GPU kind", "refuse", error.what, "whole cards of one kind", error.do)], []
     request = requested_run(options, environment, kind, len(found.devices))
     rows, fits = [request.row], True
     if request.device == "cuda":
@@ -126,7 +127,7 @@ def requested_run(options: argparse.Namespace, environment: Mapping[str, str], k
         return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
     try:
         path, _ = config_file(ROOT, options.benchmark, options, environment, kind, visible)
-        config, derived = load_or_derive(ROOT, options.benchmark, path)
+        config, derived = load_or_derive(ROOT, options.benchmark, path, kind)
     except (ConfigError, OutOfMemory) as error:
         if environment.get("DGXSYSTEM") or options.config or path.is_file():
             raise
@@ -175,7 +176,7 @@ def measured(
     if kind is None:
         rows.append(skipped("health of the GPUs", "the run would be on the CPU"))
     elif len(seen) == request.count:
-        rows += [gpus.judge_torch(seen, kind), gpus.judge_memory_in_use(seen)]
+        rows += [gpus.judge_torch(seen, kind), gpus.judge_memory_in_use(seen, found.vendor == "nvidia" and platform.machine() == "aarch64")]
         rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, during)]
     if rows[0].verdict == "ok":
         rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from common import known_issues
-from common.gpu_kinds import GIB, GpuKind
+from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.gpu_stats import FAULTS
 from common.hardware import WHOLE_CARD
 from launch.preflight.check_row import CheckRow, Limits, graded, skipped, worst
@@ -19,8 +19,11 @@ BUSY_PERCENT = (1, 10)  # warn and refuse; an idle card says 0
 
 def judge_presence(kind: GpuKind | None, visible: int, kind_name: str, count: int) -> list[CheckRow]:
     name, do = kind.name if kind else "none", "drop --config or DGXSYSTEM, or use one for this GPU"
+    is_unknown = kind is not None and kind.name not in KINDS
+    if is_unknown and name == kind_name:
+        do = "bench and throughput measure it; a run needs an entry for it in common/gpu_kinds.py (CONTRIBUTING.md)"
     return [
-        graded("GPU kind", name, kind_name, do, refuse=name != kind_name),
+        graded("GPU kind", name, kind_name, do, refuse=name != kind_name, warn=is_unknown),
         graded("GPU count", f"{visible} visible", str(count), "show more GPUs, or use a config for fewer", refuse=visible < count),
     ]
 
@@ -40,11 +43,12 @@ def _per_gpu(check: str, expected: str, do: str, ranks: Sequence[Measured], find
 
 def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
     """Is it the same GPU to torch? A container's partitions, or a wrong build of torch, show here and not in the driver."""
-    expected = f"{kind.name}, {kind.compute_units} compute units, {kind.memory_bytes / GIB:.0f} GiB"
+    units = f"{kind.compute_units} compute units, " if kind.compute_units else ""
+    expected = f"{kind.name}, {units}{kind.memory_bytes / GIB:.0f} GiB"
     do = "use a torch built for this GPU, and the same *_VISIBLE_DEVICES everywhere"
     findings: list[Finding] = []
     for rank in ranks:
-        is_same = rank.arch.startswith(kind.arch) and rank.compute_units == kind.compute_units
+        is_same = rank.arch.startswith(kind.arch) and kind.compute_units in (0, rank.compute_units)
         is_whole = rank.memory_bytes >= WHOLE_CARD * kind.memory_bytes
         text = f"{rank.name}, {rank.arch}, {rank.compute_units} compute units, {rank.memory_bytes / GIB:.0f} GiB"
         findings.append(("ok" if is_same and is_whole else "refuse", text))
@@ -55,10 +59,14 @@ def _of(ranks: Sequence[Measured], stats: Stats, name: str) -> list:
     return [stats[rank.rank].get(name) if stats else None for rank in ranks]
 
 
-def judge_memory_in_use(ranks: Sequence[Measured]) -> CheckRow:
+def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> CheckRow:
+    """Is the memory free? On a Grace CPU the host's page cache may lie in it, which the kernel gives back: there it only warns."""
     used_gib = [rank.used_bytes / GIB for rank in ranks]
-    findings: list[Finding] = [("refuse" if gib >= USED_GIB else "ok", f"{gib:.1f} GiB") for gib in used_gib]
+    verdict = "warn" if is_grace else "refuse"
+    findings: list[Finding] = [(verdict if gib >= USED_GIB else "ok", f"{gib:.1f} GiB") for gib in used_gib]
     good, do = f"at most {max(used_gib):.1f} GiB, including our own context", "end the processes on these GPUs (nvidia-smi, rocm-smi)"
+    if is_grace:
+        do += "; if there are none, it is page cache: drop it, or load the driver in CDMM mode (driver 580)"
     return _per_gpu("GPU memory in use", f"< {USED_GIB} GiB", do, ranks, findings, good)
 
 

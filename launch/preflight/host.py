@@ -45,14 +45,30 @@ def read(root: Path = Path("/")) -> Host:
 
 
 def available_memory(root: Path) -> int:
-    """MemAvailable, or what the control group has left if that is less; its page cache counts as available."""
-    machine = key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
+    """MemAvailable, or what the control group has left if that is less; its page cache counts as available.
+
+    Where memory of GPUs is a NUMA node of its own (Grace), MemAvailable would count it.
+    """
+    machine = _available_beside_cpus(root) or key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
     group = root / "sys/fs/cgroup"
     limit, used = read_text(group / "memory.max"), read_text(group / "memory.current")
     if not limit.isdigit() or not used.isdigit():
         return machine
     kept = int(used) - key_values(group / "memory.stat").get("inactive_file", 0)
     return min(machine, max(int(limit) - kept, 0))
+
+
+def _available_beside_cpus(root: Path) -> int:
+    """Free memory and page cache of the NUMA nodes that have CPUs; 0 where every node has some."""
+    nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
+    with_cpus = [node for node in nodes if read_text(node / "cpulist")]
+    if len(with_cpus) == len(nodes):
+        return 0
+    total = 0
+    for node in with_cpus:  # lines such as `Node 0 MemFree:  1234 kB`
+        sizes = {words[2]: int(words[3]) for line in read_text(node / "meminfo").splitlines() if len(words := line.split()) >= 4}
+        total += sum(sizes.get(name, 0) for name in ("MemFree:", "Active(file):", "Inactive(file):"))
+    return total * 1024
 
 
 def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0) -> list[CheckRow]:

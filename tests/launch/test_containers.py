@@ -85,7 +85,18 @@ def install_steps(text: str) -> list[str]:
 def test_the_image_is_built_by_the_steps_that_ci_runs():
     ci = (ROOT / ".ci/run").read_text()
     assert "./run_and_time.sh" in ci and not install_steps((ROOT / "run_and_time.sh").read_text())
-    assert install_steps("\n".join(instructions())) == [f"launch.environment {cli.ALL}"]
+    steps = install_steps("\n".join(instructions()))
+    assert steps[0] == f"launch.environment {cli.ALL}" and {step.split()[0] for step in steps[1:]} <= {"apt-get"}
+
+
+def test_a_base_without_torch_gets_the_locked_one_only_where_it_is_asked_for():
+    """Otherwise a base that lost ROCm's torch would get one for CUDA."""
+    (step,) = [line for line in instructions() if line.startswith("RUN")]
+    asked, _, otherwise = step.partition(" fi;")
+    assert 'if [ "$TORCH" = cuda ]' in asked and "launch.setup --for cuda" in asked and "launch.setup" not in otherwise
+    assert "ARG TORCH=base" in instructions()
+    base = re.search(r"^# CUDA_13_BASE=nvidia/cuda:13\.\S+-devel-\S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert base, "a devel image: Triton needs a C compiler"
 
 
 def test_the_image_has_a_pinned_base_an_ordinary_user_and_nothing_foreign():

@@ -106,24 +106,31 @@ def test_what_cannot_share_the_batch_is_told_what_can(count):
 
 # GPUs that common/gpu_kinds.py lacks.
 A100 = Probe("nvidia", (Device("NVIDIA A100-SXM4-80GB", "sm_80", 81920 * 2**20),) * 8)
-B300 = Probe("nvidia", (Device("NVIDIA B300 SXM6 AC", "sm_103", 275040 * 2**20),) * 2)
+Z300 = Probe("nvidia", (Device("NVIDIA Z300", "sm_107", 200 * GIB),) * 2)
 L40S = Probe("nvidia", (Device("NVIDIA L40S", "sm_89", 46068 * 2**20),))
 MI300A = Probe("amd", (Device("AMD Instinct MI300A", "gfx942", 128 * GIB, 228),) * 8)
 
 
-@pytest.mark.parametrize("found", [A100, B300, MI300A])
+@pytest.mark.parametrize("found", [A100, Z300, MI300A])
 def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(found):
     with pytest.raises(PreflightError, match="no peak is known"):
         select(found)
     chosen = select(found, any_kind=True)
-    assert chosen.config.gpu not in KINDS and chosen.config.gpu in chosen.derived and chosen.config.reduce_scatter == "nccl"
+    assert chosen.config.gpu not in KINDS and chosen.config.gpu in chosen.derived
+    assert chosen.config.reduce_scatter == ("copy_engine" if found is Z300 else "nccl"), "as in the nearest file of the same maker"
     assert CONFIG_NAME.fullmatch(chosen.log_name) and chosen.found.startswith(f"{len(found.devices)} x ")
 
 
 def test_an_unknown_gpu_takes_the_file_of_its_maker_with_the_nearest_memory():
     assert "from MI300X_1x8.toml" in select(MI300A, any_kind=True).derived
-    assert "from B200_1x8.toml" in select(B300, any_kind=True).derived
-    assert select(B300, any_kind=True).config.fp8 == "torch" and select(B300, any_kind=True).config.recompute_layers == 0
+    assert "from GB200_1x4.toml" in select(Z300, any_kind=True).derived
+    assert select(Z300, any_kind=True).config.fp8 == "torch" and select(Z300, any_kind=True).config.recompute_layers == 0
+
+
+@pytest.mark.parametrize("found", [A100, Z300, MI300A])
+def test_the_miniature_runs_on_any_gpu(found):
+    chosen = select(found, config=str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), device="cuda")
+    assert chosen.device == "cuda" and chosen.config.miniature
 
 
 def test_a_gpu_without_fp8_computes_in_bf16():

@@ -91,6 +91,18 @@ def test_a_small_virtual_machine(tmp_path):
     assert "accelerator_model_name" not in told and "system_name" not in told and "operating_system" not in told
 
 
+def test_the_cpus_of_a_grace_system(tmp_path):
+    """Its cpuinfo has no names; sockets and cores come from the topology."""
+    block = "processor\t: {}\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
+    files = {"proc/cpuinfo": "\n".join(block.format(number) for number in range(144))}
+    for number in range(144):
+        folder = f"sys/devices/system/cpu/cpu{number}/topology"
+        files |= {f"{folder}/physical_package_id": str(number // 72), f"{folder}/core_id": str(number % 72)}
+    told = inventory.facts(write(tmp_path, files), Probe("none"))
+    assert told["host_processor_model_name"] == "Arm Neoverse V2"
+    assert [told[f"host_processor{part}"] for part in ("s_per_node", "_core_count", "_vcpu_count")] == ["2", "72", "144"]
+
+
 def test_a_machine_that_tells_nothing_is_no_crash(tmp_path):
     told = inventory.facts(tmp_path, Probe("none"))
     assert told["number_of_nodes"] == "1" and "host_processor_model_name" not in told
@@ -112,9 +124,11 @@ def test_an_unknown_accelerator_keeps_its_own_name_and_nothing_is_guessed():
 
 
 def test_there_is_a_text_for_every_kind_of_gpu():
-    from common.gpu_kinds import KINDS
+    from common.gpu_kinds import DESCRIPTION_KEYS, KINDS
 
-    assert set(inventory.GPU_TEXTS) == set(KINDS)
+    for name, kind in KINDS.items():
+        described = dict(zip(DESCRIPTION_KEYS, kind.description, strict=True))
+        assert name in described["model_name"] and described["interconnect"] and "HBM" in described["memory_configuration"]
 
 
 def run(path, found, answers=None):

@@ -90,7 +90,7 @@ def card_table(gpu: str) -> str:
     head = ["architecture", "memory, GiB", units, "dense peak, TFLOP/s", "FP8 format"]
     peaks = f"{kind.peak_bf16_tflops:,.1f} bf16, {kind.peak_fp8_tflops:,.1f} FP8"
     family = {"ocp": "OCP", "fnuz": "fnuz"}[fp8_family(kind.arch)]
-    return markdown(head, [[kind.arch, f"{kind.memory_bytes / GIB:.0f}", str(kind.compute_units), peaks, family]])
+    return markdown(head, [[kind.arch, f"{kind.memory_bytes / GIB:.0f}", str(kind.compute_units or "not confirmed"), peaks, family]])
 
 
 def configs_table(gpu: str) -> str:

@@ -236,9 +236,9 @@ def test_what_is_missing_is_said(line, words, monkeypatch):
 
 def test_without_gpu_it_is_that_of_this_machine_known_or_not(capsys, monkeypatch):
     monkeypatch.delenv("GPU_KIND", raising=False)
-    monkeypatch.setattr(any_model, "probe", lambda: Probe("nvidia", (Device("NVIDIA B300", "sm_103", 180 * GIB),)))
+    monkeypatch.setattr(any_model, "probe", lambda: Probe("nvidia", (Device("NVIDIA Z300", "sm_107", 180 * GIB),)))
     code, text = planned(capsys, "--model llama3.1-8b --gpus 8")
-    assert code == 0 and "8 x NVIDIA_B300 of 180 GiB" in text
+    assert code == 0 and "8 x NVIDIA_Z300 of 180 GiB" in text
 
 
 @pytest.mark.parametrize("line", ["--batch 0", "--gpus -1", "--seq x", "--mfu --seconds nan", "--peak -1"])

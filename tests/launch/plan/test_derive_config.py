@@ -11,7 +11,7 @@ from common.paths import ROOT
 from launch.plan import command
 from launch.plan import estimate as plan
 from launch.plan.benchmark import config_class, workload
-from launch.plan.derive_config import HEADROOM, load_or_derive
+from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file
 
 PRETRAINING, LORA = "llama31_8b", "llama2_70b_lora"
 CONVERGENCE = (
@@ -47,7 +47,7 @@ def test_every_kind_in_every_number_fits_or_is_refused_for_its_memory(benchmark,
     assert bool(text) != (ROOT / "configs" / benchmark / f"{name}.toml").is_file()
     assert plan.fits(*peak(benchmark, config, KINDS[kind]))
     assert (config.gpu, config.nodes, config.gpus_per_node) == (kind, 1, gpus)
-    nearest = configs.load(ROOT / "configs" / benchmark / f"{kind}_1x8.toml", config_class(benchmark))
+    nearest = configs.load(nearest_file(ROOT, benchmark, KINDS[kind], 8), config_class(benchmark))
     assert [key for key in CONVERGENCE if getattr(config, key, 0) != getattr(nearest, key, 0)] == []
     eval_samples = workload(benchmark, config).eval_samples
     assert config.eval_micro_batch_size == 1 or eval_samples % (gpus * config.eval_micro_batch_size) == 0
@@ -91,7 +91,10 @@ def test_one_gpu_reduces_nothing_by_copy_engines(tmp_path):
     config, _ = load_or_derive(tmp_path, PRETRAINING, folder / "H200_1x2.toml", None, {"reduce_scatter": "nccl"})
     assert config.reduce_scatter == "nccl", "the command line wins"
     machine = GpuKind("X", "nvidia", "sm_100", 148, 180 * GIB, 0.0, 0.0)
-    assert load_or_derive(tmp_path, PRETRAINING, folder / "X_1x1.toml", machine)[0].reduce_scatter == "nccl"
+    chosen = {gpus: load_or_derive(tmp_path, PRETRAINING, folder / f"X_1x{gpus}.toml", machine)[0].reduce_scatter for gpus in (1, 2)}
+    assert chosen == {1: "nccl", 2: "copy_engine"}, "another GPU of the same maker"
+    other = GpuKind("Y", "amd", "gfx950", 256, 288 * GIB, 0.0, 0.0)
+    assert load_or_derive(tmp_path, PRETRAINING, folder / "Y_1x2.toml", other)[0].reduce_scatter == "nccl"
 
 
 def test_what_does_not_fit_is_told_the_number_of_gpus_that_does():
@@ -114,8 +117,8 @@ def test_plan_shows_a_derived_config_and_an_unknown_gpu_without_its_speed(capsys
     assert command.main(ROOT, LORA, []) == 0
     assert "derived for 2 x MI325X from MI325X_1x8.toml: micro_batch_size 1" in capsys.readouterr().out
     monkeypatch.delenv("DGXSYSTEM")
-    card = Device("NVIDIA B300", "sm_103", 180 * GIB)
+    card = Device("NVIDIA Z300", "sm_107", 180 * GIB)
     monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 2))
     assert command.main(ROOT, PRETRAINING, []) == 0
     said = capsys.readouterr().out
-    assert "derived for 2 x NVIDIA_B300" in said and f"{180 * plan.USABLE_SHARE:.1f} usable on NVIDIA_B300" in said
+    assert "derived for 2 x NVIDIA_Z300" in said and f"{180 * plan.USABLE_SHARE:.1f} usable on NVIDIA_Z300" in said

@@ -112,7 +112,7 @@ def as_published(result):
     Per step and GPU: bf16 gradients and FP8 weights of the 8B; LoRA's adapter gradients in fp32, reduced to all.
     """
     config, work = shipped(result.benchmark, f"{result.gpu}_1x8", global_batch_size=result.batch)
-    kind, shape, efficiency = KINDS[result.gpu], work.shape, plan.EFFICIENCY[result.gpu]
+    kind, shape, efficiency = KINDS[result.gpu], work.shape, KINDS[result.gpu].efficiency
     recomputed = RECOMPUTED.get((result.benchmark, result.gpu), 0.0)
     tables = 2 * shape.vocab_size * shape.hidden_size
     traffic = 2 * 4 * shape.lora_parameters(work.lora_rank) if work.lora_rank else 3 * shape.num_parameters + tables
@@ -146,9 +146,16 @@ def test_the_efficiency_of_a_b200_is_fitted_to_the_one_fp8_result():
 
 
 def test_every_kind_has_an_efficiency():
-    assert set(plan.EFFICIENCY) == set(KINDS)
-    for assumed, measured in (("H100", "H200"), ("MI308X", "MI300X")):
-        assert plan.EFFICIENCY[assumed] == plan.EFFICIENCY[measured], f"no run on an {assumed}"
+    assert all(0.3 < kind.efficiency < 0.6 for kind in KINDS.values())
+    for assumed, measured in (("H100", "H200"), ("MI308X", "MI300X"), ("B300", "GB300")):
+        assert KINDS[assumed].efficiency == KINDS[measured].efficiency, f"no run on an {assumed}"
+
+
+@pytest.mark.parametrize(("name", "rate"), [("GB200", 31_508), ("GB300", 37_556)])
+def test_the_efficiency_of_grace_systems_is_that_of_a_b200_scaled_by_the_rates_of_nvidia(name, rate):
+    base, kind = KINDS["B200"], KINDS[name]
+    share_of_peak = (rate / kind.peak_fp8_tflops) / (30_624 / base.peak_fp8_tflops)
+    assert kind.efficiency == pytest.approx(base.efficiency * share_of_peak, rel=0.003)
 
 
 # --- memory by hand ---------------------------------------------------------------------------------------------------

@@ -109,6 +109,24 @@ def test_memory_in_use_names_the_gpu():
     assert row.verdict == "refuse" and row.value == "GPU 7 (aaaa-7, 0000:07:00.0): 5.0 GiB"
 
 
+def test_memory_that_page_cache_may_hold_only_warns():
+    row = gpus.judge_memory_in_use(ranks(4, used_bytes=20 * GIB), is_grace=True)
+    assert row.verdict == "warn" and "20.0 GiB" in row.value and "page cache" in row.do
+
+
+def test_compute_units_that_nobody_confirmed_are_not_compared():
+    changed = {"arch": "sm_103", "memory_bytes": 260 * GIB, "compute_units": 148}
+    assert gpus.judge_torch([rank(**changed)], KINDS["B300"]).verdict == "ok"
+
+
+def test_a_gpu_without_an_entry_is_measured_with_a_warning(monkeypatch):
+    a100 = Device("NVIDIA A100-SXM4-80GB", "sm_80", 81920 * 2**20)
+    seen = {"name": a100.name, "arch": "sm_80", "memory_bytes": 79 * GIB, "compute_units": 108}
+    rows = on_gpus(monkeypatch, (a100,) * 2, [rank(k, **seen) for k in range(2)], benchmark="")
+    assert rows["GPU kind"].verdict == "warn" and "gpu_kinds" in rows["GPU kind"].do
+    assert rows["GPUs as torch sees them"].verdict == "ok" and rows["bf16 GEMM, siblings"].verdict == "ok"
+
+
 @pytest.mark.parametrize(("percent", "verdict"), [(0, "ok"), (3, "warn"), (60, "refuse"), (None, "skipped")])
 def test_busy(percent, verdict):
     row = gpus.judge_utilization(ranks(2), samples(2, {"utilization_percent": percent}))
@@ -295,6 +313,19 @@ def test_memory_is_that_of_the_container_if_less(tmp_path):
     assert host.available_memory(tmp_path) == 100_000_000
     write("sys/fs/cgroup/memory.stat", "anon 5\ninactive_file 300000000\n")
     assert host.available_memory(tmp_path) == 400_000_000, "page cache can be given up"
+
+
+def test_memory_of_gpus_is_no_memory_of_the_host(tmp_path):
+    """Grace: the memory of each GPU is a NUMA node without CPUs, which MemAvailable counts."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 9000000 kB\n")
+    for number, (cpus, free) in enumerate((("0-71", 3000), ("", 500_000), ("72-143", 2000))):
+        node = tmp_path / f"sys/devices/system/node/node{number}"
+        node.mkdir(parents=True)
+        (node / "cpulist").write_text(f"{cpus}\n")
+        lines = (f"MemFree: {free} kB", "Active(file): 10 kB", "Inactive(file): 5 kB", "Active(anon): 99 kB")
+        (node / "meminfo").write_text("".join(f"Node {number} {line}\n" for line in lines))
+    assert host.available_memory(tmp_path) == 5030 * 1024
 
 
 def test_this_host_can_be_read():
