@@ -25,7 +25,7 @@ from common import known_issues
 from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture
 from common.kernels.attention import causal_attention
-from common.kernels.engines import ATTENTION_ENGINE
+from common.kernels.engines import ATTENTION_ENGINE, REPEATED_HEADS, SDPA
 from common.training import self_test
 from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
 from common.training.self_test import KERNEL_DB, against_reference
@@ -66,7 +66,6 @@ def main(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise ConfigError("there is no GPU", "settings are timed where they are launched", "start it on a machine with one")
     device = torch.device("cuda")
-    os.environ.pop(ATTENTION_ENGINE, None)  # each line of attention chooses its own
     versions = ", ".join(f"{name} {text}" for name, text in known_issues.installed().items())
     print(f"{torch.cuda.get_device_name()}, {architecture(device)}, {versions}", flush=True)
     sizes = sizes_of(options)
@@ -79,22 +78,25 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
     """One per backend, on ROCm per library behind flash, and per optional package (common/kernels/attention.py)."""
     yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
     flash, efficient, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
-    rocm = [(flash, "aotriton", {}), (flash, "ck", {}), (efficient, "", {}), (flash, "", {ATTENTION_ENGINE: "aiter"})]
-    cuda = [(flash, "", {}), (efficient, "", {}), (cudnn, "", {}), (flash, "", {ATTENTION_ENGINE: "flash_attention_4"})]
+    rocm = [(flash, "aotriton", SDPA), (flash, "aotriton", REPEATED_HEADS), (flash, "ck", SDPA), (efficient, "", SDPA)]
+    rocm.append((flash, "", "aiter"))
+    cuda = [(flash, "", SDPA), (efficient, "", SDPA), (cudnn, "", SDPA), (flash, "", "flash_attention_4")]
+    cuda.append((flash, "", REPEATED_HEADS))
     for backend, library, engine in rocm if torch.version.hip else cuda:
         try:
             if library:
                 torch.backends.cuda.preferred_rocm_fa_library(library)
             with (
                 mock.patch.object(self_test, "attention_backends", lambda *_, backend=backend: sdpa_kernel(backend)),
-                mock.patch.dict(os.environ, engine),
+                mock.patch.dict(os.environ, {ATTENTION_ENGINE: engine}),
             ):
                 checks = self_test.attention_checks(sizes, Draw(device), self_test.Result())
                 found = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks) + " dB"
                 found = f"{attention_us(sizes, device, backend):8.1f} us  {found} (out, dQ, dK, dV)"
         except Exception as error:
             found = f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"
-        yield f"  {found}  {engine.get(ATTENTION_ENGINE, f'{backend.name.lower()} {library}')}".rstrip()
+        name = backend.name.lower() if engine == SDPA else engine
+        yield f"  {found}  {name} {library}".rstrip()
 
 
 def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:

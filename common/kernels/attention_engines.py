@@ -1,4 +1,4 @@
-"""The optional packages that compute attention in SDPA's place where a config's [env] names one in ATTENTION_ENGINE."""
+"""The implementations of attention in SDPA's place, where a config's [env] names one in ATTENTION_ENGINE."""
 
 from __future__ import annotations
 
@@ -9,27 +9,32 @@ from types import ModuleType
 import torch
 
 from common.errors import ConfigError
-from common.kernels import aiter_attention, flash_attention_4
+from common.kernels import aiter_attention, flash_attention_4, repeated_heads_attention
 from common.kernels.architecture import architecture
-from common.kernels.engines import ATTENTION_ENGINE
+from common.kernels.engines import ATTENTION_ENGINE, REPEATED_HEADS, SDPA
 
-KNOWN = {"aiter": aiter_attention, "flash_attention_4": flash_attention_4}
-OTHERWISE = f"remove {ATTENTION_ENGINE} from [env]: torch's SDPA then computes attention"
+KNOWN = {
+    "aiter": aiter_attention,
+    "flash_attention_4": flash_attention_4,
+    REPEATED_HEADS: repeated_heads_attention,
+}
+OTHERWISE = f"set {ATTENTION_ENGINE}={SDPA} in [env]: torch's SDPA then computes attention"
 
 
-def chosen_engine() -> ModuleType:
-    """The file that calls the package which ATTENTION_ENGINE names. Raises ConfigError for another name."""
-    name = os.environ[ATTENTION_ENGINE]
+def engine_module(name: str) -> ModuleType:
+    """Return the file of this engine. Raises ConfigError for an unknown name."""
     if name not in KNOWN:
         raise ConfigError(
-            f"{ATTENTION_ENGINE} = {name!r} is no engine", f"known are {', '.join(KNOWN)}", f"write one of them, or {OTHERWISE}"
+            f"{ATTENTION_ENGINE} = {name!r} is no engine", f"known are {', '.join((SDPA, *KNOWN))}", f"write one of them, or {OTHERWISE}"
         )
     return KNOWN[name]
 
 
 def require_engine(device: torch.device, dtype: torch.dtype) -> None:
     """Raises ConfigError on a GPU or in a dtype that the chosen engine is not for, and where its package lacks what is called."""
-    engine = chosen_engine()
+    if os.environ[ATTENTION_ENGINE] == SDPA:
+        return
+    engine = engine_module(os.environ[ATTENTION_ENGINE])
     what = f"{ATTENTION_ENGINE} = {os.environ[ATTENTION_ENGINE]!r} cannot be used here"
     gpu = architecture(device) if device.type == "cuda" else "no GPU"
     if gpu not in engine.GPUS or dtype != torch.bfloat16:

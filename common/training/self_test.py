@@ -29,8 +29,8 @@ from common import known_issues
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
-from common.kernels.attention import attention_backends, causal_attention
-from common.kernels.engines import ATTENTION_ENGINE, MATMUL_ENGINE
+from common.kernels.attention import attention_backends, attention_engine, causal_attention
+from common.kernels.engines import MATMUL_ENGINE, REPEATED_HEADS, SDPA
 from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
 from common.model.block_ops import ENGINES
 from common.packages import version_of
@@ -180,18 +180,21 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
 
     Raises RuntimeError where no allowed backend can.
     """
-    if ATTENTION_ENGINE in os.environ:
-        from common.kernels.attention_engines import chosen_engine  # only where one is chosen
+    engine = attention_engine(q.device.type, q.dtype)
+    if engine not in (SDPA, REPEATED_HEADS):
+        from common.kernels.attention_engines import engine_module  # only where one is chosen
 
-        return f"{os.environ[ATTENTION_ENGINE]} {version_of(chosen_engine().PACKAGE)}".rstrip()
+        return f"{engine} {version_of(engine_module(engine).PACKAGE)}".rstrip()
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
     if chosen == SDPBackend.ERROR:
         raise RuntimeError(f"none of the backends that are allowed takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads")
-    name = chosen.name.lower().removesuffix("_attention")
-    if not torch.version.hip:
-        return name
-    return f"{name}, {str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition('.')[2]}"
+    names = [chosen.name.lower().removesuffix("_attention")]
+    if torch.version.hip:
+        names.append(str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition(".")[2])
+    if engine == REPEATED_HEADS:
+        names = [REPEATED_HEADS, *names]
+    return ", ".join(names)
 
 
 def _finite(x: Tensor) -> bool:

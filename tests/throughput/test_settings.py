@@ -56,10 +56,11 @@ def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
 
 def test_attention_is_timed_and_compared_with_each_backend(monkeypatch):
     monkeypatch.setattr(settings, "median_s", lambda work, device, seconds: work() and 1e-5)
-    title, flash, efficient, cudnn, optional = settings.attention_lines(SIZES, torch.device("cpu"))
+    title, flash, efficient, cudnn, optional, repeated = settings.attention_lines(SIZES, torch.device("cpu"))
     assert title == "attention [1, 16, 4/2]"
     assert flash.split()[:2] == ["10.0", "us"] and flash.endswith("flash_attention") and flash.count("/") == 3 and "nan" not in flash
     assert "fails: RuntimeError" in efficient and "fails: RuntimeError" in cudnn, "a CPU has neither"
+    assert repeated.split()[:2] == ["10.0", "us"] and repeated.endswith("  repeated_heads")
     assert "fails: " in optional and optional.endswith("  flash_attention_4") and "ATTENTION_ENGINE" not in os.environ
 
 
@@ -68,9 +69,12 @@ def test_on_rocm_each_library_and_aiter_have_their_line(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2")
     monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", asked.append)
     monkeypatch.setattr(settings, "attention_us", lambda *_: 10.0)
-    monkeypatch.setattr(settings.self_test, "attention_checks", lambda *_: [("", "", 0.0, lambda: float("ATTENTION_ENGINE" in os.environ))])
-    _, aotriton, ck, efficient, aiter = settings.attention_lines(SIZES, torch.device("cpu"))
-    assert asked == ["aotriton", "ck"] and aotriton.endswith("flash_attention aotriton") and ck.endswith("flash_attention ck")
+    monkeypatch.setattr(
+        settings.self_test, "attention_checks", lambda *_: [("", "", 0.0, lambda: float(os.environ["ATTENTION_ENGINE"] == "aiter"))]
+    )
+    _, aotriton, repeated, ck, efficient, aiter = settings.attention_lines(SIZES, torch.device("cpu"))
+    assert repeated.endswith("  repeated_heads aotriton")
+    assert asked == ["aotriton", "aotriton", "ck"] and aotriton.endswith("flash_attention aotriton") and ck.endswith("flash_attention ck")
     assert aiter.endswith("  aiter") and aiter.split()[2] == "1.0" and {line.split()[2] for line in (aotriton, ck, efficient)} == {"0.0"}
     assert "ATTENTION_ENGINE" not in os.environ
 

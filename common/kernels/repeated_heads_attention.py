@@ -1,0 +1,65 @@
+"""Causal attention by torch's flash kernels, whose backward sees every key and value head once for each query head.
+
+AOTriton, behind torch's flash backend on ROCm, has assembly kernels (AITER's) for the backward, but refuses them where
+query heads share a key head: `RETURN_IF(args.num_head_q != args.num_head_k)` in its aiter_bwd.cc, in every release up to
+0.13b. So the forward is grouped, as SDPA's, and the backward gets K and V repeated, and Q, of equal strides; dK and dV
+of a group are summed in fp32. Chosen on AMD unless ATTENTION_ENGINE says otherwise ("sdpa": grouped both ways). Never run
+on an AMD GPU by us. It costs four tensors of the size of Q for the backward, which `plan` does not count: 0.5 GiB for two
+sequences of the 8B.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+GPUS, MODULE, FUNCTIONS = ("gfx942", "gfx950", "sm_90"), "torch", ()  # the H200 to compare it with SDPA
+PACKAGE, INSTALL = "torch", "install another torch"
+
+aten = torch.ops.aten
+
+
+class RepeatedHeadsAttention(torch.autograd.Function):
+    """q: [batch, sequence, heads, head_dim]; k, v: [batch, sequence, kv_heads, head_dim]; result shaped like q."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        operands = [x.transpose(1, 2) for x in (q, k, v)]
+        if q.is_cuda:
+            out, lse, starts_q, starts_k, *lengths, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+                *operands, dropout_p=0.0, is_causal=True
+            )
+            ctx.lengths = lengths
+            ctx.save_for_backward(q, k, v, out, lse, starts_q, starts_k, seed, offset)
+        else:
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*operands, dropout_p=0.0, is_causal=True)
+            ctx.save_for_backward(q, k, v, out, lse)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        group = q.shape[2] // k.shape[2]
+        repeated = (k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2))
+        operands = [x.transpose(1, 2) for x in (d_out.contiguous(), q.contiguous(), *repeated)]
+        if q.is_cuda:
+            starts_q, starts_k, seed, offset = rest
+            d_q, d_k, d_v = aten._scaled_dot_product_flash_attention_backward(
+                *operands, out, lse, starts_q, starts_k, *ctx.lengths, 0.0, True, seed, offset
+            )
+        else:
+            d_q, d_k, d_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(*operands, out, lse, 0.0, True)
+        return d_q.transpose(1, 2), sum_of_groups(d_k, group), sum_of_groups(d_v, group)
+
+
+def sum_of_groups(gradient: Tensor, group: int) -> Tensor:
+    """gradient: [batch, heads, sequence, head_dim] -> [batch, sequence, heads / group, head_dim], summed in fp32."""
+    grouped = gradient.transpose(1, 2).unflatten(2, (-1, group))
+    return grouped.sum(3, dtype=torch.float32).to(gradient.dtype)
+
+
+causal_attention = RepeatedHeadsAttention.apply
