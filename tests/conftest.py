@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import fp8_on_cpu  # noqa: F401  (changes torch)
 import pytest
@@ -93,71 +92,12 @@ def two_ranks(tmp_path_factory, tiny_data):
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-# --- -m quick: the first case of each test function that neither builds something large nor starts ranks -----------------
-
-TESTS = Path(__file__).parent
-NOT_QUICK = {  # files that train, start several processes, compile kernels, or import a peer such as transformers
-    *("data/test_corpus.py", "llama2_70b_lora/test_lora_round_trip.py", "llama31_8b/test_prepare.py", "llama31_8b/test_random_kills.py"),
-    *("kernels/test_compilation.py", "kernels/test_kernels.py", "kernels/test_lora.py", "kernels/test_lora_kernels.py"),
-    *("kernels/test_rms_norm.py", "kernels/test_rope.py"),
-    *(
-        "launch/test_containers.py",
-        "launch/test_faults.py",
-        "launch/test_multi_node.py",
-        "launch/test_series.py",
-        "launch/test_two_nodes.py",
-    ),
-    *("model/test_adapters.py", "model/test_lora_adapter.py", "model/test_lora_parity.py", "model/test_model.py", "model/test_weights.py"),
-    *("kernels/test_block_formats.py", "llama2_70b_lora/test_lora_block_format.py", "model/test_block_scaling.py"),
-    *("llama2_70b_lora/test_lora_checkpoint.py", "training/test_block_format_run.py", "training/test_checkpoint.py"),
-    "training/test_checkpoint_kills.py",
-    *("launch/test_main.py", "llama2_70b_lora/test_lora_training.py", "sharding/test_frozen.py", "training/test_fp8_run.py"),
-    *("submission/test_lost_attempts.py", "submission/test_package.py", "submission/test_score.py", "submission/test_survey.py"),
-    *("throughput/test_flux.py", "throughput/test_flux_model.py"),
-    *("submission/test_submission_of_the_loop.py", "training/test_loop.py"),
-}
-SLOW_FIXTURES = {"built", "checkpoints", "collectives", "copy", "documents", "megatron", "miniature_data", "two_ranks"}
-# Tests that call one of these directly.
-SLOW_CALLS = {
-    "Popen",
-    "call_on_ranks",
-    "check_compiles",
-    "import_module",
-    "run_in_interpreter",
-    "run_ranks",
-    "start_ranks",
-    "trace_step",
-    "transformers",
-}
-SLOW_TESTS = {  # more than two seconds of a core each
-    *("test_a_broken_rank_is_a_refusal", "test_hours_of_samples_stay_a_small_page", "test_the_loss_is_that_of_hugging_face"),
-    *("test_the_verb_on_this_cpu_with_two_gloo_ranks", "test_the_verb_without_a_gpu_is_refused", "test_profile_of_the_miniature"),
-    *("test_official_tools_accept_both_benchmarks_for_all_rulesets", "test_one_of_ten_may_miss_the_target"),
-    *("test_a_series_that_converges_too_fast_is_no_success", "test_package_checker_and_summarizer_find_our_numbers"),
-    *("test_rcp_checker_prints_our_numbers", "test_it_says_what_it_takes", "test_code_of_held_out_modules_is_not_in_training"),
-    *("test_a_tool_on_path_is_called_around_rank_0",),
-}
-
-
-def is_quick(item: pytest.Item) -> bool:
-    function = getattr(item, "function", None)
-    slow = any(item.get_closest_marker(name) for name in ("gpu", "slow")) or getattr(function, "__name__", "") in SLOW_TESTS
-    slow = slow or bool(SLOW_FIXTURES & set(getattr(item, "fixturenames", ())))
-    slow = slow or bool(SLOW_CALLS & set(getattr(getattr(function, "__code__", None), "co_names", ())))
-    return not slow and item.path.relative_to(TESTS).as_posix() not in NOT_QUICK
-
-
-def pytest_ignore_collect(collection_path, config):
-    """With -m quick the other files are not even imported."""
-    if config.option.markexpr == "quick" and collection_path.is_relative_to(TESTS):
-        return collection_path.relative_to(TESTS).as_posix() in NOT_QUICK or None
-    return None
-
-
-def pytest_collection_modifyitems(items):
-    seen = set()
+def pytest_collection_modifyitems(config, items):
+    """With -m quick, run the first case only of each test function."""
+    if config.option.markexpr != "quick":
+        return
+    first: dict[str, pytest.Item] = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        if is_quick(item) and function not in seen:
-            seen.add(function)
-            item.add_marker("quick")
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
+    items[:] = first.values()

@@ -18,6 +18,8 @@ from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 from llama31_8b.rules import Config
 
+pytestmark = pytest.mark.quick
+
 RULES = {rules.BENCHMARK: rules for rules in (pretraining_rules, lora_rules)}
 ON_TRAYS_OF_4 = ("GB200", "GB300")
 EXPECTED = {*(f"{kind}_1x{4 if kind in ON_TRAYS_OF_4 else 8}" for kind in KINDS), *(f"{kind}_2x8" for kind in ("MI325X", "MI350X", "H200"))}

@@ -17,6 +17,8 @@ from launch.plan.derive_config import nearest_file
 from tests.tools import docs_tables
 from tests.tools.docs_tables import BENCHMARKS, PAGES, ROOT, rewritten
 
+pytestmark = pytest.mark.quick
+
 DOCS = ROOT / "docs"
 RECORDS = {"log.md", "results.md", "results-archive.md"}  # commands and keys as they were when something was measured
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -13,6 +13,8 @@ from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.hardware import Device, Probe, identify
 from common.paths import ROOT
 
+pytestmark = pytest.mark.quick
+
 
 def amd(count, name, arch="gfx942", gib=192, units=304, partition=""):
     return Probe("amd", (Device(name, arch, int(gib * GIB), units, partition),) * count)

@@ -21,6 +21,8 @@ from launch.preflight import __main__ as verb
 from launch.preflight.measured import Measured
 from launch.select_config import select_config
 
+pytestmark = pytest.mark.quick
+
 VERSIONS = {"torch": "2.10.0+rocm7.2.4", "triton": "3.6.0+rocm7.2.4", "rocm": "7.2.53211-e1a6bc5663", "driver": "6.16.13"}
 each_card = pytest.mark.parametrize("card", CARDS, ids=lambda card: f"{card.kind}-{card.device_id:x}")
 

@@ -9,6 +9,8 @@ from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from launch.preflight.host import judge_known_issues
 
+pytestmark = pytest.mark.quick
+
 GOOD = {
     "MI300X": {"torch": "2.10.0+rocm7.2.4", "triton": "3.6.0+rocm7.2.4", "rocm": "7.2.53211-e1a6bc5663", "driver": "6.16.13"},
     "MI355X": {"torch": "2.10.0+rocm7.2.4", "triton": "3.6.0+rocm7.2.4", "rocm": "7.2.53211-e1a6bc5663", "driver": "6.16.13"},

@@ -15,6 +15,8 @@ from imports import file_of, imported_files, imported_names, module_of, source_f
 from common.packages import requirements
 from common.paths import ROOT
 
+pytestmark = pytest.mark.quick
+
 SOURCES = source_files()
 BENCHMARKS = {"llama31_8b", "llama2_70b_lora"}
 FOLDERS = BENCHMARKS | {

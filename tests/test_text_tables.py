@@ -1,6 +1,10 @@
 """Tables as text: columns are aligned, and a cell cannot break a Markdown row."""
 
+import pytest
+
 from common import text_tables
+
+pytestmark = pytest.mark.quick
 
 ROWS = [("name", "GiB"), ("weights", "1.5"), ("all", "10.25")]
 

@@ -10,6 +10,8 @@ from common.data.indexed_dataset import HEADER, Index
 from common.data.indexed_dataset_writer import Writer, token_dtype
 from common.errors import DataError
 
+pytestmark = pytest.mark.quick
+
 DOCUMENTS = [[1, 2, 3], [7], [499, 0, 12, 13, 14]]
 
 

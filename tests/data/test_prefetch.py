@@ -10,6 +10,8 @@ import torch
 from common.data.prefetch import Prefetcher
 from common.errors import DataError
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 
 

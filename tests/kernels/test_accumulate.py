@@ -6,6 +6,8 @@ from kernel_checks import DEVICE
 
 from common.kernels.accumulate import accumulate_reference, accumulate_triton
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("size, dtype", [(5000, torch.float16), (8192, torch.bfloat16), (7, torch.float32), (1, torch.float32)])
 def test_the_kernel_adds_what_the_reference_adds(size, dtype):

@@ -8,6 +8,8 @@ from common.kernels import attention
 from common.kernels.attention import attention_backends, causal_attention
 from common.training.self_test import backend_in_use
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(("hip", "first"), [(None, SDPBackend.CUDNN_ATTENTION), ("7.2", SDPBackend.FLASH_ATTENTION)])
 def test_math_is_no_choice_for_bf16_on_a_gpu(monkeypatch, hip, first):

@@ -16,6 +16,8 @@ from common.training import self_test
 from common.training.kernel_cases import Draw, Sizes
 from llama31_8b.rules import MINIATURE
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 
 

@@ -19,7 +19,10 @@ from common.kernels.cross_entropy import (
     cross_entropy_triton,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(invalid value|overflow|divide by zero).*:RuntimeWarning")  # numpy's, of inf - inf
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.filterwarnings("ignore:.*(invalid value|overflow|divide by zero).*:RuntimeWarning"),  # numpy's, of inf - inf
+]
 
 LANES = cross_entropy_forward_settings(DEFAULT).columns
 TILE = cross_entropy_forward_settings(DEFAULT).rows * LANES

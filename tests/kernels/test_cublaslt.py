@@ -12,6 +12,8 @@ from common.kernels import cublaslt, fp8
 from common.kernels.fp8 import DelayedScaling
 from common.kernels.quantize import quantize_reference
 
+pytestmark = pytest.mark.quick
+
 DTYPES = {number: dtype for dtype, number in cublaslt.TYPES.items()}
 
 

@@ -6,6 +6,8 @@ from kernel_checks import DEVICE, normal
 
 from common.kernels.accumulate import add_rows_reference, add_rows_triton
 
+pytestmark = pytest.mark.quick
+
 ROWS, COLUMNS, FIRST = 12, 600, 5  # of 20 rows this rank has 5 to 16; 600 columns are no multiple of a tile's
 
 

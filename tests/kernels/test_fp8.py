@@ -26,6 +26,8 @@ from common.kernels.fp8 import (
 )
 from common.kernels.quantize import quantize_reference
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
 

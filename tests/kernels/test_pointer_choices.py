@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from compiling import kernel_modules
 
+pytestmark = pytest.mark.quick
+
 
 def choices(source: str) -> list[str]:
     """Return "function: line" of each choice between pointers in the Triton functions of a module."""

@@ -9,6 +9,8 @@ from common.kernels import qk_norm, rope
 from common.kernels.fp8 import AMAX, CLIPPED, SCALE
 from common.kernels.quantize import AMAX_ONLY
 
+pytestmark = pytest.mark.quick
+
 EPS = 1e-3  # large enough that forgetting it shows
 FORWARDS = [engine[0] for engine in qk_norm.ENGINES.values()]
 BACKWARDS = [engine[1] for engine in qk_norm.ENGINES.values()]

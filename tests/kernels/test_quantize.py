@@ -7,6 +7,8 @@ from kernel_checks import DEVICE, normal, unrounded
 from common.kernels.fp8 import AMAX, CLIPPED, DelayedScaling
 from common.kernels.quantize import ENGINES, quantize_reference, quantize_triton
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["both layouts", "rowwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -16,6 +16,8 @@ from common.kernels.swiglu import (
     swiglu_quantized_triton,
 )
 
+pytestmark = pytest.mark.quick
+
 KEPT = {"transposed": False}
 
 

@@ -6,6 +6,8 @@ from kernel_checks import DEVICE
 
 from common.kernels.transpose import ENGINES
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("shape", [(128, 256), (5, 300), (257, 1), (200, 129), (132, 4), (300, 208)], ids=str)

@@ -12,6 +12,8 @@ from common.paths import ROOT
 from launch import cli, completion
 from launch.plan.derive_config import load_or_derive
 
+pytestmark = pytest.mark.quick
+
 RUN = "./run_and_time.sh"
 
 # What was typed: the word that the error names as wrong, and the one that it suggests.

@@ -13,6 +13,8 @@ from launch import commands, console, job
 from launch.select_config import select_config
 from llama31_8b.rules import CLOSED, MINIATURE
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_result():
     options = argparse.Namespace(config=None, set=[], device=None)

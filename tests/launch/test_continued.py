@@ -17,6 +17,8 @@ from launch import series
 from launch.job import job_from, trainer_command
 from launch.series import Request, request_from
 
+pytestmark = pytest.mark.quick
+
 
 def continued(found, request):
     return series.continued(request, found.continues, found.benchmark, found.config)

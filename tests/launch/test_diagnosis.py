@@ -11,6 +11,8 @@ from launch import diagnosis, job, run
 from launch.plan.benchmark import load_all
 from launch.processes.supervise import Ending
 
+pytestmark = pytest.mark.quick
+
 
 def mllog(key, time_ms, **metadata):
     return ":::MLLOG " + json.dumps({"key": key, "time_ms": time_ms, "value": None, "metadata": metadata}) + "\n"

@@ -22,6 +22,8 @@ from launch import environment
 from launch.processes.supervise import Ending
 from tests.tools import lock
 
+pytestmark = pytest.mark.quick
+
 
 def test_requirements_are_read_with_their_includes():
     names = [name for name, _ in environment.requirements(ROOT / "requirements-test.txt")]

@@ -8,6 +8,8 @@ from common.errors import Hang, RunError
 from launch import diagnosis, flight_recorder
 from launch.flight_recorder import sentence, stuck
 
+pytestmark = pytest.mark.quick
+
 
 def entry(sequence, state="completed", name="nccl:_all_gather_base", sizes=(1024,), group=("0", "default_pg"), **changes):
     """As ProcessGroupNCCL records it; gloo's entries stay scheduled, and say retired when they are over."""

@@ -23,6 +23,8 @@ from common.records import ledger
 from launch import limits, series
 from launch.run_directory import fill, missing
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):

@@ -2,7 +2,11 @@
 
 import mmap
 
+import pytest
+
 from launch import page_cache
+
+pytestmark = pytest.mark.quick
 
 
 def test_page_cache(tmp_path):

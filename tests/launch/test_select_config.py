@@ -12,6 +12,8 @@ from common.paths import ROOT
 from launch.select_config import benchmarks, select_config
 from submission.own_log import CONFIG_NAME
 
+pytestmark = pytest.mark.quick
+
 H200X4 = Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4, "580.95.05")
 MI300X = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),) * 8)
 NOTHING = Probe("none")

@@ -17,6 +17,8 @@ from launch import commands as program
 from launch import run_directory, tuning
 from system_tuning.settings import KERNEL, value_of
 
+pytestmark = pytest.mark.quick
+
 HOLD = "import sys; from pathlib import Path; from system_tuning.__main__ import main; sys.exit(main({words}, Path({root!r})))"
 FILES = {f"{KERNEL}/numa_balancing": "1", f"{KERNEL}/nmi_watchdog": "0"}
 

@@ -22,6 +22,8 @@ from llama2_70b_lora import data
 from llama2_70b_lora.data import next_token_labels, read_rows, row_order, train_batches, write_rows
 from llama2_70b_lora.rules import CLOSED, DATA_FILES
 
+pytestmark = pytest.mark.quick
+
 VOCAB, LENGTH, ROWS = 61, 12, 10
 RULES = replace(CLOSED, shape=ModelShape(1, 32, 48, 4, 2, VOCAB, 10000.0), sequence_length=LENGTH, train_samples=ROWS, eval_samples=3)
 

@@ -8,6 +8,8 @@ import torch
 from common.training.schedules import cosine_to_zero
 from llama2_70b_lora.rules import CLOSED, MINIATURE
 
+pytestmark = pytest.mark.quick
+
 # Global batch, interval, skipped evaluations, first evaluation: what published v5.1 logs and the rules' formulas have.
 EVALUATIONS = [
     (8, 384, 3, 1536),

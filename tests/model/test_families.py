@@ -9,6 +9,8 @@ from common.errors import ConfigError
 from common.model.families import FAMILIES, family_of, shape_of
 from common.model.shapes import LLAMA31_8B, ModelShape, RopeScaling
 
+pytestmark = pytest.mark.quick
+
 # Total parameters: `num_parameters` of each model's page at huggingface.co, which counts its safetensors.
 PUBLISHED = {
     "llama3.1-8b": 8_030_261_248,

@@ -13,6 +13,8 @@ from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
 from common.model.llama import Head, Llama
 
+pytestmark = pytest.mark.quick
+
 SHAPE = replace(TINY.shape, hidden_size=64, ffn_hidden_size=112, num_heads=4, num_kv_heads=2)
 QK_NORM = replace(SHAPE, explicit_head_dim=32, qk_norm=True)
 SHAPES = {"llama": SHAPE, "qwen3": QK_NORM}

@@ -11,6 +11,8 @@ from common.kernels.lora import Dropout, keep_mask
 from common.model.fused_lora_block import Saved, saved_bytes_per_token
 from common.model.shapes import LLAMA2_70B, ModelShape
 
+pytestmark = pytest.mark.quick
+
 
 def fix_masks(plain, fused, monkeypatch):
     """Both blocks get the same two masks. Returns them."""

@@ -7,6 +7,8 @@ import pytest
 from common.errors import StorageError
 from common.records import ledger
 
+pytestmark = pytest.mark.quick
+
 SERIES = {"event": "series", "series": "s", "goal": 2, "facts": {}}
 
 

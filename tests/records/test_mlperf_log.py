@@ -10,6 +10,8 @@ from common.errors import ConfigError
 from common.records import mlperf_log
 from common.records.mlperf_log import BadLine, Event
 
+pytestmark = pytest.mark.quick
+
 RECORD = {"namespace": "n", "time_ms": 17, "event_type": "POINT_IN_TIME", "key": "seed", "value": 3, "metadata": {"samples_count": 64}}
 LINE = f":::MLLOG {json.dumps(RECORD)}"
 

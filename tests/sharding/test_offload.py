@@ -16,6 +16,8 @@ from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
 from llama2_70b_lora.rules import Config
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 
 

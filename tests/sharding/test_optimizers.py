@@ -15,6 +15,8 @@ from common.sharding.replicated import ReplicatedOptimizer
 from common.training.assembly import Assembly
 from llama31_8b.rules import CLOSED
 
+pytestmark = pytest.mark.quick
+
 BETAS, EPS, DECAY, CLIP = (CLOSED.adam_beta_1, CLOSED.adam_beta_2), CLOSED.adam_epsilon, CLOSED.weight_decay, CLOSED.gradient_clip_norm
 LEARNING_RATES = [0.0, 1e-3, 3e-3, 2e-3, 1e-2, 1e-3, 5e-4, 1e-3, 2e-3, 4e-3]
 

@@ -2,10 +2,13 @@
 
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from common.sharding.processes import start_processes
+
+pytestmark = pytest.mark.quick
 
 
 def test_the_old_names_of_collectives_do_not_warn():

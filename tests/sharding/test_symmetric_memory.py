@@ -10,6 +10,8 @@ import torch.distributed._symmetric_memory as symmetric
 from common.errors import ConfigError
 from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 GROUP = mock.Mock(size=lambda: 3, rank=lambda: 1)
 

@@ -13,6 +13,8 @@ from submission import report
 from submission.advice import TABLE, advice
 from submission.runs import read_attempt
 
+pytestmark = pytest.mark.quick
+
 PLANNED = 15_900  # tokens/s/GPU of H200_1x8 by the plan, about
 
 

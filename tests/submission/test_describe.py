@@ -11,6 +11,8 @@ from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
 from submission import describe, official_tools
 
+pytestmark = pytest.mark.quick
+
 NVIDIA_8 = Probe("nvidia", tuple(Device("NVIDIA H200", "sm_90", 141 * GIB) for _ in range(8)), "580.65")
 AMD_8 = Probe("amd", tuple(Device("AMD Instinct MI355X", "gfx950", 288 * GIB, 256) for _ in range(8)), "6.14.14")
 

@@ -8,6 +8,8 @@ from common.records.mlperf_log import read
 from llama31_8b import rules
 from submission.check import rule_findings
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def good(tmp_path):

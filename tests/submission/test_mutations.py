@@ -8,6 +8,8 @@ from common.records.mlperf_log import TOKEN
 from submission.check import examine
 from submission.log_rules import DISCLOSURE_KEYS
 
+pytestmark = pytest.mark.quick
+
 pytest.importorskip("mlperf_logging")
 
 

@@ -11,6 +11,8 @@ from common.errors import PreflightError
 from common.records.rcp import mean_samples
 from submission import rcp as called
 
+pytestmark = pytest.mark.quick
+
 _8B, LORA = "llama31_8b", "llama2_70b_lora"
 RULESETS = ("5.1.0", "6.0.0", "6.1.0")
 

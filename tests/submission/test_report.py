@@ -17,6 +17,8 @@ from llama31_8b import rules
 from submission import export, rcp, report
 from submission.series import read_series, ten_runs
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def run_dir(tmp_path):

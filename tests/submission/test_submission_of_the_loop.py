@@ -12,6 +12,7 @@ import torch
 from synthetic_series import DESCRIPTION, ORG, SYSTEM
 
 from common.config import load
+from common.paths import ROOT
 from common.training import loop
 from common.training.assembly import Batching
 from common.training.heartbeat import Heartbeat
@@ -24,7 +25,6 @@ from llama31_8b import rules
 from submission import official_tools
 from submission.check import examine
 from submission.official_tools import CLOSED_RULESETS
-from submission.own_log import PROJECT_ROOT
 from submission.series import read_series, ten_runs
 
 # Sequences to the target of ten runs, by benchmark: near the reference, so that the RCP test passes, with and without a factor.
@@ -48,7 +48,7 @@ def scripted():
 
 def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) -> None:
     fixed = MODULES[benchmark]
-    closed, config = fixed.CLOSED, load(PROJECT_ROOT / "configs" / benchmark / "MI355X_1x8.toml", fixed.Config)
+    closed, config = fixed.CLOSED, load(ROOT / "configs" / benchmark / "MI355X_1x8.toml", fixed.Config)
     batch = config.global_batch_size
     first, interval = closed.first_evaluation(batch), closed.eval_interval(batch)
     above = (samples - first) // interval

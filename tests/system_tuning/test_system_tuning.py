@@ -15,6 +15,8 @@ from common.paths import ROOT
 from system_tuning import __main__ as cli
 from system_tuning.settings import CPU, SETTINGS, THP, value_of
 
+pytestmark = pytest.mark.quick
+
 SYSCTLS = {"numa_balancing": "1\n", "nmi_watchdog": "1\n"}
 EPYC_STATES = [("POLL", 0), ("C1", 1), ("C2", 100)]  # acpi_idle
 XEON_STATES = [("POLL", 0), ("C1", 1), ("C1E", 4), ("C6", 170)]  # intel_idle

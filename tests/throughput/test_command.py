@@ -16,6 +16,8 @@ from launch.cli import read
 from throughput import options, published
 from throughput.__main__ import MEASUREMENTS, WHATS, main
 
+pytestmark = pytest.mark.quick
+
 MLP = ["mlp", "--device", "cpu", "--steps", "1", "--warmup", "1", "--batch", "2"]
 
 

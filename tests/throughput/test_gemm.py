@@ -10,6 +10,8 @@ from throughput import gemm, mlp, published
 from throughput.__main__ import main
 from throughput.result import Result
 
+pytestmark = pytest.mark.quick
+
 SHAPE = (32, 48, 64)
 
 

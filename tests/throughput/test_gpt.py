@@ -11,6 +11,8 @@ from throughput import gpt, published
 from throughput.gpt_model import SIZES, STAND_INS, Gpt, GptShape, Size, build_gpt, train_step
 from throughput.result import Result
 
+pytestmark = pytest.mark.quick
+
 SHAPE = GptShape(2, 3, 24, 40, 61)
 PUBLISHED = {row["model"]: row for row in published.tables()["gpt"].rows}
 

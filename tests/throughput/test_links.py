@@ -7,6 +7,8 @@ import pytest
 from throughput import links, page, scaling
 from throughput.report import drawn
 
+pytestmark = pytest.mark.quick
+
 # Written after the tools' own output; the tabs, escape sequences and further columns are theirs.
 NVIDIA = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

@@ -18,6 +18,8 @@ from throughput import __main__ as command
 from throughput import llama
 from throughput.result import Result, read
 
+pytestmark = pytest.mark.quick
+
 H200, MI300X = KINDS["H200"], KINDS["MI300X"]
 ARCHITECTURES = {"nvidia": "sm_120", "amd": "gfx942"}
 

@@ -10,6 +10,8 @@ from common.gpu_stats import DriverError
 from common.hardware import Device, Probe
 from throughput import machine
 
+pytestmark = pytest.mark.quick
+
 H200 = Device("NVIDIA H200", "sm_90", 143771 * 2**20, address="GPU-1")
 
 

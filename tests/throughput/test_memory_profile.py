@@ -11,6 +11,8 @@ from common.paths import ROOT
 from common.training.assembly import Assembly
 from throughput.memory_profile import BEFORE, UNNAMED, document, history_of, kind_and_place, owners, write
 
+pytestmark = pytest.mark.quick
+
 MIB = 2**20
 
 

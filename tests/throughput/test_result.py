@@ -13,6 +13,8 @@ from throughput.result import Result
 from throughput.tables import Beside, Column, Drawing, Plot, Table
 from throughput.timing import kernel_ms, spread, step_ms
 
+pytestmark = pytest.mark.quick
+
 TABLE = Table(
     "steps",
     "Steps",

@@ -10,6 +10,8 @@ from common.model.shapes import ModelShape
 from common.training.kernel_cases import Draw, Sizes, kernel_cases
 from throughput import settings
 
+pytestmark = pytest.mark.quick
+
 SIZES = Sizes(ModelShape(2, 32, 48, 4, 2, 64, 10000.0), 16, 1, False, 0, "triton", torch.float32)
 
 

@@ -13,6 +13,8 @@ from throughput import suite
 from throughput.__main__ import MEASUREMENTS
 from throughput.suite import Part
 
+pytestmark = pytest.mark.quick
+
 MLP = "mlp --steps 1 --warmup 1 --batch 2"
 
 

@@ -8,6 +8,8 @@ from tiny import TINY, run_config
 from common.sharding.processes import start_processes
 from llama31_8b.train import assemble
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(("length", "tied", "by_rows"), [(16, False, True), (30, False, True), (31, False, False), (16, True, False)])
 def test_the_embeddings_gradient_is_by_rows_where_these_are_less_than_it(length, tied, by_rows):

@@ -15,6 +15,8 @@ from common.training import evidence, guard
 from common.training.guard import classify
 from launch.flight_recorder import sentence, stuck
 
+pytestmark = pytest.mark.quick
+
 # As torch words it (c10/cuda/CUDACachingAllocator.cpp).
 FULL = (
     "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.81 GiB of which 402.00 MiB is free. Including "

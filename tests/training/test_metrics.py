@@ -17,6 +17,8 @@ from common.model.shapes import LLAMA31_8B
 from common.paths import ROOT
 from common.training.metrics import Events, Meter, Progress, Rate
 
+pytestmark = pytest.mark.quick
+
 
 def test_only_rank_0_shows_lines():
     stream = io.StringIO()

@@ -16,6 +16,8 @@ from common.training.log_keys import hyperparameters
 from common.training.mllog import RunLog
 from llama31_8b import rules
 
+pytestmark = pytest.mark.quick
+
 
 def test_lines_have_the_form_of_the_checker_and_reach_stdout_too(tmp_path, capfd):
     path = write_good(tmp_path / "result.txt")

@@ -14,6 +14,8 @@ from llama2_70b_lora import train as lora
 from llama31_8b import rules as pretraining_rules
 from llama31_8b import train as pretraining
 
+pytestmark = pytest.mark.quick
+
 SHAPE = replace(TINY.shape, hidden_size=64, ffn_hidden_size=96, vocab_size=64)  # sizes that FP8 products take
 
 

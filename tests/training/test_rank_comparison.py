@@ -12,6 +12,8 @@ from torch import nn
 from common.training.metrics import Events, Progress
 from common.training.rank_comparison import LOOKS, BlockTimes, RankComparison, compare_ranks, describe, over_median, slow_ranks
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("times_ms", "slow"),

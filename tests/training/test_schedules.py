@@ -8,6 +8,8 @@ import pytest
 from common.training.schedules import warmup_cosine
 from llama31_8b.rules import CLOSED
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_learning_rate_at_marked_steps():
     base, warmup, last = 8e-4, 128, 1_200_000

@@ -17,6 +17,8 @@ from common.training.kernel_cases import Sizes
 from common.training.metrics import Events
 from common.training.self_test import before_a_run, require_sound, self_test
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 SHAPE = ModelShape(2, 32, 48, 4, 2, 64, 10000.0)
 # In fp32: Triton's interpreter rounds wrongly to e4m3, and bf16 adapters are beyond it (tests/helpers/kernel_checks.py).

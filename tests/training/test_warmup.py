@@ -14,6 +14,8 @@ from common.training.loop import train_step
 from common.training.warmup import synthetic_batches, warm_up
 from llama31_8b.train import assemble
 
+pytestmark = pytest.mark.quick
+
 BATCHING = Batching(8, 2)
 
 

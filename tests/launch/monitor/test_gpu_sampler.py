@@ -19,6 +19,8 @@ from launch.monitor import gpu_sampler as sampler
 from submission import gpu_samples, report
 from submission.runs import read_attempt
 
+pytestmark = pytest.mark.quick
+
 GIB = 2**30
 
 # Three H100; GPU 1 is at its power limit and hot. BROKEN: what it says instead. HANG_S: how long a reading takes.

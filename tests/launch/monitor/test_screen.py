@@ -21,6 +21,8 @@ from launch.monitor import screen
 from launch.monitor.screen import Screen
 from llama31_8b.rules import CLOSED, MINIATURE
 
+pytestmark = pytest.mark.quick
+
 BACK = "\x1b[J"  # clears what the next drawing replaces
 
 

@@ -20,6 +20,8 @@ from launch.plan.mfu import remark, utilization, with_attention
 from llama2_70b_lora.rules import Config as LoraConfig
 from llama31_8b.rules import Config
 
+pytestmark = pytest.mark.quick
+
 GB = 1e9
 
 

@@ -13,6 +13,8 @@ from launch.plan import estimate as plan
 from launch.plan.benchmark import config_class, workload
 from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file
 
+pytestmark = pytest.mark.quick
+
 PRETRAINING, LORA = "llama31_8b", "llama2_70b_lora"
 CONVERGENCE = (
     "global_batch_size",

@@ -26,6 +26,8 @@ from common.sharding.frozen_base import NUM_BUFFERS
 from launch.plan import command
 from launch.plan import estimate as plan
 
+pytestmark = pytest.mark.quick
+
 PRETRAINING, LORA = "llama31_8b", "llama2_70b_lora"
 BENCHMARKS = (PRETRAINING, LORA)
 QWEN3_LIKE = ModelShape(1, 64, 112, 4, 2, 61, 10000.0, explicit_head_dim=32, qk_norm=True)

@@ -20,6 +20,8 @@ from launch.preflight import gpus, host
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.measured import UNITS, Measured, read_ranks
 
+pytestmark = pytest.mark.quick
+
 H200 = Device("NVIDIA H200", "sm_90", 143771 * 2**20)
 
 

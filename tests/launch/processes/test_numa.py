@@ -12,6 +12,8 @@ from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch.processes.ranks import cpus_of_ranks, numbers, text, torchrun
 
+pytestmark = pytest.mark.quick
+
 
 class Host:
     """A host's /sys: `nodes` are the CPU lists of the NUMA nodes; CPU k + `threads` is the second thread of core k."""

@@ -13,6 +13,8 @@ from toy import alive
 from launch.processes import supervise
 from launch.processes.supervise import HangWatch
 
+pytestmark = pytest.mark.quick
+
 LIMITS = {"startup_s": 8.0, "step_s": 0.6}
 
 

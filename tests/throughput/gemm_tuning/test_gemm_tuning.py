@@ -22,6 +22,8 @@ from throughput.gemm_tuning import tune as tuner
 from throughput.gemm_tuning.file import PREFIX, Tuned, configured, per_gpu, read_recorded, read_tuned, require_same_versions, write_tuned
 from throughput.gemm_tuning.tune import fault, product, reproduce, tune
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 VERSIONS = {"PT_VERSION": "2.11.0", "HIPBLASLT_VERSION": "100000-abc", "GCN_ARCH_NAME": "gfx942:sramecc+:xnack-"}
 MM = ("GemmTunableOp_BFloat16_TN", "tn_96_128_64_ld_64_64_96")
