@@ -39,8 +39,6 @@ from common.training.session import Session, main
 from llama2_70b_lora.data import next_token_labels, read_rows, train_batches
 from llama2_70b_lora.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
 
-HIGH_PRIORITY_COMPUTE = False  # only gathers of a sharded base run beside the compute stream
-
 
 def assemble(
     config: Config, rules: Rules, processes: Processes, seed: int, load: Callable[[Llama, FrozenBase], object]
@@ -105,12 +103,17 @@ def base_fingerprints(model: Llama, base: FrozenBase) -> list[int]:
     return [fingerprint(tensor) for tensor in (*(p for p in model.parameters() if not p.requires_grad), *base.tensors())]
 
 
+def high_priority_compute(config: Config) -> bool:
+    """Whether the compute stream gets a high priority: never, as only gathers of a sharded base run beside it."""
+    return False
+
+
 def run(session: Session) -> None:
     """A timed run of one rank, from the first line of the log to the last."""
     config, data_dir, seed = session.config, session.args.data_dir, session.args.seed
     assert isinstance(config, Config)
     rules = MINIATURE if config.miniature else CLOSED
-    processes = session.start(HIGH_PRIORITY_COMPUTE)
+    processes = session.start(high_priority_compute(config))
     session.log_submission(BENCHMARK, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
     from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this

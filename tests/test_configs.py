@@ -17,6 +17,7 @@ from launch.plan.benchmark import workload
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 from llama31_8b.rules import Config
+from throughput.run_settings import candidates
 
 pytestmark = pytest.mark.quick
 
@@ -137,11 +138,11 @@ def test_amd_configs_set_no_variable_of_nvidia(path):
     assert not any(key.startswith(("CUDA_", "NCCL_NVLS")) for key in read(path).env)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.stem.startswith("MI")], ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_collective_asks_for_no_more_blocks_than_the_gpu_has_compute_units(path):
-    config = read(path)
-    asked = [int(config.env.get(key, 0)) for key in ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS")]
-    assert 0 < max(asked) < KINDS[config.gpu].compute_units / 2
+@pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_queues_priorities_and_channels_are_left_to_the_libraries(path):
+    """They are candidates to time, by `throughput settings --steps`: no shipped number was measured with this package."""
+    timed = {name for is_rocm in (True, False) for candidate in candidates(is_rocm) for name in candidate}
+    assert not ({"TORCH_NCCL_HIGH_PRIORITY", "NCCL_MIN_CTAS"} | timed) & read(path).env.keys()
 
 
 def _error(**changes) -> ConfigError:

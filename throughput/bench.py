@@ -55,7 +55,7 @@ def bench(session: Session) -> None:
     if args.layers:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     trainer = importlib.import_module(f"{args.benchmark}.train")
-    processes = session.start(high_priority_compute=trainer.HIGH_PRIORITY_COMPUTE)
+    processes = session.start(high_priority_compute=trainer.high_priority_compute(config))
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         assembly = trainer.assemble_random(config, rules, processes, args.seed)
         meter = session.make_meter(rules.sequence_length, rules.flops_per_token, processes)

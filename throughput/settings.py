@@ -4,7 +4,8 @@
 
 First attention, with each of SDPA's backends and with AITER on ROCm, FlashAttention-4 on CUDA: microseconds of forward and backward together, and dB against the math backend; a run takes the first
 that can (common/kernels/attention.py). Then each line is one Tile of common/kernels/architecture.py; the shipped one is marked. A candidate that does not compile, or whose results are not
-its reference's, says so instead of a time. A line that is faster on your GPU is what we would like to hear of, with the first line of the
+its reference's, says so instead of a time. With --steps whole steps are timed instead, with other settings of streams, queues and channels
+(throughput/run_settings.py). A line that is faster on your GPU is what we would like to hear of, with the first line of the
 output: put it into the kernel's `_settings` function, run pytest tests/kernels, and send both.
 """
 
@@ -32,6 +33,7 @@ from common.training.self_test import KERNEL_DB, against_reference
 from launch.preflight.measure import median_s
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
+from throughput import run_settings
 
 SECONDS = 0.02
 # The settings functions that a case of common/training/kernel_cases.py launches with.
@@ -59,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--benchmark", choices=("llama31_8b", "llama2_70b_lora"), default="llama31_8b")
     parser.add_argument("--micro-batch", type=int, metavar="N", help="sequences; default 2, or 1 for adapters")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="time N whole steps with other queues, priorities and channels, and no kernels"
+    )
     parser.add_argument("--only", default="", metavar="OP", help=f"ops with this in their name, of: {', '.join(SETTINGS)}")
 
 
@@ -68,6 +73,10 @@ def main(options: argparse.Namespace) -> int:
     device = torch.device("cuda")
     versions = ", ".join(f"{name} {text}" for name, text in known_issues.installed().items())
     print(f"{torch.cuda.get_device_name()}, {architecture(device)}, {versions}", flush=True)
+    if options.steps:
+        for line in run_settings.lines(options.benchmark, options.steps, torch.version.hip is not None):
+            print(line, flush=True)
+        return 0
     sizes = sizes_of(options)
     for line in itertools.chain(attention_lines(sizes, device) if options.only in "attention" else (), lines(sizes, device, options.only)):
         print(line, flush=True)

@@ -45,8 +45,8 @@ class Processes:
 def start_processes(device_type: str, timeout_s: float, high_priority_compute: bool = False) -> Processes:
     """Join the group that torchrun describes in the environment; alone, a group of one is made. `timeout_s` is for collectives.
 
-    `high_priority_compute`: launch this thread's kernels on a high-priority stream, so that kernels of side streams only fill idle
-    multiprocessors.
+    `high_priority_compute`: launch this thread's kernels on a high-priority stream of an NVIDIA GPU, so that kernels of side streams
+    only fill idle multiprocessors. HIP ignores it: there a high priority is one more hardware queue, and ROCm 10 has none.
     """
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # torch 2.13 renames collectives; 2.9 has the old names only
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -54,7 +54,7 @@ def start_processes(device_type: str, timeout_s: float, high_priority_compute: b
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
     if device_type == "cuda":
         torch.cuda.set_device(device)
-        if high_priority_compute:
+        if high_priority_compute and torch.version.hip is None:
             torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
     backend = "nccl" if device_type == "cuda" else "gloo"
     alone = "RANK" not in os.environ

@@ -12,6 +12,7 @@ during the rest of the backward, its weights while the modules before it compute
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +25,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
+from common.errors import ConfigError
 from common.kernels import accumulate
 from common.sharding.optimizer import MakeUpdate, claim, state_tensors
 from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter, ReduceScatter, Shard
 
 MAX_IN_FLIGHT = 2  # modules whose gradients are being reduced while a third one computes: their memory is not free yet
+
+STREAM_PRIORITY = "ZERO_STREAM_PRIORITY"  # environment variable: 0, or -1 for a high priority; timed by `throughput settings`
+
+
+def stream_priority() -> int:
+    """Return the priority of the stream that gradients are reduced on. Raises ConfigError."""
+    text = os.environ.get(STREAM_PRIORITY, "0")
+    if text not in ("0", "-1"):
+        raise ConfigError(
+            f"{STREAM_PRIORITY}={text}", "CUDA and HIP have two priorities: 0, and -1 for high", "set one of them, or unset it"
+        )
+    return int(text)
 
 
 @dataclass
@@ -72,7 +86,7 @@ class ZeroOptimizer:
         local = [shard.local for shard in self.shards]
         self.add_rows = accumulate.ADD_ROWS[kernels]
         self.update = make_update(self.weights, local)
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(self.device, priority=stream_priority()) if self.device.type == "cuda" else None
         self.in_flight: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
 
     @property

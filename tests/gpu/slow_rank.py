@@ -96,7 +96,7 @@ def main() -> None:
     if cpu:
         torch.cuda.Event = HostEvent  # type: ignore[assignment, misc]
     session = Session(options, config, rank)
-    processes = session.start(trainer.HIGH_PRIORITY_COMPUTE)
+    processes = session.start(trainer.high_priority_compute(config))
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         watch(options, session, trainer.assemble(config, rules, processes, 1), processes, rules)
     torch.distributed.destroy_process_group()
