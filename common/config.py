@@ -88,6 +88,39 @@ class RunConfig:
         known = ", ".join(f'"{choice}"' for choice in choices)
         self.require(getattr(self, key) in choices, key, f"known are {known}", "choose one of them")
 
+    # Options that change the memory of a rank, at the value that means "without". A benchmark whose code has the option
+    # makes it a key of its Config.
+
+    @property
+    def recompute_layers(self) -> int:
+        """Layers that recompute their activations in the backward."""
+        return 0
+
+    @property
+    def offload_layers(self) -> int:
+        """Layers whose SwiGLU input waits for the backward in pinned host memory."""
+        return 0
+
+    @property
+    def frozen_base(self) -> str:
+        """Storage of the frozen weights, one of FROZEN_BASE_STORAGE; "" if all weights train."""
+        return ""
+
+    @property
+    def moment_precision(self) -> str:
+        """Format of AdamW's two moments: "fp32" or "bf16"."""
+        return "fp32"
+
+    @property
+    def reduce_scatter(self) -> str:
+        """Engine that reduces the gradients: "nccl" or "copy_engine"."""
+        return "nccl"
+
+    @classmethod
+    def has_key(cls, name: str) -> bool:
+        """Return whether a TOML of this benchmark may have the key `name`."""
+        return any(each.name == name for each in fields(cls))
+
     @property
     def kernels(self) -> str:
         """The engine of common/kernels: plain torch on a CPU, Triton on every GPU."""

@@ -11,16 +11,17 @@ import importlib.metadata
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
+from common import benchmarks
 from common.command_line import EVERYWHERE, PROGRAM, SWITCHES, Parser, meant
 from common.errors import ConfigError
 from common.paths import ROOT
 from launch.environment import ALL, LOGS
 from launch.run_directory import git
-from launch.select_config import benchmarks
 
 PACKAGE = "mlperf-llama-training"
 
@@ -67,11 +68,11 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     if "--version" in words or words[:1] in (["-h"], ["--help"]):
         print(version() if "--version" in words else overview())
         raise SystemExit(0)
-    benchmark, name, rest = _split(words, benchmarks(ROOT))
+    benchmark, name, rest = _split(words, benchmarks.names())
     verb = VERBS[name]
     module, *own = verb.module.format(benchmark).split()
     if not has_verb(benchmark, name):
-        others = ", ".join(each for each in benchmarks(ROOT) if has_verb(each, name))
+        others = ", ".join(each for each in benchmarks.names() if has_verb(each, name))
         raise ConfigError(f"{benchmark} has no verb {name}", f"it is one of {others}", f"{PROGRAM} {others} {name} ...")
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)
@@ -83,7 +84,7 @@ def has_verb(benchmark: str, name: str) -> bool:
     return VERBS[name].module != f"{{}}.{name}" or (ROOT / benchmark / f"{name}.py").is_file()
 
 
-def _split(words: list[str], known: list[str]) -> tuple[str, str, list[str]]:
+def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]:
     """Benchmark ("" for none), verb, and the rest: the benchmark may stand before its verb or behind it. Raises ConfigError."""
     if not words:
         raise ConfigError("which benchmark or verb?", f"benchmarks: {', '.join(known)}", f"{PROGRAM} --help lists the verbs, too")
@@ -137,7 +138,7 @@ def overview() -> str:
     kinds = (ALWAYS, MAY, NEVER)
     lists = ("\n".join(f"{name:<12}{verb.about}" for name, verb in VERBS.items() if verb.benchmark == kind) for kind in kinds)
     always, may, never = (indent(text, "  ") + "\n" for text in lists)
-    return OVERVIEW.read_text().rstrip().format(benchmarks=", ".join(benchmarks(ROOT)), always=always, may=may, never=never)
+    return OVERVIEW.read_text().rstrip().format(benchmarks=", ".join(benchmarks.names()), always=always, may=may, never=never)
 
 
 def version() -> str:

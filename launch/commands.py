@@ -53,7 +53,7 @@ def parser(name: str, benchmark: str) -> Parser:
         parser.add_argument("--max-failures", type=int, metavar="N", help=limit)
         same = "with the same config, code, data and GPUs; a larger NEXP adds runs"
         parser.add_argument("--resume", action="store_true", help=f"continue the last series in LOGDIR that lacks good runs, {same}")
-        help_save = "llama31_8b: after the clock, write the trained model to model/ of the run's directory, for transformers"
+        help_save = "after the clock, write the trained model to model/ of the run's directory, for transformers"
         parser.add_argument("--save", action="store_true", help=help_save)
         help_tune = "make the settings of `tuning apply` while it runs, by sudo, and put them back at its end"
         parser.add_argument("--tune", action="store_true", help=help_tune)

@@ -9,10 +9,9 @@ import re
 import sys
 from pathlib import Path
 
+from common import benchmarks
 from common.command_line import SWITCHES, Parser
-from common.paths import ROOT
 from launch.cli import NEVER, VERBS, parser_of
-from launch.select_config import benchmarks
 
 SCRIPT = Path(__file__).with_suffix(".bash")
 ZSH = "(( $+functions[compdef] )) || { autoload -U compinit && compinit }\nautoload -U +X bashcompinit && bashcompinit\n"
@@ -31,7 +30,7 @@ def words_of(parser: Parser) -> list[str]:
 
 
 def script(shell: str) -> str:
-    known = benchmarks(ROOT)
+    known = benchmarks.names()
     found = {
         name: dict.fromkeys(word for each in known for parser in [parser_of(name, each)] if parser for word in words_of(parser))
         for name in VERBS

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.benchmarks import Rules
 from common.records import ledger, rcp, windows
 from common.terminal import shown
 from launch.diagnosis import Result
@@ -21,7 +22,13 @@ def mlperf_line(text: str) -> None:
         print(text, flush=True)
 
 
-def header(benchmark: str, selection: Selection, rules, directories: tuple[Path, Path] | None, cpus: Sequence[str] = ()) -> list[str]:
+def header(
+    benchmark: str,
+    selection: Selection,
+    rules: Rules,
+    directories: tuple[Path, Path] | None,
+    cpus: Sequence[str] = (),
+) -> list[str]:
     """The lines before a run: benchmark, GPUs, config and why it was selected.
 
     `directories` are those of data and results; None for a bench, which uses neither. `cpus`: of each rank, where they are bound.
@@ -40,18 +47,18 @@ def header(benchmark: str, selection: Selection, rules, directories: tuple[Path,
         lines.append(f"CPUs       each rank on the NUMA node of its GPU, {len(numbers(cpus[0]))} of them")
     if directories:
         places = [f"data       {shown(directories[0])}", f"results    {shown(directories[1])}"]
-        lines += [*places, f"expect     {expectation(benchmark, selection, rules)}"]
+        lines += [*places, f"expect     {expectation(selection, rules)}"]
     else:
         lines.append("expect     throughput on synthetic tokens; no data is read")
     return lines + [f"NOTE       {note}" for note in selection.notes]
 
 
-def expectation(benchmark: str, selection: Selection, rules) -> str:
+def expectation(selection: Selection, rules: Rules) -> str:
     batch = selection.config.global_batch_size
     target = f"loss <= {rules.target_loss}, measured every {rules.eval_interval(batch):,} sequences"
     if selection.config.miniature:
         return f"{target}; some minutes on two cores"
-    mean = rcp.mean_samples(benchmark, batch)
+    mean = rcp.mean_samples(rules, batch)
     reference = f"the reference needs {mean:,.0f} on average" if mean else "there is no reference for this global batch"
     return f"{target}; at global batch {batch} {reference} (MLPerf RCP); gives up at {selection.config.max_samples:,}"
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.benchmarks import Rules, rules_of
 from common.config import RunConfig
 from common.data.preparation import damage_of
 from common.errors import ConfigError, DataError
@@ -17,7 +18,6 @@ from common.hardware import Probe, probe
 from common.paths import ROOT
 from common.terminal import print_stderr, shown
 from common.training.continuation import require_possible, when_from
-from launch.plan.benchmark import rules_of
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import end_with_parent
 from launch.select_config import Selection, select_config
@@ -74,7 +74,7 @@ class Job:
         return self.selection.config
 
     @property
-    def rules(self):
+    def rules(self) -> Rules:
         return rules_of(self.benchmark, self.config)
 
     @property
@@ -88,11 +88,11 @@ def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job
     """
     environment = os.environ
     save = getattr(options, "save", False)
-    if save and not (ROOT / benchmark / "save.py").is_file():
-        why = "it has no weights of its own, or saves what it trained in any case"
-        raise ConfigError(f"{benchmark} has no --save", why, "leave it out")
     gpus = Probe("none") if options.device == "cpu" else probe()
     selection = select_config(ROOT, benchmark, options, environment, gpus, any_kind)
+    if save and not rules_of(benchmark, selection.config).saves_model:
+        why = "it has no weights of its own, or saves what it trained in any case"
+        raise ConfigError(f"{benchmark} has no --save", why, "leave it out")
     checkpoint, continues = getattr(options, "checkpoint", None) or "", getattr(options, "continues", None)
     if checkpoint or continues:
         require_possible(selection.config)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import known_issues
+from common.benchmarks import config_class, rules_of
 from common.config import RunConfig, load
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, GpuKind
 from common.hardware import Probe, config_name, identify, require_known
-from launch.plan.benchmark import config_class, rules_of
 from launch.plan.derive_config import load_or_derive
 
 
@@ -26,11 +26,6 @@ class Selection:
     found: str  # the GPUs, for people
     notes: tuple[str, ...] = ()  # why the run cannot be submitted, and known issues of these versions
     derived: str = ""  # from what, where configs/ has no file
-
-
-def benchmarks(root: Path) -> list[str]:
-    """Packages with rules and a trainer."""
-    return sorted(path.parent.name for path in root.glob("*/rules.py") if (path.parent / "train.py").is_file())
 
 
 def require_by_rules(benchmark: str, config: RunConfig, whole_run: bool = True) -> None:

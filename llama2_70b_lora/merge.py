@@ -21,6 +21,7 @@ from common.data.preparation import say
 from common.errors import ConfigError
 from common.model.checkpoint_reader import DTYPES, StoredTensor, read_json, read_tensors, refuse, some
 from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
+from llama2_70b_lora.weights_help import weights_help
 
 FUSED = "qkv_proj"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5")  # not copied: they would be the weights before the merge
@@ -37,7 +38,8 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     Raises ConfigError if `out` exists, WeightsError where base or adapter is damaged, or they do not fit each other.
     """
     rank, scale, tensors = _read_adapter(adapter)
-    weights, shards = read_tensors(base)
+    with weights_help():
+        weights, shards = read_tensors(base)
     updates = _updates(weights, tensors, rank)
     partial = out.with_name(out.name + ".partial")
     for folder in (out, partial):

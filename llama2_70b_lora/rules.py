@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from common import benchmarks
+from common.benchmarks import LogValue
 from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.model.shapes import LLAMA2_70B, ModelShape
 
@@ -34,50 +36,35 @@ class Config(RunConfig):
         self.require(self.fp8 != "" or not self.offload_layers, "offload_layers", why, 'set fp8 = "torch", or offload_layers = 0')
 
 
-@dataclass(frozen=True)
-class Rules:
-    division: str  # "closed", or "miniature" for the toy that no one can submit
-    shape: ModelShape
-    sequence_length: int
+@dataclass(frozen=True, kw_only=True)
+class Rules(benchmarks.Rules):
     train_samples: int  # packed sequences in the training set, a pass over which is an epoch
-    eval_samples: int  # all validation sequences, every time
-    eval_interval_samples: int  # before rounding up to the global batch
-    target_loss: float  # mean over the sequences of each one's natural-log cross entropy per token that counts; stop at <=
-    lora_rank: int = 16
     lora_alpha: int = 32  # the adapter's output is multiplied by alpha / rank
     lora_dropout: float = 0.1  # on the adapter's input
-    opt_name: str = "adamw"
     warmup_factor: float = 0.0  # the reference warms nothing up
-    adam_beta_1: float = 0.9
-    adam_beta_2: float = 0.999
-    adam_epsilon: float = 1e-8
-    weight_decay: float = 1e-4  # decoupled
-    gradient_clip_norm: float = 0.3
-    init_limit_s: float = 1800.0
-    manifests: tuple[str, ...] = ()  # under DATADIR, where `prepare` wrote them: the files beside one are checked before a run
-
-    # Files of DATADIR that a run reads; the base weights are in $MODEL, or in DATADIR/base without it.
-    data_files: tuple[str, ...] = tuple(DATA_FILES.values())
+    base_files: tuple[str, ...] = ()  # of the base weights, if they are under DATADIR and not in $MODEL
 
     @property
-    def flops_per_token(self) -> int:
-        """See common/model/shapes.py."""
-        return self.shape.lora_flops_per_token(self.sequence_length, self.lora_rank)
-
-    def eval_interval(self, global_batch_size: int) -> int:
-        """Train sequences between evaluations: ceil(384/GBS)*GBS."""
-        return -(-self.eval_interval_samples // global_batch_size) * global_batch_size
+    def data_files(self) -> tuple[str, ...]:
+        return (*DATA_FILES.values(), *self.base_files)
 
     def skipped_evaluations(self, global_batch_size: int) -> int:
         """S = floor(0.125*GBS + 2): so many intervals pass at the beginning without an evaluation."""
         return global_batch_size // 8 + 2
 
     def first_evaluation(self, global_batch_size: int) -> int:
-        """Train sequences before the first evaluation: (S + 1) intervals."""
+        """Return (S + 1) intervals."""
         return (self.skipped_evaluations(global_batch_size) + 1) * self.eval_interval(global_batch_size)
 
-    def own_log_keys(self, config: Config) -> list[tuple[str, int | float | str]]:
-        """See common/training/log_keys.py."""
+    def fixed_log_values(self) -> dict[str, LogValue]:
+        return super().fixed_log_values() | {
+            "train_samples": self.train_samples,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+        }
+
+    def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
+        assert isinstance(config, Config)
         return [
             ("opt_learning_rate_training_steps", config.opt_learning_rate_training_steps),
             ("opt_learning_rate_warmup_factor", self.warmup_factor),
@@ -92,9 +79,25 @@ CLOSED = Rules(
     shape=LLAMA2_70B,
     sequence_length=8192,
     train_samples=3901,
-    eval_samples=173,
+    eval_samples=173,  # the whole validation set
     eval_interval_samples=384,
-    target_loss=0.925,
+    target_loss=0.925,  # mean over the sequences of each one's loss per token that counts
+    adam_beta_1=0.9,
+    adam_beta_2=0.999,
+    adam_epsilon=1e-8,
+    weight_decay=1e-4,
+    gradient_clip_norm=0.3,
+    lora_rank=16,
+    throughput_mode="lora",
+    # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama2_70b_lora.json, "samples to converge"
+    # and "Hyperparams". The files of 5.1.0 and 6.0.0 are identical.
+    reference_runs={
+        8: ((2688, 3), (3072, 9), (3456, 7), (3840, 1)),
+        16: ((3456, 1), (3840, 13), (4224, 2), (4608, 2), (4992, 2)),
+        32: ((5376, 1), (5760, 8), (6144, 7), (6528, 4)),
+        128: ((9984, 2), (10752, 5), (11136, 7), (11520, 2), (12288, 1), (12672, 1), (13056, 2)),
+    },
+    reference_learning_rates={8: 4e-4, 16: 4e-4, 32: 4e-4, 128: 1e-3},
 )
 
 # The whole path on a CPU: same code, a base that `prepare` has trained, a target that only the adapters reach. No benchmark result.
@@ -107,6 +110,14 @@ MINIATURE = replace(
     eval_samples=48,
     eval_interval_samples=128,
     target_loss=4.68,  # the base alone stands at 4.95 with Python 3.11's texts, adapters reach 4.6, full-rank training 4.5
-    data_files=(*CLOSED.data_files, "base/manifest.json"),
+    base_files=("base/manifest.json",),
     manifests=("base/manifest.json", "miniature-govreport.json"),  # not the name of the 8B miniature's, which may be in the same folder
+    reference_runs={},
+    reference_learning_rates={},
 )
+
+DIVISIONS = (CLOSED, MINIATURE)
+
+
+def rules_of(config: RunConfig) -> Rules:
+    return MINIATURE if config.miniature else CLOSED

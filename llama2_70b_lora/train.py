@@ -37,7 +37,8 @@ from common.training.loop import pad_for_ranks
 from common.training.schedules import cosine_to_zero
 from common.training.session import Session, main
 from llama2_70b_lora.data import next_token_labels, read_rows, train_batches
-from llama2_70b_lora.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
+from llama2_70b_lora.rules import BENCHMARK, Config, Rules, rules_of
+from llama2_70b_lora.weights_help import weights_help
 
 
 def assemble(
@@ -112,7 +113,7 @@ def run(session: Session) -> None:
     """A timed run of one rank, from the first line of the log to the last."""
     config, data_dir, seed = session.config, session.args.data_dir, session.args.seed
     assert isinstance(config, Config)
-    rules = MINIATURE if config.miniature else CLOSED
+    rules = rules_of(config)
     processes = session.start(high_priority_compute(config))
     session.log_submission(BENCHMARK, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
@@ -122,9 +123,12 @@ def run(session: Session) -> None:
         before_a_run(session, rules, processes)
         reports: list[LoadReport] = []
         folder, manifest = base_folder(config, data_dir)
-        assembly, base = assemble(
-            config, rules, processes, seed, lambda model, base: reports.append(load_base(model, folder, manifest, base))
-        )
+
+        def load(model: Llama, base: FrozenBase) -> None:
+            with weights_help():
+                reports.append(load_base(model, folder, manifest, base))
+
+        assembly, base = assemble(config, rules, processes, seed, load)
         before = base_fingerprints(assembly.model, base)
         session.phase_done("init", base_bytes=reports[0].bytes, base_seconds=reports[0].seconds)
         lr_at = cosine_to_zero(config.opt_base_learning_rate, config.opt_learning_rate_training_steps)

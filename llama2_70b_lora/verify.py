@@ -9,6 +9,7 @@ from common.data.preparation import Bar, say
 from common.errors import DataError
 from llama2_70b_lora.data import OWN_FILES, read_rows
 from llama2_70b_lora.rules import DATA_FILES, Rules
+from llama2_70b_lora.weights_help import weights_help
 
 
 def verify_data(data_dir: Path, rules: Rules) -> None:
@@ -22,6 +23,7 @@ def verify_data(data_dir: Path, rules: Rules) -> None:
     say(f"{data_dir}: {len(train)} and {len(validation)} sequences of {rules.sequence_length}, all ids and labels are correct")
 
 
+@weights_help()
 def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules: Rules) -> None:
     """Names, shapes, dtypes and file sizes by the headers; with a manifest its sizes too, and with `full` the SHA-256 of every file.
 
@@ -43,6 +45,7 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
         say("not checked: SHA-256 of the weights, for which --full is needed")
 
 
+@weights_help()
 def write_manifest(weights: Path, output: Path, rules: Rules) -> None:
     """Write sizes and SHA-256 of a checkpoint's files to `output`, for later checks: of a download that you trust."""
     from common.model.checkpoint_reader import open_checkpoint

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from common import benchmarks
+from common.benchmarks import LogValue
 from common.config import RunConfig
 from common.model.shapes import LLAMA31_8B, ModelShape
 
@@ -33,47 +35,20 @@ class Config(RunConfig):
             self.require(self.nodes == 1, "reduce_scatter", "copy engines reach the GPUs of one node only", do)
 
 
-@dataclass(frozen=True)
-class Rules:
-    division: str  # "closed", or "miniature" for the toy that no one can submit
-    shape: ModelShape
-    sequence_length: int
+@dataclass(frozen=True, kw_only=True)
+class Rules(benchmarks.Rules):
     train_prefix: str  # Megatron .bin/.idx pair of the training tokens, under DATADIR
     validation_prefix: str
-    eval_samples: int  # so many validation sequences, the same ones every time
-    eval_interval_samples: int  # before rounding up to the global batch
-    target_loss: float  # natural-log cross entropy per token; stop at <=
     max_steps: int
-    opt_name: str = "adamw"
-    adam_beta_1: float = 0.9
-    adam_beta_2: float = 0.95
-    adam_epsilon: float = 1e-5
-    # Decoupled. 1-D parameters are exempt here; NeMo 2.1.0, which the reference pins, decays them too, later versions of NeMo exempt them.
-    weight_decay: float = 0.1
-    gradient_clip_norm: float = 1.0
     end_learning_rate_ratio: float = 0.1
     decay_schedule: str = "cosine with linear warmup"
     init_std: float = 0.02
-    init_limit_s: float = 1800.0
     eval_by_seed: bool = False  # False: on the file's first sequences, by the reference's README; True: on those that its code draws
-    manifests: tuple[str, ...] = ()  # under DATADIR, where `prepare` wrote them: the files beside one are checked before a run
 
     @property
     def data_files(self) -> tuple[str, ...]:
-        """Files of DATADIR that a run reads."""
-        return tuple(f"{prefix}.{kind}" for prefix in (self.train_prefix, self.validation_prefix) for kind in ("bin", "idx"))
-
-    @property
-    def flops_per_token(self) -> int:
-        """See common/model/shapes.py."""
-        return self.shape.training_flops_per_token(self.sequence_length)
-
-    def eval_interval(self, global_batch_size: int) -> int:
-        """Train sequences between evaluations: ceil(12288/GBS)*GBS. No evaluation is skipped; the first is at one interval."""
-        return -(-self.eval_interval_samples // global_batch_size) * global_batch_size
-
-    def first_evaluation(self, global_batch_size: int) -> int:
-        return self.eval_interval(global_batch_size)
+        prefixes = (self.train_prefix, self.validation_prefix)
+        return tuple(f"{prefix}.{kind}" for prefix in prefixes for kind in ("bin", "idx"))
 
     def eval_order_samples(self, global_batch_size: int) -> int:
         """For how many samples NeMo asks GPTDataset to order the validation split: so many evaluations as max_steps has, and one."""
@@ -82,8 +57,8 @@ class Rules:
     def end_learning_rate(self, base_learning_rate: float) -> float:
         return base_learning_rate * self.end_learning_rate_ratio
 
-    def own_log_keys(self, config: Config) -> list[tuple[str, int | float | str]]:
-        """See common/training/log_keys.py."""
+    def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
+        assert isinstance(config, Config)
         warmup_steps = config.opt_learning_rate_warmup_steps
         return [
             ("opt_end_learning_rate", self.end_learning_rate(config.opt_base_learning_rate)),
@@ -104,6 +79,33 @@ CLOSED = Rules(
     eval_interval_samples=12288,
     target_loss=3.3,
     max_steps=1_200_000,
+    adam_beta_1=0.9,
+    adam_beta_2=0.95,
+    adam_epsilon=1e-5,
+    # 1-D parameters are exempt here. NeMo 2.1.0, which the reference pins, decays them too; later versions of NeMo exempt them.
+    weight_decay=0.1,
+    gradient_clip_norm=1.0,
+    saves_model=True,
+    throughput_mode="full",
+    # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama31_8b.json, "Epochs to converge" (which are samples)
+    # and "Hyperparams". The files of 5.1.0 and 6.0.0 are identical.
+    reference_runs={
+        16: ((159744, 17), (172032, 3)),
+        32: ((172032, 9), (184320, 10), (196608, 1)),
+        64: ((208896, 4), (221184, 4), (233472, 11), (245760, 1)),
+        96: ((260064, 2), (272448, 10), (284832, 4), (297216, 4)),
+        128: (
+            (307200, 2),
+            (319488, 2),
+            (331776, 4),
+            (344064, 4),
+            (356352, 3),
+            (368640, 3),
+            (380928, 1),
+            (405504, 1),
+        ),
+    },
+    reference_learning_rates={16: 4e-4, 32: 8e-4, 64: 8e-4, 96: 1e-3, 128: 2e-3},
 )
 
 # The whole path on a CPU in two minutes: same code, real text, a target that has to be learned. Not a benchmark result.
@@ -119,4 +121,12 @@ MINIATURE = replace(
     target_loss=4.5,  # ten seeds needed 5 to 9 of at most 20 evaluations
     max_steps=2_000,
     manifests=("miniature.json",),
+    reference_runs={},
+    reference_learning_rates={},
 )
+
+DIVISIONS = (CLOSED, MINIATURE)
+
+
+def rules_of(config: RunConfig) -> Rules:
+    return MINIATURE if config.miniature else CLOSED

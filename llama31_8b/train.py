@@ -30,7 +30,7 @@ from common.training.loop import next_token_pairs, pad_for_ranks
 from common.training.schedules import warmup_cosine
 from common.training.session import Session, main
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
-from llama31_8b.rules import BENCHMARK, CLOSED, MINIATURE, Config, Rules
+from llama31_8b.rules import BENCHMARK, Config, Rules, rules_of
 
 
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
@@ -80,7 +80,7 @@ def run(session: Session) -> None:
     """A timed run of one rank, from the first line of the log to the last."""
     config, data_dir, seed = session.config, session.args.data_dir, session.args.seed
     assert isinstance(config, Config)
-    rules = MINIATURE if config.miniature else CLOSED
+    rules = rules_of(config)
     if session.args.save:
         from llama31_8b import save  # no other run needs it
 

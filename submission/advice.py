@@ -10,11 +10,12 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from common import config as configs
+from common.benchmarks import config_class
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.gpu_stats import FAULTS
 from common.html.page import median, points
-from launch.plan.benchmark import config_class, workload
+from launch.plan.benchmark import workload
 from launch.plan.estimate import estimate
 from submission.gpu_samples import Samples, comparisons, read_samples
 from submission.runs import Run

@@ -20,7 +20,7 @@ from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from common.records.mlperf_log import Log, read
 from submission import official_tools, own_log
-from submission.log_rules import BENCHMARKS, DISCLOSURE_KEYS, RULES, Finding, rules_of
+from submission.log_rules import DISCLOSURE_KEYS, RULES, Finding, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS, Verdict
 
 
@@ -88,8 +88,8 @@ def examine(path: Path, ruleset: str | None = None, project_root: Path | None = 
         )
     division, benchmark = log.value("submission_division"), log.value("submission_benchmark")
     ours = own_log.is_ours(log) if ours is None else ours
-    if ruleset is None and division == "miniature" and benchmark in BENCHMARKS:
-        title, verdict = "a miniature, no benchmark result", official_tools.miniature_verdict(path, benchmark, log)
+    if ruleset is None and division == "miniature" and rules_of(log) is not None:
+        title, verdict = "a miniature, no benchmark result", official_tools.miniature_verdict(path, str(benchmark), log)
     else:
         held_to = ruleset or round_of(log, ours)
         title = f"{division} division, held to {held_to}{'' if ruleset else ' by its keys'}"

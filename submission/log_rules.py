@@ -20,14 +20,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from common import benchmarks
+from common.benchmarks import Rules
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import RESERVED_SUBSTRINGS
-from llama2_70b_lora import rules as llama2_70b_lora_rules
-from llama31_8b import rules as llama31_8b_rules
-
-Rules = llama31_8b_rules.Rules | llama2_70b_lora_rules.Rules
-BENCHMARKS = {rules.BENCHMARK: rules for rules in (llama31_8b_rules, llama2_70b_lora_rules)}
 
 ERROR, WARNING = "error", "warning"
 WARNING_OF_OTHERS = "warning of others"  # an error in our own logs: RunLog never writes it
@@ -35,16 +32,17 @@ WARNING_OF_OTHERS = "warning of others"  # an error in our own logs: RunLog neve
 PRECISION_KEYS = tuple(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm"))
 PARALLELISM_KEYS = tuple(f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert"))
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
-# Key -> attribute of the benchmark's Rules, where the division of LoRA fixes a value and the compliance checker lets any other pass.
-CONSTANTS = {
-    **{"opt_gradient_clip_norm": "gradient_clip_norm", "opt_adamw_weight_decay": "weight_decay"},
-    **{key: key for key in ("lora_alpha", "lora_dropout", "eval_samples", "train_samples")},
-}
-# By global batch: "Hyperparams" of mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_<benchmark>.json.
-REFERENCE_LEARNING_RATES = {
-    "llama31_8b": {16: 4e-4, 32: 8e-4, 64: 8e-4, 96: 1e-3, 128: 2e-3},
-    "llama2_70b_lora": {8: 4e-4, 16: 4e-4, 32: 4e-4, 128: 1e-3},
-}
+# Fixed values that are compared in our own logs only: published logs write them in other ways, or the compliance checker
+# compares them.
+OWN_CONSTANTS = (
+    "submission_division",
+    "max_sequence_length",
+    "opt_name",
+    "opt_adamw_beta_1",
+    "opt_adamw_beta_2",
+    "opt_adamw_epsilon",
+    "target_accuracy",
+)
 
 Found = Iterator[tuple[int, str]]  # line of the file, or 0 for the log as a whole; what is wrong
 
@@ -71,10 +69,11 @@ class Rule:
 
 
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
-    """Those that the log at hand is held to; None where there are none here. `division` goes before what the log says."""
-    benchmark = BENCHMARKS.get(str(log.value("submission_benchmark")))
-    division = division or str(log.value("submission_division"))
-    return {"closed": benchmark.CLOSED, "miniature": benchmark.MINIATURE}.get(division) if benchmark else None
+    """Return the rules that `log` is held to; None if no benchmark here has them. `division` overrides the log's."""
+    name = str(log.value("submission_benchmark"))
+    if name not in benchmarks.names():
+        return None
+    return benchmarks.divisions(name).get(division or str(log.value("submission_division")))
 
 
 # Evaluations.
@@ -171,29 +170,35 @@ def _reaches(event: Event, rules: Rules) -> bool:
 # Hyperparameters and data.
 
 
-def unlike(constants: dict[str, str]) -> Callable[[Log, Rules], Found]:
-    """The rule that each key has the value of that attribute of Rules, if these have it; 1 and 1.0 are the same, True and 1 are not."""
+def other_constants(log: Log, rules: Rules) -> Found:
+    for key, wanted in rules.fixed_log_values().items():
+        if key not in OWN_CONSTANTS:
+            yield from unlike(log, rules, key, wanted)
 
-    def find(event: Event, rules: Rules) -> str:
-        value, wanted = event.value, getattr(rules, constants[event.key], event.value)
+
+def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Found:
+    """Yield each value of `key` that is not `wanted`. 1 and 1.0 are the same, True and 1 are not."""
+    for event in log.all(key):
+        value = event.value
         same = value == wanted and isinstance(value, str) == isinstance(wanted, str) and not isinstance(value, bool)
-        return "" if same else f"{event.key} is {value!r}, the {rules.division} division fixes {wanted!r}"
-
-    return on_each(find, *constants)
+        if not same:
+            yield event.line, f"{key} is {value!r}, the {rules.division} division fixes {wanted!r}"
 
 
 def wrong_end_learning_rate(log: Log, rules: Rules) -> Found:
     base, end = log.value("opt_base_learning_rate"), log.first("opt_end_learning_rate")
-    if not isinstance(rules, llama31_8b_rules.Rules) or not is_number(base) or end is None:
+    if not is_number(base) or end is None:
         return
-    if not (is_number(end.value) and math.isclose(end.value, rules.end_learning_rate(base), rel_tol=1e-9)):
-        yield end.line, f"opt_end_learning_rate is {end.value!r}, not {rules.end_learning_rate_ratio} x {base}"
+    wanted = rules.end_learning_rate(base)
+    if wanted is None:
+        return
+    if not (is_number(end.value) and math.isclose(end.value, wanted, rel_tol=1e-9)):
+        yield end.line, f"opt_end_learning_rate is {end.value!r}, not {wanted:g} for a base learning rate of {base}"
 
 
 def unlike_reference(log: Log, rules: Rules) -> Found:
     batch, rate = log.value("global_batch_size"), log.first("opt_base_learning_rate")
-    known = REFERENCE_LEARNING_RATES[str(log.value("submission_benchmark"))]
-    wanted = known.get(batch) if is_positive_int(batch) and rules.division == "closed" else None
+    wanted = rules.reference_learning_rates.get(batch) if is_positive_int(batch) else None
     if rate and wanted and is_number(rate.value) and rate.value != wanted:
         yield rate.line, f"base learning rate {rate.value!r}; the reference converged with {wanted:g} at a global batch of {batch}"
 
@@ -281,7 +286,7 @@ RULES = (
     Rule("finite", on_each(not_finite), "OWN; the compliance checker ignores NaN if another evaluation passes", WARNING_OF_OTHERS),
     Rule("status", wrong_status, "TR Run Results; RCP counts a run without success as one that did not converge"),
     Rule("after_target", after_target, "TR Run Results: a run may stop at the target", WARNING_OF_OTHERS),
-    Rule("constant", unlike(CONSTANTS), "TR Hyperparameters; REF llama2_70b_lora"),
+    Rule("constant", other_constants, "TR Hyperparameters; REF"),
     Rule("end_learning_rate", wrong_end_learning_rate, HYPERPARAMETERS),
     Rule("learning_rate", unlike_reference, "RCP Hyperparams (the checker does not compare them)", WARNING),
     Rule("batch", unfit(is_positive_int, "a whole number from 1: there is no reference", "global_batch_size"), "RCP rcp_checker.py"),

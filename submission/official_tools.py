@@ -4,7 +4,7 @@ The compliance checker is called in this process, as the official package checke
 key. A crash of it, RecursionError included, is its refusal. The other four run as programs and end with 0 whatever they found, so
 success is what each says in words, and nothing in its text that speaks against it. They leave log files where they are started,
 therefore each runs in a directory of its own. A miniature has a rule file of ours: the closed rules with the numbers of the
-benchmark's `rules.MINIATURE`, because the official files fix the sequence length and the target.
+benchmark's miniature division, because the official files fix the sequence length and the target.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from common import benchmarks
 from common.errors import PreflightError
 from common.packages import version_of
+from common.paths import ROOT
 from common.records.mlperf_log import TOKEN, Event, Log, parse, read
-from submission.log_rules import BENCHMARKS, Finding
+from submission.log_rules import Finding
 
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # those that know both benchmarks
 RULESETS = ("5.0.0", *CLOSED_RULESETS)
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
 INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
-TEMPLATES = Path(__file__).parent
 UNSEEN = "no blank after the token"  # how mlperf_log begins its reason for a line that the official parser skips
 
 BAD_LINE = re.compile(
@@ -66,12 +67,14 @@ def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> Ver
 
 
 def miniature_template(benchmark: str) -> string.Template:
-    return string.Template("\n".join((TEMPLATES / f"miniature_{part}.yaml").read_text() for part in ("common", benchmark)))
+    """Return the rule file of every miniature with that of this benchmark appended."""
+    files = (Path(__file__).with_name("miniature_common.yaml"), ROOT / benchmark / "miniature.yaml")
+    return string.Template("\n".join(file.read_text() for file in files))
 
 
 def miniature_rules(benchmark: str) -> str:
-    """The rule file of the miniature, with the constants of the benchmark's `rules.MINIATURE` filled in under their own names."""
-    rules = BENCHMARKS[benchmark].MINIATURE
+    """Return the rule file of the miniature, the fields of its Rules filled in under their own names."""
+    rules = benchmarks.divisions(benchmark)["miniature"]
     return miniature_template(benchmark).substitute(vars(rules), benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000)
 
 
@@ -157,7 +160,7 @@ def _shown(event: Event) -> str:
 def _source(rules: str, benchmark: str, key: str) -> str:
     """The rule file that has the last word on `key`: a later one cancels what an earlier one said."""
     if rules == "miniature":
-        return "submission/miniature_*.yaml"
+        return f"submission/miniature_common.yaml, {benchmark}/miniature.yaml"
     from mlperf_logging import compliance_checker
 
     folder = Path(compliance_checker.__file__).parent / f"training_{rules}"
@@ -211,7 +214,7 @@ def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
         table = Path(folder, "summary.csv")
         text = _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
         rows = list(csv.DictReader(table.open())) if table.is_file() else []
-    found = {(Path(row["details_url"]).stem, name): float(row[name]) for row in rows for name in BENCHMARKS if row.get(name)}
+    found = {(Path(row["details_url"]).stem, name): float(row[name]) for row in rows for name in benchmarks.names() if row.get(name)}
     forgiven = text.count("Dropping non-converged run(s)") == missed == text.count("Compliance check failed in")
     return replace(_answer("result_summarizer", text, len(found) == sets and forgiven, missed), scores=found)
 

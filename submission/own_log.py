@@ -11,11 +11,23 @@ import re
 from functools import cache
 from pathlib import Path
 
+from common.benchmarks import Rules
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import END, POINT, START
 from submission import official_tools
-from submission.log_rules import BENCHMARKS, WARNING, Found, Rule, Rules, is_positive, is_positive_int, on_each, resumed_at, unfit, unlike
+from submission.log_rules import (
+    OWN_CONSTANTS,
+    WARNING,
+    Found,
+    Rule,
+    is_positive,
+    is_positive_int,
+    on_each,
+    resumed_at,
+    unfit,
+    unlike,
+)
 
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +derived, ...
 CHANGED = ("+derived", "+modified", "+forced")
@@ -24,16 +36,6 @@ WELL_KNOWN_SEEDS = frozenset({123456, 1234567, 12345678, 123456789, 1234567890, 
 STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
 
 SUBMISSION_KEYS = tuple(f"submission_{part}" for part in ("benchmark", "org", "division", "status", "platform"))
-# Key -> attribute of Rules: what neither the compliance checker nor log_rules.CONSTANTS holds to a value.
-OWN_CONSTANTS = {
-    "submission_division": "division",
-    "max_sequence_length": "sequence_length",
-    "opt_name": "opt_name",
-    "opt_adamw_beta_1": "adam_beta_1",
-    "opt_adamw_beta_2": "adam_beta_2",
-    "opt_adamw_epsilon": "adam_epsilon",
-    "target_accuracy": "target_loss",
-}
 EVENT_TYPES = {f"{name}_{end}": kind for name in ("init", "run", "block", "eval") for end, kind in (("start", START), ("stop", END))}
 CLOCK_KEYS = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
@@ -82,7 +84,8 @@ def wrong_event_type(event: Event, rules: Rules) -> str:
 
 def out_of_order(log: Log, rules: Rules) -> Found:
     """Initialization, clock, blocks and evaluations follow each other and close; run_stop is last."""
-    state, early = "nothing", {"target_accuracy", *(key for benchmark in BENCHMARKS for key in init_keys(benchmark))}
+    state = "nothing"
+    early = {"target_accuracy", *init_keys(str(log.value("submission_benchmark")))}
     for event in log.events:
         if state == "stopped":
             yield event.line, f"{event.key} after run_stop"
@@ -153,6 +156,12 @@ def is_share(value: object) -> bool:
     return is_number(value) and 0 <= value < 1
 
 
+def own_constants(log: Log, rules: Rules) -> Found:
+    fixed = rules.fixed_log_values()
+    for key in OWN_CONSTANTS:
+        yield from unlike(log, rules, key, fixed[key])
+
+
 TR_HYPERPARAMETERS = "OWN; TR Hyperparameters"
 OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
@@ -170,5 +179,5 @@ OWN_RULES = (
     Rule("schedule", unfit(is_positive, "a positive number", "opt_base_learning_rate"), TR_HYPERPARAMETERS),
     Rule("schedule", unfit(is_positive_int, "a whole number from 1", "opt_learning_rate_training_steps"), TR_HYPERPARAMETERS),
     Rule("schedule", unfit(is_share, "a share of the steps", "opt_learning_rate_warmup_factor"), TR_HYPERPARAMETERS),
-    Rule("constant", unlike(OWN_CONSTANTS), TR_HYPERPARAMETERS),
+    Rule("constant", own_constants, TR_HYPERPARAMETERS),
 )

@@ -20,13 +20,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import benchmarks
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.paths import ROOT
 from common.records import ledger
 from common.training.mllog import EMULATED
 from submission import check, describe, implementation, official_tools, terminal
-from submission.log_rules import BENCHMARKS, Finding
+from submission.log_rules import Finding
 from submission.runs import LOST, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
 
@@ -78,7 +79,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    sources = terminal.pairs("--benchmark", options.benchmark, BENCHMARKS)
+    sources = terminal.pairs("--benchmark", options.benchmark, benchmarks.names())
     return Request(sources, **{name: value for name, value in vars(options).items() if name != "benchmark"})
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from common import benchmarks
+from common.benchmarks import Rules
 from common.errors import ConfigError
 from common.records import json_lines, mlperf_log
 from common.records.json_lines import is_number
@@ -23,7 +25,6 @@ from common.records.mlperf_log import Log
 from submission import intervals, official_tools, rcp
 from submission.check import round_of
 from submission.intervals import Interval
-from submission.log_rules import BENCHMARKS
 
 GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)
 INTERVALS = tuple(f"{name}_{end}" for name in ("init", "run", "block", "epoch", "eval") for end in ("start", "stop"))
@@ -76,10 +77,11 @@ class Run:
         return self.division == "miniature" or "miniature = true" in self.config
 
     @property
-    def rules(self):
-        """Of its benchmark and division; None where we have none."""
-        named = BENCHMARKS.get(self.benchmark)
-        return named and (named.MINIATURE if self.is_miniature else named.CLOSED)
+    def rules(self) -> Rules | None:
+        """The rules of its benchmark and division; None if no benchmark here has them."""
+        if self.benchmark not in benchmarks.names():
+            return None
+        return benchmarks.divisions(self.benchmark).get("miniature" if self.is_miniature else "closed")
 
     @property
     def target(self) -> float | None:
@@ -88,7 +90,7 @@ class Run:
     @property
     def point(self) -> rcp.Point | None:
         """The reference convergence point of its batch; None for a miniature, and where there is none."""
-        known = not self.is_miniature and self.benchmark in BENCHMARKS and self.batch is not None
+        known = not self.is_miniature and self.benchmark in benchmarks.names() and self.batch is not None
         return rcp.point_at(self.benchmark, self.batch, self.ruleset) if known else None  # type: ignore[arg-type]
 
     @cached_property
@@ -163,8 +165,8 @@ class Run:
 def read_run(path: Path, ruleset: str = "") -> Run:
     """The run in the log at `path`. Raises ConfigError if that is no MLPerf log of one of our benchmarks."""
     run = _filled(Run(path, mlperf_log.read(path, REPEATED), ruleset=ruleset))
-    if run.benchmark not in BENCHMARKS:
-        what = f"{path} is no log of {' or '.join(BENCHMARKS)}"
+    if run.benchmark not in benchmarks.names():
+        what = f"{path} is no log of {' or '.join(benchmarks.names())}"
         raise ConfigError(what, f"its submission_benchmark is {run.benchmark or 'missing'}", "name MLPerf result logs")
     return run
 

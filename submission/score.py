@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from common.benchmarks import divisions
 from common.command_line import Parser, count, program
 from common.errors import CheckFailed, ConfigError
 from common.records import published
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS
-from submission.log_rules import BENCHMARKS
 from submission.official_tools import CLOSED_RULESETS
 from submission.runs import NOT_STARTED, Run
 from submission.series import Series, TenRuns, check_same, pace, read_series, result, ten_runs, windows
@@ -233,7 +233,7 @@ def _where(side: Published | Run) -> str:
 
 def _tokens_per_gpu(side: Published) -> float | None:
     rate, gpus = side.samples_per_s, side.gpus
-    return rate * BENCHMARKS[side.benchmark].CLOSED.sequence_length / gpus if rate is not None and gpus else None
+    return rate * divisions(side.benchmark)["closed"].sequence_length / gpus if rate is not None and gpus else None
 
 
 def _speedup(mine: Published, other: Published) -> float | None:

@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 
+from common import benchmarks
 from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError
 from common.records.published import DATA, Published
 from submission import official_tools, terminal
 from submission.check import Examined, examine
-from submission.log_rules import BENCHMARKS
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.series import read_series, result, ten_runs
 from submission.terminal import number
@@ -84,9 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def result_sets(results: Path) -> list[Path]:
     """<submitter>/results/<system>/<benchmark> of our benchmarks below `results`. Raises ConfigError if there is none."""
-    folders = sorted(path for name in BENCHMARKS for path in results.glob(f"*/results/*/{name}") if path.is_dir())
+    folders = sorted(path for name in benchmarks.names() for path in results.glob(f"*/results/*/{name}") if path.is_dir())
     if not folders:
-        why = f"there is no <submitter>/results/<system>/<benchmark> of {', '.join(BENCHMARKS)} in it"
+        why = f"there is no <submitter>/results/<system>/<benchmark> of {', '.join(benchmarks.names())} in it"
         raise ConfigError(f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*")
     return folders
 

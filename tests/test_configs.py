@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from common import config as configs
+from common.benchmarks import config_class, names, rules_of
 from common.config import load
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
@@ -15,17 +16,15 @@ from common.records.rcp import mean_samples
 from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
 from llama2_70b_lora import rules as lora_rules
-from llama31_8b import rules as pretraining_rules
 from llama31_8b.rules import Config
 from throughput.run_settings import candidates
 
 pytestmark = pytest.mark.quick
 
-RULES = {rules.BENCHMARK: rules for rules in (pretraining_rules, lora_rules)}
 ON_TRAYS_OF_4 = ("GB200", "GB300")
 EXPECTED = {*(f"{kind}_1x{4 if kind in ON_TRAYS_OF_4 else 8}" for kind in KINDS), *(f"{kind}_2x8" for kind in ("MI325X", "MI350X", "H200"))}
 EXPECTED |= {"H200_1x1", "H200_1x2", "H200_1x4", "CPU_1x1"}
-FILES = sorted(path for benchmark in RULES for path in (ROOT / "configs" / benchmark).glob("*.toml"))
+FILES = sorted(path for benchmark in names() for path in (ROOT / "configs" / benchmark).glob("*.toml"))
 GPU_FILES = [path for path in FILES if not path.stem.startswith("CPU")]
 EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes what is learned
     "gpu",
@@ -40,7 +39,7 @@ EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes wh
     "offload_layers",
 }
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-each_benchmark = pytest.mark.parametrize("benchmark", RULES)
+each_benchmark = pytest.mark.parametrize("benchmark", names())
 GOOD = {
     "gpu": "H200",
     "nodes": 1,
@@ -54,12 +53,8 @@ GOOD = {
 }
 
 
-def rules_of(path: Path):
-    return RULES[path.parent.name]
-
-
 def read(path: Path):
-    return load(path, rules_of(path).Config)
+    return load(path, config_class(path.parent.name))
 
 
 @each_benchmark
@@ -70,7 +65,7 @@ def test_every_gpu_has_a_config(benchmark):
 @each_file
 def test_config_fits_its_name_and_the_rules(path):
     config = read(path)
-    rules = rules_of(path).MINIATURE if config.miniature else rules_of(path).CLOSED
+    rules = rules_of(path.parent.name, config)
     batch = config.global_batch_size
     assert path.stem == f"{config.gpu}_{config.nodes}x{config.gpus_per_node}"
     assert config.gpu in KINDS or (config.gpu == "CPU" and config.miniature)
@@ -78,14 +73,14 @@ def test_config_fits_its_name_and_the_rules(path):
     assert config.max_samples % rules.eval_interval(batch) == 0 and config.max_samples >= rules.first_evaluation(batch)
     padding = -rules.eval_samples % (config.world_size * config.eval_micro_batch_size)
     assert padding == 0 or config.eval_micro_batch_size == 1, "sequences of padding that a smaller micro-batch would save"
-    for key in ("recompute_layers", "offload_layers"):
-        assert getattr(config, key, 0) <= rules.shape.num_layers
+    assert config.recompute_layers <= rules.shape.num_layers
+    assert config.offload_layers <= rules.shape.num_layers
 
 
 @each_file
 def test_config_repeats_no_default(path):
     table = tomllib.loads(path.read_text())
-    known = fields(rules_of(path).Config)
+    known = fields(config_class(path.parent.name))
     assert [f.name for f in known if f.default is not MISSING and f.name in table and table[f.name] == f.default] == []
 
 
@@ -93,20 +88,20 @@ def test_config_repeats_no_default(path):
 def test_resolved_config_reads_back_the_same(path, tmp_path):
     config = read(path)
     (tmp_path / "config.toml").write_text(config.as_toml())
-    assert load(tmp_path / "config.toml", rules_of(path).Config) == config
+    assert load(tmp_path / "config.toml", config_class(path.parent.name)) == config
 
 
 @pytest.mark.parametrize("value", ['a "quoted" word', "C:\\new\\table", "two\nlines\ttab", "it's", "\x7f\x01", "", "é # no comment", '"""'])
 def test_any_text_of_the_environment_reads_back_the_same(value, tmp_path):
     config = replace(read(FILES[0]), env={"A": value, "a.b c": value})
     (tmp_path / "config.toml").write_text(config.as_toml())
-    assert load(tmp_path / "config.toml", rules_of(FILES[0]).Config) == config
+    assert load(tmp_path / "config.toml", config_class(FILES[0].parent.name)) == config
 
 
 @pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_limit_is_about_twice_the_reference(path):
     config = read(path)
-    mean = mean_samples(path.parent.name, config.global_batch_size)
+    mean = mean_samples(rules_of(path.parent.name, config), config.global_batch_size)
     assert mean and 1.9 < config.max_samples / mean < 2.1
 
 
@@ -115,7 +110,7 @@ def test_limit_is_about_twice_the_reference(path):
 def test_gpu_kinds_differ_in_execution_only(benchmark, nodes):
     """The same learning curve is expected on every GPU; on two nodes that of a larger batch."""
     loaded = [config for path in GPU_FILES if path.parent.name == benchmark and (config := read(path)).nodes == nodes]
-    differing = {f.name for f in fields(RULES[benchmark].Config) if len({str(getattr(config, f.name)) for config in loaded}) > 1}
+    differing = {f.name for f in fields(config_class(benchmark)) if len({str(getattr(config, f.name)) for config in loaded}) > 1}
     assert differing - {"env"} <= EXECUTION_KEYS and "gpu" in differing
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from common import config as configs
 from common import errors
+from common.benchmarks import config_class, load_all
 from common.errors import Interrupted, RunError
 from common.gpu_kinds import KINDS
 from launch.cli import VERBS
-from launch.plan.benchmark import config_class, load_all
 from launch.plan.derive_config import nearest_file
 from tests.tools import docs_tables
 from tests.tools.docs_tables import BENCHMARKS, PAGES, ROOT, rewritten

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from imports import file_of, imported_files, imported_names, module_of, source_files
 
+from common.benchmarks import names
 from common.packages import requirements
 from common.paths import ROOT
 
 pytestmark = pytest.mark.quick
 
 SOURCES = source_files()
-BENCHMARKS = {"llama31_8b", "llama2_70b_lora"}
+BENCHMARKS = {*names()}
 FOLDERS = BENCHMARKS | {
     "common",
     "configs",
@@ -31,6 +32,7 @@ FOLDERS = BENCHMARKS | {
 }
 # Files that every package may import. They import nothing but each other.
 BASE = {
+    "common.benchmarks",
     "common.command_line",
     "common.config",
     "common.errors",
@@ -54,8 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "common.sharding": {"common.kernels"},
     "common.model": {"common.data", "common.kernels", "common.sharding"},
     "common.training": {"common"},
-    "llama31_8b": {"common"},
-    "llama2_70b_lora": {"common"},
+    **{name: {"common"} for name in BENCHMARKS},
     "launch": {  # a lock, and what a checkpoint says, without torch
         "common.data.preparation",
         "common.records",
@@ -68,10 +69,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.records",
         "common.training.mllog",
         "launch",
-        *(f"{name}.rules" for name in BENCHMARKS),
     },
     "system_tuning": set(),
-    "throughput": {"common", "launch", "submission", *BENCHMARKS},
+    "throughput": {"common", "launch", "submission"},
 }
 # Subpackages of launch/ have the imports of launch/, and these.
 MAY_IMPORT["launch"] |= {

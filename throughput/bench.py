@@ -8,7 +8,6 @@ One process per GPU, started by torchrun. Rank 0 prints a BENCH line on stdout; 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import statistics
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from common import config as configs
+from common.benchmarks import config_class, rules_of, trainer_of
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends
@@ -39,7 +39,7 @@ from common.training.loop import evaluate, pad_for_ranks, train_step
 from common.training.metrics import Meter, Rate, memory_gib
 from common.training.session import Session
 from common.training.warmup import synthetic_batches
-from launch.plan.benchmark import config_class, rules_of, workload
+from launch.plan.benchmark import workload
 from launch.plan.estimate import memory_peak
 from throughput import memory_profile, profiling
 from throughput.memory import peak_bytes
@@ -54,7 +54,7 @@ def bench(session: Session) -> None:
     rules = replace(rules, shape=shape_of(args.model) if args.model else rules.shape, sequence_length=args.seq or rules.sequence_length)
     if args.layers:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
-    trainer = importlib.import_module(f"{args.benchmark}.train")
+    trainer = trainer_of(args.benchmark)
     processes = session.start(high_priority_compute=trainer.high_priority_compute(config))
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         assembly = trainer.assemble_random(config, rules, processes, args.seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import tempfile
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common import config as configs
+from common.benchmarks import config_class, divisions, measured_in
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.gpu_kinds import KINDS, GpuKind
@@ -18,7 +18,6 @@ from common.hardware import config_path, probe
 from common.model.families import FAMILIES, Family, family_of
 from common.paths import ROOT
 from launch.plan import estimate as plan
-from launch.plan.benchmark import config_class
 from launch.plan.derive_config import fitting, nearest_file
 from launch.plan.estimate import Memory, Workload, gib
 from throughput import machine
@@ -28,7 +27,6 @@ from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
-BENCHMARKS = {"full": "llama31_8b", "lora": "llama2_70b_lora"}  # mode -> whose code and configs
 TINY = "miniature"  # the shape of the benchmarks' miniatures, for a CPU
 SEQUENCES = {"cuda": 8192, "cpu": 128}
 SAVES_MEMORY = {"full": "recompute_layers", "lora": "offload_layers"}
@@ -103,7 +101,7 @@ class Case:
 
     @property
     def benchmark(self) -> str:
-        return BENCHMARKS[self.mode]
+        return measured_in(self.mode)
 
     @property
     def planned(self) -> Memory | None:
@@ -111,9 +109,15 @@ class Case:
 
     def row(self) -> dict[str, Any]:
         config, window = self.config, self.family.sliding_window
-        kept = {"recompute_layers": "{} layers recomputed", "offload_layers": "{} layers offloaded", "frozen_base": "base {}"}
-        settings = [text.format(getattr(config, key)) for key, text in kept.items() if getattr(config, key, 0)]
-        settings += ["moments bf16"] if getattr(config, "moment_precision", "fp32") == "bf16" else []
+        settings = []
+        if config.recompute_layers:
+            settings.append(f"{config.recompute_layers} layers recomputed")
+        if config.offload_layers:
+            settings.append(f"{config.offload_layers} layers offloaded")
+        if config.frozen_base:
+            settings.append(f"base {config.frozen_base}")
+        if config.moment_precision == "bf16":
+            settings.append("moments bf16")
         beyond = window is not None and self.work.sequence_length > window
         notes = [f"sliding window of {window} not computed: attention sees the whole sequence"] if beyond else []
         precision = "fp8" if config.fp8 else config.precision
@@ -155,7 +159,7 @@ def model_of(options: argparse.Namespace) -> Family:
             "it is for a CPU: on a GPU nothing but launches would be measured",
             "name another, with --layers 1 if it must be small",
         )
-    family = Family(TINY, importlib.import_module("llama31_8b.rules").MINIATURE.shape) if name == TINY else family_of(name)
+    family = Family(TINY, divisions(measured_in("full"))["miniature"].shape) if name == TINY else family_of(name)
     layers = options.layers or family.shape.num_layers
     if layers > family.shape.num_layers:
         raise ConfigError(f"--layers {layers}", f"{family.name} has {family.shape.num_layers}", "ask for fewer")
@@ -165,12 +169,12 @@ def model_of(options: argparse.Namespace) -> Family:
 def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Case:
     """With its batch. Raises ConfigError, and OutOfMemory where by calculation no batch fits."""
     family, mode = model_of(options), "lora" if options.lora else "full"
-    rules = importlib.import_module(f"{BENCHMARKS[mode]}.rules").CLOSED
+    rules = divisions(measured_in(mode))["closed"]
     length = options.seq or SEQUENCES[options.device]
-    work = Workload(family.shape, length, 0, 1, 1, getattr(rules, "lora_rank", 0))
+    work = Workload(family.shape, length, 0, 1, 1, rules.lora_rank)
     # Fewer layers of the benchmark's model are measured as `bench --layers` does.
     as_benchmark = replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape and length == rules.sequence_length
-    config, source = config_of(BENCHMARKS[mode], kind, gpus, options.precision == "fp8")
+    config, source = config_of(measured_in(mode), kind, gpus, options.precision == "fp8")
     case = Case(family, mode, config, work, kind, source)
     if as_benchmark and kind and not options.batch and plan.fits(plan.memory_peak(config, work), kind):
         return case
@@ -198,11 +202,11 @@ def config_of(benchmark: str, kind: GpuKind | None, gpus: int, fp8: bool) -> tup
         changes |= {"gpus_per_node": gpus, "global_batch_size": file.micro_batch_size * gpus}
     if file.gpu != name:
         changes |= {"gpu": name, "env": {}}
-    if hasattr(file, "reduce_scatter") and (gpus == 1 or file.gpu != name):
+    if file.has_key("reduce_scatter") and (gpus == 1 or file.gpu != name):
         changes |= {"reduce_scatter": "nccl"}
     if not fp8:
-        changes |= {"offload_layers": 0} if hasattr(file, "offload_layers") else {}
-        changes |= {"frozen_base": "replicated"} if getattr(file, "frozen_base", "") == "replicated_both" else {}
+        changes |= {"offload_layers": 0} if file.has_key("offload_layers") else {}
+        changes |= {"frozen_base": "replicated"} if file.frozen_base == "replicated_both" else {}
     return replace(file, **changes), "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
 
 

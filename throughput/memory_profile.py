@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from common import benchmarks
 from common.errors import StorageError
 from common.html import page
 from common.paths import ROOT
@@ -24,7 +25,7 @@ from throughput.report import write_text
 
 SNAPSHOT, SUMMARY, PAGE = "snapshot.pickle", "memory.json", "memory.html"
 PROJECT = f"{ROOT}/"  # with which the file names of our own frames begin
-OURS = ("common", "llama31_8b", "llama2_70b_lora")  # packages whose objects hold the tensors that live as long as the run
+OURS = ("common", *benchmarks.names())  # packages whose objects hold the tensors that live as long as the run
 BEFORE, UNNAMED = "other, from before these steps", "no frame of ours: autograd, workspaces"
 FP8_COPIES = "FP8 copies of weights"
 SIGNS = {"alloc": 1, "free_completed": -1}  # of an action for what is allocated; free_requested leaves the memory in use

@@ -17,15 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from common import config as configs
+from common.benchmarks import Rules, config_class, divisions, measured_in, trainer_of
+from common.hardware import config_path
 from common.kernels import accumulate
 from common.kernels.attention import attention_backends
+from common.paths import ROOT
 from common.sharding.processes import Processes, start_processes
 from common.sharding.zero import ZeroOptimizer
 from common.training.assembly import Batching
 from common.training.loop import train_step as llama_step
 from common.training.warmup import synthetic_batches
-from llama31_8b.rules import CLOSED, MINIATURE, Config, Rules
-from llama31_8b.train import assemble
 from throughput.gpt_model import LEARNING_RATE, GptShape, Size, build_gpt, train_step
 from throughput.memory import free_memory, peak_bytes
 from throughput.ranks import MEASURED, REQUEST, Unsent, main, max_over_ranks
@@ -60,7 +62,7 @@ class Request:
     @property
     def rules(self) -> Rules:
         """The benchmark's, with fewer layers; on a CPU those of the miniature."""
-        rules = MINIATURE if self.gpu == "CPU" else CLOSED
+        rules = divisions(measured_in("full"))["miniature" if self.gpu == "CPU" else "closed"]
         return replace(rules, shape=replace(rules.shape, num_layers=self.llama_layers))
 
 
@@ -104,19 +106,17 @@ def measure_plain(request: Request, processes: Processes) -> dict:
 def measure_sharded(request: Request, processes: Processes) -> dict:
     """The Llama that this package trains: ZeRO-2, fused blocks, gradients reduced and weights gathered beside the computation."""
     rules, ranks = request.rules, processes.world_size
-    config = Config(
+    benchmark = measured_in("full")
+    config = replace(
+        configs.load(config_path(ROOT, benchmark, "CPU_1x1"), config_class(benchmark)),
         gpu=request.gpu,
-        nodes=1,
         gpus_per_node=ranks,
         global_batch_size=ranks,
-        opt_base_learning_rate=LEARNING_RATE,
-        max_samples=1,
         micro_batch_size=1,
         eval_micro_batch_size=1,
         fp8="torch" if request.fp8 else "",
-        opt_learning_rate_warmup_steps=1,
     )
-    assembly = assemble(config, rules, processes, seed=1)
+    assembly = trainer_of(benchmark).assemble_random(config, rules, processes, seed=1)
     optimizer = assembly.optimizer
     assert isinstance(optimizer, ZeroOptimizer)
     batches = synthetic_batches(rules.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size)

@@ -22,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench_cudagraph
 
-from common import known_issues
+from common import benchmarks, known_issues
 from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture
 from common.kernels.attention import causal_attention
@@ -31,8 +31,6 @@ from common.training import self_test
 from common.training.kernel_cases import Case, Draw, Quantizers, Sizes, kernel_cases
 from common.training.self_test import KERNEL_DB, against_reference
 from launch.preflight.measure import median_s
-from llama2_70b_lora import rules as lora_rules
-from llama31_8b import rules as pretraining_rules
 from throughput import run_settings
 
 SECONDS = 0.02
@@ -59,7 +57,7 @@ LOOPS = ("RMS norm backward", "adapter")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--benchmark", choices=("llama31_8b", "llama2_70b_lora"), default="llama31_8b")
+    parser.add_argument("--benchmark", choices=benchmarks.names(), default=benchmarks.measured_in("full"))
     parser.add_argument("--micro-batch", type=int, metavar="N", help="sequences; default 2, or 1 for adapters")
     parser.add_argument(
         "--steps", type=int, metavar="N", help="time N whole steps with other queues, priorities and channels, and no kernels"
@@ -119,8 +117,8 @@ def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> flo
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    rules = {"llama31_8b": pretraining_rules, "llama2_70b_lora": lora_rules}[options.benchmark].CLOSED
-    rank = getattr(rules, "lora_rank", 0)
+    rules = benchmarks.divisions(options.benchmark)["closed"]
+    rank = rules.lora_rank
     return Sizes(rules.shape, rules.sequence_length, options.micro_batch or (1 if rank else 2), True, rank, "triton", torch.bfloat16)
 
 

@@ -26,8 +26,8 @@ from common.sharding.processes import thread_count
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # name in safetensors -> torch
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed from rope_theta; in old files
-FETCH_AGAIN = "fetch the checkpoint again: python -m llama2_70b_lora.prepare fetch"
-CHECK_MODEL = "check that it is the right model: Llama 2 70B, without biases and adapters"
+FETCH_AGAIN = "fetch the checkpoint again"
+CHECK_MODEL = "check that it is the right model, without biases and adapters"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def check_sizes(checkpoint: Checkpoint, manifest_path: Path) -> Manifest:
     for file in checkpoint.files:
         facts = manifest.files.get(file.name)
         if facts is None or facts.sha256 is None:
-            do = "write a manifest of a copy that you trust: python -m llama2_70b_lora.prepare write-manifest"
+            do = "write a manifest of a copy that you trust"
             refuse(f"{manifest_path}: has no SHA-256 of {file.name}", "the manifest is of another checkpoint, or incomplete", do)
         if facts.size not in (None, size := file.stat().st_size):
             what = f"{file}: expected {facts.size} bytes by {manifest_path}, got {size}"

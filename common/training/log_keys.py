@@ -7,19 +7,17 @@ logged so that our lint can hold it to them by value. Standard library only.
 
 from __future__ import annotations
 
-from typing import Any
-
+from common.benchmarks import LogValue, Rules
 from common.config import RunConfig
 from common.training.mllog import EMULATED
 
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word of the MLPerf log
 
 
-def hyperparameters(config: RunConfig, rules: Any, train_samples: int, config_filename: str) -> list[tuple[str, int | float | str]]:
+def hyperparameters(config: RunConfig, rules: Rules, train_samples: int, config_filename: str) -> list[tuple[str, LogValue]]:
     """(key, value) in the order of emission. We shard data and weights only: all four model parallelisms are 1.
 
-    `rules`: a benchmark's Rules, whose `own_log_keys` adds what only this benchmark has. `train_samples`: training sequences in the data set.
-    `config_filename`: name of the TOML under configs/<benchmark>/.
+    `train_samples`: training sequences in the data set. `config_filename`: name of the TOML under configs/<benchmark>/.
     """
     emulated = config.block_format.replace("+", "_").split("_")[0]  # "mxfp6_e2m3+stochastic" -> "mxfp6", the log's word
     linear = "fp8" if emulated == "mxfp8" else emulated or ("fp8" if config.fp8 else PRECISIONS[config.precision])

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import known_issues
+from common.benchmarks import Rules
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
@@ -105,9 +106,9 @@ def self_test(sizes: Sizes, device: torch.device, on_op: Callable[[str], object]
     return result
 
 
-def before_a_run(session: Any, rules: Any, processes: Processes) -> None:
+def before_a_run(session: Any, rules: Rules, processes: Processes) -> None:
     """Before any weight exists; writes the event `self_test` of the Session. Raises PreflightError where an op computes wrongly on this machine."""
-    sizes = Sizes.of(session.config, rules.shape, rules.sequence_length, getattr(rules, "lora_rank", 0))
+    sizes = Sizes.of(session.config, rules.shape, rules.sequence_length, rules.lora_rank)
     result = self_test(sizes, processes.device, partial(session.heartbeat.write, 0))
     require_sound(result, processes.device)
     used = {"attention": result.attention, "products": products_in_use()}

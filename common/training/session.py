@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from common import config as configs
+from common.benchmarks import Rules
 from common.config import RunConfig
 from common.errors import ConfigError, TargetMissed
 from common.gpu_kinds import KINDS
@@ -66,8 +66,8 @@ class Session:
             )
         return processes
 
-    def log_submission(self, benchmark: str, rules: Any, train_samples: int) -> None:
-        """`rules`: the benchmark's Rules. `train_samples`: training sequences in the data set."""
+    def log_submission(self, benchmark: str, rules: Rules, train_samples: int) -> None:
+        """`train_samples`: training sequences in the data set."""
         self.benchmark = benchmark
         platform = f"{self.config.nodes}x{self.config.gpus_per_node} {self.config.gpu}"
         self.log.submission(
@@ -109,7 +109,7 @@ class Session:
     def train(
         self,
         assembly: Assembly,
-        rules: Any,
+        rules: Rules,
         lr_at: Callable[[int], float],
         processes: Processes,
         open_data: Callable[[int], tuple[Iterator[Tensor], list[Tensor]]],

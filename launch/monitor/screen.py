@@ -14,8 +14,8 @@ import stat
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+from common.benchmarks import Rules
 from common.config import RunConfig
 from common.records import rcp
 from common.records.json_lines import Tail
@@ -29,9 +29,19 @@ PLAIN_S = 60.0  # between lines where nothing can be rewritten; evaluations have
 class Screen:
     """A context manager around the ranks of this node; `stdout` and `stderr` are theirs. `update` is called twice a second."""
 
-    def __init__(self, run_dir: Path, benchmark: str, config_name: str, config: RunConfig, rules: Any, *, on_gpus: bool, leads: bool):
-        """`rules`: the benchmark's Rules. `leads`: this is node 0, which shows the run."""
-        self.run_dir, self.benchmark, self.config, self.rules = run_dir, benchmark, config, rules
+    def __init__(
+        self,
+        run_dir: Path,
+        benchmark: str,
+        config_name: str,
+        config: RunConfig,
+        rules: Rules,
+        *,
+        on_gpus: bool,
+        leads: bool,
+    ):
+        """`leads`: this is node 0, which shows the run."""
+        self.run_dir, self.config, self.rules = run_dir, config, rules
         self.title = f"{benchmark} · {Path(config_name).stem}"
         self.unit = "tok/s/GPU" if on_gpus else "tok/s" if config.world_size == 1 else "tok/s per process"
         self.stdout = open(os.devnull, "w") if sys.stdout.isatty() else None  # noqa: SIM115 - closed by __exit__
@@ -138,7 +148,7 @@ class Screen:
     def outlook(self) -> str:
         """Time to the target, from the reference's mean and today's speed, and to the end of patience."""
         samples, config = self.step["samples"], self.config
-        mean = None if config.miniature else rcp.mean_samples(self.benchmark, config.global_batch_size)
+        mean = rcp.mean_samples(self.rules, config.global_batch_size)
         expects = mean is not None and mean > samples
         about = f"target in {self.time_of(mean - samples)}, at the reference's mean of {mean:,.0f} · " if expects else ""
         return f"{about}gives up at {config.max_samples:,} sequences, in {self.time_of(config.max_samples - samples)}"

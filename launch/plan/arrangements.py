@@ -8,18 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 from common.config import RunConfig
 from common.gpu_kinds import GpuKind
 from common.hardware import MAX_GPUS
 from common.model.shapes import ModelShape
 from launch.plan import estimate as plan
-from launch.plan.benchmark import config_class
 from launch.plan.estimate import BYTES, FROZEN_BUFFERS, Memory, Workload
 
-FULL, LORA = "llama31_8b", "llama2_70b_lora"  # whose Config says how the weights are held
+
+@dataclass(frozen=True, kw_only=True)
+class AnyConfig(RunConfig):
+    """A config with every option that changes the memory, whichever benchmark has it."""
+
+    recompute_layers: int = 0
+    offload_layers: int = 0
+    frozen_base: str = "sharded"
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,18 @@ def arrangements(
 
     def config(size: int, **changes) -> RunConfig:
         nodes = max(1, gpus // MAX_GPUS)
-        keys: dict[str, Any] = dict(gpu=kind.name, nodes=nodes, gpus_per_node=gpus // nodes, fp8="torch" if fp8 else "")
-        keys |= dict(global_batch_size=size * gpus, micro_batch_size=size, eval_micro_batch_size=1)
-        keys |= dict(opt_base_learning_rate=1.0, max_samples=1)  # these, and the steps, change no memory
-        keys |= dict(opt_learning_rate_training_steps=1) if lora_rank else dict(opt_learning_rate_warmup_steps=1)
-        return config_class(LORA if lora_rank else FULL)(**keys, **changes)
+        return AnyConfig(
+            gpu=kind.name,
+            nodes=nodes,
+            gpus_per_node=gpus // nodes,
+            global_batch_size=size * gpus,
+            micro_batch_size=size,
+            eval_micro_batch_size=1,
+            opt_base_learning_rate=1.0,  # changes no memory
+            max_samples=1,  # changes no memory
+            fp8="torch" if fp8 else "",
+            **changes,
+        )
 
     def ours(name: str, **changes) -> Arrangement:
         return Arrangement(name, True, batch, lambda size: plan.memory_peak(config(size, **changes), work))
@@ -65,10 +76,8 @@ def arrangements(
         return Arrangement(name, False, batch, at)
 
     def recomputed(size: int) -> Memory:
-        """LoRA with the base sharded and every layer keeping its input alone, which no key of ours asks for."""
-        ours = config(size)
-        facts = {name: getattr(ours, name) for name in dir(ours) if not name.startswith("_")}
-        return plan.memory_peak(SimpleNamespace(**facts, recompute_layers=shape.num_layers), work)  # type: ignore[arg-type]
+        """LoRA with the base sharded and every layer keeping its input alone, which no benchmark's code can do."""
+        return plan.memory_peak(config(size, recompute_layers=shape.num_layers), work)
 
     if lora_rank:
         return [

@@ -18,6 +18,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from common.benchmarks import load_all, rules_of
 from common.command_line import Parser, exit_code_of, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, OutOfMemory
@@ -27,7 +28,7 @@ from common.paths import ROOT
 from common.records import published, rcp
 from launch.plan import any_model
 from launch.plan import estimate as plan
-from launch.plan.benchmark import load_all, workload
+from launch.plan.benchmark import workload
 from launch.plan.derive_config import load_or_derive
 from launch.plan.estimate import Estimate, Memory, Workload, gib
 from launch.plan.tables import memory_table, table
@@ -110,7 +111,7 @@ def _fits(benchmark: str, config: RunConfig, machine: GpuKind | None) -> bool:
 
 
 def estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
-    return plan.estimate(config, workload(benchmark, config), kind, rcp.mean_samples(benchmark, config.global_batch_size))
+    return plan.estimate(config, workload(benchmark, config), kind, rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size))
 
 
 def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | None) -> list[str]:
@@ -166,7 +167,7 @@ def flops_line(work: Workload) -> str:
 
 
 def target_line(benchmark: str, config: RunConfig) -> str:
-    samples, batch = rcp.mean_samples(benchmark, config.global_batch_size), config.global_batch_size
+    samples, batch = rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size), config.global_batch_size
     if samples is None:
         return f"The MLPerf reference was never run at global batch {batch}: no minutes to the target."
     return (
@@ -203,7 +204,8 @@ def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
 
 def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     work, kind = workload(benchmark, config), _kind(config)
-    layers = [str(getattr(config, key, "-")) for key in ("recompute_layers", "offload_layers")]
+    counts = {"recompute_layers": config.recompute_layers, "offload_layers": config.offload_layers}
+    layers = [str(count) if config.has_key(key) else "-" for key, count in counts.items()]
     row = [name, "FP8" if config.fp8 else config.precision, str(config.micro_batch_size), *layers]
     if kind is None:
         return [*row, *"-" * 8]

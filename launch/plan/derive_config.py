@@ -13,12 +13,13 @@ from itertools import islice
 from pathlib import Path
 
 from common import config as configs
+from common.benchmarks import config_class
 from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import KINDS, GpuKind
 from common.hardware import MAX_GPUS, config_names, config_path
 from launch.plan import estimate as plan
-from launch.plan.benchmark import config_class, workload
+from launch.plan.benchmark import workload
 from launch.plan.estimate import Memory, Workload, gib
 
 NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8: one node
@@ -89,8 +90,9 @@ def _start(benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int
         changes["reduce_scatter"] = "nccl"  # copy engines need another GPU, and were run on NVIDIA only
     if not kind.arch.startswith(WITH_FP8):
         changes |= WITHOUT_FP8
-    keys = {field.name for field in fields(file)}
-    return configs.load(path, config_class(benchmark), {key: text for key, text in changes.items() if key in keys} | overrides)
+    kind_of_config = config_class(benchmark)
+    changes = {key: text for key, text in changes.items() if kind_of_config.has_key(key)}
+    return configs.load(path, kind_of_config, changes | overrides)
 
 
 def _candidates(start: RunConfig, file: RunConfig, overrides: dict[str, str]) -> Iterator[list[RunConfig]]:
@@ -98,7 +100,7 @@ def _candidates(start: RunConfig, file: RunConfig, overrides: dict[str, str]) ->
     share = start.global_batch_size // start.world_size
     sizes = [start.micro_batch_size] if "micro_batch_size" in overrides else range(file.micro_batch_size, 0, -1)
     storages: list[dict] = [{}]
-    if hasattr(start, "frozen_base") and "frozen_base" not in overrides:
+    if start.has_key("frozen_base") and "frozen_base" not in overrides:
         fastest = FROZEN_BASE_STORAGE.index(start.frozen_base)
         storages = [{"frozen_base": storage} for storage in FROZEN_BASE_STORAGE[fastest::-1]]
     for storage in storages:
@@ -143,7 +145,7 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
 
     def thrifty(layers: int) -> dict:
         options = {"recompute_layers": layers, "offload_layers": layers if start.fp8 else 0, "frozen_base": "sharded"}
-        return {key: value for key, value in options.items() if hasattr(start, key)}
+        return {key: value for key, value in options.items() if start.has_key(key)}
 
     def needed(count: int, layers: int) -> Memory:
         config = replace(start, gpus_per_node=count, eval_micro_batch_size=1, **thrifty(layers))

@@ -99,9 +99,9 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     """
     shape, gpus, table = work.shape, config.gpus_per_node, work.shape.vocab_size * work.shape.hidden_size
     trained = shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
-    moments = 2 * BYTES[getattr(config, "moment_precision", "fp32")]
+    moments = 2 * BYTES[config.moment_precision]
     # With copy engines: two buffers for what the other ranks send of the largest gradient (common/sharding/copy_engine.py).
-    received = 2 * (1 - 1 / gpus) * table * BYTES[config.precision] if getattr(config, "reduce_scatter", "nccl") == "copy_engine" else 0
+    received = 2 * (1 - 1 / gpus) * table * BYTES[config.precision] if config.reduce_scatter == "copy_engine" else 0
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
     # Tokens and labels, int32: the evaluation set, and three micro-batches of the prefetcher.
     resident = (-(-work.eval_samples // config.world_size) + 3 * config.micro_batch_size) * 2 * 4 * work.sequence_length
@@ -121,7 +121,7 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
 
     In FP8 a byte per value and layout; W^T is stored where layers are gathered and with "replicated_both". In bf16 W serves both passes.
     """
-    storage, gpus = getattr(config, "frozen_base", "sharded"), config.gpus_per_node
+    storage, gpus = config.frozen_base, config.gpus_per_node
     transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
     per_value = (2 if transposed else 1) if config.fp8 else BYTES[config.precision]
     matrices = shape.num_layers * shape.matrix_parameters
@@ -135,7 +135,7 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
     """
     if not work.lora_rank:
         return BYTES[config.precision] * work.shape.num_parameters
-    storage = getattr(config, "frozen_base", "sharded")
+    storage = config.frozen_base
     gathers = storage == "sharded" and config.gpus_per_node > 1
     transposes = bool(config.fp8) and not gathers and storage != "replicated_both"
     per_value = 1 if config.fp8 else BYTES[config.precision]
@@ -193,7 +193,7 @@ def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, fl
 
 
 def _recomputed_layers(config: RunConfig, work: Workload) -> int:
-    return min(getattr(config, "recompute_layers", 0), work.shape.num_layers)
+    return min(config.recompute_layers, work.shape.num_layers)
 
 
 def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
@@ -206,7 +206,7 @@ def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
 
 def offloaded_layers(config: RunConfig, work: Workload) -> int:
     """Layers whose SwiGLU input is offloaded to the host: any but the last."""
-    return min(getattr(config, "offload_layers", 0), work.shape.num_layers - 1)
+    return min(config.offload_layers, work.shape.num_layers - 1)
 
 
 def host_bytes(config: RunConfig, work: Workload) -> int:
@@ -238,7 +238,7 @@ def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
 
 def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) -> int | None:
     """The least value of `key`, "recompute_layers" or "offload_layers", with which the config fits; None if there is none."""
-    if not hasattr(config, key) or (key == "offload_layers" and not config.fp8):
+    if not config.has_key(key) or (key == "offload_layers" and not config.fp8):
         return None  # the config refuses it
     counts = range(work.shape.num_layers + 1)
     return next((n for n in counts if fits(memory_peak(replace(config, **{key: n}), work), kind)), None)  # type: ignore[arg-type]

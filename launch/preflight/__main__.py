@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from common import benchmarks
 from common.command_line import Parser, exit_code_of, meant, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
@@ -35,7 +36,7 @@ from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.measured import Measured, read_ranks
 from launch.processes.ranks import ROOT, cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import supervise
-from launch.select_config import benchmarks, config_file, requested_gpus, require_by_rules
+from launch.select_config import config_file, requested_gpus, require_by_rules
 
 SECONDS, QUICK_SECONDS = 3.0, 0.5
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
@@ -87,7 +88,7 @@ def parser(benchmark: str = "") -> Parser:
 
 def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[CheckRow], list[Measured]]:
     """All rows, and what the ranks measured. Raises ConfigError."""
-    known = benchmarks(ROOT)
+    known = benchmarks.names()
     if options.benchmark and options.benchmark not in known:
         raise ConfigError(f"unknown benchmark {options.benchmark}", f"there are: {', '.join(known)}", meant(options.benchmark, known))
     try:
@@ -121,7 +122,7 @@ def requested_run(options: argparse.Namespace, environment: Mapping[str, str], k
     if not options.benchmark:
         if options.config:
             raise ConfigError(
-                "--config without a benchmark", "a config is one of a benchmark's", f"name one: {', '.join(benchmarks(ROOT))}"
+                "--config without a benchmark", "a config is one of a benchmark's", f"name one: {', '.join(benchmarks.names())}"
             )
         row = skipped("config", "no benchmark is named: only the machine itself is checked")
         return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import config as configs
+from common.benchmarks import config_class
 from common.gpu_kinds import fp8_family
 from common.training.metrics import StepClock
 from common.training.self_test import Sizes, self_test
-from launch.plan.benchmark import config_class, workload
+from launch.plan.benchmark import workload
 from launch.preflight.measured import COLLECTIVES, UNITS, Measured, limit_s
 
 SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (128, 2**24, 2**22)}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective

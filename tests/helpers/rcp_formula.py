@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from common.records.rcp import REFERENCE_RUNS, SUBMISSION_RUNS, trimmed_mean
+from common.benchmarks import divisions
+from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 
 SIGNIFICANCE = 0.05  # one-sided
 TOLERANCE = 1e-4  # sequences; the official bisection stops there
@@ -101,7 +102,7 @@ def _missing(batch: int) -> str:
 @cache
 def _points(benchmark: str, points: str) -> tuple[Point, ...]:
     assert points in POINT_SETS, points
-    measured = [_measured(batch, runs) for batch, runs in REFERENCE_RUNS[benchmark].items()]
+    measured = [_measured(batch, runs) for batch, runs in divisions(benchmark)["closed"].reference_runs.items()]
     return tuple(_pruned(measured) if points == "pruned" else measured)
 
 

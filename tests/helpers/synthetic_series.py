@@ -108,7 +108,7 @@ def evaluations_near_reference(benchmark: synthetic_log.Benchmark) -> list[int]:
     """Of ten runs that pass the RCP test: eight a little slower than the reference's mean, two a little faster."""
     rules, name = benchmark.rules.CLOSED, benchmark.rules.BENCHMARK
     batch = configs.load(ROOT / "configs" / name / CONFIG, benchmark.rules.Config).global_batch_size
-    mean = mean_samples(name, batch)
+    mean = mean_samples(rules, batch)
     assert mean is not None
     slower = math.ceil((mean - rules.first_evaluation(batch)) / rules.eval_interval(batch)) + 1
     return [slower] * 4 + [slower - 1] * 2 + [slower] * 4

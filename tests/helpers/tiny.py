@@ -112,7 +112,7 @@ def run(
     args = argparse.Namespace(run_dir=run_dir, data_dir=data_dir, config_name=config_name, seed=seed, device="cpu", save=save)
     args.checkpoint, args.continues = checkpoint, continues
     error = None
-    with mock.patch.object(trainer, "MINIATURE" if configured.miniature else "CLOSED", rules):
+    with mock.patch.object(trainer, "rules_of", lambda config: rules):
         session = Session(args, configured, rank)
         try:
             trainer.run(session)
@@ -225,7 +225,7 @@ def train_watched(opens: Path, arguments: list[str]) -> None:
                 file.write(json.dumps([str(details[0]), started]) + "\n")
 
     sys.addaudithook(hook)
-    trainer.MINIATURE = TINY
+    trainer.rules_of = lambda config: TINY
     main(arguments, Config, trainer.run, "llama31_8b.train", saves=True)
 
 

@@ -111,19 +111,32 @@ if failed and os.path.isdir(folder):
 sys.exit(1 if failed else 0)
 """
 RULES = """
-from types import SimpleNamespace
+from common import benchmarks
 from common.config import RunConfig as Config
-MINIATURE = SimpleNamespace(
+from common.model.shapes import ModelShape
+
+class Rules(benchmarks.Rules):
+    data_files = ("t.bin", "t.idx", "v.bin", "v.idx")
+
+MINIATURE = Rules(
     division="miniature",
+    shape=ModelShape(2, 32, 48, 4, 2, 61, 10000.0),
     sequence_length=8,
-    target_loss=1.0,
-    data_files=("t.bin", "t.idx", "v.bin", "v.idx"),
-    manifests=("miniature.json",),
     eval_samples=64,
-    eval_interval=lambda batch: 16,
-    first_evaluation=lambda batch: 16,
+    eval_interval_samples=16,
+    target_loss=1.0,
+    adam_beta_1=0.9,
+    adam_beta_2=0.95,
+    adam_epsilon=1e-5,
+    weight_decay=0.1,
+    gradient_clip_norm=1.0,
+    manifests=("miniature.json",),
+    saves_model=True,
 )
-CLOSED = MINIATURE
+DIVISIONS = (MINIATURE,)
+
+def rules_of(config):
+    return MINIATURE
 """
 PREPARE = """
 import os, sys, time
@@ -176,12 +189,10 @@ def make_project(root: Path, torchrun: str = "") -> Path:
         "toy/__init__.py": "",
         "toy/rules.py": RULES,
         "toy/train.py": TRAINER,
-        "toy/save.py": "",
         "toy/prepare.py": PREPARE,
         "submission/__init__.py": "",
         "submission/check.py": CHECK,
         "submission/report.py": REPORT,
-        "common/records/rcp.py": "SUBMISSION_RUNS = 10\ndef mean_samples(benchmark, batch): return None",
         "requirements.txt": "pytest\n",
         "requirements-logs.txt": "",
         "configs/toy/CPU_1x1.toml": config.replace("global_batch_size = 8", "global_batch_size = 16")

@@ -5,10 +5,10 @@ from unittest import mock
 
 import pytest
 
+from common.benchmarks import load_all
 from common.errors import OutOfMemory, RankLost, RunError, TargetMissed, write_rank_record
 from common.paths import ROOT
 from launch import diagnosis, job, run
-from launch.plan.benchmark import load_all
 from launch.processes.supervise import Ending
 
 pytestmark = pytest.mark.quick

@@ -116,6 +116,7 @@ from common.model.shapes import ModelShape as _Shape
 from dataclasses import replace as _replace
 MINIATURE = _replace(MINIATURE, shape=_Shape(2, 32, 48, 4, 2, 61, 10000.0), sequence_length=16, eval_samples=10, eval_interval_samples=32,
                      target_loss=0.01, max_steps=400)
+DIVISIONS = (CLOSED, MINIATURE)
 """  # as tiny.TINY
 
 

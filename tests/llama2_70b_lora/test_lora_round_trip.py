@@ -57,7 +57,7 @@ def start(folder, rules, processes, layout="fused", run_dir=None, checkpoint="",
     args = argparse.Namespace(run_dir=run_dir, data_dir=folder / "data", config_name="H200_1x8.toml", seed=3123456789, device="cpu")
     args.checkpoint, args.continues = checkpoint, continues
     error = None
-    with mock.patch.object(train, "MINIATURE" if config.miniature else "CLOSED", rules):
+    with mock.patch.object(train, "rules_of", lambda config: rules):
         session = Session(args, config, processes.rank)
         try:
             train.run(session)

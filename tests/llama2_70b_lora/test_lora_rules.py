@@ -40,7 +40,7 @@ def test_the_adapters_of_the_rules_have_44_million_parameters():
 
 def test_the_miniature_differs_only_in_size():
     own = {"division", "shape", "sequence_length", "train_samples", "eval_samples", "eval_interval_samples", "target_loss"}
-    own |= {"data_files", "manifests"}
+    own |= {"base_files", "manifests", "reference_runs", "reference_learning_rates"}
     assert {name for name, value in vars(CLOSED).items() if value != vars(MINIATURE)[name]} == own
 
 

@@ -15,7 +15,7 @@ from common.errors import PreflightError
 from llama31_8b import rules
 from submission import official_tools
 from submission.check import examine
-from submission.log_rules import DISCLOSURE_KEYS, REFERENCE_LEARNING_RATES
+from submission.log_rules import DISCLOSURE_KEYS
 
 pytestmark = pytest.mark.quick
 
@@ -197,7 +197,8 @@ def test_the_reference_learning_rates_are_those_of_the_installed_files(benchmark
     folder = importlib.resources.files(rcp_checker)
     for ruleset in official_tools.CLOSED_RULESETS:
         points = json.loads((folder / f"training_{ruleset}" / f"rcps_{name}.json").read_text()).values()
-        assert {point["BS"]: point["Hyperparams"]["opt_base_learning_rate"] for point in points} == REFERENCE_LEARNING_RATES[name]
+        rates = {point["BS"]: point["Hyperparams"]["opt_base_learning_rate"] for point in points}
+        assert rates == benchmark.rules.CLOSED.reference_learning_rates
 
 
 def test_without_the_official_checker_nothing_passes(tmp_path, monkeypatch):

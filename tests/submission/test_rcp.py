@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import rcp_formula as rcp
 
+from common.benchmarks import divisions, names
 from common.errors import PreflightError
 from common.records.rcp import mean_samples
 from submission import rcp as called
@@ -85,7 +86,7 @@ def test_measured_points(benchmark, batch, mean, sigma, minimum, speedup, pruned
     assert [round(value, 2) for value in (point.mean, point.sigma, point.minimum)] == [mean, sigma, minimum]
     assert point.max_speedup == pytest.approx(speedup, abs=6e-6)
     assert (rcp.point_at(benchmark, batch, "pruned").counted == 18) is pruned
-    assert mean_samples(benchmark, batch) == point.mean
+    assert mean_samples(divisions(benchmark)["closed"], batch) == point.mean
 
 
 @pytest.mark.parametrize("benchmark, batch, mean, minimum", INTERPOLATED)
@@ -96,7 +97,7 @@ def test_interpolated_points(benchmark, batch, mean, minimum):
 
 
 def test_a_batch_that_was_never_run_has_no_mean():
-    assert mean_samples(_8B, 24) is None and rcp.point_at(_8B, 129) is None
+    assert mean_samples(divisions(_8B)["closed"], 24) is None and rcp.point_at(_8B, 129) is None
 
 
 @pytest.mark.parametrize("benchmark, batch, counts, passed, message, factor", CASES)
@@ -141,19 +142,19 @@ def official():
     return pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker", reason="mlperf-logging is not installed")
 
 
-@pytest.mark.parametrize("benchmark", rcp.REFERENCE_RUNS)
+@pytest.mark.parametrize("benchmark", names())
 def test_reference_runs_are_those_of_every_ruleset(benchmark):
     folder = Path(official().__file__).parent
     for ruleset in RULESETS:
         records = json.loads((folder / f"training_{ruleset}" / f"rcps_{benchmark}.json").read_text()).values()
         lists = {record["BS"]: sorted(record.get("samples to converge") or record["Epochs to converge"]) for record in records}
-        assert lists == {batch: sorted(runs_of(runs)) for batch, runs in rcp.REFERENCE_RUNS[benchmark].items()}
+        assert lists == {batch: sorted(runs_of(runs)) for batch, runs in divisions(benchmark)["closed"].reference_runs.items()}
 
 
-@pytest.mark.parametrize("benchmark", rcp.REFERENCE_RUNS)
+@pytest.mark.parametrize("benchmark", names())
 def test_every_batch_has_the_official_numbers(benchmark):
     """Mean and minimum to the last bit. Sigma to the last but one: the formula is rounded once, numpy's at every step."""
-    largest = max(rcp.REFERENCE_RUNS[benchmark])
+    largest = max(divisions(benchmark)["closed"].reference_runs)
     for batch in range(1, largest + 2):
         official, formula = called.point_at(benchmark, batch, "6.1.0"), rcp.point_at(benchmark, batch)
         if formula is None:

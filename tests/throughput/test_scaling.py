@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from tiny import call_on_ranks
 
+from common.benchmarks import measured_in, trainer_of
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.kernels.accumulate import accumulate_reference
 from common.sharding.processes import start_processes
@@ -109,14 +110,16 @@ def test_a_rank_keeps_its_own_rows_of_its_own_gradient(tmp_path):
 
 
 def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):
-    left, assemble = [], scaling_rank.assemble
+    left = []
+    trainer = trainer_of(measured_in("full"))
+    assemble = trainer.assemble_random
 
     def watch(*arguments, **keywords):
         assembly = assemble(*arguments, **keywords)
         left.extend(weakref.ref(tensor) for tensor in (*assembly.model.parameters(), *assembly.optimizer.weights))
         return assembly
 
-    monkeypatch.setattr(scaling_rank, "assemble", watch)
+    monkeypatch.setattr(trainer, "assemble_random", watch)
     scaling_rank.measure_sharded(REQUEST, start_processes("cpu", 60.0))
     gc.collect()
     assert len(left) > 20 and not any(reference() is not None for reference in left)

@@ -10,19 +10,19 @@ import math
 import re
 from collections.abc import Callable
 
+from common.benchmarks import divisions, load_all, measured_in, names
 from common.config import RunConfig
 from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.paths import ROOT
 from common.records.published import RESULTS, Published
 from common.text_tables import markdown
-from launch.plan.benchmark import load_all
 from launch.plan.command import all_table, kinds_table, target_line
 from launch.profilers import TOOLS
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *(ROOT / "docs").rglob("*.md")})
 MADE = re.compile(r"(<!-- made: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BENCHMARKS = ("llama31_8b", "llama2_70b_lora")
-LORA = BENCHMARKS[1]
+BENCHMARKS = sorted(names(), key=lambda name: divisions(name)["closed"].lora_rank)  # pre-training first
+LORA = measured_in("lora")
 
 
 def configs_of(gpu: str) -> list[tuple[str, str, RunConfig]]:

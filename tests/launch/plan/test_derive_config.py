@@ -5,12 +5,13 @@ from dataclasses import fields, replace
 import pytest
 
 from common import config as configs
+from common.benchmarks import config_class
 from common.errors import OutOfMemory
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.paths import ROOT
 from launch.plan import command
 from launch.plan import estimate as plan
-from launch.plan.benchmark import config_class, workload
+from launch.plan.benchmark import workload
 from launch.plan.derive_config import HEADROOM, load_or_derive, nearest_file
 
 pytestmark = pytest.mark.quick

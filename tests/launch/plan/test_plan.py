@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common import config as configs
+from common.benchmarks import divisions
 from common.gpu_kinds import GIB, KINDS
 from common.hardware import Device, Probe, config_names, config_path
 from common.kernels.fp8 import DelayedScaling
@@ -121,7 +122,7 @@ def as_published(result):
     products = plan.products_seconds_per_token(work, kind, training=True, recomputed=recomputed) / efficiency
     step_s = result.batch / 8 * work.sequence_length * products + traffic * 7 / 8 / COLLECTIVE_BYTES_PER_S
     eval_s = plan.estimate(replace(config, eval_micro_batch_size=1), work, kind, None).eval_s
-    samples = rcp.mean_samples(result.benchmark, result.batch)  # a score is scaled to it
+    samples = rcp.mean_samples(divisions(result.benchmark)["closed"], result.batch)  # a score is scaled to it
     return step_s, eval_s, plan.minutes_to_target(work, samples, result.batch / step_s, eval_s)
 
 

@@ -1,0 +1,150 @@
+"""The interface between a benchmark and everything else: class Rules, and the one registry of benchmarks.
+
+A benchmark is a folder at the top of the repository with `rules.py` and `train.py`. Its `rules.py` defines four names:
+
+    Config              subclass of RunConfig: the keys of a TOML in configs/<benchmark>/
+    Rules               subclass of Rules: what those rules fix (a benchmark without fields of its own uses Rules itself)
+    DIVISIONS           tuple of Rules, one for each division that a log can name
+    rules_of(config)    the Rules of a run with this Config; it may take anything from the config
+
+Standard library only: the launcher and the log checks import it without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from common import config as configs
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.gpu_kinds import KINDS
+from common.hardware import config_names, config_path
+from common.model.shapes import ModelShape
+from common.paths import ROOT
+
+LogValue = int | float | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the rules fix for a run: model, data, evaluation, optimizer and log. A sample is a sequence."""
+
+    division: str  # as logged: "closed", or "miniature" for the toy that no one can submit
+    shape: ModelShape
+    sequence_length: int  # tokens
+    eval_samples: int  # validation sequences of each evaluation, always the same ones
+    eval_interval_samples: int  # training sequences between evaluations, before rounding up to the global batch
+    target_loss: float  # natural-log cross entropy per token; a run ends at the first evaluation at or below it
+    adam_beta_1: float
+    adam_beta_2: float
+    adam_epsilon: float
+    weight_decay: float  # decoupled
+    gradient_clip_norm: float
+    opt_name: str = "adamw"
+    init_limit_s: float = 1800.0  # from init_start to init_stop
+    lora_rank: int = 0  # rank of the adapters on a frozen base; 0: all weights train
+    manifests: tuple[str, ...] = ()  # files under DATADIR that list the files beside them, which are checked before a run
+    saves_model: bool = False  # whether `run --save` can write the trained model
+    throughput_mode: str = ""  # "full" or "lora": `throughput` trains models of any shape by this benchmark's code
+    # Sequences to the target of the reference's runs: global batch -> (sequences, number of runs).
+    reference_runs: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict, hash=False)
+    reference_learning_rates: Mapping[int, float] = field(default_factory=dict, hash=False)  # by global batch
+
+    @property
+    def data_files(self) -> tuple[str, ...]:
+        """Files under DATADIR that a run reads."""
+        raise NotImplementedError
+
+    @property
+    def flops_per_token(self) -> int:
+        """Training FLOPs per token as MFU counts them; the formulas are in common/model/shapes.py."""
+        if self.lora_rank:
+            return self.shape.lora_flops_per_token(self.sequence_length, self.lora_rank)
+        return self.shape.training_flops_per_token(self.sequence_length)
+
+    def eval_interval(self, global_batch_size: int) -> int:
+        """Return the training sequences between evaluations: a whole number of steps."""
+        return -(-self.eval_interval_samples // global_batch_size) * global_batch_size
+
+    def first_evaluation(self, global_batch_size: int) -> int:
+        """Return the training sequences before the first evaluation."""
+        return self.eval_interval(global_batch_size)
+
+    def end_learning_rate(self, base_learning_rate: float) -> float | None:
+        """Return the learning rate at the end of the schedule; None if the log need not state one."""
+        return None
+
+    def fixed_log_values(self) -> dict[str, LogValue]:
+        """Return log key -> the only value that this division allows."""
+        return {
+            "submission_division": self.division,
+            "max_sequence_length": self.sequence_length,
+            "eval_samples": self.eval_samples,
+            "opt_name": self.opt_name,
+            "opt_adamw_beta_1": self.adam_beta_1,
+            "opt_adamw_beta_2": self.adam_beta_2,
+            "opt_adamw_epsilon": self.adam_epsilon,
+            "opt_adamw_weight_decay": self.weight_decay,
+            "opt_gradient_clip_norm": self.gradient_clip_norm,
+            "target_accuracy": self.target_loss,
+        }
+
+    def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
+        """Return the (key, value) pairs that only this benchmark logs, among them the learning rate schedule."""
+        return []
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Return the names of all benchmarks, sorted."""
+    found = (path.parent for path in ROOT.glob("*/rules.py"))
+    return tuple(sorted(folder.name for folder in found if (folder / "train.py").is_file()))
+
+
+def config_class(name: str) -> type[RunConfig]:
+    return _module(name).Config
+
+
+def rules_of(name: str, config: RunConfig) -> Rules:
+    """Return the rules of a run of benchmark `name` with `config`."""
+    return _module(name).rules_of(config)
+
+
+def divisions(name: str) -> dict[str, Rules]:
+    """Return division -> its rules, for every division of benchmark `name` that a log can name."""
+    return {rules.division: rules for rules in _module(name).DIVISIONS}
+
+
+def trainer_of(name: str) -> ModuleType:
+    """Return the `train.py` of benchmark `name`; it imports torch.
+
+    Measurements use its `high_priority_compute(config)` (see `start_processes`) and its
+    `assemble_random(config, rules, processes, seed)`, which returns an Assembly with random weights.
+    """
+    return importlib.import_module(f"{name}.train")
+
+
+def measured_in(throughput_mode: str) -> str:
+    """Return the benchmark whose code measures models of any shape in this mode. Raises ConfigError."""
+    for name in names():
+        if any(rules.throughput_mode == throughput_mode for rules in divisions(name).values()):
+            return name
+    why = f"no benchmark here has throughput_mode = {throughput_mode!r} in its rules"
+    raise ConfigError(f"nothing trains models in mode {throughput_mode}", why, "use a checkout that has one")
+
+
+def load_all(root: Path, name: str, overrides: dict[str, str] | None = None) -> dict[str, RunConfig]:
+    """Return config name -> config of every file in configs/<name>/, by GPU kind and number of GPUs. Raises ConfigError."""
+    kind = config_class(name)
+    loaded = {each: configs.load(config_path(root, name, each), kind, overrides) for each in config_names(root, name)}
+    order = [*KINDS, "CPU"]
+    return dict(sorted(loaded.items(), key=lambda item: (order.index(item[1].gpu), item[1].world_size)))
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{name}.rules")

@@ -1,0 +1,18 @@
+"""The command that helps where the base weights are missing or damaged, for errors of the checkpoint reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.errors import WeightsError
+
+
+@contextmanager
+def weights_help() -> Iterator[None]:
+    """Add the command to a WeightsError that is raised inside the block."""
+    try:
+        yield
+    except WeightsError as error:
+        error.do += "; ./run_and_time.sh llama2_70b_lora prepare --help lists fetch, verify and write-manifest"
+        raise
