@@ -66,8 +66,11 @@ class Request:
 
 
 def parser(benchmark: str = "") -> Parser:
-    example = "package --benchmark llama31_8b=results --system H200_1x8.json --out submission --org Us"
-    parser = Parser("package", "Make a submission out of series of ten runs.", [example])
+    parser = Parser(
+        "package",
+        "Make a submission out of series of ten runs.",
+        ["package --benchmark llama31_8b=results --system H200_1x8.json --out submission --org Us"],
+    )
     parser.add_argument("--benchmark", action="append", required=True, metavar="B=DIR", help="LOGDIR, or LOGDIR/<benchmark>, of its series")
     parser.add_argument("--system", type=Path, required=True, metavar="FILE.json", help="made by ./run_and_time.sh describe")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")

@@ -37,8 +37,15 @@ OF_A_RUN = (  # in the JSON
 
 
 def parser(benchmark: str = "") -> Parser:
-    examples = ["score results/llama31_8b", "score results/llama31_8b --json", 'score "AMD MI300X 5.1" --against "NVIDIA H200 5.1"']
-    parser = Parser("score", "Score a series of MLPerf result logs.", examples)
+    parser = Parser(
+        "score",
+        "Score a series of MLPerf result logs.",
+        [
+            "score results/llama31_8b",
+            "score results/llama31_8b --json",
+            'score "AMD MI300X 5.1" --against "NVIDIA H200 5.1"',
+        ],
+    )
     parser.add_argument("logs", nargs="+", metavar="DIR_OR_LOG", help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs")
     parser.add_argument("--against", metavar="B", help="another directory, or words of a published result; default: the best of the GPU")
     parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default="", help="hold the logs to this; default: what their keys say")

@@ -1,9 +1,11 @@
 """The layout of this repository: ten folders, one direction of imports, and what no file may contain."""
 
 import ast
+import dataclasses
 import graphlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,14 +14,15 @@ from pathlib import Path
 import pytest
 from imports import file_of, imported_files, imported_names, module_of, source_files
 
-from common.benchmarks import names
+from common import benchmarks
+from common.errors import ConfigError
 from common.packages import requirements
 from common.paths import ROOT
 
 pytestmark = pytest.mark.quick
 
 SOURCES = source_files()
-BENCHMARKS = {*names()}
+BENCHMARKS = {*benchmarks.names()}
 FOLDERS = BENCHMARKS | {
     "common",
     "configs",
@@ -169,6 +172,135 @@ def imports_of_names(path: Path, type_checking: bool) -> set[str]:
     return {module_of(file) for file in imported_files(path, type_checking)}
 
 
+# --- a benchmark is a type: class Rules and its Config, behind the registry in common/benchmarks.py --------------------
+
+TYPED = re.compile(r"(^|[._])(rules|configs?)$")  # names of an object that is a Rules or a RunConfig
+OPTIONS = {
+    field.name
+    for name in BENCHMARKS
+    for kind in (benchmarks.config_class(name), *map(type, benchmarks.divisions(name).values()))
+    for field in dataclasses.fields(kind)
+}
+
+
+def untyped(tree: ast.AST) -> list[str]:
+    """Return the uses of rules and configs that a type checker cannot follow. A lambda cannot have types."""
+    found = []
+    lambdas = (node for node in ast.walk(tree) if isinstance(node, ast.Lambda))
+    in_lambdas = {arg for node in lambdas for arg in ast.walk(node.args)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and TYPED.search(node.arg) and node not in in_lambdas:
+            if node.annotation is None or has_any(node.annotation):
+                found.append(f"{node.lineno}: {node.arg} has no type")
+        elif isinstance(node, ast.AnnAssign) and TYPED.search(ast.unparse(node.target)):
+            if has_any(node.annotation):
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.FunctionDef) and TYPED.search(node.name):
+            if node.returns is None or has_any(node.returns):
+                found.append(f"{node.lineno}: {node.name} returns no type")
+        elif isinstance(node, ast.Call) and guesses(node):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def has_any(annotation: ast.expr) -> bool:
+    """Whether it is Any or a union with Any. A dict[str, Any] is no Rules and no RunConfig."""
+    return "Any" in re.split(r" *\| *", ast.unparse(annotation))
+
+
+def guesses(call: ast.Call) -> bool:
+    """Whether it is hasattr, or getattr with a default, on rules or a config: by its name, or by the name of the option."""
+    function = ast.unparse(call.func)
+    if function != "hasattr" and (function != "getattr" or len(call.args) < 3):
+        return False
+    owner, key = call.args[:2]
+    of_command_line = ast.unparse(owner) in ("args", "options")
+    is_option = isinstance(key, ast.Constant) and key.value in OPTIONS
+    return TYPED.search(ast.unparse(owner)) is not None or (is_option and not of_command_line)
+
+
+def test_rules_and_configs_are_typed():
+    found = [f"{name_of(path)}:{each}" for path in SOURCES for each in untyped(ast.parse(path.read_text()))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(rules): pass",
+        "def f(rules: Any): pass",
+        "def f(base_config: Any | None): pass",
+        "def rules_of(x): return x\nrules: Any = 1",
+        "class Job:\n    def rules(self): return 1",
+        'getattr(rules, "lora_rank", 0)',
+        "getattr(self.config, key, None)",
+        'getattr(file, "frozen_base", "")',
+        'hasattr(start, "offload_layers")',
+    ],
+)
+def test_this_test_would_see_an_untyped_use(text):
+    assert untyped(ast.parse(text))
+
+
+def test_typed_uses_pass():
+    typed = "def f(rules: Rules, config: RunConfig) -> int: return getattr(config, name) + getattr(args, 'miniature', 0)"
+    assert untyped(ast.parse(typed)) == []
+
+
+def benchmark_names(tree: ast.AST) -> list[str]:
+    """Return the strings and names that contain the name of a benchmark.
+
+    Two kinds of strings are documentation and left out: docstrings, and the examples that a Parser shows in its help.
+    """
+    documentation = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            documentation.add(node.value)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Parser":
+            documentation |= {*ast.walk(node)}
+    texts = []
+    for node in ast.walk(tree):
+        if node in documentation:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+        elif isinstance(node, ast.ImportFrom):
+            texts.append(node.module or "")
+        elif isinstance(node, ast.alias):
+            texts.append(node.name)
+        elif isinstance(node, ast.Name):
+            texts.append(node.id)
+    return [text for text in texts if any(name in text for name in BENCHMARKS)]
+
+
+def test_shared_code_names_no_benchmark():
+    shared = [path for path in SOURCES if path.relative_to(ROOT).parts[0] not in BENCHMARKS]
+    assert [f"{name_of(path)}: {text}" for path in shared for text in benchmark_names(ast.parse(path.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'FULL = "llama31_8b"',
+        "from llama31_8b.rules import CLOSED",
+        "import llama31_8b",
+        'do = f"python -m llama2_70b_lora.prepare {x}"',
+        "rules = llama31_8b_rules.CLOSED",
+    ],
+)
+def test_this_test_would_see_a_benchmark(text):
+    assert benchmark_names(ast.parse(text))
+    assert benchmark_names(ast.parse('"llama31_8b"\nParser("run", "about", ["llama31_8b"])')) == []
+
+
+def test_each_mode_of_throughput_is_that_of_one_benchmark():
+    for mode in ("full", "lora"):
+        modes = [name for name in BENCHMARKS if mode in {each.throughput_mode for each in benchmarks.divisions(name).values()}]
+        assert modes == [benchmarks.measured_in(mode)]
+    with pytest.raises(ConfigError, match="no_such_mode"):
+        benchmarks.measured_in("no_such_mode")
+
+
 # --- what the launcher reads runs without torch -----------------------------------------------------------------------
 
 LIGHT_PACKAGES = ("launch", "submission", "system_tuning")
@@ -261,7 +393,9 @@ def test_this_test_would_see(text):
 def test_the_package_metadata_lists_every_package():
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {path.relative_to(ROOT).parts[0] for path in SOURCES}
-    assert {name.rstrip("*") for name in table["tool"]["setuptools"]["packages"]["find"]["include"]} == packages
-    assert set(table["tool"]["mypy"]["packages"]) == packages
+    excluded = {name.rstrip("*") for name in table["tool"]["setuptools"]["packages"]["find"]["exclude"]}
+    assert excluded == FOLDERS - packages
+    left_out = [re.compile(pattern) for pattern in table["tool"]["mypy"]["exclude"]]
+    assert [path for path in SOURCES if any(pattern.match(name_of(path)) for pattern in left_out)] == []
     pinned = {name for name, _ in requirements(ROOT / "requirements.txt")}
     assert {name.split(">")[0] for name in table["project"]["dependencies"]} <= pinned

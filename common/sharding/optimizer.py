@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from common.benchmarks import Rules
 from common.sharding.adamw import AdamW, AdamWSettings
 
 
@@ -44,7 +45,7 @@ def state_tensors(update: Update) -> list[Tensor]:
     return [*whole, *(tensor for tensors in zip(*per_weight, strict=True) for tensor in tensors)]
 
 
-def adamw(rules: Any, kernels: str, state_dtype: torch.dtype) -> MakeUpdate:
+def adamw(rules: Rules, kernels: str, state_dtype: torch.dtype) -> MakeUpdate:
     betas = (rules.adam_beta_1, rules.adam_beta_2)
     settings = AdamWSettings(betas, rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm)
     return partial(AdamW, settings, kernels, state_dtype)
