@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def adamw(rules: Rules, kernels: str, state_dtype: torch.dtype) -> MakeUpdate:
 
 
 # `opt_name` of a benchmark's Rules -> the rule with what these Rules fix, the engine of its kernel, and the dtype of its state.
-UPDATES: dict[str, Callable[[Any, str, torch.dtype], MakeUpdate]] = {"adamw": adamw}
+UPDATES: dict[str, Callable[[Rules, str, torch.dtype], MakeUpdate]] = {"adamw": adamw}
 
 
 def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:
