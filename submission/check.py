@@ -1,27 +1,36 @@
 """`./run_and_time.sh check LOG_OR_FOLDER ... [--ruleset R] [--werror]`: the official verdict and our own findings about MLPerf logs.
 
-An error breaks a rule; a warning is what the official tools accept and a reviewer would ask about; logs that this project wrote
-are held to its own habits besides (submission/own_log.py). Each finding names its line, rule and source. The round comes from the
-keys of the log, unless --ruleset asks for one; a miniature is held to the miniature's rules, unless --ruleset asks for the closed ones.
-The benchmark comes from the log. A folder stands for all result*.txt below it.
+An error makes a log NOT CLEAN. A warning is a break of the rules' text that the official tools accept: a log with warnings only is
+ACCEPTED. A note is neither, and a log without errors and warnings is CLEAN. Logs that this project wrote are held to its own habits
+besides (submission/own_log.py). Each finding names its line, rule and source. The round comes from the keys of the log and its date,
+unless --ruleset asks for one; a miniature is held to the miniature's rules, unless --ruleset asks for the closed ones. The benchmark
+comes from the log. A folder stands for all result*.txt below it; those named result_<number>.txt are a result set, and are also
+checked together (submission/result_set.py).
 
-Exit code: 0 all clean (warnings allowed, without --werror), 20 errors, 2 wrong usage or no readable log, 18 no official checker.
+Exit code: 0 no errors (and no warnings, with --werror), 20 errors, 2 wrong usage or no readable log, 18 no official checker.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
-from common.records.mlperf_log import Log, read
-from submission import official_tools, own_log
-from submission.log_rules import DISCLOSURE_KEYS, RULES, Finding, rules_of
+from common.records.mlperf_log import Event, Log, read
+from submission import official_tools, own_log, result_set
+from submission.clock_rules import CLOCK, PLAUSIBLE_MS
+from submission.log_rules import DISCLOSURE_KEYS, ERROR, NOTE, RULES, Finding, rules_of
 from submission.official_tools import CLOSED_RULESETS, RULESETS, Verdict
+
+CLEAN, ACCEPTED, NOT_CLEAN = "CLEAN", "ACCEPTED", "NOT CLEAN"
+# Logs of these rounds have the same keys as later ones: days by which they were made (submission deadlines, and the published logs).
+LAST_DAY = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
 
 
 @dataclass(frozen=True)
@@ -30,9 +39,10 @@ class Examined:
     title: str  # benchmark, division and round
     verdict: Verdict  # official
     findings: tuple[Finding, ...]  # official and ours, by line
+    seeds: tuple[Event, ...] = ()
 
     def errors(self, werror: bool = False) -> list[Finding]:
-        return [finding for finding in self.findings if werror or not finding.warning]
+        return errors(self.findings, werror)
 
 
 def parser(benchmark: str = "") -> Parser:
@@ -48,10 +58,12 @@ def parser(benchmark: str = "") -> Parser:
 
 def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bool) -> int:
     logs = [log for path in paths for log in _logs(path)]
+    sets = result_set.folders(logs) if any(path.is_dir() for path in paths) else {}
     title = f"official checker: mlperf-logging {official_tools.checker_version()}{', warnings are errors (--werror)' if werror else ''}"
     if not as_json:
         print(title)
     codes = []
+    verdicts = []
     for path in logs:
         try:
             examined = examine(path, ruleset)
@@ -61,9 +73,31 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
             continue
         print(_json_line(examined, werror) if as_json else "\n".join(lines(examined, werror)))
         codes.append(CheckFailed.exit_code if examined.errors(werror) else 0)
+        verdicts.append(verdict_of(examined.findings, werror))
+        if path.parent in sets:
+            sets[path.parent].append(examined)
+    for folder, members in sets.items():
+        found = result_set.findings(members)
+        codes.append(CheckFailed.exit_code if errors(found, werror) else 0)
+        if as_json:
+            print(json.dumps({"folder": str(folder), "findings": [_as_dict(finding) for finding in found]}))
+        elif found:
+            print(f"\n{folder}", *_finding_lines(folder.name, found, werror), sep="\n")
     if len(logs) > 1 and not as_json:
-        print(f"\n{len(logs)} logs, {codes.count(0)} clean")
+        counts = ", ".join(f"{verdicts.count(verdict)} {verdict.lower()}" for verdict in (CLEAN, ACCEPTED, NOT_CLEAN))
+        print(f"\n{len(logs)} logs: {counts}")
     return next((code for code in (ConfigError.exit_code, CheckFailed.exit_code) if code in codes), 0)
+
+
+def errors(findings: Iterable[Finding], werror: bool = False) -> list[Finding]:
+    """Return the findings that fail a log; with `werror` warnings too, but never notes."""
+    return [finding for finding in findings if finding.severity == ERROR or (werror and finding.warning)]
+
+
+def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
+    if errors(findings, werror):
+        return NOT_CLEAN
+    return ACCEPTED if any(finding.warning for finding in findings) else CLEAN
 
 
 def _logs(path: Path) -> list[Path]:
@@ -95,7 +129,8 @@ def examine(path: Path, ruleset: str | None = None, project_root: Path | None = 
         title = f"{division} division, held to {held_to}{'' if ruleset else ' by its keys'}"
         verdict = official_tools.closed_verdict(path, held_to, log)
     findings = list(verdict.complaints) + rule_findings(log, ours, "closed" if ruleset else None, project_root)
-    return Examined(path, f"{benchmark}, {title}", verdict, tuple(sorted(findings, key=lambda finding: finding.line)))
+    in_order = tuple(sorted(findings, key=lambda finding: finding.line))
+    return Examined(path, f"{benchmark}, {title}", verdict, in_order, tuple(log.all("seed")))
 
 
 def rule_findings(log: Log, ours: bool, division: str | None = None, project_root: Path | None = None) -> list[Finding]:
@@ -103,39 +138,67 @@ def rule_findings(log: Log, ours: bool, division: str | None = None, project_roo
     rules = rules_of(log, division)
     if rules is None:
         named = f"{log.value('submission_benchmark')!r} in division {log.value('submission_division')!r}"
-        return [Finding(0, "benchmark", f"only the official checker was asked: no rules here for {named}", "submission/log_rules.py", True)]
-    applied = RULES + own_log.own_rules(project_root) if ours else RULES
+        return [Finding(0, "benchmark", f"only the official checker was asked: no rules here for {named}", "submission/log_rules.py", NOTE)]
+    own = own_log.own_rules(project_root) if ours else ()
+    applied = (*RULES, *CLOCK, *own)
     return [finding for rule in applied for finding in rule.findings(log, rules, ours)]
 
 
 def round_of(log: Log, ours: bool) -> str:
-    """The latest closed ruleset whose keys the log has. Ours have them all, and the keys of 5.1.0 and 6.0.0 are optional in the other."""
+    """Return the latest closed ruleset whose keys `log` has; by the date of the run where the keys do not tell.
+
+    Our logs have the keys of all rounds, and the keys of 5.1.0 and 6.0.0 are optional in the other.
+    """
     disclosed = [key for key in DISCLOSURE_KEYS if log.all(key)]
     if ours or len(disclosed) == len(DISCLOSURE_KEYS):
         return CLOSED_RULESETS[-1]
     if disclosed:
         return "6.0.0"
+    start = log.first("run_start")
+    if start and start.time_ms > PLAUSIBLE_MS[0]:
+        for ruleset, end in LAST_DAY.items():
+            if start.time_ms < _milliseconds(end):
+                return ruleset
     return "5.1.0" if log.all("submission_org") or log.all("submission_platform") else "5.0.0"
 
 
+def _milliseconds(day: str) -> float:
+    return datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp() * 1000
+
+
 def _json_line(examined: Examined, werror: bool) -> str:
-    about = {"path": str(examined.path), "title": examined.title, "clean": not examined.errors(werror)}
-    return json.dumps(about | {"findings": [asdict(finding) for finding in examined.findings]})
+    verdict = verdict_of(examined.findings, werror)
+    about = {"path": str(examined.path), "title": examined.title, "verdict": verdict, "clean": verdict != NOT_CLEAN}
+    return json.dumps(about | {"findings": [_as_dict(finding) for finding in examined.findings]})
+
+
+def _as_dict(finding: Finding) -> dict:
+    return asdict(finding) | {"warning": finding.warning}
 
 
 def lines(examined: Examined, werror: bool) -> list[str]:
-    verdict, errors = examined.verdict, examined.errors(werror)
-    warned = sum(complaint.warning for complaint in verdict.complaints)
-    words = "FAILED" if not verdict.passed or (werror and warned) else "passed"
+    official = examined.verdict
+    warned = sum(complaint.warning for complaint in official.complaints)
+    words = "FAILED" if not official.passed or (werror and warned) else "passed"
     if warned:
         words += f", {number(warned, 'warning')}, errors with --werror"
     found = [f"\n{examined.path}", f"  {examined.title}; official checker: {words}"]
-    for finding in examined.findings:
-        place = f"{examined.path.name}:{finding.line}" if finding.line else f"{examined.path.name}"
-        severity = "warning" if finding.warning and not werror else "error"
+    found += _finding_lines(examined.path.name, examined.findings, werror)
+    verdict = verdict_of(examined.findings, werror)
+    failed = len(examined.errors(werror))
+    warnings = sum(finding.warning for finding in examined.findings) - (failed if werror else 0)
+    if verdict == ACCEPTED:
+        return [*found, f"  {ACCEPTED}, with {number(warnings, 'break')} of the rules' text: 0 errors"]
+    return [*found, f"  {verdict}: {number(failed, 'error')}, {number(max(0, warnings), 'warning')}"]
+
+
+def _finding_lines(name: str, findings: Iterable[Finding], werror: bool) -> list[str]:
+    found = []
+    for finding in findings:
+        place = f"{name}:{finding.line}" if finding.line else name
+        severity = ERROR if werror and finding.warning else finding.severity
         found.append(f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]")
-    warnings = len(examined.findings) - len(errors)
-    return [*found, f"  {'NOT CLEAN' if errors else 'CLEAN'}: {number(len(errors), 'error')}, {number(warnings, 'warning')}"]
+    return found
 
 
 def number(count: int, of: str) -> str:

@@ -1,7 +1,7 @@
 """Rules of the closed division that no official tool tests, for the log of anybody.
 
-Each rule is a function that yields (line, message), and a row of RULES that says where the rule is written and what a break of it is:
-an error, where the rules forbid it, or a warning, where the official tools accept it and a reviewer would ask.
+Each rule is a function that yields (line, message), and a row of RULES that says where the rule is written and how grave a break of
+it is: an error, a warning (the official tools accept it, though it breaks the rules' text), or a note.
 
 Where rules stand:
   TR   mlcommons/training_policies, training_rules.adoc (v5.1 to v6.1)
@@ -15,6 +15,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import RESERVED_SUBSTRINGS
 
-ERROR, WARNING = "error", "warning"
+ERROR = "error"  # the rules forbid it, and no accepted result has it
+WARNING = "warning"  # it breaks the rules' text, and the official tools accept it
+NOTE = "note"  # it breaks nothing; a reviewer may ask
 WARNING_OF_OTHERS = "warning of others"  # an error in our own logs: RunLog never writes it
 
 PRECISION_KEYS = tuple(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm"))
@@ -41,7 +44,6 @@ OWN_CONSTANTS = (
     "opt_adamw_beta_1",
     "opt_adamw_beta_2",
     "opt_adamw_epsilon",
-    "target_accuracy",
 )
 
 Found = Iterator[tuple[int, str]]  # line of the file, or 0 for the log as a whole; what is wrong
@@ -53,7 +55,11 @@ class Finding:
     rule: str
     message: str
     source: str
-    warning: bool = False
+    severity: str = ERROR  # or WARNING, or NOTE
+
+    @property
+    def warning(self) -> bool:
+        return self.severity == WARNING
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,17 @@ class Rule:
     find: Callable[[Log, Rules], Found]
     source: str
     severity: str = ERROR
+    one_cause: bool = False  # one cause makes many breaks: the first is reported, and how many follow
 
     def findings(self, log: Log, rules: Rules, ours: bool) -> Iterator[Finding]:
-        warning = self.severity == WARNING or (self.severity == WARNING_OF_OTHERS and not ours)
-        return (Finding(line, self.name, message, self.source, warning) for line, message in self.find(log, rules))
+        severity = self.severity
+        if severity == WARNING_OF_OTHERS:
+            severity = ERROR if ours else WARNING
+        found = list(self.find(log, rules))
+        if self.one_cause and len(found) > 1:
+            line, message = found[0]
+            found = [(line, f"{message}; {len(found) - 1} more like it, the last in line {found[-1][0]}")]
+        return (Finding(line, self.name, message, self.source, severity) for line, message in found)
 
 
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
@@ -89,7 +102,10 @@ def wrong_interval(log: Log, rules: Rules) -> Found:
     for line, samples in counts:
         if samples != due:
             message = f"evaluation at {samples}, {samples - last} after {last}; at a global batch of {batch} it is due at {due}"
-            yield line, f"{message}, the interval is {interval}"
+            gain = f"may stop up to {due - samples} sequences earlier"
+            if samples > due:
+                gain = f"saves {-(-(samples - due) // interval)} evaluations of {rules.eval_samples} sequences"
+            yield line, f"{message}, the interval is {interval}; it {gain}"
             return
         last, due = samples, due + interval
     stop = log.first("run_stop")
@@ -107,8 +123,12 @@ def counted_short(log: Log, rules: Rules) -> Found:
     """Evaluations at the right places, counted before the optimizer step: one global batch too few."""
     batch, counts = log.value("global_batch_size"), _evaluations(log)
     if is_positive_int(batch) and _one_step_short(counts, batch, rules):
-        line, samples = counts[0]
+        line, samples = _without_extra(counts, batch, rules)[0]
         yield line, f"samples_count {samples} and all that follow are one global batch of {batch} short of what was trained"
+
+
+def uncounted(event: Event, rules: Rules) -> str:
+    return "" if is_number(event.samples) else f"{event.key} without a number as samples_count in its metadata"
 
 
 def _evaluations(log: Log) -> list[tuple[int, int]]:
@@ -122,8 +142,15 @@ def _evaluations(log: Log) -> list[tuple[int, int]]:
 
 
 def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> bool:
-    first, interval = rules.first_evaluation(batch) - batch, rules.eval_interval(batch)
-    return bool(counts) and all(samples == first + number * interval for number, (_, samples) in enumerate(counts))
+    first = rules.first_evaluation(batch) - batch
+    interval = rules.eval_interval(batch)
+    due = _without_extra(counts, batch, rules)
+    return bool(due) and all(samples == first + number * interval for number, (_, samples) in enumerate(due))
+
+
+def _without_extra(counts: list[tuple[int, int]], batch: int, rules: Rules) -> list[tuple[int, int]]:
+    """Return `counts` without an evaluation before the first one that is due, as some log it."""
+    return counts[1:] if counts and counts[0][1] < rules.first_evaluation(batch) - batch else counts
 
 
 def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, Rules], Found]:
@@ -147,14 +174,14 @@ def wrong_status(log: Log, rules: Rules) -> Found:
     stop = log.first("run_stop")
     if stop is None:
         return
-    reached = any(_reaches(event, rules) for event in log.all("eval_accuracy"))
+    reached = any(reaches(event, rules) for event in log.all("eval_accuracy"))
     status = stop.metadata.get("status")
     if (status == "success") != reached or status not in ("success", "aborted"):
         yield stop.line, f"status is {status!r}, but the target of {rules.target_loss} was {'' if reached else 'not '}reached"
 
 
 def after_target(log: Log, rules: Rules) -> Found:
-    reached = next((event for event in log.all("eval_accuracy") if _reaches(event, rules)), None)
+    reached = next((event for event in log.all("eval_accuracy") if reaches(event, rules)), None)
     if reached is None:
         return
     for event in log.all("eval_accuracy"):
@@ -163,7 +190,8 @@ def after_target(log: Log, rules: Rules) -> Found:
             return
 
 
-def _reaches(event: Event, rules: Rules) -> bool:
+def reaches(event: Event, rules: Rules) -> bool:
+    """Return whether the evaluation of `event` reached the target."""
     return is_number(event.value) and 0 < event.value <= rules.target_loss
 
 
@@ -206,11 +234,16 @@ def unlike_reference(log: Log, rules: Rules) -> Found:
 def cache_kept(event: Event, rules: Rules) -> str:
     """A miniature may say so honestly: dropping the cache needs root."""
     kept = event.value is False and rules.division == "closed"
-    return "cache_clear is false: the page cache was not dropped before the run" if kept else ""
+    return "cache_clear is false: allowed only if the system was restarted before the run" if kept else ""
 
 
 def partly_disclosed(log: Log, rules: Rules) -> Found:
     missing = [key for key in DISCLOSURE_KEYS if not log.all(key)]
+    others = [key for key in log.by_key if key not in DISCLOSURE_KEYS]
+    alike = {key: difflib.get_close_matches(key, others, n=1, cutoff=0.8) for key in missing}
+    for key, names in alike.items():
+        if names:
+            yield log.all(names[0])[0].line, f"{names[0]} is no key of 6.1.0; {key} is missing and may be meant"
     if 0 < len(missing) < len(DISCLOSURE_KEYS):
         yield 0, f"{len(missing)} of the nine disclosure keys are missing; 6.1.0 requires {', '.join(missing)} as well"
 
@@ -276,8 +309,9 @@ def not_finite(event: Event, rules: Rules) -> str:
 
 HYPERPARAMETERS = "TR Hyperparameters (no tool tests it)"
 RULES = (
-    Rule("eval_interval", wrong_interval, "TR Quality measure (the checker takes any interval)"),
-    Rule("samples_count", counted_short, "TR RCP Rules: training samples until convergence"),
+    Rule("eval_interval", wrong_interval, "TR Quality measure (the checker takes any interval)", WARNING_OF_OTHERS),
+    Rule("samples_count", counted_short, "TR RCP Rules: training samples until convergence", WARNING_OF_OTHERS),
+    Rule("count", on_each(uncounted, "eval_accuracy"), "CC closed_*.yaml; RCP rcp_checker.py"),
     Rule(
         "eval_value",
         unfit(lambda loss: is_positive(loss) or _is_not_finite(loss), "a positive number", "eval_accuracy"),
@@ -288,13 +322,13 @@ RULES = (
     Rule("after_target", after_target, "TR Run Results: a run may stop at the target", WARNING_OF_OTHERS),
     Rule("constant", other_constants, "TR Hyperparameters; REF"),
     Rule("end_learning_rate", wrong_end_learning_rate, HYPERPARAMETERS),
-    Rule("learning_rate", unlike_reference, "RCP Hyperparams (the checker does not compare them)", WARNING),
+    Rule("learning_rate", unlike_reference, "RCP Hyperparams (the rate is free: TR Hyperparameters)", NOTE),
     Rule("batch", unfit(is_positive_int, "a whole number from 1: there is no reference", "global_batch_size"), "RCP rcp_checker.py"),
-    Rule("cache_clear", on_each(cache_kept, "cache_clear"), "TR Data State (the checker takes any value)"),
+    Rule("cache_clear", on_each(cache_kept, "cache_clear"), "TR Data State: unless the system was restarted", WARNING_OF_OTHERS),
     Rule("disclosure", partly_disclosed, "CC training_6.1.0/common.yaml", WARNING),
     Rule("seed", no_seed, "SEED; TR Random numbers"),
     Rule("odd_seed", unfit(_is_plain_seed, "a whole number of 32 bits", "seed"), "SEED (converts it with int())", WARNING_OF_OTHERS),
     Rule("many_seeds", many_seeds, "SEED (a warning there)", WARNING_OF_OTHERS),
-    Rule("line_format", on_each(two_on_a_line), "CC mlp_parser/ruleset_610.py", WARNING_OF_OTHERS),
+    Rule("line_format", on_each(two_on_a_line), "CC mlp_parser/ruleset_610.py", WARNING_OF_OTHERS, one_cause=True),
     Rule("reserved_word", on_each(misread), "RCP rcp_checker.py"),
 )

@@ -28,10 +28,10 @@ from common.errors import PreflightError
 from common.packages import version_of
 from common.paths import ROOT
 from common.records.mlperf_log import TOKEN, Event, Log, parse, read
-from submission.log_rules import Finding
+from submission.log_rules import ERROR, WARNING, Finding
 
 CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # those that know both benchmarks
-RULESETS = ("5.0.0", *CLOSED_RULESETS)
+RULESETS = ("4.0.0", "4.1.0", "5.0.0", *CLOSED_RULESETS)  # the older ones know llama2_70b_lora only
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
 INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
 UNSEEN = "no blank after the token"  # how mlperf_log begins its reason for a line that the official parser skips
@@ -102,8 +102,8 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
         return Verdict(rules, False, (Finding(0, "broke_off", f"the checker broke off without a verdict: {why}", "CC mlp_compliance.py"),))
     finally:
         mlp_compliance.enqueued_configs.clear()  # a crash leaves rule files for the next log there
-    texts = [(key, text, False) for key, text in (*checker.overwritable.items(), *((None, text) for text in checker.not_overwritable))]
-    texts += [(key, text, True) for key, text in checker.warnings.items()]
+    texts = [(key, text, ERROR) for key, text in (*checker.overwritable.items(), *((None, text) for text in checker.not_overwritable))]
+    texts += [(key, text, WARNING) for key, text in checker.warnings.items()]
     log = log or (read(path) if texts else Log())
     return Verdict(rules, passed, tuple(complaint for text in texts for complaint in _complaints(log, rules, *text)))
 
@@ -121,7 +121,7 @@ def silent() -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def _complaints(log: Log, rules: str, key: str | None, text: str, warning: bool) -> Iterator[Finding]:
+def _complaints(log: Log, rules: str, key: str | None, text: str, severity: str) -> Iterator[Finding]:
     first = text.splitlines()[0]
     quoted = re.search(r"'(\w+)'", first)
     source = _source(rules, str(log.value("submission_benchmark")), key or (quoted[1] if quoted else "eval_accuracy"))
@@ -132,7 +132,7 @@ def _complaints(log: Log, rules: str, key: str | None, text: str, warning: bool)
                 yield Finding(bad.line, "line_format", bad.reason, "CC mlp_parser/ruleset_610.py")
     elif text.startswith("Required "):
         rule, line = ("repeated", events[1].line) if len(events) > 1 else ("missing", 0)
-        yield Finding(line, rule, f"{key} is missing" if key and not events else first, source, warning)
+        yield Finding(line, rule, f"{key} is missing" if key and not events else first, source, severity)
     elif text.startswith("Failed checks for"):
         last = log.all("eval_accuracy")[-1:]
         yield Finding(last[0].line if last else 0, "target", f"no evaluation reached the target: {first}", source)
@@ -142,7 +142,7 @@ def _complaints(log: Log, rules: str, key: str | None, text: str, warning: bool)
         event = next((event for event in events if event.time_ms in times), events[0] if events else None)
         test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE)
         message = f"{key} is {_shown(event)}, the rule is: {(test[1] or test[2] or '').strip()}" if test and event else first
-        yield Finding(event.line if event else 0, "value", message, source, warning)
+        yield Finding(event.line if event else 0, "value", message, source, severity)
 
 
 def _times(text: str) -> set[float]:

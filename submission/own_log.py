@@ -165,13 +165,13 @@ def own_constants(log: Log, rules: Rules) -> Found:
 TR_HYPERPARAMETERS = "OWN; TR Hyperparameters"
 OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
-    Rule("line_format", on_each(prefixed), "OWN (the official parser strips it)"),
-    Rule("event_type", on_each(wrong_event_type), "OWN (no checker reads it)"),
+    Rule("line_format", on_each(prefixed), "OWN (the official parser strips it)", WARNING, one_cause=True),
+    Rule("event_type", on_each(wrong_event_type), "OWN (no checker reads it)", one_cause=True),
     Rule("submission", unfit(lambda value: isinstance(value, str) and value.strip(), "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"),
     Rule("submission", unfit(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"), "OWN; CC common.yaml"),
-    Rule("order", out_of_order, "OWN; TR Run Results"),
-    Rule("time", back_in_time, "OWN"),
-    Rule("samples_count", wrong_samples, "OWN; TR RCP Rules"),
+    Rule("order", out_of_order, "OWN; TR Run Results", one_cause=True),
+    Rule("time", back_in_time, "OWN", one_cause=True),
+    Rule("samples_count", wrong_samples, "OWN; TR RCP Rules", one_cause=True),
     Rule("resumed", on_each(resumed, "resumed"), "TR Run Results: a run is timed from run_start to run_stop", WARNING),
     Rule("chosen_seed", on_each(chosen_seed, "seed"), "TR Random numbers (a constant seed is not allowed)", WARNING),
     Rule("batch", unfit(is_positive_int, "a whole number from 1", "gradient_accumulation_steps", "train_samples"), "OWN"),

@@ -119,7 +119,7 @@ def _check_names(request: Request) -> None:
         if not NAME.fullmatch(name):
             why = "it becomes a directory: letters, digits and _ . + - only, no blank, no dot in front"
             raise ConfigError(f"{flag}: {name!r} cannot be a name in a submission", why, "choose another name")
-    if request.org.lower() in PLACEHOLDERS:
+    if request.org.lower() in PLACEHOLDERS or "placeholder" in request.org.lower():
         why = "it stands for an organisation that nobody has named"
         raise ConfigError(f"--org {request.org}", why, "name yours; the runs must have had it as MLPERF_SUBMISSION_ORG")
     if request.out.exists() or request.out.is_symlink():
@@ -234,7 +234,7 @@ def _check_log(request: Request, run: Run) -> None:
     linked = run.path.is_symlink()
     _demand(not linked, f"{run.path} is a link", "a log is a file that a run has written", "submit run directories as they are")
     examined = check.examine(run.path, request.ruleset, request.root, ours=True)
-    found = [finding for finding in examined.errors() if not _is_of_a_failed_run(run, finding, examined)]
+    found = [finding for finding in examined.errors(werror=True) if not _is_of_a_failed_run(run, finding, examined)]
     complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
     _demand(not found, f"{run.path} is not clean", "; ".join(complaints), f"see ./run_and_time.sh check {run.path}")
 

@@ -24,7 +24,7 @@ from common.errors import CheckFailed, ConfigError
 from common.records import published
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS
-from submission.official_tools import CLOSED_RULESETS
+from submission.official_tools import RULESETS
 from submission.runs import NOT_STARTED, Run
 from submission.series import Series, TenRuns, check_same, pace, read_series, result, ten_runs, windows
 from submission.terminal import number, signed, table
@@ -48,7 +48,7 @@ def parser(benchmark: str = "") -> Parser:
     )
     parser.add_argument("logs", nargs="+", metavar="DIR_OR_LOG", help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs")
     parser.add_argument("--against", metavar="B", help="another directory, or words of a published result; default: the best of the GPU")
-    parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default="", help="hold the logs to this; default: what their keys say")
+    parser.add_argument("--ruleset", choices=RULESETS, default="", help="hold the logs to this; default: what their keys say")
     parser.add_argument("--gpu", type=str.upper, help="kind of GPU, such as H200, where the logs do not tell")
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs, where the logs do not tell")
     parser.add_argument("--series", default="", metavar="ID", help="of the ledger; default: its newest series of more than one run")

@@ -65,7 +65,7 @@ def ten_runs(series: Series) -> TenRuns:
     if not median.invalid or len(found) == 1:
         return median
     valid = sum(not window.invalid for window in found)
-    more = rule.good_runs_needed([run.converged for run in _counted(series)])
+    more = rule.good_runs_needed([run.converged for run in counted(series)])
     bad = "; ".join(run.describe() for run in series.runs if not run.converged)
     why = f"{valid} of {len(found)} windows of {SUBMISSION_RUNS} consecutive runs are valid, and the median window is not one of them; "
     why += f"{more} more good runs in a row would make it one; {bad}"
@@ -74,10 +74,10 @@ def ten_runs(series: Series) -> TenRuns:
 
 def windows(series: Series) -> list[TenRuns]:
     """Score every ten consecutive runs in their order, valid or not; all runs if there are no more than ten."""
-    return [score_runs(list(part), _invalid(list(part))) for part in rule.windows(_counted(series))]
+    return [score_runs(list(part), _invalid(list(part))) for part in rule.windows(counted(series))]
 
 
-def _counted(series: Series) -> list[Run]:
+def counted(series: Series) -> list[Run]:
     """Return the attempts that are runs: those whose clock started."""
     return [run for run in series.runs if run.state != NOT_STARTED]
 

@@ -10,11 +10,13 @@ from urllib.parse import quote
 
 from common.html import page
 from common.html.page import Block, Curve, Link, banner, points, table
+from common.records.rcp import SUBMISSION_RUNS
+from common.records.windows import good_runs_needed
 from submission import run_page
 from submission.run_page import FORMS, Labeled, evaluations, figures_of, of_steps, shown
 from submission.runs import GOOD, Run
 from submission.score import score_lines
-from submission.series import Series, TenRuns, ten_runs, windows
+from submission.series import Series, TenRuns, counted, ten_runs, windows
 
 OF_AN_ATTEMPT = ("samples", "minutes", "init, s", "step, ms", "tokens/s/GPU", "GiB, peak", "GPU kWh")
 
@@ -104,6 +106,7 @@ def _next_steps(series: Series, ten: TenRuns, folder: str) -> list[tuple[str, st
     if series.first.is_miniature:
         return [("The package runs on this machine. What do the benchmark's own sizes need?", f"{command} {benchmark} plan")]
     if ten.invalid:
-        return [("Go on until there are ten good runs in a row:", f"NEXP=10 {command} {benchmark} --resume")]
+        wanted = len(series.good) + good_runs_needed([run.converged for run in counted(series)])
+        return [("Go on until the median window is valid:", f"NEXP={max(wanted, SUBMISSION_RUNS)} {command} {benchmark} --resume")]
     score = ("Beside the best published result of these GPUs:", f"{command} score {folder}")
     return [score, *[("The tree of a submission, checked:", f"{command} package --help")] * ten.passed]

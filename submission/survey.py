@@ -26,8 +26,9 @@ from common import benchmarks
 from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError
 from common.records.published import DATA, Published
-from submission import official_tools, terminal
+from submission import check, official_tools, result_set, terminal
 from submission.check import Examined, examine
+from submission.log_rules import ERROR, Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.series import read_series, result, ten_runs
 from submission.terminal import number
@@ -52,8 +53,17 @@ class ResultSet:
         return self.folder.parent.name, self.folder.name
 
     @property
-    def passed(self) -> bool:
-        return sum(bool(each.errors()) for each in self.examined) + self.unreadable <= 1
+    def verdict(self) -> str:
+        """As for one log; one of the logs may have errors: it counts as the run that did not converge."""
+        bad = [each for each in self.examined if each.errors()]
+        if len(bad) + self.unreadable > 1 or check.errors(self.of_the_set):
+            return check.NOT_CLEAN
+        rest = [finding for each in self.examined if each not in bad for finding in each.findings]
+        return check.verdict_of(rest)
+
+    @property
+    def of_the_set(self) -> list[Finding]:
+        return result_set.findings(self.examined)
 
     @property
     def scores_agree(self) -> bool:
@@ -66,8 +76,13 @@ class ResultSet:
         counts: Counter[str] = Counter()
         for each in self.examined:
             ours = [finding for finding in each.findings if finding not in each.verdict.complaints]
-            counts.update({f"{finding.rule}{' (warning)' if finding.warning else ''}" for finding in ours})
+            counts.update({_labeled(finding) for finding in ours})
+        counts.update(f"set: {_labeled(finding)}" for finding in self.of_the_set)
         return counts
+
+
+def _labeled(finding: Finding) -> str:
+    return finding.rule if finding.severity == ERROR else f"{finding.rule} ({finding.severity})"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -142,7 +157,7 @@ def table(sets: list[ResultSet]) -> list[str]:
     rows = [("result set", "benchmark", "official", "ours", "official score", "our score", "our findings: logs by rule")]
     for each in sorted(sets, key=lambda each: (each.folder.name, each.folder)):
         findings = ", ".join(f"{name} {count}" for name, count in sorted(each.logs_by_rule().items()))
-        verdicts = (each.official, "passed" if each.passed else "REFUSED")
+        verdicts = (each.official, each.verdict)
         scores = (number(each.official_score, ".6f"), number(each.score, ".6f") + ("" if each.scores_agree else " !"))
         rows.append((f"{each.folder.parents[2].name}/{each.name[0]}", each.name[1], *verdicts, *scores, findings or "-"))
     return terminal.table(rows)
@@ -150,11 +165,14 @@ def table(sets: list[ResultSet]) -> list[str]:
 
 def summary(sets: list[ResultSet]) -> list[str]:
     examined = [examined for each in sets for examined in each.examined]
-    unlike = sum(each.passed != (each.official == "passed") for each in sets)
+    verdicts = Counter(each.verdict for each in sets)
+    refused = sum(each.verdict == check.NOT_CLEAN and each.official == "passed" for each in sets)
+    let_pass = sum(each.verdict != check.NOT_CLEAN and each.official != "passed" for each in sets)
     agree, scored = sum(each.scores_agree for each in sets), sum(each.official_score is not None for each in sets)
     return [
         f"{len(sets)} sets, {len(examined)} logs; the compliance checker passes {sum(each.verdict.passed for each in examined)}",
-        f"verdicts: equal for {len(sets) - unlike} sets, {unlike} refused by us alone or passed by us alone",
+        f"verdicts: {', '.join(f'{count} {verdict}' for verdict, count in sorted(verdicts.items()))}; "
+        f"{refused} refused by us alone, {let_pass} passed by us alone",
         f"scores: equal to a relative {TOLERANCE:g} for {agree} of {len(sets)} sets, {scored} have one",
     ]
 

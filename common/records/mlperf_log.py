@@ -100,8 +100,6 @@ def events(path: Path) -> Iterator[Event | BadLine]:
         raise ConfigError(f"{path} is compressed ({kind})", "the official tools read logs as text only", "decompress it first")
     if not head:
         raise ConfigError(f"{path} is empty", "a run writes its first line when it starts", DO)
-    if b"\0" in head:
-        raise ConfigError(f"{path} is a binary file", "it begins with NUL bytes, or holds some in its first lines", DO)
     line_feeds = returns = 0
     # latin-1, as the official parser reads: no byte can fail. newline="" splits at CR, LF and CRLF, and leaves them on the line.
     with path.open(encoding="latin-1", newline="") as file:
@@ -128,8 +126,8 @@ def parse(line: int, text: str) -> Event | BadLine:
         return BadLine(line, f"not one JSON object but {type(record).__name__}")
     if missing := [key for key in ("time_ms", "key", "value", "metadata") if key not in record]:
         return BadLine(line, f"a record without {', '.join(missing)}")
-    metadata = {} if record["metadata"] is None else record["metadata"]
-    if not is_number(record["time_ms"]) or type(record["key"]) is not str or type(metadata) is not dict:
-        return BadLine(line, "time_ms, key or metadata has the wrong type")
+    metadata = record["metadata"] if isinstance(record["metadata"], dict) else {}  # the official parser takes any value
+    if not is_number(record["time_ms"]) or type(record["key"]) is not str:
+        return BadLine(line, "time_ms or key has the wrong type")
     namespace, event_type = str(record.get("namespace") or ""), str(record.get("event_type") or "")
     return Event(line, record["time_ms"], record["key"], record["value"], metadata, namespace, event_type, prefix)

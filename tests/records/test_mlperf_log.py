@@ -58,7 +58,6 @@ def without(key: str) -> str:
         (LINE.replace("17", '"17"'), "wrong type"),
         (LINE.replace("17", "NaN"), "wrong type"),
         (LINE.replace('"seed"', "[1]"), "wrong type"),
-        (LINE.replace('{"samples_count": 64}', "[64]"), "wrong type"),
     ],
 )
 def test_a_line_that_holds_no_record_is_named_with_its_reason_and_the_others_are_read(tmp_path, line, reason):
@@ -69,12 +68,22 @@ def test_a_line_that_holds_no_record_is_named_with_its_reason_and_the_others_are
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [(gzip.compress(LINE.encode()), "compressed (gzip)"), (b"\x7fELF\0\0\0", "binary file"), (b"", "is empty"), (b"PK\x03\x04", "zip")],
+    [(gzip.compress(LINE.encode()), "compressed (gzip)"), (b"", "is empty"), (b"PK\x03\x04", "zip")],
 )
 def test_a_file_that_is_no_text_is_refused_for_what_it_is(tmp_path, content, what):
     with pytest.raises(ConfigError) as error:
         records(tmp_path / "log", content)
     assert what in error.value.what
+
+
+@pytest.mark.parametrize("metadata", ['""', "[64]", "null", "7"])
+def test_metadata_that_is_no_object_is_empty(tmp_path, metadata):
+    (record,) = records(tmp_path / "log", LINE.replace('{"samples_count": 64}', metadata))
+    assert record.metadata == {} and record.samples is None
+
+
+def test_nul_bytes_are_read_over(tmp_path):
+    assert [record.key for record in records(tmp_path / "log", b"\0\0\n" + LINE.encode())] == ["seed"]
 
 
 def test_a_directory_or_nothing_at_all_is_refused(tmp_path):

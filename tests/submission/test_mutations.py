@@ -110,7 +110,7 @@ CUSTOM = {"key": "tracked_stats", "event_type": "POINT_IN_TIME", "metadata": {"s
 BOTH = (PRETRAINING, LORA)
 COMMON, LATEST, RCP, OWN = "/common.yaml", "training_6.1.0/common.yaml", "RCP rcp_checker.py", "OWN"
 # what, how (returns the line), rule, how its source begins or ends; and where a log of others differs: its rule and severity
-ERROR, WARNING = "error", "warning"
+ERROR, WARNING, NOTE = "error", "warning", "note"
 MUTATIONS = [
     ("precision word bf16", put("lowest_numerical_precision_in_linear", "bf16"), "value", LATEST, ERROR),
     ("aborted though the target was reached", stopped_as("aborted"), "status", "TR Run Results", ERROR),
@@ -122,7 +122,7 @@ MUTATIONS = [
     ("NaN after the target", nan_after_the_target, "finite", OWN, WARNING),
     ("an evaluation after the target", target_reached_early, "after_target", "TR Run Results", WARNING),
     ("run_start twice, same value", insert_after("run_start"), "repeated", COMMON, WARNING),
-    ("cache_clear false", put("cache_clear", False), "cache_clear", "TR Data State", ERROR),
+    ("cache_clear false", put("cache_clear", False), "cache_clear", "TR Data State", WARNING),
     ("cache_clear absent", drop("cache_clear"), "missing", COMMON, ERROR),
     ("train_samples absent", drop("train_samples"), "missing", COMMON, ERROR),
     ("empty organisation", put("submission_org", ""), "value", COMMON, ERROR),
@@ -139,22 +139,22 @@ MUTATIONS = [
     ("custom key of its own that names it", insert_after("run_start", **CUSTOM | {"key": "my_eval_error"}), "reserved_word", RCP, ERROR),
     ("evaluation as a text", put("eval_accuracy", "3.9", 1), "eval_value", "CC eval_accuracy", ERROR),
     ("two runs in one file", two_runs_in_one_file, "value", COMMON, ERROR),
-    ("samples_count one step behind", evaluations_one_step_behind, "samples_count", "TR RCP Rules", ERROR),
-    ("evaluation interval", evaluations_twice_as_far_apart, "eval_interval", "TR Quality measure", ERROR),
+    ("samples_count one step behind", evaluations_one_step_behind, "samples_count", "TR RCP Rules", WARNING),
+    ("evaluation interval", evaluations_twice_as_far_apart, "eval_interval", "TR Quality measure", WARNING),
     ("batch of -5", put("global_batch_size", -5), "batch", RCP, ERROR),
     ("no seed", drop("seed"), "seed", "SEED", ERROR),
     ("seed that is no number", put("seed", "abc"), "seed", "SEED", ERROR),
     ("seed of 15 bits as a text", put("seed", "31415"), "odd_seed", "SEED", WARNING),
     ("seed without its line of code", seed_without_its_file, "seed", "SEED", ERROR),
     ("two seeds", insert_after("seed", value=99_999), "many_seeds", "SEED", WARNING),
-    ("learning rate unlike the reference's", put("opt_base_learning_rate", 5e-4), "learning_rate", "RCP Hyperparams", WARNING),
+    ("learning rate unlike the reference's", put("opt_base_learning_rate", 5e-4), "learning_rate", "RCP Hyperparams", NOTE),
     ("config changed with --set", put("config_filename", "A_TEST_1x8+modified.toml"), "config_filename", OWN, ERROR),
     ("config derived, not a file", put("config_filename", "A_TEST_1x2+derived.toml"), "config_filename", OWN, ERROR),
     ("config of another GPU", put("config_filename", "A_TEST_1x8+forced.toml"), "config_filename", OWN, ERROR),
     *((f"{key} absent", drop(key), "missing", LATEST, WARNING) for key in DISCLOSURE_KEYS),
 ]
 OTHERS_RULE = {f"{key} absent": "disclosure" for key in DISCLOSURE_KEYS}  # they are held to 6.0.0 then
-ALWAYS_WARNING = ("learning rate unlike the reference's",)
+ALWAYS_NOTE = ("learning rate unlike the reference's",)
 # Of one benchmark only.
 OF_ONE = [
     (PRETRAINING, "clip 5", put("opt_gradient_clip_norm", 5.0), "value", "closed_llama31_8b.yaml"),
@@ -178,14 +178,14 @@ def spoiled(tmp_path, benchmark, dialect, spoil):
     line = spoil(log)
     path = write(tmp_path / "result_0.txt", log, **options)
     found = examine(path, project_root=project_root(tmp_path)).findings
-    return line, [(finding.line, finding.rule, "warning" if finding.warning else "error", finding.source) for finding in found]
+    return line, [(finding.line, finding.rule, finding.severity, finding.source) for finding in found]
 
 
 @pytest.mark.parametrize("dialect", ["ours", "srun"])
 @pytest.mark.parametrize(("benchmark", "name", "spoil", "rule", "source", "severity_of_others"), CASES, ids=IDS)
 def test_a_spoiled_log_is_refused_or_warned_about(tmp_path, dialect, benchmark, name, spoil, rule, source, severity_of_others):
     line, found = spoiled(tmp_path, benchmark, dialect, spoil)
-    severity = WARNING if name in ALWAYS_WARNING else ERROR
+    severity = NOTE if name in ALWAYS_NOTE else ERROR
     if dialect != "ours" or name == "config_filename absent":  # by that key a log is known as ours
         rule, severity = OTHERS_RULE.get(name, rule), severity_of_others
     elif name == "run_start twice, same value":
@@ -216,8 +216,9 @@ def test_a_spoiled_line_is_found(tmp_path, dialect, benchmark, key, spoil, rule,
     lines, index = path.read_text().splitlines(), find(log, key)
     lines[index] = spoil.format(line=lines[index], cut=lines[index][:60])
     path.write_text("\n".join(lines) + "\n")
-    found = [(f.line, f.rule, "warning" if f.warning else "error") for f in examine(path, project_root=project_root(tmp_path)).findings]
-    expected = (index + 1, rule, ERROR) if dialect == "ours" else (index + 1, rule_of_others, severity_of_others)
+    found = [(f.line, f.rule, f.severity) for f in examine(path, project_root=project_root(tmp_path)).findings]
+    ours = WARNING if spoil.startswith("rank 0") else ERROR
+    expected = (index + 1, rule, ours) if dialect == "ours" else (index + 1, rule_of_others, severity_of_others)
     assert expected in found if expected[1] else found == []
 
 

@@ -259,9 +259,9 @@ def test_what_differs_among_the_runs_is_shown(tmp_path):
 
 def test_a_series_without_ten_in_a_row_has_no_score(tmp_path):
     plans = synthetic_series.plans([13] * 12)
-    plans[5].fails = "killed"
+    plans[5].fails = plans[6].fails = "killed"
     text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans))
-    assert "11 of 12 attempts are good" in text and "no score: no 10 consecutive attempts" in text and "--resume" in text
+    assert "10 of 12 attempts are good" in text and "no score: 0 of 3 windows" in text and "NEXP=20" in text and "--resume" in text
     assert ">lost: " in text and "died without a message" in text
 
 

@@ -49,10 +49,10 @@ def test_one_row_per_set_with_both_verdicts_and_scores(results, capsys):
     for name in ("good", "not_cleared"):
         assert scores[name][0] == scores[name][1] and float(scores[name][0]) > 10
     assert scores["two_refused"] == []
-    assert re.search(r" passed +passed .* -$", rows["good"])
-    assert re.search(r" passed +REFUSED .* cache_clear 10$", rows["not_cleared"])
-    assert "2 files do not comply" in rows["two_refused"] and "REFUSED" in rows["two_refused"]
-    assert "3 sets, 30 logs; the compliance checker passes 28" in output and "1 refused by us alone" in output
+    assert re.search(r" passed +CLEAN .* -$", rows["good"])
+    assert re.search(r" passed +ACCEPTED .* cache_clear \(warning\) 10$", rows["not_cleared"])
+    assert "2 files do not comply" in rows["two_refused"] and "NOT CLEAN" in rows["two_refused"]
+    assert "3 sets, 30 logs; the compliance checker passes 28" in output and "0 refused by us alone" in output and "1 NOT CLEAN" in output
 
 
 def test_a_score_that_is_not_the_official_one_is_said(results, capsys, monkeypatch):

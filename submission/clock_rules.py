@@ -1,0 +1,77 @@
+"""Rules about the clock of a run, for the log of anybody: what starts it, what stops it, and whether the target stopped it.
+
+None of the 212 published result sets of both benchmarks in rounds v4.0 to v5.1 breaks one of them (docs/submission.md).
+Sources as in submission/log_rules.py. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from common.benchmarks import Rules
+from common.records.mlperf_log import Event, Log
+from submission.log_rules import ERROR, WARNING_OF_OTHERS, Found, Rule, reaches
+
+CLOCK_KEYS = ("init_start", "init_stop", "run_start", "run_stop")
+PLAUSIBLE_MS = (1e12, 1e13)  # 2001 to 2286, in milliseconds since 1970
+LATE_MS = 1000  # lines of several processes may be written in another order than their times
+SETUP_MS = 60_000  # between init_stop and run_start; at most this in every published log
+
+
+def stopped_early(log: Log, rules: Rules) -> Found:
+    """Find a run_stop that stands before the evaluation that reached the target, by its line or by its time."""
+    stop = log.first("run_stop")
+    passing = next((event for event in log.all("eval_accuracy") if reaches(event, rules)), None)
+    if stop is None or passing is None:
+        return
+    if stop.line < passing.line or passing.time_ms - stop.time_ms > LATE_MS:
+        late_s = (passing.time_ms - stop.time_ms) / 1000
+        yield stop.line, f"run_stop before the evaluation of line {passing.line} that reached the target, {late_s:.1f} s later"
+
+
+def started_twice(log: Log, rules: Rules) -> Found:
+    starts = log.all("run_start")
+    for event in starts[1:]:
+        if event.time_ms != starts[0].time_ms:
+            yield event.line, f"a second run_start, {(event.time_ms - starts[0].time_ms) / 1000:.1f} s after that of line {starts[0].line}"
+            return
+
+
+def implausible_time(log: Log, rules: Rules) -> Found:
+    low, high = PLAUSIBLE_MS
+    for key in CLOCK_KEYS:
+        for event in log.all(key):
+            if not low <= event.time_ms <= high:
+                yield event.line, f"{key} at time_ms {event.time_ms!r}, which is no time in milliseconds since 1970"
+                return
+
+
+def repeated_evaluation(log: Log, rules: Rules) -> Found:
+    """Find a count of samples at which an evaluation missed the target and another one then reached it."""
+    missed: dict[object, list[Event]] = defaultdict(list)
+    for event in log.all("eval_accuracy"):
+        if type(event.samples) not in (int, float):
+            continue
+        if not reaches(event, rules):
+            missed[event.samples].append(event)
+        elif earlier := missed.get(event.samples):
+            yield event.line, f"evaluated again at {event.samples} until the target was reached; line {earlier[0].line} missed it"
+            return
+
+
+def late_start(log: Log, rules: Rules) -> Found:
+    stop = log.first("init_stop")
+    start = log.first("run_start")
+    if stop and start and start.time_ms - stop.time_ms > SETUP_MS:
+        seconds = (start.time_ms - stop.time_ms) / 1000
+        yield start.line, f"run_start {seconds:.0f} s after init_stop: work between them is neither initialization nor timed"
+
+
+RUN_RESULTS = "TR Run Results"
+CLOCK = (
+    Rule("run_stop", stopped_early, f"{RUN_RESULTS}: a run ends when the target is reached", ERROR),
+    Rule("run_start", started_twice, f"{RUN_RESULTS} (the checker warns if the values are equal)", ERROR),
+    Rule("clock", implausible_time, f"{RUN_RESULTS} (the checker takes any number)", ERROR),
+    Rule("repeated", repeated_evaluation, "TR Quality measure: one evaluation at each interval", ERROR),
+    Rule("late_start", late_start, f"{RUN_RESULTS}: the model is initialized, or the clock runs", WARNING_OF_OTHERS),
+)

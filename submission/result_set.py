@@ -1,0 +1,42 @@
+"""Rules for a result set: the files result_<number>.txt of one folder, as they are submitted. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.records.rcp import SUBMISSION_RUNS
+from submission.log_rules import Finding
+
+if TYPE_CHECKING:
+    from submission.check import Examined
+
+NAME = re.compile(r"result_\d+\.txt")
+
+
+def folders(logs: Iterable[Path]) -> dict[Path, list[Examined]]:
+    """Return the folders that hold result sets, with room for what is known of each log."""
+    return {path.parent: [] for path in logs if NAME.fullmatch(path.name)}
+
+
+def findings(logs: Sequence[Examined]) -> list[Finding]:
+    """Return what is wrong with these logs as a set: their number, and seeds that the official seed checker refuses."""
+    found = []
+    logs = [each for each in logs if NAME.fullmatch(each.path.name)]
+    if len(logs) != SUBMISSION_RUNS:
+        found.append(Finding(0, "number", f"{len(logs)} logs; a result set is {SUBMISSION_RUNS}", "TR Benchmark Results"))
+    first: dict[tuple[str, str, str], str] = {}
+    for each in logs:
+        unreadable = next((finding for finding in each.verdict.complaints if finding.rule == "line_format"), None)
+        if unreadable is not None:
+            message = f"{each.path.name}: the seed checker breaks off at line {unreadable.line}: {unreadable.message}"
+            found.append(Finding(0, "seed", message, "SEED"))
+        for event in each.seeds:
+            seed = (str(event.metadata.get("file")), str(event.metadata.get("lineno")), str(event.value))
+            other = first.setdefault(seed, each.path.name)
+            if other != each.path.name:
+                message = f"{other} and {each.path.name} have the same seed {event.value!r}"
+                found.append(Finding(0, "seed", message, "SEED; TR Random numbers: the runs are independent"))
+    return found
