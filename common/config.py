@@ -8,18 +8,15 @@ Standard library only: the launcher reads the file before torch is imported.
 from __future__ import annotations
 
 import difflib
-import re
 import tomllib
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
 
 from common.errors import ConfigError
+from common.linear_formats import FORMATS, LinearFormat, linear_format
 
-FP8_ENGINES = ("", "torch")
-BLOCK_FORMATS = ("mxfp8", "mxfp8_hybrid", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")  # see common/kernels/block_formats.py
-BLOCK_RECIPE = re.compile(rf"(({'|'.join(BLOCK_FORMATS)})(\+stochastic)?(\+(random_)?hadamard)?(\+square_weights)?)?", re.ASCII)
-HEALING = re.compile(r"(step [1-9]\d{0,7}|loss \d{1,3}(\.\d{1,9})?)?", re.ASCII)
+FORMER_KEYS = {key: 'it is now part of the key linear, e.g. linear = "fp8"' for key in ("fp8", "block_format", "healing")}
 LARGEST = {  # of a key; 2^31 - 1 for the others, since C counts with int
     "hang_timeout_s": 604_800.0,  # a week
     "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes for each
@@ -42,9 +39,7 @@ class RunConfig:
     # How it is computed.
     micro_batch_size: int
     eval_micro_batch_size: int
-    fp8: str = ""  # linear layers of the blocks in FP8: "torch" (scaled products, delayed scaling); "" for none
-    block_format: str = ""  # research: the same layers in an emulated format, "mxfp4", or with options "mxfp4+stochastic+hadamard"
-    healing: str = ""  # when `block_format` ends and `fp8` begins: after "step 340", or at the first evaluation down to "loss 3.6"
+    linear: str = "bf16"  # number format of the blocks' linear layers: "bf16" (fp32 on a CPU), "fp8"; see common/linear_formats.py
     hang_timeout_s: float = 600.0  # no rank makes progress for so long: stop and name the rank
     miniature: bool = False  # the toy: its own rules, never a submission
     env: dict[str, str] = field(default_factory=dict)  # exported before Python imports torch
@@ -60,8 +55,8 @@ class RunConfig:
             self.require(getattr(self, key) >= 1, key, "it must be at least 1", "give a positive number")
         self.require(self.opt_base_learning_rate > 0, "opt_base_learning_rate", "it must be positive", "give a learning rate")
         self.require(self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
-        self.require_choice("fp8", FP8_ENGINES)
-        self._check_block_format()
+        do = f"choose one of {', '.join(FORMATS)}; an emulated one takes options and an end (docs/number_formats.md)"
+        self.require(linear_format(self.linear) is not None, "linear", "no number format is written so", do)
         good = all(n and "=" not in n and "\0" not in n + value and len((n + value).encode()) < 131_071 for n, value in self.env.items())
         self.require(good, "env", "Linux takes a name without = and NUL, a value without NUL, and 128 KiB of both", "correct name or value")
         per_pass = self.micro_batch_size * self.world_size
@@ -71,13 +66,6 @@ class RunConfig:
             f"it is not a multiple of micro_batch_size x processes = {self.micro_batch_size} x {self.world_size} = {per_pass}",
             "change global_batch_size or micro_batch_size so that every process gets whole micro-batches",
         )
-
-    def _check_block_format(self) -> None:
-        known = BLOCK_RECIPE.fullmatch(self.block_format) is not None
-        do = f"choose one of {', '.join(BLOCK_FORMATS)}; then +stochastic, +hadamard or +random_hadamard, +square_weights, in this order"
-        self.require(known, "block_format", "no format is written so", do)
-        self.require(HEALING.fullmatch(self.healing) is not None, "healing", "it is a step or a loss", 'write "step 340" or "loss 3.6"')
-        self.require(not self.healing or self.block_format != "", "healing", "there is no block_format to end", "set block_format too")
 
     def require(self, good: bool, key: str, why: str, do: str) -> None:
         """Raises ConfigError that names `key` and its value unless `good`."""
@@ -129,7 +117,14 @@ class RunConfig:
     @property
     def precision(self) -> str:
         """Of activations, matrix products outside FP8, gathered weights and reduced gradients. Master weights are always fp32."""
-        return "fp32" if self.gpu == "CPU" and not self.fp8 else "bf16"
+        return "fp32" if self.gpu == "CPU" and not self.linear_format.stores_fp8 else "bf16"
+
+    @property
+    def linear_format(self) -> LinearFormat:
+        """The format that the key `linear` names."""
+        form = linear_format(self.linear)
+        assert form is not None, "checked when the config was made"
+        return form
 
     @property
     def world_size(self) -> int:
@@ -174,6 +169,8 @@ def from_table(table: dict, kind: type[C], source: str) -> C:
     known = {f.name: f for f in fields(kind)}
     for key in table:
         if key not in known:
+            if key in FORMER_KEYS:
+                raise ConfigError(f"{source}: the key {key} is gone", FORMER_KEYS[key], "write the key linear instead")
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"the keys are: {', '.join(known)}"
             raise ConfigError(f"{source}: unknown key {key}", "no code reads it, so it would be silently ignored", hint)

@@ -24,6 +24,7 @@ from common.errors import StorageError
 from common.model.checkpoint_names import FUSED, SINGLE, parts_of
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
+from common.model.linear_layers import LinearLayers
 from common.model.llama import Llama
 from common.sharding.adamw import AdamW, AdamWSettings
 from common.sharding.processes import start_processes
@@ -96,7 +97,7 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
     processes = start_processes("cpu", 60.0)
     settings = AdamWSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0)
     update = partial(AdamW, settings, "reference", torch.float32)
-    assembly = Assembly(model, ReplicatedOptimizer(model.parameters(), processes, update), fp8=None)
+    assembly = Assembly(model, ReplicatedOptimizer(model.parameters(), processes, update), LinearLayers())
     lr_at = warmup_cosine(BASE_LEARNING_RATE, BASE_LEARNING_RATE / 20, BASE_WARMUP_STEPS, BASE_STEPS)
     batches = base_batches(texts, tokenizer)
     bar = Bar("training the base", BASE_STEPS, "steps")

@@ -29,11 +29,12 @@ class Config(RunConfig):
         self.require(self.opt_learning_rate_training_steps >= 1, "opt_learning_rate_training_steps", "it must be at least 1", "give steps")
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
         why = "a transform before wgrad changes nothing where a frozen weight has no wgrad"
-        self.require("hadamard" not in self.block_format, "block_format", why, "leave out the transform")
+        self.require("hadamard" not in self.linear, "linear", why, "leave out the transform")
         why = "without FP8 products read W in both directions"
-        self.require(self.fp8 != "" or self.frozen_base != "replicated_both", "frozen_base", why, 'set it to "replicated"')
+        fp8 = self.linear_format.stores_fp8
+        self.require(fp8 or self.frozen_base != "replicated_both", "frozen_base", why, 'set it to "replicated"')
         why = "what is offloaded is SwiGLU's input in 8 bits"
-        self.require(self.fp8 != "" or not self.offload_layers, "offload_layers", why, 'set fp8 = "torch", or offload_layers = 0')
+        self.require(fp8 or not self.offload_layers, "offload_layers", why, 'set linear = "fp8", or offload_layers = 0')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,10 @@ import torch
 from common.data.prefetch import Prefetcher
 from common.errors import RunError
 from common.kernels.attention import attention_backends
-from common.kernels.fp8 import DelayedScaling, fp8_dtypes
+from common.kernels.fp8 import fp8_dtypes
 from common.model.checkpoint_loader import LoadReport, load_base
-from common.model.fused_lora_block import FrozenWeights, FusedLoraBlock
+from common.model.fused_lora_block import FusedLoraBlock
+from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
 from common.model.lora import AdapterSettings, adapter_parameters, init_adapters
 from common.model.peft_adapter import save_peft_adapter
@@ -50,9 +51,10 @@ def assemble(
     rank: sharding it would save less than a gigabyte, for two collectives in every pass.
     """
     shape, kernels, device = rules.shape, config.kernels, processes.device
-    dtype = None if config.fp8 else DTYPES[config.precision]
+    dtype = None if config.linear_format.stores_fp8 else DTYPES[config.precision]
     base = FrozenBase(shape, processes, kernels=kernels, storage=config.frozen_base, dtype=dtype, timeout_s=config.hang_timeout_s)
-    fp8, read_base = scales(config, base)
+    linear = linear_layers(config.linear_format)
+    read_base = linear.frozen_base(base)
     offloaded = layers_to_offload(config.offload_layers, shape.num_layers) if config.offload_layers else set()
     gate_up = (config.micro_batch_size * rules.sequence_length, 2 * shape.ffn_hidden_size)
     offloader = ActivationOffloader(len(offloaded), gate_up, fp8_dtypes(device)[0], device) if offloaded else None
@@ -60,7 +62,7 @@ def assemble(
 
     def layers() -> tuple[list[FusedLoraBlock], Head]:
         blocks = [
-            FusedLoraBlock(shape, layer, read_base, kernels, adapters, fp8, offloader, layer in offloaded)
+            FusedLoraBlock(shape, layer, read_base, kernels, adapters, linear, offloader, layer in offloaded)
             for layer in range(shape.num_layers)
         ]
         return blocks, Head(shape, kernels)
@@ -77,19 +79,17 @@ def assemble(
 
     passes = [base.start_pass, *([lambda training: offloader.start_pass()] if offloader is not None else [])]
     assembly = build(
-        config, shape, rules.sequence_length, device, fp8=fp8, layers=layers, optimizer=optimizer, weights=weights, before_each_pass=passes
+        config,
+        shape,
+        rules.sequence_length,
+        device,
+        linear=linear,
+        layers=layers,
+        optimizer=optimizer,
+        weights=weights,
+        before_each_pass=passes,
     )
     return assembly, base
-
-
-def scales(config: Config, base: FrozenBase) -> tuple[DelayedScaling | None, FrozenWeights]:
-    """The scales of the blocks, and the base as they read it."""
-    if not config.block_format:
-        return DelayedScaling() if config.fp8 else None, base
-    from common.model.block_scaling import BlockBase, BlockScaling  # research: no other run needs it
-
-    scaling = BlockScaling(config)
-    return scaling, BlockBase(base, scaling)
 
 
 def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:

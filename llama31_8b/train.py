@@ -17,9 +17,9 @@ from torch import nn
 
 from common.data.prefetch import Prefetcher
 from common.kernels.attention import attention_backends
-from common.kernels.fp8 import DelayedScaling
 from common.model.fused_block import FusedBlock
 from common.model.initialization import init_weights
+from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
 from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
@@ -36,10 +36,10 @@ from llama31_8b.rules import BENCHMARK, Config, Rules, rules_of
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
     """Every weight trains, sharded by ZeRO-2, from the random values of `seed`."""
     shape, kernels = rules.shape, config.kernels
-    scaling = scales(config)
+    linear = linear_layers(config.linear_format)
 
     def layers() -> tuple[list[nn.Module], Head]:
-        blocks = [FusedBlock(shape, kernels, scaling, layer < config.recompute_layers) for layer in range(shape.num_layers)]
+        blocks = [FusedBlock(shape, kernels, linear, layer < config.recompute_layers) for layer in range(shape.num_layers)]
         return [*blocks], Head(shape, kernels)
 
     def optimizer(model: Llama) -> ZeroOptimizer:
@@ -52,19 +52,10 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
         init_weights(model, shape.num_layers, seed, rules.init_std, optimizer.set_weight)
         optimizer.gather()
 
-    return build(config, shape, rules.sequence_length, processes.device, fp8=scaling, layers=layers, optimizer=optimizer, weights=weights)
+    return build(config, shape, rules.sequence_length, processes.device, linear=linear, layers=layers, optimizer=optimizer, weights=weights)
 
 
 assemble_random = assemble  # for measurements of speed; pre-training starts from random weights anyway
-
-
-def scales(config: Config) -> DelayedScaling | None:
-    """Those of the blocks."""
-    if not config.block_format:
-        return DelayedScaling() if config.fp8 == "torch" else None
-    from common.model.block_scaling import BlockScaling  # research: no other run needs it
-
-    return BlockScaling(config)
 
 
 def high_priority_compute(config: Config) -> bool:

@@ -172,7 +172,7 @@ def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
     _demand(run.log.value("resumed") is None, f"{run.folder} went on from a checkpoint of another run", half, do)
     emulated = run.log.value(EMULATED)
     why = "its products computed what another number format gives, in bf16 or FP8: research, no result of that format"
-    _demand(emulated is None, f"{run.folder} emulated {emulated}", why, "run a series without block_format")
+    _demand(emulated is None, f"{run.folder} emulated {emulated}", why, 'run a series with linear = "fp8"')
     name = str(run.log.value("config_filename") or run.start.get("config", ""))
     why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
     do = "write a config for it, commit it, and run the series with that"

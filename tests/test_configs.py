@@ -11,6 +11,7 @@ from common.benchmarks import config_class, names, rules_of
 from common.config import load
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
+from common.kernels import block_formats
 from common.paths import ROOT
 from common.records.rcp import mean_samples
 from launch.plan import estimate as plan
@@ -31,7 +32,7 @@ EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes wh
     "gpus_per_node",
     "micro_batch_size",
     "eval_micro_batch_size",
-    "fp8",
+    "linear",
     "recompute_layers",
     "reduce_scatter",
     "moment_precision",
@@ -188,21 +189,25 @@ def test_impossible_batch():
         {"env": {"A": "\0"}},
         {"env": {"A": "é" * 2**16}},
         {"recompute_layers": -1},
-        {"fp8": "fp7"},
+        {"linear": "fp7"},
         {"moment_precision": "fp16"},
         {"reduce_scatter": "mail"},
         {"reduce_scatter": "copy_engine", "nodes": 2, "global_batch_size": 32},
-        {"block_format": "mxfp5"},
-        {"block_format": "mxfp4+"},
-        {"block_format": "+hadamard"},
-        {"block_format": "mxfp4+hadamard+hadamard"},
-        {"block_format": "mxfp4+hadamard+random_hadamard"},
-        {"fp8": "te"},
-        {"healing": "step 340"},
-        {"healing": "340", "block_format": "mxfp4"},
-        {"healing": "step 0", "block_format": "mxfp4"},
-        {"healing": "loss -1", "block_format": "mxfp4"},
-        {"healing": "loss 3.6\n", "block_format": "mxfp4"},
+        {"linear": ""},
+        {"linear": "torch"},
+        {"linear": "mxfp5"},
+        {"linear": "mxfp4+"},
+        {"linear": "+hadamard"},
+        {"linear": "mxfp4+hadamard+hadamard"},
+        {"linear": "mxfp4+hadamard+random_hadamard"},
+        {"linear": "fp8+stochastic"},
+        {"linear": "fp8 until step 340, then bf16"},
+        {"linear": "mxfp4 until step 340"},
+        {"linear": "mxfp4 until 340, then fp8"},
+        {"linear": "mxfp4 until step 0, then fp8"},
+        {"linear": "mxfp4 until loss -1, then fp8"},
+        {"linear": "mxfp4 until loss 3.6, then fp8\n"},
+        {"linear": "mxfp4 until loss 3.6, then mxfp8"},
     ],
 )
 def test_impossible_value(changes):
@@ -218,20 +223,28 @@ def test_impossible_value_of_lora(key, value):
         configs.from_table(good | {key: value}, lora_rules.Config, "some.toml")
 
 
-@pytest.mark.parametrize("name", configs.BLOCK_FORMATS)
-@pytest.mark.parametrize("healing", ["", "step 340", "loss 3.6", "loss 4"])
-def test_every_block_format_can_be_chosen_and_healed(name, healing):
-    for options in ("", "+stochastic", "+stochastic+random_hadamard+square_weights"):
-        made = configs.from_table(GOOD | {"block_format": name + options, "healing": healing, "fp8": "torch"}, Config, "some.toml")
-        assert (made.block_format, made.healing) == (name + options, healing)
+@pytest.mark.parametrize("name", block_formats.FORMATS)
+@pytest.mark.parametrize(("until", "then"), [("", ""), ("step 340", "fp8"), ("loss 3.6", "bf16"), ("loss 4", "fp8")])
+def test_every_emulated_format_can_be_chosen_and_healed(name, until, then):
+    end = f" until {until}, then {then}" if until else ""
+    for options in ((), ("stochastic",), ("stochastic", "random_hadamard", "square_weights")):
+        form = configs.from_table(GOOD | {"linear": "+".join((name, *options)) + end}, Config, "some.toml").linear_format
+        assert (form.name, form.options, form.until, form.then) == (name, options, until, then)
+        assert form.emulated and form.stores_fp8 == (then == "fp8") and not form.in_fp8
+
+
+@pytest.mark.parametrize("key", ["fp8", "block_format", "healing"])
+def test_a_former_key_names_the_one_that_took_its_place(key):
+    error = _error(**{key: "torch"})
+    assert key in error.what and "linear" in error.do
 
 
 def test_lora_has_no_wgrad_to_transform_for():
     table = {key: value for key, value in GOOD.items() if key != "opt_learning_rate_warmup_steps"} | {"opt_learning_rate_training_steps": 9}
-    assert configs.from_table(table | {"block_format": "mxfp4+stochastic"}, lora_rules.Config, "some.toml").block_format
+    assert configs.from_table(table | {"linear": "mxfp4+stochastic"}, lora_rules.Config, "some.toml").linear_format.emulated
     for option in ("hadamard", "random_hadamard"):
-        with pytest.raises(ConfigError, match="block_format"):
-            configs.from_table(table | {"block_format": f"mxfp4+{option}"}, lora_rules.Config, "some.toml")
+        with pytest.raises(ConfigError, match="linear"):
+            configs.from_table(table | {"linear": f"mxfp4+{option}"}, lora_rules.Config, "some.toml")
 
 
 def test_a_key_of_the_other_benchmark_is_unknown():
@@ -251,6 +264,6 @@ def test_broken_toml_and_missing_file(tmp_path):
 
 def test_overrides_from_the_command_line(tmp_path):
     (tmp_path / "good.toml").write_text("\n".join(f"{key} = {value!r}" for key, value in GOOD.items()).replace("'", '"'))
-    assert load(tmp_path / "good.toml", Config, {"micro_batch_size": "1", "fp8": "torch"}).fp8 == "torch"
+    assert load(tmp_path / "good.toml", Config, {"micro_batch_size": "1", "linear": "fp8"}).linear == "fp8"
     with pytest.raises(ConfigError, match="unknown key speed"):
         load(tmp_path / "good.toml", Config, {"speed": "11"})

@@ -43,6 +43,7 @@ BASE = {
     "common.gpu_stats",
     "common.hardware",
     "common.known_issues",
+    "common.linear_formats",
     "common.model.shapes",
     "common.packages",
     "common.paths",

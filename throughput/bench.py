@@ -199,7 +199,7 @@ def bench_line(session: Session, model: Llama, processes: Processes, meter: Mete
 
 def precision_of(config: RunConfig) -> str:
     """In words, for a line of output."""
-    return f"{config.precision}, fp8 {config.fp8}" if config.fp8 else config.precision
+    return config.precision if config.linear == "bf16" else f"{config.precision}, linear layers in {config.linear}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from common.kernels import accumulate, adamw, cross_entropy, qk_norm, rms_norm, rope, swiglu
-from common.kernels.fp8 import DelayedScaling
 from common.kernels.quantize import quantize_triton
 from common.model.families import shape_of
+from common.model.linear_layers import DelayedScaling
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from launch.preflight.measure import median_s
 

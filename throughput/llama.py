@@ -120,7 +120,7 @@ class Case:
             settings.append("moments bf16")
         beyond = window is not None and self.work.sequence_length > window
         notes = [f"sliding window of {window} not computed: attention sees the whole sequence"] if beyond else []
-        precision = "fp8" if config.fp8 else config.precision
+        precision = "fp8" if config.linear_format.in_fp8 else config.precision
         return {
             **{"model": self.family.name, "mode": self.mode, "precision": precision, "layers": self.work.shape.num_layers},
             **{"seq": self.work.sequence_length, "gpus": config.world_size, "batch": config.micro_batch_size},
@@ -174,7 +174,7 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     work = Workload(family.shape, length, 0, 1, 1, rules.lora_rank)
     # Fewer layers of the benchmark's model are measured as `bench --layers` does.
     as_benchmark = replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape and length == rules.sequence_length
-    config, source = config_of(measured_in(mode), kind, gpus, options.precision == "fp8")
+    config, source = config_of(measured_in(mode), kind, gpus, options.precision)
     case = Case(family, mode, config, work, kind, source)
     if as_benchmark and kind and not options.batch and plan.fits(plan.memory_peak(config, work), kind):
         return case
@@ -192,19 +192,19 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     return replace(case, config=config)
 
 
-def config_of(benchmark: str, kind: GpuKind | None, gpus: int, fp8: bool) -> tuple[RunConfig, str]:
+def config_of(benchmark: str, kind: GpuKind | None, gpus: int, linear: str) -> tuple[RunConfig, str]:
     """The config of this kind for so many GPUs in the precision that is asked for, and ""; or else the nearest one, and its name."""
     name = kind.name if kind else "CPU"
     path = nearest_file(ROOT, benchmark, kind, gpus) if kind else config_path(ROOT, benchmark, "CPU_1x1")
     file = configs.load(path, config_class(benchmark))
-    changes: dict[str, Any] = {"fp8": "torch" if fp8 else ""}
+    changes: dict[str, Any] = {"linear": linear}
     if file.gpus_per_node != gpus:
         changes |= {"gpus_per_node": gpus, "global_batch_size": file.micro_batch_size * gpus}
     if file.gpu != name:
         changes |= {"gpu": name, "env": {}}
     if file.has_key("reduce_scatter") and (gpus == 1 or file.gpu != name):
         changes |= {"reduce_scatter": "nccl"}
-    if not fp8:
+    if linear != "fp8":
         changes |= {"offload_layers": 0} if file.has_key("offload_layers") else {}
         changes |= {"frozen_base": "replicated"} if file.frozen_base == "replicated_both" else {}
     return replace(file, **changes), "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
@@ -225,7 +225,7 @@ def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
         if found := fitting(start, start, work, kind, {"micro_batch_size": str(start.micro_batch_size)}):
             return found
     smallest = starts[-1] if case.mode == "full" else changed(starts[-1], "frozen_base", "sharded")
-    most = work.shape.num_layers if config.fp8 or case.mode == "full" else 0  # of LoRA in bf16 nothing is offloaded
+    most = work.shape.num_layers if config.linear_format.in_fp8 or case.mode == "full" else 0  # of LoRA in bf16 nothing is offloaded
     raise does_not_fit(replace(case, config=changed(smallest, key, most)))
 
 

@@ -27,7 +27,7 @@ SNAPSHOT, SUMMARY, PAGE = "snapshot.pickle", "memory.json", "memory.html"
 PROJECT = f"{ROOT}/"  # with which the file names of our own frames begin
 OURS = ("common", *benchmarks.names())  # packages whose objects hold the tensors that live as long as the run
 BEFORE, UNNAMED = "other, from before these steps", "no frame of ours: autograd, workspaces"
-FP8_COPIES = "FP8 copies of weights"
+QUANTIZED = "quantized weights"
 SIGNS = {"alloc": 1, "free_completed": -1}  # of an action for what is allocated; free_requested leaves the memory in use
 RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 LARGEST, PRINTED = 40, 12  # places: in the files, on the terminal
@@ -87,9 +87,9 @@ def owners(assembly: Assembly) -> dict[int, str]:
     kinds: dict[str, Iterable[Tensor]] = {
         "AdamW moments": assembly.optimizer.state_tensors(),
         "master weights": assembly.optimizer.weights,
-        "FP8 scales": assembly.fp8.tensors() if assembly.fp8 is not None else [],
+        "FP8 scales": assembly.linear.state().values(),
         "weights": assembly.model.parameters(),
-        FP8_COPIES: _tensors_in([quantizer.cached for quantizer in getattr(assembly.fp8, "quantizers", [])], set()),
+        QUANTIZED: _tensors_in([quantizer.cached for quantizer in assembly.linear.quantizers], set()),
         "frozen base, buffers": _tensors_in(assembly, set()),
     }
     found: dict[int, str] = {}
@@ -158,7 +158,7 @@ def kind_and_place(frames: list[dict]) -> tuple[str, str]:
     file, names = ours[0]["filename"].removeprefix(PROJECT), {frame["name"] for frame in ours}
     place = f"{file}:{ours[0]['line']} {ours[0]['name']}"
     if "quantize_weight" in names:
-        return FP8_COPIES, place
+        return QUANTIZED, place
     if file.startswith("common/sharding/") or file == "common/kernels/accumulate.py":
         return "gradients, communication", place
     if file in ("common/kernels/cross_entropy.py", "common/model/llama.py"):

@@ -114,7 +114,7 @@ def measure_sharded(request: Request, processes: Processes) -> dict:
         global_batch_size=ranks,
         micro_batch_size=1,
         eval_micro_batch_size=1,
-        fp8="torch" if request.fp8 else "",
+        linear="fp8" if request.fp8 else "bf16",
     )
     assembly = trainer_of(benchmark).assemble_random(config, rules, processes, seed=1)
     optimizer = assembly.optimizer

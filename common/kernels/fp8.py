@@ -49,7 +49,7 @@ def fp8_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
 
 
 class QuantizedTensor(NamedTuple):
-    """A matrix in the form that matrix products read. An unquantized one (bf16) has only `rowwise`, an emulated one (block_formats.py) no scale."""
+    """A matrix in the form that matrix products read. An unquantized one (bf16) has only `rowwise`."""
 
     rowwise: Tensor  # [rows, columns], contiguous
     columnwise: Tensor | None = None  # [columns, rows], contiguous: the transpose; None where no product reads it
@@ -108,7 +108,7 @@ def quantize_weight(
     """weight: [N, K] -> the weight as matrix products read it; without a quantizer the weight itself.
 
     The cast is made by `quantize` (one of quantize.ENGINES) once per optimizer step: the quantizer keeps it until
-    `DelayedScaling.step_done` or `DelayedScaling.reset`, one of which must follow every change of the weights.
+    `step_done` or `reset` of model/linear_layers.py, one of which must follow every change of the weights.
     """
     if quantizer is None:
         return QuantizedTensor(weight)
@@ -149,81 +149,3 @@ def wgrad(g: QuantizedTensor, x: QuantizedTensor) -> Tensor:
     if g.columnwise is None or x.columnwise is None:
         return product(g.rowwise.t(), x.rowwise)
     return matmul(QuantizedTensor(g.columnwise, None, g.scale), QuantizedTensor(x.columnwise, None, x.scale))
-
-
-class DelayedScaling:
-    """The scales of all quantizers of a model, on one device, and how they follow the amaxes."""
-
-    def __init__(self) -> None:
-        self.quantizers: list[Quantizer] = []
-
-    def quantizer(self, **kind: bool) -> Quantizer:
-        """A new quantizer whose scale is kept here; arguments as of `Quantizer`."""
-        self.quantizers.append(Quantizer(**kind))
-        return self.quantizers[-1]
-
-    def allocate(self, device: torch.device) -> None:
-        """Make the state of all quantizers on `device`: once, after the last `quantizer()` and before the first step."""
-        formats = fp8_dtypes(device)
-        for quantizer in self.quantizers:
-            quantizer.dtype = formats[quantizer.gradient]
-        self.state = torch.zeros(len(self.quantizers), 4, dtype=torch.float32, device=device)
-        self.history = torch.zeros(HISTORY, len(self.quantizers), dtype=torch.float32, device=device)
-        # Weights keep the scale of their last cast.
-        self.delayed = torch.tensor([not quantizer.weight for quantizer in self.quantizers], device=device)
-        self.largest = torch.tensor([quantizer.largest for quantizer in self.quantizers], dtype=torch.float32, device=device)
-        for quantizer, state in zip(self.quantizers, self.state, strict=True):
-            quantizer.state = state
-        self.reset()
-
-    def reset(self) -> None:
-        """As before the first step: no history and no cast weights."""
-        self.state.zero_()
-        self.history.zero_()
-        self.steps = 0
-        self._start_step()
-
-    def resume(self, state: Tensor, history: Tensor, steps: int) -> None:
-        """As after `steps` steps that left `tensors()` so."""
-        torch._foreach_copy_(self.tensors(), [state.to(self.state.device), history.to(self.state.device)])
-        self.steps = steps
-        self._start_step()
-
-    def _start_step(self) -> None:
-        for quantizer in self.quantizers:
-            quantizer.two_pass = quantizer.weight or self.steps == 0
-            quantizer.cached = None
-
-    def tensors(self) -> list[Tensor]:
-        """What training changes in place: [quantizers, 4] and [HISTORY, quantizers], fp32."""
-        return [self.state, self.history]
-
-    def attach(self, model: torch.nn.Module) -> None:
-        """Record amaxes in every training forward of `model`, and in no evaluation, which must leave no trace in the scales."""
-        model.register_forward_pre_hook(lambda model, _: self.record(model.training))
-
-    def record(self, recording: bool) -> None:
-        for quantizer in self.quantizers:
-            quantizer.recording = recording
-
-    def step_done(self) -> None:
-        """After an optimizer step: new scales from the amaxes of the last HISTORY steps, computed on the device without a host sync."""
-        self.history[1:] = self.history[:-1].clone()
-        self.history[0] = self.state[:, AMAX]
-        old = self.state[:, SCALE]
-        scale = torch.where(self.delayed, new_scale(self.largest, self.history.amax(0) * HEADROOM, old), old)
-        self.state[:, SCALE] = scale
-        self.state[:, INVERSE] = 1.0 / scale
-        self.state[:, AMAX] = 0.0
-        self.steps += 1
-        self._start_step()
-
-    def evaluated(self, loss: float) -> dict[str, object]:
-        """After an evaluation: what its event in the run's records says of the scales. The host waits for the device."""
-        return {"clipped_elements": self.take_clipped()}
-
-    def take_clipped(self) -> int:
-        """The number of elements that saturated since the last call. The host waits for the device."""
-        clipped = int(self.state[:, CLIPPED].sum())
-        self.state[:, CLIPPED] = 0.0
-        return clipped

@@ -1,15 +1,15 @@
-"""The parts that all fused blocks are made of: the table of kernels, quantizers, what backward keeps, and RoPE."""
+"""The parts that all fused blocks are made of: the table of kernels, what backward keeps, and RoPE."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from common.kernels import quantize, rms_norm, rope, swiglu
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer
+from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.model.shapes import ModelShape
 
 
@@ -19,29 +19,6 @@ class SavedTensors:
     def pop(self, name: str) -> Any:
         """Return a member and drop the reference to it: its memory is free when the caller is done with it."""
         return self.__dict__.pop(name)
-
-
-@dataclass
-class BlockQuantizers:
-    """The quantizers of a block's FP8 tensors; all None in bf16."""
-
-    n_1: Quantizer | None = None
-    o: Quantizer | None = None
-    n_2: Quantizer | None = None
-    h: Quantizer | None = None
-    d_qkv: Quantizer | None = None
-    d_attention: Quantizer | None = None  # gradient of the output projection's result
-    d_gate_up: Quantizer | None = None
-    d_out: Quantizer | None = None
-    stored_gate_up: Quantizer | None = None  # SwiGLU's input, kept in 8 bits: LoRA only
-
-    @staticmethod
-    def of(scaling: DelayedScaling | None) -> BlockQuantizers:
-        if scaling is None:
-            return BlockQuantizers()
-        forward = {name: scaling.quantizer() for name in ("n_1", "o", "n_2", "h")}
-        backward = {f.name: scaling.quantizer(gradient=True) for f in fields(BlockQuantizers) if f.name.startswith("d_")}
-        return BlockQuantizers(**forward, **backward)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from common.kernels.attention import causal_attention
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul, quantize_weight, wgrad
-from common.model.block_ops import ENGINES, BlockQuantizers, RotaryEmbedding, SavedTensors
+from common.kernels.fp8 import QuantizedTensor
+from common.model.block_ops import ENGINES, RotaryEmbedding, SavedTensors
+from common.model.linear_layers import BlockQuantizers, LinearLayers
 from common.model.llama import Head, Llama, RMSNorm
 from common.model.shapes import ModelShape
 
@@ -55,11 +56,12 @@ def rotary_embedding(shape: ModelShape, kernels: str) -> RotaryEmbedding:
 
 
 class FusedBlock(nn.Module):
-    def __init__(self, shape: ModelShape, kernels: str, scaling: DelayedScaling | None, recompute: bool = False):
-        """`kernels`: "reference" or "triton". `scaling`: the state of FP8; None computes in the dtype of the weights. `recompute`: keep only the
-        input, and run forward again in backward.
+    def __init__(self, shape: ModelShape, kernels: str, linear: LinearLayers, recompute: bool = False):
+        """`kernels`: "reference" or "triton". `linear`: the format of the linear layers, shared by all blocks. `recompute`: keep
+        only the input, and run forward again in backward.
         """
         super().__init__()
+        self.linear = linear
         self.shape, self.ops, self.recompute = shape, ENGINES[kernels], recompute
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
@@ -68,8 +70,8 @@ class FusedBlock(nn.Module):
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.ffn_hidden_size, bias=False)
         self.down = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
-        self.quantizers = BlockQuantizers.of(scaling)
-        self.weight_quantizers = {name: scaling.quantizer(weight=True) if scaling else None for name in LINEARS}
+        self.quantizers = BlockQuantizers.training(linear)
+        self.weight_quantizers = {name: linear.quantizer(weight=True) for name in LINEARS}
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         weights = [self.attention_norm.weight, self.ffn_norm.weight, *(getattr(self, name).weight for name in LINEARS)]
@@ -78,24 +80,28 @@ class FusedBlock(nn.Module):
         return FusedBlockFunction.apply(self, keep, self.recompute, x_BSD, cos, sin, *weights)
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """The matrices as products read them; in FP8 cast once per optimizer step."""
-        return {name: quantize_weight(getattr(self, name).weight, self.weight_quantizers[name], self.ops.quantize) for name in LINEARS}
+        """Return the matrices as products read them; in FP8 cast once per optimizer step."""
+        weights = {}
+        for name in LINEARS:
+            weights[name] = self.linear.weight(getattr(self, name).weight, self.weight_quantizers[name], self.ops.quantize)
+        return weights
 
     def run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> tuple[Tensor, Saved | None]:
         """The forward; with `keep`, also what backward needs."""
-        ops, quantizers, shape, weights = self.ops, self.quantizers, self.shape, self.weights()
+        ops, linear, shape, weights = self.ops, self.linear, self.shape, self.weights()
+        quantizers = linear.stored(self.quantizers)
         x = x_BSD.flatten(0, 1)
         _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
-        qkv = matmul(n_1, weights["qkv"])
+        qkv = linear.fprop(n_1, weights["qkv"])
         qk_before_norm = self.rotation.rotate_(qkv, cos, sin, keep)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         o = ops.quantize(attention[0].detach().flatten(2).flatten(0, 1), quantizers.o)
-        branch = matmul(o, weights["o"])
+        branch = linear.fprop(o, weights["o"])
         residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2)
         del branch
-        gate_up = matmul(n_2, weights["gate_up"])
+        gate_up = linear.fprop(n_2, weights["gate_up"])
         h, _ = ops.swiglu(gate_up, quantizers.h)
-        out = residual.view_as(x_BSD) + matmul(h, weights["down"]).view_as(x_BSD)
+        out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
         saved = None
         if keep:
             n_1, o, n_2, h = (tensor.for_wgrad() for tensor in (n_1, o, n_2, h))
@@ -104,36 +110,38 @@ class FusedBlock(nn.Module):
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the weights, in the order of `forward`. Takes `saved` apart as it goes."""
-        ops, quantizers, weights = self.ops, self.quantizers, self.weights()
+        ops, linear, weights = self.ops, self.linear, self.weights()
+        quantizers = linear.stored(self.quantizers)
         batch, sequence = d_out_BSD.shape[:2]
         d_out = d_out_BSD.flatten(0, 1)
         g = ops.quantize(d_out, quantizers.d_out)
-        d_h = dgrad(g, weights["down"])
-        d_down = wgrad(g, saved.pop("h"))
+        d_h = linear.dgrad(g, weights["down"])
+        d_down = linear.wgrad(g, saved.pop("h"))
         d_gate_up = ops.swiglu_backward(d_h, saved.pop("gate_up"), quantizers.d_gate_up)
         del g, d_h
-        d_n = dgrad(d_gate_up, weights["gate_up"])
-        d_gate_up_weight = wgrad(d_gate_up, saved.pop("n_2"))
+        d_n = linear.dgrad(d_gate_up, weights["gate_up"])
+        d_gate_up_weight = linear.wgrad(d_gate_up, saved.pop("n_2"))
         del d_gate_up
         residual, rstd, norm = saved.pop("residual"), saved.rstd_2, self.ffn_norm.weight
         d_residual, quantized, d_norm_2 = ops.rms_norm_backward(d_n, residual, rstd, norm, d_out, quantizers.d_attention)
         g = quantized or QuantizedTensor(d_residual)
-        d_attention = dgrad(g, weights["o"])
-        d_o = wgrad(g, saved.pop("o"))
+        d_attention = linear.dgrad(g, weights["o"])
+        d_o = linear.wgrad(g, saved.pop("o"))
         out, leaves = saved.pop("attention")
         gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del residual, out, leaves, quantized, g, d_attention
         d_qkv, d_head_norms = self.rotation.backward(gradients, saved.pop("qk_before_norm"), cos, sin, quantizers.d_qkv)
         del gradients
-        d_n = dgrad(d_qkv, weights["qkv"])
-        d_qkv_weight = wgrad(d_qkv, saved.pop("n_1"))
+        d_n = linear.dgrad(d_qkv, weights["qkv"])
+        d_qkv_weight = linear.wgrad(d_qkv, saved.pop("n_1"))
         d_x, _, d_norm_1 = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None)
         return d_x.view(batch, sequence, -1), d_norm_1, d_norm_2, d_qkv_weight, d_o, d_gate_up_weight, d_down, *d_head_norms
 
 
 def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "reference") -> Llama:
     """A Llama of fused blocks without FP8, in the default dtype and on the default device; weights undefined."""
-    blocks = [FusedBlock(shape, kernels, None) for _ in range(shape.num_layers)]
+    linear = LinearLayers()
+    blocks = [FusedBlock(shape, kernels, linear) for _ in range(shape.num_layers)]
     return Llama(shape, max_sequence_length, blocks, Head(shape, kernels))
 
 

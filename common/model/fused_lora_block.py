@@ -6,34 +6,21 @@ does not need their inputs. The adapters' inputs are made again: n_1 from x, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from common.kernels import lora
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, dgrad, matmul
+from common.kernels.fp8 import QuantizedTensor
 from common.kernels.lora import Dropout, Norm, up_
-from common.model.block_ops import ENGINES, BlockQuantizers, SavedTensors
+from common.model.block_ops import ENGINES, SavedTensors
 from common.model.fused_block import FusedBlockFunction, attend, rotary_embedding
+from common.model.linear_layers import BlockQuantizers, FrozenWeights, LinearLayers
 from common.model.llama import RMSNorm
 from common.model.lora import Adapter, AdapterSettings
 from common.model.shapes import ModelShape
 from common.sharding.activation_offload import ActivationOffloader
-
-
-class FrozenWeights(Protocol):
-    """Where the frozen matrices qkv, o, gate_up and down of every layer are, [N, K] each."""
-
-    def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
-        """Rowwise, [N, K]."""
-
-    def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
-        """In FP8 columnwise, [K, N], and rowwise may be empty; otherwise rowwise."""
-
-    def release(self, layer: int) -> None:
-        """This pass has used the layer."""
 
 
 @dataclass
@@ -64,14 +51,6 @@ def saved_bytes_per_token(shape: ModelShape, rank: int, fp8: bool, itemsize: int
     return tensors * itemsize + gate_up + 4 * shape.num_heads + 2 * 4
 
 
-def frozen_quantizers(scaling: DelayedScaling | None) -> BlockQuantizers:
-    """All rowwise only: columnwise copies are for weight gradients."""
-    if scaling is None:
-        return BlockQuantizers()
-    names = [field.name for field in fields(BlockQuantizers)]
-    return BlockQuantizers(**{name: scaling.quantizer(gradient=name.startswith("d_"), transposed=False) for name in names})
-
-
 class FusedLoraBlock(nn.Module):
     def __init__(
         self,
@@ -80,18 +59,19 @@ class FusedLoraBlock(nn.Module):
         base: FrozenWeights,
         kernels: str,
         adapters: AdapterSettings,
-        scaling: DelayedScaling | None = None,
+        linear: LinearLayers,
         offloader: ActivationOffloader | None = None,
         offloads: bool = False,
     ):
-        """`layer`: its number in `base`. `scaling`: the state of FP8; None where the base is not FP8. `offloader`: shared by all blocks; with
+        """`layer`: its number in `base`. `linear`: the format of the linear layers, shared by all blocks, and so is `offloader`. With
         `offloads` this block's gate_up stays in the host's memory until backward.
         """
         super().__init__()
+        self.linear = linear
         self.shape, self.layer, self.base = shape, layer, base
         self.ops, self.lora = ENGINES[kernels], lora.ENGINES[kernels]
         self.scale, self.dropout = adapters.alpha / adapters.rank, adapters.dropout
-        self.quantizers = frozen_quantizers(scaling)
+        self.quantizers = BlockQuantizers.frozen(linear)
         self.offloader, self.offloads = offloader, offloads
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps).requires_grad_(False)
@@ -119,12 +99,13 @@ class FusedLoraBlock(nn.Module):
 
     def run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> tuple[Tensor, Saved | None]:
         """The forward; with `keep`, also what backward needs."""
-        ops, quantizers, shape, weights = self.ops, self.quantizers, self.shape, self.base.forward_weights(self.layer)
+        ops, linear, shape, weights = self.ops, self.linear, self.shape, self.base.forward_weights(self.layer)
+        quantizers = linear.stored(self.quantizers)
         dropouts = self.draw_dropouts(x_BSD.device) if keep else (None, None)
         x = x_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(x.dtype)
         _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
-        qkv = matmul(n_1, weights["qkv"])
+        qkv = linear.fprop(n_1, weights["qkv"])
         del n_1
         t_qkv = self.lora.down(x, Norm(rstd_1, self.attention_norm.weight), a_qkv, dropouts[0])
         up_(qkv, t_qkv, b_qkv, self.scale)
@@ -132,17 +113,17 @@ class FusedLoraBlock(nn.Module):
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         del qkv
         o = attention[0].detach().flatten(2).flatten(0, 1)
-        branch = matmul(ops.quantize(o, quantizers.o), weights["o"])
+        branch = linear.fprop(ops.quantize(o, quantizers.o), weights["o"])
         t_o = self.lora.down(o, None, a_o, dropouts[1])
         up_(branch, t_o, b_o, self.scale)
         del o
         residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2)
         del branch
-        gate_up = matmul(n_2, weights["gate_up"])
+        gate_up = linear.fprop(n_2, weights["gate_up"])
         del n_2
         h, kept = ops.swiglu(gate_up, quantizers.h, quantizers.stored_gate_up if self.training else None)  # an evaluation keeps nothing
         del gate_up
-        out = residual.view_as(x_BSD) + matmul(h, weights["down"]).view_as(x_BSD)
+        out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
         self.base.release(self.layer)
         if keep and self.offloads:
             assert self.offloader is not None and isinstance(kept, QuantizedTensor)
@@ -153,25 +134,26 @@ class FusedLoraBlock(nn.Module):
 
     def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the input and, in fp32, of A and B of qkv and A and B of o. Takes `saved` apart as it goes."""
-        ops, quantizers, weights = self.ops, self.quantizers, self.base.backward_weights(self.layer)
+        ops, linear, weights = self.ops, self.linear, self.base.backward_weights(self.layer)
+        quantizers = linear.stored(self.quantizers)
         d_out = d_out_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(d_out.dtype)
         if self.offloader is not None:
             self.offloader.prefetch()  # also in blocks that offload nothing: the copy then has a whole block's time
-        d_h = dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"])
+        d_h = linear.dgrad(ops.quantize(d_out, quantizers.d_out), weights["down"])
         gate_up = saved.pop("gate_up")
         if self.offloads:
             assert self.offloader is not None and isinstance(gate_up, QuantizedTensor)
             gate_up = gate_up._replace(rowwise=self.offloader.reload())
         d_gate_up = ops.swiglu_backward(d_h, gate_up, quantizers.d_gate_up)
         del d_h, gate_up
-        d_n = dgrad(d_gate_up, weights["gate_up"])
+        d_n = linear.dgrad(d_gate_up, weights["gate_up"])
         del d_gate_up
         d_residual, g, _ = ops.rms_norm_backward(
             d_n, saved.pop("residual"), saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention, weight_grad=False
         )
         del d_n, d_out
-        d_attention = dgrad(g or QuantizedTensor(d_residual), weights["o"])
+        d_attention = linear.dgrad(g or QuantizedTensor(d_residual), weights["o"])
         del g
         p, d_b_o, _ = self.lora.up_backward(d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None)
         out, leaves = saved.pop("attention")
@@ -183,7 +165,7 @@ class FusedLoraBlock(nn.Module):
         del gradients
         p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv)
         del d_qkv
-        d_n = dgrad(g, weights["qkv"])
+        d_n = linear.dgrad(g, weights["qkv"])
         del g
         norm = Norm(saved.rstd_1, self.attention_norm.weight)
         d_a_qkv = self.lora.down_backward_(d_n, saved.x, norm, p, a_qkv, saved.dropouts[0])

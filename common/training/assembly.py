@@ -1,4 +1,4 @@
-"""The objects that train: model, optimizer and FP8 scales; and how a global batch is divided into micro-batches."""
+"""The objects that train: model, optimizer and the format of the linear layers; and how a global batch is divided into micro-batches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from common.model.linear_layers import LinearLayers
 from common.model.llama import Llama
 from common.sharding.optimizer import require_owner
 
-if TYPE_CHECKING:  # for the annotations only: a rank imports the one optimizer that it uses, and FP8 if it has it
-    from common.kernels.fp8 import DelayedScaling
+if TYPE_CHECKING:  # for the annotations only: a rank imports the one optimizer that it uses
     from common.sharding.replicated import ReplicatedOptimizer
     from common.sharding.zero import ZeroOptimizer
 
@@ -24,27 +24,25 @@ class Assembly:
 
     model: Llama
     optimizer: Optimizer
-    fp8: DelayedScaling | None
+    linear: LinearLayers
 
     def __post_init__(self) -> None:
         require_owner(self.model, self.optimizer)
 
     def step(self, learning_rate: float) -> Tensor:
-        """After the last backward of a step: update the weights, then the scales. Returns the gradient norm, fp32 [] on the device."""
+        """After the last backward of a step: update the weights, then the state of the linear layers. Returns the gradient norm, fp32 [] on the device."""
         norm = self.optimizer.step(learning_rate)
-        if self.fp8 is not None:
-            self.fp8.step_done()
+        self.linear.step_done()
         return norm
 
     def state_tensors(self) -> list[Tensor]:
-        """Everything that training changes in place: weights, optimizer state, scales."""
-        return [*self.optimizer.weights, *self.optimizer.state_tensors(), *(self.fp8.tensors() if self.fp8 is not None else [])]
+        """Everything that training changes in place: weights, optimizer state, FP8 scales."""
+        return [*self.optimizer.weights, *self.optimizer.state_tensors(), *self.linear.state().values()]
 
     def reset(self) -> None:
         """Optimizer state and scales as before the first step. The weights stay."""
         self.optimizer.reset_state()
-        if self.fp8 is not None:
-            self.fp8.reset()
+        self.linear.reset()
 
 
 @dataclass(frozen=True)

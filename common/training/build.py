@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from common.config import RunConfig
+from common.model.linear_layers import LinearLayers
 from common.model.llama import Head, Llama
 from common.model.shapes import ModelShape
 from common.training.assembly import Assembly
 
 if TYPE_CHECKING:
-    from common.kernels.fp8 import DelayedScaling
     from common.training.assembly import Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -28,7 +28,7 @@ def build(
     sequence_length: int,
     device: torch.device,
     *,
-    fp8: DelayedScaling | None,
+    linear: LinearLayers,
     layers: Callable[[], tuple[Sequence[nn.Module], Head]],
     optimizer: Callable[[Llama], Trained],
     weights: Callable[[Llama, Trained], object],
@@ -36,7 +36,7 @@ def build(
 ) -> Assembly:
     """Blocks and head on the meta device, memory, sharding with the optimizer, then weights.
 
-    `fp8`: the scales that the blocks use. `layers` makes the blocks and the head. `optimizer` shards the trained weights or takes them whole.
+    `linear`: the format of the blocks' linear layers. `layers` makes the blocks and the head. `optimizer` shards the trained weights or takes them whole.
     `weights` fills all of them, through the optimizer where it holds masters. `before_each_pass` is called with `model.training` at the start
     of each forward: a micro-batch, or an evaluation's.
     """
@@ -45,10 +45,8 @@ def build(
     model.to_empty(device=device)
     model.tie_embedding()
     model.make_rope_tables(device)
-    if fp8 is not None:
-        fp8.allocate(device)
-        fp8.attach(model)
-    for start_pass in before_each_pass:
+    linear.allocate(device)
+    for start_pass in (linear.start_pass, *before_each_pass):
         model.register_forward_pre_hook(lambda model, _, start_pass=start_pass: start_pass(model.training))
     # Its gradient by rows (kernels/accumulate.py), unless those of all ranks' tokens are more bytes than the dense one, which is also filled with
     # zeros and added up. A tied embedding's is the head's as well, which is dense.
@@ -56,7 +54,7 @@ def build(
     model.embedding.sparse = tokens <= 2 * shape.vocab_size and not shape.tied_embedding
     trained_by = optimizer(model)
     weights(model, trained_by)
-    return Assembly(model, trained_by, fp8)
+    return Assembly(model, trained_by, linear)
 
 
 @contextmanager

@@ -37,7 +37,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from common.errors import RunError, StorageError, write_whole
-from common.kernels.fp8 import SCALE, DelayedScaling
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
@@ -125,9 +124,7 @@ class Checkpoints:
         own = {"cpu_generator": torch.get_rng_state()}
         if self.processes.device.type == "cuda":
             own["gpu_generator"] = torch.cuda.get_rng_state(self.processes.device)
-        if isinstance(scaling := self.assembly.fp8, DelayedScaling):
-            own |= {"fp8_state": scaling.state.to("cpu", copy=True), "fp8_history": scaling.history.to("cpu", copy=True)}
-        return own
+        return own | {name: tensor.to("cpu", copy=True) for name, tensor in self.assembly.linear.state().items()}
 
     def _digest(self, own: dict[str, Tensor]) -> str:
         """Of all values on all ranks, however they are shared. `own`: by their names in the checkpoint."""
@@ -231,10 +228,7 @@ class Checkpoints:
         the generators start anew.
         """
         same = len(ranks) == self.processes.world_size
-        if isinstance(scaling := self.assembly.fp8, DelayedScaling):
-            states, histories = (torch.stack([own[name] for own in ranks]) for name in ("fp8_state", "fp8_history"))
-            state = states[states[:, :, SCALE].argmin(0), torch.arange(states.shape[1])]
-            scaling.resume(states[self.rank] if same else state, histories[self.rank] if same else histories.amax(0), step)
+        self.assembly.linear.resume([ranks[self.rank]] if same else ranks, step)
         if not same:
             torch.manual_seed(hash((self.session.args.seed, step, self.rank)) % 2**63)
             return

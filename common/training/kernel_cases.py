@@ -14,9 +14,10 @@ from torch import Tensor
 
 from common.config import RunConfig
 from common.kernels import accumulate, adamw, cross_entropy, lora
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer
+from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.rope import rope_tables
 from common.model.block_ops import ENGINES
+from common.model.linear_layers import DelayedScaling
 from common.model.shapes import ModelShape
 from common.training.build import DTYPES
 
@@ -37,7 +38,7 @@ class Sizes:
 
     @staticmethod
     def of(config: RunConfig, shape: ModelShape, sequence_length: int, lora_rank: int) -> Sizes:
-        fp8 = config.fp8 == "torch"
+        fp8 = config.linear_format.stores_fp8
         return Sizes(shape, sequence_length, config.micro_batch_size, fp8, lora_rank, config.kernels, DTYPES[config.precision])
 
     @property

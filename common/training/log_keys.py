@@ -19,8 +19,7 @@ def hyperparameters(config: RunConfig, rules: Rules, train_samples: int, config_
 
     `train_samples`: training sequences in the data set. `config_filename`: name of the TOML under configs/<benchmark>/.
     """
-    emulated = config.block_format.replace("+", "_").split("_")[0]  # "mxfp6_e2m3+stochastic" -> "mxfp6", the log's word
-    linear = "fp8" if emulated == "mxfp8" else emulated or ("fp8" if config.fp8 else PRECISIONS[config.precision])
+    linear = config.linear_format
     return [
         ("global_batch_size", config.global_batch_size),
         ("gradient_accumulation_steps", config.gradient_accumulation_steps),
@@ -36,8 +35,8 @@ def hyperparameters(config: RunConfig, rules: Rules, train_samples: int, config_
         ("opt_adamw_weight_decay", rules.weight_decay),
         ("opt_gradient_clip_norm", rules.gradient_clip_norm),
         ("target_accuracy", rules.target_loss),
-        ("lowest_numerical_precision_in_linear", linear),
-        *([(EMULATED, f"{config.block_format} {config.healing}".strip())] if config.block_format else []),
+        ("lowest_numerical_precision_in_linear", linear.log_precision or PRECISIONS[config.precision]),
+        *([(EMULATED, config.linear)] if linear.emulated else []),
         ("lowest_numerical_precision_in_attn", PRECISIONS[config.precision]),
         ("lowest_numerical_precision_in_comm", PRECISIONS[config.precision]),
         *((f"{kind}_parallelism", 1) for kind in ("tensor", "pipeline", "context", "expert")),

@@ -204,8 +204,8 @@ def _evaluate_and_log(
     gc.collect()
     seconds = time.monotonic() - began
     meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds())
-    if assembly.fp8 is not None and (facts := assembly.fp8.evaluated(loss)):
-        meter.events.write("fp8", step=step, **facts, time_s=meter.seconds())
+    if facts := assembly.linear.evaluated(loss):
+        meter.events.write("linear", step=step, **facts, time_s=meter.seconds())
     if not math.isfinite(loss):
         raise NonFinite(
             f"evaluation at {samples} samples: loss {loss}", "the weights or activations are not finite", "look at events.jsonl"

@@ -32,8 +32,9 @@ from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
 from common.kernels.engines import MATMUL_ENGINE, REPEATED_HEADS, SDPA
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor, Quantizer, dgrad, matmul, wgrad
+from common.kernels.fp8 import QuantizedTensor, Quantizer, dgrad, matmul, wgrad
 from common.model.block_ops import ENGINES
+from common.model.linear_layers import DelayedScaling
 from common.packages import version_of
 from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases

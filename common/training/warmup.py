@@ -46,7 +46,9 @@ def warm_up(
         losses = [evaluate(model, [next(eval_batches)], processes, on_phase) for _ in range(EVAL_STEPS)]
     if not all(map(math.isfinite, [*map(float, values), *losses])):
         why = "training on real data would meet the same: a kernel, a tuned GEMM or a GPU computes wrong values, or loaded weights are not finite"
-        raise NonFinite("the synthetic warm-up gave a loss or a gradient norm that is not finite", why, 'run preflight; try fp8 = ""')
+        raise NonFinite(
+            "the synthetic warm-up gave a loss or a gradient norm that is not finite", why, 'run preflight; try linear = "bf16"'
+        )
     assembly.reset()
     if (after := state_digest(state, device)) != before:
         raise PreflightError(

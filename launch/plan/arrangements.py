@@ -60,7 +60,7 @@ def arrangements(
             eval_micro_batch_size=1,
             opt_base_learning_rate=1.0,  # changes no memory
             max_samples=1,  # changes no memory
-            fp8="torch" if fp8 else "",
+            linear="fp8" if fp8 else "bf16",
             **changes,
         )
 
@@ -125,5 +125,5 @@ def _fully_sharded(gpus: int, config: RunConfig, work: Workload) -> dict[str, fl
     shape, state = work.shape, plan.state_bytes(config, work)
     gathered = FROZEN_BUFFERS * shape.layer_parameters + shape.vocab_size * shape.hidden_size
     per_gpu = {name: state[name] * config.gpus_per_node / gpus for name in ("weights", "gradients", "AdamW moments")}
-    copies = 2 * FROZEN_BUFFERS * shape.matrix_parameters if config.fp8 else 0
-    return per_gpu | {"gathered weights": BYTES["bf16"] * gathered, "FP8 copies of weights": copies}
+    copies = 2 * FROZEN_BUFFERS * shape.matrix_parameters if config.linear_format.in_fp8 else 0
+    return per_gpu | {"gathered weights": BYTES["bf16"] * gathered, "quantized weights": copies}

@@ -118,7 +118,7 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
     """All about one config, on GPUs of `kind`, None for a CPU. `source`: its file, or from what it was derived."""
     work = workload(benchmark, config)
     batch = f"global batch {config.global_batch_size} = {config.world_size} x micro-batch {config.micro_batch_size} x "
-    title = f"{benchmark}, {source}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.fp8 else config.precision}"
+    title = f"{benchmark}, {source}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.linear_format.in_fp8 else config.precision}"
     if kind is None:
         return [title, "", "A CPU: its memory and its speed are not calculated."]
     memory = plan.memory_peak(config, work)
@@ -206,7 +206,7 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     work, kind = workload(benchmark, config), _kind(config)
     counts = {"recompute_layers": config.recompute_layers, "offload_layers": config.offload_layers}
     layers = [str(count) if config.has_key(key) else "-" for key, count in counts.items()]
-    row = [name, "FP8" if config.fp8 else config.precision, str(config.micro_batch_size), *layers]
+    row = [name, "FP8" if config.linear_format.in_fp8 else config.precision, str(config.micro_batch_size), *layers]
     if kind is None:
         return [*row, *"-" * 8]
     memory, usable = plan.memory_peak(config, work), plan.usable_bytes(kind)

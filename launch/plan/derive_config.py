@@ -25,7 +25,7 @@ from launch.plan.estimate import Memory, Workload, gib
 NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8: one node
 # Of GPUs that torch._scaled_mm multiplies FP8 on: AMD from gfx942 on, NVIDIA from compute capability 8.9 on.
 WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
-WITHOUT_FP8 = {"fp8": '""', "frozen_base": "replicated"}
+WITHOUT_FP8 = {"linear": '"bf16"', "frozen_base": "replicated"}
 NO_LAYERS = {"recompute_layers": "0", "offload_layers": "0"}
 # Of a GPU's memory, since no run has tried a derived config: torch reserves up to 5 % more than it allocates where it can.
 HEADROOM = 0.96
@@ -144,7 +144,7 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
     gpus, all_layers = start.gpus_per_node, work.shape.num_layers
 
     def thrifty(layers: int) -> dict:
-        options = {"recompute_layers": layers, "offload_layers": layers if start.fp8 else 0, "frozen_base": "sharded"}
+        options = {"recompute_layers": layers, "offload_layers": layers if start.linear_format.stores_fp8 else 0, "frozen_base": "sharded"}
         return {key: value for key, value in options.items() if start.has_key(key)}
 
     def needed(count: int, layers: int) -> Memory:

@@ -104,13 +104,14 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     received = 2 * (1 - 1 / gpus) * table * BYTES[config.precision] if config.reduce_scatter == "copy_engine" else 0
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
     # Tokens and labels, int32: the evaluation set, and three micro-batches of the prefetcher.
+    copies = config.linear_format.weight_copies * config.linear_format.operand_bytes(BYTES[config.precision])
     resident = (-(-work.eval_samples // config.world_size) + 3 * config.micro_batch_size) * 2 * 4 * work.sequence_length
     return {
         "weights": 4 * trained + (frozen_bytes(config, shape) if work.lora_rank else 0),
         "gradients": 4 * trained,
         "AdamW moments": moments * trained,
-        # Rowwise and columnwise, whole on each GPU.
-        "FP8 copies of weights": 2 * shape.num_layers * shape.matrix_parameters if config.fp8 and not work.lora_rank else 0,
+        # Whole on each GPU: in FP8 a byte each, rowwise and columnwise.
+        "quantized weights": 0 if work.lora_rank else copies * shape.num_layers * shape.matrix_parameters,
         "symmetric buffers": received,
         "buffers": rope + resident,
     }
@@ -123,7 +124,7 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
     """
     storage, gpus = config.frozen_base, config.gpus_per_node
     transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
-    per_value = (2 if transposed else 1) if config.fp8 else BYTES[config.precision]
+    per_value = (2 if transposed else 1) if config.linear_format.stores_fp8 else BYTES[config.precision]
     matrices = shape.num_layers * shape.matrix_parameters
     return per_value * matrices / (gpus if storage == "sharded" else 1) + BYTES[config.precision] * (shape.num_parameters - matrices)
 
@@ -137,8 +138,9 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
         return BYTES[config.precision] * work.shape.num_parameters
     storage = config.frozen_base
     gathers = storage == "sharded" and config.gpus_per_node > 1
-    transposes = bool(config.fp8) and not gathers and storage != "replicated_both"
-    per_value = 1 if config.fp8 else BYTES[config.precision]
+    fp8 = config.linear_format.stores_fp8
+    transposes = fp8 and not gathers and storage != "replicated_both"
+    per_value = 1 if fp8 else BYTES[config.precision]
     return FROZEN_BUFFERS * work.shape.matrix_parameters * per_value if gathers or transposes else 0
 
 
@@ -159,15 +161,15 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
         "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
         "qkv": shape.qkv_size * element,
         "attention output": shape.attention_size * element + shape.num_heads * 4,  # with its log-sum-exp in fp32
-        "SwiGLU input": 2 * ffn * (1 if work.lora_rank and config.fp8 else element),
+        "SwiGLU input": 2 * ffn * (1 if work.lora_rank and config.linear_format.stores_fp8 else element),
     }
     if shape.qk_norm:
         kept["queries and keys before their norm"] = (shape.num_heads + shape.num_kv_heads) * shape.head_dim * element
     if work.lora_rank:
         return kept | {"adapters": 2 * work.lora_rank * element}
-    operand, o = (
-        (1, shape.attention_size) if config.fp8 else (element, 0)
-    )  # in bf16 the output projection reads the attention output itself
+    operand = config.linear_format.operand_bytes(element)
+    # Where operands are not quantized by kernels the output projection reads the attention output itself.
+    o = shape.attention_size * operand if config.linear_format.in_fp8 else 0
     return kept | {"norm outputs": 2 * hidden * operand, "output projection's input": o, "SwiGLU output": ffn * operand}
 
 
@@ -178,11 +180,11 @@ def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
     result and, as an operand, of its input.
     """
     hidden, ffn, element = work.shape.hidden_size, work.shape.ffn_hidden_size, BYTES[config.precision]
-    operand = 1 if config.fp8 else element
+    operand = config.linear_format.operand_bytes(element)
     if work.lora_rank:  # operands are rowwise only; in FP8 the bf16 gate_up is there beside its 8 bits
-        forward = operand * ffn + (2 * ffn * element if config.fp8 else element * hidden)
+        forward = operand * ffn + (2 * ffn * element if config.linear_format.stores_fp8 else element * hidden)
         return forward, element * (hidden + ffn) + operand * 2 * ffn
-    if config.fp8:  # rowwise operands, and columnwise gradients; SwiGLU's kept result is freed before its backward
+    if config.linear_format.in_fp8:  # rowwise operands, and columnwise gradients; SwiGLU's kept result is freed before its backward
         return 3 * hidden + ffn + 2 * element * hidden, (element + 2) * hidden + (element + 4 - 1) * ffn
     return 2 * element * hidden, element * (hidden + 2 * ffn)
 
@@ -238,7 +240,7 @@ def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
 
 def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) -> int | None:
     """The least value of `key`, "recompute_layers" or "offload_layers", with which the config fits; None if there is none."""
-    if not config.has_key(key) or (key == "offload_layers" and not config.fp8):
+    if not config.has_key(key) or (key == "offload_layers" and not config.linear_format.stores_fp8):
         return None  # the config refuses it
     counts = range(work.shape.num_layers + 1)
     return next((n for n in counts if fits(memory_peak(replace(config, **{key: n}), work), kind)), None)  # type: ignore[arg-type]
@@ -278,7 +280,7 @@ def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool,
 
 def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | None) -> Estimate:
     """`samples`: training sequences to the target, the RCP's mean. Communication is taken as hidden behind computation."""
-    slowdown = (1 if config.fp8 else BF16_OVER_FP8) / kind.efficiency
+    slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
     recomputed = _recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
     step_s = step_tokens * slowdown * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)

@@ -19,7 +19,7 @@ ours
 megatron --fuse-wgrad
 ours
 megatron
-ours --set 'fp8=""'
+ours --set linear=bf16
 megatron --bf16 --fuse-wgrad
 megatron --bf16
 bench llama2_70b_lora bench --config "configs/llama2_70b_lora/H200_1x$gpus.toml" --set "global_batch_size=$((2 * gpus))" --steps 6 --eval-sequences $((8 * gpus))

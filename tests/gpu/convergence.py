@@ -40,8 +40,8 @@ SEED, LEARNING_RATE, WARMUP_STEPS = 1, 4e-4, 20
 
 VARIANTS: dict[str, dict[str, object]] = {
     "bf16": {},
-    "fp8": {"fp8": "torch"},
-    "fp8, moments in bf16": {"fp8": "torch", "moment_precision": "bf16"},
+    "fp8": {"linear": "fp8"},
+    "fp8, moments in bf16": {"linear": "fp8", "moment_precision": "bf16"},
 }
 
 

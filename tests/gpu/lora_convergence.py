@@ -87,7 +87,7 @@ def train_base(size: Size, data_dir: Path, folder: Path, steps: int, processes: 
 def config_of(size: Size, in_fp8: bool) -> Config:
     batch = {"global_batch_size": BATCH, "micro_batch_size": BATCH, "eval_micro_batch_size": BATCH}
     rates = {"opt_base_learning_rate": size.learning_rate, "opt_learning_rate_training_steps": 1}
-    return Config(gpu=size.gpu, fp8="torch" if in_fp8 else "", **ONE, **batch, **rates)  # type: ignore[arg-type]
+    return Config(gpu=size.gpu, linear="fp8" if in_fp8 else "bf16", **ONE, **batch, **rates)  # type: ignore[arg-type]
 
 
 def fine_tune(

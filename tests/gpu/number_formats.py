@@ -44,17 +44,17 @@ from llama31_8b.rules import MINIATURE
 
 RECIPES: dict[str, dict[str, object]] = {  # keys of the config
     "bf16": {},
-    "FP8": {"fp8": "torch"},
-    "MXFP8": {"block_format": "mxfp8"},
-    "MXFP4": {"block_format": "mxfp4"},
-    "MXFP4, Hadamard": {"block_format": "mxfp4+hadamard"},
-    "MXFP4, stochastic": {"block_format": "mxfp4+stochastic"},
-    "MXFP4, stochastic, Hadamard": {"block_format": "mxfp4+stochastic+hadamard"},
-    "MXFP4, Hadamard, FP8 after 60 %": {"block_format": "mxfp4+hadamard", "fp8": "torch"},
-    "NVFP4": {"block_format": "nvfp4"},
-    "NVFP4, stochastic, random Hadamard, squares": {"block_format": "nvfp4+stochastic+random_hadamard+square_weights"},
-    "MXFP6 e2m3": {"block_format": "mxfp6_e2m3"},
-    "MXFP6 e3m2": {"block_format": "mxfp6_e3m2"},
+    "FP8": {"linear": "fp8"},
+    "MXFP8": {"linear": "mxfp8"},
+    "MXFP4": {"linear": "mxfp4"},
+    "MXFP4, Hadamard": {"linear": "mxfp4+hadamard"},
+    "MXFP4, stochastic": {"linear": "mxfp4+stochastic"},
+    "MXFP4, stochastic, Hadamard": {"linear": "mxfp4+stochastic+hadamard"},
+    "MXFP4, Hadamard, FP8 after 60 %": {"linear": "mxfp4+hadamard"},
+    "NVFP4": {"linear": "nvfp4"},
+    "NVFP4, stochastic, random Hadamard, squares": {"linear": "nvfp4+stochastic+random_hadamard+square_weights"},
+    "MXFP6 e2m3": {"linear": "mxfp6_e2m3"},
+    "MXFP6 e3m2": {"linear": "mxfp6_e3m2"},
 }
 HEALED = ("MXFP4, Hadamard, FP8 after 60 %", 0.6)
 TEXT_PACKAGES = ("torch", "numpy", "sympy", "networkx")
@@ -65,7 +65,9 @@ Curves = dict[str, dict[str, list[float]]]  # recipe -> seed -> loss of each ste
 
 def options_of(name: str, steps: int) -> dict[str, object]:
     healed, share = HEALED
-    return RECIPES[name] | ({"healing": f"step {round(share * steps)}"} if name == healed else {})
+    if name != healed:
+        return RECIPES[name]
+    return {"linear": f"{RECIPES[name]['linear']} until step {round(share * steps)}, then fp8"}
 
 
 def prepare_text(data_dir: Path) -> Path:

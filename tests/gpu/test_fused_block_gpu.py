@@ -9,10 +9,10 @@ from plain_block import Block
 from signal_to_noise import sqnr_db
 from tiny import TINY
 
-from common.kernels.fp8 import DelayedScaling
 from common.kernels.lora import Dropout
 from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
+from common.model.linear_layers import DelayedScaling
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from kernel_checks import error, sqnr_db
 
 from common.kernels import accumulate, adamw, lora, rms_norm
 from common.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_reference, cross_entropy_triton
-from common.kernels.fp8 import AMAX, CLIPPED, SCALE, DelayedScaling, QuantizedTensor, product
+from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, product
 from common.kernels.lora import Dropout
 from common.kernels.quantize import quantize_reference, quantize_triton
 from common.kernels.rope import (
@@ -23,6 +23,7 @@ from common.kernels.swiglu import (
     swiglu_quantized_reference,
     swiglu_quantized_triton,
 )
+from common.model.linear_layers import DelayedScaling
 from common.model.shapes import ModelShape
 
 SLICE = 128  # rows and columns of a product that are compared
@@ -78,9 +79,9 @@ def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
             d = backward(d_h, kept, gradient)
             if step == 0:
                 scaling.step_done()
-        assert not scaling.state[:, CLIPPED].any()
+        assert not scaling.scales[:, CLIPPED].any()
         assert (kept is gate_up) != keeps
-        results.append(((h, d), kept, scaling.state.clone()))
+        results.append(((h, d), kept, scaling.scales.clone()))
     (expected, kept, state), (got, kernel_kept, kernel_state) = results
     assert torch.allclose(state, kernel_state, rtol=1e-5, atol=0)
     for a, b, truth in zip(expected, got, truths, strict=True):
@@ -169,8 +170,8 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
         scaling.allocate(device)
         function(*parts, cos, sin, quantizer)  # two passes
         scaling.step_done()
-        results.append((function(*parts, cos, sin, quantizer), scaling.state.clone()))
-        assert not scaling.state[:, CLIPPED].any()
+        results.append((function(*parts, cos, sin, quantizer), scaling.scales.clone()))
+        assert not scaling.scales[:, CLIPPED].any()
     (expected, state), (got, kernel_state) = results
     assert torch.allclose(state, kernel_state, rtol=1e-5, atol=0)
     assert (expected.rowwise.view(torch.uint8) != got.rowwise.view(torch.uint8)).sum() <= 1e-4 * got.rowwise.numel()

@@ -4,10 +4,11 @@ import torch
 from plain_block import Block, LoRALinear
 from torch import nn
 
-from common.kernels.fp8 import DelayedScaling, QuantizedTensor
+from common.kernels.fp8 import QuantizedTensor
 from common.kernels.quantize import quantize_reference
 from common.kernels.rope import rope_tables
 from common.model.fused_lora_block import FusedLoraBlock
+from common.model.linear_layers import DelayedScaling, LinearLayers
 from common.model.lora import AdapterSettings
 from common.model.shapes import ModelShape
 
@@ -21,11 +22,10 @@ BATCH, SEQUENCE = 2, 19
 class MemoryBase:
     """Both layouts in memory; notes what it is asked for."""
 
-    def __init__(self, matrices: dict[str, torch.Tensor], scaling: DelayedScaling | None):
+    def __init__(self, matrices: dict[str, torch.Tensor], scaling: LinearLayers):
         self.calls = []
-        quantizers = {name: scaling.quantizer(weight=True) if scaling else None for name in matrices}
-        if scaling:
-            scaling.allocate(next(iter(matrices.values())).device)
+        quantizers = {name: scaling.quantizer(weight=True) for name in matrices}
+        scaling.allocate(next(iter(matrices.values())).device)
         self.operands = {name: quantize_reference(matrix, quantizers[name]) for name, matrix in matrices.items()}
 
     def forward_weights(self, layer):
@@ -63,7 +63,7 @@ def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
 
 
 def fused_block(plain, dropout=0.0, fp8=False, layer=0, kernels="reference"):
-    scaling = DelayedScaling() if fp8 else None
+    scaling = DelayedScaling() if fp8 else LinearLayers()
     matrices = {name: getattr(plain, name).base.weight if name in ("qkv", "o") else getattr(plain, name).weight for name in NAMES}
     block = FusedLoraBlock(plain.shape, layer, None, kernels, AdapterSettings(RANK, ALPHA, dropout), scaling)
     block.base = MemoryBase(matrices, scaling)

@@ -2,7 +2,8 @@
 
 import torch
 
-from common.kernels.fp8 import DelayedScaling, Quantizer
+from common.kernels.fp8 import Quantizer
+from common.model.linear_layers import DelayedScaling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

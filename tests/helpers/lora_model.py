@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.kernels.fp8 import QuantizedTensor
 from common.model.fused_lora_block import FusedLoraBlock
+from common.model.linear_layers import LinearLayers
 from common.model.llama import Head, Llama
 from common.model.lora import AdapterSettings, adapter_parameters
 
@@ -28,8 +29,8 @@ class MemoryBase:
 def lora_llama(source: Llama, rank: int, alpha: float, dropout: float = 0.0) -> Llama:
     """Adapters undefined; they alone train."""
     shape, base = source.shape, MemoryBase(source)
-    settings = AdapterSettings(rank, alpha, dropout)
-    blocks = [FusedLoraBlock(shape, layer, base, "reference", settings) for layer in range(shape.num_layers)]
+    settings, linear = AdapterSettings(rank, alpha, dropout), LinearLayers()
+    blocks = [FusedLoraBlock(shape, layer, base, "reference", settings, linear) for layer in range(shape.num_layers)]
     model = Llama(shape, source.max_sequence_length, blocks, Head(shape, "reference"))
     kept = {name: tensor for name, tensor in source.state_dict().items() if name in model.state_dict()}
     model.load_state_dict(kept, strict=False)

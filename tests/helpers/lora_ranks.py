@@ -91,8 +91,8 @@ def few_steps(
     own = [batch.chunk(processes.world_size)[processes.rank] for batch in steps]
     batches, losses, norms = iter([part for batch in own for part in batch.split(config.micro_batch_size)]), [], []
     for _ in own:
-        if one_batch and assembly.fp8 is not None:
-            assembly.fp8.reset()
+        if one_batch:
+            assembly.linear.reset()
         loss, norm = train_step(assembly, batches, batching, 1e-2, processes)
         losses.append(float(processes.sum(loss)))
         norms.append(float(norm))

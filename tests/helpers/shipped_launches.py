@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from common.kernels import accumulate, adamw, cross_entropy, lora, qk_norm, quantize, rms_norm, rope, swiglu, transpose
-from common.kernels.fp8 import DelayedScaling
 from common.model.families import shape_of
+from common.model.linear_layers import DelayedScaling
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 
 META = torch.device("meta")

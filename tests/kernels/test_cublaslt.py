@@ -9,8 +9,8 @@ from signal_to_noise import sqnr_db
 
 from common.errors import ConfigError
 from common.kernels import cublaslt, fp8
-from common.kernels.fp8 import DelayedScaling
 from common.kernels.quantize import quantize_reference
+from common.model.linear_layers import DelayedScaling
 
 pytestmark = pytest.mark.quick
 

@@ -15,7 +15,6 @@ from common.kernels.fp8 import (
     HISTORY,
     INVERSE,
     SCALE,
-    DelayedScaling,
     QuantizedTensor,
     Quantizer,
     dgrad,
@@ -25,6 +24,7 @@ from common.kernels.fp8 import (
     wgrad,
 )
 from common.kernels.quantize import quantize_reference
+from common.model.linear_layers import DelayedScaling
 
 pytestmark = pytest.mark.quick
 
@@ -81,11 +81,11 @@ def test_evaluation_leaves_no_trace():
     scaling, (quantizer, _) = quantizers()
     quantize_reference(torch.ones(2, 2), quantizer)
     scaling.step_done()
-    before = scaling.state.clone()
-    scaling.record(False)
+    before = scaling.scales.clone()
+    scaling.start_pass(False)
     quantize_reference(torch.full((2, 2), 1e4), quantizer)
-    assert torch.equal(scaling.state, before)
-    scaling.record(True)
+    assert torch.equal(scaling.scales, before)
+    scaling.start_pass(True)
     quantize_reference(torch.full((2, 2), 1e4), quantizer)
     assert quantizer.state[AMAX] == 1e4 and quantizer.state[CLIPPED] == 4
 
@@ -167,12 +167,12 @@ def test_a_first_tensor_that_is_not_finite_has_a_scale_all_the_same(bad):
 
 def test_reset_is_the_state_before_the_first_step():
     scaling, (quantizer, _) = quantizers()
-    fresh = (scaling.state.clone(), scaling.history.clone(), quantizer.two_pass)
+    fresh = (scaling.scales.clone(), scaling.history.clone(), quantizer.two_pass)
     quantize_reference(torch.ones(2, 2), quantizer)
     scaling.step_done()
     assert not quantizer.two_pass
     scaling.reset()
-    assert torch.equal(scaling.state, fresh[0]) and torch.equal(scaling.history, fresh[1]) and quantizer.two_pass
+    assert torch.equal(scaling.scales, fresh[0]) and torch.equal(scaling.history, fresh[1]) and quantizer.two_pass
 
 
 def test_a_weight_is_cast_once_per_optimizer_step():

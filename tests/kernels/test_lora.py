@@ -5,9 +5,9 @@ import torch
 from kernel_checks import DEVICE, error
 
 from common.kernels import lora
-from common.kernels.fp8 import DelayedScaling
 from common.kernels.lora import ENGINES, Dropout, Norm, keep_mask
 from common.kernels.quantize import quantize_triton
+from common.model.linear_layers import DelayedScaling
 
 REFERENCE, KERNELS = ENGINES["reference"], ENGINES["triton"]
 

@@ -84,7 +84,7 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation():
     upstream = normal(batch, sequence, heads + 2 * kv_heads, head_dim, seed=4)
     scaling, (quantizer,) = unrounded({"gradient": True})
     for step, size in enumerate((1.0, 1.0, 2.0, 3.0)):
-        scaling.record(step < 3)
+        scaling.start_pass(step < 3)
         arguments = parts_of(upstream * size, heads, kv_heads), before, weights, EPS, cos, sin
         exact, d_weights = qk_norm.qk_norm_rope_backward_triton(*arguments, None)
         quantized, again = qk_norm.qk_norm_rope_backward_triton(*arguments, quantizer)
@@ -95,11 +95,11 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation():
         assert quantizer.state[AMAX] == (exact.rowwise.abs().max() if step < 3 else 0.0)
         assert quantizer.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
         assert step != 2 or quantizer.state[CLIPPED] > 0, "the test must see saturation"
-        state = scaling.state.clone()
+        state = scaling.scales.clone()
         reference, _ = qk_norm.qk_norm_rope_backward_reference(*arguments, quantizer)
         assert torch.allclose(reference.rowwise, quantized.rowwise, rtol=1e-4, atol=1e-5)
-        scaling.state.copy_(state)
-        scaling.state[:, CLIPPED] = 0.0
+        scaling.scales.copy_(state)
+        scaling.scales[:, CLIPPED] = 0.0
         if step < 3:
             scaling.step_done()
 

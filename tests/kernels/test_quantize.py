@@ -4,8 +4,9 @@ import pytest
 import torch
 from kernel_checks import DEVICE, normal, unrounded
 
-from common.kernels.fp8 import AMAX, CLIPPED, DelayedScaling
+from common.kernels.fp8 import AMAX, CLIPPED
 from common.kernels.quantize import ENGINES, quantize_reference, quantize_triton
+from common.model.linear_layers import DelayedScaling
 
 pytestmark = pytest.mark.quick
 

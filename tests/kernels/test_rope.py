@@ -99,7 +99,7 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation(shape, transpo
     upstream = normal(batch, sequence, heads + 2 * kv_heads, head_dim, seed=4)
     scaling, (quantizer,) = unrounded({"gradient": True, "transposed": transposed})
     for step, size in enumerate((1.0, 1.0, 2.0, 3.0)):
-        scaling.record(step < 3)
+        scaling.start_pass(step < 3)
         parts = parts_of(upstream * size, heads, kv_heads)
         exact = rope_packed_backward_triton(*parts, cos, sin, None).rowwise
         quantized = rope_packed_backward_triton(*parts, cos, sin, quantizer)
@@ -111,11 +111,11 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation(shape, transpo
         assert quantizer.state[AMAX] == (exact.abs().max() if step < 3 else 0.0)
         assert quantizer.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
         assert step != 2 or quantizer.state[CLIPPED] > 0, "the test must see saturation"
-        before = scaling.state.clone()
+        before = scaling.scales.clone()
         reference = rope_packed_backward_reference(*parts, cos, sin, quantizer)
         assert torch.allclose(reference.rowwise, quantized.rowwise, rtol=1e-5, atol=1e-6) and (reference.columnwise is None) != transposed
-        scaling.state.copy_(before)
-        scaling.state[:, CLIPPED] = 0.0
+        scaling.scales.copy_(before)
+        scaling.scales[:, CLIPPED] = 0.0
         if step < 3:
             scaling.step_done()
 

@@ -78,7 +78,7 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation(transposed):
     )
     for step, size in enumerate((1.0, 1.0, 2.0, 3.0)):
         x, g, recording = gate_up * size, d_h * size, step < 3
-        scaling.record(recording)
+        scaling.start_pass(recording)
         h_exact, d_exact = swiglu_quantized_triton(x, None)[0].rowwise, swiglu_quantized_backward_triton(g, x, None).rowwise
         h, kept = swiglu_quantized_triton(x, quantizer, kept_quantizer)
         check_stored(h, h_exact, quantizer, recording)
@@ -86,17 +86,17 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation(transposed):
         assert torch.equal(swiglu_quantized_triton(x, quantizer)[0].rowwise, h.rowwise), "the kept copy changes nothing in h"
         d = swiglu_quantized_backward_triton(g, x, gradient)
         check_stored(d, d_exact, gradient, recording)
-        before = scaling.state.clone()
+        before = scaling.scales.clone()
         reference, reference_kept = swiglu_quantized_reference(x, quantizer, kept_quantizer)
         assert torch.allclose(reference.rowwise, h.rowwise, rtol=1e-5, atol=1e-6) and torch.equal(reference_kept.rowwise, kept.rowwise)
         reference_d = swiglu_quantized_backward_reference(g, x, gradient)
         assert torch.allclose(reference_d.rowwise, d.rowwise, rtol=1e-5, atol=1e-6) and (reference_d.columnwise is None) != transposed
-        scaling.state.copy_(before)
+        scaling.scales.copy_(before)
         saturated = [((x * q.state[SCALE]).abs() > 2).sum() for x, q in ((h_exact, quantizer), (d_exact, gradient), (x, kept_quantizer))]
         counts = [2 * saturated[0], saturated[1], saturated[2]]  # h was made twice
-        assert scaling.state[:, CLIPPED].tolist() == [float(c) if step in (1, 2) else 0.0 for c in counts], step
+        assert scaling.scales[:, CLIPPED].tolist() == [float(c) if step in (1, 2) else 0.0 for c in counts], step
         assert step != 2 or min(counts) > 0, "the test must see saturation"
-        scaling.state[:, CLIPPED] = 0.0
+        scaling.scales[:, CLIPPED] = 0.0
         if recording:
             scaling.step_done()
 
@@ -129,7 +129,7 @@ def test_two_quantizers_take_two_launches_at_most(monkeypatch, two_pass, kept_tw
     gate_up, _ = gate_up_and_d_h()
     h_exact = swiglu_quantized_triton(gate_up, None)[0].rowwise
     scaling, (quantizer, kept_quantizer) = unrounded({}, KEPT)
-    scaling.state[:] = torch.tensor([0.25, 4.0, 0.0, 0.0])
+    scaling.scales[:] = torch.tensor([0.25, 4.0, 0.0, 0.0])
     quantizer.two_pass, kept_quantizer.two_pass = bool(two_pass), bool(kept_two_pass)
     monkeypatch.setattr(swiglu, "_swiglu_quantized_kernel", Counting())
     h, kept = swiglu_quantized_triton(gate_up, None if two_pass is None else quantizer, None if kept_two_pass is None else kept_quantizer)
@@ -149,7 +149,7 @@ def test_the_first_step_records_the_amax_of_all_its_micro_batches_and_no_evaluat
     h_exact = swiglu_quantized_triton(gate_up, None)[0].rowwise
     scaling, (quantizer, kept_quantizer) = unrounded({}, KEPT)
     for recording, size in ((True, 1.0), (True, 0.5), (False, 2.0)):
-        scaling.record(recording)
+        scaling.start_pass(recording)
         _, kept = swiglu_quantized_triton(gate_up * size, quantizer, kept_quantizer)
         assert quantizer.state[AMAX] == h_exact.abs().max() and kept_quantizer.state[AMAX] == gate_up.abs().max()
         assert torch.equal(kept.rowwise, (gate_up * size * kept_quantizer.state[SCALE]).clamp(-2.0, 2.0))

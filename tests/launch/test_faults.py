@@ -128,7 +128,9 @@ def test_id_beyond_the_vocabulary(tmp_path, data):
     expect(Started(tmp_path, copy), 15, "data", MINIATURE.validation_prefix, str(MINIATURE.shape.vocab_size), status="aborted")
 
 
-@pytest.mark.parametrize("setting, word", [("learning_rate=1", "unknown key"), ("global_batch_size=5", "multiple"), ("fp8=fp4", "fp8")])
+@pytest.mark.parametrize(
+    "setting, word", [("learning_rate=1", "unknown key"), ("global_batch_size=5", "multiple"), ("linear=fp4", "linear")]
+)
 def test_config_error_names_the_key_and_starts_nothing(tmp_path, data, setting, word):
     run = Started(tmp_path, data, setting)
     code, out, err = run.end()

@@ -127,7 +127,7 @@ def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(fou
 def test_an_unknown_gpu_takes_the_file_of_its_maker_with_the_nearest_memory():
     assert "from MI300X_1x8.toml" in select(MI300A, any_kind=True).derived
     assert "from GB200_1x4.toml" in select(Z300, any_kind=True).derived
-    assert select(Z300, any_kind=True).config.fp8 == "torch" and select(Z300, any_kind=True).config.recompute_layers == 0
+    assert select(Z300, any_kind=True).config.linear == "fp8" and select(Z300, any_kind=True).config.recompute_layers == 0
 
 
 @pytest.mark.parametrize("found", [A100, Z300, MI300A])
@@ -138,7 +138,7 @@ def test_the_miniature_runs_on_any_gpu(found):
 
 def test_a_gpu_without_fp8_computes_in_bf16():
     chosen = select(A100, any_kind=True)
-    assert chosen.config.fp8 == "" and "fp8 none" in chosen.derived
+    assert chosen.config.linear == "bf16" and "linear bf16" in chosen.derived
     with pytest.raises(OutOfMemory) as caught:  # 80 layers keep 115 GiB for backward, and only FP8 can offload them
         select(A100, benchmark="llama2_70b_lora", any_kind=True)
     assert "offload_layers 0, frozen_base sharded" in caught.value.why

@@ -24,7 +24,7 @@ from common.sharding.frozen_base import FrozenBase
 from llama2_70b_lora import train
 
 MODEL = RULES.shape
-FP8 = {"fp8": "torch"}
+FP8 = {"linear": "fp8"}
 RUNS = {
     "sharded": FP8,
     "replicated": FP8 | {"frozen_base": "replicated"},

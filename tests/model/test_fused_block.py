@@ -8,9 +8,9 @@ from plain_block import Block
 from signal_to_noise import sqnr_db
 from tiny import TINY
 
-from common.kernels.fp8 import DelayedScaling
 from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
+from common.model.linear_layers import DelayedScaling, LinearLayers
 from common.model.llama import Head, Llama
 
 pytestmark = pytest.mark.quick
@@ -24,10 +24,9 @@ BATCH, SEQUENCE = 2, 48
 def pair(dtype=torch.float32, fp8=False, recompute=False, shape=SHAPE):
     """A plain block and a fused one with the same weights; the scales of the latter."""
     torch.manual_seed(0)
-    scaling = DelayedScaling() if fp8 else None
+    scaling = DelayedScaling() if fp8 else LinearLayers()
     plain, fused = Block(shape), FusedBlock(shape, "reference", scaling, recompute)
-    if scaling is not None:
-        scaling.allocate(torch.device("cpu"))
+    scaling.allocate(torch.device("cpu"))
     for name, parameter in plain.named_parameters():
         # Heads after their norms are as large as without: 0.05 * sqrt(64). Larger ones sharpen the softmax, which amplifies the noise of FP8.
         torch.nn.init.normal_(parameter, 0.4 if "rotation" in name else 1.0 if "norm" in name else 0.0, 0.05)
@@ -64,12 +63,12 @@ def test_recompute_changes_no_bit_and_counts_nothing_twice(fp8, family):
         _, fused, scaling = pair(dtype, fp8, recompute, SHAPES[family])
         for step in range(2):
             results.append(run(fused, dtype, seed=step))
-            if scaling is not None:
-                states.append(scaling.state.clone())
-                scaling.step_done()
+            states += [tensor.clone() for tensor in scaling.state().values()]
+            scaling.step_done()
     for plain, recomputed in zip(results[:2], results[2:], strict=True):
         assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
-    assert all(torch.equal(a, b) for a, b in zip(states[:2], states[2:], strict=True)) if fp8 else not states
+    half = len(states) // 2
+    assert all(torch.equal(a, b) for a, b in zip(states[:half], states[half:], strict=True)) and (half > 0) == fp8
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -109,7 +108,7 @@ def fp8_llama():
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.05)
     scaling.allocate(torch.device("cpu"))
-    scaling.attach(model)
+    model.register_forward_pre_hook(lambda model, _: scaling.start_pass(model.training))
     return model, scaling
 
 
@@ -119,15 +118,15 @@ def test_without_gradient_nothing_is_kept_and_no_scale_moves():
     loss, count = model(tokens, tokens)
     (loss / count).sum().backward()
     scaling.step_done()
-    before = [tensor.clone() for tensor in scaling.tensors()]
+    before = [tensor.clone() for tensor in scaling.state().values()]
     model.eval()
     with torch.no_grad():
         loss, _ = model(tokens, tokens)
     assert loss.grad_fn is None
-    assert all(torch.equal(a, b) for a, b in zip(before, scaling.tensors(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, scaling.state().values(), strict=True))
     model.train()
     model(tokens, tokens)
-    assert not torch.equal(before[0], scaling.state)
+    assert not torch.equal(before[0], scaling.scales)
 
 
 def test_a_second_backward_is_refused():

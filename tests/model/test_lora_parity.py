@@ -13,6 +13,7 @@ from test_model import assert_near, pair
 
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model import peft_adapter as adapter
+from common.model.linear_layers import LinearLayers
 from common.model.llama import Llama
 from common.model.lora import init_adapters
 from common.model.shapes import ModelShape
@@ -139,7 +140,7 @@ def test_twenty_steps_follow_a_loop_of_peft_and_torch(processes):
     batches = [batch_of(shape.vocab_size, seed=step % 2) for step in range(STEPS)]  # two in turn: there is something to learn
 
     update = UPDATES["adamw"](CLOSED, "reference", torch.float32)
-    assembly = Assembly(ours, ReplicatedOptimizer(trained(ours).values(), processes, update), fp8=None)
+    assembly = Assembly(ours, ReplicatedOptimizer(trained(ours).values(), processes, update), LinearLayers())
     micro_batches = itertools.chain.from_iterable(batch.split(2) for batch in batches)
     lr_at, batching = cosine_to_zero(LEARNING_RATE, 2 * STEPS), Batching(SEQUENCES, SEQUENCES // 2)
     curve = [train_step(assembly, micro_batches, batching, lr_at(step), processes) for step in range(STEPS)]

@@ -269,7 +269,7 @@ def test_an_unquantized_base_stores_the_matrices_themselves_once(processes, pair
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bytes_are_as_planned(processes, pair, storage, ranks):
     work = plan.Workload(SHAPE, 16, 4, 8, 8, lora_rank=4)
-    table = {**TABLE, "fp8": "torch", "micro_batch_size": 2}
+    table = {**TABLE, "linear": "fp8", "micro_batch_size": 2}
     config = from_table(table | {"gpus_per_node": ranks, "frozen_base": storage}, Config, "test")
     held = pair[0][storage]["bytes"] if ranks == 2 else FrozenBase(SHAPE, processes, storage=storage).stored.nbytes
     rest = 2 * ((2 * SHAPE.num_layers + 1) * 32 + 2 * 61 * 32)
@@ -281,7 +281,7 @@ def test_bytes_are_as_planned(processes, pair, storage, ranks):
 
 def test_the_plan_of_the_70b():
     """Gigabytes on each of 4 GPUs: 2 x 68.45 / 4 in FP8, 1.05 in bf16, 0.18 of adapters; and 2.57 of prefetch buffers."""
-    table = {**TABLE, "fp8": "torch", "micro_batch_size": 1, "gpus_per_node": 4}
+    table = {**TABLE, "linear": "fp8", "micro_batch_size": 1, "gpus_per_node": 4}
     config, work = from_table(table, Config, "test"), plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16)
     assert plan.state_bytes(config, work)["weights"] / 1e9 == pytest.approx(34.23 + 1.05 + 0.18, abs=0.01)
     assert plan.memory_peak(config, work).parts["gathered weights"] / 1e9 == pytest.approx(2.57, abs=0.01)

@@ -10,6 +10,7 @@ from torch import nn
 from two_ranks import known_gradient, optimizer_step
 
 from common.model.fused_block import fused_llama
+from common.model.linear_layers import LinearLayers
 from common.sharding.adamw import AdamW, AdamWSettings
 from common.sharding.replicated import ReplicatedOptimizer
 from common.training.assembly import Assembly
@@ -190,7 +191,7 @@ def test_a_second_optimizer_on_the_same_weights_is_refused(optimizer_of):
 def test_a_model_with_a_weight_that_its_optimizer_does_not_update_is_refused(optimizer_of):
     model = fused_llama(TINY.shape, 16)
     with pytest.raises(ValueError, match=r"head\.output\.weight trains, but"):
-        Assembly(model, optimizer_of([p for name, p in model.named_parameters() if name != "head.output.weight"]), fp8=None)
+        Assembly(model, optimizer_of([p for name, p in model.named_parameters() if name != "head.output.weight"]), LinearLayers())
 
 
 def test_norm_and_step_of_two_ranks_are_those_of_the_whole(two_ranks, processes):

@@ -12,6 +12,7 @@ import torch
 from synthetic_series import DESCRIPTION, ORG, SYSTEM
 
 from common.config import load
+from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
 from common.training import loop
 from common.training.assembly import Batching
@@ -67,7 +68,7 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
         "peak_tflops": None,
     }
     outcome = loop.train(
-        assembly=SimpleNamespace(model=None, fp8=None),
+        assembly=SimpleNamespace(model=None, linear=LinearLayers()),
         lr_at=lambda step: 0.0,
         batches=iter(()),
         eval_batches=iter([closed.target_loss + 0.1] * above + [closed.target_loss]),

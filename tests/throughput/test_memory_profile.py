@@ -1,12 +1,14 @@
 """profile --memory: a history in the fields of torch.cuda.memory._snapshot, made by hand; a real one needs a GPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from page import Page, read_page
 
 from common.kernels.fp8 import QuantizedTensor
+from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
 from common.training.assembly import Assembly
 from throughput.memory_profile import BEFORE, UNNAMED, document, history_of, kind_and_place, owners, write
@@ -90,7 +92,7 @@ def test_the_peak_is_found_and_divided_by_who_holds_it():
         ([frame(".venv/lib/site-packages/torch/nn.py", "linear"), *FORWARD], "activations", "common/kernels/swiglu.py:40 swiglu"),
         (
             [frame("common/kernels/quantize.py", "both"), frame("common/kernels/fp8.py", "quantize_weight"), *FORWARD],
-            "FP8 copies of weights",
+            "quantized weights",
             None,
         ),
         ([{"filename": "/usr/lib/python3/threading.py", "name": "run", "line": 1}], UNNAMED, ""),
@@ -133,11 +135,10 @@ def test_what_lives_as_long_as_the_run_is_known_by_its_address():
     optimizer = type("Optimizer", (), {"state_tensors": lambda self: [moments], "weights": masters})()
     assembly = object.__new__(Assembly)
     cast = QuantizedTensor(torch.zeros(6), torch.zeros(7))
-    fp8 = type(
-        "Scaling", (), {"tensors": lambda self: [], "quantizers": [type("Cast", (), {"cached": cast}), type("New", (), {"cached": None})]}
-    )()
-    vars(assembly).update(model=model, optimizer=optimizer, fp8=fp8)
+    linear = LinearLayers()
+    linear.quantizers = [SimpleNamespace(cached=cast), SimpleNamespace(cached=None)]
+    vars(assembly).update(model=model, optimizer=optimizer, linear=linear)
     named = owners(assembly)
     expected = {moments: "AdamW moments", masters[0]: "master weights", model.weight: "weights", model.bias: "weights"}
-    expected |= {model.held.parts["base"][0]: "frozen base, buffers"} | dict.fromkeys(cast[:2], "FP8 copies of weights")
+    expected |= {model.held.parts["base"][0]: "frozen base, buffers"} | dict.fromkeys(cast[:2], "quantized weights")
     assert named == {tensor.untyped_storage().data_ptr(): kind for tensor, kind in expected.items()}

@@ -35,24 +35,24 @@ def configs_of(gpu: str) -> list[tuple[str, str, RunConfig]]:
 
 
 def linears(config: RunConfig) -> str:
-    if not config.fp8:
+    if not config.linear_format.in_fp8:
         return config.precision
     gpu_format = "ocp" if config.gpu == "CPU" else fp8_family(KINDS[config.gpu].arch)
     formats = {"ocp": "e4m3, gradients e5m2", "fnuz": "e4m3fnuz, gradients e5m2fnuz"}[gpu_format]
-    return f"FP8 ({formats}), delayed scaling, engine {config.fp8}"
+    return f"FP8 ({formats}), delayed scaling"
 
 
 def activations(benchmark: str, config: RunConfig) -> str:
     """How the activations that backward needs are kept."""
     recomputed, offloaded = getattr(config, "recompute_layers", 0), getattr(config, "offload_layers", 0)
-    kept = "SwiGLU's input in 8 bits" if benchmark == LORA and config.fp8 else f"all in {config.precision}"
+    kept = "SwiGLU's input in 8 bits" if benchmark == LORA and config.linear_format.in_fp8 else f"all in {config.precision}"
     return kept + f", {recomputed} layers recomputed" * bool(recomputed) + f", of {offloaded} layers on the host" * bool(offloaded)
 
 
 def storage(benchmark: str, config: RunConfig) -> str:
     """Where weights, gradients and optimizer states are."""
     if benchmark == LORA:
-        base = f"{'FP8' if config.fp8 else config.precision} base"
+        base = f"{'FP8' if config.linear_format.in_fp8 else config.precision} base"
         return {
             "sharded": f"{base} sharded, layers gathered ahead" if config.gpus_per_node > 1 else f"{base} on one process",
             "replicated": f"{base} on each GPU, transposed layer by layer",

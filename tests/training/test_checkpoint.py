@@ -25,7 +25,7 @@ from submission.check import examine
 # A batch that 1, 2 and 3 ranks divide: evaluations at steps 3, 6 and 9, the last; with "2" the checkpoint of step 6 remains.
 SIZES = {"global_batch_size": 12, "micro_batch_size": 2, "eval_micro_batch_size": 2, "max_samples": 108}
 FP8_RULES = replace(TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0))  # sizes that FP8 products take
-BF16_MOMENTS = {"fp8": "torch", "moment_precision": "bf16"}
+BF16_MOMENTS = {"linear": "fp8", "moment_precision": "bf16"}
 
 
 def values(run_dir):
@@ -168,7 +168,7 @@ def test_fp8_continues_on_another_number_of_ranks_with_the_smallest_scales(proce
     begun, train = {}, TRAIN
 
     def watched(assembly, *arguments):
-        begun["fp8"] = [tensor.clone() for tensor in assembly.fp8.tensors()]
+        begun["fp8"] = [tensor.clone() for tensor in assembly.linear.state().values()]
         return train(assembly, *arguments)
 
     with mock.patch(f"{__name__}.TRAIN", watched):
@@ -373,14 +373,14 @@ REFUSED = [
     ({"opt_base_learning_rate": 2e-2}, {}, "opt_base_learning_rate was 0.01, now 0.02"),
     ({"global_batch_size": 24}, {}, "global_batch_size was 12, now 24"),
     ({"max_samples": 120}, {}, "max_samples was 108, now 120"),
-    ({"fp8": "torch"}, {}, "fp8 was , now torch"),
+    ({"linear": "fp8"}, {}, "linear was bf16, now fp8"),
     ({}, {"seed": 2}, "seed was 1, now 2"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "args", "said"), REFUSED, ids=[row[2] for row in REFUSED])
 def test_another_run_is_refused(made, copied, changes, args, said):
-    if changes.get("fp8"):  # its shape is no FP8 shape
+    if changes.get("linear"):  # its shape is no FP8 shape
         with pytest.raises(ConfigError, match=said):
             require_same(*newest(copied), "llama31_8b", 1, run_config(**SIZES | changes))
         return

@@ -14,7 +14,7 @@ from llama31_8b.rules import Config
 
 # Sizes that FP8 products take: multiples of 16.
 RULES = replace(TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0))
-FP8 = {"fp8": "torch"}
+FP8 = {"linear": "fp8"}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_it_trains_as_bf16_does_and_says_what_it_is(data, in_bf16, tmp_path, way
     log = {record["key"]: record["value"] for record in records(tmp_path / "run" / "result.txt")}
     assert log["lowest_numerical_precision_in_linear"] == "fp8" and log["lowest_numerical_precision_in_attn"] == "bfloat16"
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    clipped = [event["clipped_elements"] for event in events if event["event"] == "fp8"]
+    clipped = [event["clipped_elements"] for event in events if event["event"] == "linear"]
     assert len(clipped) == 3 and all(count >= 0 for count in clipped)
 
 

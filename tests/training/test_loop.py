@@ -18,6 +18,7 @@ from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import Writer
 from common.errors import NonFinite, TargetMissed
 from common.model.initialization import copy_weight, init_weights
+from common.model.linear_layers import LinearLayers
 from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
@@ -354,7 +355,7 @@ def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
     def assemble(config, rules, processes, seed):
         model = Scripted(losses)
         update = UPDATES["adamw"](rules, "reference", torch.float32)
-        return Assembly(model, ReplicatedOptimizer(model.parameters(), processes, update), fp8=None)
+        return Assembly(model, ReplicatedOptimizer(model.parameters(), processes, update), LinearLayers())
 
     changes = {"gpu": "H200", "miniature": False, "opt_base_learning_rate": 4e-4, "max_samples": 100_000}
     changes |= {"global_batch_size": global_batch_size, "micro_batch_size": global_batch_size, "eval_micro_batch_size": 1024}

@@ -51,10 +51,10 @@ def test_precisions_are_disclosed():
         keys = dict(hyperparameters(run_config(**changes), rules.CLOSED, 1, "x.toml"))
         return [keys[f"lowest_numerical_precision_in_{where}"] for where in ("linear", "attn", "comm")]
 
-    assert disclosed(fp8="torch") == ["fp8", "bfloat16", "bfloat16"]
+    assert disclosed(linear="fp8") == ["fp8", "bfloat16", "bfloat16"]
     for name, word in {"mxfp8_hybrid": "fp8", "mxfp6_e2m3+stochastic": "mxfp6", "mxfp4+hadamard": "mxfp4", "nvfp4": "nvfp4"}.items():
-        assert disclosed(fp8="torch", block_format=name)[0] == word
-    assert disclosed(fp8="") == ["bfloat16"] * 3 and disclosed(fp8="", gpu="CPU") == ["fp32"] * 3
+        assert disclosed(linear=name)[0] == disclosed(linear=f"{name} until step 3, then fp8")[0] == word
+    assert disclosed(linear="bf16") == ["bfloat16"] * 3 and disclosed(linear="bf16", gpu="CPU") == ["fp32"] * 3
 
 
 def test_a_rank_without_a_file_writes_nothing_but_keeps_order(capfd):

@@ -132,7 +132,7 @@ def test_70b_full_training_on_8_gpus(capsys):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_our_rows_are_what_plan_counts_for_a_config_of_the_benchmark(fp8):
     both = dict(gpu="MI300X", nodes=1, gpus_per_node=8, global_batch_size=16, micro_batch_size=2, eval_micro_batch_size=1, max_samples=1)
-    both |= dict(fp8="torch" if fp8 else "", opt_base_learning_rate=1.0)
+    both |= dict(linear="fp8" if fp8 else "bf16", opt_base_learning_rate=1.0)
     full, lora = Config(**both, opt_learning_rate_warmup_steps=1), LoraConfig(**both, opt_learning_rate_training_steps=1)
     for shape, rank, config, name in (
         (LLAMA31_8B, 0, full, "optimizer sharded over a node, bf16 weights whole (ZeRO-2)"),

@@ -15,10 +15,11 @@ from common import config as configs
 from common.benchmarks import divisions
 from common.gpu_kinds import GIB, KINDS
 from common.hardware import Device, Probe, config_names, config_path
-from common.kernels.fp8 import DelayedScaling
 from common.kernels.rope import rope_tables
+from common.linear_formats import FORMATS
 from common.model.fused_block import FusedBlock
 from common.model.fused_lora_block import saved_bytes_per_token
+from common.model.linear_layers import linear_layers
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from common.paths import ROOT
 from common.records import published, rcp
@@ -69,7 +70,7 @@ class Measured:
 MEASURED = (
     Measured(PRETRAINING, "H200_1x2", 121.6, 15_829, {"global_batch_size": 8}),
     Measured(PRETRAINING, "H200_1x2", 120.6, 15_556, {"global_batch_size": 8, "reduce_scatter": "nccl"}),
-    Measured(PRETRAINING, "H200_1x2", 113.1, 11_223, {"global_batch_size": 8, "fp8": ""}),
+    Measured(PRETRAINING, "H200_1x2", 113.1, 11_223, {"global_batch_size": 8, "linear": "bf16"}),
     Measured(PRETRAINING, "H200_1x4", 123.8, 16_301, {}),
     Measured(PRETRAINING, "H200_1x1", 129.8, 13_540, {}),
     Measured(LORA, "H200_1x4", 129.6, 3_084, {}),
@@ -97,7 +98,7 @@ def test_speed_is_within_six_percent_of_the_measured(run):
 
 def test_the_efficiency_of_an_h200_is_fitted_to_our_fp8_runs():
     """One number for both benchmarks: the 8B is planned as much too fast as LoRA is planned too slow."""
-    logs = [math.log(run.speed_ratio()) for run in WITH_SPEED if run.changes.get("fp8") != ""]
+    logs = [math.log(run.speed_ratio()) for run in WITH_SPEED if run.changes.get("linear") != "bf16"]
     assert len(logs) >= 6 and abs(max(logs) + min(logs)) < 0.003
 
 
@@ -177,8 +178,8 @@ def test_state_of_pre_training_by_hand():
     state = plan.state_bytes(config, work)
     assert state["weights"] + state["gradients"] + state["AdamW moments"] == 16 * LLAMA31_8B.num_parameters / 4
     matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
-    assert state["FP8 copies of weights"] == 2 * matrices, "rowwise and columnwise, whole on each GPU"
-    assert plan.state_bytes(replace(config, fp8=""), work)["FP8 copies of weights"] == 0
+    assert state["quantized weights"] == 2 * matrices, "rowwise and columnwise, whole on each GPU"
+    assert plan.state_bytes(replace(config, linear="bf16"), work)["quantized weights"] == 0
     assert plan.memory_peak(config, work).parts["gathered weights"] == 2 * LLAMA31_8B.num_parameters
 
 
@@ -213,14 +214,14 @@ def test_a_frozen_base_by_hand(storage, layouts, buffers):
     assert LLAMA2_70B.lora_parameters(16) == adapters
     assert memory.parts["weights"] == layouts * 80 * layer + 2 * rest + 4 * adapters
     assert memory.parts["gradients"] == 4 * adapters and memory.parts["AdamW moments"] == 8 * adapters
-    assert memory.parts.get("gathered weights", 0) == buffers * layer and "FP8 copies of weights" not in memory.parts
+    assert memory.parts.get("gathered weights", 0) == buffers * layer and "quantized weights" not in memory.parts
     assert plan.FROZEN_BUFFERS == NUM_BUFFERS
 
 
 def test_a_frozen_base_in_bf16_by_hand():
     """W serves both passes: nothing is transposed, and only a sharded base is gathered."""
     for storage, gpus, buffers in (("sharded", 4, 3), ("replicated", 1, 0)):
-        memory = plan.memory_peak(*shipped(LORA, "H200_1x4", frozen_base=storage, fp8="", offload_layers=0))
+        memory = plan.memory_peak(*shipped(LORA, "H200_1x4", frozen_base=storage, linear="bf16", offload_layers=0))
         assert memory.parts["weights"] == 2 * 80 * 855_638_016 / gpus + 2 * (2 * 32000 * 8192 + 161 * 8192) + 4 * 44_564_480
         assert memory.parts.get("gathered weights", 0) == buffers * 2 * 855_638_016
 
@@ -230,17 +231,16 @@ def test_activations_of_pre_training_by_hand():
     config, work = shipped(PRETRAINING, "H200_1x4")
     kept = 2 * 8192 + 8 + 12288 + 8192 + 128 + 57344
     assert sum(plan.activation_bytes(config, work).values()) == kept + 3 * 4096 + 14336
-    assert sum(plan.activation_bytes(replace(config, fp8=""), work).values()) == kept + 2 * 8192 + 28672
+    assert sum(plan.activation_bytes(replace(config, linear="bf16"), work).values()) == kept + 2 * 8192 + 28672
 
 
 @pytest.mark.parametrize("shape", [ModelShape(1, 64, 112, 4, 2, 61, 10000.0), QWEN3_LIKE], ids=["llama", "qwen3"])
-@pytest.mark.parametrize("fp8", ["", "torch"])
-def test_activations_of_pre_training_are_what_a_block_saves(fp8, shape):
+@pytest.mark.parametrize("linear", ["bf16", "fp8"])
+def test_activations_of_pre_training_are_what_a_block_saves(linear, shape):
     """All tensors that the block keeps, each memory once, and the log-sum-exp that the attention of a GPU keeps in fp32."""
-    scaling = DelayedScaling() if fp8 else None
-    block = FusedBlock(shape, "reference", scaling).to(torch.bfloat16)
-    if scaling is not None:
-        scaling.allocate(torch.device("cpu"))
+    layers = linear_layers(FORMATS[linear])
+    block = FusedBlock(shape, "reference", layers).to(torch.bfloat16)
+    layers.allocate(torch.device("cpu"))
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     x, (cos, sin) = torch.randn(1, 16, 64).to(torch.bfloat16), rope_tables(shape, 16, "cpu")
@@ -248,21 +248,21 @@ def test_activations_of_pre_training_are_what_a_block_saves(fp8, shape):
         _, saved = block.run(x, cos, sin, keep=True)
     attention, leaves = saved.attention
     parts = [saved.x, saved.residual, saved.rstd_1, saved.rstd_2, saved.gate_up, attention, *leaves]
-    parts += [saved.before] if shape.qk_norm else []
+    parts += [saved.qk_before_norm] if shape.qk_norm else []
     for operand in (saved.n_1, saved.o, saved.n_2, saved.h):
         parts += [part for part in (operand.rowwise, operand.columnwise) if part is not None]
     sizes = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts if part.numel()}
-    config, work = shipped(PRETRAINING, "H200_1x4", fp8=fp8)
+    config, work = shipped(PRETRAINING, "H200_1x4", linear=linear)
     counted = plan.activation_bytes(config, replace(work, shape=shape))
     assert sum(sizes.values()) + 16 * 4 * shape.num_heads == 16 * sum(counted.values())
 
 
 @pytest.mark.parametrize("shape", [LLAMA2_70B, QWEN3_LIKE], ids=["llama", "qwen3"])
-@pytest.mark.parametrize("fp8", ["", "torch"])
-def test_activations_of_lora_are_those_of_the_block(fp8, shape):
-    config, work = shipped(LORA, "H200_1x4", fp8=fp8, offload_layers=0)
+@pytest.mark.parametrize("linear", ["bf16", "fp8"])
+def test_activations_of_lora_are_those_of_the_block(linear, shape):
+    config, work = shipped(LORA, "H200_1x4", linear=linear, offload_layers=0)
     counted = plan.activation_bytes(config, replace(work, shape=shape))
-    assert sum(counted.values()) == saved_bytes_per_token(shape, 16, bool(fp8))
+    assert sum(counted.values()) == saved_bytes_per_token(shape, 16, linear == "fp8")
 
 
 def test_working_sets_by_hand():
@@ -288,7 +288,7 @@ def test_recomputed_layers_keep_their_input_and_the_last_one_runs_again():
 
 def test_a_tied_heads_gradient_lives_until_the_embeddings_is_added():
     """A batch at which a block's backward is the peak. The rest of a tied model is smaller: one table instead of two."""
-    config, work = shipped(PRETRAINING, "H200_1x8", micro_batch_size=4, global_batch_size=32, fp8="")
+    config, work = shipped(PRETRAINING, "H200_1x8", micro_batch_size=4, global_batch_size=32, linear="bf16")
     wide = replace(work.shape, vocab_size=16384)
     two, one = (plan.memory_peak(config, replace(work, shape=replace(wide, tied_embedding=tied))) for tied in (False, True))
     table = wide.vocab_size * wide.hidden_size
@@ -353,7 +353,7 @@ def test_bf16_and_recomputation_take_longer():
     config, _ = shipped(PRETRAINING, "H200_1x4")
     fp8, bf16, recomputed = (
         command.estimate(PRETRAINING, replace(config, **change), KINDS["H200"]).step_s
-        for change in ({}, {"fp8": ""}, {"recompute_layers": 32})
+        for change in ({}, {"linear": "bf16"}, {"recompute_layers": 32})
     )
     assert bf16 / fp8 == pytest.approx(plan.BF16_OVER_FP8) and 1.2 < recomputed / fp8 < 1 / 3 + 1
 

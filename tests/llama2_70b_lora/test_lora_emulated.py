@@ -3,7 +3,7 @@
 import pytest
 from lora_ranks import RULES, few_steps
 
-FORMAT = {"fp8": "torch", "block_format": "mxfp4+stochastic"}
+FORMAT = {"linear": "mxfp4+stochastic until step 9999, then fp8"}
 
 
 def test_every_storage_of_a_base_in_fp8_gives_the_same_bits(processes):
@@ -12,12 +12,12 @@ def test_every_storage_of_a_base_in_fp8_gives_the_same_bits(processes):
         found = few_steps(processes, **FORMAT, **storage)
         assert (found["losses"], found["norms"], found["evaluation"]) == (plain["losses"], plain["norms"], plain["evaluation"])
     assert plain["base unchanged"] and plain["losses"][-1] < plain["losses"][0]
-    assert plain["losses"] != few_steps(processes, fp8="torch")["losses"]
+    assert plain["losses"] != few_steps(processes, linear="fp8")["losses"]
 
 
-@pytest.mark.parametrize("fp8", ["torch", ""])
-def test_after_healing_it_goes_on_in_what_the_base_is_stored_in(processes, fp8):
-    options = {"fp8": fp8, "block_format": "mxfp4"}
-    healed, unhealed = few_steps(processes, healing="step 3", **options), few_steps(processes, **options)
+@pytest.mark.parametrize("then", ["fp8", "bf16"])
+def test_after_healing_it_goes_on_in_what_the_base_is_stored_in(processes, then):
+    healed = few_steps(processes, linear=f"mxfp4 until step 3, then {then}")
+    unhealed = few_steps(processes, linear=f"mxfp4 until step 9999, then {then}")
     assert healed["losses"][:3] == unhealed["losses"][:3] and healed["losses"][3] != unhealed["losses"][3]
     assert len(healed["losses"]) == 6 and healed["base unchanged"] and RULES.lora_dropout == 0

@@ -8,13 +8,12 @@ from fused_lora import RANK, SMALL, MemoryBase, data, plain_block, results
 from plain_block import Block
 from signal_to_noise import sqnr_db
 from test_fused_block import QK_NORM, SHAPE, run
-from tiny import run_config
 
 from common.kernels.block_formats import FORMATS, hadamard, quantize
-from common.kernels.fp8 import DelayedScaling
-from common.model.block_scaling import BlockBase, BlockScaling
+from common.linear_formats import linear_format
 from common.model.fused_block import FusedBlock
 from common.model.fused_lora_block import FusedLoraBlock
+from common.model.linear_layers import DelayedScaling, LinearLayers, linear_layers
 from common.model.lora import AdapterSettings
 
 RECIPES = ["mxfp8", "mxfp8_hybrid", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "mxfp4+square_weights", "nvfp4+square_weights"]
@@ -55,21 +54,20 @@ def quantizing(linear, recipe):
     linear.forward = forward
 
 
-def scaling_of(recipe, healing="", fp8=""):
-    return BlockScaling(run_config(block_format=recipe, healing=healing, fp8=fp8))
+def layers_of(recipe, until="", then="fp8"):
+    return linear_layers(linear_format(recipe + (f" until {until}, then {then}" if until else "")))
 
 
-def start(scaling, block):
+def start(layers, block):
     """As `build` does it."""
-    if scaling is not None:
-        scaling.allocate(torch.device("cpu"))
-        scaling.attach(block)
+    layers.allocate(torch.device("cpu"))
+    block.register_forward_pre_hook(lambda block, _: layers.start_pass(block.training))
 
 
-def fused(scaling, dtype=torch.float32, recompute=False, shape=SHAPE):
+def fused(layers, dtype=torch.float32, recompute=False, shape=SHAPE):
     torch.manual_seed(0)
-    block = FusedBlock(shape, "reference", scaling, recompute)
-    start(scaling, block)
+    block = FusedBlock(shape, "reference", layers, recompute)
+    start(layers, block)
     for name, parameter in block.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.05)
     return block.to(dtype)
@@ -87,7 +85,7 @@ def near(found, expected):
 
 @pytest.mark.parametrize(("recipe", "shape"), [*((recipe, SHAPE) for recipe in (*RECIPES, *WGRAD)), ("mxfp4", QK_NORM)])
 def test_a_block_quantizes_the_factors_of_all_its_products(recipe, shape):
-    block, plain = fused(scaling_of(recipe), shape=shape), Block(shape)
+    block, plain = fused(layers_of(recipe), shape=shape), Block(shape)
     plain.load_state_dict(block.state_dict())
     exact = run(plain)
     for name in ("qkv", "o", "gate_up", "down"):
@@ -102,13 +100,13 @@ def test_a_block_quantizes_the_factors_of_all_its_products(recipe, shape):
 @pytest.mark.parametrize("recipe", [*RECIPES[:5], "mxfp4+square_weights"])
 def test_a_lora_block_reads_its_frozen_weights_in_the_format(recipe):
     plain = plain_block()
-    scaling = scaling_of(recipe)
+    layers = layers_of(recipe)
     linears = {name: getattr(plain, name) for name in ("qkv", "o", "gate_up", "down")}
     linears = {name: getattr(linear, "base", linear) for name, linear in linears.items()}
-    base = BlockBase(MemoryBase({name: linear.weight for name, linear in linears.items()}, None), scaling)
-    block = FusedLoraBlock(SMALL, 0, base, "reference", AdapterSettings(RANK, 8.0, 0.0), scaling)
+    base = layers.frozen_base(MemoryBase({name: linear.weight for name, linear in linears.items()}, LinearLayers()))
+    block = FusedLoraBlock(SMALL, 0, base, "reference", AdapterSettings(RANK, 8.0, 0.0), layers)
     block.load_state_dict({name: t for name, t in plain.state_dict().items() if name in block.state_dict()})
-    start(scaling, block)
+    start(layers, block)
     for linear in linears.values():
         quantizing(linear, recipe)
     x, d_out, tables = data()
@@ -116,24 +114,24 @@ def test_a_lora_block_reads_its_frozen_weights_in_the_format(recipe):
 
 
 def test_a_base_in_fp8_is_read_in_the_format_and_after_healing_as_it_is():
-    scaling, of_base = scaling_of("mxfp4", "step 1", "torch"), DelayedScaling()
+    layers, of_base = layers_of("mxfp4", "step 1"), DelayedScaling()
     stored = MemoryBase({"o": torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()}, of_base)
-    base = BlockBase(stored, scaling)
-    scaling.allocate(torch.device("cpu"))
+    base = layers.frozen_base(stored)
+    layers.allocate(torch.device("cpu"))
     whole = stored.operands["o"].rowwise.float() * stored.operands["o"].scale
     forward, backward = base.forward_weights(0)["o"], base.backward_weights(0)["o"]
     assert forward.scale is None and torch.equal(forward.rowwise, along_rows(whole, "mxfp4").bfloat16())
     assert backward.scale is None and torch.equal(backward.columnwise, along_rows(whole.t(), "mxfp4").bfloat16())
     base.release(0)
     assert stored.calls == ["forward 0", "backward 0", "release 0"]
-    scaling.step_done()
+    layers.step_done()
     assert torch.equal(base.forward_weights(0)["o"].rowwise.view(torch.uint8), stored.operands["o"].rowwise.view(torch.uint8))
     assert base.backward_weights(0)["o"].scale is stored.operands["o"].scale
 
 
 def test_gradients_are_rounded_stochastically_and_nothing_else_is():
-    block = fused(scaling_of("mxfp4+stochastic"))
-    nearest = run(fused(scaling_of("mxfp4")))
+    block = fused(layers_of("mxfp4+stochastic"))
+    nearest = run(fused(layers_of("mxfp4")))
     torch.manual_seed(1)
     first, second = run(block), run(block)
     torch.manual_seed(1)
@@ -141,64 +139,64 @@ def test_gradients_are_rounded_stochastically_and_nothing_else_is():
     assert torch.equal(first["output"], nearest["output"]) and equal(again, first)
     assert not any(torch.equal(first[name], second[name]) for name in first if name != "output")
     draws = [run(block)["down.weight"] for _ in range(16)]
-    exact = run(fused(None))["down.weight"]
+    exact = run(fused(LinearLayers()))["down.weight"]
     assert sqnr_db(torch.stack(draws).mean(0), exact) > sqnr_db(nearest["down.weight"], exact), "the mean is nearer than the nearest"
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4+hadamard", "nvfp4"])
 def test_recompute_changes_no_bit(recipe):
-    assert equal(run(fused(scaling_of(recipe), recompute=True)), run(fused(scaling_of(recipe))))
+    assert equal(run(fused(layers_of(recipe), recompute=True)), run(fused(layers_of(recipe))))
 
 
-@pytest.mark.parametrize("fp8", ["torch", ""])
-def test_after_the_step_of_healing_a_block_computes_as_one_that_never_was_in_the_format(fp8):
+@pytest.mark.parametrize("then", ["fp8", "bf16"])
+def test_after_the_step_of_healing_a_block_computes_as_one_that_never_was_in_the_format(then):
     """With FP8 from its first step, without a history."""
-    scaling = scaling_of("mxfp4", "step 2", fp8)
-    block = fused(scaling, torch.bfloat16)
-    reference = DelayedScaling() if fp8 else None
+    layers = layers_of("mxfp4", "step 2", then)
+    block = fused(layers, torch.bfloat16)
+    reference = linear_layers(linear_format(then))
     plain = fused(reference, torch.bfloat16)
     for step in range(2):
-        assert not scaling.healed
+        assert not layers.healed
         in_format = run(block, torch.bfloat16, seed=step)
-        scaling.step_done()
-    assert scaling.healed
+        layers.step_done()
+    assert layers.healed
     for step in range(3):
         found, expected = run(block, torch.bfloat16, seed=step), run(plain, torch.bfloat16, seed=step)
         assert equal(found, expected)
-        for each in filter(None, (scaling, reference)):
-            each.step_done()
+        layers.step_done()
+        reference.step_done()
     assert not equal(in_format, found)
-    scaling.reset()
-    assert not scaling.healed and equal(run(block, torch.bfloat16, seed=1), in_format), "as before the first step: the warm-up's end"
+    layers.reset()
+    assert not layers.healed and equal(run(block, torch.bfloat16, seed=1), in_format), "as before the first step: the warm-up's end"
 
 
 def test_healing_at_a_loss_waits_for_an_evaluation_that_reaches_it():
-    scaling = scaling_of("mxfp4+hadamard", "loss 3.6", "torch")
-    fused(scaling)
-    assert scaling.evaluated(3.7) == {"linear_format": "mxfp4, emulated", "clipped_elements": 0} and not scaling.healed
-    scaling.step_done()
-    assert scaling.evaluated(3.6)["linear_format"] == "mxfp4, emulated" and scaling.healed, "this evaluation was still in the format"
-    scaling.step_done()
-    assert scaling.evaluated(9.9)["linear_format"] == "fp8" and scaling.steps == 1, "it stays healed, and its FP8 history goes on"
+    layers = layers_of("mxfp4+hadamard", "loss 3.6")
+    fused(layers)
+    assert layers.evaluated(3.7) == {"linear_format": "mxfp4, emulated", "clipped_elements": 0} and not layers.healed
+    layers.step_done()
+    assert layers.evaluated(3.6)["linear_format"] == "mxfp4, emulated" and layers.healed, "this evaluation was still in the format"
+    layers.step_done()
+    assert layers.evaluated(9.9)["linear_format"] == "fp8" and layers.steps == 1, "it stays healed, and its FP8 history goes on"
 
 
-@pytest.mark.parametrize("healing", ["step 2", "loss 3.6", ""])
+@pytest.mark.parametrize("until", ["step 2", "loss 3.6", ""])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_checkpoint_knows_whether_it_has_healed(healing, steps):
+def test_a_checkpoint_knows_whether_it_has_healed(until, steps):
     """After `steps` of four steps, with an evaluation after the second."""
-    scaling = scaling_of("mxfp4+hadamard", healing, "torch")
-    block, found = fused(scaling, torch.bfloat16), []
+    layers = layers_of("mxfp4+hadamard", until)
+    block, found = fused(layers, torch.bfloat16), []
     for step in range(4):
         if step == steps:
-            saved = [tensor.clone() for tensor in scaling.tensors()]
+            saved = {name: tensor.clone() for name, tensor in layers.state().items()}
         found.append(run(block, torch.bfloat16, seed=step))
-        scaling.step_done()
+        layers.step_done()
         if step == 1:
-            scaling.evaluated(3.0)
-    continued = scaling_of("mxfp4+hadamard", healing, "torch")
+            layers.evaluated(3.0)
+    continued = layers_of("mxfp4+hadamard", until)
     block = fused(continued, torch.bfloat16)
-    continued.resume(*saved, steps)
-    assert continued.healed == (healing != "" and steps >= 2)
+    continued.resume([saved], steps)
+    assert continued.healed == (until != "" and steps >= 2)
     for step in range(steps, 4):
         assert equal(run(block, torch.bfloat16, seed=step), found[step])
         continued.step_done()
@@ -207,13 +205,13 @@ def test_a_checkpoint_knows_whether_it_has_healed(healing, steps):
 
 
 def test_weights_are_cast_once_per_step():
-    scaling = scaling_of("mxfp4")
-    block = fused(scaling)
+    layers = layers_of("mxfp4")
+    block = fused(layers)
     first = run(block)["output"]
     with torch.no_grad():
         block.down.weight.mul_(3)
     assert torch.equal(run(block)["output"], first)
-    scaling.step_done()
+    layers.step_done()
     assert not torch.equal(run(block)["output"], first)
 
 
@@ -223,9 +221,9 @@ def test_the_triton_kernels_serve_it_as_the_reference_does():
     found = []
     for kernels in ("reference", "triton"):
         torch.manual_seed(0)
-        scaling = scaling_of("mxfp8")
-        block = FusedBlock(shape, kernels, scaling)
-        start(scaling, block)
+        layers = layers_of("mxfp8")
+        block = FusedBlock(shape, kernels, layers)
+        start(layers, block)
         for name, parameter in block.named_parameters():
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.05)
         found.append(run(block))

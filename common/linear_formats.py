@@ -1,0 +1,82 @@
+"""Number formats of the blocks' linear layers: the values of the config key `linear`. Standard library only.
+
+    linear = "bf16"      products in the precision of the run: bf16, and fp32 on a CPU
+    linear = "fp8"       products in FP8 with one scale per tensor (common/kernels/fp8.py)
+    linear = "mxfp4+stochastic until step 340, then fp8"
+                         research: an emulated block format with options, until a step or a loss (common/model/emulated_layers.py)
+
+The config, `plan` and the log read a LinearFormat before torch is imported. Its implementation, a subclass of LinearLayers
+(common/model/linear_layers.py), says how tensors are quantized, how two are multiplied and which state that needs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+
+
+@dataclass(frozen=True)
+class LinearFormat:
+    name: str
+    implementation: str  # "module:class": a LinearLayers, which only ranks import
+    log_precision: str = ""  # the MLPerf log's word for `lowest_numerical_precision_in_linear`; "": that of the run
+    bytes_per_element: int = 0  # of a product's operand in one layout; 0: as many as in the precision of the run
+    weight_copies: int = 0  # layouts in which a trained weight is kept beside itself, cast once per optimizer step
+    in_fp8: bool = False  # kernels store operands in FP8, and a frozen base is stored in FP8
+    emulated: bool = False  # the products only compute what the format would give: a log says so, and `package` refuses it
+    options: tuple[str, ...] = ()  # of an emulated format
+    until: str = ""  # when an emulated format ends: after "step 340", or at the first evaluation down to "loss 3.6"; "": never
+    then: str = ""  # the format after that: "fp8" or "bf16"
+
+    @property
+    def stores_fp8(self) -> bool:
+        """Whether FP8 tensors exist in a run: kernels store operands in FP8 from the first step, or after `until`."""
+        return self.in_fp8 or (self.then != "" and FORMATS[self.then].in_fp8)
+
+    def operand_bytes(self, element: int) -> int:
+        """Return the bytes of one element of an operand, in one layout. element: bytes in the precision of the run."""
+        return self.bytes_per_element or element
+
+
+LAYERS = "common.model.linear_layers:LinearLayers"
+DELAYED_SCALING = "common.model.linear_layers:DelayedScaling"
+EMULATED_LAYERS = "common.model.emulated_layers:EmulatedLayers"
+
+
+def _emulated(name: str, log_precision: str) -> LinearFormat:
+    """Return a format of common/kernels/block_formats.py: its casts are kept in the precision of the run, in both layouts."""
+    return LinearFormat(name, EMULATED_LAYERS, log_precision, weight_copies=2, emulated=True)
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        LinearFormat("bf16", LAYERS),
+        LinearFormat("fp8", DELAYED_SCALING, "fp8", bytes_per_element=1, weight_copies=2, in_fp8=True),
+        _emulated("mxfp8", "fp8"),
+        _emulated("mxfp8_hybrid", "fp8"),
+        _emulated("mxfp6_e2m3", "mxfp6"),
+        _emulated("mxfp6_e3m2", "mxfp6"),
+        _emulated("mxfp4", "mxfp4"),
+        _emulated("nvfp4", "nvfp4"),
+    )
+}
+# Of an emulated format: its options in this order, and when it ends.
+EMULATED = re.compile(
+    r"(?P<name>\w+)(?P<options>(\+stochastic)?(\+(random_)?hadamard)?(\+square_weights)?)"
+    r"( until (?P<until>step [1-9]\d{0,7}|loss \d{1,3}(\.\d{1,9})?), then (?P<then>fp8|bf16))?",
+    re.ASCII,
+)
+
+
+@cache
+def linear_format(text: str) -> LinearFormat | None:
+    """Return the format that a config calls `text`, None if it is unknown."""
+    if text in FORMATS:
+        return FORMATS[text]
+    found = EMULATED.fullmatch(text)
+    if found is None or found["name"] not in FORMATS or not FORMATS[found["name"]].emulated:
+        return None
+    options = tuple(found["options"].split("+")[1:])
+    return replace(FORMATS[found["name"]], options=options, until=found["until"] or "", then=found["then"] or "")

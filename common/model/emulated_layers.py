@@ -1,0 +1,162 @@
+"""Linear layers in an emulated block format (kernels/block_formats.py), and the later return to FP8 or bf16 ("healing").
+
+Until then the kernels store operands in the precision of the run, and each product first quantizes and dequantizes its factors,
+along the dimension that it sums over. After that the products are those of the format that follows `then`; FP8's scales begin
+there. Emulation is for numerics: it is slower than the products it stands for, and keeps two copies of each weight in the
+precision of the run. Imported only where a config asks for it.
+
+Outside of it: attention, head and embedding, the adapters of LoRA, and what LoRA keeps of SwiGLU's input, which no product reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.kernels import block_formats
+from common.kernels.fp8 import SCALE, QuantizedTensor, Quantizer
+from common.linear_formats import LinearFormat
+from common.model.linear_layers import BlockQuantizers, DelayedScaling, FrozenWeights, Quantize
+
+
+class EmulatedLayers(DelayedScaling):
+    """Whether the model has healed, and the FP8 scales after that."""
+
+    def __init__(self, form: LinearFormat | None = None):
+        super().__init__()
+        assert form is not None
+        self.format = form
+        self.blocks = block_formats.FORMATS[form.name]
+        self.stochastic = "stochastic" in form.options
+        self.square_weights = "square_weights" in form.options
+        self.transform = next((option for option in form.options if option.endswith("hadamard")), "")
+        self.until, _, point = form.until.partition(" ")
+        self.point = float(point or 0)
+        self.steps_done = 0
+        self.healed = False
+
+    # Casts. The place of a native path.
+
+    def _cast(self, x: Tensor, dtype: torch.dtype | None = None, *, gradient: bool = False, weight: bool = False) -> Tensor:
+        """Return x, the summed dimension last, quantized and dequantized, in x's dtype or `dtype`."""
+        element = self.blocks.gradient_element if gradient else self.blocks.element
+        return block_formats.emulate(
+            x,
+            self.blocks,
+            element,
+            dtype or x.dtype,
+            square=weight and self.square_weights,
+            stochastic=gradient and self.stochastic,
+        )
+
+    def _columns(self, x: Tensor, *, gradient: bool = False) -> QuantizedTensor:
+        """Return a factor of wgrad, cast along its rows. A transform fills them up to a multiple of 16."""
+        transposed = x.t()
+        if self.transform:
+            transposed = block_formats.hadamard(transposed, self.transform == "random_hadamard")
+        return QuantizedTensor(x.new_empty(0, 0), self._cast(transposed, x.dtype, gradient=gradient))
+
+    # Operands and products.
+
+    def stored(self, quantizers: BlockQuantizers) -> BlockQuantizers:
+        if not self.format.stores_fp8:
+            return BlockQuantizers()
+        return quantizers if self.healed else BlockQuantizers(stored_gate_up=quantizers.stored_gate_up)
+
+    def weight(self, weight: Tensor, quantizer: Quantizer | None, quantize: Quantize) -> QuantizedTensor:
+        assert quantizer is not None
+        if self.healed:
+            return super().weight(weight, quantizer if self.format.stores_fp8 else None, quantize)
+        if quantizer.cached is None:
+            rowwise = self._cast(weight, weight=True)
+            columnwise = rowwise.t().contiguous() if self.square_weights else self._cast(weight.t(), weight=True)
+            quantizer.cached = QuantizedTensor(rowwise, columnwise)
+        return quantizer.cached
+
+    def frozen_base(self, base: FrozenWeights) -> FrozenWeights:
+        return EmulatedBase(base, self)
+
+    def fprop(self, x: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
+        return super().fprop(x if self.healed else QuantizedTensor(self._cast(x.rowwise)), weight)
+
+    def dgrad(self, g: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
+        return super().dgrad(g if self.healed else QuantizedTensor(self._cast(g.rowwise, gradient=True)), weight)
+
+    def wgrad(self, g: QuantizedTensor, x: QuantizedTensor) -> Tensor:
+        if self.healed:
+            return super().wgrad(g, x)
+        return super().wgrad(self._columns(g.rowwise, gradient=True), self._columns(x.rowwise))
+
+    # State.
+
+    def allocate(self, device: torch.device) -> None:
+        """As with FP8; and one row more of the state, whose scale is the step of healing, or 0: it is part of every checkpoint."""
+        self.quantizers.append(Quantizer(weight=True))  # no step changes the scale of a weight
+        super().allocate(device)
+
+    def heal(self) -> None:
+        """Compute products in the format that follows from here on."""
+        self.healed = True
+        super().reset()  # no history of FP8 yet: the first step takes its scales from the tensors themselves
+        self.scales[-1, SCALE] = self.steps_done
+
+    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int) -> None:
+        healed_after = int(ranks[0]["fp8_state"][-1, SCALE])
+        super().resume(ranks, steps - healed_after)
+        self.steps_done = steps
+        self.healed = healed_after > 0
+
+    def reset(self) -> None:
+        self.steps_done = 0
+        self.healed = False
+        super().reset()
+
+    def step_done(self) -> None:
+        super().step_done()
+        self.steps_done += 1
+        if self.until == "step" and self.steps_done == self.point:
+            self.heal()
+
+    def evaluated(self, loss: float) -> dict[str, object]:
+        """Return also the format of this evaluation's products."""
+        name = self.format.then if self.healed else f"{self.format.name}, emulated"
+        facts = {"linear_format": name, **super().evaluated(loss)}
+        if self.until == "loss" and not self.healed and loss <= self.point:
+            self.heal()
+        return facts
+
+
+class EmulatedBase:
+    """LoRA's frozen weights in the block format until healing, cast from what is stored whenever a layer is read.
+
+    A base that is stored in FP8 has been rounded to e4m3 before.
+    """
+
+    def __init__(self, base: FrozenWeights, linear: EmulatedLayers):
+        self.base = base
+        self.linear = linear
+
+    def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
+        stored = self.base.forward_weights(layer)
+        if self.linear.healed:
+            return stored
+        return {name: QuantizedTensor(self._cast(weight.rowwise, weight.scale)) for name, weight in stored.items()}
+
+    def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
+        stored = self.base.backward_weights(layer)
+        if self.linear.healed:
+            return stored
+        empty = torch.empty(0, 0)
+        columnwise = {name: w.rowwise.t() if w.columnwise is None else w.columnwise for name, w in stored.items()}
+        return {name: QuantizedTensor(empty, self._cast(columnwise[name], w.scale)) for name, w in stored.items()}
+
+    def release(self, layer: int) -> None:
+        self.base.release(layer)
+
+    def _cast(self, stored: Tensor, scale: Tensor | None) -> Tensor:
+        """Return a matrix in the dtype of the products: that of the stored one, bf16 where it is in FP8."""
+        if scale is None:
+            return self.linear._cast(stored, weight=True)
+        return self.linear._cast(stored.float() * scale, torch.bfloat16, weight=True)
