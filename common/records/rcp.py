@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from common.benchmarks import Rules
 
-SUBMISSION_RUNS = 10  # of both benchmarks (rules, "Benchmark Results"; mlperf-logging benchmark_meta.py)
+SUBMISSION_RUNS = 10  # of each benchmark here (rules, "Benchmark Results"; mlperf-logging benchmark_meta.py)
 
 
 def trimmed_mean(values: Sequence[float]) -> float:

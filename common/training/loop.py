@@ -1,4 +1,4 @@
-"""The loop, once, for both benchmarks: train() and evaluate(). It takes finished objects and knows no benchmark.
+"""The loop of every benchmark: train() and evaluate(). It takes finished objects and knows no benchmark.
 
 The loss of a step is the mean over the global batch of each sequence's mean over its valid tokens. Where all tokens count, as
 in pre-training, that is the mean over all tokens; where a mask leaves some out, it is what the LoRA reference does.

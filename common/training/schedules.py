@@ -1,4 +1,4 @@
-"""Learning rates by step, of both benchmarks. Standard library only."""
+"""Learning rates by step. Standard library only."""
 
 from __future__ import annotations
 

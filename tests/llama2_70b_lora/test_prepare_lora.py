@@ -216,6 +216,17 @@ def whole(tmp_path):
     return tmp_path
 
 
+def test_an_error_of_the_weights_names_the_command_that_helps(tmp_path, capsys):
+    """The checkpoint reader is shared and knows no benchmark."""
+    weights = tmp_path / "empty"
+    weights.mkdir()
+    for options in (["write-manifest", "--output", str(tmp_path / "m.json")], ["verify", "--data-dir", str(tmp_path / "d")]):
+        if options[0] == "verify":
+            write_parquet(tmp_path / "d", govreport_rows())
+        assert prepare.main([*options, "--weights", str(weights)]) == WeightsError.exit_code
+        assert "llama2_70b_lora prepare" in capsys.readouterr().err
+
+
 def verify(folder, *options):
     return prepare.main(["verify", "--data-dir", str(folder / "d"), *options])
 
