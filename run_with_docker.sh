@@ -4,6 +4,7 @@
 #   CONT              the image; default llama-training, as built by the Dockerfile
 #   CONTAINER_ENGINE  docker or podman; default: the one that is installed, docker first
 #   GPU_VENDOR        amd, nvidia or none; default: what /dev shows
+#   CONTAINER_OPTIONS more options of the engine, separated by blanks, such as --cap-add=SYS_PTRACE
 set -euo pipefail
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
 
@@ -49,7 +50,6 @@ options=(
     --sig-proxy=false      # signals are passed on below, once; twice would mean "at once" to the launcher
     --cap-drop=ALL         # no privilege is needed, neither for the GPUs nor to drop the data from the page cache (per file, by advice)
     --security-opt=no-new-privileges
-    --shm-size=16g         # the ranks' collectives go through shared memory; the default of 64 MB ends in a bus error
     --ulimit=memlock=-1    # pinned buffers, and memory that a network card reads
     --ulimit=stack=67108864 # 64 MB for compilers' and collectives' threads, as AMD and NVIDIA advise
 )
@@ -95,6 +95,11 @@ if [[ -n ${MASTER_ADDR:-} ]]; then
     options+=(--network=host)
     [[ ! -e /dev/infiniband ]] || options+=(--device=/dev/infiniband)
 fi
+
+read -r -a more <<< "${CONTAINER_OPTIONS:-}"
+# The ranks' collectives go through shared memory; the default of 64 MB ends in a bus error. Podman refuses a size beside the host's own.
+[[ " ${more[*]-} " == *' --ipc'* ]] || options+=(--shm-size=16g)
+options+=(${more[@]+"${more[@]}"})
 
 # Mount directories under their own paths, so that paths in options, messages and the ledger are valid inside and outside.
 mount() { # directory, ro or rw

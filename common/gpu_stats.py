@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,8 +40,15 @@ NVML_THROTTLE_REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
+# amdgpu's binary file gpu_metrics (kgd_pp_interface.h): revision -> (size of the file, offset of the first of five counters in 32 bits, which
+# grow while a limit holds the clock down). Newer revisions list attributes instead; they are not read.
+AMD_METRICS: dict[tuple[int, int], tuple[int | None, int]] = {(1, 6): (1664, 36), (1, 7): (2208, 44), (1, 8): (None, 44)}
+AMD_LIMITS = ("hardware slowdown", "power cap", "thermal (socket)", "thermal (voltage regulator)", "thermal (HBM)")
 # Throttling beyond the power limit, which a healthy card reaches under full load.
-FAULTS = ("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake")
+FAULTS = (
+    *("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake"),
+    *("thermal (socket)", "thermal (voltage regulator)", "thermal (HBM)"),
+)
 
 
 class DriverError(Exception):
@@ -50,10 +58,14 @@ class DriverError(Exception):
 def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> list[dict]:
     """The values `names` and `throttle`, a list of reasons, of each GPU of `addresses` (Device.address). Raises DriverError.
 
-    None where the driver does not say; {} for a GPU that it no longer lists.
+    None where the driver does not say; {} for a GPU that it no longer lists. An AMD GPU counts how long each limit held: its reasons come from
+    two readings (`with_throttling`), and until then `throttle_counters` stands in their place.
     """
     if vendor == "amd":
-        return [{name: _amd_value(Path(card), name) for name in names} | {"throttle": None} for card in addresses]
+        return [
+            {name: _amd_value(Path(card), name) for name in names} | {"throttle_counters": amd_throttle_counters(Path(card))}
+            for card in addresses
+        ]
     fields = ["uuid", "clocks_event_reasons.active", *(VALUES[name][0] for name in names)]
     found: dict[str, dict] = {}
     for uuid, reasons, *texts in ask_nvidia_smi(",".join(fields), os.environ):
@@ -62,6 +74,38 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
         throttle = None if bits is None else [name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit]
         found[uuid] = {**values, "throttle": throttle}
     return [found.get(address, {}) for address in addresses]
+
+
+def amd_throttle_counters(card: Path) -> dict[str, int] | None:
+    """The counter of each of AMD_LIMITS; None if gpu_metrics is missing, or of a revision that AMD_METRICS lacks."""
+    try:
+        content = (card / "gpu_metrics").read_bytes()
+    except OSError:
+        return None
+    if len(content) < 4:
+        return None
+    size, *revision = struct.unpack_from("<HBB", content)
+    expected, offset = AMD_METRICS.get((revision[0], revision[1]), (None, 0))
+    if not offset or expected not in (None, size) or len(content) < offset + 4 * len(AMD_LIMITS):
+        return None
+    return dict(zip(AMD_LIMITS, struct.unpack_from(f"<{len(AMD_LIMITS)}I", content, offset), strict=True))
+
+
+def with_throttling(before: Sequence[dict], after: Sequence[dict]) -> list[dict]:
+    """`after` with `throttle`, the limits that held between two readings of `read_gpus`; None where a counter is missing.
+
+    Readings of NVIDIA GPUs, which have their reasons already, are returned as they are.
+    """
+    found = []
+    for number, values in enumerate(after):
+        if "throttle_counters" not in values:
+            found.append(values)
+            continue
+        then = before[number].get("throttle_counters") if number < len(before) else None
+        now = values["throttle_counters"]
+        reasons = None if then is None or now is None else [name for name in AMD_LIMITS if now[name] != then[name]]
+        found.append({name: value for name, value in values.items() if name != "throttle_counters"} | {"throttle": reasons})
+    return found
 
 
 def pci_folders(vendor: str, addresses: Sequence[str], sysfs: Path = Path("/sys")) -> list[Path]:

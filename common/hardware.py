@@ -19,15 +19,19 @@ from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
 
-# PCI device number -> product (pci.ids, vendor 1002; VF: as a virtual machine sees a card). The driver gives the number even where it gives no product name.
+# PCI device number -> product (pci.ids and libdrm's amdgpu.ids, vendor 1002; VF: as a virtual machine sees a card; HF: a variant of some clouds). The driver gives the number even where it gives no product name.
 AMD_PRODUCTS = {
     0x74A0: "AMD Instinct MI300A",
     0x74A1: "AMD Instinct MI300X",
     0x74A2: "AMD Instinct MI308X",
     0x74A5: "AMD Instinct MI325X",
+    0x74A8: "AMD Instinct MI308X HF",
+    0x74A9: "AMD Instinct MI300X HF",
     0x74B5: "AMD Instinct MI300X VF",
     0x74B6: "AMD Instinct MI308X VF",
     0x74B9: "AMD Instinct MI325X VF",
+    0x74BC: "AMD Instinct MI308X HF VF",
+    0x74BD: "AMD Instinct MI300X HF VF",
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
     0x75B0: "AMD Instinct MI350X VF",

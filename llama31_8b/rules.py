@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from common import benchmarks
 from common.benchmarks import LogValue
 from common.config import RunConfig
+from common.gpu_kinds import KINDS
 from common.model.shapes import LLAMA31_8B, ModelShape
 
 BENCHMARK = "llama31_8b"
@@ -32,6 +33,8 @@ class Config(RunConfig):
             do = 'set reduce_scatter = "nccl"'
             self.require(self.gpu != "CPU", "reduce_scatter", "a CPU has no copy engines", do)
             self.require(self.gpus_per_node > 1, "reduce_scatter", "one GPU sends nothing", do)
+            is_amd = self.gpu in KINDS and KINDS[self.gpu].vendor == "amd"
+            self.require(not is_amd, "reduce_scatter", "torch's symmetric memory was never tried on AMD GPUs", do)
             self.require(self.nodes == 1, "reduce_scatter", "copy engines reach the GPUs of one node only", do)
 
 

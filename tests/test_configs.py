@@ -193,6 +193,7 @@ def test_impossible_batch():
         {"moment_precision": "fp16"},
         {"reduce_scatter": "mail"},
         {"reduce_scatter": "copy_engine", "nodes": 2, "global_batch_size": 32},
+        {"reduce_scatter": "copy_engine", "gpu": "MI300X"},
         {"linear": ""},
         {"linear": "torch"},
         {"linear": "mxfp5"},

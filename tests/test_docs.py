@@ -37,14 +37,12 @@ def test_generated_tables_are_current(page):
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "linear", "reduce_scatter", "moment_precision", "recompute_layers"])
 def test_a_changed_config_changes_its_table(monkeypatch, key):
-    config = load_all(ROOT, "llama31_8b")["MI355X_1x8"]
-    other = {"micro_batch_size": 1, "linear": "bf16", "reduce_scatter": "copy_engine", "moment_precision": "bf16", "recompute_layers": 3}[
-        key
-    ]
-    before = docs_tables.configs_table("MI355X")
+    config = load_all(ROOT, "llama31_8b")["B200_1x8"]
+    other = {"micro_batch_size": 1, "linear": "bf16", "reduce_scatter": "nccl", "moment_precision": "bf16", "recompute_layers": 3}[key]
+    before = docs_tables.configs_table("B200")
     changed = config.__class__(**{**config.__dict__, key: other})
-    monkeypatch.setattr(docs_tables, "load_all", lambda root, benchmark: {"MI355X_1x8": changed} if benchmark == "llama31_8b" else {})
-    assert docs_tables.configs_table("MI355X").splitlines()[2] not in before
+    monkeypatch.setattr(docs_tables, "load_all", lambda root, benchmark: {"B200_1x8": changed} if benchmark == "llama31_8b" else {})
+    assert docs_tables.configs_table("B200").splitlines()[2] not in before
 
 
 def test_every_gpu_kind_has_a_page():

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.gpu_stats import SAMPLED, DriverError, read_gpus
+from common.gpu_stats import SAMPLED, DriverError, read_gpus, with_throttling
 from common.hardware import Probe
 from common.records.json_lines import append_line
 from common.terminal import print_stderr
@@ -81,10 +81,13 @@ def sample(file: int, vendor: str, gpus: list[dict], closed: Callable[[float], b
     append_line(file, {"event": "start", "source": SOURCES[vendor], "time": time.time(), "period_s": PERIOD_S, "gpus": gpus})
     began = due = clock()
     samples, noted = 0, set()
+    before: list[dict] = []
     while True:
         time_s = round(clock() - began, 3)
         try:
-            values = read_gpus(vendor, [gpu["id"] for gpu in gpus], SAMPLED)
+            reading = read_gpus(vendor, [gpu["id"] for gpu in gpus], SAMPLED)
+            values = with_throttling(before, reading)
+            before = reading
         except DriverError as error:
             values = [{} for _ in gpus]
             if str(error) not in noted:

@@ -17,6 +17,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from common.benchmarks import load_all, rules_of
 from common.command_line import Parser, exit_code_of, split_benchmark
@@ -187,7 +188,10 @@ def kinds_table(benchmark: str, config: RunConfig) -> str:
     """The config's settings on as many GPUs of every kind, beside the best published score of that many."""
     rows = []
     for kind in KINDS.values():
-        here = replace(config, gpu=kind.name)
+        changes: dict[str, Any] = {"gpu": kind.name}
+        if kind.vendor == "amd" and config.reduce_scatter == "copy_engine":
+            changes["reduce_scatter"] = "nccl"  # copy engines are refused there
+        here = replace(config, **changes)
         work = workload(benchmark, here)
         fit = "yes" if plan.fits(plan.memory_peak(here, work), kind) else "NO"
         scores = [f"{r.score:.2f} (batch {r.batch})" for r in published.published(benchmark, kind.name, config.world_size) if r.score]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ from common.command_line import Parser, exit_code_of, meant, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
 from common.gpu_kinds import GpuKind
-from common.gpu_stats import HEALTH, DriverError, read_gpus
+from common.gpu_stats import HEALTH, DriverError, read_gpus, with_throttling
 from common.hardware import Probe, identify, probe
 from common.known_issues import installed
 from launch.job import directories
@@ -171,6 +172,8 @@ def measured(
     before = read()
     ranks = run_ranks(request, seconds, environment, lambda: during.append(read()), cpus_of_ranks(found, request.count))
     after, seen = read(), [rank for rank in ranks if rank.memory_bytes]
+    readings = [before, *during, after]
+    loaded = [with_throttling(*pair) for pair in itertools.pairwise(readings)]
     rows = [judge_ranks(ranks, request.count)]
     if rows[0].verdict == "refuse":
         rows.append(skipped("speeds", "not every process finished"))
@@ -178,7 +181,7 @@ def measured(
         rows.append(skipped("health of the GPUs", "the run would be on the CPU"))
     elif len(seen) == request.count:
         rows += [gpus.judge_torch(seen, kind), gpus.judge_memory_in_use(seen, found.vendor == "nvidia" and platform.machine() == "aarch64")]
-        rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, during)]
+        rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, loaded)]
     if rows[0].verdict == "ok":
         rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))
         rows += gpus.judge_speeds(ranks, request.device, request.kind)

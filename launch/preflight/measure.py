@@ -84,8 +84,10 @@ def look(found: Measured, device: str) -> torch.device:
     found.used_bytes = total - free
     found.name, found.memory_bytes, found.compute_units = facts.name, facts.total_memory, facts.multi_processor_count
     found.arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
-    found.uuid = str(facts.uuid)
-    found.pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    # torch for ROCm lacked some properties before 2.11; an address is only for the reader of the table.
+    found.uuid = str(getattr(facts, "uuid", ""))
+    if all(hasattr(facts, name) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")):
+        found.pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     return place
 
 

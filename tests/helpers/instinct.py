@@ -27,7 +27,11 @@ CARDS = (
     Card("MI300X", ("AMD Instinct MI300X OAM", "AMD Instinct MI300X"), 0x74A1, 90402, GFX942),
     Card("MI300X", ("", "AMD Instinct MI300X VF"), 0x74B5, 90402, GFX942),
     Card("MI308X", ("AMD Instinct MI308X", "AMD Radeon Graphics"), 0x74A2, 90402, GFX942),
+    Card("MI300X", ("AMD Instinct MI300X HF", ""), 0x74A9, 90402, GFX942),
+    Card("MI300X", ("",), 0x74BD, 90402, GFX942),
     Card("MI308X", ("",), 0x74B6, 90402, GFX942),
+    Card("MI308X", ("",), 0x74A8, 90402, GFX942),
+    Card("MI308X", ("",), 0x74BC, 90402, GFX942),
     Card("MI325X", ("AMD Radeon Graphics", "AMD Instinct MI325X"), 0x74A5, 90402, GFX942),
     Card("MI325X", ("AMD Instinct Mi325X VF", ""), 0x74B9, 90402, GFX942),  # spelled so by amd-smi and rocm-smi in DigitalOcean's machines
     Card("MI350X", ("", "AMD Instinct MI350X"), 0x75A0, 90500, GFX950),

@@ -37,6 +37,7 @@ HABITS = (
     "DGXNGPU",
     "GPU_KIND",
     "CONT",
+    "CONTAINER_OPTIONS",
     "MASTER_ADDR",
     "MASTER_PORT",
     "NODE_RANK",
@@ -160,6 +161,17 @@ def container(vendor, engine, *arguments, **variables) -> list[str]:
 
 def devices(words):
     return [word for word in words if word.startswith(("--device", "--gpus", "--group-add", "--user"))]
+
+
+def test_more_options_reach_the_engine(tmp_path):
+    """What AMD's recipes allow beyond ours, where RCCL cannot pass memory between processes in a container."""
+    wanted = ["--cap-add=SYS_PTRACE", "--security-opt=seccomp=unconfined", "--ipc=host"]
+    words = container("amd", "docker", CONTAINER_OPTIONS=" ".join(wanted))
+    image = words.index("llama-training")
+    assert [word for word in words[:image] if word in wanted] == wanted and "--shm-size=16g" not in words
+    words = container("amd", "podman", CONTAINER_OPTIONS=wanted[0])
+    assert wanted[0] in words and "--shm-size=16g" in words and words.index("--cap-drop=ALL") < words.index(wanted[0])
+    assert "--shm-size=16g" in container("amd", "docker") and "" not in container("amd", "docker")
 
 
 def test_paths_are_resolved_without_gnu_tools(tmp_path):

@@ -4,19 +4,22 @@ import argparse
 import json
 import os
 import resource
+import struct
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.gpu_kinds import GIB, KINDS
-from common.gpu_stats import HEALTH, DriverError, read_gpus
+from common.gpu_stats import HEALTH, DriverError, amd_throttle_counters, read_gpus, with_throttling
 from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch.preflight import __main__ as verb
-from launch.preflight import gpus, host
+from launch.preflight import gpus, host, measure
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.measured import UNITS, Measured, read_ranks
 
@@ -184,6 +187,65 @@ def test_the_files_of_amdgpu(tmp_path):
         (tmp_path / name).write_text(text)
     (found,) = read_gpus("amd", [str(tmp_path)], HEALTH)
     assert (found["utilization_percent"], found["uncorrected_errors"], found["corrected_errors"]) == (7, 1, 23)
+
+
+def gpu_metrics(folder: Path, revision: tuple[int, int], size: int, counters: tuple[int, ...]) -> None:
+    """amdgpu's binary file: its size and revision, then, at the offset of this revision, the five counters."""
+    offset = {(1, 6): 36}.get(revision, 44)
+    content = bytearray(max(size, offset + 20))
+    struct.pack_into("<HBB", content, 0, size, *revision)
+    struct.pack_into("<5I", content, offset, *counters)
+    (folder / "gpu_metrics").write_bytes(content)
+
+
+@pytest.mark.parametrize(("revision", "size"), [((1, 6), 1664), ((1, 7), 2208), ((1, 8), 3000)])
+def test_throttling_of_an_amd_gpu_is_what_its_counters_gained(tmp_path, revision, size):
+    def reading(*counters):
+        gpu_metrics(tmp_path, revision, size, counters)
+        return read_gpus("amd", [str(tmp_path)], HEALTH)
+
+    first, second, third = reading(1, 50, 3, 0, 0), reading(1, 90, 3, 0, 0), reading(1, 95, 3, 0, 8)
+    (quiet,) = with_throttling(first, second)
+    assert quiet["throttle"] == ["power cap"] and "throttle_counters" not in quiet
+    (hot,) = with_throttling(second, third)
+    assert hot["throttle"] == ["power cap", "thermal (HBM)"]
+    assert with_throttling([], first)[0]["throttle"] is None, "one reading tells nothing"
+    assert gpus.judge_throttling(ranks(1), [[quiet]]).verdict == "ok"
+    row = gpus.judge_throttling(ranks(1), [[quiet], [hot]])
+    assert row.verdict == "warn" and "HBM" in row.value
+
+
+@pytest.mark.parametrize(("revision", "size"), [((1, 6), 900), ((1, 3), 2208), ((1, 9), 2208), ((2, 7), 2208)])
+def test_metrics_of_another_revision_are_unknown_and_not_misread(tmp_path, revision, size):
+    gpu_metrics(tmp_path, revision, size, (1, 2, 3, 4, 5))
+    assert amd_throttle_counters(tmp_path) is None
+    reading = read_gpus("amd", [str(tmp_path)], HEALTH)
+    assert gpus.judge_throttling(ranks(1), [with_throttling(reading, reading)]).verdict == "skipped"
+    (tmp_path / "gpu_metrics").write_bytes(b"\x04")
+    assert amd_throttle_counters(tmp_path) is None
+
+
+def test_torch_that_hides_the_address_of_a_gpu(monkeypatch):
+    """torch for ROCm lacked some properties: without an address a rank measures all the same."""
+    facts = SimpleNamespace(name="AMD Instinct MI300X", total_memory=192 * GIB, multi_processor_count=304, gcnArchName="gfx942:sramecc+")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (190 * GIB, 192 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: facts)
+    found = Measured(0)
+    measure.look(found, "cuda")
+    assert (found.arch, found.compute_units, found.uuid, found.pci) == ("gfx942:sramecc+", 304, "", "") and "no address" in found.label
+    for name, value in {"uuid": "ab", "pci_domain_id": 0, "pci_bus_id": 27, "pci_device_id": 0}.items():
+        setattr(facts, name, value)
+    measure.look(found, "cuda")
+    assert (found.uuid, found.pci) == ("ab", "0000:1b:00.0")
+
+
+@pytest.mark.parametrize("name", ["triton", "triton-rocm", "pytorch-triton-rocm"])
+def test_triton_is_found_under_each_of_its_names(monkeypatch, name):
+    monkeypatch.setattr(host, "version_of", {name: "3.6.0", "torch": "2.13.0"}.get)
+    assert "triton 3.6.0" in host.judge_software().value
 
 
 # --- GPUs: right and fast ---------------------------------------------------------------------------------------------
