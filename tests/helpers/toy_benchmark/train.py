@@ -14,6 +14,7 @@ from torch import Tensor
 from common.kernels.attention import attention_backends
 from common.model.fused_block import FusedBlock
 from common.model.initialization import init_weights
+from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
 from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
@@ -33,9 +34,10 @@ def high_priority_compute(config: Config) -> bool:
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
     shape, kernels = rules.shape, config.kernels
     dtype = DTYPES[config.precision]
+    linear = linear_layers(config.linear_format)
 
     def layers() -> tuple[list[FusedBlock], Head]:
-        return [FusedBlock(shape, kernels, None) for _ in range(shape.num_layers)], Head(shape, kernels)
+        return [FusedBlock(shape, kernels, linear) for _ in range(shape.num_layers)], Head(shape, kernels)
 
     def optimizer(model: Llama) -> ZeroOptimizer:
         update = UPDATES[rules.opt_name](rules, kernels, torch.float32)
@@ -46,7 +48,7 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
         init_weights(model, shape.num_layers, seed, 0.02, optimizer.set_weight)
         optimizer.gather()
 
-    return build(config, shape, rules.sequence_length, processes.device, fp8=None, layers=layers, optimizer=optimizer, weights=weights)
+    return build(config, shape, rules.sequence_length, processes.device, linear=linear, layers=layers, optimizer=optimizer, weights=weights)
 
 
 assemble_random = assemble
