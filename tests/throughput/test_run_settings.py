@@ -6,10 +6,10 @@ import subprocess
 import pytest
 import torch
 
+from common.benchmarks import load_all
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.sharding import processes, zero
-from common.benchmarks import load_all
 from llama2_70b_lora import train as lora
 from llama31_8b import train as pretraining
 from throughput import run_settings
