@@ -1,9 +1,10 @@
-"""The interface between a benchmark and everything else: class Rules, and the one registry of benchmarks.
+"""The interface between a benchmark and everything else: class Rules and the one registry.
 
-A benchmark is a folder at the top of the repository with `rules.py` and `train.py`. Its `rules.py` defines four names:
+A benchmark is a folder at the top of the repository with `rules.py` and `train.py`.
+Its `rules.py` defines four names:
 
     Config              subclass of RunConfig: the keys of a TOML in configs/<benchmark>/
-    Rules               subclass of Rules: what those rules fix (a benchmark without fields of its own uses Rules itself)
+    Rules               subclass of Rules: the rules of its divisions, and where its files are
     DIVISIONS           tuple of Rules, one for each division that a log can name
     rules_of(config)    the Rules of a run with this Config; it may take anything from the config
 
@@ -28,18 +29,21 @@ from common.model.shapes import ModelShape
 from common.paths import ROOT
 
 LogValue = int | float | str
+ReferenceRuns = Mapping[int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the rules fix for a run: model, data, evaluation, optimizer and log. A sample is a sequence."""
+    """The rules of a run: model, data, evaluation, optimizer and log. A sample is a sequence."""
 
     division: str  # as logged: "closed", or "miniature" for the toy that no one can submit
     shape: ModelShape
     sequence_length: int  # tokens
     eval_samples: int  # validation sequences of each evaluation, always the same ones
-    eval_interval_samples: int  # training sequences between evaluations, before rounding up to the global batch
-    target_loss: float  # natural-log cross entropy per token; a run ends at the first evaluation at or below it
+    # Training sequences between evaluations, before rounding up to the global batch.
+    eval_interval_samples: int
+    # Natural-log cross entropy per token. A run ends at the first evaluation at or below it.
+    target_loss: float
     adam_beta_1: float
     adam_beta_2: float
     adam_epsilon: float
@@ -48,12 +52,14 @@ class Rules:
     opt_name: str = "adamw"
     init_limit_s: float = 1800.0  # from init_start to init_stop
     lora_rank: int = 0  # rank of the adapters on a frozen base; 0: all weights train
-    manifests: tuple[str, ...] = ()  # files under DATADIR that list the files beside them, which are checked before a run
+    # Files under DATADIR that list the files beside them, which are checked before a run.
+    manifests: tuple[str, ...] = ()
     saves_model: bool = False  # whether `run --save` can write the trained model
-    throughput_mode: str = ""  # "full" or "lora": `throughput` trains models of any shape by this benchmark's code
-    # Sequences to the target of the reference's runs: global batch -> (sequences, number of runs).
-    reference_runs: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict, hash=False)
-    reference_learning_rates: Mapping[int, float] = field(default_factory=dict, hash=False)  # by global batch
+    # "full" or "lora": `throughput` trains models of any shape by this benchmark's code.
+    throughput_mode: str = ""
+    # The reference's runs, by global batch: (sequences to the target, number of runs), and rates.
+    reference_runs: ReferenceRuns = field(default_factory=dict, hash=False)
+    reference_learning_rates: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     @property
     def data_files(self) -> tuple[str, ...]:
@@ -62,7 +68,7 @@ class Rules:
 
     @property
     def flops_per_token(self) -> int:
-        """Training FLOPs per token as MFU counts them; the formulas are in common/model/shapes.py."""
+        """Training FLOPs per token as MFU counts them (formulas: common/model/shapes.py)."""
         if self.lora_rank:
             return self.shape.lora_flops_per_token(self.sequence_length, self.lora_rank)
         return self.shape.training_flops_per_token(self.sequence_length)
@@ -95,7 +101,7 @@ class Rules:
         }
 
     def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
-        """Return the (key, value) pairs that only this benchmark logs, among them the learning rate schedule."""
+        """Return the (key, value) pairs that only this benchmark logs, such as its schedule."""
         return []
 
 
@@ -116,7 +122,7 @@ def rules_of(name: str, config: RunConfig) -> Rules:
 
 
 def divisions(name: str) -> dict[str, Rules]:
-    """Return division -> its rules, for every division of benchmark `name` that a log can name."""
+    """Return division -> rules, for every division of benchmark `name` that a log can name."""
     return {rules.division: rules for rules in _module(name).DIVISIONS}
 
 

@@ -1,4 +1,4 @@
-"""The command that helps where the base weights are missing or damaged, for errors of the checkpoint reader."""
+"""The command that helps where the base weights are missing or damaged."""
 
 from __future__ import annotations
 

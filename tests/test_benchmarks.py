@@ -21,6 +21,14 @@ def config_of(name: str, file: str) -> RunConfig:
 
 
 @each_benchmark
+def test_rules_py_defines_what_the_registry_reads(name):
+    assert issubclass(config_class(name), RunConfig)
+    assert all(isinstance(rules, benchmarks.Rules) and rules.data_files for rules in divisions(name).values())
+    assert rules_of(name, config_of(name, "CPU_1x1.toml")) == divisions(name)["miniature"]
+    assert rules_of(name, config_of(name, "H200_1x8.toml")) == divisions(name)["closed"]
+
+
+@each_benchmark
 def test_a_run_logs_the_values_that_its_division_fixes(name):
     for file in ("CPU_1x1.toml", "H200_1x8.toml"):
         config = config_of(name, file)

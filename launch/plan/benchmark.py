@@ -1,4 +1,4 @@
-"""A benchmark as the plan sees it. Standard library only, besides the benchmark's rules."""
+"""The workload of a benchmark, for the plan. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A further benchmark is two folders: a copy of the project with them, and no other change, trains it and checks its log.
+"""A further benchmark is two folders: a copy of the project with them trains it and checks its log.
 
 The benchmark is tests/helpers/toy_benchmark/, which CONTRIBUTING.md names as the smallest example.
 """

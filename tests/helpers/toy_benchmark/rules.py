@@ -1,4 +1,4 @@
-"""What is fixed for `toy_benchmark`, the smallest benchmark there can be: learn to count upwards."""
+"""Rules of `toy_benchmark`, as small as a benchmark can be: learn to count upwards."""
 
 from __future__ import annotations
 
