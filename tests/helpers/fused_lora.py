@@ -1,4 +1,4 @@
-"""A plain block with adapters, the fused LoRA block with the same weights, and what both compute."""
+"""Fused LoRA blocks whose frozen weights are in memory: one with the weights of a plain block, and a whole Llama."""
 
 import torch
 from plain_block import Block, LoRALinear
@@ -9,7 +9,8 @@ from common.kernels.quantize import quantize_reference
 from common.kernels.rope import rope_tables
 from common.model.fused_lora_block import FusedLoraBlock
 from common.model.linear_layers import DelayedScaling, LinearLayers
-from common.model.lora import AdapterSettings
+from common.model.llama import Head, Llama
+from common.model.lora import AdapterSettings, adapter_parameters
 from common.model.shapes import ModelShape
 
 SMALL = ModelShape(1, 48, 80, 4, 2, 64, 10000.0)  # dimensions that no tile divides
@@ -20,7 +21,7 @@ BATCH, SEQUENCE = 2, 19
 
 
 class MemoryBase:
-    """Both layouts in memory; notes what it is asked for."""
+    """The frozen weights of one block, in both layouts; notes what it is asked for."""
 
     def __init__(self, matrices: dict[str, torch.Tensor], scaling: LinearLayers):
         self.calls = []
@@ -73,6 +74,23 @@ def fused_block(plain, dropout=0.0, fp8=False, layer=0, kernels="reference"):
         setattr(block, name, getattr(block, name).float())
     block.load_state_dict({name: t for name, t in plain.state_dict().items() if name in block.state_dict()})
     return block
+
+
+def lora_llama(source, rank, alpha, dropout=0.0):
+    """Return a Llama with the frozen weights of `source` and undefined adapters, which alone train."""
+    shape, settings = source.shape, AdapterSettings(rank, alpha, dropout)
+    linear = LinearLayers()
+    blocks = []
+    for layer, block in enumerate(source.blocks):
+        base = MemoryBase({name: getattr(block, name).weight.detach() for name in NAMES}, linear)
+        blocks.append(FusedLoraBlock(shape, layer, base, "reference", settings, linear))
+    model = Llama(shape, source.max_sequence_length, blocks, Head(shape, "reference"))
+    kept = {name: tensor for name, tensor in source.state_dict().items() if name in model.state_dict()}
+    model.load_state_dict(kept, strict=False)
+    trained = adapter_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return model
 
 
 def data(shape=SMALL, dtype=torch.float32, batch=BATCH, sequence=SEQUENCE):

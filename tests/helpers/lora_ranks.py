@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tiny import TINY
 
 from common.config import from_table
 from common.model.initialization import parameter_seed
@@ -19,7 +20,7 @@ from common.training.loop import evaluate, pad_for_ranks, train_step
 from llama2_70b_lora.rules import MINIATURE, Config
 from llama2_70b_lora.train import assemble, base_fingerprints
 
-RULES = replace(MINIATURE, shape=ModelShape(2, 32, 48, 4, 2, 61, 10000.0), sequence_length=16, lora_dropout=0.0)
+RULES = replace(MINIATURE, shape=TINY.shape, sequence_length=TINY.sequence_length, lora_dropout=0.0)
 TABLE = {
     "gpu": "CPU",
     "nodes": 1,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -58,18 +60,30 @@ def run_config(global_batch_size: int = 32, **changes) -> Config:
 
 def start(path: Path | None, rules_=rules.CLOSED, global_batch_size: int | None = None) -> RunLog:
     """A log up to run_start."""
-    benchmark, log = benchmark_of(rules_), RunLog(path)
-    train_samples = getattr(rules_, "train_samples", benchmark.train_samples)
-    pairs = hyperparameters(benchmark.run_config(global_batch_size), rules_, train_samples, CONFIG_FILENAME)
+    log = RunLog(path)
     log.cache_clear(True)
     log.init_start()
-    name, division = benchmark.rules.BENCHMARK, rules_.division
-    log.submission(benchmark=name, org="An Organisation", platform="8 GPUs", division=division, status="onprem")
-    log.seed(3_123_456_789)
-    log.hyperparameters(pairs)
+    initialize(log, rules_, benchmark_of(rules_).run_config(global_batch_size))
+    return log
+
+
+def initialize(
+    log: RunLog,
+    rules_,
+    config: config.RunConfig,
+    config_filename: str = CONFIG_FILENAME,
+    org: str = "An Organisation",
+    platform: str = "8 GPUs",
+    seed: int = 3_123_456_789,
+) -> None:
+    """Log what comes between init_start and run_start."""
+    benchmark = benchmark_of(rules_)
+    train_samples = getattr(rules_, "train_samples", benchmark.train_samples)
+    log.submission(benchmark=benchmark.rules.BENCHMARK, org=org, platform=platform, division=rules_.division, status="onprem")
+    log.seed(seed)
+    log.hyperparameters(hyperparameters(config, rules_, train_samples, config_filename))
     log.init_stop()
     log.run_start()
-    return log
 
 
 def evaluate(log: RunLog, samples: int, loss: float) -> None:
@@ -108,3 +122,66 @@ def write_records(path: Path, changed: list[dict]) -> Path:
 def find(log: list[dict], key: str, occurrence: int = 0) -> int:
     """Index in `log` of the given occurrence of `key`; its line number is one more."""
     return [index for index, record in enumerate(log) if record["key"] == key][occurrence]
+
+
+# --- whole closed runs: every line from RunLog, its times then set to those of a run ---
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a run took. Seconds; `minutes` of the whole run, if given, decide what is left after the last evaluation."""
+
+    samples: int  # training sequences to the target
+    samples_per_s: float = 30.0
+    evaluation_s: float = 10.0
+    first_block_s: float = 6.0  # what the first block takes more
+    minutes: float | None = None
+    converged: bool = True
+
+
+def write_timed(path: Path, benchmark: Benchmark, run: Timed, seed: int, rules_=None, global_batch_size: int | None = None) -> Path:
+    """The log of one run, with evaluations by the rules up to `run.samples`."""
+    rules_ = rules_ or benchmark.rules.CLOSED
+    batch = benchmark.run_config(global_batch_size).global_batch_size
+    counts = list(range(rules_.first_evaluation(batch), run.samples + 1, rules_.eval_interval(batch)))
+    assert counts[-1] == run.samples, f"no evaluation at {run.samples}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    changed = json.loads(_template(rules_, batch, tuple(counts)))
+    changed[find(changed, "seed")]["value"] = seed
+    if not run.converged:
+        changed[find(changed, "eval_accuracy", len(counts) - 1)]["value"] = rules_.target_loss + 0.1
+        changed[-1]["metadata"]["status"] = "aborted"
+    set_times(changed, run)
+    return write_records(path, changed)
+
+
+@cache
+def _template(rules_, batch: int, counts: tuple[int, ...]) -> str:
+    """Written once for all runs of the same length: RunLog waits for the disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        return json.dumps(records(write_evaluations(Path(folder) / "log", rules_, list(counts), batch)))
+
+
+def set_times(changed: list[dict], run: Timed) -> None:
+    began = changed[0]["time_ms"]
+    start = now = float(began + 60_000)
+    before = 0
+    for record in changed:
+        samples = record["metadata"].get("samples_count", 0)
+        if record["key"] == "block_stop":
+            now += (samples - before) / run.samples_per_s * 1000 + (run.first_block_s * 1000 if before == 0 else 0)
+            before = samples
+        elif record["key"] == "eval_accuracy":
+            now += run.evaluation_s * 1000
+        elif record["key"] == "run_stop" and run.minutes is not None:
+            assert start + run.minutes * 60_000 >= now, "the parts of the run take longer than the whole"
+            now = start + run.minutes * 60_000
+        in_init = before == 0 and samples == 0 and record["key"] not in ("run_start", "block_start")
+        record["time_ms"] = began if in_init else round(now)
+
+
+def write_timed_series(folder: Path, benchmark: Benchmark, runs: list[Timed], **options) -> Path:
+    """result_0.txt, result_1.txt, ... as in a submission."""
+    for index, run in enumerate(runs):
+        write_timed(folder / f"result_{index}.txt", benchmark, run, seed=1000 + index, **options)
+    return folder

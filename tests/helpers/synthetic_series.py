@@ -20,7 +20,6 @@ from common.paths import ROOT
 from common.records import json_lines, ledger
 from common.records.rcp import mean_samples
 from common.training import mllog
-from common.training.log_keys import hyperparameters
 from common.training.mllog import RunLog
 
 ORG, CONFIG, SYSTEM = "Acme", "MI355X_1x8.toml", "MI355X_1x8_pytorch"
@@ -177,12 +176,7 @@ def _run(run_dir: Path, benchmark, rules, config, plan: Plan, clock: Clock) -> i
     if plan.fails == "early":
         log.abort(0)
         return 0
-    log.submission(benchmark=benchmark.rules.BENCHMARK, org=plan.org, platform=plan.platform, division=rules.division, status="onprem")
-    log.seed(plan.seed)
-    train_samples = getattr(rules, "train_samples", benchmark.train_samples)
-    log.hyperparameters(hyperparameters(config, rules, train_samples, plan.config_name))
-    log.init_stop()
-    log.run_start()
+    synthetic_log.initialize(log, rules, config, plan.config_name, plan.org, plan.platform, plan.seed)
     batch, before = config.global_batch_size, 0
     events = _Events(plan, rules, batch)
     for index in range(plan.evaluations):

@@ -23,13 +23,13 @@ from unittest import mock
 import fp8_on_cpu  # noqa: F401  (changes torch)
 import numpy as np
 import torch
+from synthetic_log import records
 
 from common import config
 from common.data.indexed_dataset_writer import Writer
 from common.errors import RunError
 from common.model.shapes import ModelShape
 from common.paths import ROOT
-from common.records.mlperf_log import TOKEN
 from common.sharding.processes import start_processes
 from common.training.session import Session, main
 from llama31_8b import train as trainer
@@ -135,10 +135,6 @@ def facts(run_dir: Path, error: RunError | None = None) -> Facts:
     status = next((record["metadata"]["status"] for record in log if record["key"] == "run_stop"), "")
     losses, norms, rates = ([step[key] for step in steps] for key in ("loss", "grad_norm", "learning_rate"))
     return Facts(losses, norms, rates, evaluations, status, error.kind if error else "", str(error or ""))
-
-
-def records(path: Path) -> list[dict]:
-    return [json.loads(line[len(TOKEN) :]) for line in path.read_text().splitlines()]
 
 
 # Processes of their own.

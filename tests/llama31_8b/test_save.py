@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny import PYTHONPATH, TINY, call_on_ranks, records, run, run_config, write_data
+from synthetic_log import records
+from tiny import PYTHONPATH, TINY, call_on_ranks, run, run_config, write_data
 
 from common.errors import ConfigError, StorageError, WeightsError
 from common.model.checkpoint_reader import open_checkpoint
@@ -25,6 +26,8 @@ from common.model.initialization import copy_weight, init_weights
 from common.model.shapes import RopeScaling
 from llama31_8b import save, train
 from llama31_8b.rules import MINIATURE
+
+pytestmark = pytest.mark.quick
 
 # The miniature's model, with Llama 3.1's rotation and a vocabulary that neither two nor three ranks divide; the first evaluation ends the run.
 SHAPE = replace(MINIATURE.shape, vocab_size=2047, rope_scaling=RopeScaling(original_context=16))

@@ -13,6 +13,8 @@ from llama31_8b import prepare
 from llama31_8b.data import validation_tokens
 from llama31_8b.rules import CLOSED
 
+pytestmark = pytest.mark.quick
+
 VOCAB = CLOSED.shape.vocab_size
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{i}|>" for i in range(254))]
 TEXTS = [f"document {i}: the quick brown fox jumps over {i * 37} lazy dogs, naïvely 🙂.\n" * (1 + i % 5) for i in range(600)]

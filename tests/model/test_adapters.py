@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lora_model import lora_llama
+from fused_lora import lora_llama
 from lora_ranks import RULES, few_steps
 from tiny import call_on_ranks
 

@@ -5,7 +5,7 @@ import resource
 
 import pytest
 import torch
-from lora_model import lora_llama
+from fused_lora import lora_llama
 from safetensors.torch import load_file, save_file
 from test_model import pair
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from lora_model import lora_llama
+from fused_lora import lora_llama
 from test_lora_adapter import random_adapters
 from test_model import assert_near, pair
 

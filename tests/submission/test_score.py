@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import rcp_formula
 import synthetic_log
-import timed_log
-from synthetic_log import LORA, PRETRAINING
-from timed_log import Timed
+from synthetic_log import LORA, PRETRAINING, Timed
 
 from common.paths import ROOT
 from common.records import published
@@ -64,7 +62,7 @@ def one_step_short(record: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def amd(tmp_path_factory) -> Path:
-    folder = timed_log.write_series(tmp_path_factory.mktemp("amd") / "results/MI355X/llama31_8b", PRETRAINING, AMD_RUNS)
+    folder = synthetic_log.write_timed_series(tmp_path_factory.mktemp("amd") / "results/MI355X/llama31_8b", PRETRAINING, AMD_RUNS)
     for path in folder.glob("result_*.txt"):
         change(path, one_step_short)
     return folder
@@ -93,9 +91,9 @@ def organisation(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("submission") / "Org"
     write_system(folder / "systems/sys.json")
     pretraining = [replace(run, samples_per_s=30 + index / 7) for index, run in enumerate(MIXED)]
-    timed_log.write_series(folder / "results/sys/llama31_8b", PRETRAINING, pretraining)
+    synthetic_log.write_timed_series(folder / "results/sys/llama31_8b", PRETRAINING, pretraining)
     lora = [Timed(2688, 5.8 + index / 9, 12.3) for index in range(3)] + [Timed(3072, 5.8 - index / 90, 12.3) for index in range(6)]
-    timed_log.write_series(folder / "results/sys/llama2_70b_lora", LORA, [*lora, Timed(3840, 5.9, 12.3, converged=False)])
+    synthetic_log.write_timed_series(folder / "results/sys/llama2_70b_lora", LORA, [*lora, Timed(3840, 5.9, 12.3, converged=False)])
     return folder
 
 
@@ -208,7 +206,7 @@ def test_two_directories_are_compared_whatever_their_gpus(amd, tmp_path, capsys)
     """The other one is twice as fast in training, half in evaluation, and needs as many sequences."""
     slow = [replace(run, minutes=None, samples_per_s=20.0, evaluation_s=10.0) for run in MIXED]
     fast = [replace(run, minutes=None, samples_per_s=40.0, evaluation_s=20.0) for run in MIXED]
-    ours, theirs = (timed_log.write_series(tmp_path / name, PRETRAINING, runs) for name, runs in (("a", slow), ("b", fast)))
+    ours, theirs = (synthetic_log.write_timed_series(tmp_path / name, PRETRAINING, runs) for name, runs in (("a", slow), ("b", fast)))
     found = evaluate(capsys, ours, "--gpu", "H200", "--gpus", 4, "--against", theirs)["against"]
     assert (found["name"], found["gpu"], found["gpus"], found["minutes"] / found["speedup"]) == (
         "b",
@@ -230,7 +228,7 @@ def test_what_cannot_be_compared_is_refused(amd, wish, said, capsys):
 
 
 def test_logs_of_two_benchmarks_cannot_be_compared(amd, tmp_path, capsys):
-    lora = timed_log.write_series(tmp_path / "lora", LORA, [Timed(3072, 5.8, 12.0)] * 10)
+    lora = synthetic_log.write_timed_series(tmp_path / "lora", LORA, [Timed(3072, 5.8, 12.0)] * 10)
     assert score.main([str(amd), "--against", str(lora)]) == 2
     assert "is a result of llama2_70b_lora" in capsys.readouterr().err
     assert score.main(["AMD MI355X 5.1", "--against", "AMD MI300X"]) == 2
@@ -261,12 +259,12 @@ def test_the_table_of_published_results_is_made_of_logs(organisation, tmp_path, 
 def test_one_run_that_did_not_converge_is_the_slowest(tmp_path, capsys):
     runs = [Timed(172_032 if index < 5 else 184_320, 35, minutes=100 + index) for index in range(9)]
     runs.append(Timed(196_608, 80, converged=False, minutes=50))
-    folder = timed_log.write_series(tmp_path / "logs", PRETRAINING, runs)
+    folder = synthetic_log.write_timed_series(tmp_path / "logs", PRETRAINING, runs)
     found = read(folder)
     assert found.samples == (172_032 + 184_320) / 2
     assert found.minutes == sum(100 + index for index in range(1, 9)) / 8 and found.passed
     assert "did not converge" in text(capsys, folder)
-    timed_log.write(folder / "result_0.txt", PRETRAINING, Timed(184_320, converged=False), seed=1)
+    synthetic_log.write_timed(folder / "result_0.txt", PRETRAINING, Timed(184_320, converged=False), seed=1)
     printed = text(capsys, folder, code=20)
     assert "INVALID         2 runs did not converge" in printed and "RCP test        FAILED (Insufficient convergence)" in printed
     assert "125,0" not in printed
@@ -274,14 +272,14 @@ def test_one_run_that_did_not_converge_is_the_slowest(tmp_path, capsys):
 
 
 def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
-    path = timed_log.write(tmp_path / "log", PRETRAINING, Timed(172_032), seed=1)
+    path = synthetic_log.write_timed(tmp_path / "log", PRETRAINING, Timed(172_032), seed=1)
     change(path, lambda record: record | {"value": 3.31} if record["key"] == "eval_accuracy" else record)
     run = read_run(path)
     assert run.state == FAILED and "checker refuses its log: no evaluation reached the target" in run.reason
 
 
 def test_rcp_failure_is_exit_code_20_and_no_score(tmp_path, capsys):
-    folder = timed_log.write_series(tmp_path / "logs", PRETRAINING, [Timed(172_032)] * 10)
+    folder = synthetic_log.write_timed_series(tmp_path / "logs", PRETRAINING, [Timed(172_032)] * 10)
     assert "RCP test        FAILED (RCP found)" in text(capsys, folder, code=20)
     found = evaluate(capsys, folder, code=20)["result"]
     assert found["score"] is None and found["rcp"]["passed"] is False
@@ -289,7 +287,7 @@ def test_rcp_failure_is_exit_code_20_and_no_score(tmp_path, capsys):
 
 def test_of_thirteen_runs_the_median_window_counts(tmp_path, capsys):
     minutes = [100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 95, 130, 130]
-    folder = timed_log.write_series(tmp_path / "logs", PRETRAINING, [Timed(184_320, 35, minutes=m) for m in minutes])
+    folder = synthetic_log.write_timed_series(tmp_path / "logs", PRETRAINING, [Timed(184_320, 35, minutes=m) for m in minutes])
     found = read_series([folder])
     windows = series.windows(found)
     assert [window.runs[0].name for window in windows] == [f"result_{index}.txt" for index in range(4)]  # 10 comes after 9
@@ -303,14 +301,14 @@ def test_of_thirteen_runs_the_median_window_counts(tmp_path, capsys):
 def test_a_window_that_is_no_result_is_not_in_the_middle(tmp_path):
     failed = [Timed(184_320, minutes=200, converged=False)]
     runs = [Timed(184_320, 35, minutes=100 + index) for index in range(10)]
-    found = read_series([timed_log.write_series(tmp_path, PRETRAINING, [*runs, *failed, *failed])])
+    found = read_series([synthetic_log.write_timed_series(tmp_path, PRETRAINING, [*runs, *failed, *failed])])
     windows = series.windows(found)
     assert [bool(window.invalid) for window in windows] == [False, False, True]
     assert ten_runs(found).runs == windows[1].runs
 
 
 def test_too_few_runs_are_scored_and_called_invalid(tmp_path, capsys):
-    timed_log.write_series(tmp_path / "logs", PRETRAINING, [Timed(184_320, 37, minutes=90)])
+    synthetic_log.write_timed_series(tmp_path / "logs", PRETRAINING, [Timed(184_320, 37, minutes=90)])
     printed = text(capsys, tmp_path / "logs", "--gpu", "MI355X", "--gpus", 8, code=20)
     assert "a result is 10 runs, these are 1" in printed and "together" in printed
     assert "mean of 1 runs   90.0000 min" in printed
@@ -342,7 +340,7 @@ def test_eight_ranks_a_prefix_another_order_of_keys_and_epochs_change_nothing(am
 
 def test_torn_and_repeated_lines_are_read_as_the_official_tools_do(tmp_path):
     """The last token of a line counts; so do the last run_start before the first run_stop, and the last evaluation before a run_stop."""
-    path = timed_log.write(tmp_path / "log", PRETRAINING, Timed(172_032, 35, minutes=90), seed=1)
+    path = synthetic_log.write_timed(tmp_path / "log", PRETRAINING, Timed(172_032, 35, minutes=90), seed=1)
     records = synthetic_log.records(path)
     start, stop = synthetic_log.find(records, "run_start"), synthetic_log.find(records, "run_stop")
     again = [records[start] | {"time_ms": records[start]["time_ms"] + 60_000}]
@@ -359,7 +357,7 @@ def test_torn_and_repeated_lines_are_read_as_the_official_tools_do(tmp_path):
 
 
 def test_an_epoch_around_everything_stands_for_blocks(tmp_path):
-    path = timed_log.write(tmp_path / "log", PRETRAINING, Timed(184_320, 25.0, 10.0, first_block_s=0), seed=1)
+    path = synthetic_log.write_timed(tmp_path / "log", PRETRAINING, Timed(184_320, 25.0, 10.0, first_block_s=0), seed=1)
     records = [record for record in synthetic_log.records(path) if not record["key"].startswith("block")]
     start, stop = synthetic_log.find(records, "run_start"), synthetic_log.find(records, "run_stop")
     whole = {"metadata": {"samples_count": 184_320, "file": "x", "lineno": 1}}
@@ -376,7 +374,7 @@ def test_one_step_behind_is_noted(amd):
 
 
 def test_the_first_block_of_a_run_is_not_in_the_steady_throughput(tmp_path):
-    found = read(timed_log.write_series(tmp_path, PRETRAINING, [Timed(184_320, 30.0, first_block_s=60)] * 10))
+    found = read(synthetic_log.write_timed_series(tmp_path, PRETRAINING, [Timed(184_320, 30.0, first_block_s=60)] * 10))
     assert series.pace(found).samples_per_s == pytest.approx(30.0, rel=1e-6)
     assert found.runs[0].samples_per_s == pytest.approx(184_320 / (184_320 / 30 + 60), rel=1e-6)
 
@@ -407,7 +405,7 @@ def test_against_another_submitter(amd, capsys):
 @pytest.mark.parametrize("dialect", ["size of the block", "count at its start"])
 def test_blocks_that_do_not_carry_the_count_so_far_end_at_the_evaluation_after_them(dialect, tmp_path):
     """mlperf_common logs the size, others the count at the start, on both lines of a block."""
-    path = timed_log.write(tmp_path / "log", LORA, Timed(3072, 5.8, 12.0), seed=1)
+    path = synthetic_log.write_timed(tmp_path / "log", LORA, Timed(3072, 5.8, 12.0), seed=1)
     wanted, records, start = read_run(path), synthetic_log.records(path), 0
     for record in records:
         if record["key"] == "block_start":
@@ -448,7 +446,7 @@ def test_a_log_that_the_official_checker_refuses_counts_as_in_the_official_summa
     system = tmp_path / "Org/results/sys"
     write_system(tmp_path / "Org/systems/sys.json")
     runs = [replace(run, minutes=100 + index) for index, run in enumerate(MIXED)]
-    folder = spoilt(timed_log.write_series(system / "llama31_8b", PRETRAINING, runs), 2, edit)
+    folder = spoilt(synthetic_log.write_timed_series(system / "llama31_8b", PRETRAINING, runs), 2, edit)
     found = evaluate(capsys, folder)
     assert found["runs"][2]["state"] == FAILED and "refuses its log" in found["runs"][2]["reason"]
     assert "result_2.txt: the official checker refuses its log" in text(capsys, folder)
@@ -465,14 +463,14 @@ def test_a_clock_that_stops_before_it_starts_is_no_run(tmp_path, capsys):
     def run_stop_first(records: list[dict]) -> None:
         records.insert(synthetic_log.find(records, "run_start"), records.pop())
 
-    folder = spoilt(timed_log.write_series(tmp_path, PRETRAINING, MIXED), 2, run_stop_first)
+    folder = spoilt(synthetic_log.write_timed_series(tmp_path, PRETRAINING, MIXED), 2, run_stop_first)
     assert "result_2.txt: run_stop stands before run_start" in text(capsys, folder, code=20)
     assert read(folder).runs[2].state == FAILED and read(folder).score is None  # the official RCP checker breaks off at it
 
 
 @pytest.mark.parametrize("what", ["a log twice", "a directory twice", "a copied log", "two submitters"])
 def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
-    folder = timed_log.write_series(tmp_path / "a", PRETRAINING, MIXED)
+    folder = synthetic_log.write_timed_series(tmp_path / "a", PRETRAINING, MIXED)
     arguments = [folder]
     if what == "a log twice":
         arguments = [folder / "result_0.txt", folder / "result_1.txt", folder / "result_0.txt"]
@@ -489,8 +487,8 @@ def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
 
 
 def test_one_seed_for_two_runs_is_said(tmp_path, capsys):
-    folder = timed_log.write_series(tmp_path, PRETRAINING, MIXED)
-    timed_log.write(folder / "result_4.txt", PRETRAINING, replace(MIXED[4], samples_per_s=31.0), seed=1000)
+    folder = synthetic_log.write_timed_series(tmp_path, PRETRAINING, MIXED)
+    synthetic_log.write_timed(folder / "result_4.txt", PRETRAINING, replace(MIXED[4], samples_per_s=31.0), seed=1000)
     assert "result_0.txt and result_4.txt have the same seed 1000" in text(capsys, folder)
 
 
@@ -499,7 +497,7 @@ def test_one_seed_for_two_runs_is_said(tmp_path, capsys):
 
 def test_a_run_directory_and_a_folder_without_a_ledger(tmp_path):
     for name in ("20260102_b", "20260101_a"):
-        timed_log.write(tmp_path / name / "result.txt", LORA, Timed(3072, 5.8, 12.0), seed=1)
+        synthetic_log.write_timed(tmp_path / name / "result.txt", LORA, Timed(3072, 5.8, 12.0), seed=1)
         (tmp_path / name / "config.toml").write_text('gpu = "MI300X"\nnodes = 1\ngpus_per_node = 8\n')
     found = read_series([tmp_path])
     assert [run.name for run in found.runs] == ["20260101_a", "20260102_b"] and "no ledger" in found.notes[0]
@@ -510,7 +508,7 @@ def test_a_run_directory_and_a_folder_without_a_ledger(tmp_path):
 def test_a_miniature_is_no_result(tmp_path, capsys):
     miniature = rules.MINIATURE
     runs = [Timed(4096, 100.0, 1.0, 0.5)] * 10
-    folder = timed_log.write_series(tmp_path, PRETRAINING, runs, rules_=miniature, global_batch_size=8)
+    folder = synthetic_log.write_timed_series(tmp_path, PRETRAINING, runs, rules_=miniature, global_batch_size=8)
     printed = text(capsys, folder)
     assert "a miniature: no RCP, no benchmark result" in printed
     found = evaluate(capsys, folder)
@@ -521,13 +519,13 @@ def test_a_miniature_is_no_result(tmp_path, capsys):
 @pytest.mark.parametrize("what", ["nothing there", "no log", "two benchmarks", "two batches", "empty folder"])
 def test_wrong_usage_is_exit_code_2(what, tmp_path, capsys):
     logs = [tmp_path / "a", tmp_path / "b"]
-    timed_log.write(logs[0], PRETRAINING, Timed(24_576), seed=1)
+    synthetic_log.write_timed(logs[0], PRETRAINING, Timed(24_576), seed=1)
     if what == "no log":
         logs[1].write_text("hello\n:::MLLOG nonsense\n")
     elif what == "two benchmarks":
-        timed_log.write(logs[1], LORA, Timed(3072), seed=1)
+        synthetic_log.write_timed(logs[1], LORA, Timed(3072), seed=1)
     elif what == "two batches":
-        timed_log.write(logs[1], PRETRAINING, Timed(24_576), seed=1, global_batch_size=16)
+        synthetic_log.write_timed(logs[1], PRETRAINING, Timed(24_576), seed=1, global_batch_size=16)
     elif what == "empty folder":
         logs[1].mkdir()
     assert score.main([str(path) for path in logs]) == 2

@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny import TINY, call_on_ranks, facts, records, run, run_config, write_data
+from synthetic_log import records
+from tiny import TINY, call_on_ranks, facts, run, run_config, write_data
 from toy import wait_until
 
 from common.errors import ConfigError, StorageError, WeightsError

@@ -4,7 +4,8 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-from tiny import TINY, records, run, write_data
+from synthetic_log import records
+from tiny import TINY, run, write_data
 
 from common.config import load
 from common.model.shapes import ModelShape

@@ -6,7 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny import TINY, records, run, write_data
+from synthetic_log import records
+from tiny import TINY, run, write_data
 
 from common.model.shapes import ModelShape
 from common.training import warmup

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from tiny import TINY, records, run_config, write_data
+from synthetic_log import records
+from tiny import TINY, run_config, write_data
 from tiny import run as run_tiny
 
 from common.errors import NonFinite, PreflightError
