@@ -34,7 +34,7 @@ def test_too_little_text_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     (tmp_path / "broken.py").write_text("def (")
     (tmp_path / "latin.py").write_bytes(b'# \xe9\n"x"')
-    with pytest.raises(DataError, match="at least 1000000 characters") as caught:
+    with pytest.raises(DataError, match="1000000") as caught:
         corpus.documents(tmp_path)
     assert "python3-minimal" in caught.value.do
 
@@ -76,10 +76,10 @@ def test_vocabulary_is_deterministic_and_lossless(documents, tmp_path):
 
 def test_a_tokenizer_of_another_kind_is_named(tmp_path):
     (tmp_path / "tiktoken").write_text("IQ== 0\nIg== 1\n")
-    with pytest.raises(DataError, match="expected a SentencePiece model"):
+    with pytest.raises(DataError, match="SentencePiece"):
         corpus.load_sentencepiece(tmp_path / "tiktoken")
     (tmp_path / "empty").write_bytes(b"")
-    with pytest.raises(DataError, match="expected a SentencePiece model"):
+    with pytest.raises(DataError, match="SentencePiece"):
         corpus.load_sentencepiece(tmp_path / "empty")
     with pytest.raises(DataError, match="No such file"):
         corpus.load_sentencepiece(tmp_path / "gone")

@@ -214,11 +214,11 @@ def test_the_gradient_takes_the_memory_of_the_logits_and_a_second_backward_is_re
     (gradient,) = torch.autograd.grad(loss_sum.sum(), logits, retain_graph=True)
     assert gradient.data_ptr() == address == logits.data_ptr() and torch.equal(gradient, logits) and not gradient.requires_grad
     assert not torch.equal(logits, before)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         loss_sum.sum().backward()
     loss_sum, _ = cross_entropy_triton(F.linear(*leaves()), labels)
     loss_sum.sum().backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+    with pytest.raises(RuntimeError, match="second time"):
         loss_sum.sum().backward()
 
 
@@ -245,7 +245,7 @@ def changed_before_backward(logits, labels):
 def test_whoever_would_read_the_logits_after_backward_is_refused(head, use):
     leaves, labels = head
     loss = use(F.linear(*leaves()), labels)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
 
 

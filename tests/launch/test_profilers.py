@@ -41,10 +41,10 @@ def test_what_cannot_be_profiled_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="nsis") as refused:
         profilers.require("nsis", 1)
     assert "nsys" in refused.value.do
-    with pytest.raises(ConfigError, match="cannot watch one of 2 ranks"):
+    with pytest.raises(ConfigError, match="2 ranks"):
         profilers.require("ncu", 2)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(PreflightError, match="rocprofv3 is not on PATH") as refused:
+    with pytest.raises(PreflightError, match="rocprofv3") as refused:
         profilers.require("rocprofv3 --pmc SQ_WAVES", 8)
     assert "rocprofiler-sdk" in refused.value.do
     profilers.require("rocprofv3", 8, installed=False)  # --print

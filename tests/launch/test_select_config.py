@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_a_config_error(found, environment, words):
 
 
 def test_cuda_without_a_gpu():
-    with pytest.raises(PreflightError, match="no GPU is visible"):
+    with pytest.raises(PreflightError, match="no GPU"):
         select(NOTHING, device="cuda")
 
 
@@ -116,7 +116,7 @@ MI300A = Probe("amd", (Device("AMD Instinct MI300A", "gfx942", 128 * GIB, 228),)
 
 @pytest.mark.parametrize("found", [A100, Z300, MI300A])
 def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(found):
-    with pytest.raises(PreflightError, match="no peak is known"):
+    with pytest.raises(PreflightError, match="no peak"):
         select(found)
     chosen = select(found, any_kind=True)
     assert chosen.config.gpu not in KINDS and chosen.config.gpu in chosen.derived
@@ -151,7 +151,7 @@ def test_a_gpu_that_is_too_small_measures_fewer_layers():
     given = argparse.Namespace(config=None, set=[], device=None, layers=layers)
     assert select_config(ROOT, "llama31_8b", given, {}, L40S, any_kind=True).config.gpus_per_node == 1
     given.layers += 1
-    with pytest.raises(OutOfMemory, match="does not fit into 1 x"):
+    with pytest.raises(OutOfMemory, match="not fit"):
         select_config(ROOT, "llama31_8b", given, {}, L40S, any_kind=True)
 
 

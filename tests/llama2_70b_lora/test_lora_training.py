@@ -170,12 +170,12 @@ def test_what_is_wrong_with_a_checkpoint_is_said_before_a_layer_is_held(processe
     base, model = FrozenBase(MODEL, processes), fused_llama(MODEL, 16)
     index = json.loads((checkpoints / "fused" / checkpoint_names.INDEX).read_text())
     (tmp_path / checkpoint_names.INDEX).write_text(json.dumps(index))
-    with mock.patch.object(base, "add_layer", side_effect=AssertionError), pytest.raises(WeightsError, match="has no safetensors files"):
+    with mock.patch.object(base, "add_layer", side_effect=AssertionError), pytest.raises(WeightsError, match="safetensors"):
         load_base(model, tmp_path, None, base)
     source = fused_llama(MODEL, 16)
     init_weights(source, MODEL.num_layers, 5, 0.5, copy_weight)
     write_checkpoint(source, tmp_path / "double", dtype=torch.float64)
-    with mock.patch.object(base, "add_layer", side_effect=AssertionError), pytest.raises(WeightsError, match="expected a dtype of BF16"):
+    with mock.patch.object(base, "add_layer", side_effect=AssertionError), pytest.raises(WeightsError, match="BF16"):
         load_base(model, tmp_path / "double", None, base)
 
 

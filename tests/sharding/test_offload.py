@@ -75,7 +75,7 @@ def test_last_in_first_out_and_what_was_left_is_forgotten():
     for value in range(3):
         offloader.offload(torch.full((4,), value, dtype=torch.uint8))
     assert [int(offloader.reload()[0]) for _ in range(3)] == [2, 1, 0]
-    with pytest.raises(RuntimeError, match="without a matching offload"):
+    with pytest.raises(RuntimeError, match="matching offload"):
         offloader.reload()
     for _ in range(3):
         offloader.offload(torch.full((4,), 7, dtype=torch.uint8))
@@ -87,7 +87,7 @@ def test_last_in_first_out_and_what_was_left_is_forgotten():
 
 def test_memory_that_the_host_has_not_is_a_clear_error():
     full = mock.patch.object(offload.torch, "empty", side_effect=RuntimeError("CUDA error: out of memory\nmore"))
-    with full, pytest.raises(ConfigError, match=r"offload_layers: 17.5 GiB of host memory per GPU cannot be allocated") as error:
+    with full, pytest.raises(ConfigError, match=r"17\.5 GiB") as error:
         ActivationOffloader(40, (8192, 57344), torch.float8_e4m3fn, CPU)
     assert error.value.why == "CUDA error: out of memory" and "offload_layers lower" in error.value.do
 

@@ -225,14 +225,14 @@ def test_a_weight_that_was_never_set_is_refused(processes):
     with torch.no_grad():
         module.even.normal_()  # past the optimizer: the master would not have it
     optimizer.set_weight(module.ragged, full("ragged", 1))
-    with pytest.raises(RuntimeError, match="1 of 2 weights were never set"):
+    with pytest.raises(RuntimeError, match="1 of 2 weights"):
         optimizer.gather()
 
 
 def test_no_other_optimizer_can_train_its_weights(processes):
     module = Weights(["even"])
     zero([module], processes)
-    with pytest.raises(ValueError, match="belongs to another optimizer"):
+    with pytest.raises(ValueError, match="another optimizer"):
         ReplicatedOptimizer(module.parameters(), processes, UPDATE)
 
 
@@ -264,5 +264,5 @@ WRONG_WAYS = [{"gpu": "CPU", "gpus_per_node": 2}, {"gpu": "H200", "gpus_per_node
 
 @pytest.mark.parametrize("changes", WRONG_WAYS, ids=str)
 def test_copy_engines_where_there_are_none_are_refused(changes):
-    with pytest.raises(ConfigError, match="reduce_scatter = 'copy_engine' cannot be used"):
+    with pytest.raises(ConfigError, match="copy_engine"):
         run_config(reduce_scatter="copy_engine", global_batch_size=8, micro_batch_size=1, **changes)

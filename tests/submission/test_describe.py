@@ -216,7 +216,7 @@ def test_a_good_description_has_neither_errors_nor_warnings():
 def test_a_file_that_is_no_description_is_one_clear_error(tmp_path, text):
     path = tmp_path / "system.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="holds no system description"):
+    with pytest.raises(ConfigError, match="system description"):
         describe.read(path)
 
 

@@ -108,7 +108,7 @@ def test_a_library_that_torch_does_not_take_is_an_error_and_the_old_one_comes_ba
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
     with gemm.preferred("hipblas"), gemm.preferred(""):
         pass
-    with pytest.raises(RuntimeError, match="cublas instead of cublaslt"), gemm.preferred("cublaslt"):
+    with pytest.raises(RuntimeError, match="cublas instead"), gemm.preferred("cublaslt"):
         pass
     assert asked[1] == "hipblas" and asked[4] == "cublaslt" and isinstance(asked[-1], Taken)
 

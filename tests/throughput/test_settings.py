@@ -52,7 +52,7 @@ def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
     found = list(settings.lines(SIZES, torch.device("cpu"), "RoPE backward"))
     assert found[0].startswith("RoPE backward") and "10.0 us" in found[1] and found[1].endswith("shipped")
     assert "WRONG: 6.0 dB" in found[2] and "rows 128" in found[2] and "us" not in found[2].replace("columns", "")
-    assert "fails: RuntimeError: out of resource: registers" in found[3] and len(times) == 1
+    assert "out of resource" in found[3] and len(times) == 1
     assert all(db >= settings.KERNEL_DB for db in tried), "another tile computes the same"
 
 
@@ -85,5 +85,5 @@ def test_without_a_gpu_it_says_so():
     from common.errors import ConfigError
 
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="there is no GPU"):
+        with pytest.raises(ConfigError, match="no GPU"):
             settings.main(None)

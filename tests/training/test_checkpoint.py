@@ -217,7 +217,7 @@ def test_the_log_says_that_it_was_resumed_and_is_clean_else(shared):
 def test_when_is_evaluations_or_seconds():
     assert when_from("3") == When(3, 0.0) and when_from("600s") == When(0, 600.0)
     for text in ("0", "-1", "0s", "1.5", "10m", "", "s"):
-        with pytest.raises(ConfigError, match=r"--checkpoint .* says no time"):
+        with pytest.raises(ConfigError, match="--checkpoint"):
             when_from(text)
 
 
@@ -390,7 +390,7 @@ def test_another_run_is_refused(made, copied, changes, args, said):
 
 
 def test_another_benchmark_is_refused(copied):
-    with pytest.raises(ConfigError, match="benchmark was llama31_8b, now llama2_70b_lora"):
+    with pytest.raises(ConfigError, match="benchmark"):
         require_same(*newest(copied), "llama2_70b_lora", 1, run_config(**SIZES))
 
 
@@ -407,7 +407,7 @@ def test_no_checkpoint_is_said(tmp_path):
     (tmp_path / FOLDER / f"step_00000003{PARTIAL}").mkdir(parents=True)
     with pytest.raises(ConfigError, match="has no checkpoint") as missing:
         newest(tmp_path)
-    assert "none that is whole" in missing.value.why
+    assert "whole" in missing.value.why
 
 
 def test_of_two_the_newer_one_is_taken(copied):
@@ -417,7 +417,7 @@ def test_of_two_the_newer_one_is_taken(copied):
 
 
 def test_configs_without_checkpoints():
-    with pytest.raises(ConfigError, match="one node, not 2"):
+    with pytest.raises(ConfigError, match="one node"):
         require_possible(run_config(nodes=2))
 
 

@@ -74,7 +74,7 @@ def test_an_existing_file_is_neither_overwritten_nor_continued(tmp_path):
 
 
 def test_a_missing_directory_is_a_storage_error(tmp_path):
-    with pytest.raises(StorageError, match="cannot write the log"):
+    with pytest.raises(StorageError, match="cannot write"):
         RunLog(tmp_path / "nowhere" / "result.txt")
 
 

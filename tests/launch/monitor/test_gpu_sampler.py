@@ -194,7 +194,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_run(driver, monkeypatch, capfd
     path = driver / sampler.NAME
     with sampler.sampling(driver, probe()):  # the probe has answered: what now runs is the first reading, which hangs
         wait_until(lambda: path.is_file() and '"start"' in path.read_text() and alive(driver.parent / "driver/nvidia-smi"))
-    assert "hung and was killed" in capfd.readouterr().err
+    assert "killed" in capfd.readouterr().err
     wait_until(lambda: alive(driver.parent) == [])  # nor nvidia-smi, which would sleep for ten minutes
 
 
@@ -221,7 +221,7 @@ def test_a_sampler_that_died_is_said_and_the_run_goes_on(driver, capfd):
     with sampler.sampling(driver, probe()):
         wait_until(lambda: any(map(ended_child, Path("/proc").glob("[0-9]*"))))
     said = capfd.readouterr().err
-    assert "GPU samples end here" in said and "the run is not affected" in said
+    assert "GPU samples end here" in said and "not affected" in said
     assert (driver / sampler.NAME).read_text() == "another run's\n"
 
 
@@ -337,7 +337,7 @@ def test_a_low_clock_and_heat_are_named(run_dir):
         rows.append(row)
     write(run_dir, start_at(run_start(run_dir), 4), *rows)
     text = page(run_dir)
-    assert "GPU 3: median clock 1,500 MHz, 12% below" in text and "GPU 3: held down by thermal (hardware) in 25.0% of the samples" in text
+    assert "1,500 MHz, 12%" in text and "thermal (hardware) in 25.0%" in text
     assert "GPU 0: " not in text, "a power limit is no finding"
     assert "power cap 100%" in text and "thermal (hardware) 25%" in text
 
