@@ -44,7 +44,7 @@ PIP_LOG = "pip.log"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
 
 
-def _has(name: str) -> bool:
+def has_package(name: str) -> bool:
     """Whether the running Python has a package. Any version will do, since containers have their own; torch must be recent enough."""
     if name in PROGRAMS:
         return shutil.which(Path(sysconfig.get_path("scripts")) / PROGRAMS[name]) is not None
@@ -59,8 +59,8 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
     `wanted`: the build of torch (launch.torch_build.BUILDS) to prepare for another machine, "" for this machine's.
     Raises PreflightError if it cannot be made, Interrupted by a signal, which also ends pip.
     """
-    own_torch = _has("torch") and (not wanted or installed_build() == wanted)
-    lacking = [(name, line) for name, line in requirements(path) if not (own_torch if name == "torch" else _has(name))]
+    own_torch = has_package("torch") and (not wanted or installed_build() == wanted)
+    lacking = [(name, line) for name, line in requirements(path) if not (own_torch if name == "torch" else has_package(name))]
     if not lacking:
         return Path(sys.executable)
     builds: tuple[str, ...] = (NO_TORCH, OWN_TORCH, *BUILDS)
@@ -210,14 +210,14 @@ def _cpu_source(torch: str) -> list[str]:
     for folder in os.environ.get("PIP_FIND_LINKS", "").split():
         if any(Path(folder).glob(wheel)):
             return ["--find-links", folder]
-    return ["--extra-index-url", CPU_TORCH] if _answers(CPU_TORCH) else []
+    return ["--extra-index-url", CPU_TORCH] if answers_at(CPU_TORCH) else []
 
 
 def _tail(path: Path) -> list[str]:
     return path.read_text(errors="replace")[-10_000:].splitlines()
 
 
-def _answers(url: str) -> bool:
+def answers_at(url: str) -> bool:
     """One quick request: pip would retry an index that does not answer for every package."""
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url}/", method="HEAD"), timeout=5):

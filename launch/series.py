@@ -148,7 +148,7 @@ def run(log_dir: Path, benchmark: str, selection: Selection, facts: dict, reques
     """
     with _open(log_dir / benchmark, selection, facts, request) as series:
         try:
-            return _attempts(series, log_dir, benchmark, request, execute)
+            return make_attempts(series, log_dir, benchmark, request, execute)
         finally:
             record = series.record
             if record.goal > 1 or len(record.starts) > 1:
@@ -156,7 +156,7 @@ def run(log_dir: Path, benchmark: str, selection: Selection, facts: dict, reques
                 print_stderr(*series_closing(benchmark, series.path, record, not_for_submission))
 
 
-def _attempts(series: Series, log_dir: Path, benchmark: str, request: Request, execute: Execute) -> int:
+def make_attempts(series: Series, log_dir: Path, benchmark: str, request: Request, execute: Execute) -> int:
     record = series.record
     failed: list[int] = []  # exit codes of this command's failures
     unsaved: list[int] = []  # and of its good runs whose model was not saved
@@ -215,7 +215,7 @@ def _open(folder: Path, selection: Selection, facts: dict, request: Request) -> 
         with _locked(folder, name) as locked:
             record = next(record for record in ledger.read(folder / ledger.NAME) if record.id == name)  # as it is now that it is locked
             if locked and _lacks_runs(record, request):
-                yield _resumed(Series(folder, record, selection), facts, request)
+                yield resume_series(Series(folder, record, selection), facts, request)
                 return
         running += [] if locked else [name]
     if running:
@@ -246,8 +246,8 @@ def _lacks_runs(record: ledger.Record, request: Request) -> bool:
     return not record.closed or request.goal > record.goal
 
 
-def _resumed(series: Series, facts: dict, request: Request) -> Series:
-    """Raises ConfigError if anything that must stay the same has changed."""
+def resume_series(series: Series, facts: dict, request: Request) -> Series:
+    """Prepare `series` for further attempts. Raises ConfigError if anything that must stay the same has changed."""
     record = series.record
     changed = [f"{key} was {record.facts.get(key)}, now {value}" for key, value in facts.items() if record.facts.get(key) != value]
     if 0 < request.goal < record.goal:

@@ -187,7 +187,7 @@ class Answer:
 
 def system_description(path: Path, ruleset: str) -> Answer:
     """Raises PreflightError where mlperf-logging is missing or too old; so do the others here."""
-    text = _run("system_desc_checker", str(path.resolve()), "training", ruleset)
+    text = run_tool("system_desc_checker", str(path.resolve()), "training", ruleset)
     return _answer("system_desc_checker", text, "System description checker passed" in text)
 
 
@@ -197,7 +197,7 @@ def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
     The checker skips what it does not know and forgives any one log; here each of `sets` result sets must have passed its RCP test,
     and no more logs may be forgiven than `missed`.
     """
-    text = _run("package_checker", str(org_dir.resolve()), "training", ruleset)
+    text = run_tool("package_checker", str(org_dir.resolve()), "training", ruleset)
     parts, verdicts = re.split(r"Running compliance checks in dir (.+)\n", text), {}
     for folder, said in zip(parts[1::2], parts[2::2], strict=True):
         bad = [line.strip() for line in said.splitlines() if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)]
@@ -212,7 +212,7 @@ def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
     """The score of each result set, with the RCP factor if the package checker ran before (it writes the factor that this one reads)."""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "summary.csv")
-        text = _run("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
+        text = run_tool("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
         rows = list(csv.DictReader(table.open())) if table.is_file() else []
     found = {(Path(row["details_url"]).stem, name): float(row[name]) for row in rows for name in benchmarks.names() if row.get(name)}
     forgiven = text.count("Dropping non-converged run(s)") == missed == text.count("Compliance check failed in")
@@ -220,7 +220,7 @@ def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
 
 
 def repository(org_dir: Path, ruleset: str) -> Answer:
-    text = _run("repo_checker", str(org_dir.resolve()), "training", ruleset)
+    text = run_tool("repo_checker", str(org_dir.resolve()), "training", ruleset)
     return _answer("repo_checker", text, "ALL CHECKS PASSED." in text)
 
 
@@ -231,7 +231,7 @@ def _answer(tool: str, text: str, said_success: bool, forgiven: int = 0) -> Answ
     return Answer(tool, passed, () if passed else complaints, text)
 
 
-def _run(tool: str, *arguments: str) -> str:
+def run_tool(tool: str, *arguments: str) -> str:
     checker_version()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", f"mlperf_logging.{tool}", *arguments]

@@ -103,7 +103,7 @@ def _missing(batch: int) -> str:
 def _points(benchmark: str, points: str) -> tuple[Point, ...]:
     assert points in POINT_SETS, points
     measured = [_measured(batch, runs) for batch, runs in divisions(benchmark)["closed"].reference_runs.items()]
-    return tuple(_pruned(measured) if points == "pruned" else measured)
+    return tuple(pruned(measured) if points == "pruned" else measured)
 
 
 def _measured(batch: int, runs: Sequence[tuple[int, int]]) -> Point:
@@ -122,7 +122,7 @@ def _interpolated(batch: int, low: Point, high: Point) -> Point:
     return Point(batch, mean, sigma, _minimum(mean, sigma, counted), counted)
 
 
-def _pruned(points: list[Point]) -> list[Point]:
+def pruned(points: list[Point]) -> list[Point]:
     """Without the points that would make the test too easy: batches below that of the fastest point, and every point that is
     slower than the line between its neighbours."""
     fastest = min(points, key=lambda point: point.mean)

@@ -41,7 +41,7 @@ def test_old_torch_does_not_do(monkeypatch):
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: True)
     for version, good in (("2.8.0", False), ("2.9.0a0+git", True), ("2.13.0+cpu", True)):
         monkeypatch.setattr(environment.importlib.metadata, "version", lambda name, version=version: version)
-        assert environment._has("torch") == good
+        assert environment.has_package("torch") == good
 
 
 SHA = "0" * 64
@@ -80,7 +80,7 @@ def pip(monkeypatch, tmp_path):
         (folder / "bin" / "python").symlink_to(sys.executable)
 
     monkeypatch.setattr(environment.venv, "create", create)
-    monkeypatch.setattr(environment, "_answers", lambda url: False)
+    monkeypatch.setattr(environment, "answers_at", lambda url: False)
     monkeypatch.setattr(environment, "supervise", run)
     monkeypatch.setattr(environment, "suitable_builds", lambda env: fake.builds)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
@@ -145,7 +145,7 @@ def test_uv_installs_where_it_is_there(tmp_path, pip, monkeypatch):
 def test_what_the_packages_need_is_taken_from_the_lock(tmp_path, pip, monkeypatch, torch):
     """Into an environment of its own all of it; beside a container's torch what the container lacks, numpy of any version not."""
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
-    monkeypatch.setattr(environment, "_has", lambda name: name == "torch" and torch)
+    monkeypatch.setattr(environment, "has_package", lambda name: name == "torch" and torch)
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert pip.lists == [["no-such-need==3.0", "no-such-package==1.0"] + ["numpy==2.4.6"] * (not torch)] and "--no-deps" in pip.commands[0]
 
@@ -155,13 +155,13 @@ CUDA = ["cuda-thing==1.0", "nvidia-thing==1.0", "torch==2.13.0"]
 
 def test_torch_is_the_one_for_cpus_where_there_is_no_gpu_and_an_index_has_it(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
-    monkeypatch.setattr(environment, "_has", lambda name: False)
+    monkeypatch.setattr(environment, "has_package", lambda name: False)
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     version = f"{sys.version_info.major}{sys.version_info.minor}"
 
     def options(answers: bool, folders: str = "") -> list[str]:
-        monkeypatch.setattr(environment, "_answers", lambda url: answers)
+        monkeypatch.setattr(environment, "answers_at", lambda url: answers)
         monkeypatch.setenv("PIP_FIND_LINKS", folders)
         environment.python_for(tmp_path / "r.txt", tmp_path / f"{answers}{folders and len(list(wheels.iterdir()))}")
         return pip.commands[-1][pip.commands[-1].index("--no-deps") + 1 : -2]
@@ -176,8 +176,8 @@ def test_torch_is_the_one_for_cpus_where_there_is_no_gpu_and_an_index_has_it(tmp
 
 def test_an_nvidia_gpu_gets_torch_for_cuda(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
-    monkeypatch.setattr(environment, "_has", lambda name: False)
-    monkeypatch.setattr(environment, "_answers", lambda url: True)
+    monkeypatch.setattr(environment, "has_package", lambda name: False)
+    monkeypatch.setattr(environment, "answers_at", lambda url: True)
     pip.builds = ("cuda", "cuda12")
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert pip.lists == [CUDA] and "--extra-index-url" not in pip.commands[0]
@@ -187,7 +187,7 @@ def test_a_driver_too_old_for_cuda_13_gets_torch_for_cuda_12_from_its_own_lock(t
     (tmp_path / "r.txt").write_text("torch==2.13.0\nno-such-package==1.0\n")
     (tmp_path / environment.CUDA12).write_text("torch==2.10.0\n")
     (tmp_path / environment.CUDA12_LOCK).write_text(LOCK.replace("torch==2.13.0", "torch==2.10.0").replace("cuda-thing", "cuda-12-thing"))
-    monkeypatch.setattr(environment, "_has", lambda name: False)
+    monkeypatch.setattr(environment, "has_package", lambda name: False)
     pip.builds = ("cuda12",)
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert {"torch==2.10.0", "cuda-12-thing==1.0"} <= set(pip.lists[-1])
@@ -200,8 +200,8 @@ def test_torch_for_cpus_is_exchanged_on_a_machine_with_gpus(tmp_path, pip, monke
     torch, logs, folder = tmp_path / "r.txt", tmp_path / "logs.txt", tmp_path / ".venv"
     torch.write_text("torch==2.13.0\n")
     logs.write_text("no-such-package==1.0\n")
-    monkeypatch.setattr(environment, "_has", lambda name: False)
-    monkeypatch.setattr(environment, "_answers", lambda url: True)
+    monkeypatch.setattr(environment, "has_package", lambda name: False)
+    monkeypatch.setattr(environment, "answers_at", lambda url: True)
     environment.python_for(torch, folder)
     environment.python_for(logs, folder)
     (folder / "left-over").write_text("")
@@ -217,7 +217,7 @@ def test_torch_for_cpus_is_exchanged_on_a_machine_with_gpus(tmp_path, pip, monke
 
 def test_set_up_for_another_machine(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
-    monkeypatch.setattr(environment, "_has", lambda name: True)  # a complete Python, whose torch is for CPUs
+    monkeypatch.setattr(environment, "has_package", lambda name: True)  # a complete Python, whose torch is for CPUs
     monkeypatch.setattr(environment, "installed_build", lambda: "cpu")
     assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cpu") == Path(sys.executable)
     assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cuda") == tmp_path / ".venv/bin/python"
@@ -228,7 +228,7 @@ def test_set_up_for_another_machine(tmp_path, pip, monkeypatch):
 
 def test_an_environment_of_another_processor_is_left_alone_but_by_setup(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
-    monkeypatch.setattr(environment, "_has", lambda name: False)
+    monkeypatch.setattr(environment, "has_package", lambda name: False)
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     monkeypatch.setattr(environment.platform, "machine", lambda: "other_64")
     with pytest.raises(PreflightError, match="other_64") as caught:
@@ -350,7 +350,7 @@ def test_a_foreign_environment_is_not_touched(tmp_path, pip):
 
 def test_no_cuda_torch_on_an_amd_machine(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
-    monkeypatch.setattr(environment, "_has", lambda name: False)
+    monkeypatch.setattr(environment, "has_package", lambda name: False)
     pip.builds = ("rocm",)
     with pytest.raises(PreflightError, match="AMD GPU") as caught:
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
@@ -394,7 +394,7 @@ def create(folder, with_pip):
 
 find = environment.importlib.util.find_spec
 environment.importlib.util.find_spec = lambda name: name == "ensurepip" or find(name)
-environment.ROOT, environment.venv.create, environment._answers = Path({root!r}), create, lambda url: False
+environment.ROOT, environment.venv.create, environment.answers_at = Path({root!r}), create, lambda url: False
 environment.suitable_builds = lambda env: ("cpu",)
 sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
 """

@@ -185,7 +185,7 @@ def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(tmp_path, cap
     def execute(run_dir, seed):
         raise error
 
-    code = series._attempts(line, tmp_path.parent, tmp_path.name, series.Request(1, 0), execute)
+    code = series.make_attempts(line, tmp_path.parent, tmp_path.name, series.Request(1, 0), execute)
     (read,) = ledger.read(tmp_path / ledger.NAME)
     (end,) = read.failed
     assert code == end["exit_code"] == kind.exit_code and words in end["reason"] and not read.open_starts

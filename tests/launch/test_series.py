@@ -209,7 +209,9 @@ def test_seeds_are_drawn_anew_until_one_is_new(tmp_path, monkeypatch):
 def test_resume_says_everything_that_changed(tmp_path):
     record = ledger.Record("s", 10, {"commit": "a", "gpus": "8 x MI355X", "config": "x"})
     with pytest.raises(ConfigError) as caught:
-        series._resumed(series.Series(tmp_path, record, None), {"commit": "b", "gpus": "4 x H200", "config": "x"}, series.Request(0, 2))
+        series.resume_series(
+            series.Series(tmp_path, record, None), {"commit": "b", "gpus": "4 x H200", "config": "x"}, series.Request(0, 2)
+        )
     assert "commit" in caught.value.what and "gpus was" in caught.value.what and "config" not in caught.value.what
 
 

@@ -531,7 +531,7 @@ def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsy
     ],
 )
 def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
-    monkeypatch.setattr(official_tools, "_run", lambda tool, *arguments: text)
+    monkeypatch.setattr(official_tools, "run_tool", lambda tool, *arguments: text)
     answer = official_tools.package(tmp_path, "6.1.0", 1)
     assert not answer.passed and answer.complaints
     assert not official_tools.summary(tmp_path, "6.1.0", 2).passed and not official_tools.repository(tmp_path, "6.1.0").passed

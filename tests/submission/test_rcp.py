@@ -123,7 +123,7 @@ def test_pruning_drops_what_would_make_the_test_too_easy():
         return rcp.Point(batch, mean, 1.0, mean - 1, 18)
 
     points = [point(8, 130.0), point(16, 100.0), point(32, 150.0), point(64, 160.0), point(128, 400.0)]
-    assert [kept.batch for kept in rcp._pruned(points)] == [16, 64, 128]  # 8: below the fastest; 32: above the line from 16 to 64
+    assert [kept.batch for kept in rcp.pruned(points)] == [16, 64, 128]  # 8: below the fastest; 32: above the line from 16 to 64
 
 
 # Against the official tool, which brings scipy.
