@@ -15,34 +15,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
-from common.records.mlperf_log import Event, Log, read
+from common.records.mlperf_log import Log, read
 from submission import official_tools, own_log, result_set
 from submission.clock_rules import CLOCK, PLAUSIBLE_MS
+from submission.examined import Examined, errors
 from submission.log_rules import DISCLOSURE_KEYS, ERROR, NOTE, RULES, Finding, rules_of
-from submission.official_tools import CLOSED_RULESETS, RULESETS, Verdict
+from submission.official_tools import CLOSED_RULESETS, RULESETS
 
 CLEAN, ACCEPTED, NOT_CLEAN = "CLEAN", "ACCEPTED", "NOT CLEAN"
 # Logs of these rounds have the same keys as later ones: days by which they were made (submission deadlines, and the published logs).
 LAST_DAY = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
-
-
-@dataclass(frozen=True)
-class Examined:
-    path: Path
-    title: str  # benchmark, division and round
-    verdict: Verdict  # official
-    findings: tuple[Finding, ...]  # official and ours, by line
-    seeds: tuple[Event, ...] = ()
-
-    def errors(self, werror: bool = False) -> list[Finding]:
-        return errors(self.findings, werror)
 
 
 def parser(benchmark: str = "") -> Parser:
@@ -87,11 +76,6 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
         counts = ", ".join(f"{verdicts.count(verdict)} {verdict.lower()}" for verdict in (CLEAN, ACCEPTED, NOT_CLEAN))
         print(f"\n{len(logs)} logs: {counts}")
     return next((code for code in (ConfigError.exit_code, CheckFailed.exit_code) if code in codes), 0)
-
-
-def errors(findings: Iterable[Finding], werror: bool = False) -> list[Finding]:
-    """Return the findings that fail a log; with `werror` warnings too, but never notes."""
-    return [finding for finding in findings if finding.severity == ERROR or (werror and finding.warning)]
 
 
 def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:

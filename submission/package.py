@@ -27,6 +27,7 @@ from common.paths import ROOT
 from common.records import ledger
 from common.training.mllog import EMULATED
 from submission import check, describe, implementation, official_tools, terminal
+from submission.examined import Examined
 from submission.log_rules import Finding
 from submission.runs import LOST, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
@@ -239,7 +240,7 @@ def _check_log(request: Request, run: Run) -> None:
     _demand(not found, f"{run.path} is not clean", "; ".join(complaints), f"see ./run_and_time.sh check {run.path}")
 
 
-def _is_of_a_failed_run(run: Run, finding: Finding, examined: check.Examined) -> bool:
+def _is_of_a_failed_run(run: Run, finding: Finding, examined: Examined) -> bool:
     """Return whether every log of a run that missed its target, or was killed, has this finding."""
     if run.status == "success":
         return False

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common.records.rcp import SUBMISSION_RUNS
+from submission.examined import Examined
 from submission.log_rules import Finding
-
-if TYPE_CHECKING:
-    from submission.check import Examined
 
 NAME = re.compile(r"result_\d+\.txt")
 

@@ -27,7 +27,8 @@ from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError
 from common.records.published import DATA, Published
 from submission import check, official_tools, result_set, terminal
-from submission.check import Examined, examine
+from submission.check import examine
+from submission.examined import Examined, errors
 from submission.log_rules import ERROR, Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
 from submission.series import read_series, result, ten_runs
@@ -56,7 +57,7 @@ class ResultSet:
     def verdict(self) -> str:
         """As for one log; one of the logs may have errors: it counts as the run that did not converge."""
         bad = [each for each in self.examined if each.errors()]
-        if len(bad) + self.unreadable > 1 or check.errors(self.of_the_set):
+        if len(bad) + self.unreadable > 1 or errors(self.of_the_set):
             return check.NOT_CLEAN
         rest = [finding for each in self.examined if each not in bad for finding in each.findings]
         return check.verdict_of(rest)
