@@ -31,12 +31,14 @@ from common.sharding.frozen_base import FrozenBase
 from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
+from common.training import timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES, build
 from common.training.digest import fingerprint
 from common.training.loop import pad_for_ranks
+from common.training.reports import Reports
+from common.training.run import Run
 from common.training.schedules import cosine_to_zero
-from common.training.session import Session, main
 from llama2_70b_lora.data import next_token_labels, read_rows, train_batches
 from llama2_70b_lora.rules import BENCHMARK, Config, Rules, rules_of
 from llama2_70b_lora.weights_help import weights_help
@@ -109,31 +111,32 @@ def high_priority_compute(config: Config) -> bool:
     return False
 
 
-def run(session: Session) -> None:
-    """A timed run of one rank, from the first line of the log to the last."""
-    config, data_dir, seed = session.config, session.args.data_dir, session.args.seed
+def run(run: Run, reports: Reports) -> None:
+    """Do a timed run on one rank, from the first line of the log to the last."""
+    config, data_dir, seed = run.config, run.data_dir, run.seed
     assert isinstance(config, Config)
     rules = rules_of(config)
-    processes = session.start(high_priority_compute(config))
-    session.log_submission(BENCHMARK, rules, rules.train_samples)
+    processes = timed_run.start(run, reports, high_priority_compute(config))
+    timed_run.log_submission(run, reports.log, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
     from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
 
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        before_a_run(session, rules, processes)
-        reports: list[LoadReport] = []
+        before_a_run(config, rules, processes, reports)
+        loads: list[LoadReport] = []
         folder, manifest = base_folder(config, data_dir)
 
         def load(model: Llama, base: FrozenBase) -> None:
             with weights_help():
-                reports.append(load_base(model, folder, manifest, base))
+                loads.append(load_base(model, folder, manifest, base))
 
         assembly, base = assemble(config, rules, processes, seed, load)
         before = base_fingerprints(assembly.model, base)
-        session.phase_done("init", base_bytes=reports[0].bytes, base_seconds=reports[0].seconds)
+        reports.phase_done("init", base_bytes=loads[0].bytes, base_seconds=loads[0].seconds)
         lr_at = cosine_to_zero(config.opt_base_learning_rate, config.opt_learning_rate_training_steps)
-        save = partial(save_adapter, session, assembly.model, rules, base, before)
-        session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes), save)
+        open_tokens = partial(open_data, config, rules, data_dir, seed, processes)
+        save = partial(save_adapter, run, reports, assembly.model, rules, base, before)
+        timed_run.train(run, reports, assembly, rules, lr_at, processes, open_tokens, save)
 
 
 def open_data(
@@ -146,16 +149,23 @@ def open_data(
     return Prefetcher(pairs, processes.device), pad_for_ranks(validation, processes, config.eval_micro_batch_size)
 
 
-def save_adapter(session: Session, model: Llama, rules: Rules, base: FrozenBase, base_before: list[int]) -> None:
+def save_adapter(
+    run: Run,
+    reports: Reports,
+    model: Llama,
+    rules: Rules,
+    base: FrozenBase,
+    base_before: list[int],
+) -> None:
     """After the clock: prove that the base is what it was, and save the adapter in peft's format."""
     unchanged = base_fingerprints(model, base) == base_before
-    session.events.write("base", unchanged=unchanged, tensors=len(base_before))
+    reports.events.write("base", unchanged=unchanged, tensors=len(base_before))
     if not unchanged:
         raise RunError("the frozen base changed during training", "its bits differ from those loaded", "this is a defect: report it")
-    if session.rank == 0:
-        session.heartbeat.write(session.step(), "save")  # what fails from here on does not concern the run
+    if run.rank == 0:
+        reports.heartbeat.write(reports.step, "save")  # what fails from here on does not concern the run
         tensors = {name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()}
-        save_peft_adapter(session.args.run_dir / "adapter", tensors, rules.shape, rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
+        save_peft_adapter(run.run_dir / "adapter", tensors, rules.shape, rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
 
 
 def assemble_random(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
@@ -176,4 +186,4 @@ def load_random(model: Llama, base: FrozenBase) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], Config, run, "llama2_70b_lora.train")
+    timed_run.main(sys.argv[1:], BENCHMARK, Config, run)

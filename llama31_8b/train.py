@@ -24,11 +24,13 @@ from common.model.llama import Head, Llama
 from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
+from common.training import timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES, build
 from common.training.loop import next_token_pairs, pad_for_ranks
+from common.training.reports import Reports
+from common.training.run import Run
 from common.training.schedules import warmup_cosine
-from common.training.session import Session, main
 from llama31_8b.data import TrainData, sequences_in, train_batches, validation_tokens
 from llama31_8b.rules import BENCHMARK, Config, Rules, rules_of
 
@@ -67,33 +69,36 @@ def high_priority_compute(config: Config) -> bool:
     return config.reduce_scatter == "copy_engine"
 
 
-def run(session: Session) -> None:
-    """A timed run of one rank, from the first line of the log to the last."""
-    config, data_dir, seed = session.config, session.args.data_dir, session.args.seed
+def run(run: Run, reports: Reports) -> None:
+    """Do a timed run on one rank, from the first line of the log to the last."""
+    config, data_dir, seed = run.config, run.data_dir, run.seed
     assert isinstance(config, Config)
     rules = rules_of(config)
-    if session.args.save:
+    if run.save:
         from llama31_8b import save  # no other run needs it
 
-        save.require_absent(session.args.run_dir)
-    processes = session.start(high_priority_compute(config))
+        save.require_absent(run.run_dir)
+    processes = timed_run.start(run, reports, high_priority_compute(config))
     # Document lengths are metadata: the .idx may be read before the clock starts, the tokens may not.
-    session.log_submission(BENCHMARK, rules, sequences_in(data_dir / rules.train_prefix, rules.sequence_length))
+    train_samples = sequences_in(data_dir / rules.train_prefix, rules.sequence_length)
+    timed_run.log_submission(run, reports.log, rules, train_samples)
     torch.manual_seed(seed)  # nothing draws from it, but the digest of the warm-up covers the generator
     base = config.opt_base_learning_rate
     lr_at = warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
 
-        before_a_run(session, rules, processes)
+        before_a_run(config, rules, processes, reports)
         assembly = assemble(config, rules, processes, seed)
-        session.phase_done("init")
+        reports.phase_done("init")
 
         def save_model() -> None:
-            if session.args.save and session.rank == 0:
-                save.save_model(assembly.model, session.args.run_dir, partial(session.heartbeat.write, session.step(), "save"))
+            if run.save and run.rank == 0:
+                on_tensor = partial(reports.heartbeat.write, reports.step, "save")
+                save.save_model(assembly.model, run.run_dir, on_tensor)
 
-        session.train(assembly, rules, lr_at, processes, partial(open_data, config, rules, data_dir, seed, processes), save_model)
+        open_tokens = partial(open_data, config, rules, data_dir, seed, processes)
+        timed_run.train(run, reports, assembly, rules, lr_at, processes, open_tokens, save_model)
 
 
 def open_data(
@@ -116,4 +121,4 @@ def open_data(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], Config, run, "llama31_8b.train", saves=True)
+    timed_run.main(sys.argv[1:], BENCHMARK, Config, run, saves=True)

@@ -145,6 +145,26 @@ def test_no_circle_between_packages_and_nothing_builds_on_throughput_or_tests():
     assert [package for package, names in packages.items() if "throughput" in names] == []
 
 
+def circle_in(files: dict[Path, set[Path]]) -> list[Path]:
+    """Return the files of one circle, in the order in which they import each other; none if there is no circle."""
+    try:
+        list(graphlib.TopologicalSorter(files).static_order())
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_no_circle_between_files():
+    """Imports in functions and under TYPE_CHECKING count: a circle that they hide is still one for a reader."""
+    assert circle_in({path: imported_files(path, type_checking=True) for path in SOURCES}) == []
+
+
+def test_a_circle_would_be_seen(tmp_path):
+    one, two, three = (tmp_path / f"{name}.py" for name in ("one", "two", "three"))
+    assert circle_in({one: {two}, two: {three}, three: set()}) == []
+    assert set(circle_in({one: {two}, two: {three}, three: {one}})) == {one, two, three}
+
+
 def test_system_tuning_needs_the_standard_library_only():
     foreign = {
         (name_of(path), name)

@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +30,12 @@ from common.errors import ConfigError
 from common.kernels.attention import attention_backends
 from common.model.families import shape_of
 from common.model.llama import Llama
-from common.sharding.processes import Processes
-from common.training.assembly import Assembly
+from common.sharding.processes import Processes, require_world_size, start_processes
+from common.training.assembly import Assembly, Batching
 from common.training.build import DTYPES
 from common.training.guard import run_guarded
 from common.training.loop import evaluate, pad_for_ranks, train_step
-from common.training.metrics import Meter, Rate, memory_gib
-from common.training.session import Session
+from common.training.metrics import Events, Meter, Rate, make_meter, memory_gib
 from common.training.warmup import synthetic_batches
 from launch.plan.benchmark import workload
 from launch.plan.estimate import memory_peak
@@ -48,25 +46,27 @@ from throughput.ranks import max_over_ranks
 LEARNING_RATE = 1e-6
 
 
-def bench(session: Session) -> None:
-    config, args = session.config, session.args
+def bench(config: RunConfig, args: argparse.Namespace) -> None:
+    """Do a bench on one rank. `args`: of `parse`."""
     rules = rules_of(args.benchmark, config)
     rules = replace(rules, shape=shape_of(args.model) if args.model else rules.shape, sequence_length=args.seq or rules.sequence_length)
     if args.layers:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     trainer = trainer_of(args.benchmark)
-    processes = session.start(high_priority_compute=trainer.high_priority_compute(config))
+    processes = start_processes(args.device, config.hang_timeout_s, trainer.high_priority_compute(config))
+    require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         assembly = trainer.assemble_random(config, rules, processes, args.seed)
-        meter = session.make_meter(rules.sequence_length, rules.flops_per_token, processes)
-        measure(session, assembly, processes, meter)
+        meter = make_meter(config, rules.sequence_length, rules.flops_per_token, processes, Events(None))
+        measure(config, args, assembly, processes, meter)
 
 
-def measure(session: Session, assembly: Assembly, processes: Processes, meter: Meter) -> None:
+def measure(config: RunConfig, args: argparse.Namespace, assembly: Assembly, processes: Processes, meter: Meter) -> None:
     """`args.warmup` steps, then `args.steps` timed ones; with `args.profile` as many steps more, under a profiler."""
-    config, args, model = session.config, session.args, assembly.model
+    model = assembly.model
+    batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
     source = synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, config.micro_batch_size)
-    step = partial(train_step, assembly, source, session.batching, LEARNING_RATE, processes)
+    step = partial(train_step, assembly, source, batching, LEARNING_RATE, processes)
     for number in range(args.warmup + args.steps):
         if number == args.warmup:
             processes.barrier()
@@ -79,12 +79,12 @@ def measure(session: Session, assembly: Assembly, processes: Processes, meter: M
         write_result(args.result, processes, meter)
         return
     if processes.rank == 0:
-        print(bench_line(session, model, processes, meter), flush=True)
+        print(bench_line(config, args, model, processes, meter), flush=True)
     if processes.device.type == "cuda":
         print_saved_bytes(args.benchmark, model, processes, next(source))
     if args.eval_sequences:
-        measure_evaluation(session, model, processes)
-    table = profiled(session, assembly, processes, meter, step) if args.profile else None
+        measure_evaluation(config, args, model, processes)
+    table = profiled(config, args, assembly, processes, meter, step) if args.profile else None
     torch.distributed.destroy_process_group()
     if table and processes.rank == 0:
         print(table(), flush=True)
@@ -114,9 +114,9 @@ def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch:
         print(f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, {saved / 2**30:.1f} GiB in all", flush=True)
 
 
-def measure_evaluation(session: Session, model: Llama, processes: Processes) -> None:
+def measure_evaluation(config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes) -> None:
     """Time of an evaluation of `args.eval_sequences` synthetic sequences, padded to the ranks, after one that is not timed. One line."""
-    config, count, length = session.config, session.args.eval_sequences, model.max_sequence_length
+    count, length = args.eval_sequences, model.max_sequence_length
     tokens = np.random.default_rng(0).integers(0, model.shape.vocab_size, (count, 2, length), np.int32)
     batches = pad_for_ranks(tokens, processes, config.eval_micro_batch_size)
     for _ in range(2):
@@ -126,20 +126,25 @@ def measure_evaluation(session: Session, model: Llama, processes: Processes) -> 
         seconds = time.monotonic() - began
     rate = count * length / seconds / processes.world_size
     if processes.rank == 0:
-        name, size = session.args.benchmark, config.eval_micro_batch_size
+        name, size = args.benchmark, config.eval_micro_batch_size
         one = "GPU" if processes.device.type == "cuda" else "process"
         print(f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, {rate:,.0f} tok/s/{one}, micro-batch {size}", flush=True)
 
 
 def profiled(
-    session: Session, assembly: Assembly, processes: Processes, meter: Meter, step: Callable[[], object]
+    config: RunConfig,
+    args: argparse.Namespace,
+    assembly: Assembly,
+    processes: Processes,
+    meter: Meter,
+    step: Callable[[], object],
 ) -> Callable[[], str] | None:
     """Run as many steps more under the profiler of `args.of`. What is returned makes files and table of them, on rank 0 alone."""
-    config, args, model = session.config, session.args, assembly.model
+    model = assembly.model
     if args.of == "outside":
         mark(step, args.steps, processes)
         return None
-    facts = facts_of(session, model, processes, meter)
+    facts = facts_of(config, args, model, processes, meter)
     if args.of == "memory":
         kept = memory_profile.record(step, args.steps, args.profile, assembly, processes)
         work = replace(workload(args.benchmark, config), shape=model.shape, sequence_length=model.max_sequence_length)
@@ -165,8 +170,7 @@ def mark(step: Callable[[], object], steps: int, processes: Processes) -> None:
         torch.cuda.profiler.stop()
 
 
-def facts_of(session: Session, model: Llama, processes: Processes, meter: Meter) -> dict:
-    config, args = session.config, session.args
+def facts_of(config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter) -> dict:
     return dict(
         benchmark=args.benchmark,
         config=Path(args.config).stem,
@@ -180,8 +184,7 @@ def facts_of(session: Session, model: Llama, processes: Processes, meter: Meter)
     )
 
 
-def bench_line(session: Session, model: Llama, processes: Processes, meter: Meter) -> str:
-    config, args = session.config, session.args
+def bench_line(config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter) -> str:
     median_ms = statistics.median(meter.step_times_ms)
     rate = Rate.of(median_ms, meter.tokens_per_step, processes.world_size, meter.flops_per_token, meter.peak_tflops)
     spread = f"{min(meter.step_times_ms):.1f}..{max(meter.step_times_ms):.1f}"
@@ -219,8 +222,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, metavar="DIR", help="and as many steps under a profiler; results go to DIR")
     of = "torch's profiler, torch's history of allocations, or ranges for a profiler around the process"
     parser.add_argument("--of", choices=("time", "memory", "outside"), default="time", help=of)
-    args: Any = parser.parse_args(argv)
-    args.run_dir = None
+    args = parser.parse_args(argv)
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps}", "there is nothing to measure in no step", "use 1 or more")
     return args
@@ -230,8 +232,8 @@ def main(argv: list[str]) -> None:
     args, rank = parse(argv), int(os.environ.get("RANK", "0"))
     config = configs.load(args.config, config_class(args.benchmark), dict(item.split("=", 1) for item in args.set))
     profiled_outside = args.of == "outside" and args.device == "cuda"
-    work, folder = partial(bench, Session(args, config, rank)), args.result and args.result.parent
-    run_guarded(folder, rank, work, lambda: None, lambda: 0, returns=profiled_outside)
+    folder = args.result.parent if args.result else None
+    run_guarded(folder, rank, partial(bench, config, args), lambda: None, lambda: 0, returns=profiled_outside)
 
 
 if __name__ == "__main__":

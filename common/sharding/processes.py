@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from common.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -68,6 +70,17 @@ def start_processes(device_type: str, timeout_s: float, high_priority_compute: b
             device_id=device if device_type == "cuda" else None,
         )
     return Processes(rank, world_size, device, mesh_of(device_type, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+
+
+def require_world_size(processes: Processes, expected: int) -> None:
+    """Raise ConfigError if another number of processes was started than the config is for."""
+    started = processes.world_size
+    if started != expected:
+        raise ConfigError(
+            f"{started} process{'es' if started > 1 else ''} started, but the config is for {expected}",
+            "gradients would be accumulated for another number, and the global batch would not be the one in the log",
+            "start it through ./run_and_time.sh, or change nodes and gpus_per_node",
+        )
 
 
 def thread_count() -> int:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,8 @@ from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from common.training.continuation import FACTS, FOLDER, PARTIAL, When, damaged, newest, require_possible, require_same, when_from
 from common.training.digest import fingerprint
-
-if TYPE_CHECKING:
-    from common.training.session import Session
+from common.training.reports import Reports
+from common.training.run import Run
 
 WRITE_LIMIT = timedelta(hours=2)  # for the slowest rank and disk: no rank gives up on another before
 OFFSETS = "DCP_SHARDING_INFO"  # in the header of a file: where in the whole tensor a part begins; as HuggingFaceStorageReader looks for it
@@ -65,15 +64,15 @@ class Part:
 
 
 class Checkpoints:
-    """Of one run. `load` it before the clock, `offer` it every step that could be saved, `finish` it at the end."""
+    """Checkpoints of one run: `load` before the clock, `offer` each step that could be saved, `finish` at the end."""
 
-    def __init__(self, session: Session, assembly: Assembly, processes: Processes):
+    def __init__(self, run: Run, reports: Reports, assembly: Assembly, processes: Processes):
         """Raises ConfigError for configs without checkpoints."""
-        require_possible(session.config)
-        args = session.args
-        self.session, self.assembly, self.processes, self.rank = session, assembly, processes, processes.rank
-        self.when: When | None = when_from(args.checkpoint) if args.checkpoint else None
-        self.folder = args.run_dir / FOLDER
+        require_possible(run.config)
+        self.run, self.reports, self.assembly = run, reports, assembly
+        self.processes, self.rank = processes, processes.rank
+        self.when: When | None = when_from(run.checkpoint) if run.checkpoint else None
+        self.folder = run.run_dir / FOLDER
         # Of its own: a save runs beside the step, and DCP's messages between ranks need a CPU.
         self.group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
@@ -83,7 +82,7 @@ class Checkpoints:
         self.step, self.evaluations, self.last = 0, 0, time.monotonic()
 
     def identity(self) -> dict[str, Any]:
-        return {"benchmark": self.session.benchmark, "seed": self.session.args.seed, "config": asdict(self.session.config)}
+        return {"benchmark": self.run.benchmark, "seed": self.run.seed, "config": asdict(self.run.config)}
 
     # What is saved.
 
@@ -147,9 +146,9 @@ class Checkpoints:
         if self.when is None or not self.due(self.when, evaluated):
             return
         began = time.monotonic()
-        self._beat()
+        self._write_heartbeat()
         self.finish()
-        samples = step * self.session.config.global_batch_size
+        samples = step * self.run.config.global_batch_size
         self.own = {f"rank_{self.rank}.{name}": tensor for name, tensor in self._own().items()}
         facts = self.identity() | {"step": step, "samples": samples, "ranks": self.processes.world_size}
         writer = Writer(self.folder / f"step_{step:08d}", facts)
@@ -159,8 +158,8 @@ class Checkpoints:
         self.saving = dcp.async_save({}, storage_writer=writer, async_stager=Stager(self._stage), process_group=self.group)  # type: ignore[assignment]
         self.last = time.monotonic()
         held = self.last - began
-        self.session.events.write("checkpoint", step=step, samples=samples, seconds=held)
-        self.session.progress.show(f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written")
+        self.reports.events.write("checkpoint", step=step, samples=samples, seconds=held)
+        self.reports.progress.show(f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written")
 
     def due(self, when: When, evaluated: bool) -> bool:
         if when.evaluations:
@@ -180,10 +179,10 @@ class Checkpoints:
         """Wait for the save that is under way. Raises StorageError; the checkpoint before is whole then."""
         if self.saving is None:
             return
-        self._beat()
+        self._write_heartbeat()
         while not self.saving.done():
             time.sleep(0.02)
-            self._beat()
+            self._write_heartbeat()
         error, self.saving = self.saving.exception(), None
         if error is not None:
             if self.rank == 0:
@@ -191,8 +190,8 @@ class Checkpoints:
                     shutil.rmtree(partial, ignore_errors=True)
             _raise_unsaved(error, self.folder)
 
-    def _beat(self) -> None:
-        self.session.heartbeat.write(self.step, "checkpoint")
+    def _write_heartbeat(self) -> None:
+        self.reports.heartbeat.write(self.step, "checkpoint")
 
     # Loading.
 
@@ -201,16 +200,16 @@ class Checkpoints:
 
         Raises ConfigError where there is no checkpoint or it is of another run, WeightsError where it is damaged.
         """
-        if self.session.args.continues is None:
+        if self.run.continues is None:
             return 0
-        folder, facts = newest(self.session.args.continues)
-        require_same(folder, facts, **self.identity() | {"config": self.session.config})
+        folder, facts = newest(self.run.continues)
+        require_same(folder, facts, **self.identity() | {"config": self.run.config})
         ranks, step = facts["ranks"], facts["step"]
         own = self._own()
         every = {f"rank_{rank}.{name}": torch.empty_like(tensor) for rank in range(ranks) for name, tensor in own.items()}
         state = {name: part.state for name, part in self.parts.items()} | every
         try:
-            dcp.load(state, storage_reader=Reader(str(folder)), planner=Planner(self._beat), process_group=self.group)
+            dcp.load(state, storage_reader=Reader(str(folder)), planner=Planner(self._write_heartbeat), process_group=self.group)
         except CheckpointException as error:
             raise damaged(folder, _cause(error)) from None
         for part in self.parts.values():
@@ -220,7 +219,7 @@ class Checkpoints:
         self._restore_own([{name: every[f"rank_{rank}.{name}"] for name in own} for rank in range(ranks)], step)
         self.assembly.optimizer.gather()
         self.step = step
-        self.session.progress.show(f"continues {folder} after step {step}, {facts['samples']:,} samples")
+        self.reports.progress.show(f"continues {folder} after step {step}, {facts['samples']:,} samples")
         return step
 
     def _restore_own(self, ranks: list[dict[str, Tensor]], step: int) -> None:
@@ -230,7 +229,7 @@ class Checkpoints:
         same = len(ranks) == self.processes.world_size
         self.assembly.linear.resume([ranks[self.rank]] if same else ranks, step)
         if not same:
-            torch.manual_seed(hash((self.session.args.seed, step, self.rank)) % 2**63)
+            torch.manual_seed(hash((self.run.seed, step, self.rank)) % 2**63)
             return
         torch.set_rng_state(ranks[self.rank]["cpu_generator"])
         if self.processes.device.type == "cuda":
@@ -335,11 +334,11 @@ def _sendable() -> Iterator[None]:
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Gives a sign of life for each tensor."""
+    """Calls `on_tensor` for each tensor."""
 
-    def __init__(self, beat: Callable[[], None]):
+    def __init__(self, on_tensor: Callable[[], None]):
         super().__init__()
-        self.beat = beat
+        self.on_tensor = on_tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self.beat()
+        self.on_tensor()

@@ -11,19 +11,17 @@ from pathlib import Path
 class Heartbeat:
     """`ranks/rank_<k>.heartbeat`, rewritten at every micro-step: the launcher reads from it which rank hangs, and where.
 
-    One small write to an open file, some 10 us; without a directory it does nothing.
+    One small write to an open file, some 10 us.
     """
 
-    def __init__(self, run_dir: Path | None, rank: int):
-        self.rank, self.file = rank, None
-        if run_dir is not None:
-            folder = Path(run_dir) / "ranks"
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file = os.open(folder / f"rank_{rank}.heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
+    def __init__(self, run_dir: Path, rank: int):
+        self.rank = rank
+        folder = run_dir / "ranks"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = os.open(folder / f"rank_{rank}.heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
 
     def write(self, step: int, phase: str) -> None:
-        if self.file is None:
-            return
+        """Say that this rank has done `step` steps and is now in `phase`."""
         record = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
         # One write of fixed length: a reader never sees half a record after a whole one.
         os.pwrite(self.file, json.dumps(record).ljust(160).encode(), 0)

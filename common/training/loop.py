@@ -22,10 +22,8 @@ from common.kernels.cross_entropy import IGNORE_INDEX
 from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly, Batching
-from common.training.heartbeat import Heartbeat
 from common.training.metrics import Meter
-from common.training.mllog import RunLog
-from common.training.rank_comparison import RankComparison
+from common.training.reports import Reports
 
 if TYPE_CHECKING:  # for an annotation only: most runs have no checkpoints
     from common.training.checkpoint import Checkpoints
@@ -120,17 +118,6 @@ class Goal:
         return samples % self.eval_interval == 0 and samples >= self.first_evaluation
 
 
-@dataclass(frozen=True)
-class Reporting:
-    """Where the loop reports to. `log` is at run_start, its first block has not begun."""
-
-    log: RunLog
-    meter: Meter
-    heartbeat: Heartbeat
-    ranks: RankComparison | None
-    checkpoints: Checkpoints | None = None
-
-
 def train(
     assembly: Assembly,
     lr_at: Callable[[int], float],
@@ -139,16 +126,21 @@ def train(
     batching: Batching,
     goal: Goal,
     processes: Processes,
-    reporting: Reporting,
-    step: int = 0,
+    reports: Reports,
+    checkpoints: Checkpoints | None = None,
 ) -> Outcome:
-    """Train until an evaluation is <= the target. `lr_at`: learning rate of a step, counted from 0. `step`: how many were done before.
+    """Train until an evaluation is <= the target.
+
+    `lr_at`: learning rate of a step, counted from 0. `reports`: with a meter; its log is at run_start, and its first block
+    has not begun. `checkpoints`: loaded; training begins after their step.
 
     Raises TargetMissed after `goal.max_samples` sequences, NonFinite where loss, gradient norm or evaluation is not finite.
     """
+    step = checkpoints.step if checkpoints else 0
     samples = step * batching.global_batch_size
-    log, meter, checkpoints = reporting.log, reporting.meter, reporting.checkpoints
-    on_phase = lambda phase: reporting.heartbeat.write(step, phase)  # noqa: E731 - reads the current step
+    log, meter = reports.log, reports.meter
+    assert meter is not None
+    on_phase = lambda phase: reports.heartbeat.write(step, phase)  # noqa: E731 - reads the current step
     phases = {"train": 0.0, "eval": 0.0}
     # A garbage collection in the middle of a step stalls all ranks: what exists now is frozen, the rest is collected at evaluations.
     gc.collect()
@@ -165,15 +157,15 @@ def train(
         evaluates = goal.evaluates_at(samples)
         if step % LOG_EVERY_STEPS == 0 or evaluates:
             meter.flush()
-            if reporting.ranks:
-                reporting.ranks.compare(step, samples, meter.seconds())
+            if reports.ranks:
+                reports.ranks.compare(step, samples, meter.seconds())
             if checkpoints and not evaluates:
                 checkpoints.offer(step, evaluated=False)
         if not evaluates:
             continue
         block_s = time.monotonic() - block_began
         log.block_stop(samples, (samples - block_samples) / block_s)
-        loss, eval_s = _evaluate_and_log(assembly, eval_batches, goal, processes, reporting, step, samples)
+        loss, eval_s = _evaluate_and_log(assembly, eval_batches, processes, reports, meter, step, samples)
         phases["train"], phases["eval"] = phases["train"] + block_s, phases["eval"] + eval_s
         if loss <= goal.target_loss:
             for name, seconds in phases.items():
@@ -194,13 +186,19 @@ def train(
 
 
 def _evaluate_and_log(
-    assembly: Assembly, batches: list[Tensor], goal: Goal, processes: Processes, reporting: Reporting, step: int, samples: int
+    assembly: Assembly,
+    batches: list[Tensor],
+    processes: Processes,
+    reports: Reports,
+    meter: Meter,
+    step: int,
+    samples: int,
 ) -> tuple[float, float]:
     """(loss, seconds) of one evaluation. Raises NonFinite."""
-    log, meter = reporting.log, reporting.meter
+    log = reports.log
     began = time.monotonic()
     log.eval_start(samples)
-    loss = evaluate(assembly.model, batches, processes, lambda phase: reporting.heartbeat.write(step, phase))
+    loss = evaluate(assembly.model, batches, processes, lambda phase: reports.heartbeat.write(step, phase))
     gc.collect()
     seconds = time.monotonic() - began
     meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds())

@@ -20,7 +20,9 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
+from common.config import RunConfig
 from common.errors import NonFinite
+from common.gpu_kinds import KINDS
 from common.sharding.processes import Processes
 from common.training.mllog import LineFile
 
@@ -154,6 +156,20 @@ class Meter:
                 do = f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure"
                 raise NonFinite(what, why, do)
         self.pending.clear()
+
+
+def make_meter(config: RunConfig, sequence_length: int, flops_per_token: int, processes: Processes, events: Events) -> Meter:
+    """Return the meter of a run with this config; without MFU where the peak of the GPU is unknown."""
+    # No peak, so no MFU, where the run is elsewhere than its config says: the miniature on a GPU.
+    known = processes.device.type == "cuda" and config.gpu in KINDS
+    return Meter(
+        processes,
+        events,
+        tokens_per_step=config.global_batch_size * sequence_length,
+        samples_per_step=config.global_batch_size,
+        flops_per_token=flops_per_token,
+        peak_tflops=KINDS[config.gpu].peak_bf16_tflops if known else None,
+    )
 
 
 def memory_gib(device: torch.device) -> dict[str, float | None]:

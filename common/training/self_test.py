@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import known_issues
 from common.benchmarks import Rules
+from common.config import RunConfig
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
@@ -38,6 +38,7 @@ from common.model.linear_layers import DelayedScaling
 from common.packages import version_of
 from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
+from common.training.reports import Reports
 
 # What is right keeps more, what is wrong less: a bf16 result alone rounds at 56 dB. Attention rounds its probabilities to bf16 as well. Products in
 # FP8 sum in some 14 bits on Hopper. Kernels round like their references but for ties.
@@ -107,13 +108,13 @@ def self_test(sizes: Sizes, device: torch.device, on_op: Callable[[str], object]
     return result
 
 
-def before_a_run(session: Any, rules: Rules, processes: Processes) -> None:
-    """Before any weight exists; writes the event `self_test` of the Session. Raises PreflightError where an op computes wrongly on this machine."""
-    sizes = Sizes.of(session.config, rules.shape, rules.sequence_length, rules.lora_rank)
-    result = self_test(sizes, processes.device, partial(session.heartbeat.write, 0))
+def before_a_run(config: RunConfig, rules: Rules, processes: Processes, reports: Reports) -> None:
+    """Test before any weight exists, and write the event `self_test`. Raises PreflightError if an op computes wrongly."""
+    sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
+    result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
     require_sound(result, processes.device)
     used = {"attention": result.attention, "products": products_in_use()}
-    session.events.write("self_test", **used, seconds=result.seconds, ops=len(result.findings), worst=str(result.worst))
+    reports.events.write("self_test", **used, seconds=result.seconds, ops=len(result.findings), worst=str(result.worst))
 
 
 def require_sound(result: Result, device: torch.device) -> None:

@@ -23,12 +23,13 @@ import torch
 from common import config as configs
 from common.kernels.attention import attention_backends
 from common.paths import ROOT
+from common.sharding.processes import require_world_size, start_processes
 from common.training import rank_comparison
+from common.training.assembly import Batching
 from common.training.build import DTYPES
 from common.training.loop import LOG_EVERY_STEPS, train_step
 from common.training.metrics import Events, Progress
 from common.training.rank_comparison import LOOKS, BlockTimes, RankComparison
-from common.training.session import Session
 from common.training.warmup import synthetic_batches
 from llama31_8b import train as trainer
 from llama31_8b.rules import CLOSED, MINIATURE, Config
@@ -86,8 +87,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--late", type=float, default=6.0, help="percent of a block's time")
     options = parser.parse_args()
-    options.run_dir, options.seed = None, 1
-    world_size, rank = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK"))
+    world_size = int(os.environ["WORLD_SIZE"])
     cpu = options.device == "cpu"
     name = "CPU_1x1" if cpu else f"H200_1x{world_size}"
     overrides = {"gpus_per_node": str(world_size), "micro_batch_size": "2"} if cpu else {}
@@ -95,17 +95,18 @@ def main() -> None:
     rules = MINIATURE if cpu else replace(CLOSED, shape=replace(CLOSED.shape, num_layers=options.layers))
     if cpu:
         torch.cuda.Event = HostEvent  # type: ignore[assignment, misc]
-    session = Session(options, config, rank)
-    processes = session.start(trainer.high_priority_compute(config))
+    processes = start_processes(options.device, config.hang_timeout_s, trainer.high_priority_compute(config))
+    require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        watch(options, session, trainer.assemble(config, rules, processes, 1), processes, rules)
+        watch(options, config, trainer.assemble(config, rules, processes, 1), processes, rules)
     torch.distributed.destroy_process_group()
 
 
-def watch(options: argparse.Namespace, session: Session, assembly, processes, rules) -> None:
-    model, config = assembly.model, session.config
+def watch(options: argparse.Namespace, config: Config, assembly, processes, rules) -> None:
+    model = assembly.model
+    batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
     source = synthetic_batches(model.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size)
-    step = partial(train_step, assembly, source, session.batching, 1e-6, processes)
+    step = partial(train_step, assembly, source, batching, 1e-6, processes)
     say = partial(print, flush=True) if processes.rank == 0 else lambda *_: None
     for _ in range(5):
         step()

@@ -5,7 +5,6 @@ python tests/helpers/tiny.py OPENS ARGUMENTS...     the trainer's main; notes in
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import json
@@ -31,7 +30,9 @@ from common.errors import RunError
 from common.model.shapes import ModelShape
 from common.paths import ROOT
 from common.sharding.processes import start_processes
-from common.training.session import Session, main
+from common.training.reports import Reports
+from common.training.run import Run
+from common.training.timed_run import main
 from llama31_8b import train as trainer
 from llama31_8b.rules import MINIATURE, Config, Rules
 
@@ -105,20 +106,31 @@ def run(
     continues: Path | None = None,
     **changes,
 ) -> Facts:
-    """The trainer's `run` in this process, and the session's `abort` where it fails, as run_guarded would call it."""
+    """The trainer's `run` in this process, and `abort` where it fails, as run_guarded would call it."""
     rank = int(os.environ.get("RANK", "0"))
     run_dir.mkdir(parents=True, exist_ok=True)  # another rank may have made it; what is in it is never overwritten
     configured = run_config(**changes)
-    args = argparse.Namespace(run_dir=run_dir, data_dir=data_dir, config_name=config_name, seed=seed, device="cpu", save=save)
-    args.checkpoint, args.continues = checkpoint, continues
+    asked = Run(
+        benchmark="llama31_8b",
+        config=configured,
+        config_name=config_name,
+        seed=seed,
+        rank=rank,
+        device="cpu",
+        run_dir=run_dir,
+        data_dir=data_dir,
+        checkpoint=checkpoint,
+        continues=continues,
+        save=save,
+    )
     error = None
     with mock.patch.object(trainer, "rules_of", lambda config: rules):
-        session = Session(args, configured, rank)
+        reports = Reports.to(run_dir, rank)
         try:
-            trainer.run(session)
+            trainer.run(asked, reports)
         except RunError as failure:
             error = failure
-            session.abort()
+            reports.abort()
         finally:
             gc.unfreeze()  # the loop froze and stopped the collector, for a process that ends with it
             gc.enable()
@@ -222,7 +234,7 @@ def train_watched(opens: Path, arguments: list[str]) -> None:
 
     sys.addaudithook(hook)
     trainer.rules_of = lambda config: TINY
-    main(arguments, Config, trainer.run, "llama31_8b.train", saves=True)
+    main(arguments, "llama31_8b", Config, trainer.run, saves=True)
 
 
 if __name__ == "__main__":

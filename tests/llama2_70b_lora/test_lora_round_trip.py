@@ -2,7 +2,6 @@
 closed-division log of the real loop and rules.
 """
 
-import argparse
 import gc
 from dataclasses import replace
 from unittest import mock
@@ -22,7 +21,8 @@ from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.training.log_keys import hyperparameters
-from common.training.session import Session
+from common.training.reports import Reports
+from common.training.run import Run
 from launch.diagnosis import finished, read_result
 from llama2_70b_lora import merge, train
 from llama2_70b_lora.rules import CLOSED, Config
@@ -54,16 +54,26 @@ def start(folder, rules, processes, layout="fused", run_dir=None, checkpoint="",
     run_dir = run_dir or folder / "run"
     run_dir.mkdir(exist_ok=True)
     config = from_table(TABLE | {"gpus_per_node": processes.world_size, "micro_batch_size": 8} | changes, Config, "test")
-    args = argparse.Namespace(run_dir=run_dir, data_dir=folder / "data", config_name="H200_1x8.toml", seed=3123456789, device="cpu")
-    args.checkpoint, args.continues = checkpoint, continues
+    asked = Run(
+        benchmark="llama2_70b_lora",
+        config=config,
+        config_name="H200_1x8.toml",
+        seed=3123456789,
+        rank=processes.rank,
+        device="cpu",
+        run_dir=run_dir,
+        data_dir=folder / "data",
+        checkpoint=checkpoint,
+        continues=continues,
+    )
     error = None
     with mock.patch.object(train, "rules_of", lambda config: rules):
-        session = Session(args, config, processes.rank)
+        reports = Reports.to(run_dir, processes.rank)
         try:
-            train.run(session)
+            train.run(asked, reports)
         except RunError as failure:
             error = failure
-            session.abort()
+            reports.abort()
         finally:
             gc.unfreeze()
             gc.enable()
@@ -101,8 +111,8 @@ def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, 
     closed = replace(CLOSED, shape=SHAPE, sequence_length=LENGTH)
     monkeypatch.setattr("common.training.loop.train_step", lambda *args: (torch.tensor(1.2), torch.tensor(0.1)))
     monkeypatch.setattr("common.training.loop.evaluate", lambda *args: next(losses))
-    monkeypatch.setattr("common.training.session.warm_up", lambda *args: None)
-    monkeypatch.setattr("common.training.session.hyperparameters", lambda config, rules, *rest: hyperparameters(config, CLOSED, *rest))
+    monkeypatch.setattr("common.training.timed_run.warm_up", lambda *args: None)
+    monkeypatch.setattr("common.training.timed_run.hyperparameters", lambda config, rules, *rest: hyperparameters(config, CLOSED, *rest))
     monkeypatch.setenv("CACHE_CLEARED", "fadvise")
     run_dir, error = start(
         tmp_path, closed, processes, miniature=False, opt_base_learning_rate=4e-4, opt_learning_rate_training_steps=1024, max_samples=6144
@@ -123,7 +133,7 @@ def test_no_data_file_is_opened_before_the_clock(tmp_path, processes, monkeypatc
         return read(*args)
 
     monkeypatch.setattr(train, "read_rows", watched)
-    with mock.patch("common.training.session.train", side_effect=RunError("stop here")):
+    with mock.patch("common.training.loop.train", side_effect=RunError("stop here")):
         start(tmp_path, TINY, processes)
     assert started == [True, True]
 

@@ -190,6 +190,6 @@ def test_a_run_that_cannot_be_saved_was_a_success(processes, tmp_path):
 
 def test_an_existing_folder_is_refused_before_anything_starts(tmp_path):
     (tmp_path / save.FOLDER).mkdir()
-    args = SimpleNamespace(run_dir=tmp_path, data_dir=tmp_path, seed=1, save=True)
+    asked = SimpleNamespace(config=run_config(), run_dir=tmp_path, data_dir=tmp_path, seed=1, save=True)
     with pytest.raises(ConfigError, match="model exists"):
-        train.run(SimpleNamespace(config=run_config(), args=args))
+        train.run(asked, mock.Mock())

@@ -6,6 +6,7 @@ Only the step and the evaluation are scripted; what they return decides when the
 import gc
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
 from common.training import loop
 from common.training.assembly import Batching
-from common.training.heartbeat import Heartbeat
 from common.training.log_keys import hyperparameters
-from common.training.loop import Goal, Reporting
-from common.training.metrics import Events, Meter
+from common.training.loop import Goal
+from common.training.metrics import Events, Meter, Progress
 from common.training.mllog import RunLog
+from common.training.reports import Reports
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules
 from submission import official_tools
@@ -67,6 +68,8 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
         "flops_per_token": 1,
         "peak_tflops": None,
     }
+    reports = Reports(log, Events(None), Progress(False), mock.Mock())
+    reports.meter = Meter(processes, reports.events, **sizes)
     outcome = loop.train(
         assembly=SimpleNamespace(model=None, linear=LinearLayers()),
         lr_at=lambda step: 0.0,
@@ -75,7 +78,7 @@ def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) 
         batching=Batching(batch, config.gradient_accumulation_steps),
         goal=Goal(interval, first, closed.target_loss, config.max_samples),
         processes=processes,
-        reporting=Reporting(log, Meter(processes, Events(None), **sizes), Heartbeat(None, 0), None),
+        reports=reports,
     )
     log.run_stop(outcome.samples, "success")
 

@@ -37,7 +37,7 @@ def test_the_error_that_ended_the_ranks_and_what_they_had_measured(tmp_path, mon
 
 
 def test_bench_leaves_its_failure_to_who_asked_for_a_file(tmp_path, monkeypatch, capsys):
-    def fail(session):
+    def fail(config, args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     class Ended(Exception):

@@ -20,6 +20,9 @@ from common.training import checkpoint, continuation, loop
 from common.training.checkpoint import Checkpoints
 from common.training.continuation import FACTS, FOLDER, PARTIAL, When, newest, require_possible, require_same, when_from
 from common.training.metrics import Events, Progress
+from common.training.mllog import RunLog
+from common.training.reports import Reports
+from common.training.run import Run
 from llama31_8b.train import assemble
 from submission.check import examine
 
@@ -46,7 +49,7 @@ def trained(run_dir, folder, rules=TINY, **options):
         begun["moments"] = {name: torch.stack([first.float(), second.float()]) for name, first, second in moments}
         return TRAIN(assembly, *arguments)
 
-    with mock.patch("common.training.session.train", watched):
+    with mock.patch("common.training.loop.train", watched):
         ended = run(run_dir, folder / "data", rules, **SIZES | options)
     assert ended.error == "target_missed", ended.message
     return values(run_dir) | begun
@@ -55,12 +58,13 @@ def trained(run_dir, folder, rules=TINY, **options):
 TRAIN = loop.train
 
 
-def checkpoints_of(processes, run_dir, config=None, rules=TINY, **args):
+def checkpoints_of(processes, run_dir, config=None, rules=TINY, **changes):
     """Of an assembly that no loop trains."""
     config = config or run_config(**SIZES)
-    given = {"run_dir": run_dir, "seed": 1, "checkpoint": "1", "continues": None} | args
-    session = mock.Mock(args=mock.Mock(**given), config=config, benchmark="llama31_8b", events=Events(None), progress=Progress(False))
-    return Checkpoints(session, assemble(config, rules, processes, 1), processes)
+    asked = {"config_name": "", "seed": 1, "device": "cpu", "run_dir": run_dir, "data_dir": run_dir, "checkpoint": "1"} | changes
+    run = Run(benchmark="llama31_8b", config=config, rank=processes.rank, **asked)
+    reports = Reports(RunLog(None), Events(None), Progress(False), mock.Mock())
+    return Checkpoints(run, reports, assemble(config, rules, processes, 1), processes)
 
 
 def sittings(folder, name, ranks, rules=TINY, **options):
@@ -328,7 +332,7 @@ def test_a_save_that_has_failed_already_is_told_of_in_the_same_phase(made, monke
     checkpoints = made()
     checkpoints.offer(1, evaluated=True)
     assert checkpoints.saving.exception(60), "it is over"
-    heartbeat = checkpoints.session.heartbeat = mock.Mock()
+    heartbeat = checkpoints.reports.heartbeat = mock.Mock()
     with pytest.raises(StorageError):
         checkpoints.finish()
     heartbeat.write.assert_called_with(1, "checkpoint")

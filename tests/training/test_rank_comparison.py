@@ -114,7 +114,7 @@ def test_a_run_compares_its_ranks_whenever_it_logs(tmp_path, tiny_data, processe
         assert len(model.blocks) > 0
         return RankComparison(processes, events, progress, lambda: 0.2)
 
-    monkeypatch.setattr("common.training.session.compare_ranks", with_a_fake_probe)
+    monkeypatch.setattr("common.training.timed_run.compare_ranks", with_a_fake_probe)
     run(tmp_path / "run", tiny_data)
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     compared = [event["samples"] for event in events if event["event"] == "ranks"]

@@ -132,12 +132,12 @@ def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
 def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_path, monkeypatch):
     phases = []
     heartbeat = SimpleNamespace(write=lambda step, phase: phases.append(phase))
-    session = SimpleNamespace(config=run_config(), heartbeat=heartbeat, events=Events(tmp_path / "events.jsonl"))
-    before_a_run(session, TINY, SimpleNamespace(device=CPU))
+    reports = SimpleNamespace(heartbeat=heartbeat, events=Events(tmp_path / "events.jsonl"))
+    before_a_run(run_config(), TINY, SimpleNamespace(device=CPU), reports)
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert event["event"] == "self_test" and event["attention"] == "flash" and event["ops"] == 19 and "dB" in event["worst"]
     assert any("attention" in phase for phase in phases)
     monkeypatch.setattr(module, "dgrad", lambda g, weight: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1]))
     with pytest.raises(PreflightError, match="bf16 product qkv dgrad"):
-        before_a_run(session, TINY, SimpleNamespace(device=CPU))
+        before_a_run(run_config(), TINY, SimpleNamespace(device=CPU), reports)
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1

@@ -19,11 +19,13 @@ from common.model.llama import Head, Llama
 from common.sharding.optimizer import UPDATES
 from common.sharding.processes import Processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
+from common.training import timed_run
 from common.training.assembly import Assembly
 from common.training.build import DTYPES, build
 from common.training.loop import next_token_pairs, pad_for_ranks
+from common.training.reports import Reports
+from common.training.run import Run
 from common.training.schedules import warmup_cosine
-from common.training.session import Session, main
 from toy_benchmark.rules import BENCHMARK, TRAIN_FILE, VALIDATION_FILE, Config, Rules, rules_of
 
 
@@ -33,6 +35,7 @@ def high_priority_compute(config: Config) -> bool:
 
 def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
     shape, kernels = rules.shape, config.kernels
+    linear = linear_layers(config.linear_format)
     dtype = DTYPES[config.precision]
     linear = linear_layers(config.linear_format)
 
@@ -54,20 +57,20 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
 assemble_random = assemble
 
 
-def run(session: Session) -> None:
-    config = session.config
+def run(run: Run, reports: Reports) -> None:
+    config = run.config
     assert isinstance(config, Config)
     rules = rules_of(config)
-    processes = session.start(high_priority_compute(config))
-    session.log_submission(BENCHMARK, rules, rules.train_samples)
+    processes = timed_run.start(run, reports, high_priority_compute(config))
+    timed_run.log_submission(run, reports.log, rules, rules.train_samples)
     base = config.opt_base_learning_rate
     steps = config.max_samples // config.global_batch_size
     lr_at = warmup_cosine(base, base / 10, config.opt_learning_rate_warmup_steps, steps)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        assembly = assemble(config, rules, processes, session.args.seed)
-        session.phase_done("init")
-        data = partial(open_data, config, session.args.data_dir, processes)
-        session.train(assembly, rules, lr_at, processes, data, save=lambda: None)
+        assembly = assemble(config, rules, processes, run.seed)
+        reports.phase_done("init")
+        data = partial(open_data, config, run.data_dir, processes)
+        timed_run.train(run, reports, assembly, rules, lr_at, processes, data, save=lambda: None)
 
 
 def open_data(config: Config, data_dir: Path, processes: Processes, step: int) -> tuple[Iterator[Tensor], list[Tensor]]:
@@ -88,4 +91,4 @@ def batches(rows: np.ndarray, config: Config, processes: Processes, step: int) -
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], Config, run, "toy_benchmark.train")
+    timed_run.main(sys.argv[1:], BENCHMARK, Config, run)

@@ -1,0 +1,63 @@
+"""The outputs of one rank: MLPerf log, events, lines on the terminal, heartbeat, and how they end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.training.heartbeat import Heartbeat
+from common.training.metrics import Events, Meter, Progress
+from common.training.mllog import RunLog
+from common.training.rank_comparison import RankComparison
+
+
+@dataclass
+class Reports:
+    """Where one rank reports to. Only rank 0 writes the log, the events and to the terminal."""
+
+    log: RunLog
+    events: Events
+    progress: Progress
+    heartbeat: Heartbeat
+    meter: Meter | None = None  # from the end of the warm-up on
+    ranks: RankComparison | None = None  # while training, on several GPUs
+    over: bool = False  # run_stop is written, or the run has failed before
+    phase_began: float = field(default_factory=time.monotonic)
+
+    @staticmethod
+    def to(run_dir: Path, rank: int) -> Reports:
+        """Open the files of `run_dir`."""
+        log = run_dir / "result.txt" if rank == 0 else None
+        events = run_dir / "events.jsonl" if rank == 0 else None
+        return Reports(RunLog(log), Events(events), Progress(rank == 0), Heartbeat(run_dir, rank))
+
+    @property
+    def samples(self) -> int:
+        """Training sequences consumed."""
+        return self.meter.samples if self.meter else 0
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.meter.samples // self.meter.samples_per_step if self.meter else 0
+
+    def phase_done(self, name: str, **facts) -> None:
+        """Write the event of a phase before the clock: its seconds since the phase before, and `facts`."""
+        now = time.monotonic()
+        self.events.write("phase", name=name, seconds=now - self.phase_began, time_s=0.0, **facts)
+        self.phase_began = now
+
+    def succeed(self, samples: int, loss: float) -> None:
+        """Stop the clock of a run that reached its target."""
+        minutes = self.log.run_stop(samples, "success")
+        self.events.write("verdict", status="success", samples=samples, loss=loss, minutes=minutes)
+        self.over = True
+
+    def abort(self) -> None:
+        """Log that the run failed, unless it is over: then the failure came after it."""
+        if self.over:
+            return
+        self.over = True
+        self.log.abort(self.samples)
+        self.events.write("verdict", status="aborted", samples=self.samples, loss=None, minutes=None)

@@ -1,0 +1,151 @@
+"""The stages of a timed run on one rank: start, log, warm-up, clock, training, and the way it ends.
+
+A benchmark's train.py defines `run(run, reports)`, which builds its objects and calls these stages in order, and ends
+with `main(sys.argv[1:], BENCHMARK, Config, run)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from common import config as configs
+from common.benchmarks import Rules
+from common.config import RunConfig
+from common.errors import TargetMissed
+from common.sharding.processes import Processes, require_world_size, start_processes
+from common.training import loop
+from common.training.assembly import Assembly, Batching
+from common.training.guard import run_guarded
+from common.training.log_keys import hyperparameters
+from common.training.loop import Goal
+from common.training.metrics import make_meter
+from common.training.mllog import RunLog
+from common.training.rank_comparison import compare_ranks
+from common.training.reports import Reports
+from common.training.run import Run
+from common.training.warmup import warm_up
+
+
+def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Processes:
+    """Log what comes before any model exists, and join the process group. Raises ConfigError if it has another size.
+
+    `high_priority_compute`: see `start_processes`.
+    """
+    reports.heartbeat.write(0, "init")
+    reports.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
+    reports.log.init_start()
+    processes = start_processes(run.device, run.config.hang_timeout_s, high_priority_compute)
+    require_world_size(processes, run.config.world_size)
+    return processes
+
+
+def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> None:
+    """Log the submission, the seed and the hyperparameters. `train_samples`: training sequences in the data set."""
+    config = run.config
+    platform = f"{config.nodes}x{config.gpus_per_node} {config.gpu}"
+    log.submission(
+        benchmark=run.benchmark,
+        org=os.environ.get("MLPERF_SUBMISSION_ORG", "unnamed"),
+        platform=os.environ.get("MLPERF_SUBMISSION_PLATFORM", platform),
+        division=rules.division,
+        status="onprem",
+    )
+    log.seed(run.seed)
+    log.hyperparameters(hyperparameters(config, rules, train_samples, run.config_name))
+
+
+def train(
+    run: Run,
+    reports: Reports,
+    assembly: Assembly,
+    rules: Rules,
+    lr_at: Callable[[int], float],
+    processes: Processes,
+    open_data: Callable[[int], tuple[Iterator[Tensor], list[Tensor]]],
+    save: Callable[[], None],
+) -> None:
+    """From the synthetic steps to run_stop. `open_data` opens the token files, when the clock runs: training micro-batches
+    after so many steps, and all of an evaluation. `save` keeps what was trained, after run_stop, also of a run that
+    missed its target.
+    """
+    config, log = run.config, reports.log
+    on_phase = partial(reports.heartbeat.write, 0)
+    batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
+    checkpoints = None
+    if run.checkpoint or run.continues:
+        from common.training.checkpoint import Checkpoints  # no other run needs it
+
+        checkpoints = Checkpoints(run, reports, assembly, processes)
+    micro_batch_sizes = (config.micro_batch_size, config.eval_micro_batch_size)
+    digest = warm_up(assembly, batching, micro_batch_sizes, processes, on_phase)
+    reports.phase_done("warmup", state_digest=digest)
+    reports.meter = make_meter(config, rules.sequence_length, rules.flops_per_token, processes, reports.events)
+    step = checkpoints.load() if checkpoints else 0
+    if step:
+        assert run.continues is not None
+        reports.meter.samples = step * config.global_batch_size
+        log.resumed(reports.samples, run.continues.name)
+        reports.phase_done("load checkpoint", step=step)
+    processes.barrier()
+    log.init_stop()
+    log.run_start()
+    on_phase("open data")
+    batches, validation = open_data(step)
+    size = config.global_batch_size
+    goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
+    reports.ranks = compare_ranks(processes, reports.events, reports.progress, assembly.model)
+    try:
+        outcome = loop.train(assembly, lr_at, batches, validation, batching, goal, processes, reports, checkpoints)
+    except TargetMissed:
+        reports.abort()
+        reports.heartbeat.write(reports.step, "save")
+        save()
+        processes.barrier()  # else torchrun would end the rank that saves when another one has ended
+        raise
+    reports.succeed(outcome.samples, outcome.loss)
+    if checkpoints:
+        checkpoints.finish()
+    reports.heartbeat.write(reports.step, "done")
+    save()
+
+
+def main(
+    argv: list[str],
+    benchmark: str,
+    kind: type[RunConfig],
+    run: Callable[[Run, Reports], None],
+    saves: bool = False,
+) -> None:
+    """Entry of a rank: `run` under the guard. Does not return. `saves`: the program takes --save."""
+    program = f"python -m {benchmark}.train"
+    parser = argparse.ArgumentParser(prog=program, description="One rank of a timed run; ./run_and_time.sh starts it.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="holds config.toml; results go here")
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--config-name", required=True, help="name of the TOML, as it goes into the log")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--checkpoint", metavar="WHEN", help="save the state of training: after N evaluations, or every Ns, seconds")
+    parser.add_argument("--continue", dest="continues", type=Path, metavar="RUN", help="go on from the checkpoint of this run")
+    if saves:
+        parser.add_argument("--save", action="store_true", help="write the trained model when the clock has stopped")
+    args = parser.parse_args(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    reports: Reports | None = None  # until the config was read
+
+    def work() -> None:
+        nonlocal reports
+        config = configs.load(args.run_dir / "config.toml", kind)
+        reports = Reports.to(args.run_dir, rank)
+        run(Run(benchmark=benchmark, config=config, rank=rank, **vars(args)), reports)
+
+    def abort() -> None:
+        if reports is not None:
+            reports.abort()
+
+    run_guarded(args.run_dir, rank, work, abort, lambda: reports.step if reports else 0)
