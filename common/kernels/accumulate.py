@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 
 
 def accumulate_reference(total: Tensor | None, part: Tensor, others: Tensor | None = None) -> Tensor:
@@ -48,6 +48,7 @@ def accumulate_settings(arch: str) -> Tile:
 
 def accumulate_triton(total: Tensor | None, part: Tensor, others: Tensor | None = None) -> Tensor:
     """As `accumulate_reference`; a new total never shares its memory with `part`."""
+    assert_contiguous("accumulate", total, part, others)
     first = total is None
     total = torch.empty_like(part, dtype=torch.float32) if total is None else total
     tile = accumulate_settings(architecture(part.device))
@@ -96,6 +97,7 @@ def add_rows_settings(arch: str) -> Tile:
 
 def add_rows_triton(total: Tensor, ids: Tensor, rows: Tensor, first: int, ranks: int) -> Tensor:
     """As `add_rows_reference`, and deterministic."""
+    assert_contiguous("add_rows", total, rows)
     ids, order = torch.sort(ids, stable=True)
     tile = add_rows_settings(architecture(total.device))
     grid = (len(ids), triton.cdiv(total.shape[1], tile.columns))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def adamw_triton(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rounded: Tensor | None, weight_decay: float, step: Step
 ) -> None:
     """As `adamw_reference`, in one pass; all contiguous."""
-    assert all(tensor is None or tensor.is_contiguous() for tensor in (weight, gradient, first, second, rounded))
+    assert_contiguous("AdamW", weight, gradient, first, second, rounded)
     size, decay = weight.numel(), step.learning_rate * weight_decay
     tile = adamw_settings(architecture(weight.device))
     _adamw_kernel[(triton.cdiv(size, tile.columns),)](

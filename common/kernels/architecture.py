@@ -12,6 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 DEFAULT = "sm_90"  # where there is no GPU: Triton's interpreter runs kernels with these settings
 
@@ -30,6 +31,12 @@ class Tile(NamedTuple):
     @property
     def options(self) -> dict[str, int]:  # that Triton's launcher takes beside the kernel's own arguments
         return {"num_warps": self.warps} | ({"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {})
+
+
+def assert_contiguous(kernel: str, *tensors: Tensor | None) -> None:
+    """Raise AssertionError for a tensor with gaps or another order: `kernel` would read other elements, or foreign memory."""
+    strides = [tensor.stride() for tensor in tensors if tensor is not None and not tensor.is_contiguous()]
+    assert not strides, f"{kernel} reads contiguous tensors; one of them has strides {strides[0]}"
 
 
 @cache

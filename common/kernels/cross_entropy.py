@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from common.kernels.architecture import Tile, architecture
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 
 IGNORE_INDEX = -100  # a label that does not count, as in Hugging Face
 
@@ -119,6 +119,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
     Returns losses, and of each row the largest logit and sum(exp(z - largest)), all fp32 [batch, sequence].
     """
+    assert_contiguous("cross entropy", logits, labels)
     losses, largest, total = logits.new_empty(3, *labels.shape, dtype=torch.float32).unbind()
     tile = cross_entropy_forward_settings(architecture(logits.device))
     _cross_entropy_forward_kernel[(labels.numel(),)](
@@ -129,6 +130,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 def cross_entropy_backward(logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, d_loss_sum: Tensor) -> None:
     """Overwrite `logits` with their gradient. d_loss_sum: fp32 [batch], of any stride, also 0; the others as of the forward."""
+    assert_contiguous("cross entropy's backward", logits, labels, largest, total)
     vocab = logits.shape[-1]
     tile = cross_entropy_backward_settings(architecture(logits.device))
     grid = (labels.numel() * triton.cdiv(vocab, tile.columns),)

@@ -18,6 +18,7 @@ There is one scale for the whole tensor:
     first step        There is no history yet. The kernel is launched twice: once for the amax of this very x, then to store it with
                       scale = F / amax. Weights are always quantized in this way, as they are cast only once per optimizer step.
 A NaN stays NaN and an infinite element becomes NaN, so that the loss or the gradient norm shows it and the run stops.
+The amax is that of the other elements where one is NaN, and infinite where one is infinite: then the scale stays as it is.
 
 Formats: Micikevicius et al., arXiv:2209.05433. e4m3 for weights and activations, e5m2 for gradients, FNUZ on gfx94x and OCP elsewhere.
 """
@@ -93,7 +94,7 @@ class Quantizer:
 def new_scale(largest: Tensor | float, amax: Tensor, old: Tensor) -> Tensor:
     """largest / amax where that is a scale, else the old scale, else 1; all on the device. amax, old: fp32, not negative, of one shape.
 
-    It is no scale where amax is 0 (nothing but zeros was seen), inf or NaN; the old one is 0 where there is none. Zeros are stored
+    It is no scale where amax is 0 (nothing but zeros or NaN was seen) or inf; the old one is 0 where there is none. Zeros are stored
     correctly with any scale. With 1 the first values after them may underflow for one step, as in Transformer Engine, which starts with 1,
     too. A scale from AMAX_FLOOR would make every one of them saturate, and choosing two launches for such a tensor would take a host sync.
     """

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import UNQUANTIZED, quantize_reference, quantize_with, state_and_largest, store_quantized
 
@@ -252,13 +252,9 @@ def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, int]:
     return (dropout.seed, dropout.threshold) if dropout else (None, 0)
 
 
-def _assert_contiguous(*tensors: Tensor) -> None:
-    assert all(tensor.is_contiguous() for tensor in tensors), "the adapter's kernels read contiguous tensors"
-
-
 def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
     """As `down_reference`; all contiguous."""
-    _assert_contiguous(x, lora_a)
+    assert_contiguous("the adapter", x, *(norm or ()), lora_a)
     (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
     tile = down_settings(architecture(x.device))
     each = _each(num_columns, tile.columns, tile.parts)
@@ -277,7 +273,7 @@ def up_backward_triton(
     g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, quantizer: Quantizer | None
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
     """As `up_backward_reference`; all contiguous, `quantizer` without the transpose. g is read once, or twice where the quantizer needs its amax first."""
-    _assert_contiguous(g, t, lora_b)
+    assert_contiguous("the adapter's backward", g, t, lora_b)
     assert quantizer is None or not quantizer.transposed, "the transpose is not written"
     (num_rows, num_columns), rank = g.shape, lora_b.shape[1]
     tile = up_backward_settings(architecture(g.device))
@@ -305,7 +301,7 @@ def up_backward_triton(
 
 def down_backward_triton_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
     """As `down_backward_reference_`; all contiguous."""
-    _assert_contiguous(d_n, x, p, lora_a)
+    assert_contiguous("the adapter's backward", d_n, x, *(norm or ()), p, lora_a)
     (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
     tile = down_backward_settings(architecture(x.device))
     each = _each(num_rows, tile.rows, tile.parts)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import AMAX_ONLY, quantize_reference, quantize_with, state_and_largest, store_quantized
 from common.kernels.rope import rope_reference
@@ -115,6 +115,7 @@ def qk_norm_rope_triton_(
     qkv: Tensor, weights: Weights, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, keep: bool
 ) -> Tensor | None:
     """As `qk_norm_rope_reference_`; all contiguous, head_dim a power of two. 2 bytes read and 2 written per element, 4 with `keep`."""
+    assert_contiguous("the head norms", qkv, *weights, cos, sin)
     sequence, half = cos.shape
     num_pairs = qkv.shape[0] * (heads + kv_heads)
     before = qkv.new_empty(qkv.shape[0], (heads + kv_heads) * 2 * half) if keep else None
@@ -192,6 +193,7 @@ def qk_norm_rope_backward_triton(
     The weights' gradients have the same bits in every run: programs write partial sums, which torch adds up.
     """
     assert all(gradient.stride(3) == 1 for gradient in gradients), "attention's gradients must be contiguous along head_dim"
+    assert_contiguous("the head norms' backward", before, *weights, cos, sin)
     (batch, sequence, heads, head_dim), kv_heads = gradients[0].shape, gradients[1].shape[2]
     num_rows, all_heads = batch * sequence, heads + 2 * kv_heads
     tile = qk_norm_rope_backward_settings(architecture(before.device), head_dim // 2)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common.kernels import transpose
-from common.kernels.architecture import Tile, architecture
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import AMAX, CLIPPED, SCALE, QuantizedTensor, Quantizer
 
 # Triton sees globals only as constexpr.
@@ -105,7 +105,8 @@ def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTenso
         x_fp32 = x.float()
         scaled = x_fp32 * quantizer.state[SCALE]
         if mode != STORE:
-            quantizer.state[AMAX] = torch.maximum(quantizer.state[AMAX], x_fp32.abs().max())
+            amax = x_fp32.abs().nan_to_num(nan=0.0, posinf=torch.inf).max()  # the kernels' maximum passes over NaN, too
+            quantizer.state[AMAX] = torch.maximum(quantizer.state[AMAX], amax)
         if mode == STORE_AND_RECORD:
             quantizer.state[CLIPPED] += (scaled.abs() > quantizer.largest).sum()
         if mode != AMAX_ONLY:
@@ -188,6 +189,7 @@ def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
     """As `quantize_reference`; x contiguous. 2 bytes read and 1 written per element, and the transposed layout."""
     if quantizer is None:
         return QuantizedTensor(x)
+    assert_contiguous("quantize", x)
     num_rows, num_columns = x.shape
     tile = quantize_settings(architecture(x.device))
     grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(num_columns, tile.columns))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import (
     AMAX_ONLY,
@@ -118,6 +118,7 @@ def add_rms_norm_triton(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, quantizer: Quantizer | None
 ) -> tuple[Tensor, QuantizedTensor, Tensor]:
     """As `add_rms_norm_reference`; x, branch contiguous. 2 or 4 bytes read per element, 0 or 2 written, and the norm."""
+    assert_contiguous("the norm", x, branch, weight)
     num_rows, num_columns = x.shape
     residual = x if branch is None else torch.empty_like(x)
     rstd = x.new_empty(num_rows, dtype=torch.float32)
@@ -214,6 +215,7 @@ def rms_norm_backward_triton(
     d_weight has the same bits in every run: programs write partial sums, which a second kernel adds up (torch's sum of 512 such rows takes
     22 us on an H200).
     """
+    assert_contiguous("the norm's backward", d_n, residual, rstd, weight, d_residual)
     num_rows, num_columns = d_n.shape
     state, largest = state_and_largest(quantizer)
     arch = architecture(d_n.device)
@@ -246,20 +248,20 @@ def rms_norm_backward_triton(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        flat = x.flatten(0, -2)
+        flat = x.flatten(0, -2).contiguous()
         _, normed, rstd = add_rms_norm_triton(flat, None, weight, eps, None)
         ctx.save_for_backward(flat, weight, rstd)
-        return normed.rowwise.view_as(x)
+        return normed.rowwise.view(x.shape)
 
     @staticmethod
     def backward(ctx, d_n: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
-        d_x, _, d_weight = rms_norm_backward_triton(d_n.flatten(0, -2), x, rstd, weight, None, None, ctx.needs_input_grad[1])
-        return d_x.view_as(d_n), d_weight, None
+        d_x, _, d_weight = rms_norm_backward_triton(d_n.flatten(0, -2).contiguous(), x, rstd, weight, None, None, ctx.needs_input_grad[1])
+        return d_x.view(d_n.shape), d_weight, None
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `rms_norm_reference`; one kernel forward and one backward. Runs eagerly."""
+    """As `rms_norm_reference`; one kernel forward and one backward. Runs eagerly. Copies an x or a gradient with gaps."""
     return _RMSNorm.apply(x, weight, eps)
 
 

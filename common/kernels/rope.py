@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture
+from common.errors import ConfigError
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import quantize_reference, quantize_with, state_and_largest, store_quantized
 from common.model.shapes import ModelShape
@@ -34,6 +35,16 @@ def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> T
     keep = (rotations - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)
     keep = keep.clamp(0.0, 1.0)  # 1: unchanged, 0: stretched by `factor`
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def require_triton_shape(shape: ModelShape) -> None:
+    """Raise ConfigError for heads that the Triton kernels cannot hold: a tile's sides are powers of two."""
+    if shape.head_dim & (shape.head_dim - 1):
+        raise ConfigError(
+            f"heads of {shape.head_dim} numbers are not supported by the Triton kernels",
+            "they need a head dimension that is a power of two",
+            'set kernels = "reference", or choose another shape',
+        )
 
 
 def rope_tables(shape: ModelShape, sequence_length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -100,6 +111,7 @@ def rope_packed_settings(arch: str, half: int) -> Tile:
 
 def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
     """As `rope_packed_reference_`; qkv, cos and sin contiguous, head_dim a power of two. Value heads are neither read nor written."""
+    assert_contiguous("RoPE", qkv, cos, sin)
     sequence, half = cos.shape
     num_pairs = qkv.shape[0] * (heads + kv_heads)
     tile = rope_packed_settings(architecture(qkv.device), half)
@@ -165,6 +177,7 @@ def rope_packed_backward_triton(
 ) -> QuantizedTensor:
     """As `rope_packed_backward_reference`; the inputs of any strides but the last, which is 1; head_dim a power of two."""
     assert d_q.stride(3) == d_k.stride(3) == d_v.stride(3) == 1, "attention's gradients must be contiguous along head_dim"
+    assert_contiguous("RoPE's backward", cos, sin)
     batch, sequence, heads, head_dim = d_q.shape
     kv_heads, num_rows = d_k.shape[2], batch * sequence
     tile = rope_packed_backward_settings(architecture(d_q.device), head_dim // 2)

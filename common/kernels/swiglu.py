@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.kernels.architecture import Tile, architecture
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import (
     STORE,
@@ -103,6 +103,7 @@ def swiglu_quantized_triton(
     h and the kept copy come from the same launches: two where one of the quantizers needs its amax first, else one.
     """
     assert not (kept_quantizer and kept_quantizer.transposed), "no product reads the kept copy: its transpose is not written"
+    assert_contiguous("SwiGLU", gate_up)
     num_rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     tile = swiglu_quantized_settings(architecture(gate_up.device))
     grid = (triton.cdiv(ffn, tile.columns), triton.cdiv(num_rows, tile.rows))
@@ -156,6 +157,7 @@ def swiglu_quantized_backward_triton(d_h: Tensor, kept: Tensor | QuantizedTensor
     """As `swiglu_quantized_backward_reference`; all contiguous."""
     num_rows, ffn = d_h.shape
     kept_rowwise, kept_scale = (kept.rowwise, kept.scale) if isinstance(kept, QuantizedTensor) else (kept, None)
+    assert_contiguous("SwiGLU's backward", d_h, kept_rowwise)
     tile = swiglu_quantized_backward_settings(architecture(d_h.device))
     grid = (triton.cdiv(ffn, tile.columns), triton.cdiv(num_rows, tile.rows))
     state, largest = state_and_largest(quantizer)

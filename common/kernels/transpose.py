@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture
+from common.kernels.architecture import Tile, architecture, assert_contiguous
 
 
 def transpose_reference(x: Tensor, out: Tensor) -> None:
@@ -45,6 +45,7 @@ def transpose_settings(arch: str) -> Tile:
 
 def transpose_triton(x: Tensor, out: Tensor) -> None:
     """As `transpose_reference`. Sizes that are not multiples of 4, which no FP8 product has, are left to torch's slower copy."""
+    assert_contiguous("the transpose", x, out)
     num_rows, num_columns = x.shape
     if num_rows % 4 or num_columns % 4:
         transpose_reference(x, out)

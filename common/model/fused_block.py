@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from common.kernels.attention import causal_attention
 from common.kernels.fp8 import QuantizedTensor
+from common.kernels.rope import require_triton_shape
 from common.model.block_ops import ENGINES, RotaryEmbedding, SavedTensors
 from common.model.linear_layers import BlockQuantizers, LinearLayers
 from common.model.llama import Head, Llama, RMSNorm
@@ -48,6 +49,8 @@ class Saved(SavedTensors):
 
 def rotary_embedding(shape: ModelShape, kernels: str) -> RotaryEmbedding:
     """Return RoPE for this shape, with the norms of query and key heads where the shape has them."""
+    if kernels == "triton":
+        require_triton_shape(shape)
     if not shape.qk_norm:
         return RotaryEmbedding(shape, ENGINES[kernels])
     from common.model.qk_norm import QKNormRotaryEmbedding  # only for shapes that have these norms

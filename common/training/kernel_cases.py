@@ -15,7 +15,7 @@ from torch import Tensor
 from common.config import RunConfig
 from common.kernels import accumulate, adamw, cross_entropy, lora
 from common.kernels.fp8 import QuantizedTensor, Quantizer
-from common.kernels.rope import rope_tables
+from common.kernels.rope import require_triton_shape, rope_tables
 from common.model.block_ops import ENGINES
 from common.model.linear_layers import DelayedScaling
 from common.model.shapes import ModelShape
@@ -38,6 +38,8 @@ class Sizes:
 
     @staticmethod
     def of(config: RunConfig, shape: ModelShape, sequence_length: int, lora_rank: int) -> Sizes:
+        if config.kernels == "triton":
+            require_triton_shape(shape)
         fp8 = config.linear_format.stores_fp8
         return Sizes(shape, sequence_length, config.micro_batch_size, fp8, lora_rank, config.kernels, DTYPES[config.precision])
 

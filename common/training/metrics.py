@@ -152,7 +152,9 @@ class Meter:
                 values |= {"mfu": self.rate.mfu, **memory_gib(self.processes.device)}
             self.events.write("step", **values)
             if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
-                what, why = f"step {step}: loss {losses[index]}, gradient norm {norms[index]}", "the weights were not updated with it"
+                what = f"step {step}: loss {losses[index]}, gradient norm {norms[index]}"
+                skipped = not math.isfinite(norms[index])  # by AdamW's `skip`
+                why = "this step did not update the weights" if skipped else "the gradient norm is finite: this step updated the weights"
                 do = f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure"
                 raise NonFinite(what, why, do)
         self.pending.clear()

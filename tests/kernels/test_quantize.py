@@ -1,12 +1,14 @@
 """Quantizing: the kernel against the reference, saturation, NaN and inf."""
 
+import math
+
 import pytest
 import torch
 from kernel_checks import DEVICE, normal, unrounded
 
-from common.kernels.fp8 import AMAX, CLIPPED
+from common.kernels.fp8 import AMAX, CLIPPED, SCALE
 from common.kernels.quantize import ENGINES, quantize_reference, quantize_triton
-from common.model.linear_layers import DelayedScaling
+from common.model.linear_layers import HEADROOM, HISTORY, DelayedScaling
 
 pytestmark = pytest.mark.quick
 
@@ -68,6 +70,26 @@ def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(en
     values = quantized.rowwise * quantized.scale
     assert torch.equal(values.isnan(), x != 0.5)
     assert (values[x == 0.5] == 0.5).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_both_engines_follow_the_same_scales_after_a_number_that_is_not_finite(bad):
+    """NaN is left out of the amax; an infinite one keeps the old scale until it has left the history."""
+    states = {}
+    for name, engine in ENGINES.items():
+        scaling, (quantizer,) = unrounded({}, largest=448.0)
+        found = states[name] = []
+        for step in range(HISTORY + 3):
+            x = torch.full((3, 5), 1.0 + step, device=DEVICE)
+            if step == 1:
+                x[1, 2] = bad
+            engine(x, quantizer)
+            scaling.step_done()
+            found.append(quantizer.state[SCALE].item())
+    assert states["triton"] == pytest.approx(states["reference"], rel=1e-6)
+    largest = 2.0 if math.isnan(bad) else 1.0
+    assert states["triton"][1] == pytest.approx(448.0 / (HEADROOM * largest))
+    assert states["triton"][-1] == pytest.approx(448.0 / (HEADROOM * (HISTORY + 3)))
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["e4m3", "e5m2"])

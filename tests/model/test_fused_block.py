@@ -1,6 +1,7 @@
 """The hand-written block against the plain one under autograd, in full precision and in FP8."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from plain_block import Block
 from signal_to_noise import sqnr_db
 from tiny import TINY
 
+from common.errors import ConfigError
 from common.kernels.rope import rope_tables
 from common.model.fused_block import FusedBlock
 from common.model.linear_layers import DelayedScaling, LinearLayers
 from common.model.llama import Head, Llama
+from common.training.kernel_cases import Sizes
 
 pytestmark = pytest.mark.quick
 
@@ -147,3 +150,14 @@ def test_backward_lets_go_of_what_it_has_used():
     saved = context.saved
     out.sum().backward()
     assert context.saved is None and not vars(saved).keys() & {"n_1", "qk_before_norm", "attention", "o", "residual", "n_2", "gate_up", "h"}
+
+
+def test_heads_that_triton_cannot_hold_are_refused_before_it_compiles():
+    """By the block, and by the self-test, which comes before it."""
+    shape = replace(SHAPE, explicit_head_dim=24)
+    FusedBlock(shape, "reference", LinearLayers())
+    with pytest.raises(ConfigError, match="24"):
+        FusedBlock(shape, "triton", LinearLayers())
+    config = SimpleNamespace(kernels="triton")
+    with pytest.raises(ConfigError, match="24"):
+        Sizes.of(config, shape, 16, 0)

@@ -74,8 +74,9 @@ def test_flush_names_the_first_step_that_is_not_finite(tmp_path, bad, where):
     for step in range(1, 7):
         values = {"loss": 2.0, "norm": 1.0} | ({where: bad} if step >= 4 else {})
         meter.record(step, 1e-3, torch.tensor(values["loss"]), torch.tensor(values["norm"]))
-    with pytest.raises(NonFinite, match="step 4:"):
+    with pytest.raises(NonFinite, match="step 4:") as caught:
         meter.flush()
+    assert ("did not update" in caught.value.why) == (where == "norm"), "AdamW skips by the norm alone"
     events = steps(tmp_path / "events.jsonl")
     assert [event["step"] for event in events] == [1, 2, 3, 4]
     assert [None in (event["loss"], event["grad_norm"]) for event in events] == [False, False, False, True]
