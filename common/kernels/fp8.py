@@ -7,9 +7,9 @@ A linear layer y = x W^T, with x [M, K], W [N, K] and y [M, N], costs three prod
     wgrad    d_W = g^T x     sums over M       g columnwise, x columnwise
 
 Hopper's tensor cores multiply FP8 only where both factors are contiguous along the summed dimension, and torch asks for that layout on
-every GPU. So each of the three tensors is needed in two layouts: `rowwise`, as it is, and `columnwise`, its transpose written out. The
-kernel that makes a tensor quantizes it, and one more kernel writes the transpose (kernels/quantize.py). A frozen weight has no wgrad:
-there x and g are quantized rowwise only.
+every GPU but those of compute capability 10.x (sm_100, sm_103), from torch 2.11 on. Elsewhere each of the three tensors is needed in two
+layouts: `rowwise`, as it is, and `columnwise`, its transpose written out. The kernel that makes a tensor quantizes it and writes the
+transpose, or one more kernel does (kernels/quantize.py). A frozen weight has no wgrad: there x and g are quantized rowwise only.
 
 A tensor x is stored as clamp(x * scale, -F, F) in an 8-bit format whose largest number is F, and the product multiplies by 1 / scale.
 There is one scale for the whole tensor:
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from common.kernels.engines import MATMUL_ENGINE
 
 HISTORY = 4  # optimizer steps; as in NVIDIA's MLPerf v5.1 configs
 HEADROOM = 1.25  # of delayed scaling: amax may grow by this factor before anything saturates; costs a quarter of a bit
+EVERY_LAYOUT = ("sm_100", "sm_103")  # whose tensor cores read FP8 along either dimension
 AMAX_FLOOR = 1e-12  # keeps the scale of a tensor of tiny values finite
 
 # The columns of a quantizer's state. cuBLASLt requires the scale that it reads, the inverse, at a multiple of 16 bytes.
@@ -47,6 +49,25 @@ def fp8_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     """(e4m3, e5m2) as the GPU has them: FNUZ on gfx94x, OCP elsewhere."""
     fnuz = architecture(device).startswith("gfx94")
     return (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) if fnuz else (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@cache
+def takes_every_layout(device: torch.device) -> bool:
+    """Whether FP8 products here take factors of any layout, so that nothing is transposed. Two small products decide.
+
+    Asked on compute capability 10.x alone (pytorch#170693). The self-test proves the products of a config at their sizes.
+    """
+    if architecture(device) not in EVERY_LAYOUT:
+        return False
+    e4m3, e5m2 = fp8_dtypes(device)
+    gradient = torch.ones(32, 32, device=device).to(e5m2)
+    other = torch.ones(32, 32, device=device).to(e4m3)
+    scale = torch.ones(1, device=device)
+    try:
+        products = (product(gradient, other, scale, scale), product(gradient.t(), other, scale, scale))
+    except (RuntimeError, ValueError):  # as torch 2.10 does, which asks for one layout
+        return False
+    return all(bool((found == 32).all()) for found in products)
 
 
 class QuantizedTensor(NamedTuple):
@@ -68,7 +89,7 @@ class Quantizer:
     """
 
     def __init__(self, gradient: bool = False, transposed: bool = True, weight: bool = False):
-        """`gradient`: e5m2 instead of e4m3. `transposed`: write both layouts. `weight`: always scaled by its current amax."""
+        """`gradient`: e5m2 instead of e4m3. `transposed`: write both layouts, where products need them. `weight`: always scaled by its current amax."""
         self.gradient, self.transposed, self.weight = gradient, transposed, weight
         self.dtype = torch.float8_e4m3fn
         self.state = torch.empty(4, device="meta")
@@ -141,12 +162,12 @@ def matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
 def dgrad(g: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
     """g: [M, N], weight: [N, K] -> g W, [M, K]."""
     if weight.columnwise is None:
-        return product(g.rowwise, weight.rowwise)
+        return product(g.rowwise, weight.rowwise, g.scale, weight.scale)
     return matmul(g, QuantizedTensor(weight.columnwise, None, weight.scale))
 
 
 def wgrad(g: QuantizedTensor, x: QuantizedTensor) -> Tensor:
     """g: [M, N], x: [M, K] -> g^T x, [N, K]."""
     if g.columnwise is None or x.columnwise is None:
-        return product(g.rowwise.t(), x.rowwise)
+        return product(g.rowwise.t(), x.rowwise, g.scale, x.scale)
     return matmul(QuantizedTensor(g.columnwise, None, g.scale), QuantizedTensor(x.columnwise, None, x.scale))

@@ -140,8 +140,10 @@ class DelayedScaling(LinearLayers):
 
     def allocate(self, device: torch.device) -> None:
         formats = fp8.fp8_dtypes(device)
+        every_layout = fp8.takes_every_layout(device)
         for quantizer in self.quantizers:
             quantizer.dtype = formats[quantizer.gradient]
+            quantizer.transposed &= not every_layout
         self.scales = torch.zeros(len(self.quantizers), 4, dtype=torch.float32, device=device)
         self.history = torch.zeros(HISTORY, len(self.quantizers), dtype=torch.float32, device=device)
         # Weights keep the scale of their last cast.

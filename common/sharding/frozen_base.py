@@ -7,7 +7,8 @@ bytes in another order, because the scale is one for the whole matrix. `storage`
     replicated        W of every layer; the W^T of a layer is made shortly before its backward
     replicated_both   W and W^T of every layer
 
-In bf16 and fp32 the products of both passes read W, and W^T does not exist.
+In bf16 and fp32 the products of both passes read W, and W^T does not exist. In FP8 neither does it on a GPU whose products take every
+layout (kernels/fp8.py).
 
 The matrices of a layer lie behind one another in one buffer, which is cut into n equal parts wherever the matrices end: a gather is one
 collective. Gathers and transposes run on a side stream, up to NUM_BUFFERS - 1 layers ahead. They follow the order of layers in a pass;
@@ -173,7 +174,8 @@ class FrozenBase:
         self.ranks, self.rank = self.node.size(), self.node.rank()
         self.shards = self.ranks if storage == "sharded" else 1
         self.matrices, self.layer_bytes = layer_layout(shape, self.shards, self.dtype.itemsize)
-        both = self.in_fp8 and (self.shards > 1 or storage == "replicated_both")
+        self.transposes = self.in_fp8 and not fp8.takes_every_layout(self.device)
+        both = self.transposes and (self.shards > 1 or storage == "replicated_both")
         self.orientations = (ROWWISE, COLUMNWISE) if both else (ROWWISE,)
         # Zeros, so that the padding of a layer, and the hash of it, is the same in every run.
         size = (len(self.orientations), self.num_layers, self.layer_bytes // self.shards)
@@ -181,7 +183,7 @@ class FrozenBase:
         # cuBLASLt reads scales at multiples of 16 bytes.
         self.scales = torch.zeros(self.num_layers, len(self.matrices), 4, dtype=torch.float32, device=self.device)[..., :1]
         self.buffers = None
-        if self.shards > 1 or (self.in_fp8 and not both):
+        if self.shards > 1 or (self.transposes and not both):
             memories = [torch.empty(self.layer_bytes, dtype=torch.uint8, device=self.device) for _ in range(NUM_BUFFERS)]
             fetch = self._gather if self.shards > 1 else self._transpose
             self.buffers = PrefetchBuffers(memories, fetch, make_side_stream(self.device))
@@ -209,13 +211,14 @@ class FrozenBase:
             if not self.in_fp8:
                 self._store(LayerKey(ROWWISE, layer), full.to(self.dtype), matrix.offset)
                 continue
-            quantizer = Quantizer(weight=True)
+            quantizer = Quantizer(weight=True, transposed=COLUMNWISE in self.orientations)
             quantizer.dtype, quantizer.state = self.dtype, torch.zeros(4, device=self.device)
             quantized = self.quantize(full, quantizer)
-            assert quantized.columnwise is not None and quantized.scale is not None
+            assert quantized.scale is not None
             self.scales[layer, number] = quantized.scale
-            for orientation, values in zip(self.orientations, (quantized.rowwise, quantized.columnwise), strict=False):
-                self._store(LayerKey(orientation, layer), values, matrix.offset)
+            self._store(LayerKey(ROWWISE, layer), quantized.rowwise, matrix.offset)
+            if quantized.columnwise is not None:
+                self._store(LayerKey(COLUMNWISE, layer), quantized.columnwise, matrix.offset)
 
     def _store(self, key: LayerKey, matrix: Tensor, offset: int) -> None:
         """Copy the part of a matrix that this rank stores; the matrix begins at byte `offset` of its layer."""
@@ -238,15 +241,23 @@ class FrozenBase:
 
     def start_pass(self, training: bool) -> None:
         """Call before layer 0 of each pass: a micro-batch forward and backward, or an evaluation."""
-        self.order, self.position = pass_order(self.num_layers, training, COLUMNWISE if self.in_fp8 else ROWWISE), 0
+        self.order = pass_order(self.num_layers, training, self.backward_orientation)
+        self.position = 0
+
+    @property
+    def backward_orientation(self) -> int:
+        return COLUMNWISE if self.transposes else ROWWISE
 
     def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
         """name -> W rowwise [N, K], with its scale if in FP8. Valid until `release`."""
         return self._weights(LayerKey(ROWWISE, layer))
 
     def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
-        """name -> in FP8 W^T columnwise [K, N] with its scale, `rowwise` being empty; otherwise W rowwise [N, K]. Valid until `release`."""
-        return self._weights(LayerKey(COLUMNWISE if self.in_fp8 else ROWWISE, layer))
+        """name -> W^T columnwise [K, N] with its scale, `rowwise` being empty, where FP8 products need it; else W rowwise [N, K].
+
+        Valid until `release`.
+        """
+        return self._weights(LayerKey(self.backward_orientation, layer))
 
     def release(self, layer: int) -> None:
         """The current stream has all kernels that read the weights of this layer."""

@@ -32,7 +32,7 @@ from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
 from common.kernels.engines import MATMUL_ENGINE, REPEATED_HEADS, SDPA
-from common.kernels.fp8 import QuantizedTensor, Quantizer, dgrad, matmul, wgrad
+from common.kernels.fp8 import QuantizedTensor, Quantizer, dgrad, matmul, takes_every_layout, wgrad
 from common.model.block_ops import ENGINES
 from common.model.linear_layers import DelayedScaling
 from common.packages import version_of
@@ -252,7 +252,7 @@ def products_in_use() -> str | list[str]:
 
 
 def _product(product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, draw: Draw) -> float:
-    """dB of a [M, K] b [N, K]^T, both quantized as the step does: gradients in e5m2, and a rowwise layout that is summed over."""
+    """dB of a [M, K] b [N, K]^T, both quantized as the step does: gradients in e5m2, and in the layouts that the step multiplies."""
     m, n, k = size
     quantizers: list[Quantizer | None] = [None, None]
     if fp8:
@@ -261,14 +261,15 @@ def _product(product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, 
         scaling.allocate(draw.device)
     quantize = ENGINES[sizes.kernels].quantize
     a, b = (quantize(draw(rows, k, dtype=sizes.dtype), quantizer) for rows, quantizer in zip((m, n), quantizers, strict=True))
-    if fp8 or (product == "fprop" and MATMUL_ENGINE in os.environ):  # in FP8 all three are this product of rowwise operands
+    transposed = fp8 and not takes_every_layout(draw.device)  # then all three are this product of rowwise operands
+    if transposed or (product == "fprop" and (fp8 or MATMUL_ENGINE in os.environ)):
         found = matmul(a, b)
     elif product == "fprop":
         found = torch.mm(a.rowwise, b.rowwise.t(), out=a.rowwise.new_full((m, n), math.nan))  # a store that is left out shows as NaN
     elif product == "dgrad":
-        found = dgrad(a, QuantizedTensor(b.rowwise.t().contiguous()))
+        found = dgrad(a, b._replace(rowwise=b.rowwise.t().contiguous()))
     else:
-        found = wgrad(QuantizedTensor(a.rowwise.t().contiguous()), QuantizedTensor(b.rowwise.t().contiguous()))
+        found = wgrad(*(x._replace(rowwise=x.rowwise.t().contiguous()) for x in (a, b)))
     if not _finite(found):
         return math.nan
     rows, columns = (torch.linspace(0, length - 1, min(SLICE, length), device=draw.device).long() for length in (m, n))

@@ -1,0 +1,106 @@
+"""FP8 products without transposes, as on compute capability 10.x: here of a CPU, whose products take every layout, too."""
+
+import pytest
+import torch
+from kernel_checks import normal, sqnr_db
+
+from common.kernels import fp8
+from common.kernels.fp8 import dgrad, takes_every_layout, wgrad
+from common.kernels.quantize import quantize_reference
+from common.model.linear_layers import DelayedScaling
+from common.sharding.frozen_base import ROWWISE, FrozenBase
+from common.training import self_test
+from common.training.kernel_cases import Draw, Sizes
+from llama31_8b.rules import MINIATURE
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """A function that lets this CPU pass for a GPU."""
+
+    def pretend(arch):
+        monkeypatch.setattr(fp8, "architecture", lambda device: arch)
+        takes_every_layout.cache_clear()
+
+    yield pretend
+    takes_every_layout.cache_clear()
+
+
+def operands():
+    """The two factors of dgrad and of wgrad."""
+    scaling = DelayedScaling()
+    made = (scaling.quantizer(), scaling.quantizer(weight=True), scaling.quantizer(gradient=True))
+    scaling.allocate(CPU)
+    x, weight, g = (normal(*size, seed=seed).cpu() for seed, size in enumerate(((48, 64), (32, 64), (48, 32))))
+    return [quantize_reference(value, quantizer) for value, quantizer in zip((x, weight, g), made, strict=True)]
+
+
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103"])
+def test_nothing_is_transposed_and_the_products_are_the_same(on, arch):
+    x, weight, g = operands()
+    assert all(each.columnwise is not None for each in (x, weight, g))
+    expected = dgrad(g, weight), wgrad(g, x)
+    on(arch)
+    x, weight, g = operands()
+    assert all(each.columnwise is None for each in (x, weight, g))
+    assert x.for_wgrad() is x, "its rowwise layout is what wgrad reads"
+    for found, product in zip((dgrad(g, weight), wgrad(g, x)), expected, strict=True):
+        assert found.shape == product.shape and sqnr_db(found.float(), product.float()) > 50
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_89", "sm_120", "gfx942", "gfx950"])
+def test_other_gpus_are_not_asked(on, arch, monkeypatch):
+    on(arch)
+    monkeypatch.setattr(fp8, "product", pytest.fail)
+    assert not takes_every_layout(CPU)
+
+
+def refuses(*_, **__):
+    raise RuntimeError("Only multiplication of row-major and column-major matrices is supported by cuBLASLt")
+
+
+@pytest.mark.parametrize("multiply", [refuses, lambda a, b, **_: torch.zeros(32, 32)], ids=["refused", "wrong"])
+def test_one_product_decides(on, multiply, monkeypatch):
+    on("sm_100")
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    assert not takes_every_layout(CPU)
+    assert all(each.columnwise is not None for each in operands())
+
+
+def test_the_self_test_multiplies_in_the_layouts_of_the_step(on, monkeypatch):
+    sizes = Sizes(MINIATURE.shape, 32, 1, True, 0, "reference", torch.bfloat16)
+    on("sm_100")
+    called = []
+    for name, right in (("dgrad", dgrad), ("wgrad", wgrad)):
+        monkeypatch.setattr(self_test, name, lambda *factors, name=name, right=right: called.append(name) or right(*factors))
+    for product in ("fprop", "dgrad", "wgrad"):
+        assert self_test._product(product, (64, 32, 48), True, sizes, Draw(CPU)) > self_test.FP8_PRODUCT_DB
+    assert called == ["dgrad", "wgrad"]
+
+
+@pytest.mark.parametrize("storage", ["sharded", "replicated", "replicated_both"])
+def test_a_frozen_base_stores_and_hands_out_its_weights_alone(on, processes, storage):
+    on("sm_100")
+    shape = MINIATURE.shape
+    base = FrozenBase(shape, processes, storage=storage)
+    matrices = {name: normal(each.rows, each.columns, seed=each.rows).cpu() for name, each in base.matrices.items()}
+    for layer in range(shape.num_layers):
+        base.add_layer(layer, matrices)
+    assert base.orientations == (ROWWISE,) and base.buffers is None
+    base.start_pass(training=True)
+    for name, weight in base.backward_weights(1).items():
+        forward = base.forward_weights(1)[name]
+        assert weight.columnwise is None and weight.scale == forward.scale
+        assert torch.equal(weight.rowwise.view(torch.uint8), forward.rowwise.view(torch.uint8))
+        g = quantize_reference(normal(16, weight.rowwise.shape[0]).cpu(), gradient_quantizer())
+        found = dgrad(g, weight)
+        assert sqnr_db(found.float(), (g.rowwise.float() * g.scale) @ (weight.rowwise.float() * weight.scale)) > 50
+
+
+def gradient_quantizer():
+    scaling = DelayedScaling()
+    made = scaling.quantizer(gradient=True)
+    scaling.allocate(CPU)
+    return made
