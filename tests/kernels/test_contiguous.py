@@ -5,7 +5,7 @@ import torch
 from kernel_checks import DEVICE, normal
 
 from common.kernels import accumulate, cross_entropy, lora, qk_norm, quantize, rms_norm, rope, swiglu, transpose
-from common.kernels.fp8 import DelayedScaling
+from common.model.linear_layers import DelayedScaling
 
 M, D = 16, 32
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 16
