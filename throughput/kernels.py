@@ -34,13 +34,13 @@ def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Case]:
-    """Kernels with a result in FP8, `transposed`: in both layouts, and the same with a result in bf16."""
+    """Kernels with a result in FP8, `transposed`: in both layouts where products need them, and the same with a result in bf16."""
     scaling = DelayedScaling()
     forward = scaling.quantizer(transposed=transposed)
     gradient = scaling.quantizer(gradient=True, transposed=transposed)
     kept = scaling.quantizer(transposed=False)
     scaling.allocate(torch.device("cuda"))
-    out = FP8 * (2 if transposed else 1)  # bytes per element of a quantized tensor
+    out = FP8 * (2 if forward.transposed else 1)  # bytes per element of a quantized tensor
     hidden, ffn, heads, kv_heads = shape.hidden_size, shape.ffn_hidden_size, shape.num_heads, shape.num_kv_heads
     n, m = tokens * hidden, tokens * ffn
 
