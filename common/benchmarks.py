@@ -92,13 +92,19 @@ class Rules:
             "max_sequence_length": self.sequence_length,
             "eval_samples": self.eval_samples,
             "opt_name": self.opt_name,
-            "opt_adamw_beta_1": self.adam_beta_1,
-            "opt_adamw_beta_2": self.adam_beta_2,
-            "opt_adamw_epsilon": self.adam_epsilon,
-            "opt_adamw_weight_decay": self.weight_decay,
+            **dict(self.optimizer_log_keys()),
             "opt_gradient_clip_norm": self.gradient_clip_norm,
             "target_accuracy": self.target_loss,
         }
+
+    def optimizer_log_keys(self) -> list[tuple[str, LogValue]]:
+        """Return the (key, value) pairs that the update rule `opt_name` logs."""
+        return [
+            ("opt_adamw_beta_1", self.adam_beta_1),
+            ("opt_adamw_beta_2", self.adam_beta_2),
+            ("opt_adamw_epsilon", self.adam_epsilon),
+            ("opt_adamw_weight_decay", self.weight_decay),
+        ]
 
     def own_log_keys(self, config: RunConfig) -> list[tuple[str, LogValue]]:
         """Return the (key, value) pairs that only this benchmark logs, such as its schedule."""

@@ -111,7 +111,7 @@ class LinearLayers:
         """Make the state on `device`: once, after the last `quantizer()` and before the first step."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return name -> tensor that training changes in place. Each rank has its own; checkpoints use the names."""
+        """Return name -> tensor that training changes in place, float or uint8. Each rank has its own; checkpoints use the names."""
         return {}
 
     def reset(self) -> None:
