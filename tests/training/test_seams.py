@@ -4,6 +4,8 @@ No file of the package names them. A benchmark's rules choose the one, a config'
 """
 
 import json
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -209,3 +211,19 @@ def test_the_plan_counts_the_bytes_of_the_format(plugged):
     work = workload("llama31_8b", config)
     assert estimate.state_bytes(config, work)["quantized weights"] == 2 * work.shape.num_layers * work.shape.matrix_parameters
     assert estimate.activation_bytes(config, work)["SwiGLU output"] == 2 * work.shape.ffn_hidden_size
+
+
+def test_a_run_in_fp8_imports_no_emulated_format():
+    program = (
+        "import sys, llama31_8b.train, llama2_70b_lora.train\n"
+        "from common.linear_formats import FORMATS\n"
+        "from common.model.linear_layers import linear_layers\n"
+        "for name in sys.argv[1:]:\n"
+        "    linear_layers(FORMATS[name])\n"
+        "print([name for name in sys.modules if 'emulated' in name or 'block_formats' in name])\n"
+    )
+    found = []
+    for names in (["bf16", "fp8"], ["mxfp4"]):
+        done = subprocess.run([sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True, check=True)
+        found.append(done.stdout.strip())
+    assert found[0] == "[]" and "emulated_layers" in found[1]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What MATMUL_ENGINE and ATTENTION_ENGINE do to a training step, in turn on one H200: tests/gpu/engines_in_a_step.sh BENCHMARK ROUNDS
+# What MATMUL_ENGINE and ATTENTION_ENGINE do to a training step, in turn on one H200: tests/gpu/studies/engines_in_a_step.sh BENCHMARK ROUNDS
 # As many layers as need no recomputation; synthetic steps. Needs flash-attn-4 in the Python of `python3`.
 set -euo pipefail
-cd "$(dirname "$(readlink -f "$0")")/../.."
+cd "$(dirname "$(readlink -f "$0")")/../../.."
 benchmark=${1:?which benchmark} rounds=${2:?how many rounds}
 case $benchmark in
     llama31_8b) small=(--layers 16 --set recompute_layers=0 --set moment_precision=fp32) ;;

@@ -1,6 +1,6 @@
 """Training steps of Qwen3-8B's adapters by transformers and peft: the peer of `throughput llama --model qwen3-8b --lora` in docs/results.md.
 
-`python tests/gpu/transformers_lora.py [--compile]` on one GPU: random weights and tokens, bf16, SDPA, nothing recomputed, fused AdamW.
+`python tests/gpu/studies/transformers_lora.py [--compile]` on one GPU: random weights and tokens, bf16, SDPA, nothing recomputed, fused AdamW.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Does FP8 train as bf16 does? A model of the 8B's width and two layers, on the miniature's real text, once per precision.
 
-    PYTHONPATH=. python tests/gpu/convergence.py --data-dir DIR --out losses.json [--steps 400] [--seeds 1,2,3] [--only "NAME;..."]
-    PYTHONPATH=. python tests/gpu/convergence.py --golden --out tests/gpu/golden_H200.json
+    PYTHONPATH=. python tests/gpu/studies/convergence.py --data-dir DIR --out losses.json [--steps 400] [--seeds 1,2,3] [--only "NAME;..."]
+    PYTHONPATH=. python tests/gpu/studies/convergence.py --golden --out tests/gpu/studies/golden_H200.json
 
 Same seed, same sequences, same schedule; only the precision of the blocks differs. Prints the mean training loss of the last 50 steps and
 its ratio to bf16 with the same seed. One pair of runs says little: two bf16 runs of one seed differ by some tenths of a percent, because

@@ -1,7 +1,7 @@
 """The peers of docs/results.md: both benchmarks' training steps by Megatron-core and Transformer Engine, on random weights and tokens.
 
-    torchrun --nproc-per-node N tests/gpu/megatron_peers.py llama31_8b [--bf16] [--fuse-wgrad] [--micro-batches 4] [--layers 32]
-    python tests/gpu/megatron_peers.py llama2_70b_lora
+    torchrun --nproc-per-node N tests/gpu/studies/megatron_peers.py llama31_8b [--bf16] [--fuse-wgrad] [--micro-batches 4] [--layers 32]
+    python tests/gpu/studies/megatron_peers.py llama2_70b_lora
 
 The 8B: data parallel with the distributed optimizer, gradients and weights sent while others compute, micro-batches of one sequence of
 8,192 tokens. `--fuse-wgrad` lets Transformer Engine add weight gradients into the gradient buffer itself: the fastest of what we tried.
@@ -9,7 +9,7 @@ LoRA: 4 and 12 of the 80 layers on one GPU, adapters where NeMo has them (qkv an
 is their difference's, and 80 layers are extrapolated without communication and without recomputation, to the peer's favor.
 
 Needs Megatron-core 0.16.1 and Transformer Engine 2.20.2; requirements-test.txt has only the first. Not run since it was put here.
-tests/gpu/against_megatron.sh runs these and ours after each other.
+tests/gpu/studies/against_megatron.sh runs these and ours after each other.
 """
 
 from __future__ import annotations

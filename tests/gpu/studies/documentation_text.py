@@ -1,6 +1,6 @@
 """Real text for a long run: the documentation that a Linux distribution ships, 100 million tokens, each document once.
 
-    PYTHONPATH=. python3 tests/gpu/documentation_text.py --packages FOLDER --data-dir DIR [--tokens 100000000] [--processes 2]
+    PYTHONPATH=. python3 tests/gpu/studies/documentation_text.py --packages FOLDER --data-dir DIR [--tokens 100000000] [--processes 2]
 
 The text of number_formats.py is too short to compare two precisions over thousands of steps without reading it twice. FOLDER holds Debian
 packages, as files or unpacked into a folder each: `apt-get download NAME ...`, `dpkg -x FILE.deb FOLDER/NAME`. Written are

@@ -1,6 +1,6 @@
 """Does LoRA on a base in FP8 train as on one in bf16? A model of the 70B's width and two layers, on the LoRA miniature's task.
 
-    PYTHONPATH=.:tests/helpers python tests/gpu/lora_convergence.py --data-dir DIR --out losses.json [--steps 200] [--base-steps 300] [--small]
+    PYTHONPATH=.:tests/helpers python tests/gpu/studies/lora_convergence.py --data-dir DIR --out losses.json [--steps 200] [--base-steps 300] [--small]
 
 Trains the base on documentation first, saves it as a Hugging Face checkpoint, loads it by the benchmark's own loader in bf16 and in FP8,
 and fine-tunes both with the same sequences, schedule and adapters, without dropout (its masks would differ). Prints the adapters' gradients of

@@ -1,6 +1,6 @@
 """How much does a number format cost in loss? A model of the 8B's width on real text, per format and seed.
 
-    PYTHONPATH=.:tests/gpu python tests/gpu/number_formats.py --data-dir DIR --out FILE.json [--seeds 1-8] [--steps 500] [--layers 2]
+    PYTHONPATH=.:tests/gpu/studies python tests/gpu/studies/number_formats.py --data-dir DIR --out FILE.json [--seeds 1-8] [--steps 500] [--layers 2]
         [--only "NAME;..."] [--minutes 8.5] [--add EARLIER.json ...] [--plot FILE.png] [--micro-batches 1] [--text PREFIX]
 
 The text: what the standard library, torch and three packages that come with it say of themselves (docstrings and comments; TEXT_PACKAGES), in the
