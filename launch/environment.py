@@ -80,7 +80,9 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
     try:
         with locked(folder.with_name(f"{folder.name}.lock")):
             if not _is_complete(folder, path, builds):  # else another start has made it meanwhile
-                build = OWN_TORCH if own_torch else builds[0] if "torch" in dict(requirements(path)) else NO_TORCH
+                build = builds[0] if "torch" in dict(requirements(path)) else NO_TORCH
+                if own_torch:
+                    build = OWN_TORCH
                 build = _install(lacking if own_torch else requirements(path), path, folder, build)
                 stamp = f"{_digest(path, build)} {build} {platform.machine()}"
                 _stamp(folder, path).write_text(stamp)  # last, so that an incomplete environment has none
@@ -118,7 +120,7 @@ def _require_same_machine(folder: Path) -> None:
     machines = {_read_stamp(stamp)[2] for stamp in folder.glob("*.sha256")} - {"", platform.machine()}
     if machines:
         what = f"{folder} was made for {', '.join(machines)}, this machine is {platform.machine()}"
-        do = "use a clone of the project for each; or ./run_and_time.sh setup makes .venv anew for this machine"
+        do = "use a clone of the project for each; or setup --for cpu, cuda or cuda12 makes .venv anew for this machine"
         raise PreflightError(what, "its programs cannot run here", do)
 
 

@@ -82,6 +82,8 @@ def pip(monkeypatch, tmp_path):
     monkeypatch.setattr(environment.venv, "create", create)
     monkeypatch.setattr(environment, "answers_at", lambda url: False)
     monkeypatch.setattr(environment, "supervise", run)
+    which = shutil.which  # uv, where it is installed, would be taken
+    monkeypatch.setattr(environment.shutil, "which", lambda name, **options: None if name == "uv" else which(name, **options))
     monkeypatch.setattr(environment, "suitable_builds", lambda env: fake.builds)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     return fake
@@ -396,6 +398,8 @@ find = environment.importlib.util.find_spec
 environment.importlib.util.find_spec = lambda name: name == "ensurepip" or find(name)
 environment.ROOT, environment.venv.create, environment.answers_at = Path({root!r}), create, lambda url: False
 environment.suitable_builds = lambda env: ("cpu",)
+which = environment.shutil.which
+environment.shutil.which = lambda name, **options: None if name == "uv" else which(name, **options)
 sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
 """
 
