@@ -18,7 +18,7 @@ from common.hardware import config_path, probe
 from common.model.families import FAMILIES, Family, family_of
 from common.paths import ROOT
 from launch.plan import estimate as plan
-from launch.plan.derive_config import fitting, nearest_file
+from launch.plan.derive_config import fitting, moved, nearest_file
 from launch.plan.estimate import Memory, Workload, gib
 from throughput import machine
 from throughput import options as common
@@ -197,16 +197,11 @@ def config_of(benchmark: str, kind: GpuKind | None, gpus: int, linear: str) -> t
     name = kind.name if kind else "CPU"
     path = nearest_file(ROOT, benchmark, kind, gpus) if kind else config_path(ROOT, benchmark, "CPU_1x1")
     file = configs.load(path, config_class(benchmark))
-    changes: dict[str, Any] = {"linear": linear}
+    changes: dict[str, Any] = {**moved(file, kind, gpus, linear)}
     if file.gpus_per_node != gpus:
-        changes |= {"gpus_per_node": gpus, "global_batch_size": file.micro_batch_size * gpus}
+        changes["global_batch_size"] = file.micro_batch_size * gpus
     if file.gpu != name:
-        changes |= {"gpu": name, "env": {}}
-    if file.has_key("reduce_scatter") and (gpus == 1 or file.gpu != name):
-        changes |= {"reduce_scatter": "nccl"}
-    if linear != "fp8":
-        changes |= {"offload_layers": 0} if file.has_key("offload_layers") else {}
-        changes |= {"frozen_base": "replicated"} if file.frozen_base == "replicated_both" else {}
+        changes["env"] = {}
     return replace(file, **changes), "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
 
 

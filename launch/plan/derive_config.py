@@ -6,6 +6,7 @@ and the options that save memory, in the order of what they cost: storage of a f
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -25,8 +26,7 @@ from launch.plan.estimate import Memory, Workload, gib
 NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8: one node
 # Of GPUs that torch._scaled_mm multiplies FP8 on: AMD from gfx942 on, NVIDIA from compute capability 8.9 on.
 WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
-WITHOUT_FP8 = {"linear": '"bf16"', "frozen_base": "replicated"}
-NO_LAYERS = {"recompute_layers": "0", "offload_layers": "0"}
+SAVING_LAYERS = ("recompute_layers", "offload_layers")  # keys whose value is a number of layers
 # Of a GPU's memory, since no run has tried a derived config: torch reserves up to 5 % more than it allocates where it can.
 HEADROOM = 0.96
 
@@ -84,15 +84,28 @@ def _start(benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int
     """The file on these GPUs, at micro-batch 1 and with no layers offloaded or recomputed."""
     eval_samples, sizes = workload(benchmark, file).eval_samples, range(file.eval_micro_batch_size, 0, -1)
     whole = next((size for size in sizes if eval_samples % (size * gpus) == 0), 1)  # of no padding
-    changes = {"gpu": f'"{kind.name}"', "gpus_per_node": str(gpus), "micro_batch_size": "1", "eval_micro_batch_size": str(whole)}
-    changes |= NO_LAYERS
-    if gpus == 1 or kind.vendor != KINDS[file.gpu].vendor:
+    linear = file.linear if kind.arch.startswith(WITH_FP8) else "bf16"
+    changes = moved(file, kind, gpus, linear) | {"micro_batch_size": 1, "eval_micro_batch_size": whole}
+    changes |= {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
+    texts = {key: json.dumps(value) for key, value in changes.items()}  # strings and integers are written in TOML as in JSON
+    return configs.load(path, config_class(benchmark), texts | overrides)
+
+
+def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict[str, str | int]:
+    """Return the keys of `file`, with their values, that follow from the number of GPUs, their kind and the format of the linear layers.
+
+    `kind`: None for a CPU.
+    """
+    changes: dict[str, str | int] = {"gpus_per_node": gpus, "linear": linear}
+    if kind is not None:
+        changes["gpu"] = kind.name
+    if gpus == 1 or (kind is not None and kind.vendor != KINDS[file.gpu].vendor):
         changes["reduce_scatter"] = "nccl"  # copy engines need another GPU, and were run on NVIDIA only
-    if not kind.arch.startswith(WITH_FP8):
-        changes |= WITHOUT_FP8
-    kind_of_config = config_class(benchmark)
-    changes = {key: text for key, text in changes.items() if kind_of_config.has_key(key)}
-    return configs.load(path, kind_of_config, changes | overrides)
+    if linear == "bf16":
+        changes["offload_layers"] = 0
+        if file.frozen_base == "replicated_both":
+            changes["frozen_base"] = "replicated"  # the transposed copy is one in FP8
+    return {key: value for key, value in changes.items() if file.has_key(key)}
 
 
 def _candidates(start: RunConfig, file: RunConfig, overrides: dict[str, str]) -> Iterator[list[RunConfig]]:
@@ -119,8 +132,8 @@ def fitting(start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, ov
         smallest = configs_of_storage[-1]
         if "eval_micro_batch_size" not in overrides:
             smallest = replace(smallest, eval_micro_batch_size=1)
-        for key in NO_LAYERS.keys() - overrides.keys():
-            if (layers := plan.fewest_layers(smallest, work, kind, key)) is not None:
+        for key in SAVING_LAYERS:
+            if key not in overrides and (layers := plan.fewest_layers(smallest, work, kind, key)) is not None:
                 return replace(smallest, **{key: layers})  # type: ignore[arg-type]
     return None
 

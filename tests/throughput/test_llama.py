@@ -109,6 +109,8 @@ def test_a_gpu_that_is_not_known_gets_settings_by_its_memory():
     found = case(unknown, 4, model="qwen3-4b").config
     assert (found.gpu, found.env, found.reduce_scatter) == ("unknown", {}, "nccl") and found.kernels == "triton"
     assert plan.fits(plan.memory_peak(found, case(unknown, 4, model="qwen3-4b").work), unknown)
+    near_b200 = replace(unknown, arch="sm_100", memory_bytes=180 * GIB)
+    assert case(near_b200, 4, model="qwen3-4b").config.reduce_scatter == "copy_engine", "as a run would"
     nearest = {
         vendor: case(replace(unknown, vendor=vendor, arch=arch), 8, model="qwen3-4b").source for vendor, arch in ARCHITECTURES.items()
     }
