@@ -18,6 +18,8 @@ from functools import cache
 
 @dataclass(frozen=True)
 class LinearFormat:
+    """What is known of a format without computing in it: its words in the log, its bytes, and where its implementation is."""
+
     name: str
     implementation: str  # "module:class": a LinearLayers, which only ranks import
     log_precision: str = ""  # the MLPerf log's word for `lowest_numerical_precision_in_linear`; "": that of the run
