@@ -81,6 +81,7 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def has_verb(benchmark: str, name: str) -> bool:
+    """Return whether the subcommand `name` exists for `benchmark`."""
     return VERBS[name].module != f"{{}}.{name}" or (ROOT / benchmark / f"{name}.py").is_file()
 
 

@@ -157,6 +157,7 @@ def run(log_dir: Path, benchmark: str, selection: Selection, facts: dict, reques
 
 
 def make_attempts(series: Series, log_dir: Path, benchmark: str, request: Request, execute: Execute) -> int:
+    """Start runs until the series has its number of good ones, and return the exit code."""
     record = series.record
     failed: list[int] = []  # exit codes of this command's failures
     unsaved: list[int] = []  # and of its good runs whose model was not saved

@@ -232,6 +232,7 @@ def _answer(tool: str, text: str, said_success: bool, forgiven: int = 0) -> Answ
 
 
 def run_tool(tool: str, *arguments: str) -> str:
+    """Return all that a program of mlperf-logging prints."""
     checker_version()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", f"mlperf_logging.{tool}", *arguments]

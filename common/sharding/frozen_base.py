@@ -128,6 +128,7 @@ class PrefetchBuffers:
                 buffer.in_use, buffer.released = False, self.stream.record_event()
 
     def find(self, key: LayerKey) -> Buffer | None:
+        """Return the buffer that holds this layer or is being filled with it."""
         return next((buffer for buffer in self.buffers if buffer.key == key), None)
 
     def _free(self, upcoming: list[LayerKey]) -> Buffer | None:
@@ -285,6 +286,7 @@ class FrozenBase:
         return self.stored[key]
 
     def is_stored(self, key: LayerKey) -> bool:
+        """Return whether this rank stores the layer whole, so that nothing is fetched."""
         return self.shards == 1 and key.orientation in self.orientations
 
     def _upcoming(self, key: LayerKey) -> list[LayerKey]:

@@ -162,6 +162,7 @@ class Checkpoints:
         self.reports.progress.show(f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written")
 
     def due(self, when: When, evaluated: bool) -> bool:
+        """Return whether a checkpoint is due after this step."""
         if when.evaluations:
             self.evaluations += evaluated
             return evaluated and self.evaluations % when.evaluations == 0

@@ -121,6 +121,7 @@ def _watch(torchrun: int, stack: IO | None) -> None:
 
 
 def end_badly(run_dir: Path | None, rank: int, error: BaseException, on_failure: Callable[[], None], step: Callable[[], int]) -> None:
+    """End the process with the exit code of `error`, after a record of it in `run_dir` or a message on stderr."""
     failure = classify(error, run_dir, rank)
     with contextlib.suppress(Exception):  # the first failure counts; a second one while reporting must not hide it
         on_failure()
