@@ -94,19 +94,19 @@ Training needs no tokenizer: it reads token ids only."""
 
 
 def convert(args: argparse.Namespace, rules: Rules) -> None:
-    from llama2_70b_lora.packed_npy import convert_npy
+    from llama2_70b_lora.packed_npy import convert_npy  # numpy, which the command line is read without
 
     convert_npy(args.npy_dir, args.data_dir, rules)
 
 
 def write(args: argparse.Namespace, rules: Rules) -> None:
-    from llama2_70b_lora.verify import write_manifest
+    from llama2_70b_lora.verify import write_manifest  # numpy as well
 
     write_manifest(args.weights, args.output, rules)
 
 
 def verify(args: argparse.Namespace, rules: Rules) -> None:
-    from llama2_70b_lora.verify import verify_data, verify_weights
+    from llama2_70b_lora.verify import verify_data, verify_weights  # numpy as well
 
     verify_data(args.data_dir, rules)
     if args.weights is not None:

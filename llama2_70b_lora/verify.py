@@ -29,6 +29,7 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
 
     Raises WeightsError.
     """
+    # torch, which checks of the data do without.
     import torch
 
     from common.model.checkpoint_reader import check_hashes, check_sizes, open_checkpoint
@@ -48,7 +49,7 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
 @weights_help()
 def write_manifest(weights: Path, output: Path, rules: Rules) -> None:
     """Write sizes and SHA-256 of a checkpoint's files to `output`, for later checks: of a download that you trust."""
-    from common.model.checkpoint_reader import open_checkpoint
+    from common.model.checkpoint_reader import open_checkpoint  # torch, which checks of the data do without
 
     checkpoint = open_checkpoint(weights, rules.shape)
     bar, files = Bar("sha256", len(checkpoint.files), "files"), {}

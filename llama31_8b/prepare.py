@@ -61,7 +61,7 @@ def miniature(data_dir: Path) -> None:
 
 
 def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
-    from common.data.indexed_dataset_writer import Writer
+    from common.data.indexed_dataset_writer import Writer  # numpy, which the command line is read without
 
     train, validation = corpus.split(corpus.documents())
     corpus.train_sentencepiece(train, MINIATURE.shape.vocab_size, data_dir / TOKENIZER)
@@ -108,7 +108,7 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def verify(args: argparse.Namespace) -> None:
-    from llama31_8b.verify import verify
+    from llama31_8b.verify import verify  # numpy as well
 
     verify(args.data_dir, args.manifest, args.full, args.write_manifest)
 

@@ -66,7 +66,7 @@ def start(what: str, rest: list[str]) -> int:
     options.check_torch(chosen.device, found)
     if getattr(chosen, "gpus", None):
         options.check_gpus(chosen.gpus, chosen.device, found)
-    from throughput import machine, result
+    from throughput import machine, result  # torch, which --help is read without
 
     facts, versions = machine.facts(found, chosen.device), machine.versions(found)
     made = result.Result(what, module.TABLES, chosen.out or result.default_directory(what), chosen.device, facts, versions)

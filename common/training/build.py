@@ -15,7 +15,7 @@ from common.model.llama import Head, Llama
 from common.model.shapes import ModelShape
 from common.training.assembly import Assembly
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # exists for type checkers only
     from common.training.assembly import Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -111,7 +111,7 @@ def _watch(torchrun: int, stack: IO | None) -> None:
     while os.getppid() == torchrun:
         time.sleep(0.5)
         if stack and os.fstat(stack.fileno()).st_size:
-            from common.training.evidence import write_collectives
+            from common.training.evidence import write_collectives  # no good run needs it
 
             write_collectives(Path(stack.name))
             stack = None
