@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import string
 import subprocess
 import tarfile
+import tomllib
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 from common.errors import CheckFailed
+from submission import own_log
 from submission.log_rules import DISCLOSURE_KEYS
 from submission.runs import Run
 
 README = Path(__file__).with_name("implementation_readme.txt")
-LEFT_OUT = ("tests", "run_tests.sh", "requirements-test.txt")  # and what begins with a dot, which the repo checker refuses
+# Pages that a reader of the packaged code needs, besides that of the GPU; the others tell of this project's work.
+DOCS = (
+    *("architecture.md", "checkpoints.md", "glossary.md", "number_formats.md", "preflight.md", "run_directory.md"),
+    *("setup.md", "system_tuning.md", "troubleshooting.md"),
+)
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+# Besides these, what begins with a dot, which the repo checker refuses. The README is written anew.
+LEFT_OUT = ("tests", "run_tests.sh", "requirements-test.txt", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 KEYS = ("global_batch_size", "gradient_accumulation_steps", "opt_base_learning_rate", *DISCLOSURE_KEYS)  # of the log
 OF_OTHER_BENCHMARKS = ("README.md",)  # the README links to all
 
@@ -28,7 +39,7 @@ OF_OTHER_BENCHMARKS = ("README.md",)  # the README links to all
 def write(folder: Path, root: Path, system: str, run: Run) -> None:
     """Fill `folder`, which must not exist, with the code of `run` out of the git repository at `root`. Raises CheckFailed."""
     config, commit = str(run.log.value("config_filename")), str(run.versions["commit"])
-    _export(folder, root, run.benchmark, commit)
+    export(folder, root, run.benchmark, commit, str(run.gpu))
     if not (folder / "configs" / run.benchmark / config).is_file():
         what = f"commit {commit} has no configs/{run.benchmark}/{config}"
         raise CheckFailed(what, "the log names it as its config (config_filename)", "run with a config of the repository")
@@ -41,14 +52,60 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
     place.mkdir()
     (place / f"{system}_{folder.name}.json").write_text(json.dumps(facts, indent=4) + "\n")
     packages = "\n".join(f"- {name} {version}" for name, version in facts["packages"].items())
-    (place / "README.md").write_text(string.Template(README.read_text()).substitute(facts | {"packages": packages}))
+    texts: dict[str, object] = {"packages": packages, "hyperparameters": "\n".join(hyperparameters(run))}
+    texts |= {"nodes": run.nodes, "gpus_per_node": run.gpus_per_node, "gpu": run.gpu}
+    page = string.Template(README.read_text())
+    (folder / "README.md").write_text(page.substitute(facts | texts, up="", here=f"./{system}"))
+    (place / "README.md").write_text(page.substitute(facts | texts, up="../", here="."))
     for name, lines in _scripts(run, config).items():
         (place / name).write_text("\n".join(("#!/usr/bin/env bash", "set -euo pipefail", *lines, "")))
         (place / name).chmod(0o755)
 
 
-def _export(folder: Path, root: Path, benchmark: str, commit: str) -> None:
-    command = ["git", "-C", str(root), "archive", "--format=tar", commit]
+def hyperparameters(run: Run) -> list[str]:
+    """Return the rows of a Markdown table: each hyperparameter of the log, its value, and where it comes from."""
+    fixed = {**asdict(run.rules), **run.rules.fixed_log_values()} if run.rules else {}
+    config = tomllib.loads(run.config)
+    rows = []
+    for key in own_log.init_keys(run.benchmark):
+        if key == "seed" or key.startswith("submission_") or run.log.value(key) is None:
+            continue
+        origin = "computed"
+        if key in fixed:
+            origin = "rules"
+        elif key in config:
+            origin = "config"
+        rows.append(f"| `{key}` | {run.log.value(key)} | {origin} |")
+    return rows
+
+
+def without_dead_links(page: Path) -> str:
+    """Return the text of a Markdown page, in which links to files that are not in the tree are plain text."""
+
+    def kept(link: re.Match) -> str:
+        there = "://" in link[3] or (page.parent / link[3]).exists()
+        return link[0] if there else link[2]
+
+    return LINK.sub(kept, page.read_text())
+
+
+def _is_packaged(path: PurePosixPath, benchmark: str, others: set[str], gpu: str) -> bool:
+    """Return whether a file of the commit goes into the tree."""
+    top = path.parts[0]
+    if top in LEFT_OUT or top.startswith("."):
+        return False
+    if top in others:
+        return path.name in OF_OTHER_BENCHMARKS
+    if top == "configs":
+        return path.parts[1] == benchmark
+    if top == "docs":
+        return path.name in DOCS or path.as_posix() == f"docs/gpus/{gpu}.md"
+    return True
+
+
+def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "") -> None:
+    """Extract the files of `commit` that belong to `benchmark` on `gpu` into `folder`. Raises CheckFailed."""
+    command = ["git", "-C", str(root), "archive", "--format=tar", "--end-of-options", commit]
     try:
         archive = subprocess.run(command, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -59,12 +116,13 @@ def _export(folder: Path, root: Path, benchmark: str, commit: str) -> None:
         files = {PurePosixPath(member.name): member for member in tar if not member.isdir()}
         others = {path.parent.name for path in files if path.name == "rules.py"} - {benchmark}
         for path, member in files.items():
-            top = path.parts[0]
-            if top in LEFT_OUT or top.startswith(".") or (top in others and path.name not in OF_OTHER_BENCHMARKS):
+            if not _is_packaged(path, benchmark, others, gpu):
                 continue
             if not member.isfile():
                 raise CheckFailed(f"{path} is a link in the commit", "links break in a submission (repo checker)", "make it a file")
             tar.extract(member, folder)
+    for page in folder.rglob("*.md"):
+        page.write_text(without_dead_links(page))
 
 
 def _scripts(run: Run, config: str) -> dict[str, list[str]]:

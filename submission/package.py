@@ -34,6 +34,7 @@ from submission.series import TenRuns, read_series, ten_runs, windows
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
 PLACEHOLDERS = ("unnamed", "org", "yourorg", "your_org", "myorg", "example", "test", "todo", "none", "organisation", "organization")
+COMMIT = re.compile("[0-9a-f]{40}")
 SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
 SIZE_LIMIT = 50 * 2**20  # bytes; the repo checker's
 CACHES = ("__pycache__", "node_modules", "wandb", "core")
@@ -197,10 +198,12 @@ def _check_seeds(runs: list[Run]) -> None:
 
 def _check_same(first: Run, run: Run) -> None:
     """One system, one code, one configuration (rules, "Benchmark Results")."""
-    commit, dirty = run.versions.get("commit"), run.versions.get("dirty")
-    why = "its versions.json names no commit" if commit is None else "there were changes that no commit holds"
+    commit = run.versions.get("commit")
+    dirty = run.versions.get("dirty")
+    named = isinstance(commit, str) and COMMIT.fullmatch(commit) is not None
+    why = "there were changes that no commit holds" if named else "its versions.json names no commit (40 hexadecimal digits)"
     do = "commit, and run the series from a clean tree"
-    _demand(commit is not None and dirty is False, f"{run.folder}: nobody can say which code ran", why, do)
+    _demand(named and dirty is False, f"{run.folder}: nobody can say which code ran", why, do)
     both = f"attempts {first.number} and {run.number} ran with different"
     for key in SAME:
         mine, theirs = run.versions.get(key), first.versions.get(key)
@@ -313,6 +316,11 @@ def judge(request: Request, missed: int = 0) -> int:
         print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")
         print("".join(f"  {line}\n" for line in answer.complaints), end="")
         print("".join(f"  {name}: {minutes:.3f} minutes\n" for (_, name), minutes in answer.scores.items()), end="")
+    for (system, benchmark), verdict in answers[0].verdicts.items():
+        if "RCP" in verdict:
+            place = org_dir / "results" / system / benchmark / "package_checker_params"
+            print(f"{benchmark}: a result that fails the RCP test can be uploaded only with a reason that the results chair accepts,")
+            print(f"  and a file without a line end:  printf rcp-bypass > {place}")
     passed = all(answer.passed for answer in answers)
     scores = {name: minutes for (_, name), minutes in answers[1].scores.items()}
     facts = {"ruleset": request.ruleset, "passed": passed, "scores_minutes": scores}

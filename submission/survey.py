@@ -68,8 +68,10 @@ class ResultSet:
 
     @property
     def scores_agree(self) -> bool:
-        if self.official_score is None or self.score is None:
-            return self.official_score is self.score
+        if self.official_score is None:  # a set that passed: the summarizer broke off, as on sets with power logs
+            return self.score is None or self.official == "passed"
+        if self.score is None:
+            return False
         return math.isclose(self.official_score, self.score, rel_tol=TOLERANCE)
 
     def logs_by_rule(self) -> Counter[str]:

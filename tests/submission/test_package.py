@@ -17,7 +17,7 @@ from synthetic_log import LORA, PRETRAINING
 from common.errors import CheckFailed, ConfigError
 from common.records.mlperf_log import TOKEN
 from common.training.mllog import EMULATED
-from submission import describe, official_tools, package
+from submission import describe, implementation, official_tools, package
 from submission.log_rules import Finding
 from submission.package import Request
 from submission.series import TenRuns, read_series, ten_runs, windows
@@ -132,6 +132,32 @@ def test_logs_are_copied_in_the_order_of_the_attempts(submission, org_dir):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_readme_of_the_tree_is_of_the_series(submission, org_dir, name):
+    code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
+    text = (code / "README.md").read_text()
+    assert text.startswith(f"# {name} on {synthetic.SYSTEM}") and "1 x 8 MI355X" in text and f"configs/{name}/{synthetic.CONFIG}" in text
+    assert "No" + "thing was run on an AMD GPU" not in text
+    rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `") and row.count("|") == 4}
+    run = read_series([submission[0].sources[name] if name == NAMES[0] else submission[0].sources[name] / name]).runs[0]
+    for key, origin in (("opt_base_learning_rate", "config"), ("opt_gradient_clip_norm", "rules"), ("global_batch_size", "config")):
+        assert f"| {run.log.value(key)} | {origin} |" in rows[key]
+    assert name == NAMES[0] or "rules" in rows["lora_rank"]
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        assert (code / link).exists(), link
+
+
+def test_the_tree_holds_what_ran_and_not_our_log_and_pictures(org_dir):
+    for name in NAMES:
+        code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
+        names = {path.relative_to(code).as_posix() for path in code.rglob("*") if path.is_file()}
+        assert not [each for each in names if each.endswith((".png", ".svg", ".html")) and each.startswith("docs")]
+        assert not names & {"docs/log.md", "docs/results.md", "docs/results-archive.md", "CHANGELOG.md", "CONTRIBUTING.md"}
+        assert {f"docs/{page}" for page in implementation.DOCS} <= names and "docs/gpus/MI355X.md" in names
+        assert {each.split("/")[1] for each in names if each.startswith("configs/")} == {name}
+        assert len(names) < 350
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_packaged_code_runs_by_itself(org_dir, name):
     code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
@@ -158,7 +184,7 @@ def test_the_packaged_tree_has_its_license_and_no_broken_link(org_dir, name):
     code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
     pages = list(code.rglob("*.md"))
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()) if "://" not in link]
-    assert (code / "LICENSE").is_file() and len(links) > 20
+    assert (code / "LICENSE").is_file() and len(links) > 10
     assert [f"{page.relative_to(code)}: {link}" for page, link in links if not (page.parent / link).exists()] == []
 
 
@@ -206,6 +232,26 @@ def test_a_run_that_emulated_another_number_format_is_refused(case):
     record = json.loads(seed.removeprefix(TOKEN)) | {"key": EMULATED, "value": "mxfp4+hadamard step 340"}
     log.write_text("".join(lines).replace(seed, f"{seed}{TOKEN} {json.dumps(record)}\n"))
     case.refused("emulated mxfp4+hadamard step 340", "research")
+
+
+@pytest.mark.parametrize("commit", ["--output=victim", "HEAD~1", "main", 7, None, "0123abc"])
+def test_a_commit_is_forty_hexadecimal_digits(case, commit, tmp_path, monkeypatch):
+    for plan in case.plans:
+        plan.changes = plan.changes | {"commit": commit}
+    case.write()
+    victim = case.request.root / "victim"
+    victim.write_text("kept")
+    try:
+        case.refused("names no commit")
+        assert victim.read_text() == "kept"
+    finally:
+        victim.unlink()
+
+
+def test_an_option_in_place_of_a_commit_does_not_reach_git(project, tmp_path):
+    with pytest.raises(CheckFailed):
+        implementation.export(tmp_path / "out", project, NAMES[0], f"--output={tmp_path}/victim")
+    assert not (tmp_path / "victim").exists()
 
 
 @pytest.mark.parametrize("suffix", ["+modified", "+forced", "+derived"])
@@ -517,6 +563,7 @@ def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsy
     assert package.package(request) == 20
     out = capsys.readouterr().out
     assert "RCP test" in out and "RCP Test Failed" in out and "NOT a submission" in out
+    assert "printf rcp-bypass >" in out and "package_checker_params" in out
     assert (tmp_path / "out" / "package_checker_6.1.0.txt").is_file()
 
 
