@@ -100,6 +100,9 @@ def failure_of(error: BaseException) -> RunError | None:
     if isinstance(error, RunError):
         return error
     number, text = getattr(error, "errno", None), str(error).partition("\n")[0]
+    if number == errno.ELOOP or text.startswith("Symlink loop"):
+        what = f"{getattr(error, 'filename', None) or text.removeprefix('Symlink loop from ')} is a link that leads to itself"
+        return ConfigError(what, "no file can be reached through it", "remove the link, or name the file itself")
     if isinstance(error, MemoryError) or number in NO_MEMORY or any(words in text for words in _NO_MEMORY):
         do = "end other programs; look at ulimit -u and -v, and at the container's limits of memory and processes"
         return OutOfMemory("the host gave no more memory, processes or threads", text or "MemoryError", do)

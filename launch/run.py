@@ -17,7 +17,7 @@ from common.terminal import inform, print_stderr, shown
 from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
 from launch.job import Job, ensure_data, trainer_command, trainer_environment
-from launch.limits import require_limits
+from launch.limits import require_limits, require_loopback
 from launch.monitor import gpu_sampler as sampler
 from launch.monitor.screen import Screen
 from launch.multi_node import LeaderEnded, Nodes
@@ -31,6 +31,7 @@ STARTUP_S = 300.0  # until every rank has finished a step: kernels compile befor
 def run_all(job: Job, request: series.Request) -> int:
     """The requested number of good runs, in a ledger. Returns the exit code of series.run; on the other nodes that of node 0."""
     require_limits(job.config.gpus_per_node)
+    require_loopback()
     versions = run_directory.versions(ROOT, job.gpus) | {"rank_cpus": job.cpus}
     facts = series.facts_of(job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark)
 

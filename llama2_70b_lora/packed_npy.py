@@ -8,7 +8,9 @@ numpy's own unpickling code never sees the file. Only `prepare convert-npy` uses
 
 from __future__ import annotations
 
+import os
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,11 @@ from llama2_70b_lora.rules import DATA_FILES, Rules
 NUMBERS = {order + code for order in "<>|" for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
 ALLOWED = {("numpy", "dtype"), ("numpy", "ndarray")}
 ALLOWED |= {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")}  # numpy 1 and 2
+
+
+ROW_LIMIT = 1_000_000  # values in one row: three lists of 8,192 numbers are enough
+LOAD_S = 60.0  # a pickle of nested pairs takes longer than the age of the universe
+LOAD_BYTES_PER_S = 10e6
 
 
 class Refused(Exception):
@@ -58,25 +65,35 @@ def _numbers(dtype: Any, data: Any) -> np.ndarray:
     return np.frombuffer(data, code)
 
 
-def plain(value: Any) -> Any:
-    """`value` with pickled arrays in it as lists and flat numpy arrays. Raises Refused for what is no number, list or dict."""
+def plain(value: Any, left: list[int] | None = None) -> Any:
+    """`value` with pickled arrays in it as lists and flat numpy arrays. Raises Refused for what is no number, list or dict, and
+    for more than ROW_LIMIT values: a few shared lists in each other stand for any number. `left`: how many more may come."""
+    left = [ROW_LIMIT] if left is None else left
+    left[0] -= 1
+    if left[0] < 0:
+        raise Refused(f"more than {ROW_LIMIT:,} values in a row")
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: plain(item, left) for key, item in value.items()}
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return [plain(item, left) for item in value]
+    if isinstance(value, tuple):
+        raise Refused("a tuple")
     if not isinstance(value, Stored):
         return value
     if value.state is None:  # numpy's `scalar`: a dtype and the bytes of one number
         return _numbers(*value.arguments)[0].item()
     _, shape, dtype, fortran, data = value.state
     if dtype.arguments[0] == "O8" and isinstance(data, list) and shape == (len(data),):
-        return plain(data)
+        return plain(data, left)
     return _numbers(dtype, data).reshape(shape, order="F" if fortran else "C")
 
 
 def read_packed(path: Path) -> Iterator[dict[str, Any]]:
     """The dicts of a packed file; their values are numbers, lists and arrays. Raises DataError, and executes nothing."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is no regular file", "a pipe or a device may never end", "name AMD's train.npy or validation.npy")
     try:
+        _try_to_load(path)
         with path.open("rb") as file:
             version = npy.read_magic(file)  # what follows is a Python literal, then the pickle
             _, _, dtype = npy.read_array_header_1_0(file) if version == (1, 0) else npy.read_array_header_2_0(file)
@@ -95,6 +112,28 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
     except Exception as error:  # a damaged pickle can fail in any way
         what = f"{path}: not a packed array: {type(error).__name__}: {error}"
         raise DataError(what, "the file is missing, incomplete, damaged or of another kind", "check the path, or fetch it again") from error
+
+
+def _try_to_load(path: Path) -> None:
+    """Raise Refused if the pickle cannot be read in time. Another process tries it: hashing nested pairs cannot be interrupted."""
+    limit_s = LOAD_S + path.stat().st_size / LOAD_BYTES_PER_S
+    child = os.fork()
+    if child == 0:
+        try:
+            with path.open("rb") as file:
+                version = npy.read_magic(file)
+                _, _, dtype = npy.read_array_header_1_0(file) if version == (1, 0) else npy.read_array_header_2_0(file)
+                if dtype == np.dtype("O"):
+                    _Unpickler(file).load()
+        finally:
+            os._exit(0)  # what is wrong with it, the parent says
+    end = time.monotonic() + limit_s
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > end:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            raise Refused(f"what cannot be read in {limit_s:.0f} s")
+        time.sleep(0.01)
 
 
 def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarray:

@@ -44,24 +44,31 @@ def miniature(data_dir: Path) -> None:
 def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
     """Print how to get MLCommons' data and base weights, after a download of the data if that is asked for.
 
-    Raises what `download` raises, and PreflightError if the disk has too little space, but prints first.
+    Raises what `download` raises; without a download PreflightError if the disk has too little space. It prints first.
     """
-    try:
-        if download_data:
+    if download_data:
+        try:
             download(DATA_REPOSITORY, DATA_REVISION, [*DATA_FILES.values()], data_dir, "dataset")
-    except RunError:
-        _say_how(data_dir, weights, "Nothing has")
-        raise
-    _say_how(data_dir, weights, "The weights have not" if download_data else "Nothing has")
+        except RunError:
+            _say_how(data_dir, weights, "Nothing has")
+            raise
+        _say_how(data_dir, weights, "The weights have not")
+        return
+    missing = _say_how(data_dir, weights, "Nothing has")
+    if "data" in missing:
+        require_free_space(data_dir, DATA_BYTES, "the tokenized GovReport")
+    if "weights" in missing:
+        require_free_space(weights, WEIGHTS_BYTES, "the weights of Llama 2 70B")
 
 
-def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> None:
+def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> list[str]:
+    """Print how to get what is missing, and return its names."""
     present = {"data": all((data_dir / name).exists() for name in DATA_FILES.values()), "weights": any(weights.glob("*.safetensors"))}
     missing = [name for name, there in present.items() if not there]
     check = f"./run_and_time.sh llama2_70b_lora prepare verify --data-dir {data_dir} --weights {weights}"
     if not missing:
         say(f"data and weights are there. To check them:\n  {check}")
-        return
+        return missing
     say(
         f"""{nothing_has} been downloaded: the weights are Meta's, under a license that you must accept yourself. Missing: {" and ".join(missing)}.
 
@@ -87,10 +94,7 @@ def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> None:
 AMD's packed train.npy and validation.npy have the same sequences. They are pickles, which convert-npy reads without executing them.
 Training needs no tokenizer: it reads token ids only."""
     )
-    if "data" in missing:
-        require_free_space(data_dir, DATA_BYTES, "the tokenized GovReport")
-    if "weights" in missing:
-        require_free_space(weights, WEIGHTS_BYTES, "the weights of Llama 2 70B")
+    return missing
 
 
 def convert(args: argparse.Namespace, rules: Rules) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -17,6 +18,7 @@ from common.data.preparation import Bar, locked, say
 from common.errors import ConfigError, DataError, StorageError
 from llama31_8b.rules import CLOSED
 
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads takes them, UTF-8 does not
 BATCH_DOCUMENTS = 512  # encoded in one call, on all cores
 
 
@@ -41,7 +43,7 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
         writer, read = Writer(prefix, vocab_size), 0
         bar, documents = Bar("converting", sum(path.stat().st_size for path in inputs), "bytes"), _documents(inputs, key)
         while batch := list(islice(documents, BATCH_DOCUMENTS)):
-            for ids in filter(None, encode([text for text, _ in batch])):
+            for ids in filter(None, _encoded(encode, [text for text, _ in batch], tokenizer_path)):
                 writer.add(ids)
             read += len(batch)
             bar.at(batch[-1][1])
@@ -49,6 +51,17 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
     counts = f"{index.num_documents:,} documents, {index.num_tokens:,} tokens as {index.dtype.name}"
     say(f"{prefix}: {counts}; {read - index.num_documents} empty documents left out")
     return index
+
+
+def _encoded(encode: Callable[[list[str]], list[list[int]]], texts: list[str], tokenizer_path: Path) -> list[list[int]]:
+    """Return the token ids of `texts`. Raises DataError where the tokenizer gives up, as on a regular expression that backtracks."""
+    try:
+        return encode(texts)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        what = f"{tokenizer_path} cannot encode the input: {type(error).__name__}: {str(error)[:200]}"
+        raise DataError(what, "its rules fail on one of the documents", "use Llama 3.1's own tokenizer.json") from None
 
 
 def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]], int]:
@@ -104,12 +117,15 @@ def _json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str
             continue
         try:
             text = json.loads(line)[key]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             why, do = f"each line must be a JSON object with the key {key}", "repair the line, or name the right key with --jsonl-key"
             raise DataError(f"{path}: line {number}: no document: {error!r}", why, do) from error
         if not isinstance(text, str):
             what = f"{path}: line {number}: {key} is {type(text).__name__}, not text"
             raise DataError(what, "a document must be a string", "repair the line")
+        if LONE_SURROGATE.search(text):
+            what = f"{path}: line {number}: {key} holds half of a surrogate pair"
+            raise DataError(what, "no tokenizer takes it: it is no character", "repair the line, or leave it out")
         yield text
 
 

@@ -22,7 +22,6 @@ from common.data import corpus
 from common.data.hub import download
 from common.data.manifest import PairFacts
 from common.data.preparation import Recipe, build_once, require_free_space, say
-from common.errors import RunError
 from llama31_8b.rules import CLOSED, MINIATURE
 
 MINIATURE_RECIPE = 1  # raise it when the corpus, the vocabulary or the format changes: existing data is then built again
@@ -80,15 +79,17 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
 def fetch(data_dir: Path, download_tokenizer: bool) -> None:
     """Print how to get MLCommons' files into `data_dir`, after a download of the tokenizer if that is asked for.
 
-    Raises what `download` raises, and PreflightError if there is no space for the files, but prints first.
+    Raises what `download` raises; without a download PreflightError if there is no space for the files. It prints first.
     """
-    try:
-        if download_tokenizer:
-            download(TOKENIZER_REPOSITORY, "main", [TOKENIZER_FILE], data_dir, "model")
-    except RunError:
+    if not download_tokenizer:
         _say_how(data_dir)
-        raise
-    _say_how(data_dir)
+        if any(not (data_dir / name).exists() for name in CLOSED.data_files):
+            require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenized C4 of llama31_8b")
+        return
+    try:
+        download(TOKENIZER_REPOSITORY, "main", [TOKENIZER_FILE], data_dir, "model")
+    finally:  # the failure of the download is what the command ends with
+        _say_how(data_dir)
 
 
 def _say_how(data_dir: Path) -> None:
@@ -98,7 +99,6 @@ def _say_how(data_dir: Path) -> None:
         say(f"{data_dir}: all four files are there. Check them:\n  {check} --full")
         return
     say(HOW_TO_FETCH.format(data_dir=data_dir, missing=missing, check=check))
-    require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenized C4 of llama31_8b")
 
 
 def convert(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ An error makes a log NOT CLEAN. A warning is a break of the rules' text that the
 ACCEPTED. A note is neither, and a log without errors and warnings is CLEAN. Logs that this project wrote are held to its own habits
 besides (submission/own_log.py). Each finding names its line, rule and source. The round comes from the keys of the log and its date,
 unless --ruleset asks for one; a miniature is held to the miniature's rules, unless --ruleset asks for the closed ones. The benchmark
-comes from the log. A folder stands for all result*.txt below it; those named result_<number>.txt are a result set, and are also
+comes from the log. A folder stands for all result*.txt below it; those named result_*.txt are a result set, and are also
 checked together (submission/result_set.py).
 
 Exit code: 0 no errors (and no warnings, with --werror), 20 errors, 2 wrong usage or no readable log, 18 no official checker.

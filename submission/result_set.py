@@ -1,4 +1,4 @@
-"""Rules for a result set: the files result_<number>.txt of one folder, as they are submitted. Standard library only."""
+"""Rules for a result set: the files result_*.txt of one folder, as they are submitted. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.records.rcp import SUBMISSION_RUNS
 from submission.examined import Examined
 from submission.log_rules import Finding
 
-NAME = re.compile(r"result_\d+\.txt")
+NAME = re.compile(r"result_.*\.txt")  # as the official tools look for them
 
 
 def folders(logs: Iterable[Path]) -> dict[Path, list[Examined]]:

@@ -184,7 +184,11 @@ def read_attempt(path: Path, number: int = 0, start: dict | None = None, end: di
 def _filled(run: Run) -> Run:
     config, batch = run.folder / "config.toml", run.log.last("global_batch_size")
     run.config = config.read_text(errors="replace") if config.is_file() else ""
-    run.versions, run.failure = (_object(run, name) for name in ("versions.json", "failure.json"))
+    run.versions = _object(run, "versions.json")
+    run.failure = _object(run, "failure.json")
+    if not isinstance(run.versions.get("packages", {}), dict):
+        run.notes.append("versions.json: packages is no object")
+        run.versions["packages"] = {}
     run.ruleset = run.ruleset or round_of(run.log, ours=False)
     run.benchmark = str(run.log.last("submission_benchmark") or "")
     run.org, run.division = (str(run.log.value(f"submission_{part}") or "") for part in ("org", "division"))
@@ -200,11 +204,14 @@ def _filled(run: Run) -> Run:
 
 
 def _object(run: Run, name: str) -> dict:
-    with contextlib.suppress(FileNotFoundError):
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(value := json.loads((run.folder / name).read_text(errors="replace")), dict):
-                return value
-        run.notes.append(f"{name} is cut off or spoilt")
+    path = run.folder / name
+    if not path.exists() and not path.is_symlink():
+        return {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_text(errors="replace")) if path.is_file() else None
+        if isinstance(value, dict):
+            return value
+    run.notes.append(f"{name} is cut off or spoilt")
     return {}
 
 

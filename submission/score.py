@@ -94,7 +94,7 @@ def as_dict(series: Series, ten: TenRuns) -> dict:
         "global_batch_size": first.batch,
         "runs": [{key: getattr(run, key) for key in OF_A_RUN} for run in series.runs],
         "result": _numbers(ten) | {"factor": ten.factor, "passed": ten.passed, "samples": ten.samples} | verdicts,
-        "windows": [{"first": window.runs[0].name} | _numbers(window) for window in windows(series)],
+        "windows": [{"first": window.runs[0].name} | _numbers(window) for window in windows(series) if window.runs],
         "notes": series.notes,
     }
 

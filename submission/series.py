@@ -101,7 +101,7 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     samples = [float(run.samples or 0) if run.status == "success" else math.inf for run in runs]
     mean = trimmed_mean(samples) if len(samples) >= 3 else math.inf
     judged = len(runs) >= 3 and not any(run.is_miniature for run in runs)
-    ruleset = next((run.ruleset for run in runs if run.log.events), runs[0].ruleset)
+    ruleset = next((run.ruleset for run in runs if run.log.events), "")
     verdict = rcp.judge([run.path if run.log.events else None for run in runs], ruleset) if judged else None
     factor = verdict.factor if verdict and verdict.passed else None
     score = None if invalid or minutes is None or factor is None else minutes * factor
@@ -151,7 +151,7 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
 def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
     name = path.resolve().name
     in_order = sorted(path.glob("result_*.txt"), key=lambda log: (len(log.name), log.name))
-    if results := [path] if path.is_file() else in_order or sorted(path.glob("result.txt")):
+    if results := [path] if path.is_file() or path.is_fifo() else in_order or sorted(path.glob("result.txt")):
         return name, [read_run(result, ruleset) for result in results]
     if record := _record(path / ledger.NAME, wanted):
         notes.append(f"series {record.id} of {path / ledger.NAME}")

@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from common import text_tables
-from common.errors import ConfigError, StorageError
+from common.errors import ConfigError, StorageError, write_whole
 
 
 def write(path: Path, text: str) -> None:
-    """Raises StorageError."""
+    """Write the whole file or nothing of it. Raises StorageError."""
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text.encode("utf-8", errors="replace"))
     except OSError as error:
         raise StorageError(f"cannot write {path}", error.strerror or str(error), "name a directory that exists and has space") from error
 

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import os
 import re
 import signal
 import sys
@@ -52,6 +53,9 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
             steps = revert(journal) if options.verb == "revert" else apply(settings, root, journal)
             if options.verb == "hold":
                 steps = hold(steps, journal)
+    except BlockingIOError:
+        print(f"error: {_holder(journal)} holds the settings\n  do:  wait until it ends, or end it", file=sys.stderr)
+        return JOURNAL
     except PermissionError:
         print("error: only root can write these files\n  do:  run the same command with sudo", file=sys.stderr)
         return NOT_DONE
@@ -159,13 +163,34 @@ def _write(step: Step, done: str) -> Step:
 @contextlib.contextmanager
 def _locked(journal: Path) -> Iterator[None]:
     """Raises OSError if another process holds the lock."""
-    with journal.with_suffix(".lock").open("w") as lock:
+    with journal.with_suffix(".lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         yield
 
 
+def _holder(journal: Path) -> str:
+    """Return who holds the lock, as its process wrote it there."""
+    try:
+        number = journal.with_suffix(".lock").read_text()
+        name = Path(f"/proc/{int(number)}/cmdline").read_text().replace("\0", " ").strip()
+    except (OSError, ValueError):
+        return "another process"
+    return f"process {number} ({name})"
+
+
 def _read_journal(journal: Path) -> dict[str, list[str]]:
-    return json.loads(journal.read_text()) if journal.exists() else {}
+    """Raises ValueError if the journal holds anything but pairs of values by path."""
+    try:
+        entries = json.loads(journal.read_text()) if journal.exists() else {}
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    pairs = entries.values() if isinstance(entries, dict) else [None]
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(value, str) for value in pair) for pair in pairs):
+        raise ValueError("it must hold an old and a new value, as texts, for each path")
+    return entries
 
 
 def _write_journal(journal: Path, entries: dict[str, list[str]]) -> None:

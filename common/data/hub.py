@@ -7,16 +7,21 @@ for a small file that is kept in git the SHA-1 that git names it by. So no kill 
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from common.data.manifest import sha256_of
 from common.data.preparation import locked, require_free_space, say
 from common.errors import DataError, PreflightError, RunError, StorageError, failure_of
 
 STAGE = ".download"
+CHUNK = 2**20  # bytes that are written at a time
+SILENCE_S = 60.0  # without a chunk, or an answer, for so long, a download ends: at least 17 kB/s
 
 
 def download(repository: str, revision: str, names: Sequence[str], folder: Path, kind: str) -> None:
@@ -32,11 +37,13 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
     where: dict[str, Any] = {"repo_id": repository, "revision": revision, "repo_type": kind}
     try:
         with locked(folder / f"{STAGE}.lock"):
-            listed = [entry for entry in huggingface_hub.HfApi().list_repo_tree(recursive=True, **where) if hasattr(entry, "size")]
+            entries = _watched(lambda: list(huggingface_hub.HfApi().list_repo_tree(recursive=True, **where)), lambda: 0)
+            listed = [entry for entry in entries if hasattr(entry, "size")]
             for name in names:
                 entry = next((entry for entry in listed if Path(entry.path).name == name), None)
                 if entry is None:
                     raise DataError(f"{repository} has no {name}", f"it is not in revision {revision}", "fetch it by hand, as below")
+                _require_names(entry, repository)
                 if not (folder / name).exists():
                     require_free_space(folder, entry.size, name)
                     staged = _staged(huggingface_hub.hf_hub_url(filename=entry.path, **where), entry, folder / STAGE)
@@ -59,15 +66,88 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
 
 def _staged(url: str, entry, folder: Path) -> Path:
     """The file, from the byte on that the last attempt came to. `hf_hub_download` would begin anew in each process (huggingface_hub 2)."""
+    from huggingface_hub import constants
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
+    constants.DOWNLOAD_CHUNK_SIZE = min(CHUNK, constants.DOWNLOAD_CHUNK_SIZE)
     folder.mkdir(exist_ok=True)
     path = folder / (entry.lfs.sha256 if entry.lfs else entry.blob_id)
     with path.open("ab") as file:
         if file.tell() < entry.size:
-            http_get(url, file, resume_size=file.tell(), headers=build_hf_headers(), expected_size=entry.size)
+            bounded: Any = _Bounded(file, entry.size)
+            headers = build_hf_headers()
+            try:
+                _watched(
+                    lambda: http_get(url, bounded, resume_size=file.tell(), headers=headers, expected_size=entry.size),
+                    lambda: path.stat().st_size,
+                )
+            except TooLarge:
+                path.unlink()
+                why = f"the hub's list says {entry.size:,} bytes"
+                raise DataError(f"{url} sends more than its size", why, "do not trust this server") from None
     return path
+
+
+def _require_names(entry: Any, repository: str) -> None:
+    """Raise DataError unless the sum that names a staged file is a sum: a path in its place would lead out of the folder."""
+    sums = (entry.lfs.sha256, 64) if entry.lfs else (entry.blob_id, 40)
+    name, length = sums
+    if not isinstance(name, str) or not re.fullmatch(f"[0-9a-f]{{{length}}}", name) or type(entry.size) is not int:
+        what = f"{repository} lists {entry.path} with the sum {str(name)[:80]!r} and the size {entry.size!r}"
+        raise DataError(what, f"a sum is {length} hexadecimal digits", "do not trust this server")
+
+
+class TooLarge(Exception):
+    """The server sends more than the hub's list says."""
+
+
+class _Bounded:
+    """A file that takes no more than `limit` bytes in all, and that a watcher sees grow."""
+
+    def __init__(self, file: IO[bytes], limit: int):
+        self.file, self.limit = file, limit
+
+    def write(self, chunk: bytes) -> int:
+        if self.file.tell() + len(chunk) > self.limit:
+            raise TooLarge
+        written = self.file.write(chunk)
+        self.file.flush()
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def _watched(work: Callable[[], Any], progress: Callable[[], int]) -> Any:
+    """Return what `work` returns. Raises DataError if it is not done and `progress` stands still for SILENCE_S.
+
+    `work` runs in a thread that is left behind then: a read from a server that sends a byte a second cannot be ended.
+    """
+    answer: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answer.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    before = progress()
+    moved = time.monotonic()
+    while thread.is_alive():
+        thread.join(0.2)
+        now = progress()
+        if now != before:
+            before, moved = now, time.monotonic()
+        elif time.monotonic() - moved > SILENCE_S:
+            why = f"nothing came for {SILENCE_S:.0f} s, or less than {CHUNK:,} bytes"
+            raise DataError("the server is too slow", why, "start again: what has come is kept")
+    if failure:
+        raise failure[0]
+    return answer[0]
 
 
 def _difference(path: Path, entry) -> str:

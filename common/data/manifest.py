@@ -35,6 +35,8 @@ class Manifest:
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Raises DataError if there is no manifest at `path`."""
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} is no regular file", "a pipe or a device may never end", "name an existing manifest")
         try:
             table = json.loads(Path(path).read_text())
             files = {name: FileFacts(**facts) for name, facts in table["files"].items()}
@@ -42,7 +44,7 @@ class Manifest:
             return cls(table["source"], table["vocab_size"], files, pairs)
         except OSError as error:
             raise DataError(f"{path}: cannot be opened: {error.strerror}", "no manifest there", "name an existing manifest") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = f"{path}: not a manifest: {error!r}"
             raise DataError(what, "the file is damaged or of another kind", "restore it, or write it again") from error
 

@@ -37,8 +37,8 @@ def read(path: Path) -> tuple[list[dict], list[str]]:
     """The JSON objects of `path`, one per line, none if it is missing; and what could not be read, as text. Other JSON values are skipped.
     Raises OSError."""
     found, notes = [], []
-    if not path.exists():
-        return [], [f"{path.name} is missing"]
+    if not path.is_file():
+        return [], [f"{path.name} is missing" if not path.exists() else f"{path.name} is no regular file"]
     with path.open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:

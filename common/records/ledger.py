@@ -17,7 +17,6 @@ Several series may write at the same time: a lock per line keeps lines whole, th
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -28,6 +27,14 @@ from common.errors import StorageError
 from common.records import json_lines
 
 NAME = "attempts.jsonl"
+# Event -> the keys that a line of it must have, and their types.
+LINES: dict[str, dict[str, type]] = {
+    "series": {"goal": int, "facts": dict},
+    "start": {"attempt": int, "run": str, "seed": int},
+    "end": {"attempt": int, "run": str, "exit_code": int, "kind": str, "reason": str},
+    "goal": {"goal": int},
+    "closed": {},
+}
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems without flock: some mounts of Lustre and NFS
 
 
@@ -116,10 +123,20 @@ def lock(descriptor: int, wait: bool) -> bool:
 def read(path: Path) -> list[Record]:
     """All series, the oldest first. Lines that were cut short, or are not of the ledger, are skipped."""
     records: dict[str, Record] = {}
-    for line in json_lines.read(path)[0]:
-        with contextlib.suppress(KeyError, TypeError):
-            name = line["series"]
-            if line["event"] == "series":
-                records[name] = Record(name, line["goal"], line["facts"])
+    for line in filter(_is_line, json_lines.read(path)[0]):
+        name = line["series"]
+        if line["event"] == "series":
+            records[name] = Record(name, line["goal"], line["facts"])
+        elif name in records:
             records[name].add(line)
     return list(records.values())
+
+
+def _is_line(line: dict) -> bool:
+    """Return whether `line` has what a line of the ledger has; its run must be a directory beside the ledger."""
+    event = line.get("event")
+    if not isinstance(event, str) or event not in LINES or not isinstance(line.get("series"), str):
+        return False
+    typed = all(type(line.get(key)) is kind for key, kind in LINES[event].items())
+    run = line.get("run", "r")
+    return typed and Path(run).name == run and "\0" not in run

@@ -91,6 +91,8 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
 
 def events(path: Path) -> Iterator[Event | BadLine]:
     """The records of `path` one by one. Raises ConfigError for what cannot be read or is no text."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{path} is no regular file", "a pipe or a device may never end", DO)
     try:
         with path.open("rb") as binary:
             head = binary.read(HEAD_BYTES)

@@ -125,8 +125,8 @@ class Checkpoints:
             own["gpu_generator"] = torch.cuda.get_rng_state(self.processes.device)
         return own | {name: tensor.to("cpu", copy=True) for name, tensor in self.assembly.linear.state().items()}
 
-    def _digest(self, own: dict[str, Tensor]) -> str:
-        """Of all values on all ranks, however they are shared. `own`: by their names in the checkpoint."""
+    def _digest(self, own: dict[str, Tensor], facts: dict[str, Any]) -> str:
+        """Return the hash of all values on all ranks, however they are shared, and of `facts`. `own`: by their names in the checkpoint."""
         mine = {name: (part.shared, fingerprint(part.live.float(), part.first)) for name, part in self.parts.items()}
         mine |= {name: (False, fingerprint(tensor)) for name, tensor in own.items()}
         everyone: list[Any] = [None] * self.processes.world_size
@@ -134,7 +134,8 @@ class Checkpoints:
         total: dict[str, int] = {}
         for name, (shared, value) in (item for rank in everyone for item in rank.items()):
             total[name] = (total.get(name, 0) + value) % 2**64 if shared else value % 2**64
-        return hashlib.sha256(json.dumps(total, sort_keys=True).encode()).hexdigest()
+        said = {key: value for key, value in facts.items() if key != "digest"}
+        return hashlib.sha256(json.dumps([total, said], sort_keys=True).encode()).hexdigest()
 
     # Saving.
 
@@ -154,7 +155,8 @@ class Checkpoints:
         writer = Writer(self.folder / f"step_{step:08d}", facts)
         if self.rank == 0:  # what a killed save of this step left, of more ranks perhaps; the digest's exchange holds the others
             shutil.rmtree(writer.path, ignore_errors=True)
-        facts |= {"digest": self._digest(self.own), "torch": torch.__version__}
+        facts |= {"torch": torch.__version__}
+        facts |= {"digest": self._digest(self.own, facts)}
         self.saving = dcp.async_save({}, storage_writer=writer, async_stager=Stager(self._stage), process_group=self.group)  # type: ignore[assignment]
         self.last = time.monotonic()
         held = self.last - began
@@ -215,8 +217,11 @@ class Checkpoints:
             raise damaged(folder, _cause(error)) from None
         for part in self.parts.values():
             part.live.copy_(part.host)
-        if self._digest(every) != facts["digest"]:
-            raise damaged(folder, "its values are not those that were saved")
+        if self._digest(every, facts) != facts["digest"]:
+            raise damaged(folder, f"its values, or those in {FACTS}, are not those that were saved")
+        counted = self.assembly.optimizer.update.state().get("steps")
+        if isinstance(counted, Tensor) and int(counted) != step:
+            raise damaged(folder, f"{FACTS} says {step} steps, the optimizer has made {int(counted)}")
         self._restore_own([{name: every[f"rank_{rank}.{name}"] for name in own} for rank in range(ranks)], step)
         self.assembly.optimizer.gather()
         self.step = step

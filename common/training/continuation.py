@@ -15,6 +15,7 @@ from common.config import RunConfig
 from common.errors import ConfigError, WeightsError
 
 FOLDER, FACTS, PARTIAL = "checkpoints", "facts.json", ".partial"
+EVERY_FACT = {"benchmark": str, "seed": int, "config": dict, "step": int, "samples": int, "ranks": int, "digest": str}
 # Keys of a config that another sitting of the same run may change. All others decide what is computed, or in which order data are read.
 MAY_DIFFER = {
     *("nodes", "gpus_per_node", "micro_batch_size", "eval_micro_batch_size", "hang_timeout_s", "env"),
@@ -55,14 +56,29 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
         why = f"there is no {run_dir}" if not run_dir.is_dir() else f"{run_dir / FOLDER} holds none that is whole"
         raise ConfigError(f"{run_dir} has no checkpoint to continue from", why, "name the directory of a run that had --checkpoint")
     folder = max(folders, key=lambda path: path.name)
+    if (folder / FACTS).exists() and not (folder / FACTS).is_file():
+        raise damaged(folder, f"{FACTS} is no regular file")
     try:
         facts = json.loads((folder / FACTS).read_text())
-        complete = {"benchmark", "seed", "config", "step", "samples", "ranks", "digest"} <= facts.keys()
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, f"{FACTS}: {error}") from None
-    if not complete:
-        raise damaged(folder, f"{FACTS} lacks what every checkpoint says")
+    if why := _defect(folder, facts):
+        raise damaged(folder, f"{FACTS}: {why}")
     return folder, facts
+
+
+def _defect(folder: Path, facts: object) -> str:
+    """Return what is wrong with the facts of the checkpoint `folder`; "" for nothing that can be seen without its tensors."""
+    if not isinstance(facts, dict):
+        return "it is no JSON object"
+    wrong = [key for key, kind in EVERY_FACT.items() if type(facts.get(key)) is not kind]
+    if wrong:
+        return f"{', '.join(wrong)} missing, or of the wrong type"
+    batch = facts["config"].get("global_batch_size")
+    if facts["step"] < 1 or type(batch) is not int or facts["samples"] != facts["step"] * batch:
+        return f"{facts['samples']} samples are not those of {facts['step']} steps of {batch}"
+    files = len(list(folder.glob("rank_*.safetensors")))
+    return "" if files == facts["ranks"] else f"it is of {facts['ranks']} ranks, and there are files of {files}"
 
 
 def damaged(folder: Path, why: str) -> WeightsError:

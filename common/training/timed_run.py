@@ -87,8 +87,7 @@ def train(
     reports.phase_done("warmup", state_digest=digest)
     reports.meter = make_meter(config, rules.sequence_length, rules.flops_per_token, processes, reports.events)
     step = checkpoints.load() if checkpoints else 0
-    if step:
-        assert run.continues is not None
+    if run.continues is not None:  # the log says so even of a checkpoint that holds no step
         reports.meter.samples = step * config.global_batch_size
         log.resumed(reports.samples, run.continues.name)
         reports.phase_done("load checkpoint", step=step)

@@ -32,6 +32,8 @@ class Hub(http.server.ThreadingHTTPServer):
         self.listing = f"/api/{repository}/tree/{revision}"
         self.place = f"/{repository.removeprefix('models/')}/resolve/{revision}/"
         self.files, self.pause_s, self.sent, self.damage, self.ranges, self.gated = files, 0.0, 0, False, 0, False
+        self.oid: str | None = None  # in place of the sums of large files
+        self.more = 0  # bytes that are sent beyond the size in the list
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, client_address):
@@ -69,6 +71,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
         hub.ranges += bool(first)
         if hub.damage:
             content = content[:-1] + bytes([content[-1] ^ 1])
+        content += bytes(hub.more)
         return self.send(206 if first else 200, headers, content[first:])
 
     def entry(self, name: str) -> dict:
@@ -76,6 +79,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
         entry = {"type": "file", "path": name, "size": len(content)}
         if len(content) < 1000:
             return entry | {"oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
+        if self.server.oid is not None:
+            return entry | {"oid": "0" * 40, "lfs": {"oid": self.server.oid, "size": len(content), "pointerSize": 134}}
         return entry | {"oid": "0" * 40, "lfs": {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}}
 
     def send(self, status: int, headers: dict, content: bytes) -> None:
@@ -195,6 +200,44 @@ def test_the_8b_gets_its_tokenizer_or_is_told_of_its_license(tmp_path, gated):
         assert code == 15 and "accept its license" in err.splitlines()[-1] and not (tmp_path / "data/tokenizer.json").exists(), err
     else:
         assert code == 0 and (tmp_path / "data/tokenizer.json").read_bytes() == content, err
+
+
+@pytest.mark.parametrize("oid", ["../../victim", "/tmp/victim", "A" * 64, ""])
+def test_a_sum_that_is_a_path_is_refused(hub, tmp_path, oid):
+    hub.oid = oid
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    code, err = finish(start(hub, tmp_path, small_chunks=False))
+    assert code == 15 and "hexadecimal" in err and victim.read_text() == "kept", err
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_file_is_no_larger_than_its_list_says(hub, tmp_path):
+    hub.more = 50_000_000
+    code, err = finish(start(hub, tmp_path, small_chunks=False))
+    assert code == 15 and "more than its size" in err, err
+    assert on_disk(tmp_path) < 1_000_000 and hub.sent < 50_000_000
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up(hub, tmp_path):
+    hub.pause_s = 1.5
+    process = start(hub, tmp_path, program="from common.data import hub; hub.SILENCE_S = 1.0; " + OF_LORA)
+    code, err = finish(process)
+    assert code == 15 and "too slow" in err, err
+
+
+def test_the_failure_of_a_download_is_what_the_command_ends_with(hub, tmp_path):
+    """Also where the files that it did not fetch would not fit."""
+    hub.damage = True
+    program = OF_LORA.replace("prepare.DATA_BYTES = 1", "prepare.DATA_BYTES = 10**18")
+    code, err = finish(start(hub, tmp_path, small_chunks=False, program=program))
+    assert code == 15 and "came damaged" in err and "are free" not in err, err
+
+
+def test_what_arrived_is_a_success_though_the_rest_would_not_fit(hub, tmp_path):
+    program = OF_LORA.replace("prepare.WEIGHTS_BYTES = prepare.DATA_BYTES = 1", "prepare.WEIGHTS_BYTES = 10**18")
+    code, err = finish(start(hub, tmp_path, small_chunks=False, program=program))
+    assert code == 0 and whole(hub, tmp_path), err
 
 
 @pytest.mark.slow

@@ -123,3 +123,19 @@ def test_collectives_on_gpus_are_recorded_unless_the_user_says_no(device, user, 
     given = mock.Mock(config=load_all(ROOT, "llama31_8b")["H200_1x8"], environment=user)
     given.selection.device = device
     assert job.trainer_environment(given, "no").get("TORCH_FR_BUFFER_SIZE") == size
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe:::MLLOG {",
+        b':::MLLOG {"key": "run_stop", "time_ms": 3, "metadata": []}',
+        b':::MLLOG {"key": "run_start", "time_ms": "1"}\n:::MLLOG {"key": "run_stop", "time_ms": 3, "metadata": {"samples_count": []}}',
+        b':::MLLOG {"key": ["run_stop"]}\n:::MLLOG ' + b"[" * 100_000,
+        b':::MLLOG {"key": "run_stop", "metadata": {"status": 7}}',
+    ],
+)
+def test_a_damaged_log_of_a_lost_attempt_is_read_as_far_as_it_goes(tmp_path, content):
+    (tmp_path / "result.txt").write_bytes(content)
+    found = diagnosis.read_result(tmp_path / "result.txt")
+    assert (found.seconds, found.status, found.samples) == (None, "", 0)

@@ -165,6 +165,51 @@ def test_a_payload_is_refused_and_not_executed(tmp_path, kind, protocol, capsys)
     assert_nothing_to_use(tmp_path / "d")
 
 
+def nested(depth: int, pair):
+    value = pair(1, 1)
+    for _ in range(depth):
+        value = pair(value, value)
+    return value
+
+
+NESTED = {
+    "lists": lambda: nested(40, lambda *pair: list(pair)),
+    "tuples": lambda: nested(40, lambda *pair: pair),
+}
+
+
+@pytest.mark.parametrize("kind", ["lists", "tuples"])
+def test_nested_pairs_are_refused_in_time(tmp_path, kind, capsys):
+    """40 pairs of pairs, each stored once, are 2**40 values."""
+    source = write_npy(tmp_path / "n", govreport_rows())
+    rows = np.empty(1, dtype=object)
+    rows[0] = {"input_ids": NESTED[kind](), "loss_mask": [1]}
+    np.save(source / "train.npy", rows, allow_pickle=True)
+    assert convert_npy(source, tmp_path / "d") == DataError.exit_code
+    assert "refused, nothing was executed" in capsys.readouterr().err
+
+
+def test_nested_pairs_as_a_key_are_refused_in_time(tmp_path, monkeypatch, capsys):
+    """Their hash takes 2**40 steps, which no signal interrupts."""
+    monkeypatch.setattr(packed_npy, "LOAD_S", 1.0)
+    source = write_npy(tmp_path / "n", govreport_rows())
+    leaf = b"K\x01K\x01\x86q\x00"
+    pickled = b"\x80\x02}" + leaf + b"".join(b"0h%ch%c\x86q%c" % (n, n, n + 1) for n in range(60)) + b"K\x01s."
+    with (source / "train.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (1,)})
+        file.write(pickled)
+    assert convert_npy(source, tmp_path / "d") == DataError.exit_code
+    assert "cannot be read in" in capsys.readouterr().err
+
+
+def test_a_pipe_is_refused(tmp_path, capsys):
+    source = write_npy(tmp_path / "n", govreport_rows())
+    (source / "train.npy").unlink()
+    os.mkfifo(source / "train.npy")
+    assert convert_npy(source, tmp_path / "d") == DataError.exit_code
+    assert "no regular file" in capsys.readouterr().err
+
+
 def test_a_bare_payload_without_an_array(tmp_path, capsys):
     source, marker = write_npy(tmp_path / "n", govreport_rows()), tmp_path / "marker"
     with (source / "train.npy").open("wb") as file:

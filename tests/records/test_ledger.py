@@ -1,5 +1,6 @@
 """The ledger keeps whole lines, whatever happens while one is written."""
 
+import json
 import resource
 
 import pytest
@@ -26,6 +27,27 @@ def test_a_line_cut_short_spoils_itself_only(tmp_path):
     (record,) = ledger.read(path)
     assert sorted(record.starts) == [1, 2] and not record.ends and record.seeds == {1, 2}
     assert len(record.open_starts) == 2 and not ledger.read(tmp_path / "absent")
+
+
+BAD = [
+    {"event": "start", "series": "s", "attempt": "1", "run": "r", "seed": 1},
+    {"event": "start", "series": "s", "attempt": 1, "run": "../../etc", "seed": 1},
+    {"event": "start", "series": "s", "attempt": 1, "run": "r", "seed": None},
+    {"event": "start", "series": ["s"], "attempt": 1, "run": "r", "seed": 1},
+    {"event": ["start"], "series": "s"},
+    {"event": "end", "series": "s", "attempt": 1, "run": "r1", "kind": "lost", "reason": ""},
+    {"event": "goal", "series": "s", "goal": "ten"},
+    {"event": "closed", "series": "another"},
+    {"event": "series", "series": "t", "goal": 2, "facts": None},
+]
+
+
+def test_lines_of_a_wrong_shape_are_skipped(tmp_path):
+    path = tmp_path / ledger.NAME
+    lines = [SERIES, *BAD, opened(path, 2), [1], None, 7]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "[" * 100_000 + "\n")
+    (record,) = ledger.read(path)
+    assert record.id == "s" and record.goal == 2 and sorted(record.starts) == [2] and not record.ends and not record.closed
 
 
 def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path):

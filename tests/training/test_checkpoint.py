@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -67,6 +68,12 @@ def checkpoints_of(processes, run_dir, config=None, rules=TINY, **changes):
     return Checkpoints(run, reports, assemble(config, rules, processes, 1), processes)
 
 
+def as_after(checkpoints, steps: int):
+    """The same, whose optimizer counts `steps`: a checkpoint of other steps is refused."""
+    checkpoints.assembly.optimizer.update.steps.fill_(steps)
+    return checkpoints
+
+
 def sittings(folder, name, ranks, rules=TINY, **options):
     """A run with checkpoints, and one that continues from the checkpoint of its step 6."""
     whole = trained(folder / name, folder, rules, checkpoint="2", gpus_per_node=ranks, **options)
@@ -82,7 +89,7 @@ def on_three_ranks(processes, folder):
     found = trained(folder / "run_on_3", folder, continues=folder / "run", gpus_per_node=3)
     config, rules = run_config(**SIZES, gpus_per_node=3), replace(TINY, shape=ModelShape(1, 4, 6, 2, 1, 61, 10000.0))
     saving = checkpoints_of(processes, folder / "narrow", config, rules)
-    saving.offer(7, evaluated=True)
+    as_after(saving, 7).offer(7, evaluated=True)
     saving.finish()
     loading = checkpoints_of(processes, folder / "elsewhere", config, rules, seed=1, continues=folder / "narrow")
     for part in loading.parts.values():
@@ -265,7 +272,7 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(made, 
     for weight in weights:
         weight.add_(1.0)  # a step
     threading.Timer(0.2, gate.set).start()
-    checkpoints.offer(2, evaluated=True)
+    as_after(checkpoints, 2).offer(2, evaluated=True)
     assert order[0] == f"step_00000001{PARTIAL}" and gate.is_set(), "the second save waited for the first"
     checkpoints.finish()
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_00000002"]
@@ -279,7 +286,7 @@ def test_a_copy_is_of_the_moment_of_the_save(made, tmp_path, monkeypatch):
     checkpoints = made()
     weights = checkpoints.assembly.optimizer.weights
     before = [weight.clone() for weight in weights]
-    checkpoints.offer(1, evaluated=True)
+    as_after(checkpoints, 1).offer(1, evaluated=True)
     for weight in weights:
         weight.zero_()
     gate.set()
@@ -344,7 +351,7 @@ def test_what_a_killed_save_of_the_same_step_left_is_no_part_of_the_next(process
     left.mkdir(parents=True)
     (left / "rank_1.safetensors").write_bytes(b"cut off")
     saving = checkpoints_of(processes, tmp_path)
-    saving.offer(3, evaluated=True)
+    as_after(saving, 3).offer(3, evaluated=True)
     saving.finish()
     assert not (tmp_path / FOLDER / "step_00000003/rank_1.safetensors").exists()
     assert checkpoints_of(processes, tmp_path / "on", checkpoint=None, continues=tmp_path).load() == 3
@@ -450,7 +457,15 @@ DAMAGE = {
     "facts missing": (lambda folder: (folder / FACTS).unlink(), FACTS),
     "facts that are no facts": (lambda folder: (folder / FACTS).write_text("[]"), FACTS),
     "facts without a digest": (lambda folder: (folder / FACTS).write_text('{"step": 6}'), FACTS),
-    "one rank more": (change_facts(ranks=3), "rank_2"),
+    "one rank more": (change_facts(ranks=3), "it is of 3 ranks, and there are files of 2"),
+    "another seed": (change_facts(seed=2), "."),
+    "other steps": (change_facts(step=3, samples=36), "."),
+    "no step": (change_facts(step=0, samples=0), "are not those of 0 steps"),
+    "other samples": (change_facts(samples=84), "are not those of 6 steps"),
+    "steps as text": (change_facts(step="6"), "wrong type"),
+    "a config that is a list": (change_facts(config=[]), "wrong type"),
+    "brackets": (lambda folder: (folder / FACTS).write_text("[" * 100_000), FACTS),
+    "a pipe": (lambda folder: ((folder / FACTS).unlink(), os.mkfifo(folder / FACTS)), "no regular file"),
     "pickle in place of safetensors": (lambda folder: torch.save({"a": 1}, folder / "rank_1.safetensors"), "."),
 }
 
@@ -461,7 +476,7 @@ def test_damage_is_refused(made, copied, name):
     folder, _ = newest(copied)
     harm(folder)
     with pytest.raises(WeightsError, match="is damaged") as failure:
-        made(continues=copied).load()
+        made(continues=copied, **({"seed": 2} if name == "another seed" else {})).load()
     assert failure.value.exit_code == 16 and str(folder) in failure.value.what
     if said != ".":
         assert said in failure.value.why

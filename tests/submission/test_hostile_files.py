@@ -1,0 +1,74 @@
+"""Files that mean harm, read by the commands here: one line of error, never a traceback, never a hang."""
+
+import json
+import os
+
+import pytest
+import synthetic_log
+import synthetic_series as synthetic
+from synthetic_log import LORA
+
+from common.errors import StorageError
+from submission import check, describe, report, score, terminal
+from submission.runs import read_attempt
+
+
+def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
+    def full(path, content):
+        with path.open("wb"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "write_bytes", full)
+    with pytest.raises(StorageError):
+        terminal.write(tmp_path / "report.html", "text")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("main", [check.main, score.main, report.main])
+def test_a_link_to_itself_is_one_error(tmp_path, main, capsys):
+    (tmp_path / "result_0.txt").symlink_to("result_0.txt")
+    assert main([str(tmp_path / "result_0.txt")]) == 2
+    assert capsys.readouterr().err.count("error:") == 1
+
+
+@pytest.mark.parametrize("main", [check.main, score.main])
+def test_a_pipe_is_one_error(tmp_path, main, capsys):
+    os.mkfifo(tmp_path / "result_0.txt")
+    assert main([str(tmp_path / "result_0.txt")]) == 2
+    assert "no regular file" in capsys.readouterr().err
+
+
+SHAPES = ["[]", "7", '{"packages": []}', '{"packages": {"torch": []}, "gpus": 7, "commit": {}}', "[" * 100_000, '"']
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_versions_of_a_wrong_shape_are_a_note(tmp_path, text, capsys):
+    folder = synthetic.write(tmp_path, LORA, synthetic.plans([5]), goal=1)
+    run = next(folder.glob("*/result.txt")).parent
+    (run / "versions.json").write_text(text)
+    (run / "failure.json").write_text(text)
+    assert report.main([str(run)]) == 0 and score.main([str(folder)]) in (0, 20)
+
+
+@pytest.mark.parametrize("value", [["llama2_70b_lora"], {"a": 1}, 7, None, ""])
+def test_a_benchmark_of_a_wrong_type_is_no_traceback(tmp_path, value, capsys):
+    log = synthetic_log.records(synthetic_log.write_good(tmp_path / "result.txt", LORA.rules.CLOSED))
+    log[synthetic_log.find(log, "submission_benchmark")]["value"] = value
+    synthetic_log.write_records(tmp_path / "result.txt", log)
+    assert check.main([str(tmp_path / "result.txt")]) == 20
+    assert score.main([str(tmp_path / "result.txt"), "--json"]) == 2
+    assert read_attempt(tmp_path / "result.txt").state != "good"
+
+
+@pytest.mark.parametrize("key", ["init_stop", "run_start", "eval_accuracy", "run_stop"])
+def test_the_score_of_a_cut_log_is_json(tmp_path, key, capsys):
+    log = synthetic_log.records(synthetic_log.write_good(tmp_path / "result.txt", LORA.rules.CLOSED))
+    path = synthetic_log.write_records(tmp_path / "result_0.txt", log[: synthetic_log.find(log, key)])
+    assert score.main([str(path), "--json"]) == 20
+    assert json.loads(capsys.readouterr().out)["result"]["score"] is None
+
+
+def test_a_system_description_that_is_a_pipe_or_nested_is_one_error(tmp_path, capsys):
+    path = tmp_path / "system.json"
+    path.write_text("[" * 100_000)
+    assert describe.main(["--out", str(path)]) == 2
