@@ -82,7 +82,7 @@ def run(run: Run, reports: Reports) -> None:
     # Document lengths are metadata: the .idx may be read before the clock starts, the tokens may not.
     train_samples = sequences_in(data_dir / rules.train_prefix, rules.sequence_length)
     timed_run.log_submission(run, reports.log, rules, train_samples)
-    torch.manual_seed(seed)  # nothing draws from it, but the digest of the warm-up covers the generator
+    torch.manual_seed(seed + processes.rank)  # for stochastic rounding, whose errors cancel between ranks only if these differ
     base = config.opt_base_learning_rate
     lr_at = warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps)
     with attention_backends(processes.device.type, DTYPES[config.precision]):

@@ -102,9 +102,9 @@ class EmulatedLayers(DelayedScaling):
         super().reset()  # no history of FP8 yet: the first step takes its scales from the tensors themselves
         self.scales[-1, SCALE] = self.steps_done
 
-    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int) -> None:
+    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0) -> None:
         healed_after = int(ranks[0]["fp8_state"][-1, SCALE])
-        super().resume(ranks, steps - healed_after)
+        super().resume(ranks, steps - healed_after, gradient_ratio)
         self.steps_done = steps
         self.healed = healed_after > 0
 

@@ -117,8 +117,11 @@ class LinearLayers:
     def reset(self) -> None:
         """Set the state to what it was before the first step."""
 
-    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int) -> None:
-        """Go on from `state()` after `steps` steps: of this rank alone, or of all ranks of a run with another number of ranks."""
+    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0) -> None:
+        """Go on from `state()` after `steps` steps: of this rank alone, or of all ranks of a run with another number of ranks.
+
+        `gradient_ratio`: how many times larger gradients are now. The loss is multiplied by the number of ranks before the backward.
+        """
 
     def start_pass(self, training: bool) -> None:
         """Call before each forward of the model: a micro-batch's, or an evaluation's, which must leave no trace in the state."""
@@ -164,13 +167,19 @@ class DelayedScaling(LinearLayers):
         """Return the quantizers' states [quantizers, 4] and the amaxes of earlier steps [HISTORY, quantizers], both fp32."""
         return {"fp8_state": self.scales, "fp8_history": self.history}
 
-    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int) -> None:
-        """Of several ranks, a quantizer takes the smallest scale and the largest amaxes that any of them had."""
+    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0) -> None:
+        """Of several ranks, a quantizer takes the smallest scale and the largest amaxes that any of them had; those of gradients
+        follow `gradient_ratio`."""
         scales = torch.stack([rank["fp8_state"] for rank in ranks])
         history = torch.stack([rank["fp8_history"] for rank in ranks])
         smallest = scales[:, :, SCALE].argmin(0)
         self.scales.copy_(scales[smallest, torch.arange(scales.shape[1])])
         self.history.copy_(history.amax(0))
+        gradient = torch.tensor([quantizer.gradient for quantizer in self.quantizers], device=self.scales.device)
+        ratio = torch.where(gradient, gradient_ratio, 1.0)
+        self.history *= ratio
+        self.scales[:, SCALE] /= ratio
+        self.scales[:, INVERSE] *= ratio
         self.steps = steps
         self._start_step()
 

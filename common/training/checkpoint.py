@@ -233,7 +233,8 @@ class Checkpoints:
         the generators start anew.
         """
         same = len(ranks) == self.processes.world_size
-        self.assembly.linear.resume([ranks[self.rank]] if same else ranks, step)
+        gradient_ratio = self.processes.world_size / len(ranks)
+        self.assembly.linear.resume([ranks[self.rank]] if same else ranks, step, gradient_ratio)
         if not same:
             torch.manual_seed(hash((self.run.seed, step, self.rank)) % 2**63)
             return

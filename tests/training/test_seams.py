@@ -96,7 +96,7 @@ class Rounded12(LinearLayers):
     def reset(self):
         self.steps.zero_()
 
-    def resume(self, ranks, steps):
+    def resume(self, ranks, steps, gradient_ratio=1.0):
         self.steps.copy_(ranks[0]["rounded12_steps"])
 
     def step_done(self):

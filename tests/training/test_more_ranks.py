@@ -1,0 +1,67 @@
+"""FP8 and stochastic rounding where the number of ranks matters."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.kernels.fp8 import CLIPPED, INVERSE, SCALE
+from common.kernels.quantize import quantize_reference
+from common.model.linear_layers import DelayedScaling
+from llama31_8b import train
+
+
+def begun(steps: int = 4):
+    """Scales of an activation and of a gradient, after some steps of normal numbers."""
+    linear = DelayedScaling()
+    activation, gradient = linear.quantizer(), linear.quantizer(gradient=True)
+    linear.allocate(torch.device("cpu"))
+    chance = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        linear.start_pass(training=True)
+        for quantizer in (activation, gradient):
+            quantize_reference(torch.randn(256, 64, generator=chance), quantizer)
+        linear.step_done()
+    return linear
+
+
+@pytest.mark.parametrize("ranks", [6, 8])
+def test_gradients_of_more_ranks_do_not_saturate_in_the_first_step(ranks):
+    """The loss is multiplied by the number of ranks, so gradients are larger by it."""
+    before = begun()
+    linear = begun(steps=0)
+    state = {name: tensor.clone() for name, tensor in before.state().items()}
+    linear.resume([state], 4, gradient_ratio=ranks)
+    activation, gradient = linear.quantizers
+    assert torch.equal(activation.state[SCALE], before.quantizers[0].state[SCALE])
+    linear.start_pass(training=True)
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(2)) * ranks
+    stored = quantize_reference(x, gradient)
+    assert gradient.state[CLIPPED] == 0
+    back = stored.rowwise.float() * gradient.state[INVERSE]
+    assert float(back.norm()) == pytest.approx(float(x.norm()), rel=5e-3)
+    linear.step_done()
+    assert gradient.state[SCALE] < before.quantizers[1].state[SCALE] / (ranks / 2)
+
+
+def test_each_rank_of_the_8b_rounds_with_numbers_of_its_own(monkeypatch, tmp_path):
+    class Stopped(Exception):
+        pass
+
+    def stop(*arguments):
+        raise Stopped
+
+    seeds = set()
+    for rank in range(8):
+        processes = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+        monkeypatch.setattr(train.timed_run, "start", lambda *arguments, found=processes: found)
+        monkeypatch.setattr(train.timed_run, "log_submission", lambda *arguments: None)
+        monkeypatch.setattr(train, "sequences_in", lambda *arguments: 1)
+        monkeypatch.setattr(train, "attention_backends", stop)
+        from synthetic_log import PRETRAINING
+
+        run = SimpleNamespace(config=PRETRAINING.run_config(), data_dir=tmp_path, seed=5, save=False, run_dir=tmp_path)
+        with pytest.raises(Stopped):
+            train.run(run, SimpleNamespace(log=None))
+        seeds.add(torch.initial_seed())
+    assert len(seeds) == 8
