@@ -158,7 +158,7 @@ def load(path: Path, kind: type[C], overrides: dict[str, str] | None = None) -> 
     except OSError as error:
         do = "name a file that this user may read, or one under configs/"
         raise ConfigError(f"{path}: the config cannot be read", error.strerror or str(error), do) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}", "the file cannot be parsed", "correct the line it names") from None
     for key, text in (overrides or {}).items():
         table[key] = _parse_value(key, text)
@@ -201,5 +201,5 @@ def _checked(value, type_name: str, key: str, source: str):
 def _parse_value(key: str, text: str):
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text  # an unquoted word is a string

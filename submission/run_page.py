@@ -150,7 +150,7 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
     """Of the log, the self-test, versions.json, and, unless the page is of this run alone, config.toml."""
     found = {key: value for key in (*FACTS, *["seed"] * alone) if (value := run.log.value(key)) is not None} | run.versions
     found |= {"attention by": record.get("attention") for record in run.records if record.get("event") == "self_test"}  # noqa: B035
-    with contextlib.suppress(tomllib.TOMLDecodeError):  # cut off
+    with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):  # cut off
         found |= {} if alone else tomllib.loads(run.config)
     return {str(key): _plain(value) for key, value in found.items() if value is not None}
 

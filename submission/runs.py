@@ -236,13 +236,13 @@ def _read_result(run: Run) -> None:
 
 def _find_gpus(run: Run) -> None:
     """Kind and number of GPUs: from our config.toml beside the log, a submission's systems/<system>.json, or the platform's name."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         config = tomllib.loads(run.config)
         run.gpu, run.nodes, run.gpus_per_node = config["gpu"], config["nodes"], config["gpus_per_node"]
         run.gpus = run.nodes * run.gpus_per_node
         return
     model, system = "", run.path.resolve().parent.parent  # <org>/results/<system>/<benchmark>/result_0.txt
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         text = json.loads((system.parent.parent / "systems" / f"{system.name}.json").read_text(encoding="utf-8-sig"))
         run.gpus = int(text["number_of_nodes"]) * int(text["accelerators_per_node"])
         model = str(text["accelerator_model_name"])
