@@ -47,9 +47,10 @@ def test_each_bench_gets_its_candidate_alone(monkeypatch):
 # --- who has the priority -----------------------------------------------------------------------------------------------
 
 
-def test_compute_has_a_high_priority_only_beside_copy_engines():
+def test_compute_has_a_high_priority_only_where_no_nccl_kernel_runs_beside_it():
     found = {name: pretraining.high_priority_compute(config) for name, config in load_all(ROOT, "llama31_8b").items()}
     assert found["H200_1x8"] and found["B200_1x8"] and not found["H100_1x8"] and not found["H200_2x8"]
+    assert found["H200_1x1"], "on one GPU nothing is sent"
     assert not any(high for name, high in found.items() if name.startswith("MI"))
     assert not any(lora.high_priority_compute(config) for config in load_all(ROOT, "llama2_70b_lora").values())
 
