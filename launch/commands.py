@@ -95,13 +95,13 @@ def start(benchmark: str, name: str, options: argparse.Namespace) -> int:
             inform(f"NOTE       {advice}: ./run_and_time.sh tuning check; --tune sets them for this run")
     if name == "profile":
         options.out = profile_directory(job, options)
+    if options.print:
+        print(shlex.join(trainer_command(job, Path("DIR"), 0) if request else bench_command(job, Path("DIR"), options)))
+        return 0
     if job.selection.device == "cuda":
         require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)
         if missing := missing_compiler():
             inform(f"NOTE       {missing}")
-    if options.print:
-        print(shlex.join(trainer_command(job, Path("DIR"), 0) if request else bench_command(job, Path("DIR"), options)))
-        return 0
     if request:
         with tuning.tuned(ROOT) if options.tune else contextlib.nullcontext():
             return run_all(job, request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def select_config(
 
 def _is_miniature(benchmark: str, path: Path) -> bool:
     """Whether `path` is a config of the miniature, which runs on any GPU: nothing in it depends on a peak or on memory."""
-    return path.is_file() and load(path, config_class(benchmark)).miniature
+    return os.path.isfile(path) and load(path, config_class(benchmark)).miniature  # Path.is_file raises for long names
 
 
 def config_file(

@@ -25,7 +25,7 @@ SCRIPTS = [
     "run_with_docker.sh",
     "run.sub",
     ".ci/run",
-    *(f"tests/gpu/{path.name}" for path in ROOT.glob("tests/gpu/*.sh")),
+    *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/**/*.sh")),
 ]
 HABITS = (
     "SEED",

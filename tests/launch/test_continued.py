@@ -36,6 +36,7 @@ def before(tmp_path):
     folder.mkdir(parents=True)
     facts = {"benchmark": "llama31_8b", "seed": 77, "config": asdict(job().config), "step": 12, "samples": 192, "ranks": 1, "digest": "x"}
     (folder / FACTS).write_text(json.dumps(facts))
+    (folder / "rank_0.safetensors").touch()
     return tmp_path / "a run"
 
 

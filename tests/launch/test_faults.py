@@ -137,13 +137,13 @@ def test_config_error_names_the_key_and_starts_nothing(tmp_path, data, setting, 
     assert code == 2 and word in err and setting.partition("=")[0] in err and out == "" and not run.log_dir.exists()
 
 
-B300 = "GPU-1, NVIDIA B300 SXM6 AC, 275040, 10.3, Disabled, 580.0"
+R100 = "GPU-1, NVIDIA R100 SXM7, 275040, 10.3, Disabled, 580.0"
 
 
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (f"echo '{B300}'", ("B300", "H200")),
+        (f"echo '{R100}'", ("R100", "H200")),
         ("kill -9 $$", ("no output", "driver")),
         ("echo 'GPU-1, NVIDIA H200, [N/A], 9.0, [N/A], 580.0'", ("[N/A]",)),
     ],

@@ -66,7 +66,15 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
         yield
         order.append("put back")
 
-    given = Namespace(config=Namespace(miniature=False), continues=None, selection=None, rules=None, data_dir=None, log_dir=None, cpus=())
+    given = Namespace(
+        config=Namespace(miniature=False),
+        continues=None,
+        selection=Namespace(device="cpu"),
+        rules=None,
+        data_dir=None,
+        log_dir=None,
+        cpus=(),
+    )
     for name, value in {
         **{"job_from": lambda *_, **__: given, "header": lambda *_: [], "doubts": lambda *_: []},
         **{"run_all": lambda *_: order.append("runs") or 0, "outlive_readers": lambda: None, "raise_at_signals": lambda: None},
