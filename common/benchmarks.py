@@ -147,15 +147,24 @@ def measured_in(throughput_mode: str) -> str:
         if any(rules.throughput_mode == throughput_mode for rules in divisions(name).values()):
             return name
     why = f"no benchmark here has throughput_mode = {throughput_mode!r} in its rules"
-    raise ConfigError(f"nothing trains models in mode {throughput_mode}", why, "use a checkout that has one")
+    raise ConfigError(
+        f"nothing trains models in mode {throughput_mode}", why, "use a checkout that has one"
+    )
 
 
-def load_all(root: Path, name: str, overrides: dict[str, str] | None = None) -> dict[str, RunConfig]:
+def load_all(
+    root: Path, name: str, overrides: dict[str, str] | None = None
+) -> dict[str, RunConfig]:
     """Return config name -> config of every file in configs/<name>/, by GPU kind and number of GPUs. Raises ConfigError."""
     kind = config_class(name)
-    loaded = {each: configs.load(config_path(root, name, each), kind, overrides) for each in config_names(root, name)}
+    loaded = {
+        each: configs.load(config_path(root, name, each), kind, overrides)
+        for each in config_names(root, name)
+    }
     order = [*KINDS, "CPU"]
-    return dict(sorted(loaded.items(), key=lambda item: (order.index(item[1].gpu), item[1].world_size)))
+    return dict(
+        sorted(loaded.items(), key=lambda item: (order.index(item[1].gpu), item[1].world_size))
+    )
 
 
 def _module(name: str) -> ModuleType:

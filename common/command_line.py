@@ -28,14 +28,24 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more when it ends
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the interpreter flushes once more when it ends
         print_stderr("note: the output was closed before all was written")
         return PIPE_CLOSED
     except (Exception, KeyboardInterrupt) as error:
-        failure = Interrupted(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else failure_of(error)
+        failure = (
+            Interrupted(signal.SIGINT)
+            if isinstance(error, KeyboardInterrupt)
+            else failure_of(error)
+        )
         if failure is None and isinstance(error, OSError):
             what = f"{error.filename}: " * bool(error.filename) + str(error.strerror or error)
-            failure = StorageError(what, "the system refused a file operation", "check space, permissions and the mount")
+            failure = StorageError(
+                what,
+                "the system refused a file operation",
+                "check space, permissions and the mount",
+            )
         if failure is None:
             raise
     print_stderr(failure.lines())
@@ -51,7 +61,11 @@ def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """What to type instead of an unknown `word`: the nearest of `known`, else `otherwise`, or all of them."""
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, 1, 0.7)  # 0.7: gpu is not cpu
-    return f"did you mean {names[near[0]]}?" if near else otherwise or f"there are: {', '.join(names.values())}"
+    return (
+        f"did you mean {names[near[0]]}?"
+        if near
+        else otherwise or f"there are: {', '.join(names.values())}"
+    )
 
 
 def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
@@ -71,11 +85,19 @@ def count(text: str) -> int:
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError instead of ending the process. `examples`: lines that follow `PROGRAM`; `prog`: without it."""
 
-    def __init__(self, prog: str, description: str | None = None, examples: Iterable[str] = (), **settings: Any):
+    def __init__(
+        self,
+        prog: str,
+        description: str | None = None,
+        examples: Iterable[str] = (),
+        **settings: Any,
+    ):
         lines = "".join(f"\n  {PROGRAM} {example}" for example in examples)
         settings |= {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
         prog = prog if prog.startswith(PROGRAM) else f"{PROGRAM} {prog}"
-        super().__init__(prog, description=description, epilog="examples:" + lines if lines else None, **settings)
+        super().__init__(
+            prog, description=description, epilog="examples:" + lines if lines else None, **settings
+        )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -84,7 +106,9 @@ class Parser(argparse.ArgumentParser):
         name = unknown[0].partition("=")[0]
         if name.startswith("-"):
             raise ConfigError(
-                f"unknown option {name}", f"{self.prog} has no such option", meant(name, dict.fromkeys([*self.options(), *EVERYWHERE]))
+                f"unknown option {name}",
+                f"{self.prog} has no such option",
+                meant(name, dict.fromkeys([*self.options(), *EVERYWHERE])),
             )
         self.error(f"{name}: one word too many")
 
@@ -97,13 +121,21 @@ class Parser(argparse.ArgumentParser):
 
     @staticmethod
     def subcommands(action: argparse.Action) -> list[Parser]:
-        return list(dict(action.choices or {}).values()) if isinstance(action, argparse._SubParsersAction) else []
+        return (
+            list(dict(action.choices or {}).values())
+            if isinstance(action, argparse._SubParsersAction)
+            else []
+        )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             name = (action.option_strings or [f"unknown {action.metavar or action.dest}"])[-1]
             known = [str(choice) for choice in action.choices]
-            raise ConfigError(f"{name} {value}", f"{self.prog} takes {', '.join(known)}", meant(str(value), known, "choose one of them"))
+            raise ConfigError(
+                f"{name} {value}",
+                f"{self.prog} takes {', '.join(known)}",
+                meant(str(value), known, "choose one of them"),
+            )
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split())

@@ -16,12 +16,19 @@ from typing import TypeVar
 from common.errors import ConfigError
 from common.linear_formats import FORMATS, LinearFormat, linear_format
 
-FORMER_KEYS = {key: 'it is now part of the key linear, e.g. linear = "fp8"' for key in ("fp8", "block_format", "healing")}
+FORMER_KEYS = {
+    key: 'it is now part of the key linear, e.g. linear = "fp8"'
+    for key in ("fp8", "block_format", "healing")
+}
 LARGEST = {  # of a key; 2^31 - 1 for the others, since C counts with int
     "hang_timeout_s": 604_800.0,  # a week
     "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes for each
 }
-FROZEN_BASE_STORAGE = ("sharded", "replicated", "replicated_both")  # LoRA; see common/sharding/frozen_base.py
+FROZEN_BASE_STORAGE = (
+    "sharded",
+    "replicated",
+    "replicated_both",
+)  # LoRA; see common/sharding/frozen_base.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +42,9 @@ class RunConfig:
     # What decides convergence.
     global_batch_size: int  # sequences per optimizer step
     opt_base_learning_rate: float
-    max_samples: int  # training sequences after which a run that has not reached the target gives up
+    max_samples: (
+        int  # training sequences after which a run that has not reached the target gives up
+    )
     # How it is computed.
     micro_batch_size: int
     eval_micro_batch_size: int
@@ -49,16 +58,44 @@ class RunConfig:
             value = getattr(self, f.name)
             if isinstance(value, int | float):
                 limit = LARGEST.get(f.name, 2**31 - 1)
-                self.require(value >= 0, f.name, "it must be a number, and not negative", "give 0 or more")
+                self.require(
+                    value >= 0, f.name, "it must be a number, and not negative", "give 0 or more"
+                )
                 self.require(value <= limit, f.name, "it is too large", f"give at most {limit:,}")
-        for key in ("nodes", "gpus_per_node", "global_batch_size", "micro_batch_size", "eval_micro_batch_size", "max_samples"):
-            self.require(getattr(self, key) >= 1, key, "it must be at least 1", "give a positive number")
-        self.require(self.opt_base_learning_rate > 0, "opt_base_learning_rate", "it must be positive", "give a learning rate")
-        self.require(self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds")
+        for key in (
+            "nodes",
+            "gpus_per_node",
+            "global_batch_size",
+            "micro_batch_size",
+            "eval_micro_batch_size",
+            "max_samples",
+        ):
+            self.require(
+                getattr(self, key) >= 1, key, "it must be at least 1", "give a positive number"
+            )
+        self.require(
+            self.opt_base_learning_rate > 0,
+            "opt_base_learning_rate",
+            "it must be positive",
+            "give a learning rate",
+        )
+        self.require(
+            self.hang_timeout_s > 0, "hang_timeout_s", "it must be positive", "give seconds"
+        )
         do = f"choose one of {', '.join(FORMATS)}; an emulated one takes options and an end (docs/number_formats.md)"
-        self.require(linear_format(self.linear) is not None, "linear", "no number format is written so", do)
-        good = all(n and "=" not in n and "\0" not in n + value and len((n + value).encode()) < 131_071 for n, value in self.env.items())
-        self.require(good, "env", "Linux takes a name without = and NUL, a value without NUL, and 128 KiB of both", "correct name or value")
+        self.require(
+            linear_format(self.linear) is not None, "linear", "no number format is written so", do
+        )
+        good = all(
+            n and "=" not in n and "\0" not in n + value and len((n + value).encode()) < 131_071
+            for n, value in self.env.items()
+        )
+        self.require(
+            good,
+            "env",
+            "Linux takes a name without = and NUL, a value without NUL, and 128 KiB of both",
+            "correct name or value",
+        )
         per_pass = self.micro_batch_size * self.world_size
         self.require(
             self.global_batch_size % per_pass == 0,
@@ -152,14 +189,26 @@ def load(path: Path, kind: type[C], overrides: dict[str, str] | None = None) -> 
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.toml")], 1)
-        do = f"did you mean {path.with_name(near[0])}?" if near else "name one of the files under configs/"
+        near = difflib.get_close_matches(
+            path.name, [each.name for each in path.parent.glob("*.toml")], 1
+        )
+        do = (
+            f"did you mean {path.with_name(near[0])}?"
+            if near
+            else "name one of the files under configs/"
+        )
         raise ConfigError(f"{path}: no such config", "the file does not exist", do) from None
     except OSError as error:
         do = "name a file that this user may read, or one under configs/"
-        raise ConfigError(f"{path}: the config cannot be read", error.strerror or str(error), do) from None
+        raise ConfigError(
+            f"{path}: the config cannot be read", error.strerror or str(error), do
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}", "the file cannot be parsed", "correct the line it names") from None
+        raise ConfigError(
+            f"{path}: not valid TOML: {error}",
+            "the file cannot be parsed",
+            "correct the line it names",
+        ) from None
     for key, text in (overrides or {}).items():
         table[key] = _parse_value(key, text)
     return from_table(table, kind, str(path))
@@ -170,15 +219,25 @@ def from_table(table: dict, kind: type[C], source: str) -> C:
     for key in table:
         if key not in known:
             if key in FORMER_KEYS:
-                raise ConfigError(f"{source}: the key {key} is gone", FORMER_KEYS[key], "write the key linear instead")
+                raise ConfigError(
+                    f"{source}: the key {key} is gone",
+                    FORMER_KEYS[key],
+                    "write the key linear instead",
+                )
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"the keys are: {', '.join(known)}"
-            raise ConfigError(f"{source}: unknown key {key}", "no code reads it, so it would be silently ignored", hint)
+            raise ConfigError(
+                f"{source}: unknown key {key}",
+                "no code reads it, so it would be silently ignored",
+                hint,
+            )
     for name, f in known.items():
         if name not in table:
             if f.default is MISSING and f.default_factory is MISSING:
                 raise ConfigError(
-                    f"{source}: key {name} is missing", "it has no default, because it decides the result", f"add a line `{name} = ...`"
+                    f"{source}: key {name} is missing",
+                    "it has no default, because it decides the result",
+                    f"add a line `{name} = ...`",
                 )
             continue
         table[name] = _checked(table[name], str(f.type), name, source)
@@ -189,12 +248,20 @@ def from_table(table: dict, kind: type[C], source: str) -> C:
 
 
 def _checked(value, type_name: str, key: str, source: str):
-    if type_name == "float" and type(value) is int and abs(value) < 2**63:  # Python's own integers go on beyond every float
+    if (
+        type_name == "float" and type(value) is int and abs(value) < 2**63
+    ):  # Python's own integers go on beyond every float
         value = float(value)
-    wanted = {"int": int, "float": float, "str": str, "bool": bool, "dict[str, str]": dict}[type_name]
+    wanted = {"int": int, "float": float, "str": str, "bool": bool, "dict[str, str]": dict}[
+        type_name
+    ]
     texts = isinstance(value, dict) and all(type(v) is str for v in value.values())
     if type(value) is not wanted or (wanted is dict and not texts):
-        raise ConfigError(f"{source}: {key} = {value!r} has the wrong type", f"it is of type {type_name}", f"write it as {type_name}")
+        raise ConfigError(
+            f"{source}: {key} = {value!r} has the wrong type",
+            f"it is of type {type_name}",
+            f"write it as {type_name}",
+        )
     return value
 
 

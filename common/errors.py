@@ -18,8 +18,17 @@ LAUNCHED = "LAUNCH_RUN_DIR"  # in the environment of all processes of a run: the
 # Removed from a run's directory when the disk is full, so that the records of that failure fit.
 RESERVE_FILE = ".reserve"
 TRIES = 20  # a tenth of a second between them
-NO_MEMORY, DISK = (errno.ENOMEM, errno.EAGAIN), (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
-_NO_MEMORY = ("can't start new thread", "can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
+NO_MEMORY, DISK = (
+    (errno.ENOMEM, errno.EAGAIN),
+    (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE),
+)
+_NO_MEMORY = (
+    "can't start new thread",
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "bad_alloc",
+)
 
 
 class RunError(Exception):
@@ -33,7 +42,13 @@ class RunError(Exception):
         self.what, self.why, self.do = what, why, do
 
     def as_dict(self) -> dict:
-        return {"kind": self.kind, "exit_code": self.exit_code, "what": self.what, "why": self.why, "do": self.do}
+        return {
+            "kind": self.kind,
+            "exit_code": self.exit_code,
+            "what": self.what,
+            "why": self.why,
+            "do": self.do,
+        }
 
     def lines(self) -> str:
         labelled = (("error: ", self.what), ("  why: ", self.why), ("  do:  ", self.do))
@@ -102,13 +117,26 @@ def failure_of(error: BaseException) -> RunError | None:
     number, text = getattr(error, "errno", None), str(error).partition("\n")[0]
     if number == errno.ELOOP or text.startswith("Symlink loop"):
         what = f"{getattr(error, 'filename', None) or text.removeprefix('Symlink loop from ')} is a link that leads to itself"
-        return ConfigError(what, "no file can be reached through it", "remove the link, or name the file itself")
-    if isinstance(error, MemoryError) or number in NO_MEMORY or any(words in text for words in _NO_MEMORY):
+        return ConfigError(
+            what, "no file can be reached through it", "remove the link, or name the file itself"
+        )
+    if (
+        isinstance(error, MemoryError)
+        or number in NO_MEMORY
+        or any(words in text for words in _NO_MEMORY)
+    ):
         do = "end other programs; look at ulimit -u and -v, and at the container's limits of memory and processes"
-        return OutOfMemory("the host gave no more memory, processes or threads", text or "MemoryError", do)
+        return OutOfMemory(
+            "the host gave no more memory, processes or threads", text or "MemoryError", do
+        )
     if isinstance(error, OSError) and number in DISK:
-        what, why = f"{error.filename or 'a file of the run'}: {error.strerror}", "the disk is full, read-only or failing"
-        return StorageError(what, why, "free space, or look at the mount and the kernel log; then start again")
+        what, why = (
+            f"{error.filename or 'a file of the run'}: {error.strerror}",
+            "the disk is full, read-only or failing",
+        )
+        return StorageError(
+            what, why, "free space, or look at the mount and the kernel log; then start again"
+        )
     return None
 
 
@@ -137,7 +165,9 @@ def write_record(run_dir: Path, name: str, text: str) -> None:
     with_reserve(run_dir, lambda: write_whole(Path(run_dir) / name, text.encode()))
 
 
-def write_rank_record(run_dir: Path, rank: int, outcome: str, error: RunError | None = None, **facts) -> None:
+def write_rank_record(
+    run_dir: Path, rank: int, outcome: str, error: RunError | None = None, **facts
+) -> None:
     """Leave `ranks/rank_<rank>.json`: how this rank ended. `outcome` is `done`, `failed` or `interrupted`. Raises OSError."""
     record = {"rank": rank, "pid": os.getpid(), "outcome": outcome, "time": time.time(), **facts}
     if error is not None:

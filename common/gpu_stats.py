@@ -18,15 +18,28 @@ from pathlib import Path
 VALUES: dict[str, tuple[str, float, tuple[str, ...], float]] = {
     "power_w": ("power.draw", 1, ("hwmon/hwmon*/power1_average", "hwmon/hwmon*/power1_input"), 1e6),
     "power_limit_w": ("enforced.power.limit", 1, ("hwmon/hwmon*/power1_cap",), 1e6),
-    "temperature_c": ("temperature.gpu", 1, ("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"), 1e3),  # junction, edge
+    "temperature_c": (
+        "temperature.gpu",
+        1,
+        ("hwmon/hwmon*/temp2_input", "hwmon/hwmon*/temp1_input"),
+        1e3,
+    ),  # junction, edge
     "clock_mhz": ("clocks.sm", 1, ("hwmon/hwmon*/freq1_input",), 1e6),
     "memory_clock_mhz": ("clocks.mem", 1, ("hwmon/hwmon*/freq2_input",), 1e6),
     "memory_gib": ("memory.used", 2**10, ("mem_info_vram_used",), 2**30),
     "utilization_percent": ("utilization.gpu", 1, ("gpu_busy_percent",), 1),
-    "uncorrected_errors": ("ecc.errors.uncorrected.volatile.total", 1, (), 1),  # of memory, since the driver was loaded
+    "uncorrected_errors": (
+        "ecc.errors.uncorrected.volatile.total",
+        1,
+        (),
+        1,
+    ),  # of memory, since the driver was loaded
     "corrected_errors": ("ecc.errors.corrected.volatile.total", 1, (), 1),
 }
-AMD_ERRORS = {"uncorrected_errors": "ue", "corrected_errors": "ce"}  # in each block's file: `ue: 0` and `ce: 0`
+AMD_ERRORS = {
+    "uncorrected_errors": "ue",
+    "corrected_errors": "ce",
+}  # in each block's file: `ue: 0` and `ce: 0`
 HEALTH = ("utilization_percent", *AMD_ERRORS)  # what preflight asks for
 SAMPLED = tuple(name for name in VALUES if name not in AMD_ERRORS)  # once a second during a run
 # nvml.h, nvmlClocksEventReasons. Bit 0 means idle and is no throttling.
@@ -42,8 +55,18 @@ NVML_THROTTLE_REASONS = {
 }
 # amdgpu's binary file gpu_metrics (kgd_pp_interface.h): revision -> (size of the file, offset of the first of five counters in 32 bits, which
 # grow while a limit holds the clock down). Newer revisions list attributes instead; they are not read.
-AMD_METRICS: dict[tuple[int, int], tuple[int | None, int]] = {(1, 6): (1664, 36), (1, 7): (2208, 44), (1, 8): (None, 44)}
-AMD_LIMITS = ("hardware slowdown", "power cap", "thermal (socket)", "thermal (voltage regulator)", "thermal (HBM)")
+AMD_METRICS: dict[tuple[int, int], tuple[int | None, int]] = {
+    (1, 6): (1664, 36),
+    (1, 7): (2208, 44),
+    (1, 8): (None, 44),
+}
+AMD_LIMITS = (
+    "hardware slowdown",
+    "power cap",
+    "thermal (socket)",
+    "thermal (voltage regulator)",
+    "thermal (HBM)",
+)
 # Throttling beyond the power limit, which a healthy card reaches under full load.
 FAULTS = (
     *("hardware slowdown", "thermal (driver)", "thermal (hardware)", "power brake"),
@@ -63,15 +86,24 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
     """
     if vendor == "amd":
         return [
-            {name: _amd_value(Path(card), name) for name in names} | {"throttle_counters": amd_throttle_counters(Path(card))}
+            {name: _amd_value(Path(card), name) for name in names}
+            | {"throttle_counters": amd_throttle_counters(Path(card))}
             for card in addresses
         ]
     fields = ["uuid", "clocks_event_reasons.active", *(VALUES[name][0] for name in names)]
     found: dict[str, dict] = {}
     for uuid, reasons, *texts in ask_nvidia_smi(",".join(fields), os.environ):
-        values = {name: _scaled(text, VALUES[name][1]) for name, text in zip(names, texts, strict=True)}
-        bits = int(reasons, 16) if reasons.startswith("0x") else None  # such as 0x0000000000000004; None for [N/A]
-        throttle = None if bits is None else [name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit]
+        values = {
+            name: _scaled(text, VALUES[name][1]) for name, text in zip(names, texts, strict=True)
+        }
+        bits = (
+            int(reasons, 16) if reasons.startswith("0x") else None
+        )  # such as 0x0000000000000004; None for [N/A]
+        throttle = (
+            None
+            if bits is None
+            else [name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit]
+        )
         found[uuid] = {**values, "throttle": throttle}
     return [found.get(address, {}) for address in addresses]
 
@@ -88,7 +120,9 @@ def amd_throttle_counters(card: Path) -> dict[str, int] | None:
     expected, offset = AMD_METRICS.get((revision[0], revision[1]), (None, 0))
     if not offset or expected not in (None, size) or len(content) < offset + 4 * len(AMD_LIMITS):
         return None
-    return dict(zip(AMD_LIMITS, struct.unpack_from(f"<{len(AMD_LIMITS)}I", content, offset), strict=True))
+    return dict(
+        zip(AMD_LIMITS, struct.unpack_from(f"<{len(AMD_LIMITS)}I", content, offset), strict=True)
+    )
 
 
 def with_throttling(before: Sequence[dict], after: Sequence[dict]) -> list[dict]:
@@ -103,8 +137,15 @@ def with_throttling(before: Sequence[dict], after: Sequence[dict]) -> list[dict]
             continue
         then = before[number].get("throttle_counters") if number < len(before) else None
         now = values["throttle_counters"]
-        reasons = None if then is None or now is None else [name for name in AMD_LIMITS if now[name] != then[name]]
-        found.append({name: value for name, value in values.items() if name != "throttle_counters"} | {"throttle": reasons})
+        reasons = (
+            None
+            if then is None or now is None
+            else [name for name in AMD_LIMITS if now[name] != then[name]]
+        )
+        found.append(
+            {name: value for name, value in values.items() if name != "throttle_counters"}
+            | {"throttle": reasons}
+        )
     return found
 
 
@@ -112,7 +153,10 @@ def pci_folders(vendor: str, addresses: Sequence[str], sysfs: Path = Path("/sys"
     """The folder of each GPU of `addresses` (Device.address) in /sys, as a PCI device. Raises DriverError."""
     if vendor == "amd":
         return [Path(card) for card in addresses]
-    found = {uuid: bus.lower().split(":", 1) for uuid, bus in ask_nvidia_smi("uuid,pci.bus_id", os.environ)}  # 00000000:1A:00.0
+    found = {
+        uuid: bus.lower().split(":", 1)
+        for uuid, bus in ask_nvidia_smi("uuid,pci.bus_id", os.environ)
+    }  # 00000000:1A:00.0
     places = [found.get(address, ["0", ""]) for address in addresses]
     return [sysfs / f"bus/pci/devices/{int(domain, 16):04x}:{place}" for domain, place in places]
 
@@ -121,12 +165,21 @@ def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str
     """The values of `fields` (separated by commas), one row per GPU of the machine. Raises DriverError."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, env=dict(environment))
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            env=dict(environment),
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DriverError(str(error)) from None
     lines = answer.stdout.strip().splitlines()
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    strange = [line for line, row in zip(lines, rows, strict=True) if len(row) != len(fields.split(","))]  # a message between the rows
+    strange = [
+        line for line, row in zip(lines, rows, strict=True) if len(row) != len(fields.split(","))
+    ]  # a message between the rows
     if answer.returncode or strange or not rows:
         said = strange + lines + answer.stderr.strip().splitlines()
         raise DriverError(said[0] if said else f"no output, exit code {answer.returncode}")
@@ -136,7 +189,15 @@ def ask_nvidia_smi(fields: str, environment: Mapping[str, str]) -> list[list[str
 def _amd_value(card: Path, name: str) -> float | None:
     if name in AMD_ERRORS:
         texts = [read_text(path) for path in (card / "ras").glob("*_err_count")]
-        return sum(int(count) for text in texts for count in re.findall(rf"{AMD_ERRORS[name]}: (\d+)", text)) if texts else None
+        return (
+            sum(
+                int(count)
+                for text in texts
+                for count in re.findall(rf"{AMD_ERRORS[name]}: (\d+)", text)
+            )
+            if texts
+            else None
+        )
     _, _, patterns, unit = VALUES[name]
     texts = [read_text(path) for pattern in patterns for path in sorted(card.glob(pattern))]
     return _scaled(next(filter(None, texts), ""), unit)

@@ -49,7 +49,9 @@ class Device:
     memory_bytes: int
     compute_units: int = 0  # 0: the driver does not say (nvidia-smi)
     partition: str = ""  # "MIG", "CPX", "NPS4", ...; "" for a whole card
-    address: str = field(default="", compare=False)  # where the sampler reads it: NVIDIA's UUID, AMD's folder of the card in /sys
+    address: str = field(
+        default="", compare=False
+    )  # where the sampler reads it: NVIDIA's UUID, AMD's folder of the card in /sys
 
     def __str__(self) -> str:
         parts = [self.name or "no name", self.arch, f"{self.memory_bytes / GIB:.0f} GiB"]
@@ -84,7 +86,11 @@ def identify(found: Probe, override: str = "", any_kind: bool = False) -> GpuKin
     if len(names := {kind.name for kind in kinds}) > 1:
         variable = "HIP_VISIBLE_DEVICES" if found.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
         why = "MLPerf requires one kind, and all would wait for the slowest"
-        raise PreflightError(f"different kinds of GPU in one run: {', '.join(sorted(names))}", why, f"choose one kind with {variable}")
+        raise PreflightError(
+            f"different kinds of GPU in one run: {', '.join(sorted(names))}",
+            why,
+            f"choose one kind with {variable}",
+        )
     return min(kinds, key=lambda kind: kind.memory_bytes)
 
 
@@ -101,8 +107,12 @@ def _kind_of(device: Device, found: Probe, override: str, any_kind: bool) -> Gpu
         return kind
     if override or not any_kind:
         raise _unknown(found, override)
-    own = re.sub(r"\W+", "_", device.name or device.arch).strip("_")  # as it may stand in the name of a config
-    return GpuKind(own, found.vendor, device.arch, device.compute_units, device.memory_bytes, 0.0, 0.0)
+    own = re.sub(r"\W+", "_", device.name or device.arch).strip(
+        "_"
+    )  # as it may stand in the name of a config
+    return GpuKind(
+        own, found.vendor, device.arch, device.compute_units, device.memory_bytes, 0.0, 0.0
+    )
 
 
 def _named_kind(name: str) -> str:
@@ -114,22 +124,34 @@ def _named_kind(name: str) -> str:
 
 def _refuse_less_than_whole(device: Device, kind: GpuKind) -> None:
     if device.compute_units != kind.compute_units and device.compute_units and kind.compute_units:
-        raise _partitioned(f"{device.compute_units} of the {kind.compute_units} compute units of an {kind.name}")
+        raise _partitioned(
+            f"{device.compute_units} of the {kind.compute_units} compute units of an {kind.name}"
+        )
     if device.memory_bytes < WHOLE_CARD * kind.memory_bytes:
-        raise _partitioned(f"{device.memory_bytes / GIB:.0f} of the {kind.memory_bytes / GIB:.0f} GiB of an {kind.name}")
+        raise _partitioned(
+            f"{device.memory_bytes / GIB:.0f} of the {kind.memory_bytes / GIB:.0f} GiB of an {kind.name}"
+        )
 
 
 def _partitioned(sign: str) -> PreflightError:
     do = "undo the partitioning: SPX and NPS1 on AMD (amd-smi set --compute-partition SPX), MIG off on NVIDIA (nvidia-smi -mig 0)"
-    return PreflightError(f"a GPU is partitioned: {sign}", "all configs and peaks are for whole cards", do)
+    return PreflightError(
+        f"a GPU is partitioned: {sign}", "all configs and peaks are for whole cards", do
+    )
 
 
 def _unknown(found: Probe, override: str) -> PreflightError:
     known = f"the known kinds are {', '.join(KINDS)} (H100 and H200 as SXM modules)"
     if override:
-        return PreflightError(f"GPU_KIND={override} is not the kind of this GPU: {_listing(found)}", known, "correct or unset GPU_KIND")
+        return PreflightError(
+            f"GPU_KIND={override} is not the kind of this GPU: {_listing(found)}",
+            known,
+            "correct or unset GPU_KIND",
+        )
     do = "use one of them, set GPU_KIND if the name misleads, or run the miniature with --device cpu; bench and plan take any GPU"
-    return PreflightError(f"no config and no peak is known for this GPU: {_listing(found)}", known, do)
+    return PreflightError(
+        f"no config and no peak is known for this GPU: {_listing(found)}", known, do
+    )
 
 
 def _listing(found: Probe) -> str:
@@ -149,7 +171,9 @@ def config_path(root: Path, benchmark: str, name: str) -> Path:
     path = root / "configs" / benchmark / f"{name}.toml"
     if not path.is_file():
         names = config_names(root, benchmark)
-        near = "".join(f"did you mean {found}? Or " for found in difflib.get_close_matches(name, names, 1))
+        near = "".join(
+            f"did you mean {found}? Or " for found in difflib.get_close_matches(name, names, 1)
+        )
         why = f"configs/{benchmark} holds {', '.join(names) or 'none'}"
         do = f"{near}set DGXSYSTEM to one of them, or DGXNGPU to a number of GPUs that has one, or give a file with --config"
         raise ConfigError(f"there is no config {name} for {benchmark}", why, do)
@@ -164,7 +188,11 @@ def config_name(kind: GpuKind | None, count: int) -> str:
 # --- the probe --------------------------------------------------------------------------------------------------------
 
 
-def probe(environment: Mapping[str, str] | None = None, sysfs: Path = Path("/sys"), dev: Path = Path("/dev")) -> Probe:
+def probe(
+    environment: Mapping[str, str] | None = None,
+    sysfs: Path = Path("/sys"),
+    dev: Path = Path("/dev"),
+) -> Probe:
     """The GPUs that a process started now would see: from nvidia-smi or the kernel's AMD topology, less those that are hidden.
 
     Raises PreflightError if a driver is installed but does not answer: a broken GPU must not lead to a run on the CPU.
@@ -179,10 +207,14 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
     if not (dev / "nvidiactl").exists() and not shutil.which("nvidia-smi", path=env.get("PATH")):
         return Probe("none")
     try:
-        rows = ask_nvidia_smi("uuid,name,memory.total,compute_cap,mig.mode.current,driver_version", env)
+        rows = ask_nvidia_smi(
+            "uuid,name,memory.total,compute_cap,mig.mode.current,driver_version", env
+        )
         for _, name, memory_mib, capability, *_ in rows:
             if not (name and memory_mib.isdigit() and re.fullmatch(r"\d+\.\d+", capability)):
-                raise DriverError(f"it says name {name!r}, memory {memory_mib!r}, compute capability {capability!r}")
+                raise DriverError(
+                    f"it says name {name!r}, memory {memory_mib!r}, compute capability {capability!r}"
+                )
     except DriverError as error:
         if "No devices were found" in str(error):
             return Probe("none")
@@ -192,16 +224,29 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
     devices = []
     for uuid, name, memory_mib, capability, mig, _ in rows:
         partition = "MIG" if mig == "Enabled" or " MIG " in name else ""
-        devices.append(Device(name, "sm_" + capability.replace(".", ""), int(memory_mib) * 2**20, 0, partition, uuid))
+        devices.append(
+            Device(
+                name,
+                "sm_" + capability.replace(".", ""),
+                int(memory_mib) * 2**20,
+                0,
+                partition,
+                uuid,
+            )
+        )
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
-    visible = visible_indices(len(devices), env.get("CUDA_VISIBLE_DEVICES"), [device.address for device in devices])
+    visible = visible_indices(
+        len(devices), env.get("CUDA_VISIBLE_DEVICES"), [device.address for device in devices]
+    )
     return Probe("nvidia" if visible else "none", tuple(devices[i] for i in visible), rows[0][5])
 
 
 def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
     """The kernel's view of AMD GPUs (kfd topology), in the order in which HIP counts them."""
-    nodes = sorted((sysfs / "class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name))
+    nodes = sorted(
+        (sysfs / "class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name)
+    )
     devices = [device for node in nodes if (device := _read_kfd_node(node, sysfs))]
     if not devices:
         return Probe("none")
@@ -210,10 +255,15 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
         why = "" if kfd.exists() else "the container was started without the devices, or "
         why += "the user is not in the groups render and video"
         do = "start the container with --device /dev/kfd --device /dev/dri and these groups, or run the miniature with --device cpu"
-        raise PreflightError(f"there are {len(devices)} AMD GPUs, but this process may not open {kfd}", why, do)
+        raise PreflightError(
+            f"there are {len(devices)} AMD GPUs, but this process may not open {kfd}", why, do
+        )
     chosen = list(range(len(devices)))
     # ROCR_VISIBLE_DEVICES applies first; HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, then counts what is left.
-    for value in (env.get("ROCR_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))):
+    for value in (
+        env.get("ROCR_VISIBLE_DEVICES"),
+        env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES")),
+    ):
         chosen = [chosen[i] for i in visible_indices(len(chosen), value)]
     version = read_text(sysfs / "module/amdgpu/version")
     return Probe("amd" if chosen else "none", tuple(devices[i] for i in chosen), version)
@@ -224,17 +274,28 @@ def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
     facts = key_values(node / "properties")
     if not facts.get("simd_count"):
         return None
-    target = facts.get("gfx_target_version", 0)  # 90402 is gfx942, 90010 is gfx90a: the last two digits are hexadecimal
+    target = facts.get(
+        "gfx_target_version", 0
+    )  # 90402 is gfx942, 90010 is gfx90a: the last two digits are hexadecimal
     arch = f"gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}"
     banks = [key_values(path) for path in (node / "mem_banks").glob("*/properties")]
-    memory = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2))  # public and private HBM
+    memory = sum(
+        bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in (1, 2)
+    )  # public and private HBM
     card = sysfs / f"class/drm/renderD{facts.get('drm_render_minor', 0)}/device"
     name = read_text(card / "product_name")
     if not re.search(r"\bMI\d", name, re.IGNORECASE):
         name = AMD_PRODUCTS.get(facts.get("device_id", 0), name)
     modes = [read_text(card / f"current_{what}_partition") for what in ("compute", "memory")]
     units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)
-    return Device(name, arch, memory, units, " ".join(mode for mode in modes if mode not in ("", "SPX", "NPS1")), str(card))
+    return Device(
+        name,
+        arch,
+        memory,
+        units,
+        " ".join(mode for mode in modes if mode not in ("", "SPX", "NPS1")),
+        str(card),
+    )
 
 
 def visible_indices(count: int, value: str | None, uuids: list[str] | None = None) -> list[int]:
@@ -243,7 +304,11 @@ def visible_indices(count: int, value: str | None, uuids: list[str] | None = Non
         return list(range(count))
     chosen: list[int] = []
     for entry in (part.strip() for part in value.split(",")):
-        named = [i for i, uuid in enumerate(uuids or []) if entry.startswith("GPU-") and uuid.startswith(entry)]
+        named = [
+            i
+            for i, uuid in enumerate(uuids or [])
+            if entry.startswith("GPU-") and uuid.startswith(entry)
+        ]
         index = named[0] if len(named) == 1 else int(entry) if entry.isdigit() else -1
         if not 0 <= index < count:
             break

@@ -24,7 +24,11 @@ SECTOR = 512  # bytes: the unit of /sys/block/*/size, whatever the disk's own se
 NO_DISKS = re.compile(r"(loop|ram|zram|dm-|md|sr|fd|nbd)\d")
 DISKS = {"nvme": "NVMe SSD", "vd": "virtual disk", "xvd": "virtual disk"}
 # (implementer, part) of /proc/cpuinfo on Arm, as lscpu names them (util-linux, sys-utils/lscpu-arm.c). Grace has Neoverse V2 cores.
-ARM_PARTS = {("0x41", "0xd0c"): "Arm Neoverse N1", ("0x41", "0xd40"): "Arm Neoverse V1", ("0x41", "0xd4f"): "Arm Neoverse V2"}
+ARM_PARTS = {
+    ("0x41", "0xd0c"): "Arm Neoverse N1",
+    ("0x41", "0xd40"): "Arm Neoverse V1",
+    ("0x41", "0xd4f"): "Arm Neoverse V2",
+}
 PACKAGES = {"triton": "Triton", "amd-aiter": "AITER", "flash-attn-4": "FlashAttention-4"}
 
 
@@ -34,8 +38,18 @@ def facts(root: Path, found: Probe, gpu_kind: str = "") -> dict[str, str]:
     `found`: the GPUs (common.hardware.probe); `gpu_kind`: the variable GPU_KIND, for GPUs that do not name themselves.
     """
     cpuinfo = read_text(root / "proc/cpuinfo")
-    host = processors(root, cpuinfo) | memory(root) | storage(root) | network(root) | product(root, cpuinfo)
-    fixed = {"number_of_nodes": "1", "host_networking_topology": "N/A (single node)", "system_type": "datacenter"}
+    host = (
+        processors(root, cpuinfo)
+        | memory(root)
+        | storage(root)
+        | network(root)
+        | product(root, cpuinfo)
+    )
+    fixed = {
+        "number_of_nodes": "1",
+        "host_networking_topology": "N/A (single node)",
+        "system_type": "datacenter",
+    }
     known = host | accelerators(found, gpu_kind) | software(root, found) | fixed
     return {key: text for key, text in known.items() if text}
 
@@ -48,10 +62,15 @@ def processors(root: Path, cpuinfo: str) -> dict[str, str]:
     first = blocks[0]
     if part := first.get("CPU part"):
         folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology")
-        cores = {(read_text(folder / "physical_package_id"), read_text(folder / "core_id")) for folder in folders}
+        cores = {
+            (read_text(folder / "physical_package_id"), read_text(folder / "core_id"))
+            for folder in folders
+        }
         sockets = len({socket for socket, _ in cores})
         return {
-            "host_processor_model_name": ARM_PARTS.get((first.get("CPU implementer", ""), part), ""),
+            "host_processor_model_name": ARM_PARTS.get(
+                (first.get("CPU implementer", ""), part), ""
+            ),
             "host_processors_per_node": str(sockets or ""),
             "host_processor_core_count": str(len(cores) // sockets) if sockets else "",
             "host_processor_vcpu_count": str(len(blocks)),
@@ -85,8 +104,12 @@ def storage(root: Path) -> dict[str, str]:
         if NO_DISKS.match(disk.name) or not size or read_text(disk / "removable") == "1":
             continue
         kind = "hard disk" if read_text(disk / "queue/rotational") == "1" else "SATA/SAS SSD"
-        kinds.add(next((named for prefix, named in DISKS.items() if disk.name.startswith(prefix)), kind))
-        sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += 1  # disks are sold by powers of ten
+        kinds.add(
+            next((named for prefix, named in DISKS.items() if disk.name.startswith(prefix)), kind)
+        )
+        sizes[f"{size / 1e12:.3g} TB" if size >= 1e12 else f"{size / 1e9:.0f} GB"] += (
+            1  # disks are sold by powers of ten
+        )
     return {"host_storage_type": ", ".join(sorted(kinds)), "host_storage_capacity": _counted(sizes)}
 
 
@@ -94,13 +117,22 @@ def network(root: Path) -> dict[str, str]:
     """Physical ports with their speed; virtual interfaces have no device."""
     ports: Counter[str] = Counter()
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        if read_text(port / "link_layer") == "InfiniBand":  # those of link layer Ethernet are below /sys/class/net as well
+        if (
+            read_text(port / "link_layer") == "InfiniBand"
+        ):  # those of link layer Ethernet are below /sys/class/net as well
             ports[f"InfiniBand {read_text(port / 'rate').split(' (')[0]}".strip()] += 1
     for card in sorted((root / "sys/class/net").glob("*")):
-        if (card / "device").exists() and not card.name.startswith("ib"):  # ib0 is an InfiniBand port, counted as such
-            speed = read_text(card / "speed")  # Mb/s; -1 or an error where the link is down or virtual
+        if (card / "device").exists() and not card.name.startswith(
+            "ib"
+        ):  # ib0 is an InfiniBand port, counted as such
+            speed = read_text(
+                card / "speed"
+            )  # Mb/s; -1 or an error where the link is down or virtual
             ports[f"Ethernet {int(speed) / 1000:g} Gb/s" if speed.isdigit() else "Ethernet"] += 1
-    return {"host_networking": _counted(ports), "host_network_card_count": str(ports.total()) if ports else ""}
+    return {
+        "host_networking": _counted(ports),
+        "host_network_card_count": str(ports.total()) if ports else "",
+    }
 
 
 def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
@@ -112,23 +144,42 @@ def accelerators(found: Probe, gpu_kind: str = "") -> dict[str, str]:
         kind = identify(found, gpu_kind)
     if kind is None:
         names = sorted({device.name for device in found.devices if device.name})
-        facts = {"model_name": ", ".join(names), "memory_capacity": f"{found.devices[0].memory_bytes / GIB:.0f} GB"}
+        facts = {
+            "model_name": ", ".join(names),
+            "memory_capacity": f"{found.devices[0].memory_bytes / GIB:.0f} GB",
+        }
     else:
-        facts = dict(zip(DESCRIPTION_KEYS, kind.description, strict=True)) | {"host_interconnect": "PCIe Gen5 x16"}
+        facts = dict(zip(DESCRIPTION_KEYS, kind.description, strict=True)) | {
+            "host_interconnect": "PCIe Gen5 x16"
+        }
         facts["interconnect"] = facts["interconnect"] if count > 1 else "N/A (one accelerator)"
         facts["interconnect_topology"] = facts["interconnect_topology"] if count == 8 else ""
-    return {"accelerators_per_node": str(count)} | {f"accelerator_{key}": value for key, value in facts.items()}
+    return {"accelerators_per_node": str(count)} | {
+        f"accelerator_{key}": value for key, value in facts.items()
+    }
 
 
 def software(root: Path, found: Probe) -> dict[str, str]:
     system = _key_values(read_text(root / "etc/os-release"), "=")
     kernel = read_text(root / "proc/sys/kernel/osrelease")
-    name, torch, rocm = system.get("PRETTY_NAME", "").strip('"'), version_of("torch"), read_text(root / "opt/rocm/.info/version")
-    stack = [f"{'amdgpu' if found.vendor == 'amd' else 'NVIDIA'} driver {found.driver}"] if found.driver else []
+    name, torch, rocm = (
+        system.get("PRETTY_NAME", "").strip('"'),
+        version_of("torch"),
+        read_text(root / "opt/rocm/.info/version"),
+    )
+    stack = (
+        [f"{'amdgpu' if found.vendor == 'amd' else 'NVIDIA'} driver {found.driver}"]
+        if found.driver
+        else []
+    )
     stack += [f"ROCm {rocm}"] if rocm else []
     if cuda := re.search(r"\+cu(\d+)(\d)$", torch):  # the wheel brings its own
         stack.append(f"CUDA {cuda[1]}.{cuda[2]}")
-    stack += [f"{label} {version}" for package, label in PACKAGES.items() if (version := version_of(package))]
+    stack += [
+        f"{label} {version}"
+        for package, label in PACKAGES.items()
+        if (version := version_of(package))
+    ]
     return {
         "operating_system": f"{name}, Linux {kernel}" if name and kernel else name,
         "framework": f"PyTorch {torch}" if torch else "",
@@ -137,10 +188,21 @@ def software(root: Path, found: Probe) -> dict[str, str]:
 
 
 def product(root: Path, cpuinfo: str) -> dict[str, str]:
-    name = " ".join(filter(None, (read_text(root / "sys/class/dmi/id" / fact) for fact in ("sys_vendor", "product_name"))))
+    name = " ".join(
+        filter(
+            None,
+            (
+                read_text(root / "sys/class/dmi/id" / fact)
+                for fact in ("sys_vendor", "product_name")
+            ),
+        )
+    )
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     virtual = flags is not None and "hypervisor" in flags[1].split()
-    return {"system_name": name, "system_type_detail": "virtual machine" if virtual else "bare metal" if flags else ""}
+    return {
+        "system_name": name,
+        "system_type_detail": "virtual machine" if virtual else "bare metal" if flags else "",
+    }
 
 
 def _key_values(text: str, separator: str = ":") -> dict[str, str]:

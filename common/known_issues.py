@@ -17,7 +17,11 @@ from common.gpu_kinds import GpuKind
 from common.packages import version_of
 
 SOFTWARE = ("torch", "triton", "rocm", "cuda", "aiter", "driver")
-PACKAGES = {"torch": ("torch",), "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"), "aiter": ("amd-aiter", "aiter")}
+PACKAGES = {
+    "torch": ("torch",),
+    "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"),
+    "aiter": ("amd-aiter", "aiter"),
+}
 ALLOW = "ALLOW_KNOWN_ISSUES"  # the environment variable with the names of issues that warn instead of refusing
 
 
@@ -45,7 +49,9 @@ def _issue(entry: dict) -> KnownIssue:
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ISSUES = [_issue(entry) for entry in TABLE["issue"]]
-NEWEST: dict[str, str] = TABLE["newest"]  # of each software, the newest version that the list was made for
+NEWEST: dict[str, str] = TABLE[
+    "newest"
+]  # of each software, the newest version that the list was made for
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -83,7 +89,11 @@ def installed(driver: str = "") -> dict[str, str]:
 
 def newer(versions: Mapping[str, str]) -> dict[str, str]:
     """The software that is newer than what the list was made for."""
-    return {name: text for name, text in versions.items() if name in NEWEST and release(text)[:2] > release(NEWEST[name])}
+    return {
+        name: text
+        for name, text in versions.items()
+        if name in NEWEST and release(text)[:2] > release(NEWEST[name])
+    }
 
 
 def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
@@ -91,26 +101,38 @@ def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
     unseen, found = newer(versions), []
     for issue in ISSUES:
         on_this_gpu = not issue.gpus or kind.name in issue.gpus or kind.arch in issue.gpus
-        if on_this_gpu and all(name in versions and within(versions[name], text) for name, text in issue.ranges):
+        if on_this_gpu and all(
+            name in versions and within(versions[name], text) for name, text in issue.ranges
+        ):
             open_ended = any(name in unseen for name, _ in issue.ranges)
-            found.append(replace(issue, verdict="warn") if open_ended and issue.verdict == "refuse" else issue)
+            found.append(
+                replace(issue, verdict="warn")
+                if open_ended and issue.verdict == "refuse"
+                else issue
+            )
     return sorted(found, key=lambda issue: ("refuse", "warn", "suspect").index(issue.verdict))
 
 
-def suspects(failures: Sequence[tuple[str, str]], kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
+def suspects(
+    failures: Sequence[tuple[str, str]], kind: GpuKind, versions: Mapping[str, str]
+) -> list[KnownIssue]:
     """Return the issues that may be why the self-test failed.
 
     `failures`: the op and the line of each failed check. An op is one of an issue's if its name begins with it.
     """
 
     def may_cause(issue: KnownIssue, op: str, line: str) -> bool:
-        return bool(issue.ops) and op.startswith(issue.ops) and re.search(issue.text, line) is not None
+        return (
+            bool(issue.ops) and op.startswith(issue.ops) and re.search(issue.text, line) is not None
+        )
 
     issues = matching(kind, versions)
     return [issue for issue in issues if any(may_cause(issue, *failure) for failure in failures)]
 
 
-def shown(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]) -> list[KnownIssue]:
+def shown(
+    kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]
+) -> list[KnownIssue]:
     """What a user is told before a run: issues that refuse or warn. ALLOW_KNOWN_ISSUES turns a refusal into a warning."""
     allowed = set(environment.get(ALLOW, "").replace(",", " ").split())
     issues = [issue for issue in matching(kind, versions) if issue.verdict != "suspect"]
@@ -118,15 +140,24 @@ def shown(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, 
 
 
 def unseen(versions: Mapping[str, str]) -> list[str]:
-    return [f"{name} {text} is newer than the list of known issues" for name, text in newer(versions).items()]
+    return [
+        f"{name} {text} is newer than the list of known issues"
+        for name, text in newer(versions).items()
+    ]
 
 
-def notes(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str], refuse: bool) -> list[str]:
+def notes(
+    kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str], refuse: bool
+) -> list[str]:
     """For the first screen. Raises PreflightError, with `refuse`, for an issue that refuses."""
     found = shown(kind, versions, environment)
     for issue in found:
         if refuse and issue.verdict == "refuse":
             have = ", ".join(f"{name} {versions[name]}" for name, _ in issue.ranges)
             what = f"{have} is known to compute wrongly on {kind.name}"
-            raise PreflightError(what, str(issue), f"{issue.cure}; if your build has the fix, set {ALLOW}={issue.name}")
+            raise PreflightError(
+                what,
+                str(issue),
+                f"{issue.cure}; if your build has the fix, set {ALLOW}={issue.name}",
+            )
     return [f"known issue {issue}; {issue.cure}" for issue in found] + unseen(versions)

@@ -22,9 +22,15 @@ class LinearFormat:
 
     name: str
     implementation: str  # "module:class": a LinearLayers, which only ranks import
-    log_precision: str = ""  # the MLPerf log's word for `lowest_numerical_precision_in_linear`; "": that of the run
-    bytes_per_element: int = 0  # of a product's operand in one layout; 0: as many as in the precision of the run
-    weight_copies: int = 0  # layouts in which a trained weight is kept beside itself, cast once per optimizer step
+    log_precision: str = (
+        ""  # the MLPerf log's word for `lowest_numerical_precision_in_linear`; "": that of the run
+    )
+    bytes_per_element: int = (
+        0  # of a product's operand in one layout; 0: as many as in the precision of the run
+    )
+    weight_copies: int = (
+        0  # layouts in which a trained weight is kept beside itself, cast once per optimizer step
+    )
     in_fp8: bool = False  # kernels store operands in FP8, and a frozen base is stored in FP8
     emulated: bool = False  # the products only compute what the format would give: a log says so, and `package` refuses it
     options: tuple[str, ...] = ()  # of an emulated format
@@ -55,7 +61,9 @@ FORMATS = {
     form.name: form
     for form in (
         LinearFormat("bf16", LAYERS),
-        LinearFormat("fp8", DELAYED_SCALING, "fp8", bytes_per_element=1, weight_copies=2, in_fp8=True),
+        LinearFormat(
+            "fp8", DELAYED_SCALING, "fp8", bytes_per_element=1, weight_copies=2, in_fp8=True
+        ),
         _emulated("mxfp8", "fp8"),
         _emulated("mxfp8_hybrid", "fp8"),
         _emulated("mxfp6_e2m3", "mxfp6"),
@@ -81,4 +89,9 @@ def linear_format(text: str) -> LinearFormat | None:
     if found is None or found["name"] not in FORMATS or not FORMATS[found["name"]].emulated:
         return None
     options = tuple(found["options"].split("+")[1:])
-    return replace(FORMATS[found["name"]], options=options, until=found["until"] or "", then=found["then"] or "")
+    return replace(
+        FORMATS[found["name"]],
+        options=options,
+        until=found["until"] or "",
+        then=found["then"] or "",
+    )

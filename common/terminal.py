@@ -19,7 +19,11 @@ WIDTH = 24  # of a sparkline
 
 def print_stderr(*lines: str) -> None:
     text = "\n".join(lines)
-    print(paint("error:", "1;31") + text[6:] if text.startswith("error:") else text, file=sys.stderr, flush=True)
+    print(
+        paint("error:", "1;31") + text[6:] if text.startswith("error:") else text,
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def inform(*lines: str) -> None:
@@ -34,7 +38,9 @@ def is_quiet() -> bool:
 
 def paint(text: str, code: str) -> str:
     """`text` in the style of an ANSI code, such as 1 for bold and 31 for red, where stderr is a terminal that has colors (no-color.org)."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty()
+    plain = (
+        os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stderr.isatty()
+    )
     return text if plain else f"\x1b[{code}m{text}\x1b[0m"
 
 
@@ -46,7 +52,10 @@ def shown(path: Path) -> str:
 def sparkline(values: Sequence[float], floor: float) -> str:
     """`values` in WIDTH means or fewer; the lowest bar is `floor` and below."""
     size = max(1, -(-len(values) // WIDTH))
-    groups = [[value for value in values[at : at + size] if math.isfinite(value)] for at in range(0, len(values), size)]
+    groups = [
+        [value for value in values[at : at + size] if math.isfinite(value)]
+        for at in range(0, len(values), size)
+    ]
     means = [sum(group) / len(group) for group in groups if group]
     span = max(max(means, default=floor) - floor, 1e-9)
     return "".join(BARS[round(max(0.0, mean - floor) / span * (len(BARS) - 1))] for mean in means)
@@ -84,4 +93,5 @@ class Copy:
 
 def outlive_readers() -> None:
     """From now on a failed write to stdout or stderr is no failure of this process."""
-    sys.stdout, sys.stderr = (Copy(stream or open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr))  # noqa: SIM115 - None: closed
+    sys.stdout = Copy(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115 - None if it was closed
+    sys.stderr = Copy(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115

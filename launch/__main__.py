@@ -20,8 +20,14 @@ def main(arguments: list[str]) -> None:
     """Replace this process by the command's module, so that signals reach its own processes."""
     raise_at_signals()
     install = arguments[:1] == ["--install"]
-    needs, words = cli.read(arguments[install:])  # a typo or --help is answered before anything is installed
-    python = str(environment.python_for(ROOT / needs, ROOT / ".venv") if install and needs else sys.executable)
+    needs, words = cli.read(
+        arguments[install:]
+    )  # a typo or --help is answered before anything is installed
+    python = str(
+        environment.python_for(ROOT / needs, ROOT / ".venv")
+        if install and needs
+        else sys.executable
+    )
     os.execve(python, [python, *words], os.environ | finding_modules(os.environ))
 
 

@@ -16,15 +16,24 @@ from launch.processes.supervise import supervise
 
 def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[str]:
     arguments = ["-m", "throughput.bench", "--benchmark", job.benchmark]
-    arguments += ["--config", str(folder / job.selection.log_name), "--device", job.selection.device]
+    arguments += [
+        "--config",
+        str(folder / job.selection.log_name),
+        "--device",
+        job.selection.device,
+    ]
     for name in ("steps", "warmup", "layers", "eval_sequences"):
         if getattr(options, name) is not None:
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if getattr(options, "out", None):
         arguments += ["--profile", str(options.out)]
-        arguments += ["--of", "memory"] if options.memory else ["--of", "outside"] if options.tool else []
+        arguments += (
+            ["--of", "memory"] if options.memory else ["--of", "outside"] if options.tool else []
+        )
         if options.tool:
-            return profilers.wrapped(torchrun_command(job, folder, arguments), options.tool, options.out)
+            return profilers.wrapped(
+                torchrun_command(job, folder, arguments), options.tool, options.out
+            )
     return torchrun_command(job, folder, arguments)
 
 
@@ -32,7 +41,9 @@ def bench(job: Job, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         (folder / job.selection.log_name).write_text(job.config.as_toml())
-        ending = supervise(bench_command(job, folder, options), trainer_environment(job, "no"), folder)
+        ending = supervise(
+            bench_command(job, folder, options), trainer_environment(job, "no"), folder
+        )
         if ending.signal_number:
             return 128 + ending.signal_number
         if ending.returncode == 0:
@@ -46,9 +57,16 @@ def profile(job: Job, options: argparse.Namespace) -> int:
     run_directory.require_writable(options.out)
     if code := bench(job, options):
         return code
-    trace, memory = "profile.json, and trace.json.gz for ui.perfetto.dev", "memory.html, and snapshot.pickle for pytorch.org/memory_viz"
+    trace, memory = (
+        "profile.json, and trace.json.gz for ui.perfetto.dev",
+        "memory.html, and snapshot.pickle for pytorch.org/memory_viz",
+    )
     files = memory if options.memory else trace
-    print_stderr(profilers.guide(options.tool, options.out) if options.tool else f"profile    {options.out}: {files}")
+    print_stderr(
+        profilers.guide(options.tool, options.out)
+        if options.tool
+        else f"profile    {options.out}: {files}"
+    )
     return 0
 
 
@@ -56,11 +74,17 @@ def profile_directory(job: Job, options: argparse.Namespace) -> Path:
     """--out, or a new directory in LOGDIR/profiles. Raises ConfigError if it holds files, and where nothing could be profiled."""
     if options.memory and job.selection.device == "cpu":
         why = "the history is that of the GPU's allocator; a CPU's memory is neither reserved nor short in the same way"
-        raise ConfigError("profile --memory needs a GPU", why, "leave out --memory, or see plan, which calculates the memory of a GPU")
+        raise ConfigError(
+            "profile --memory needs a GPU",
+            why,
+            "leave out --memory, or see plan, which calculates the memory of a GPU",
+        )
     if options.tool is not None:
         profilers.require(options.tool, job.config.world_size, installed=not options.print)
     stem = f"{job.benchmark}_{Path(job.selection.log_name).stem}_{time.strftime('%Y%m%d-%H%M%S')}"
     folder = (options.out or job.log_dir / "profiles" / stem).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists", "a profile is not overwritten", "name a new directory with --out")
+        raise ConfigError(
+            f"{folder} exists", "a profile is not overwritten", "name a new directory with --out"
+        )
     return folder

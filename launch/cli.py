@@ -38,22 +38,52 @@ class Verb:
 
 
 VERBS = {
-    "run": Verb("train to the target and check the log; the default after a benchmark", "launch.commands run", ALWAYS),
+    "run": Verb(
+        "train to the target and check the log; the default after a benchmark",
+        "launch.commands run",
+        ALWAYS,
+    ),
     "prepare": Verb("fetch, convert or verify data", "{}.prepare", ALWAYS),
     "bench": Verb("throughput on synthetic tokens", "launch.commands bench", ALWAYS),
-    "profile": Verb("bench, then steps under torch's profiler: a trace, and where the time went", "launch.commands profile", ALWAYS),
-    "gemms": Verb("record, tune and check GEMM solutions of AMD's libraries", "throughput.gemm_tuning.cli", ALWAYS),
+    "profile": Verb(
+        "bench, then steps under torch's profiler: a trace, and where the time went",
+        "launch.commands profile",
+        ALWAYS,
+    ),
+    "gemms": Verb(
+        "record, tune and check GEMM solutions of AMD's libraries",
+        "throughput.gemm_tuning.cli",
+        ALWAYS,
+    ),
     "merge": Verb("adapters into a base, where a benchmark has adapters", "{}.merge", ALWAYS),
-    "plan": Verb("memory and time of a config, or of any model with --model; no GPU needed", "launch.plan.command", MAY, ""),
-    "preflight": Verb("is this machine fit? GPUs, host, versions, and their speed", "launch.preflight", MAY),
-    "throughput": Verb("how fast is this machine? matrix products, training steps of many models", "throughput"),
-    "tuning": Verb("settings of the operating system: check, apply, revert", "system_tuning", NEVER, ""),
+    "plan": Verb(
+        "memory and time of a config, or of any model with --model; no GPU needed",
+        "launch.plan.command",
+        MAY,
+        "",
+    ),
+    "preflight": Verb(
+        "is this machine fit? GPUs, host, versions, and their speed", "launch.preflight", MAY
+    ),
+    "throughput": Verb(
+        "how fast is this machine? matrix products, training steps of many models", "throughput"
+    ),
+    "tuning": Verb(
+        "settings of the operating system: check, apply, revert", "system_tuning", NEVER, ""
+    ),
     "check": Verb("official checker and our lint on logs", "submission.check", NEVER, LOGS),
     "report": Verb("the HTML page of a run, or of a series", "submission.report"),
-    "score": Verb("RCP verdict and score of a series, and how much of it was luck", "submission.score", NEVER, LOGS),
+    "score": Verb(
+        "RCP verdict and score of a series, and how much of it was luck",
+        "submission.score",
+        NEVER,
+        LOGS,
+    ),
     "describe": Verb("the system description of this machine", "submission.describe", NEVER, LOGS),
     "package": Verb("the tree of a submission, checked", "submission.package", NEVER, LOGS),
-    "setup": Verb("install the packages into .venv, also for another machine", "launch.setup", NEVER, ""),
+    "setup": Verb(
+        "install the packages into .venv, also for another machine", "launch.setup", NEVER, ""
+    ),
     "completion": Verb("completion of this command in bash or zsh", "launch.completion", NEVER, ""),
 }
 
@@ -73,7 +103,11 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     module, *own = verb.module.format(benchmark).split()
     if not has_verb(benchmark, name):
         others = ", ".join(each for each in benchmarks.names() if has_verb(each, name))
-        raise ConfigError(f"{benchmark} has no verb {name}", f"it is one of {others}", f"{PROGRAM} {others} {name} ...")
+        raise ConfigError(
+            f"{benchmark} has no verb {name}",
+            f"it is one of {others}",
+            f"{PROGRAM} {others} {name} ...",
+        )
     if parser := parser_of(name, benchmark):
         parser.parse_args(rest)
     own += [benchmark] if benchmark and not module.startswith(f"{benchmark}.") else []
@@ -88,10 +122,18 @@ def has_verb(benchmark: str, name: str) -> bool:
 def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]:
     """Benchmark ("" for none), verb, and the rest: the benchmark may stand before its verb or behind it. Raises ConfigError."""
     if not words:
-        raise ConfigError("which benchmark or verb?", f"benchmarks: {', '.join(known)}", f"{PROGRAM} --help lists the verbs, too")
+        raise ConfigError(
+            "which benchmark or verb?",
+            f"benchmarks: {', '.join(known)}",
+            f"{PROGRAM} --help lists the verbs, too",
+        )
     if variable := next((word for word in words[:2] if re.match("[A-Z_]+=", word)), ""):
         line = " ".join([variable, PROGRAM, *(word for word in words if word != variable)])
-        raise ConfigError(f"{variable} is no benchmark or verb", "a variable of the environment stands before the command", line)
+        raise ConfigError(
+            f"{variable} is no benchmark or verb",
+            "a variable of the environment stands before the command",
+            line,
+        )
     first, *rest = words
     second = rest[0] if rest and not rest[0].startswith("-") else ""
     if first in VERBS:
@@ -102,15 +144,25 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         found = next((word for word in words if word in known or word in VERBS), "")
         do = f"{PROGRAM} {found or known[-1]} {first} ..."
         raise ConfigError(
-            f"{first} comes before the benchmark or verb", "options follow them", do if found else meant(first, EVERYWHERE, do)
+            f"{first} comes before the benchmark or verb",
+            "options follow them",
+            do if found else meant(first, EVERYWHERE, do),
         )
     else:
         why = "no benchmark and no verb has this name"
-        raise ConfigError(f"unknown benchmark or verb {first}", why, meant(first, [*known, *VERBS, *EVERYWHERE]))
+        raise ConfigError(
+            f"unknown benchmark or verb {first}", why, meant(first, [*known, *VERBS, *EVERYWHERE])
+        )
     if name not in VERBS:
-        raise ConfigError(f"unknown verb {name}", f"no verb of {benchmark} has this name", meant(name, VERBS))
+        raise ConfigError(
+            f"unknown verb {name}", f"no verb of {benchmark} has this name", meant(name, VERBS)
+        )
     if benchmark and VERBS[name].benchmark == NEVER:
-        raise ConfigError(f"{name} takes no benchmark", VERBS[name].about, f"{PROGRAM} {' '.join([name, *rest[1:]])}")
+        raise ConfigError(
+            f"{name} takes no benchmark",
+            VERBS[name].about,
+            f"{PROGRAM} {' '.join([name, *rest[1:]])}",
+        )
     if VERBS[name].benchmark == ALWAYS and not second and {"-h", "--help"} & {*rest}:
         benchmark = benchmark or next(each for each in reversed(known) if has_verb(each, name))
     if VERBS[name].benchmark == ALWAYS and not benchmark:
@@ -137,9 +189,18 @@ def parser_of(name: str, benchmark: str) -> Parser | None:
 
 def overview() -> str:
     kinds = (ALWAYS, MAY, NEVER)
-    lists = ("\n".join(f"{name:<12}{verb.about}" for name, verb in VERBS.items() if verb.benchmark == kind) for kind in kinds)
+    lists = (
+        "\n".join(
+            f"{name:<12}{verb.about}" for name, verb in VERBS.items() if verb.benchmark == kind
+        )
+        for kind in kinds
+    )
     always, may, never = (indent(text, "  ") + "\n" for text in lists)
-    return OVERVIEW.read_text().rstrip().format(benchmarks=", ".join(benchmarks.names()), always=always, may=may, never=never)
+    return (
+        OVERVIEW.read_text()
+        .rstrip()
+        .format(benchmarks=", ".join(benchmarks.names()), always=always, may=may, never=never)
+    )
 
 
 def version() -> str:
@@ -149,4 +210,8 @@ def version() -> str:
     except FileNotFoundError:
         project = {"name": PACKAGE, "version": importlib.metadata.version(PACKAGE)}
     commit, changes = git(ROOT, "rev-parse", "HEAD"), git(ROOT, "status", "--porcelain")
-    return f"{project['name']} {project['version']}" + (f", commit {commit}" if commit else "") + (", modified" if changes else "")
+    return (
+        f"{project['name']} {project['version']}"
+        + (f", commit {commit}" if commit else "")
+        + (", modified" if changes else "")
+    )

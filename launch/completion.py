@@ -25,21 +25,42 @@ def parser(benchmark: str) -> Parser:
 
 def words_of(parser: Parser) -> list[str]:
     """Its options, and the choices of its positional arguments."""
-    choices = [str(choice) for action in parser._actions if not action.option_strings for choice in action.choices or ()]
+    choices = [
+        str(choice)
+        for action in parser._actions
+        if not action.option_strings
+        for choice in action.choices or ()
+    ]
     return [*choices, *dict.fromkeys(parser.options()), *SWITCHES]
 
 
 def script(shell: str) -> str:
     known = benchmarks.names()
     found = {
-        name: dict.fromkeys(word for each in known for parser in [parser_of(name, each)] if parser for word in words_of(parser))
+        name: dict.fromkeys(
+            word
+            for each in known
+            for parser in [parser_of(name, each)]
+            if parser
+            for word in words_of(parser)
+        )
         for name in VERBS
     }
     own = {name: known if VERBS[name].benchmark != NEVER else [] for name in VERBS}
-    cases = "\n".join(f"        {name}) words='{' '.join([*own[name], *words])}' ;;" for name, words in found.items())
+    cases = "\n".join(
+        f"        {name}) words='{' '.join([*own[name], *words])}' ;;"
+        for name, words in found.items()
+    )
     first = " ".join([*known, *VERBS, "--help", "--version"])
-    places = {"VERBS": "|".join(VERBS), "BENCHMARKS": "|".join(known), "CASES": cases, "FIRST": first}
-    return ZSH * (shell == "zsh") + re.sub("@([A-Z]+)@", lambda place: places[place[1]], SCRIPT.read_text())
+    places = {
+        "VERBS": "|".join(VERBS),
+        "BENCHMARKS": "|".join(known),
+        "CASES": cases,
+        "FIRST": first,
+    }
+    return ZSH * (shell == "zsh") + re.sub(
+        "@([A-Z]+)@", lambda place: places[place[1]], SCRIPT.read_text()
+    )
 
 
 if __name__ == "__main__":

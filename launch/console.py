@@ -40,11 +40,15 @@ def header(
     where = f"{config.gpus_per_node} process{'es' if config.gpus_per_node > 1 else ''}"
     lines += [
         f"benchmark  {benchmark}, {rules.division}, sequence length {rules.sequence_length}",
-        f"GPU        {selection.found}; using {where}" if selection.device == "cuda" else f"device     CPU, {where}",
+        f"GPU        {selection.found}; using {where}"
+        if selection.device == "cuda"
+        else f"device     CPU, {where}",
         f"config     {selection.derived or shown(selection.path)}, because {selection.reason}",
     ]
     if cpus:
-        lines.append(f"CPUs       each rank on the NUMA node of its GPU, {len(numbers(cpus[0]))} of them")
+        lines.append(
+            f"CPUs       each rank on the NUMA node of its GPU, {len(numbers(cpus[0]))} of them"
+        )
     if directories:
         places = [f"data       {shown(directories[0])}", f"results    {shown(directories[1])}"]
         lines += [*places, f"expect     {expectation(selection, rules)}"]
@@ -59,14 +63,22 @@ def expectation(selection: Selection, rules: Rules) -> str:
     if selection.config.miniature:
         return f"{target}; some minutes on two cores"
     mean = rcp.mean_samples(rules, batch)
-    reference = f"the reference needs {mean:,.0f} on average" if mean else "there is no reference for this global batch"
+    reference = (
+        f"the reference needs {mean:,.0f} on average"
+        if mean
+        else "there is no reference for this global batch"
+    )
     return f"{target}; at global batch {batch} {reference} (MLPerf RCP); gives up at {selection.config.max_samples:,}"
 
 
 def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) -> list[str]:
     """The lines after a run: the result first, then where to look."""
     minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""
-    lines = [f"target reached with {result.samples:,} sequences{minutes}"] if result.status == "success" else []
+    lines = (
+        [f"target reached with {result.samples:,} sequences{minutes}"]
+        if result.status == "success"
+        else []
+    )
     if error_lines:
         lines += [error_lines, f"  see  {shown(run_dir / 'failure.json')}"]
     else:
@@ -77,22 +89,38 @@ def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) ->
     return [*lines, f"results: {shown(run_dir)}" + (", report.html" if report.is_file() else "")]
 
 
-def series_closing(benchmark: str, path: Path, record: ledger.Record, not_for_submission: bool) -> list[str]:
+def series_closing(
+    benchmark: str, path: Path, record: ledger.Record, not_for_submission: bool
+) -> list[str]:
     """The lines after a series: attempts, failures and their reasons, the ledger, and the next command."""
     good, failed = record.good, record.failed
-    lines = [f"series     {record.id}: {len(record.starts)} attempts, {len(good)} of {record.goal} good, {len(failed)} failed"]
-    lines += [f"  attempt {end['attempt']:>2}  exit code {end['exit_code']} ({end['kind']}): {end['reason']}" for end in failed]
-    lines += [f"  attempt {start['attempt']:>2}  running or lost: no end in the ledger" for start in record.open_starts]
+    lines = [
+        f"series     {record.id}: {len(record.starts)} attempts, {len(good)} of {record.goal} good, {len(failed)} failed"
+    ]
+    lines += [
+        f"  attempt {end['attempt']:>2}  exit code {end['exit_code']} ({end['kind']}): {end['reason']}"
+        for end in failed
+    ]
+    lines += [
+        f"  attempt {start['attempt']:>2}  running or lost: no end in the ledger"
+        for start in record.open_starts
+    ]
     lines.append(f"ledger     {shown(path)}")
     if len(good) < record.goal:
-        lines.append(f"next       ./run_and_time.sh {benchmark} --resume, with the same options, continues this series")
+        lines.append(
+            f"next       ./run_and_time.sh {benchmark} --resume, with the same options, continues this series"
+        )
     elif len(good) >= rcp.SUBMISSION_RUNS and not_for_submission:
         lines.append("next       nothing: these runs cannot be submitted")
     elif len(good) >= rcp.SUBMISSION_RUNS and (needed := windows.good_runs_needed(record.outcomes)):
         more = f"NEXP={len(good) + needed} ./run_and_time.sh {benchmark} --resume"
-        lines.append(f"next       {more}: the median window of ten is not valid yet, {needed} more good runs are needed")
+        lines.append(
+            f"next       {more}: the median window of ten is not valid yet, {needed} more good runs are needed"
+        )
     elif len(good) >= rcp.SUBMISSION_RUNS:
-        lines.append(f"next       ./run_and_time.sh score {shown(path.parent)}, then package; --help says more")
+        lines.append(
+            f"next       ./run_and_time.sh score {shown(path.parent)}, then package; --help says more"
+        )
     return lines
 
 
@@ -106,6 +134,10 @@ def outlook(good: Sequence[bool]) -> str:
         return ""
     needed = windows.good_runs_needed(good)
     after_one_more = windows.good_runs_needed([*good, False])
-    standing = f"{needed} more good runs in a row are needed for a result" if needed else "there is already a result"
+    standing = (
+        f"{needed} more good runs in a row are needed for a result"
+        if needed
+        else "there is already a result"
+    )
     next_one = {2: "a third", 3: "a fourth"}.get(failed, "one more")
     return f"{failed} runs failed: {standing}; after {next_one} failure it is {after_one_more} (the median window of ten must be valid)"

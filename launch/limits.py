@@ -9,18 +9,27 @@ import threading
 from common.errors import OutOfMemory, PreflightError
 
 PER_RANK = 32  # threads: a rank of the miniature has 8 at most, NCCL's and CUDA's are some 20 more
-ADDRESSES = 16 * 2**30  # bytes per rank: torch for a CPU maps 3 GiB, CUDA and ROCm far more than a GPU has
+ADDRESSES = (
+    16 * 2**30
+)  # bytes per rank: torch for a CPU maps 3 GiB, CUDA and ROCm far more than a GPU has
 DO = "raise it ({}), in a container its limit of processes (--pids-limit), then start again"
 
 
 def require_loopback() -> None:
     """Raise PreflightError where a process cannot reach another one on this host: torchrun would try for minutes."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()[:2], timeout=10):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname()[:2], timeout=10),
+        ):
             pass
     except OSError as error:
         do = "in a container or network namespace: ip link set lo up"
-        raise PreflightError("no connection to 127.0.0.1", f"{error.strerror or error}; the ranks find each other there", do) from None
+        raise PreflightError(
+            "no connection to 127.0.0.1",
+            f"{error.strerror or error}; the ranks find each other there",
+            do,
+        ) from None
 
 
 def require_limits(ranks: int) -> None:

@@ -52,7 +52,9 @@ class NodeLost(Interrupted):
     kind = "rank_lost"
 
     def __init__(self, what: str, why: str):
-        RunError.__init__(self, what, why, "see that node's own messages; then start all nodes again")
+        RunError.__init__(
+            self, what, why, "see that node's own messages; then start all nodes again"
+        )
         self.exit_code = RankLost.exit_code
 
 
@@ -74,8 +76,12 @@ class Nodes:
         self.node, self.ranks_per_node, self.others = node, ranks_per_node, range(1, node.count)
         self.exit_code = 1  # of node 0, for the others
         self.run, self.store = 0, None
-        self.heard: dict[int, tuple[float, float]] = {}  # node: time in its last status, and when that changed on our clock
-        self.ended: dict[int, tuple[int, float]] = {}  # node: exit code of its ranks, and when we heard
+        self.heard: dict[
+            int, tuple[float, float]
+        ] = {}  # node: time in its last status, and when that changed on our clock
+        self.ended: dict[
+            int, tuple[int, float]
+        ] = {}  # node: exit code of its ranks, and when we heard
         self.lost: dict[int, NodeLost] = {}
 
     def __enter__(self) -> Nodes:
@@ -85,15 +91,25 @@ class Nodes:
         _import_torch()
         where = f"port {self.node.port + 1} of {self.node.address}"
         if self.node.rank:
-            print_stderr(f"node       {self.node.rank} of {self.node.count}, waits for node 0 at {where}")
+            print_stderr(
+                f"node       {self.node.rank} of {self.node.count}, waits for node 0 at {where}"
+            )
             _in_thread(functools.partial(_wait_for_listener, self.node), JOIN_S + ANSWER_S)
         try:
             launchers = self._call("add", f"joined/{self.node.rank}", 1, limit_s=ANSWER_S)
         except NodeLost as error:
-            what = f"{where} is not answered by a launcher: another program?" if self.node.rank else f"{where} cannot be used: another run?"
+            what = (
+                f"{where} is not answered by a launcher: another program?"
+                if self.node.rank
+                else f"{where} cannot be used: another run?"
+            )
             raise ConfigError(what, error.why, "set another MASTER_PORT on all nodes") from None
         if launchers > 1:
-            raise ConfigError(f"a second launcher is node {self.node.rank}", "each node has its own number", "correct NODE_RANK")
+            raise ConfigError(
+                f"a second launcher is node {self.node.rank}",
+                "each node has its own number",
+                "correct NODE_RANK",
+            )
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -103,9 +119,17 @@ class Nodes:
         elif self.others:
             code = error.exit_code if isinstance(error, RunError) else self.exit_code
             self.put("end", {"exit_code": code, "why": str(error or "")})
-            joined = [node for node in self.others if node not in self.lost and self._get(f"joined/{node}")]
-            deadline = time.monotonic() + ENDED_S  # the store ends with this process: the others must read the above first
-            while time.monotonic() < deadline and any(self._get(f"left/{node}") is None for node in joined):
+            joined = [
+                node
+                for node in self.others
+                if node not in self.lost and self._get(f"joined/{node}")
+            ]
+            deadline = (
+                time.monotonic() + ENDED_S
+            )  # the store ends with this process: the others must read the above first
+            while time.monotonic() < deadline and any(
+                self._get(f"left/{node}") is None for node in joined
+            ):
                 time.sleep(POLL_S)
 
     def _call(self, method: str, *arguments, limit_s: float = LOST_S):
@@ -119,7 +143,9 @@ class Nodes:
             return _in_thread(work, limit_s)
         except (RuntimeError, TimeoutError) as error:
             why = f"its launcher ended, was killed or never started, or its machine cannot be reached: {str(error) or 'no answer'}"
-            raise NodeLost(f"node 0 ({self.node.address}, port {self.node.port + 1}) is gone", why) from None
+            raise NodeLost(
+                f"node 0 ({self.node.address}, port {self.node.port + 1}) is gone", why
+            ) from None
 
     def put(self, key: str, value) -> None:
         """Publish `value`, which JSON can hold, to all nodes."""
@@ -156,10 +182,18 @@ class Nodes:
                 self.put(f"facts/{node}", facts())
             found.append(self._wait(f"facts/{node}", node, JOIN_S))
             here = found[node]
-            different = [f"{key} is {here.get(key)}, there {value}" for key, value in found[0].items() if here.get(key) != value]
+            different = [
+                f"{key} is {here.get(key)}, there {value}"
+                for key, value in found[0].items()
+                if here.get(key) != value
+            ]
             if different and self.node.rank in (0, node):
                 why = "the nodes of a run need the same config, code, packages and GPUs"
-                raise ConfigError(f"node {node} is not like node 0: {'; '.join(different)}", why, "make them equal, then start all again")
+                raise ConfigError(
+                    f"node {node} is not like node 0: {'; '.join(different)}",
+                    why,
+                    "make them equal, then start all again",
+                )
 
     def announce(self, run: str, seed: int) -> None:
         """On node 0: the next run."""
@@ -177,9 +211,16 @@ class Nodes:
         """Wait until all nodes are ready. How the data left the page cache: `no` if it stayed there on any node."""
         if self.others:
             self.put(f"ready/{self.run}/{self.node.rank}", cleared)
-            answers = [self._wait(f"ready/{self.run}/{node}", node, READY_S) for node in range(self.node.count)]
+            answers = [
+                self._wait(f"ready/{self.run}/{node}", node, READY_S)
+                for node in range(self.node.count)
+            ]
             cleared = "no" if "no" in answers else cleared
-        self.heard, self.ended, self.lost = dict.fromkeys(self.others, (0.0, time.monotonic())), {}, {}
+        self.heard, self.ended, self.lost = (
+            dict.fromkeys(self.others, (0.0, time.monotonic())),
+            {},
+            {},
+        )
         return cleared
 
     def poll(self, run_dir: Path) -> bool:
@@ -198,23 +239,42 @@ class Nodes:
 
     def publish(self, run_dir: Path, exit_code: int | None = None) -> None:
         """Give node 0 the files of this node's ranks; `exit_code` once they have ended."""
-        paths = [run_dir / "torchrun.json", *(path for path in (run_dir / "ranks").iterdir() if RANK_FILE.fullmatch(path.name))]
-        files = {path.name: path.read_text(errors="replace")[:FILE_LIMIT] for path in paths if path.is_file()}
-        self.put(f"status/{self.run}/{self.node.rank}", {"time": time.time(), "files": files, "exit_code": exit_code})
+        paths = [
+            run_dir / "torchrun.json",
+            *(path for path in (run_dir / "ranks").iterdir() if RANK_FILE.fullmatch(path.name)),
+        ]
+        files = {
+            path.name: path.read_text(errors="replace")[:FILE_LIMIT]
+            for path in paths
+            if path.is_file()
+        }
+        self.put(
+            f"status/{self.run}/{self.node.rank}",
+            {"time": time.time(), "files": files, "exit_code": exit_code},
+        )
 
     def _receive(self, run_dir: Path) -> None:
         for node in self.others:
             if node in self.ended or node in self.lost:
                 continue
-            status, (last, changed), now = self._get(f"status/{self.run}/{node}"), self.heard[node], time.monotonic()
+            status, (last, changed), now = (
+                self._get(f"status/{self.run}/{node}"),
+                self.heard[node],
+                time.monotonic(),
+            )
             if status and status["time"] != last:
                 self.heard[node] = (status["time"], now)
                 self._write(run_dir, node, status["files"])
                 if status["exit_code"] is not None:
                     self.ended[node] = (status["exit_code"], now)
             elif now - changed > LOST_S:
-                why = self._get(f"left/{node}") or "its launcher was killed, or its machine is down or cannot be reached"
-                self.lost[node] = NodeLost(f"node {node} is gone", f"no sign of life for {LOST_S:.0f} s: {why}")
+                why = (
+                    self._get(f"left/{node}")
+                    or "its launcher was killed, or its machine is down or cannot be reached"
+                )
+                self.lost[node] = NodeLost(
+                    f"node {node} is gone", f"no sign of life for {LOST_S:.0f} s: {why}"
+                )
 
     def _write(self, run_dir: Path, node: int, files: dict[str, str]) -> None:
         for name, text in files.items():
@@ -237,13 +297,17 @@ class Nodes:
             self._receive(run_dir)
             time.sleep(POLL_S)
         for node in set(self.others) - self.ended.keys() - self.lost.keys():
-            self.lost[node] = NodeLost(f"node {node} is gone", f"it did not end its ranks within {ENDED_S:.0f} s")
+            self.lost[node] = NodeLost(
+                f"node {node} is gone", f"it did not end its ranks within {ENDED_S:.0f} s"
+            )
 
 
 def _import_torch() -> None:
     """On a busy machine or from a cold disk it takes a minute, which no limit of the store counts."""
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read at import: the launcher's own messages replace the store's stack traces
+    os.environ["TORCH_CPP_LOG_LEVEL"] = (
+        "FATAL"  # read at import: the launcher's own messages replace the store's stack traces
+    )
     import torch.distributed  # noqa: F401
 
     os.environ.pop("TORCH_CPP_LOG_LEVEL")
@@ -256,7 +320,13 @@ def _connect(node: Node):
     from torch.distributed import TCPStore
 
     host = node.address if node.rank else "127.0.0.1"
-    return TCPStore(host, node.port + 1, is_master=node.rank == 0, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S))
+    return TCPStore(
+        host,
+        node.port + 1,
+        is_master=node.rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=ANSWER_S),
+    )
 
 
 def _in_thread(work: Callable, limit_s: float):
@@ -276,7 +346,9 @@ def _in_thread(work: Callable, limit_s: float):
 def _require_route(node: Node) -> None:
     """Raises ConfigError where the name of node 0 does not resolve, or where this machine has no network to it."""
     try:
-        found = _in_thread(lambda: socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM), ANSWER_S)
+        found = _in_thread(
+            lambda: socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM), ANSWER_S
+        )
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
@@ -294,7 +366,9 @@ def _wait_for_listener(node: Node) -> None:
             return socket.create_connection((node.address, node.port + 1), ANSWER_S).close()
         except OSError as error:
             if time.monotonic() > deadline:
-                raise NodeLost(f"node 0 ({node.address}, port {node.port + 1}) does not answer", str(error)) from None
+                raise NodeLost(
+                    f"node 0 ({node.address}, port {node.port + 1}) does not answer", str(error)
+                ) from None
             time.sleep(POLL_S)
 
 
@@ -304,4 +378,6 @@ def _require_free(port: int) -> None:
         socket.create_server(("", port)).close()
     except OSError as error:
         do = "end the program that listens there, or set another MASTER_PORT on all nodes"
-        raise ConfigError(f"port {port} (MASTER_PORT) cannot be used on node 0", error.strerror or str(error), do) from None
+        raise ConfigError(
+            f"port {port} (MASTER_PORT) cannot be used on node 0", error.strerror or str(error), do
+        ) from None

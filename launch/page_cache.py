@@ -37,7 +37,10 @@ def resident(path: Path) -> int:
     if not (os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)):
         return 0
     with path.open("rb") as file:
-        return sum(_resident(file.fileno(), start, min(CHUNK, status.st_size - start)) for start in range(0, status.st_size, CHUNK))
+        return sum(
+            _resident(file.fileno(), start, min(CHUNK, status.st_size - start))
+            for start in range(0, status.st_size, CHUNK)
+        )
 
 
 def _resident(descriptor: int, start: int, length: int) -> int:

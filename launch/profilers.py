@@ -61,14 +61,28 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
     try:
         name = (shlex.split(request) or [""])[0]
     except ValueError as error:  # a quote without its other one
-        raise ConfigError(f"--with {request}: {error}", "options of the tool are read as a shell reads them", "close the quote") from None
+        raise ConfigError(
+            f"--with {request}: {error}",
+            "options of the tool are read as a shell reads them",
+            "close the quote",
+        ) from None
     if name not in TOOLS:
-        raise ConfigError(f"--with {name}: no such profiler is known", "it is not in the table of docs/profile.md", meant(name, TOOLS))
+        raise ConfigError(
+            f"--with {name}: no such profiler is known",
+            "it is not in the table of docs/profile.md",
+            meant(name, TOOLS),
+        )
     if TOOLS[name].one_rank and ranks > 1:
         why = "it runs each kernel several times, and one of NCCL then waits for the other ranks for ever"
-        raise ConfigError(f"{name} cannot watch one of {ranks} ranks", why, "--config with a config of one GPU, --layers to make it fit")
+        raise ConfigError(
+            f"{name} cannot watch one of {ranks} ranks",
+            why,
+            "--config with a config of one GPU, --layers to make it fit",
+        )
     if installed and not shutil.which(name):
-        raise PreflightError(f"{name} is not on PATH", "--with starts it", f"install it: {TOOLS[name].source}")
+        raise PreflightError(
+            f"{name} is not on PATH", "--with starts it", f"install it: {TOOLS[name].source}"
+        )
 
 
 def wrapped(command: list[str], request: str, out: Path) -> list[str]:
@@ -77,14 +91,28 @@ def wrapped(command: list[str], request: str, out: Path) -> list[str]:
     """
     name, *more = shlex.split(request)
     tool = TOOLS[name]
-    options = [word.replace("OUT", str(out / name)).replace("DIR", str(out)) for word in tool.options.split()]
+    options = [
+        word.replace("OUT", str(out / name)).replace("DIR", str(out))
+        for word in tool.options.split()
+    ]
     watched = shlex.join([name, *options, *more, *tool.last.split()])
     script = f'if [ "$RANK" = 0 ]; then exec {watched} "$@"; else exec "$@"; fi'
     start = command.index("--nproc-per-node") + 2  # behind it stands the program
-    return [*command[:start], "--no-python", "sh", "-c", script, "sh", sys.executable, *command[start:]]
+    return [
+        *command[:start],
+        "--no-python",
+        "sh",
+        "-c",
+        script,
+        "sh",
+        sys.executable,
+        *command[start:],
+    ]
 
 
 def guide(request: str, out: Path) -> str:
     """Where the result is, and what opens it."""
     tool = TOOLS[shlex.split(request)[0]]
-    return f"profile    {out}: {tool.result}; open with {tool.opens}" + (f"; needs {tool.needs}" if tool.needs else "")
+    return f"profile    {out}: {tool.result}; open with {tool.opens}" + (
+        f"; needs {tool.needs}" if tool.needs else ""
+    )

@@ -22,7 +22,13 @@ from launch.monitor import gpu_sampler as sampler
 from launch.monitor.screen import Screen
 from launch.multi_node import LeaderEnded, Nodes
 from launch.plan.command import expected_memory
-from launch.processes.supervise import BEFORE_COLLECTIVES, Ending, HangWatch, signals_noted, supervise
+from launch.processes.supervise import (
+    BEFORE_COLLECTIVES,
+    Ending,
+    HangWatch,
+    signals_noted,
+    supervise,
+)
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step: kernels compile before the first one
@@ -38,7 +44,9 @@ def run_all(job: Job, request: series.Request) -> int:
     def shared_facts() -> dict:
         """What must be equal on all nodes; data may lie elsewhere, and a copy of the code need not be a git repository."""
         ensure_data(job)
-        return {key: value for key, value in facts.items() if key not in ("data", "commit")} | {"packages": versions["packages"]}
+        return {key: value for key, value in facts.items() if key not in ("data", "commit")} | {
+            "packages": versions["packages"]
+        }
 
     try:
         with Nodes(job.node, job.config.gpus_per_node) as nodes:
@@ -46,7 +54,9 @@ def run_all(job: Job, request: series.Request) -> int:
             while job.node.rank:  # until LeaderEnded
                 _run_ranks(job, versions, nodes)
             execute = functools.partial(run_once, job, versions, nodes)
-            nodes.exit_code = series.run(job.log_dir, job.benchmark, job.selection, facts, request, execute)
+            nodes.exit_code = series.run(
+                job.log_dir, job.benchmark, job.selection, facts, request, execute
+            )
     except LeaderEnded as end:
         print_stderr(end.what, *filter(None, [end.why]))
         return end.exit_code
@@ -65,7 +75,9 @@ def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
     if gone := run_directory.missing(run_dir):
         raise gone
     code = 128 + ending.signal_number if ending.signal_number else ending.returncode
-    nodes.publish(run_dir, 0 if ending.stopped else code)  # stopped by node 0: that is no failure of this node
+    nodes.publish(
+        run_dir, 0 if ending.stopped else code
+    )  # stopped by node 0: that is no failure of this node
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
 
@@ -75,12 +87,18 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     nodes.announce(run_dir.name, seed)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     if cleared == "no":
-        print_stderr("NOTE       the data is still in the page cache, and the log will say so: not for submission")
-    with signals_noted() as received:  # by the time a log is judged, the run counts as what it reached
+        print_stderr(
+            "NOTE       the data is still in the page cache, and the log will say so: not for submission"
+        )
+    with (
+        signals_noted() as received
+    ):  # by the time a log is judged, the run counts as what it reached
         return _timed(job, nodes, run_dir, seed, cleared, received)
 
 
-def _timed(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str, received: list[int]) -> series.Outcome:
+def _timed(
+    job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str, received: list[int]
+) -> series.Outcome:
     start_date = time.strftime(DATE)
     mlperf_line(f"STARTING TIMING RUN AT {start_date}")
     ending = _train(job, nodes, run_dir, seed, cleared)
@@ -114,7 +132,10 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
     ranks = range(config.world_size) if node.rank == 0 else local_ranks
     watch = HangWatch(run_dir / "ranks", ranks, local_ranks, max(step_s, STARTUP_S), step_s)
     command, environment = trainer_command(job, run_dir, seed), trainer_environment(job, cleared)
-    about, on_gpus = (job.benchmark, job.selection.log_name, config, job.rules), job.selection.device == "cuda"
+    about, on_gpus = (
+        (job.benchmark, job.selection.log_name, config, job.rules),
+        job.selection.device == "cuda",
+    )
     with (
         sampler.sampling(run_dir, job.gpus if on_gpus else Probe("none")),
         Screen(run_dir, *about, on_gpus=on_gpus, leads=node.rank == 0) as screen,
@@ -124,10 +145,14 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
             screen.update()
             return run_directory.missing(run_dir) is not None or nodes.poll(run_dir)
 
-        return supervise(command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr)
+        return supervise(
+            command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr
+        )
 
 
-def judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result) -> tuple[RunError | None, RunError | None]:
+def judge(
+    job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result
+) -> tuple[RunError | None, RunError | None]:
     """What went wrong with the run, also left in failure.json, None where it reached the target and passed the checks; and after it."""
     facts: dict = {}
     error: RunError | None = None
@@ -142,14 +167,23 @@ def judge(job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnos
         error, facts = ending.hang, ending.culprit or {}
     elif ending.returncode < 0 and not (ending.stopped or ending.hang):
         why = f"{signal.Signals(-ending.returncode).name}: someone killed it, or the kernel did because the host ran out of memory (see dmesg)"
-        error = RankLost("torchrun, which starts the ranks, was killed", why, "make host memory free, then start again")
+        error = RankLost(
+            "torchrun, which starts the ranks, was killed",
+            why,
+            "make host memory free, then start again",
+        )
     elif ending.returncode or nodes.failed or result.status != "success":
         error, facts = diagnosis.diagnose(run_dir, job.config.world_size)
     if result.status == "success" and diagnosis.finished(run_dir, job.config.world_size):
         after, error = error, None
     if result.status == "success" and not error:
         error = _check(run_dir)
-    if error and error.kind == OutOfMemory.kind and "GPU" in error.what and (expected := expected_memory(job.benchmark, job.config)):
+    if (
+        error
+        and error.kind == OutOfMemory.kind
+        and "GPU" in error.what
+        and (expected := expected_memory(job.benchmark, job.config))
+    ):
         error.do += f"; {expected}"
     if error:
         diagnosis.write_failure(run_dir, error, facts)
@@ -161,12 +195,20 @@ def _check(run_dir: Path) -> RunError | None:
     try:
         (run_dir / "check.txt").write_text(answer.stdout)
     except OSError as error:  # the verdict stands without it
-        print_stderr(f"note: check.txt was not written: {error}; ./run_and_time.sh check prints it again")
+        print_stderr(
+            f"note: check.txt was not written: {error}; ./run_and_time.sh check prints it again"
+        )
     if answer.returncode == 0:
         return None
     print_stderr(answer.stdout.rstrip())
-    why = "findings are listed above" if answer.returncode == CheckFailed.exit_code else f"the checks ended with code {answer.returncode}"
-    return CheckFailed("the target was reached, but the log is not clean", why, f"see {run_dir / 'check.txt'}")
+    why = (
+        "findings are listed above"
+        if answer.returncode == CheckFailed.exit_code
+        else f"the checks ended with code {answer.returncode}"
+    )
+    return CheckFailed(
+        "the target was reached, but the log is not clean", why, f"see {run_dir / 'check.txt'}"
+    )
 
 
 def write_report(folder: Path) -> None:
@@ -179,5 +221,12 @@ def write_report(folder: Path) -> None:
 
 
 def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, argument]  # in a session of its own: Ctrl-C is the launcher's
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        argument,
+    ]  # in a session of its own: Ctrl-C is the launcher's
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )

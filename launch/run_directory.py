@@ -18,7 +18,13 @@ from common.packages import requirements, version_of
 from launch import tuning
 
 RESERVED_BYTES = 2**16
-OPTIONAL = ("triton", "pytorch-triton-rocm", "amd-aiter", "flash-attn-4", "nvidia-cutlass-dsl")  # in no requirements
+OPTIONAL = (
+    "triton",
+    "pytorch-triton-rocm",
+    "amd-aiter",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+)  # in no requirements
 
 
 def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
@@ -33,15 +39,23 @@ def fill(folder: Path) -> Path:
     """Make an empty ranks/ and RESERVE_FILE in `folder`. Raises StorageError."""
     with _writing(folder):
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        (folder / RESERVE_FILE).write_bytes(os.urandom(RESERVED_BYTES))  # nothing that a file system compresses
+        (folder / RESERVE_FILE).write_bytes(
+            os.urandom(RESERVED_BYTES)
+        )  # nothing that a file system compresses
     return folder
 
 
 def missing(run_dir: Path) -> StorageError | None:
     """Something of a run that goes on was deleted, moved or unmounted. A rank 0 that reports has opened the log before."""
     for path in (run_dir / "ranks", run_dir / "result.txt"):
-        if not path.exists() and (path.name == "ranks" or (run_dir / "ranks" / "rank_0.heartbeat").exists()):
-            return StorageError(f"{path} is gone", "it was deleted or moved during the run", "keep LOGDIR as it is, then start again")
+        if not path.exists() and (
+            path.name == "ranks" or (run_dir / "ranks" / "rank_0.heartbeat").exists()
+        ):
+            return StorageError(
+                f"{path} is gone",
+                "it was deleted or moved during the run",
+                "keep LOGDIR as it is, then start again",
+            )
     return None
 
 
@@ -63,7 +77,10 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, do = f"cannot write to {path}: {error.strerror}", "set LOGDIR to a writable directory with free space"
+        what, do = (
+            f"cannot write to {path}: {error.strerror}",
+            "set LOGDIR to a writable directory with free space",
+        )
         raise StorageError(what, "results must be kept, so nothing was started", do) from None
 
 
@@ -87,10 +104,14 @@ def doubts(root: Path, environment: Mapping[str, str]) -> list[str]:
     found = []
     commit, changes = git(root, "rev-parse", "HEAD"), git(root, "status", "--porcelain")
     if commit is None or changes is None:
-        found.append(f"git names no commit of {root}: there is no git, no repository, or one of another owner (git status says which)")
+        found.append(
+            f"git names no commit of {root}: there is no git, no repository, or one of another owner (git status says which)"
+        )
     elif changes:
         lines = changes.splitlines()
-        found.append(f"{len(lines)} changed or untracked in the checkout, such as {lines[0].split(maxsplit=1)[-1]}")
+        found.append(
+            f"{len(lines)} changed or untracked in the checkout, such as {lines[0].split(maxsplit=1)[-1]}"
+        )
     if not environment.get("MLPERF_SUBMISSION_ORG"):
         found.append("MLPERF_SUBMISSION_ORG is not set")
     return found
@@ -100,5 +121,7 @@ def git(root: Path, *arguments: str) -> str | None:
     """The output of git; None without git or outside of a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
     return None

@@ -25,7 +25,9 @@ class Selection:
     reason: str
     device: str  # "cpu" or "cuda"; ROCm's torch calls its device cuda as well
     found: str  # the GPUs, for people
-    notes: tuple[str, ...] = ()  # why the run cannot be submitted, and known issues of these versions
+    notes: tuple[
+        str, ...
+    ] = ()  # why the run cannot be submitted, and known issues of these versions
     derived: str = ""  # from what, where configs/ has no file
 
 
@@ -33,14 +35,26 @@ def require_by_rules(benchmark: str, config: RunConfig, whole_run: bool = True) 
     """Raises ConfigError for what the benchmark's rules make useless; a bench is no whole run and need not reach an evaluation."""
     rules = rules_of(benchmark, config)
     why = f"an evaluation has {rules.eval_samples:,} sequences"
-    config.require(config.eval_micro_batch_size <= rules.eval_samples, "eval_micro_batch_size", why, "give at most so many")
+    config.require(
+        config.eval_micro_batch_size <= rules.eval_samples,
+        "eval_micro_batch_size",
+        why,
+        "give at most so many",
+    )
     first = rules.first_evaluation(config.global_batch_size)
     why = f"the first evaluation is after {first:,} sequences, so that no loss would be measured"
-    config.require(not whole_run or config.max_samples >= first, "max_samples", why, "give at least so many")
+    config.require(
+        not whole_run or config.max_samples >= first, "max_samples", why, "give at least so many"
+    )
 
 
 def select_config(
-    root: Path, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str], found: Probe, any_kind: bool = False
+    root: Path,
+    benchmark: str,
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
+    found: Probe,
+    any_kind: bool = False,
 ) -> Selection:
     """Read, or derive, the config that fits the machine. `options` has config, set and device from the command line, and perhaps layers.
 
@@ -53,22 +67,34 @@ def select_config(
     if device == "cuda" and not found.devices:
         why = "no driver answers, or *_VISIBLE_DEVICES hides all"
         raise PreflightError("--device cuda, but no GPU is visible", why, "use --device cpu")
-    kind = identify(found, environment.get("GPU_KIND", ""), any_kind=True) if device == "cuda" else None
+    kind = (
+        identify(found, environment.get("GPU_KIND", ""), any_kind=True)
+        if device == "cuda"
+        else None
+    )
     path, reason = config_file(root, benchmark, options, environment, kind, len(found.devices))
     if not any_kind and not _is_miniature(benchmark, path):
         require_known(kind, found)
     layers = getattr(options, "layers", None) or 0
-    config, derived = load_or_derive(root, benchmark, path, kind, dict(key_value(text) for text in options.set), layers)
+    config, derived = load_or_derive(
+        root, benchmark, path, kind, dict(key_value(text) for text in options.set), layers
+    )
     require_by_rules(benchmark, config, whole_run=not any_kind)
     if config.gpu == "CPU" and not options.device:
         device, kind = "cpu", None
     notes = _mismatches(config, kind, options, environment)
     if kind and config.gpus_per_node > (visible := len(found.devices)):
         do = "use a config for fewer GPUs, or make more visible"
-        raise ConfigError(f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", do)
+        raise ConfigError(
+            f"the config needs {config.gpus_per_node} GPUs", f"{visible} are visible", do
+        )
     if kind:
-        notes += known_issues.notes(kind, known_issues.installed(found.driver), environment, refuse=not any_kind)
-    shipped = root / "configs" / benchmark / path.name  # must be equal, since the log has only the name
+        notes += known_issues.notes(
+            kind, known_issues.installed(found.driver), environment, refuse=not any_kind
+        )
+    shipped = (
+        root / "configs" / benchmark / path.name
+    )  # must be equal, since the log has only the name
     modified = bool(options.set)
     if derived:
         notes.append(f"{path.name} is no file in configs/{benchmark}: not for submission")
@@ -76,34 +102,55 @@ def select_config(
         notes.append(f"changed on the command line ({', '.join(options.set)}): not for submission")
     elif shipped.is_file() and shipped.read_bytes() != path.read_bytes():
         modified = True
-        notes.append(f"{path} differs from the file of that name in configs/{benchmark}: not for submission")
+        notes.append(
+            f"{path} differs from the file of that name in configs/{benchmark}: not for submission"
+        )
     suffix = "+derived" if derived else "+forced" if config.gpu != _kind_name(kind) else ""
     name = f"{path.stem}{suffix}{'+modified' if modified else ''}.toml"
-    return Selection(config, path, name, reason, device, describe(found, kind), tuple(notes), derived)
+    return Selection(
+        config, path, name, reason, device, describe(found, kind), tuple(notes), derived
+    )
 
 
 def _is_miniature(benchmark: str, path: Path) -> bool:
     """Whether `path` is a config of the miniature, which runs on any GPU: nothing in it depends on a peak or on memory."""
-    return os.path.isfile(path) and load(path, config_class(benchmark)).miniature  # Path.is_file raises for long names
+    return (
+        os.path.isfile(path) and load(path, config_class(benchmark)).miniature
+    )  # Path.is_file raises for long names
 
 
 def config_file(
-    root: Path, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
+    root: Path,
+    benchmark: str,
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
+    kind: GpuKind | None,
+    visible: int,
 ) -> tuple[Path, str]:
     """The config that --config, DGXSYSTEM, or else kind and number of GPUs select, and the reason. The file need not exist."""
     folder = root / "configs" / benchmark
     if options.config == "":
-        raise ConfigError("--config names no file", "its value is empty", "give a file, or leave --config out")
+        raise ConfigError(
+            "--config names no file", "its value is empty", "give a file, or leave --config out"
+        )
     if options.config:
         return Path(options.config), "given with --config"
     if environment.get("DGXSYSTEM"):
-        return folder / f"{environment['DGXSYSTEM'].removesuffix('.toml')}.toml", "named by DGXSYSTEM"
+        return (
+            folder / f"{environment['DGXSYSTEM'].removesuffix('.toml')}.toml",
+            "named by DGXSYSTEM",
+        )
     count = requested_gpus(environment) or (visible if kind else 1)
     reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"
     return folder / f"{config_name(kind, count)}.toml", reason
 
 
-def _mismatches(config: RunConfig, kind: GpuKind | None, options: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
+def _mismatches(
+    config: RunConfig,
+    kind: GpuKind | None,
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
+) -> list[str]:
     """A note if --config forces a config for another GPU. Raises ConfigError if the config is for another GPU or number of GPUs otherwise."""
     requested = requested_gpus(environment)
     if requested and requested != config.gpus_per_node:
@@ -122,14 +169,20 @@ def requested_gpus(environment: Mapping[str, str]) -> int:
     """DGXNGPU, 0 if it is not set."""
     text = environment.get("DGXNGPU", "")
     if text and (not text.isdigit() or int(text) < 1):
-        raise ConfigError(f"DGXNGPU={text} is not a number of GPUs", "it must be 1 or more", "correct or unset it")
+        raise ConfigError(
+            f"DGXNGPU={text} is not a number of GPUs", "it must be 1 or more", "correct or unset it"
+        )
     return int(text or 0)
 
 
 def key_value(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {text} is not KEY=VALUE", "there is no key or no =", "write, for example, --set micro_batch_size=1")
+        raise ConfigError(
+            f"--set {text} is not KEY=VALUE",
+            "there is no key or no =",
+            "write, for example, --set micro_batch_size=1",
+        )
     return key.strip(), value.strip()
 
 

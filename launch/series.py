@@ -18,7 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import RunConfig
-from common.errors import RESERVE_FILE, ConfigError, Interrupted, RankLost, RunError, StorageError, failure_of, with_reserve
+from common.errors import (
+    RESERVE_FILE,
+    ConfigError,
+    Interrupted,
+    RankLost,
+    RunError,
+    StorageError,
+    failure_of,
+    with_reserve,
+)
 from common.records import ledger
 from common.records.rcp import SUBMISSION_RUNS
 from common.terminal import print_stderr
@@ -48,7 +57,9 @@ class Outcome:
     error: RunError | None
     result: diagnosis.Result = field(default_factory=diagnosis.Result)
     cache: str = ""
-    after: RunError | None = None  # what came after a run that stands: its model was not saved, or a signal
+    after: RunError | None = (
+        None  # what came after a run that stands: its model was not saved, or a signal
+    )
 
 
 Execute = Callable[[Path, int], Outcome]  # run directory, seed
@@ -58,17 +69,31 @@ def request_from(environment: Mapping[str, str], max_failures: int | None, resum
     """Raises ConfigError for invalid values, and for values that exclude each other."""
     count, seed = environment.get("NEXP") or ("0" if resume else "1"), environment.get("SEED", "")
     if not count.isdigit() or (int(count) < 1 and not resume):
-        raise ConfigError(f"NEXP={count} is not a number of runs", "it must be 1 or more", "correct or unset it")
+        raise ConfigError(
+            f"NEXP={count} is not a number of runs", "it must be 1 or more", "correct or unset it"
+        )
     if max_failures is not None and max_failures < 0:
-        raise ConfigError(f"--max-failures {max_failures} is not a number of runs", "it must be 0 or more", "correct it or leave it out")
+        raise ConfigError(
+            f"--max-failures {max_failures} is not a number of runs",
+            "it must be 0 or more",
+            "correct it or leave it out",
+        )
     limit = max_failures if max_failures is not None else 0 if count == "1" else MAX_FAILURES
     if not seed:
         return Request(int(count), limit, None, resume)
     if not seed.isdigit() or int(seed) >= 2**32:
-        raise ConfigError(f"SEED={seed} is not a seed", "it must be from 0 to 2^32 - 1", "correct it, or unset it for a random one")
+        raise ConfigError(
+            f"SEED={seed} is not a seed",
+            "it must be from 0 to 2^32 - 1",
+            "correct it, or unset it for a random one",
+        )
     if int(count) != 1 or limit or resume:
         why = "every run of a series needs its own random seed: a series with chosen seeds cannot be submitted"
-        raise ConfigError(f"SEED={seed} is for a single run only", why, "unset SEED; or leave out NEXP, --max-failures and --resume")
+        raise ConfigError(
+            f"SEED={seed} is for a single run only",
+            why,
+            "unset SEED; or leave out NEXP, --max-failures and --resume",
+        )
     return Request(1, 0, int(seed))
 
 
@@ -78,22 +103,32 @@ def continued(request: Request, run: Path, benchmark: str, config: RunConfig) ->
     """
     if request.goal != 1 or request.max_failures or request.resume:
         why = "it is one run, with the seed of the one before; a series needs its own random seed for each run"
-        raise ConfigError("--continue is for a single run", why, "leave out NEXP, --max-failures and --resume")
+        raise ConfigError(
+            "--continue is for a single run", why, "leave out NEXP, --max-failures and --resume"
+        )
     folder, facts = newest(run)
     seed = facts["seed"] if request.seed is None else request.seed
     require_same(folder, facts, benchmark, seed, config)
-    print_stderr(f"NOTE       continues {folder} after {facts['samples']:,} samples: not for submission")
+    print_stderr(
+        f"NOTE       continues {folder} after {facts['samples']:,} samples: not for submission"
+    )
     return Request(1, 0, seed)
 
 
-def facts_of(selection: Selection, data_dir: Path, commit: str | None, root: Path, benchmark: str) -> dict:
+def facts_of(
+    selection: Selection, data_dir: Path, commit: str | None, root: Path, benchmark: str
+) -> dict:
     """What must stay the same within a series: system, code and configuration, as the rules ask (Benchmark Results)."""
     digest = hashlib.sha256()  # of the code that trains: sees changes that are not committed
     packages = [root / name for name in ("common", "launch", benchmark)]
     for path in sorted(path for package in packages for path in package.rglob("*.py")):
-        if path.is_relative_to(root / "launch/plan") or path.is_relative_to(root / "launch/preflight"):
+        if path.is_relative_to(root / "launch/plan") or path.is_relative_to(
+            root / "launch/preflight"
+        ):
             continue  # neither takes part in a run
-        digest.update(f"{path.relative_to(root)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        digest.update(
+            f"{path.relative_to(root)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
+        )
     return {
         "config": selection.log_name,
         "config_sha256": hashlib.sha256(selection.config.as_toml().encode()).hexdigest(),
@@ -120,15 +155,34 @@ class Series:
 
     def start(self, run_dir: Path, seed: int) -> dict:
         name, selection = run_dir.name, self.selection
-        about = {"config": selection.log_name, "modified": selection.log_name != selection.path.name, "commit": self.record.facts["commit"]}
-        return self.append("start", attempt=self.record.next_attempt, run=name, seed=seed, started=_now(), **about)
+        about = {
+            "config": selection.log_name,
+            "modified": selection.log_name != selection.path.name,
+            "commit": self.record.facts["commit"],
+        }
+        return self.append(
+            "start", attempt=self.record.next_attempt, run=name, seed=seed, started=_now(), **about
+        )
 
     def end(self, start: dict, outcome: Outcome) -> None:
         error, result = outcome.error, outcome.result
         minutes = None if result.seconds is None else round(result.seconds / 60, 6)
-        ending = {"exit_code": 0, "kind": "success", "reason": outcome.after.what if outcome.after else ""}
-        ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what} if error else {}
-        ending |= {"minutes": minutes, "samples": result.samples, "cache": outcome.cache, "clock": result.started}
+        ending = {
+            "exit_code": 0,
+            "kind": "success",
+            "reason": outcome.after.what if outcome.after else "",
+        }
+        ending |= (
+            {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
+            if error
+            else {}
+        )
+        ending |= {
+            "minutes": minutes,
+            "samples": result.samples,
+            "cache": outcome.cache,
+            "clock": result.started,
+        }
         run_dir = self.folder / start["run"]
         with_reserve(run_dir, lambda: self.append(**start | ending | {"event": "end"}))
         (run_dir / RESERVE_FILE).unlink(missing_ok=True)
@@ -140,7 +194,14 @@ class Series:
         return seed
 
 
-def run(log_dir: Path, benchmark: str, selection: Selection, facts: dict, request: Request, execute: Execute) -> int:
+def run(
+    log_dir: Path,
+    benchmark: str,
+    selection: Selection,
+    facts: dict,
+    request: Request,
+    execute: Execute,
+) -> int:
     """Attempts until the request is fulfilled. Returns 0 with all good runs, else the code of the first failure, or 128 + n after signal n; with
     all good runs of which one was not saved, the code of that.
 
@@ -152,18 +213,24 @@ def run(log_dir: Path, benchmark: str, selection: Selection, facts: dict, reques
         finally:
             record = series.record
             if record.goal > 1 or len(record.starts) > 1:
-                not_for_submission = selection.config.miniature or selection.log_name != selection.path.name
+                not_for_submission = (
+                    selection.config.miniature or selection.log_name != selection.path.name
+                )
                 print_stderr(*series_closing(benchmark, series.path, record, not_for_submission))
 
 
-def make_attempts(series: Series, log_dir: Path, benchmark: str, request: Request, execute: Execute) -> int:
+def make_attempts(
+    series: Series, log_dir: Path, benchmark: str, request: Request, execute: Execute
+) -> int:
     """Start runs until the series has its number of good ones, and return the exit code."""
     record = series.record
     failed: list[int] = []  # exit codes of this command's failures
     unsaved: list[int] = []  # and of its good runs whose model was not saved
     while len(record.good) < record.goal:
         if record.goal > 1:
-            counts = f"{len(record.good)} of {record.goal} runs are good, {len(record.failed)} failed"
+            counts = (
+                f"{len(record.good)} of {record.goal} runs are good, {len(record.failed)} failed"
+            )
             print_stderr(f"attempt    {record.next_attempt}; {counts}")
         seed = series.seed() if request.seed is None else request.seed
         run_dir = run_directory.create(log_dir, benchmark, series.selection.path.stem, seed)
@@ -191,7 +258,10 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> Outcome:
         known = failure_of(error)
         if known is None:
             traceback.print_exc()
-        why, do = "a defect of the launcher, or a failure that it does not know", "report it with the traceback above"
+        why, do = (
+            "a defect of the launcher, or a failure that it does not know",
+            "report it with the traceback above",
+        )
         failed = known or RunError(f"the launcher failed: {type(error).__name__}: {error}", why, do)
     print_stderr(failed.lines())
     diagnosis.write_failure(run_dir, failed, {})
@@ -204,7 +274,11 @@ def _outcome(execute: Execute, run_dir: Path, seed: int) -> Outcome:
 @contextlib.contextmanager
 def _open(folder: Path, selection: Selection, facts: dict, request: Request) -> Iterator[Series]:
     if not request.resume:
-        record = ledger.Record(f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}", request.goal, facts)
+        record = ledger.Record(
+            f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
+            request.goal,
+            facts,
+        )
         run_directory.require_writable(folder)
         with _locked(folder, record.id):
             series = Series(folder, record, selection)
@@ -212,16 +286,30 @@ def _open(folder: Path, selection: Selection, facts: dict, request: Request) -> 
             yield series
         return
     running = []
-    for name in [record.id for record in reversed(ledger.read(folder / ledger.NAME)) if record.goal > 1 and _lacks_runs(record, request)]:
+    for name in [
+        record.id
+        for record in reversed(ledger.read(folder / ledger.NAME))
+        if record.goal > 1 and _lacks_runs(record, request)
+    ]:
         with _locked(folder, name) as locked:
-            record = next(record for record in ledger.read(folder / ledger.NAME) if record.id == name)  # as it is now that it is locked
+            record = next(
+                record for record in ledger.read(folder / ledger.NAME) if record.id == name
+            )  # as it is now that it is locked
             if locked and _lacks_runs(record, request):
                 yield resume_series(Series(folder, record, selection), facts, request)
                 return
         running += [] if locked else [name]
     if running:
-        raise ConfigError(f"series {', '.join(running)} is still running", "its launcher is alive", "wait for it, or stop it first")
-    raise ConfigError(f"nothing to resume in {folder}", "its ledger has no series that lacks good runs", "start one with NEXP=10")
+        raise ConfigError(
+            f"series {', '.join(running)} is still running",
+            "its launcher is alive",
+            "wait for it, or stop it first",
+        )
+    raise ConfigError(
+        f"nothing to resume in {folder}",
+        "its ledger has no series that lacks good runs",
+        "start one with NEXP=10",
+    )
 
 
 @contextlib.contextmanager
@@ -231,9 +319,17 @@ def _locked(folder: Path, name: str) -> Iterator[bool]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}", "two launchers must not share a series", "set LOGDIR") from None
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}",
+            "two launchers must not share a series",
+            "set LOGDIR",
+        ) from None
     # A launcher that ends unlinks its file: the locked file must still be the one at `path`.
-    locked = ledger.lock(descriptor, wait=False) and path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino
+    locked = (
+        ledger.lock(descriptor, wait=False)
+        and path.exists()
+        and path.stat().st_ino == os.fstat(descriptor).st_ino
+    )
     try:
         yield locked
     finally:
@@ -250,7 +346,11 @@ def _lacks_runs(record: ledger.Record, request: Request) -> bool:
 def resume_series(series: Series, facts: dict, request: Request) -> Series:
     """Prepare `series` for further attempts. Raises ConfigError if anything that must stay the same has changed."""
     record = series.record
-    changed = [f"{key} was {record.facts.get(key)}, now {value}" for key, value in facts.items() if record.facts.get(key) != value]
+    changed = [
+        f"{key} was {record.facts.get(key)}, now {value}"
+        for key, value in facts.items()
+        if record.facts.get(key) != value
+    ]
     if 0 < request.goal < record.goal:
         changed.append(f"NEXP was {record.goal}, now {request.goal}")
     if changed:
@@ -261,7 +361,9 @@ def resume_series(series: Series, facts: dict, request: Request) -> Series:
         series.append("goal", goal=request.goal)
     for start in record.open_starts:
         _enter_as_lost(series, start)
-    print_stderr(f"series     {record.id} resumed after {len(record.ends)} attempts, {len(record.good)} of {record.goal} good")
+    print_stderr(
+        f"series     {record.id} resumed after {len(record.ends)} attempts, {len(record.good)} of {record.goal} good"
+    )
     return series
 
 
@@ -269,7 +371,11 @@ def _enter_as_lost(series: Series, start: dict) -> None:
     run_dir = series.folder / start["run"]
     supervise.kill_processes_of(run_dir, grace_s=supervise.GRACE_S)
     what = f"attempt {start['attempt']}: its launcher ended without an entry in the ledger"
-    lost = RankLost(what, "it was killed, or the machine went down; the run directory is kept", "nothing: the series continues without it")
+    lost = RankLost(
+        what,
+        "it was killed, or the machine went down; the run directory is kept",
+        "nothing: the series continues without it",
+    )
     lost.kind = "lost"
     if run_dir.is_dir():
         diagnosis.write_failure(run_dir, lost, {})

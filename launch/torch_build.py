@@ -35,14 +35,18 @@ UPDATE = (
 )
 
 
-def suitable_builds(environment: Mapping[str, str], sysfs: Path = Path("/sys"), dev: Path = Path("/dev")) -> tuple[str, ...]:
+def suitable_builds(
+    environment: Mapping[str, str], sysfs: Path = Path("/sys"), dev: Path = Path("/dev")
+) -> tuple[str, ...]:
     """Names of the builds that fit this machine, the best one first.
 
     Raises PreflightError if the NVIDIA driver is too old for every build that supports its GPUs.
     """
     if (sysfs / "class/kfd").exists() and (dev / "kfd").exists():
         return ("rocm",)
-    if not (dev / "nvidiactl").exists() and not shutil.which("nvidia-smi", path=environment.get("PATH")):
+    if not (dev / "nvidiactl").exists() and not shutil.which(
+        "nvidia-smi", path=environment.get("PATH")
+    ):
         return ON_A_CPU
     try:
         rows = ask_nvidia_smi("driver_version,compute_cap", environment)
@@ -54,7 +58,10 @@ def suitable_builds(environment: Mapping[str, str], sysfs: Path = Path("/sys"), 
 
 
 def nvidia_builds(
-    driver: str, capabilities: list[tuple[int, ...]], environment: Mapping[str, str], machine: str = platform.machine()
+    driver: str,
+    capabilities: list[tuple[int, ...]],
+    environment: Mapping[str, str],
+    machine: str = platform.machine(),
 ) -> tuple[str, ...]:
     """Builds for NVIDIA GPUs of these compute capabilities, the best one first. Raises PreflightError if there is none."""
     version = max(release(driver), _compatible_driver(environment))
@@ -63,21 +70,29 @@ def nvidia_builds(
     if version >= CUDA13_DRIVER:
         builds.append("cuda")
     oldest = BLACKWELL_DRIVER if blackwell else CUDA12_DRIVER
-    is_supported = all(capability in CUDA12_BLACKWELL for capability in blackwell) and machine == "x86_64"
+    is_supported = (
+        all(capability in CUDA12_BLACKWELL for capability in blackwell) and machine == "x86_64"
+    )
     if version >= oldest and is_supported:
         builds.append("cuda12")
     if not builds:
         shown = ", ".join(sorted({".".join(map(str, capability)) for capability in capabilities}))
         needed = f"driver {oldest[0]}" if is_supported else "not available for this GPU and CPU"
         why = f"torch for CUDA 13 needs driver 580; torch for CUDA 12: {needed}"
-        raise PreflightError(f"NVIDIA driver {driver} is too old for these GPUs (compute capability {shown})", why, UPDATE)
+        raise PreflightError(
+            f"NVIDIA driver {driver} is too old for these GPUs (compute capability {shown})",
+            why,
+            UPDATE,
+        )
     return tuple(builds)
 
 
 def _compatible_driver(environment: Mapping[str, str]) -> tuple[int, ...]:
     """The driver version of a libcuda in LD_LIBRARY_PATH, as packages cuda-compat-* bring it; () for none."""
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
-        found = re.search(r"libcuda\.so\.(\d+\.\d+.*)", (Path(folder) / "libcuda.so.1").resolve().name)
+        found = re.search(
+            r"libcuda\.so\.(\d+\.\d+.*)", (Path(folder) / "libcuda.so.1").resolve().name
+        )
         if found:
             return release(found[1])
     return ()
@@ -93,7 +108,9 @@ def installed_build() -> str:
     return "cuda" if release(versions["cuda"]) >= (13,) else "cuda12"
 
 
-def require_fitting_torch(found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]) -> None:
+def require_fitting_torch(
+    found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]
+) -> None:
     """Raise PreflightError if the torch of `versions` (common.known_issues.installed) cannot use the GPUs of `found`."""
     torch = f"torch {versions.get('torch', '')}"
     vendor = {"amd": "AMD", "nvidia": "NVIDIA"}.get(found.vendor)
@@ -105,7 +122,11 @@ def require_fitting_torch(found: Probe, versions: Mapping[str, str], environment
         do = "./run_and_time.sh setup --for cuda makes .venv with torch for CUDA; leave other Python environments first"
     if not versions.get(library):
         why = f"it is built for {'CPUs' if not {'cuda', 'rocm'} & {*versions} else 'the GPUs of another maker'}"
-        raise PreflightError(f"{torch} cannot use the {vendor} GPUs of this machine: it is not built for {name}", why, do)
+        raise PreflightError(
+            f"{torch} cannot use the {vendor} GPUs of this machine: it is not built for {name}",
+            why,
+            do,
+        )
     if found.vendor == "amd":
         return
     driver = max(release(found.driver), _compatible_driver(environment))

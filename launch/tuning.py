@@ -21,7 +21,11 @@ BETTER = "could be better"
 def state(root: Path = Path("/")) -> dict[str, str]:
     """Name of each setting that this host has -> "good" or "could be better"."""
     looked = {setting.name: setting.look(root) for setting in SETTINGS}
-    return {name: "good" if all(file.now == file.want for file in files) else BETTER for name, files in looked.items() if files}
+    return {
+        name: "good" if all(file.now == file.want for file in files) else BETTER
+        for name, files in looked.items()
+        if files
+    }
 
 
 def advice(root: Path = Path("/")) -> str:
@@ -37,7 +41,9 @@ def tuned(project: Path) -> Iterator[None]:
     """
     command = HOLD if os.geteuid() == 0 else ["sudo", *HOLD]
     try:
-        process = subprocess.Popen(command, cwd=project, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=project, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
     except OSError as error:
         raise _untuned(str(error)) from None
     assert process.stdin is not None and process.stdout is not None
@@ -56,4 +62,8 @@ def tuned(project: Path) -> Iterator[None]:
 
 
 def _untuned(why: str) -> PreflightError:
-    return PreflightError("--tune cannot make the settings", why, "see ./run_and_time.sh tuning check, or run without --tune")
+    return PreflightError(
+        "--tune cannot make the settings",
+        why,
+        "see ./run_and_time.sh tuning check, or run without --tune",
+    )

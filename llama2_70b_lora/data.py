@@ -58,11 +58,21 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
             if not types.is_integer(values.type) or values.null_count:
                 what = f"{path}: {name} has values of type {values.type}, {values.null_count} of them missing"
                 raise DataError(what, "every row must be a list of integers", OWN_FILES)
-            rows[:, number] = values.cast(pyarrow.int32()).to_numpy().reshape(-1, rules.sequence_length)
-    except (pyarrow.ArrowException, KeyError, OSError) as error:  # damage inside a file can be any of them
+            rows[:, number] = (
+                values.cast(pyarrow.int32()).to_numpy().reshape(-1, rules.sequence_length)
+            )
+    except (
+        pyarrow.ArrowException,
+        KeyError,
+        OSError,
+    ) as error:  # damage inside a file can be any of them
         first_line, _, _ = str(error).partition("\n")
         what = f"{path}: cannot be read as GovReport: {first_line}"
-        raise DataError(what, "the file is missing, damaged or of another kind", "check DATADIR, or see prepare fetch") from error
+        raise DataError(
+            what,
+            "the file is missing, damaged or of another kind",
+            "check DATADIR, or see prepare fetch",
+        ) from error
     check_rows(rows, split, rules, str(path))
     return rows
 
@@ -81,13 +91,23 @@ def check_rows(rows: np.ndarray, split: str, rules: Rules, source: str) -> None:
     last = rules.shape.vocab_size - 1
     for expects, found, wrong in (
         (f"a token id from 0 to {last}", ids, (ids < 0) | (ids > last)),
-        (f"the token id of the same position or {IGNORE_INDEX} as label", labels, counts & (labels != ids)),
+        (
+            f"the token id of the same position or {IGNORE_INDEX} as label",
+            labels,
+            counts & (labels != ids),
+        ),
     ):
         if wrong.any():
             row, position = np.unravel_index(wrong.argmax(), wrong.shape)
             what = f"{source}: row {row}, position {position}: expected {expects}, got {found[row, position]}"
-            raise DataError(what, "it was tokenized with another vocabulary, labels were shifted, or it is damaged", OWN_FILES)
-    masked = np.flatnonzero(~counts[:, 1:].any(axis=1))  # the first label never counts: nothing predicts it
+            raise DataError(
+                what,
+                "it was tokenized with another vocabulary, labels were shifted, or it is damaged",
+                OWN_FILES,
+            )
+    masked = np.flatnonzero(
+        ~counts[:, 1:].any(axis=1)
+    )  # the first label never counts: nothing predicts it
     if len(masked):
         what = f"{source}: all labels are masked in {len(masked)} sequences, the first is row {masked[0]}"
         raise DataError(what, "the mean loss of such a sequence is 0/0", OWN_FILES)
@@ -100,7 +120,9 @@ def write_rows(folder: Path, split: str, rows: np.ndarray) -> None:
 
     path = Path(folder) / DATA_FILES[split]
     partial = path.with_name(path.name + ".partial")
-    parquet.write_table(pyarrow.table({name: list(rows[:, number]) for number, name in enumerate(COLUMNS)}), partial)
+    parquet.write_table(
+        pyarrow.table({name: list(rows[:, number]) for number, name in enumerate(COLUMNS)}), partial
+    )
     partial.replace(path)
 
 
@@ -120,7 +142,13 @@ def row_order(rows: int, seed: int) -> Iterator[int]:
 
 
 def train_batches(
-    rows: np.ndarray, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int, step: int = 0
+    rows: np.ndarray,
+    seed: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    step: int = 0,
 ) -> Iterator[np.ndarray]:
     """This rank's micro-batches from `step` on, without end, int32 [micro_batch_size, 2, sequence]; `global/(micro*world)` of them make a step.
 

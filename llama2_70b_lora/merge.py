@@ -19,15 +19,31 @@ from torch import Tensor
 from common.command_line import Parser, program
 from common.data.preparation import say
 from common.errors import ConfigError
-from common.model.checkpoint_reader import DTYPES, StoredTensor, read_json, read_tensors, refuse, some
+from common.model.checkpoint_reader import (
+    DTYPES,
+    StoredTensor,
+    read_json,
+    read_tensors,
+    refuse,
+    some,
+)
 from common.model.peft_adapter import CONFIG, OUTPUT, PLAIN_LORA, SPLIT, WEIGHTS
 from llama2_70b_lora.weights_help import weights_help
 
 FUSED = "qkv_proj"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5")  # not copied: they would be the weights before the merge
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+)  # not copied: they would be the weights before the merge
 ANOTHER_BASE = "use the base that the adapter was trained on"
 
-Updates = dict[str, tuple[str, ...]]  # weight -> the modules of the adapter whose products B A are concatenated and added to it
+Updates = dict[
+    str, tuple[str, ...]
+]  # weight -> the modules of the adapter whose products B A are concatenated and added to it
 
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
@@ -44,7 +60,11 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     partial = out.with_name(out.name + ".partial")
     for folder in (out, partial):
         if folder.exists():
-            raise ConfigError(f"{folder} exists", "a merge never overwrites", "name a new directory, or remove this one")
+            raise ConfigError(
+                f"{folder} exists",
+                "a merge never overwrites",
+                "name a new directory, or remove this one",
+            )
     partial.mkdir(parents=True)
     for path in sorted(base.iterdir()):
         if path.is_file() and path.suffix not in WEIGHT_SUFFIXES:
@@ -55,13 +75,18 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     partial.rename(out)
 
 
-def _merge_shard(shard: Path, target: Path, updates: Updates, tensors: dict[str, Tensor], scale: float) -> None:
+def _merge_shard(
+    shard: Path, target: Path, updates: Updates, tensors: dict[str, Tensor], scale: float
+) -> None:
     merged: dict[str, Tensor] = {}
     with safe_open(shard, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (it is no dict)
             weight = file.get_tensor(name)
             if name in updates:
-                products = [tensors[f"{module}.lora_B"].float() @ tensors[f"{module}.lora_A"].float() for module in updates[name]]
+                products = [
+                    tensors[f"{module}.lora_B"].float() @ tensors[f"{module}.lora_A"].float()
+                    for module in updates[name]
+                ]
                 weight = weight.float().add_(torch.cat(products), alpha=scale).to(weight.dtype)
             merged[name] = weight
         metadata = file.metadata()
@@ -73,15 +98,35 @@ def _read_adapter(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
     config, path = read_json(folder / CONFIG), folder / WEIGHTS
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
-        refuse(f"{folder / CONFIG}: r is {rank!r}, lora_alpha {alpha!r}", "both must be numbers", "save the adapter again")
-    plain = PLAIN_LORA | {key: config.get(key) for key in ("r", "lora_alpha", "lora_dropout", "base_model_name_or_path")}
-    if other := [f"{key} {value}" for key, value in config.items() if key not in plain or value != plain[key]]:
-        refuse(f"{folder / CONFIG}: cannot merge {some(other)}", "a training run here saves no such adapter", "merge it with peft")
+        refuse(
+            f"{folder / CONFIG}: r is {rank!r}, lora_alpha {alpha!r}",
+            "both must be numbers",
+            "save the adapter again",
+        )
+    plain = PLAIN_LORA | {
+        key: config.get(key)
+        for key in ("r", "lora_alpha", "lora_dropout", "base_model_name_or_path")
+    }
+    if other := [
+        f"{key} {value}" for key, value in config.items() if key not in plain or value != plain[key]
+    ]:
+        refuse(
+            f"{folder / CONFIG}: cannot merge {some(other)}",
+            "a training run here saves no such adapter",
+            "merge it with peft",
+        )
     try:
         loaded = load_file(path)
     except (OSError, SafetensorError) as error:
         refuse(f"{path}: {error}", "the adapter cannot be read", "save the adapter again")
-    return rank, alpha / rank, {name.removeprefix("base_model.model.").removesuffix(".weight"): loaded[name] for name in loaded}
+    return (
+        rank,
+        alpha / rank,
+        {
+            name.removeprefix("base_model.model.").removesuffix(".weight"): loaded[name]
+            for name in loaded
+        },
+    )
 
 
 def _updates(weights: dict[str, StoredTensor], tensors: dict[str, Tensor], rank: int) -> Updates:
@@ -90,16 +135,34 @@ def _updates(weights: dict[str, StoredTensor], tensors: dict[str, Tensor], rank:
     for weight in weights:
         parent, _, leaf = weight.removesuffix(".weight").rpartition(".")
         if leaf in (FUSED, *SPLIT, OUTPUT):
-            updates[weight] = tuple(f"{parent}.{name}" for name in (SPLIT if leaf == FUSED else (leaf,)))
-    expected = {f"{module}.lora_{letter}" for modules in updates.values() for module in modules for letter in "AB"}
+            updates[weight] = tuple(
+                f"{parent}.{name}" for name in (SPLIT if leaf == FUSED else (leaf,))
+            )
+    expected = {
+        f"{module}.lora_{letter}"
+        for modules in updates.values()
+        for module in modules
+        for letter in "AB"
+    }
     if expected != tensors.keys():
         odd = sorted(expected ^ tensors.keys())
-        refuse(f"adapter and base do not fit: only one of them has {some(odd)}", "each projection needs its A and B", ANOTHER_BASE)
+        refuse(
+            f"adapter and base do not fit: only one of them has {some(odd)}",
+            "each projection needs its A and B",
+            ANOTHER_BASE,
+        )
     for weight, modules in updates.items():
         stored = weights[weight]
-        sizes = [(*tensors[f"{module}.lora_B"].shape, *tensors[f"{module}.lora_A"].shape) for module in modules]
+        sizes = [
+            (*tensors[f"{module}.lora_B"].shape, *tensors[f"{module}.lora_A"].shape)
+            for module in modules
+        ]
         inner = {(rank, rank, *stored.shape[1:])}
-        if stored.dtype not in DTYPES or sum(size[0] for size in sizes) != stored.shape[0] or {size[1:] for size in sizes} != inner:
+        if (
+            stored.dtype not in DTYPES
+            or sum(size[0] for size in sizes) != stored.shape[0]
+            or {size[1:] for size in sizes} != inner
+        ):
             what = f"the adapter of {weight} has rank {rank} and B and A of {sizes}; the base has it as {stored.dtype} {stored.shape}"
             refuse(what, f"it must be rows x columns in {', '.join(DTYPES)}", ANOTHER_BASE)
     return updates
@@ -107,8 +170,15 @@ def _updates(weights: dict[str, StoredTensor], tensors: dict[str, Tensor], rank:
 
 def parser(benchmark: str = "llama2_70b_lora") -> Parser:
     parser = Parser(f"{benchmark} merge", __doc__)
-    parser.add_argument("--base", type=Path, required=True, help="Hugging Face safetensors checkpoint, fused qkv_proj or ordinary")
-    parser.add_argument("--adapter", type=Path, required=True, help="directory of the adapter, as training saves it")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        required=True,
+        help="Hugging Face safetensors checkpoint, fused qkv_proj or ordinary",
+    )
+    parser.add_argument(
+        "--adapter", type=Path, required=True, help="directory of the adapter, as training saves it"
+    )
     parser.add_argument("--out", type=Path, required=True, help="new directory")
     return parser
 

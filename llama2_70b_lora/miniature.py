@@ -57,23 +57,43 @@ def build(data_dir: Path) -> None:
 
     Two steps, so that the base is not trained again after an interruption of the second, or damage to its files.
     """
-    base, library, size = data_dir / "base", f"of the standard library of Python {platform.python_version()}", MINIATURE.shape.vocab_size
+    base, library, size = (
+        data_dir / "base",
+        f"of the standard library of Python {platform.python_version()}",
+        MINIATURE.shape.vocab_size,
+    )
     source = f"documentation {library}, recipe {RECIPE}"
-    build_once(base, Recipe("miniature base", source, size, (TOKENIZER, SINGLE), BASE_MANIFEST), _build_base)
+    build_once(
+        base,
+        Recipe("miniature base", source, size, (TOKENIZER, SINGLE), BASE_MANIFEST),
+        _build_base,
+    )
     source = f"documented code {library}, recipe {RECIPE}, tokenizer {sha256_of(base / TOKENIZER)}"
-    build_once(data_dir, Recipe("miniature data", source, size, tuple(DATA_FILES.values()), DATA_MANIFEST), _build_data)
+    build_once(
+        data_dir,
+        Recipe("miniature data", source, size, tuple(DATA_FILES.values()), DATA_MANIFEST),
+        _build_data,
+    )
 
 
 def _build_base(folder: Path) -> dict[str, PairFacts]:
     if others := [path for path in folder.glob("*.safetensors") if path.name != SINGLE]:
         why = "they are somebody else's, or of an earlier version"
-        raise StorageError(f"{folder}: has other weights: {others[0].name}", why, "remove them, or name another folder")
+        raise StorageError(
+            f"{folder}: has other weights: {others[0].name}",
+            why,
+            "remove them, or name another folder",
+        )
     texts = library_texts()
     sources = [source for source, _ in texts.train[:VOCABULARY_SOURCES]]
-    corpus.train_sentencepiece([*texts.documentation, *sources], MINIATURE.shape.vocab_size, folder / TOKENIZER)
+    corpus.train_sentencepiece(
+        [*texts.documentation, *sources], MINIATURE.shape.vocab_size, folder / TOKENIZER
+    )
     model = train_base(texts.documentation, corpus.load_sentencepiece(folder / TOKENIZER))
     tensors: dict[str, Tensor] = {}
-    for name, parts in parts_of(model.shape, FUSED).items():  # in bf16 and with fused projections, as MLCommons' checkpoint
+    for name, parts in parts_of(
+        model.shape, FUSED
+    ).items():  # in bf16 and with fused projections, as MLCommons' checkpoint
         rows = model.get_parameter(name).detach().bfloat16().split([part.rows for part in parts])
         tensors |= {part.name: values.clone() for part, values in zip(parts, rows, strict=True)}
     save_file(tensors, folder / SINGLE)
@@ -82,8 +102,13 @@ def _build_base(folder: Path) -> dict[str, PairFacts]:
 
 def _build_data(data_dir: Path) -> dict[str, PairFacts]:
     tokenizer, texts = corpus.load_sentencepiece(data_dir / "base" / TOKENIZER), library_texts()
-    for split, pairs, count in (("train", texts.train, MINIATURE.train_samples), ("validation", texts.validation, MINIATURE.eval_samples)):
-        rows = pack(pairs, tokenizer, MINIATURE.sequence_length, mask_prompts=split == "validation")[:count]
+    for split, pairs, count in (
+        ("train", texts.train, MINIATURE.train_samples),
+        ("validation", texts.validation, MINIATURE.eval_samples),
+    ):
+        rows = pack(
+            pairs, tokenizer, MINIATURE.sequence_length, mask_prompts=split == "validation"
+        )[:count]
         check_rows(rows, split, MINIATURE, f"the {split} rows made of this Python's library")
         write_rows(data_dir, split, rows)
     return {}
@@ -97,8 +122,12 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
     processes = start_processes("cpu", 60.0)
     settings = AdamWSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0)
     update = partial(AdamW, settings, "reference", torch.float32)
-    assembly = Assembly(model, ReplicatedOptimizer(model.parameters(), processes, update), LinearLayers())
-    lr_at = warmup_cosine(BASE_LEARNING_RATE, BASE_LEARNING_RATE / 20, BASE_WARMUP_STEPS, BASE_STEPS)
+    assembly = Assembly(
+        model, ReplicatedOptimizer(model.parameters(), processes, update), LinearLayers()
+    )
+    lr_at = warmup_cosine(
+        BASE_LEARNING_RATE, BASE_LEARNING_RATE / 20, BASE_WARMUP_STEPS, BASE_STEPS
+    )
     batches = base_batches(texts, tokenizer)
     bar = Bar("training the base", BASE_STEPS, "steps")
     for step in range(BASE_STEPS):
@@ -112,7 +141,9 @@ def train_base(texts: list[str], tokenizer: Any, rules: Rules = MINIATURE) -> Ll
 def base_batches(texts: list[str], tokenizer: Any) -> Iterator[Tensor]:
     """Endless int32 [batch, 2, sequence]: the texts, each between bos and eos, concatenated, cut, and in random order."""
     bos, eos = tokenizer.bos_id(), tokenizer.eos_id()
-    stream = np.fromiter((id_ for ids in tokenizer.encode(texts) for id_ in (bos, *ids, eos)), np.int32)
+    stream = np.fromiter(
+        (id_ for ids in tokenizer.encode(texts) for id_ in (bos, *ids, eos)), np.int32
+    )
     windows = np.lib.stride_tricks.sliding_window_view(stream, BASE_SEQUENCE + 1)[::BASE_SEQUENCE]
     random = np.random.RandomState(BASE_SEED)
     while True:

@@ -58,9 +58,14 @@ def documented_code(held_out: set[str]) -> tuple[list[Pair], list[Pair]]:
             answer = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
             if len(answer) >= MIN_ANSWER and _lines(node) - _lines(node.body[0]) <= MAX_LINES:
                 node.body = node.body[1:] or [ast.Pass()]  # the docstring is the first statement
-                found.setdefault(ast.unparse(node), (answer, module in held_out))  # the same source in two places: only the first counts
+                found.setdefault(
+                    ast.unparse(node), (answer, module in held_out)
+                )  # the same source in two places: only the first counts
     order = sorted(found, key=lambda source: hashlib.sha256(source.encode()).digest())
-    train, validation = ([(source, found[source][0]) for source in order if found[source][1] is held] for held in (False, True))
+    train, validation = (
+        [(source, found[source][0]) for source in order if found[source][1] is held]
+        for held in (False, True)
+    )
     return train, validation
 
 
@@ -84,4 +89,6 @@ def pack(pairs: list[Pair], tokenizer: Any, sequence_length: int, mask_prompts: 
     rows = len(ids) // sequence_length
     packed = np.array([ids[: rows * sequence_length], labels[: rows * sequence_length]], np.int32)
     packed = packed.reshape(2, rows, sequence_length).transpose(1, 0, 2)
-    return packed[(packed[:, 1, 1:] != IGNORE_INDEX).any(axis=1)]  # a row with nothing but a prompt has no loss
+    return packed[
+        (packed[:, 1, 1:] != IGNORE_INDEX).any(axis=1)
+    ]  # a row with nothing but a prompt has no loss

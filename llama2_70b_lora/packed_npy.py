@@ -22,9 +22,17 @@ from common.errors import DataError, StorageError
 from llama2_70b_lora.data import IGNORE_INDEX, check_rows, write_rows
 from llama2_70b_lora.rules import DATA_FILES, Rules
 
-NUMBERS = {order + code for order in "<>|" for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
+NUMBERS = {
+    order + code
+    for order in "<>|"
+    for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+}
 ALLOWED = {("numpy", "dtype"), ("numpy", "ndarray")}
-ALLOWED |= {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")}  # numpy 1 and 2
+ALLOWED |= {
+    (f"numpy.{core}.multiarray", name)
+    for core in ("core", "_core")
+    for name in ("_reconstruct", "scalar")
+}  # numpy 1 and 2
 
 
 ROW_LIMIT = 1_000_000  # values in one row: three lists of 8,192 numbers are enough
@@ -91,27 +99,47 @@ def plain(value: Any, left: list[int] | None = None) -> Any:
 def read_packed(path: Path) -> Iterator[dict[str, Any]]:
     """The dicts of a packed file; their values are numbers, lists and arrays. Raises DataError, and executes nothing."""
     if path.exists() and not path.is_file():
-        raise DataError(f"{path} is no regular file", "a pipe or a device may never end", "name AMD's train.npy or validation.npy")
+        raise DataError(
+            f"{path} is no regular file",
+            "a pipe or a device may never end",
+            "name AMD's train.npy or validation.npy",
+        )
     try:
         _try_to_load(path)
         with path.open("rb") as file:
             version = npy.read_magic(file)  # what follows is a Python literal, then the pickle
-            _, _, dtype = npy.read_array_header_1_0(file) if version == (1, 0) else npy.read_array_header_2_0(file)
+            _, _, dtype = (
+                npy.read_array_header_1_0(file)
+                if version == (1, 0)
+                else npy.read_array_header_2_0(file)
+            )
             content = _Unpickler(file).load() if dtype == np.dtype("O") else None
         rows = content.state[4] if isinstance(content, Stored) and content.state else content
         for row in rows if isinstance(rows, list) else [None]:
             if not isinstance(converted := plain(row), dict):
                 what = f"{path}: expected an array of dicts, got one of {dtype} with something else in it"
-                raise DataError(what, "it is no packed GovReport", "check that it is AMD's train.npy or validation.npy")
+                raise DataError(
+                    what,
+                    "it is no packed GovReport",
+                    "check that it is AMD's train.npy or validation.npy",
+                )
             yield converted
     except Refused as error:
         what = f"{path}: its pickle contains {error}: refused, nothing was executed"
-        raise DataError(what, "a packed file needs only dicts, lists and numbers", "do not trust the source of this file") from None
+        raise DataError(
+            what,
+            "a packed file needs only dicts, lists and numbers",
+            "do not trust the source of this file",
+        ) from None
     except DataError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way
         what = f"{path}: not a packed array: {type(error).__name__}: {error}"
-        raise DataError(what, "the file is missing, incomplete, damaged or of another kind", "check the path, or fetch it again") from error
+        raise DataError(
+            what,
+            "the file is missing, incomplete, damaged or of another kind",
+            "check the path, or fetch it again",
+        ) from error
 
 
 def _try_to_load(path: Path) -> None:
@@ -122,7 +150,11 @@ def _try_to_load(path: Path) -> None:
         try:
             with path.open("rb") as file:
                 version = npy.read_magic(file)
-                _, _, dtype = npy.read_array_header_1_0(file) if version == (1, 0) else npy.read_array_header_2_0(file)
+                _, _, dtype = (
+                    npy.read_array_header_1_0(file)
+                    if version == (1, 0)
+                    else npy.read_array_header_2_0(file)
+                )
                 if dtype == np.dtype("O"):
                     _Unpickler(file).load()
         finally:
@@ -144,13 +176,21 @@ def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarr
             row = np.asarray(packed.get(key))
         except ValueError:  # lists of several lengths
             row = np.array(None)
-        if row.shape != (sequence_length,) or row.dtype.kind not in "iufb" or not np.array_equal(row, row.astype(np.int32)):
+        if (
+            row.shape != (sequence_length,)
+            or row.dtype.kind not in "iufb"
+            or not np.array_equal(row, row.astype(np.int32))
+        ):
             what = f"{where}: {key} is no list of {sequence_length} whole numbers"
             raise DataError(what, "it is no packed GovReport, or damaged", "fetch it again")
         parts.append(row.astype(np.int32))
     ids, mask = parts
     if not np.isin(mask, (0, 1)).all():
-        raise DataError(f"{where}: loss_mask has the values {np.unique(mask)[:4].tolist()}", "each must be 0 or 1", "fetch it again")
+        raise DataError(
+            f"{where}: loss_mask has the values {np.unique(mask)[:4].tolist()}",
+            "each must be 0 or 1",
+            "fetch it again",
+        )
     return np.stack((ids, np.where(mask == 1, ids, IGNORE_INDEX)))
 
 
@@ -160,9 +200,16 @@ def convert_npy(npy_dir: Path, data_dir: Path, rules: Rules) -> None:
     converted = {}  # both, before one is written: half of a data set would stand in the way of the next try
     for split, name in DATA_FILES.items():
         if (data_dir / name).exists():
-            raise StorageError(f"{data_dir / name}: exists already", "nothing is overwritten", "choose another --data-dir")
+            raise StorageError(
+                f"{data_dir / name}: exists already",
+                "nothing is overwritten",
+                "choose another --data-dir",
+            )
         source = npy_dir / f"{split}.npy"
-        rows = [as_row(packed, f"{source}: row {i}", rules.sequence_length) for i, packed in enumerate(read_packed(source))]
+        rows = [
+            as_row(packed, f"{source}: row {i}", rules.sequence_length)
+            for i, packed in enumerate(read_packed(source))
+        ]
         converted[split] = np.array(rows)
         check_rows(converted[split], split, rules, str(source))
     for split, found in converted.items():

@@ -63,7 +63,10 @@ def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
 
 def _say_how(data_dir: Path, weights: Path, nothing_has: str) -> list[str]:
     """Print how to get what is missing, and return its names."""
-    present = {"data": all((data_dir / name).exists() for name in DATA_FILES.values()), "weights": any(weights.glob("*.safetensors"))}
+    present = {
+        "data": all((data_dir / name).exists() for name in DATA_FILES.values()),
+        "weights": any(weights.glob("*.safetensors")),
+    }
     missing = [name for name, there in present.items() if not there]
     check = f"./run_and_time.sh llama2_70b_lora prepare verify --data-dir {data_dir} --weights {weights}"
     if not missing:
@@ -98,7 +101,9 @@ Training needs no tokenizer: it reads token ids only."""
 
 
 def convert(args: argparse.Namespace, rules: Rules) -> None:
-    from llama2_70b_lora.packed_npy import convert_npy  # numpy, which the command line is read without
+    from llama2_70b_lora.packed_npy import (
+        convert_npy,
+    )  # numpy, which the command line is read without
 
     convert_npy(args.npy_dir, args.data_dir, rules)
 
@@ -125,26 +130,44 @@ def parser(benchmark: str = "llama2_70b_lora") -> Parser:
     data.add_argument("--data-dir", type=Path, required=True, help="where the data is, or will be")
     weights.add_argument("--weights", type=Path, help="the checkpoint's folder")
     small.add_argument("--miniature", action="store_true", help="of the miniature's sizes")
-    verb = verbs.add_parser("miniature", parents=[data], help="build the CPU miniature's base and data")
+    verb = verbs.add_parser(
+        "miniature", parents=[data], help="build the CPU miniature's base and data"
+    )
     verb.set_defaults(work=lambda args, rules: miniature(args.data_dir))
-    verb = verbs.add_parser("convert-npy", parents=[data], help="AMD's packed .npy files to parquet")
-    verb.add_argument("--npy-dir", type=Path, required=True, help="with train.npy and validation.npy")
+    verb = verbs.add_parser(
+        "convert-npy", parents=[data], help="AMD's packed .npy files to parquet"
+    )
+    verb.add_argument(
+        "--npy-dir", type=Path, required=True, help="with train.npy and validation.npy"
+    )
     verb.set_defaults(work=convert)
     verb = verbs.add_parser("verify", parents=[data, weights, small], help="check data and weights")
     verb.add_argument("--manifest", type=Path, help="written by write-manifest")
     verb.add_argument("--full", action="store_true", help="read every byte of the weights too")
     verb.set_defaults(work=verify)
-    verb = verbs.add_parser("write-manifest", parents=[small], help="write sizes and SHA-256 of weights (reads every byte)")
+    verb = verbs.add_parser(
+        "write-manifest",
+        parents=[small],
+        help="write sizes and SHA-256 of weights (reads every byte)",
+    )
     verb.add_argument("--weights", type=Path, required=True, help="the checkpoint's folder")
     verb.add_argument("--output", type=Path, required=True, help="the manifest")
     verb.set_defaults(work=write)
     verb = verbs.add_parser("fetch", parents=[data, weights], help="how to get data and weights")
-    verb.add_argument("--download", action="store_true", help=f"fetch the data from {DATA_REPOSITORY}")
-    verb.set_defaults(work=lambda args, rules: fetch(args.data_dir, args.weights or args.data_dir / "base", args.download))
+    verb.add_argument(
+        "--download", action="store_true", help=f"fetch the data from {DATA_REPOSITORY}"
+    )
+    verb.set_defaults(
+        work=lambda args, rules: fetch(
+            args.data_dir, args.weights or args.data_dir / "base", args.download
+        )
+    )
     return parser
 
 
-main = program(parser, lambda args: args.work(args, MINIATURE if getattr(args, "miniature", False) else CLOSED))
+main = program(
+    parser, lambda args: args.work(args, MINIATURE if getattr(args, "miniature", False) else CLOSED)
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,26 +15,46 @@ from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.model.shapes import LLAMA2_70B, ModelShape
 
 BENCHMARK = "llama2_70b_lora"
-DATA_FILES = {"train": "train-00000-of-00001.parquet", "validation": "validation-00000-of-00001.parquet"}  # as MLCommons names them
+DATA_FILES = {
+    "train": "train-00000-of-00001.parquet",
+    "validation": "validation-00000-of-00001.parquet",
+}  # as MLCommons names them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    opt_learning_rate_training_steps: int  # optimizer steps of the half cosine from the base learning rate to 0
+    opt_learning_rate_training_steps: (
+        int  # optimizer steps of the half cosine from the base learning rate to 0
+    )
     frozen_base: str = "sharded"  # over the node's GPUs; or whole on each GPU, as W or as W and W^T (common/sharding/frozen_base.py)
     offload_layers: int = 0  # layers whose SwiGLU input waits for backward in pinned host memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.opt_learning_rate_training_steps >= 1, "opt_learning_rate_training_steps", "it must be at least 1", "give steps")
+        self.require(
+            self.opt_learning_rate_training_steps >= 1,
+            "opt_learning_rate_training_steps",
+            "it must be at least 1",
+            "give steps",
+        )
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
         why = "a transform before wgrad changes nothing where a frozen weight has no wgrad"
         self.require("hadamard" not in self.linear, "linear", why, "leave out the transform")
         why = "without FP8 products read W in both directions"
         fp8 = self.linear_format.stores_fp8
-        self.require(fp8 or self.frozen_base != "replicated_both", "frozen_base", why, 'set it to "replicated"')
+        self.require(
+            fp8 or self.frozen_base != "replicated_both",
+            "frozen_base",
+            why,
+            'set it to "replicated"',
+        )
         why = "what is offloaded is SwiGLU's input in 8 bits"
-        self.require(fp8 or not self.offload_layers, "offload_layers", why, 'set linear = "fp8", or offload_layers = 0')
+        self.require(
+            fp8 or not self.offload_layers,
+            "offload_layers",
+            why,
+            'set linear = "fp8", or offload_layers = 0',
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +63,9 @@ class Rules(benchmarks.Rules):
     lora_alpha: int = 32  # the adapter's output is multiplied by alpha / rank
     lora_dropout: float = 0.1  # on the adapter's input
     warmup_factor: float = 0.0  # the reference warms nothing up
-    base_files: tuple[str, ...] = ()  # of the base weights, if they are under DATADIR and not in $MODEL
+    base_files: tuple[
+        str, ...
+    ] = ()  # of the base weights, if they are under DATADIR and not in $MODEL
 
     @property
     def data_files(self) -> tuple[str, ...]:
@@ -55,7 +77,9 @@ class Rules(benchmarks.Rules):
 
     def first_evaluation(self, global_batch_size: int) -> int:
         """Return (S + 1) intervals."""
-        return (self.skipped_evaluations(global_batch_size) + 1) * self.eval_interval(global_batch_size)
+        return (self.skipped_evaluations(global_batch_size) + 1) * self.eval_interval(
+            global_batch_size
+        )
 
     def fixed_log_values(self) -> dict[str, LogValue]:
         return super().fixed_log_values() | {
@@ -112,7 +136,10 @@ MINIATURE = replace(
     eval_interval_samples=128,
     target_loss=4.68,  # the base alone stands at 4.95 with Python 3.11's texts, adapters reach 4.6, full-rank training 4.5
     base_files=("base/manifest.json",),
-    manifests=("base/manifest.json", "miniature-govreport.json"),  # not the name of the 8B miniature's, which may be in the same folder
+    manifests=(
+        "base/manifest.json",
+        "miniature-govreport.json",
+    ),  # not the name of the 8B miniature's, which may be in the same folder
     reference_runs={},
     reference_learning_rates={},
 )

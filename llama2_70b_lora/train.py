@@ -45,7 +45,11 @@ from llama2_70b_lora.weights_help import weights_help
 
 
 def assemble(
-    config: Config, rules: Rules, processes: Processes, seed: int, load: Callable[[Llama, FrozenBase], object]
+    config: Config,
+    rules: Rules,
+    processes: Processes,
+    seed: int,
+    load: Callable[[Llama, FrozenBase], object],
 ) -> tuple[Assembly, FrozenBase]:
     """Adapters that train on a frozen base, which `load` fills.
 
@@ -54,17 +58,34 @@ def assemble(
     """
     shape, kernels, device = rules.shape, config.kernels, processes.device
     dtype = None if config.linear_format.stores_fp8 else DTYPES[config.precision]
-    base = FrozenBase(shape, processes, kernels=kernels, storage=config.frozen_base, dtype=dtype, timeout_s=config.hang_timeout_s)
+    base = FrozenBase(
+        shape,
+        processes,
+        kernels=kernels,
+        storage=config.frozen_base,
+        dtype=dtype,
+        timeout_s=config.hang_timeout_s,
+    )
     linear = linear_layers(config.linear_format)
     read_base = linear.frozen_base(base)
-    offloaded = layers_to_offload(config.offload_layers, shape.num_layers) if config.offload_layers else set()
+    offloaded = (
+        layers_to_offload(config.offload_layers, shape.num_layers)
+        if config.offload_layers
+        else set()
+    )
     gate_up = (config.micro_batch_size * rules.sequence_length, 2 * shape.ffn_hidden_size)
-    offloader = ActivationOffloader(len(offloaded), gate_up, fp8_dtypes(device)[0], device) if offloaded else None
+    offloader = (
+        ActivationOffloader(len(offloaded), gate_up, fp8_dtypes(device)[0], device)
+        if offloaded
+        else None
+    )
     adapters = AdapterSettings(rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
 
     def layers() -> tuple[list[FusedLoraBlock], Head]:
         blocks = [
-            FusedLoraBlock(shape, layer, read_base, kernels, adapters, linear, offloader, layer in offloaded)
+            FusedLoraBlock(
+                shape, layer, read_base, kernels, adapters, linear, offloader, layer in offloaded
+            )
             for layer in range(shape.num_layers)
         ]
         return blocks, Head(shape, kernels)
@@ -73,13 +94,18 @@ def assemble(
         trained = adapter_parameters(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
-        return ReplicatedOptimizer(trained.values(), processes, UPDATES[rules.opt_name](rules, kernels, torch.float32))
+        return ReplicatedOptimizer(
+            trained.values(), processes, UPDATES[rules.opt_name](rules, kernels, torch.float32)
+        )
 
     def weights(model: Llama, optimizer: object) -> None:
         load(model, base)
         init_adapters(model, seed)
 
-    passes = [base.start_pass, *([lambda training: offloader.start_pass()] if offloader is not None else [])]
+    passes = [
+        base.start_pass,
+        *([lambda training: offloader.start_pass()] if offloader is not None else []),
+    ]
     assembly = build(
         config,
         shape,
@@ -96,14 +122,21 @@ def assemble(
 
 def base_folder(config: Config, data_dir: Path) -> tuple[Path, Path | None]:
     """Where the base weights are, and the manifest with their SHA-256 if there is one (`prepare write-manifest`)."""
-    folder = data_dir / "base" if config.miniature else Path(os.environ.get("MODEL") or data_dir / "base")
+    folder = (
+        data_dir / "base"
+        if config.miniature
+        else Path(os.environ.get("MODEL") or data_dir / "base")
+    )
     manifest = folder / "manifest.json"
     return folder, manifest if manifest.is_file() else None
 
 
 def base_fingerprints(model: Llama, base: FrozenBase) -> list[int]:
     """A hash of each frozen tensor's bits on this rank."""
-    return [fingerprint(tensor) for tensor in (*(p for p in model.parameters() if not p.requires_grad), *base.tensors())]
+    return [
+        fingerprint(tensor)
+        for tensor in (*(p for p in model.parameters() if not p.requires_grad), *base.tensors())
+    ]
 
 
 def high_priority_compute(config: Config) -> bool:
@@ -119,7 +152,9 @@ def run(run: Run, reports: Reports) -> None:
     processes = timed_run.start(run, reports, high_priority_compute(config))
     timed_run.log_submission(run, reports.log, rules, rules.train_samples)
     torch.manual_seed(seed + processes.rank)  # of the dropout, which must differ between the ranks
-    from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
+    from common.training.self_test import (
+        before_a_run,
+    )  # as large as the loop, and none of it runs after this
 
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         before_a_run(config, rules, processes, reports)
@@ -133,7 +168,9 @@ def run(run: Run, reports: Reports) -> None:
         assembly, base = assemble(config, rules, processes, seed, load)
         before = base_fingerprints(assembly.model, base)
         reports.phase_done("init", base_bytes=loads[0].bytes, base_seconds=loads[0].seconds)
-        lr_at = cosine_to_zero(config.opt_base_learning_rate, config.opt_learning_rate_training_steps)
+        lr_at = cosine_to_zero(
+            config.opt_base_learning_rate, config.opt_learning_rate_training_steps
+        )
         open_tokens = partial(open_data, config, rules, data_dir, seed, processes)
         save = partial(save_adapter, run, reports, assembly.model, rules, base, before)
         timed_run.train(run, reports, assembly, rules, lr_at, processes, open_tokens, save)
@@ -144,9 +181,19 @@ def open_data(
 ) -> tuple[Prefetcher, list[torch.Tensor]]:
     """Training micro-batches from `step` on, read ahead, and the evaluation set on the device. The clock runs."""
     rows = read_rows(data_dir, "train", rules)
-    pairs = train_batches(rows, seed, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size, step)
+    pairs = train_batches(
+        rows,
+        seed,
+        config.global_batch_size,
+        config.micro_batch_size,
+        processes.rank,
+        processes.world_size,
+        step,
+    )
     validation = next_token_labels(read_rows(data_dir, "validation", rules))
-    return Prefetcher(pairs, processes.device), pad_for_ranks(validation, processes, config.eval_micro_batch_size)
+    return Prefetcher(pairs, processes.device), pad_for_ranks(
+        validation, processes, config.eval_micro_batch_size
+    )
 
 
 def save_adapter(
@@ -161,11 +208,26 @@ def save_adapter(
     unchanged = base_fingerprints(model, base) == base_before
     reports.events.write("base", unchanged=unchanged, tensors=len(base_before))
     if not unchanged:
-        raise RunError("the frozen base changed during training", "its bits differ from those loaded", "this is a defect: report it")
+        raise RunError(
+            "the frozen base changed during training",
+            "its bits differ from those loaded",
+            "this is a defect: report it",
+        )
     if run.rank == 0:
-        reports.heartbeat.write(reports.step, "save")  # what fails from here on does not concern the run
-        tensors = {name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()}
-        save_peft_adapter(run.run_dir / "adapter", tensors, rules.shape, rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
+        reports.heartbeat.write(
+            reports.step, "save"
+        )  # what fails from here on does not concern the run
+        tensors = {
+            name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()
+        }
+        save_peft_adapter(
+            run.run_dir / "adapter",
+            tensors,
+            rules.shape,
+            rules.lora_rank,
+            rules.lora_alpha,
+            rules.lora_dropout,
+        )
 
 
 def assemble_random(config: Config, rules: Rules, processes: Processes, seed: int) -> Assembly:
@@ -180,7 +242,10 @@ def load_random(model: Llama, base: FrozenBase) -> None:
         parameter.normal_(0.0, 0.02)
     for layer in range(base.num_layers):
         sizes = {name: base.shard_rows(name)[1:] for name in base.matrices}
-        shards = {name: torch.empty(size, dtype=torch.bfloat16, device=base.device).normal_(0.0, 0.02) for name, size in sizes.items()}
+        shards = {
+            name: torch.empty(size, dtype=torch.bfloat16, device=base.device).normal_(0.0, 0.02)
+            for name, size in sizes.items()
+        }
         base.add_layer(layer, shards)
     base.finalize()
 

@@ -19,8 +19,14 @@ def verify_data(data_dir: Path, rules: Rules) -> None:
     for row, ids in enumerate(validation[:, 0]):
         if ids.tobytes() in row_of:
             what = f"{data_dir}: row {row} of the validation data is row {row_of[ids.tobytes()]} of the training data"
-            raise DataError(what, "the validation loss would measure memorization; one file may be a copy of the other", OWN_FILES)
-    say(f"{data_dir}: {len(train)} and {len(validation)} sequences of {rules.sequence_length}, all ids and labels are correct")
+            raise DataError(
+                what,
+                "the validation loss would measure memorization; one file may be a copy of the other",
+                OWN_FILES,
+            )
+    say(
+        f"{data_dir}: {len(train)} and {len(validation)} sequences of {rules.sequence_length}, all ids and labels are correct"
+    )
 
 
 @weights_help()
@@ -36,9 +42,13 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
 
     checkpoint = open_checkpoint(weights, rules.shape)
     total = sum(stored.bytes for stored in checkpoint.tensors.values())
-    say(f"{weights}: {checkpoint.layout} layout, {len(checkpoint.tensors)} tensors, {total:,} bytes in {len(checkpoint.files)} files")
+    say(
+        f"{weights}: {checkpoint.layout} layout, {len(checkpoint.tensors)} tensors, {total:,} bytes in {len(checkpoint.files)} files"
+    )
     if manifest_path is None:
-        say("not checked: SHA-256 of the weights, for which --manifest is needed: a changed byte would not be found")
+        say(
+            "not checked: SHA-256 of the weights, for which --manifest is needed: a changed byte would not be found"
+        )
     elif full:
         check_hashes(checkpoint, manifest_path, torch.device("cpu"))
     else:
@@ -49,7 +59,9 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
 @weights_help()
 def write_manifest(weights: Path, output: Path, rules: Rules) -> None:
     """Write sizes and SHA-256 of a checkpoint's files to `output`, for later checks: of a download that you trust."""
-    from common.model.checkpoint_reader import open_checkpoint  # torch, which checks of the data do without
+    from common.model.checkpoint_reader import (
+        open_checkpoint,
+    )  # torch, which checks of the data do without
 
     checkpoint = open_checkpoint(weights, rules.shape)
     bar, files = Bar("sha256", len(checkpoint.files), "files"), {}

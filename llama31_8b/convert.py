@@ -34,14 +34,21 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
     for path in inputs:
         _reader_of(path)
         if not path.is_file():
-            raise DataError(f"{path}: there is no such file", "it was given as --input", "check the name")
+            raise DataError(
+                f"{path}: there is no such file", "it was given as --input", "check the name"
+            )
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with locked(prefix.with_name(f".{prefix.name}.lock")):
-        if index_path(prefix).exists() or (tokens_path(prefix).exists() and not Path(f"{prefix}.idx.partial").exists()):
+        if index_path(prefix).exists() or (
+            tokens_path(prefix).exists() and not Path(f"{prefix}.idx.partial").exists()
+        ):
             do = "remove it yourself, or choose another --output-prefix"
             raise StorageError(f"{prefix}.bin/.idx: exists already", "nothing is overwritten", do)
         writer, read = Writer(prefix, vocab_size), 0
-        bar, documents = Bar("converting", sum(path.stat().st_size for path in inputs), "bytes"), _documents(inputs, key)
+        bar, documents = (
+            Bar("converting", sum(path.stat().st_size for path in inputs), "bytes"),
+            _documents(inputs, key),
+        )
         while batch := list(islice(documents, BATCH_DOCUMENTS)):
             for ids in filter(None, _encoded(encode, [text for text, _ in batch], tokenizer_path)):
                 writer.add(ids)
@@ -53,15 +60,21 @@ def convert(inputs: list[Path], tokenizer_path: Path, prefix: Path, key: str) ->
     return index
 
 
-def _encoded(encode: Callable[[list[str]], list[list[int]]], texts: list[str], tokenizer_path: Path) -> list[list[int]]:
+def _encoded(
+    encode: Callable[[list[str]], list[list[int]]], texts: list[str], tokenizer_path: Path
+) -> list[list[int]]:
     """Return the token ids of `texts`. Raises DataError where the tokenizer gives up, as on a regular expression that backtracks."""
     try:
         return encode(texts)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        what = f"{tokenizer_path} cannot encode the input: {type(error).__name__}: {str(error)[:200]}"
-        raise DataError(what, "its rules fail on one of the documents", "use Llama 3.1's own tokenizer.json") from None
+        what = (
+            f"{tokenizer_path} cannot encode the input: {type(error).__name__}: {str(error)[:200]}"
+        )
+        raise DataError(
+            what, "its rules fail on one of the documents", "use Llama 3.1's own tokenizer.json"
+        ) from None
 
 
 def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]], int]:
@@ -73,19 +86,31 @@ def _load_tokenizer(path: Path) -> tuple[Callable[[list[str]], list[list[int]]],
         from tokenizers import Tokenizer
     except ImportError as error:
         why = "the package tokenizers, which reads it, cannot be imported"
-        raise ConfigError(f"{path}: {error}", why, "pip install -e '.[prepare]', or pip install tokenizers") from error
+        raise ConfigError(
+            f"{path}: {error}", why, "pip install -e '.[prepare]', or pip install tokenizers"
+        ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises no narrower class
         why = "it is missing, damaged, or another file of that name"
-        raise DataError(f"{path}: expected a tokenizer.json: {error}", why, "fetch the model's tokenizer.json again") from error
+        raise DataError(
+            f"{path}: expected a tokenizer.json: {error}",
+            why,
+            "fetch the model's tokenizer.json again",
+        ) from error
     size, expected = tokenizer.get_vocab_size(), CLOSED.shape.vocab_size
     if size != expected:
         why = "the file is another model's: its ids mean other words, or do not fit into the embedding"
-        raise DataError(f"{path}: expected a vocabulary of {expected:,} tokens, got {size:,}", why, "take Llama 3.1's tokenizer.json")
+        raise DataError(
+            f"{path}: expected a vocabulary of {expected:,} tokens, got {size:,}",
+            why,
+            "take Llama 3.1's tokenizer.json",
+        )
     tokenizer.no_truncation()  # both may be stored in the file
     tokenizer.no_padding()
-    return lambda texts: [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)], size
+    return lambda texts: [
+        encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ], size
 
 
 def _reader_of(path: Path) -> Callable[[Iterable[bytes], Path, str], Iterator[str]]:
@@ -94,7 +119,11 @@ def _reader_of(path: Path) -> Callable[[Iterable[bytes], Path, str], Iterator[st
         return _json_documents
     if name.endswith(".txt"):
         return _text_documents
-    raise ConfigError(f"{path}: unknown kind of input", "its name does not end in .jsonl, .json or .txt (or .gz)", "rename or convert it")
+    raise ConfigError(
+        f"{path}: unknown kind of input",
+        "its name does not end in .jsonl, .json or .txt (or .gz)",
+        "rename or convert it",
+    )
 
 
 def _documents(inputs: list[Path], key: str) -> Iterator[tuple[str, int]]:
@@ -107,7 +136,11 @@ def _documents(inputs: list[Path], key: str) -> Iterator[tuple[str, int]]:
                 for text in _reader_of(path)(file, path, key):
                     yield text, done + raw.tell()
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise DataError(f"{path}: broken gzip: {error}", "the file is cut off or damaged", "fetch it again") from error
+                raise DataError(
+                    f"{path}: broken gzip: {error}",
+                    "the file is cut off or damaged",
+                    "fetch it again",
+                ) from error
         done += path.stat().st_size
 
 
@@ -118,26 +151,37 @@ def _json_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str
         try:
             text = json.loads(line)[key]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            why, do = f"each line must be a JSON object with the key {key}", "repair the line, or name the right key with --jsonl-key"
+            why, do = (
+                f"each line must be a JSON object with the key {key}",
+                "repair the line, or name the right key with --jsonl-key",
+            )
             raise DataError(f"{path}: line {number}: no document: {error!r}", why, do) from error
         if not isinstance(text, str):
             what = f"{path}: line {number}: {key} is {type(text).__name__}, not text"
             raise DataError(what, "a document must be a string", "repair the line")
         if LONE_SURROGATE.search(text):
             what = f"{path}: line {number}: {key} holds half of a surrogate pair"
-            raise DataError(what, "no tokenizer takes it: it is no character", "repair the line, or leave it out")
+            raise DataError(
+                what,
+                "no tokenizer takes it: it is no character",
+                "repair the line, or leave it out",
+            )
         yield text
 
 
 def _text_documents(file: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
     block: list[str] = []
-    for number, line in enumerate(chain(file, [b"\n"]), start=1):  # a blank line ends the last document too
+    for number, line in enumerate(
+        chain(file, [b"\n"]), start=1
+    ):  # a blank line ends the last document too
         if line.strip():
             try:
                 block.append(line.decode())
             except UnicodeDecodeError as error:
                 what = f"{path}: line {number}: not UTF-8"
-                raise DataError(what, "the text has another encoding", "convert it to UTF-8 first") from error
+                raise DataError(
+                    what, "the text has another encoding", "convert it to UTF-8 first"
+                ) from error
         elif block:
             yield "".join(block).rstrip("\r\n")
             block = []

@@ -30,7 +30,9 @@ SHIPPED_MANIFEST = Path(__file__).with_name("manifest.json")
 
 TOKENIZER_REPOSITORY = "meta-llama/Llama-3.1-8B"  # gated: its license must be accepted on its page
 TOKENIZER_FILE = "tokenizer.json"  # what `convert` takes
-DATA_URI = "https://training.mlcommons-storage.org/metadata/llama-3-1-8b-preprocessed-c4-dataset.uri"
+DATA_URI = (
+    "https://training.mlcommons-storage.org/metadata/llama-3-1-8b-preprocessed-c4-dataset.uri"
+)
 DOWNLOADER = "https://github.com/mlcommons/r2-downloader"
 DOWNLOAD_BYTES = 80_000_000_000  # about, by AMD's v5.1 README
 HOW_TO_FETCH = f"""\
@@ -56,17 +58,26 @@ def miniature(data_dir: Path) -> None:
     """Corpus, vocabulary and both .bin/.idx pairs in `data_dir`, the manifest last. Does nothing where they are complete."""
     source = f"documentation of the standard library of Python {platform.python_version()}, recipe {MINIATURE_RECIPE}"
     files = (TOKENIZER, *MINIATURE.data_files)
-    build_once(data_dir, Recipe("miniature data", source, MINIATURE.shape.vocab_size, files, *MINIATURE.manifests), _build_miniature)
+    build_once(
+        data_dir,
+        Recipe("miniature data", source, MINIATURE.shape.vocab_size, files, *MINIATURE.manifests),
+        _build_miniature,
+    )
 
 
 def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
-    from common.data.indexed_dataset_writer import Writer  # numpy, which the command line is read without
+    from common.data.indexed_dataset_writer import (
+        Writer,
+    )  # numpy, which the command line is read without
 
     train, validation = corpus.split(corpus.documents())
     corpus.train_sentencepiece(train, MINIATURE.shape.vocab_size, data_dir / TOKENIZER)
     tokenizer = corpus.load_sentencepiece(data_dir / TOKENIZER)
     pairs = {}
-    for prefix, texts in ((MINIATURE.train_prefix, train), (MINIATURE.validation_prefix, validation)):
+    for prefix, texts in (
+        (MINIATURE.train_prefix, train),
+        (MINIATURE.validation_prefix, validation),
+    ):
         writer = Writer(data_dir / prefix, tokenizer.vocab_size())
         for ids in tokenizer.encode(texts):
             writer.add(ids)
@@ -118,25 +129,64 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
     parser = Parser(f"{benchmark} prepare", __doc__)
     verbs = parser.add_subparsers(dest="command", required=True)
     data = Parser("", add_help=False)
-    data.add_argument("--data-dir", type=Path, required=True, help="where the token files are, or will be")
+    data.add_argument(
+        "--data-dir", type=Path, required=True, help="where the token files are, or will be"
+    )
 
-    def verb(name: str, text: str, work: Callable[[argparse.Namespace], None], *parents: Parser) -> Parser:
+    def verb(
+        name: str, text: str, work: Callable[[argparse.Namespace], None], *parents: Parser
+    ) -> Parser:
         found = verbs.add_parser(name, parents=parents, help=text, description=text)
         found.set_defaults(work=work)
         return found
 
     verb("miniature", "build the CPU miniature's data", lambda args: miniature(args.data_dir), data)
     texts = verb("convert", "text to .bin/.idx", convert)
-    texts.add_argument("--input", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl, .json or .txt, also .gz")
-    texts.add_argument("--tokenizer", type=Path, required=True, help="a SentencePiece model, or tokenizer.json of Llama 3.1")
-    texts.add_argument("--output-prefix", type=Path, required=True, help="of the .bin and .idx files")
-    texts.add_argument("--jsonl-key", default="text", help="the field of a line that holds the text; default: text")
+    texts.add_argument(
+        "--input",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=".jsonl, .json or .txt, also .gz",
+    )
+    texts.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        help="a SentencePiece model, or tokenizer.json of Llama 3.1",
+    )
+    texts.add_argument(
+        "--output-prefix", type=Path, required=True, help="of the .bin and .idx files"
+    )
+    texts.add_argument(
+        "--jsonl-key", default="text", help="the field of a line that holds the text; default: text"
+    )
     files = verb("verify", "check downloaded files", verify, data)
-    files.add_argument("--manifest", type=Path, default=SHIPPED_MANIFEST, help="what to compare with; default: %(default)s")
+    files.add_argument(
+        "--manifest",
+        type=Path,
+        default=SHIPPED_MANIFEST,
+        help="what to compare with; default: %(default)s",
+    )
     files.add_argument("--full", action="store_true", help="every token and every byte")
-    files.add_argument("--write-manifest", type=Path, metavar="FILE", help="record sizes, SHA-256 and counts (reads every byte)")
-    how = verb("fetch", "print how to get MLCommons' files", lambda args: fetch(args.data_dir, args.download), data)
-    how.add_argument("--download", action="store_true", help=f"fetch {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, which convert takes")
+    files.add_argument(
+        "--write-manifest",
+        type=Path,
+        metavar="FILE",
+        help="record sizes, SHA-256 and counts (reads every byte)",
+    )
+    how = verb(
+        "fetch",
+        "print how to get MLCommons' files",
+        lambda args: fetch(args.data_dir, args.download),
+        data,
+    )
+    how.add_argument(
+        "--download",
+        action="store_true",
+        help=f"fetch {TOKENIZER_FILE} of {TOKENIZER_REPOSITORY}, which convert takes",
+    )
     return parser
 
 

@@ -23,7 +23,9 @@ class Config(RunConfig):
     opt_learning_rate_warmup_steps: int
     recompute_layers: int = 0  # the first n layers recompute their activations in backward
     reduce_scatter: str = "nccl"  # of gradients: "nccl" (NCCL or RCCL; gloo on a CPU), or "copy_engine" within one node
-    moment_precision: str = "fp32"  # of AdamW's two moments; "bf16" saves 4 bytes per weight and rank
+    moment_precision: str = (
+        "fp32"  # of AdamW's two moments; "bf16" saves 4 bytes per weight and rank
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,8 +36,18 @@ class Config(RunConfig):
             self.require(self.gpu != "CPU", "reduce_scatter", "a CPU has no copy engines", do)
             self.require(self.gpus_per_node > 1, "reduce_scatter", "one GPU sends nothing", do)
             is_amd = self.gpu in KINDS and KINDS[self.gpu].vendor == "amd"
-            self.require(not is_amd, "reduce_scatter", "torch's symmetric memory was never tried on AMD GPUs", do)
-            self.require(self.nodes == 1, "reduce_scatter", "copy engines reach the GPUs of one node only", do)
+            self.require(
+                not is_amd,
+                "reduce_scatter",
+                "torch's symmetric memory was never tried on AMD GPUs",
+                do,
+            )
+            self.require(
+                self.nodes == 1,
+                "reduce_scatter",
+                "copy engines reach the GPUs of one node only",
+                do,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +67,9 @@ class Rules(benchmarks.Rules):
 
     def eval_order_samples(self, global_batch_size: int) -> int:
         """For how many samples NeMo asks GPTDataset to order the validation split: so many evaluations as max_steps has, and one."""
-        return (self.max_steps * global_batch_size // self.eval_interval(global_batch_size) + 1) * self.eval_samples
+        return (
+            self.max_steps * global_batch_size // self.eval_interval(global_batch_size) + 1
+        ) * self.eval_samples
 
     def end_learning_rate(self, base_learning_rate: float) -> float:
         return base_learning_rate * self.end_learning_rate_ratio
@@ -65,7 +79,10 @@ class Rules(benchmarks.Rules):
         warmup_steps = config.opt_learning_rate_warmup_steps
         return [
             ("opt_end_learning_rate", self.end_learning_rate(config.opt_base_learning_rate)),
-            ("opt_learning_rate_warmup_steps", warmup_steps),  # the checker computes the next line's value from this one
+            (
+                "opt_learning_rate_warmup_steps",
+                warmup_steps,
+            ),  # the checker computes the next line's value from this one
             ("opt_learning_rate_decay_steps", self.max_steps - warmup_steps),
             ("opt_learning_rate_decay_schedule", self.decay_schedule),
             ("max_steps", self.max_steps),

@@ -23,20 +23,28 @@ def require_absent(run_dir: Path) -> None:
     """Raises ConfigError if there is something where the model is going to be."""
     for folder in (run_dir / FOLDER, run_dir / PARTIAL):
         if folder.exists():
-            raise ConfigError(f"{folder} exists", "a saved model is never overwritten", "name a new run directory, or remove this one")
+            raise ConfigError(
+                f"{folder} exists",
+                "a saved model is never overwritten",
+                "name a new run directory, or remove this one",
+            )
 
 
 def save_model(model: Llama, run_dir: Path, on_tensor: Callable[[], object]) -> Path:
     """Write the model; returns its folder. `on_tensor` is called before each tensor. Raises StorageError; no part of the model is left then."""
     partial, total = run_dir / PARTIAL, sum(parameter.nbytes for parameter in model.parameters())
     try:
-        write_checkpoint(model, partial, files=-(-total // FILE_BYTES), layout=ORDINARY, on_tensor=on_tensor)
+        write_checkpoint(
+            model, partial, files=-(-total // FILE_BYTES), layout=ORDINARY, on_tensor=on_tensor
+        )
         return partial.rename(run_dir / FOLDER)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             what = f"the trained model was not saved in {run_dir / FOLDER}: {error.strerror}"
             raise StorageError(
-                what, f"it needs {total / 1e9:.1f} GB; the disk is full or read-only", "free space before the next run"
+                what,
+                f"it needs {total / 1e9:.1f} GB; the disk is full or read-only",
+                "free space before the next run",
             ) from error
         raise

@@ -41,12 +41,17 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
     linear = linear_layers(config.linear_format)
 
     def layers() -> tuple[list[nn.Module], Head]:
-        blocks = [FusedBlock(shape, kernels, linear, layer < config.recompute_layers) for layer in range(shape.num_layers)]
+        blocks = [
+            FusedBlock(shape, kernels, linear, layer < config.recompute_layers)
+            for layer in range(shape.num_layers)
+        ]
         return [*blocks], Head(shape, kernels)
 
     def optimizer(model: Llama) -> ZeroOptimizer:
         update = UPDATES[rules.opt_name](rules, kernels, DTYPES[config.moment_precision])
-        reduce_scatter = partial(make_reduce_scatter, config.reduce_scatter, processes, DTYPES[config.precision], kernels)
+        reduce_scatter = partial(
+            make_reduce_scatter, config.reduce_scatter, processes, DTYPES[config.precision], kernels
+        )
         modules = [model.embedding, *model.blocks, model.head]
         return ZeroOptimizer(modules, processes, update, kernels, reduce_scatter)
 
@@ -54,10 +59,21 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
         init_weights(model, shape.num_layers, seed, rules.init_std, optimizer.set_weight)
         optimizer.gather()
 
-    return build(config, shape, rules.sequence_length, processes.device, linear=linear, layers=layers, optimizer=optimizer, weights=weights)
+    return build(
+        config,
+        shape,
+        rules.sequence_length,
+        processes.device,
+        linear=linear,
+        layers=layers,
+        optimizer=optimizer,
+        weights=weights,
+    )
 
 
-assemble_random = assemble  # for measurements of speed; pre-training starts from random weights anyway
+assemble_random = (
+    assemble  # for measurements of speed; pre-training starts from random weights anyway
+)
 
 
 def high_priority_compute(config: Config) -> bool:
@@ -82,11 +98,17 @@ def run(run: Run, reports: Reports) -> None:
     # Document lengths are metadata: the .idx may be read before the clock starts, the tokens may not.
     train_samples = sequences_in(data_dir / rules.train_prefix, rules.sequence_length)
     timed_run.log_submission(run, reports.log, rules, train_samples)
-    torch.manual_seed(seed + processes.rank)  # for stochastic rounding, whose errors cancel between ranks only if these differ
+    torch.manual_seed(
+        seed + processes.rank
+    )  # for stochastic rounding, whose errors cancel between ranks only if these differ
     base = config.opt_base_learning_rate
-    lr_at = warmup_cosine(base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps)
+    lr_at = warmup_cosine(
+        base, rules.end_learning_rate(base), config.opt_learning_rate_warmup_steps, rules.max_steps
+    )
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        from common.training.self_test import before_a_run  # as large as the loop, and none of it runs after this
+        from common.training.self_test import (
+            before_a_run,
+        )  # as large as the loop, and none of it runs after this
 
         before_a_run(config, rules, processes, reports)
         assembly = assemble(config, rules, processes, seed)
@@ -106,18 +128,37 @@ def open_data(
 ) -> tuple[Prefetcher, list[torch.Tensor]]:
     """Training micro-batches from `step` on, read ahead, and the evaluation set on the device. The clock runs."""
     vocab_size, length = rules.shape.vocab_size, rules.sequence_length
-    samples = -(-config.max_samples // config.global_batch_size) * config.global_batch_size  # the last step is a whole one
+    samples = (
+        -(-config.max_samples // config.global_batch_size) * config.global_batch_size
+    )  # the last step is a whole one
     data = TrainData(data_dir / rules.train_prefix, length, samples, seed, vocab_size)
-    windows = train_batches(data, config.global_batch_size, config.micro_batch_size, processes.rank, processes.world_size, step)
+    windows = train_batches(
+        data,
+        config.global_batch_size,
+        config.micro_batch_size,
+        processes.rank,
+        processes.world_size,
+        step,
+    )
     if rules.eval_by_seed:
         ordered = TrainData(
-            data_dir / rules.validation_prefix, length, rules.eval_order_samples(config.global_batch_size), seed, vocab_size
+            data_dir / rules.validation_prefix,
+            length,
+            rules.eval_order_samples(config.global_batch_size),
+            seed,
+            vocab_size,
         )
-        validation = next(train_batches(ordered, rules.eval_samples, rules.eval_samples, rank=0, world_size=1))
+        validation = next(
+            train_batches(ordered, rules.eval_samples, rules.eval_samples, rank=0, world_size=1)
+        )
     else:
-        validation = validation_tokens(data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size)
+        validation = validation_tokens(
+            data_dir / rules.validation_prefix, length, rules.eval_samples, vocab_size
+        )
     batches = Prefetcher(map(next_token_pairs, windows), processes.device)
-    return batches, pad_for_ranks(next_token_pairs(validation), processes, config.eval_micro_batch_size)
+    return batches, pad_for_ranks(
+        next_token_pairs(validation), processes, config.eval_micro_batch_size
+    )
 
 
 if __name__ == "__main__":

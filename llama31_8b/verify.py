@@ -29,7 +29,9 @@ def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path
         try:
             if full:
                 say(f"SHA-256 of {name}: reading {(data_dir / name).stat().st_size:,} bytes")
-            found.files[name] = facts_of(data_dir / name) if full else FileFacts((data_dir / name).stat().st_size)
+            found.files[name] = (
+                facts_of(data_dir / name) if full else FileFacts((data_dir / name).stat().st_size)
+            )
             _compare(str(data_dir / name), expected, found.files[name], bad, unknown)
         except OSError as error:
             bad.append(f"{data_dir / name}: expected a file, got {error.strerror}")
@@ -43,14 +45,24 @@ def verify(data_dir: Path, manifest_path: Path, full: bool, write_manifest: Path
         say(text)
     if bad:
         more = f" (and {len(bad) - 1} more, above)" if len(bad) > 1 else ""
-        raise DataError(bad[0] + more, f"it differs from {manifest_path}", "fetch or build that file again")
+        raise DataError(
+            bad[0] + more, f"it differs from {manifest_path}", "fetch or build that file again"
+        )
     if write_manifest is not None:
         found.write(write_manifest)
         say(f"wrote {write_manifest}: sizes, SHA-256 and counts as found here")
-    say(f"{data_dir}: nothing wrong found{', except that some facts were not checked (above)' if unknown else ''}")
+    say(
+        f"{data_dir}: nothing wrong found{', except that some facts were not checked (above)' if unknown else ''}"
+    )
 
 
-def _compare(name: str, expected: FileFacts | PairFacts, found: FileFacts | PairFacts, bad: list[str], unknown: list[str]) -> None:
+def _compare(
+    name: str,
+    expected: FileFacts | PairFacts,
+    found: FileFacts | PairFacts,
+    bad: list[str],
+    unknown: list[str],
+) -> None:
     for fact, value in asdict(expected).items():
         got = getattr(found, fact)
         if value is None:
@@ -70,5 +82,7 @@ def _read_pair(prefix: Path, vocab_size: int, full: bool) -> PairFacts:
                 ids = tokens.read(first, min(CHUNK, index.num_tokens - first))
                 check_ids(ids, vocab_size, tokens.path, f"tokens {first} to {first + len(ids) - 1}")
                 bar.at(first)
-    say(f"{prefix.name}: {index.num_documents:,} documents, {index.num_sequences:,} sequences, {index.num_tokens:,} tokens")
+    say(
+        f"{prefix.name}: {index.num_documents:,} documents, {index.num_sequences:,} sequences, {index.num_tokens:,} tokens"
+    )
     return PairFacts(index.dtype.name, index.num_documents, index.num_tokens)

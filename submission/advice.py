@@ -34,15 +34,29 @@ class Advice(NamedTuple):
 def advice(run: Run) -> list[Advice]:
     """None for a CPU."""
     samples = read_samples(run)
-    found = [] if run.gpu == "CPU" else [*_clocks(run, samples), *_memory(run), *_speed(run, samples), *_ranks(run)]
-    return [Advice(*(TABLE[name][field].format(run=run, **facts) for field in Advice._fields)) for name, facts in found]
+    found = (
+        []
+        if run.gpu == "CPU"
+        else [*_clocks(run, samples), *_memory(run), *_speed(run, samples), *_ranks(run)]
+    )
+    return [
+        Advice(*(TABLE[name][field].format(run=run, **facts) for field in Advice._fields))
+        for name, facts in found
+    ]
 
 
 def _clocks(run: Run, samples: Samples) -> Iterator[Symptom]:
-    clocks = {gpu: values for gpu in range(len(samples.rows)) if (values := samples.values(gpu, "clock_mhz"))}
+    clocks = {
+        gpu: values
+        for gpu in range(len(samples.rows))
+        if (values := samples.values(gpu, "clock_mhz"))
+    }
     if not clocks:
         return
-    medians, highest = {gpu: median(values) for gpu, values in clocks.items()}, max(map(max, clocks.values()))
+    medians, highest = (
+        {gpu: median(values) for gpu, values in clocks.items()},
+        max(map(max, clocks.values())),
+    )
     usual, fastest = median(list(medians.values())), max(medians.values())
     board = TABLE["board_w"].get(run.gpu, 0)
     for gpu, now in medians.items():
@@ -62,7 +76,10 @@ def _clocks(run: Run, samples: Samples) -> Iterator[Symptom]:
 def _memory(run: Run) -> Iterator[Symptom]:
     for reserved, allocated in points(run.records, "memory_gib", "allocated_gib")[-1:]:
         if reserved > TABLE["fragmented"] * allocated:
-            yield "fragmentation", {"reserved": reserved, "allocated": allocated, "free": reserved - allocated}
+            yield (
+                "fragmentation",
+                {"reserved": reserved, "allocated": allocated, "free": reserved - allocated},
+            )
 
 
 def _speed(run: Run, samples: Samples) -> Iterator[Symptom]:
@@ -70,8 +87,17 @@ def _speed(run: Run, samples: Samples) -> Iterator[Symptom]:
     planned = _planned(run) if speeds and run.rules else 0.0
     if not planned or (speed := median(speeds)) >= TABLE["slow"] * planned:
         return
-    facts = {"speed": speed, "planned": planned, "late": 1 - speed / planned, "more": planned / speed - 1}
-    uses = [value for gpu in range(len(samples.rows)) for value in samples.values(gpu, "utilization_percent")]
+    facts = {
+        "speed": speed,
+        "planned": planned,
+        "late": 1 - speed / planned,
+        "more": planned / speed - 1,
+    }
+    uses = [
+        value
+        for gpu in range(len(samples.rows))
+        for value in samples.values(gpu, "utilization_percent")
+    ]
     if uses and (use := median(uses)) < TABLE["busy"]:
         yield "host", facts | {"use": use, "idle": 100 - use}
     yield "steps", facts
@@ -81,11 +107,22 @@ def _planned(run: Run) -> float:
     """Tokens/s/GPU; 0 where there is no plan for the config."""
     with contextlib.suppress(ConfigError, KeyError):
         config = configs.load(run.folder / "config.toml", config_class(run.benchmark))
-        return estimate(config, workload(run.benchmark, config), KINDS[config.gpu], None).tokens_per_s_per_gpu
+        return estimate(
+            config, workload(run.benchmark, config), KINDS[config.gpu], None
+        ).tokens_per_s_per_gpu
     return 0.0
 
 
 def _ranks(run: Run) -> Iterator[Symptom]:
     compared = comparisons(run)
     for rank in compared[-1]["slow"] if compared else ():
-        yield "rank", {"rank": rank, "late": fmean(record["block_ms"][rank] / min(record["block_ms"]) for record in compared[-5:]) - 1}
+        yield (
+            "rank",
+            {
+                "rank": rank,
+                "late": fmean(
+                    record["block_ms"][rank] / min(record["block_ms"]) for record in compared[-5:]
+                )
+                - 1,
+            },
+        )

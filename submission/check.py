@@ -36,12 +36,26 @@ LAST_DAY = {"4.0.0": "2024-07-01", "4.1.0": "2025-01-01", "5.0.0": "2025-05-01"}
 
 def parser(benchmark: str = "") -> Parser:
     parser = Parser(
-        "check", "Check MLPerf logs: official rules and our own.", ["check results/llama31_8b/*/result.txt", "check DIR --json"]
+        "check",
+        "Check MLPerf logs: official rules and our own.",
+        ["check results/llama31_8b/*/result.txt", "check DIR --json"],
     )
-    parser.add_argument("paths", type=Path, nargs="+", metavar="LOG_OR_FOLDER", help="logs, or folders with result*.txt in them")
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="LOG_OR_FOLDER",
+        help="logs, or folders with result*.txt in them",
+    )
     parser.add_argument("--ruleset", choices=RULESETS, help="hold the logs to this closed ruleset")
-    parser.add_argument("--werror", action="store_true", help="warnings count as errors, also those of the official checker")
-    parser.add_argument("--json", action="store_true", dest="as_json", help="one JSON object a log, a line each")
+    parser.add_argument(
+        "--werror",
+        action="store_true",
+        help="warnings count as errors, also those of the official checker",
+    )
+    parser.add_argument(
+        "--json", action="store_true", dest="as_json", help="one JSON object a log, a line each"
+    )
     return parser
 
 
@@ -69,13 +83,22 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
         found = result_set.findings(members)
         codes.append(CheckFailed.exit_code if errors(found, werror) else 0)
         if as_json:
-            print(json.dumps({"folder": str(folder), "findings": [_as_dict(finding) for finding in found]}))
+            print(
+                json.dumps(
+                    {"folder": str(folder), "findings": [_as_dict(finding) for finding in found]}
+                )
+            )
         elif found:
             print(f"\n{folder}", *_finding_lines(folder.name, found, werror), sep="\n")
     if len(logs) > 1 and not as_json:
-        counts = ", ".join(f"{verdicts.count(verdict)} {verdict.lower()}" for verdict in (CLEAN, ACCEPTED, NOT_CLEAN))
+        counts = ", ".join(
+            f"{verdicts.count(verdict)} {verdict.lower()}"
+            for verdict in (CLEAN, ACCEPTED, NOT_CLEAN)
+        )
         print(f"\n{len(logs)} logs: {counts}")
-    return next((code for code in (ConfigError.exit_code, CheckFailed.exit_code) if code in codes), 0)
+    return next(
+        (code for code in (ConfigError.exit_code, CheckFailed.exit_code) if code in codes), 0
+    )
 
 
 def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
@@ -87,13 +110,25 @@ def verdict_of(findings: Sequence[Finding], werror: bool = False) -> str:
 def _logs(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted((log for log in path.rglob("result*.txt") if log.is_file()), key=lambda log: (log.parent, len(log.name), log.name))
+    found = sorted(
+        (log for log in path.rglob("result*.txt") if log.is_file()),
+        key=lambda log: (log.parent, len(log.name), log.name),
+    )
     if not found:
-        raise ConfigError(f"{path}: no log", "there is no result*.txt in it", "name a log, or the folder of a run or of a result set")
+        raise ConfigError(
+            f"{path}: no log",
+            "there is no result*.txt in it",
+            "name a log, or the folder of a run or of a result set",
+        )
     return found
 
 
-def examine(path: Path, ruleset: str | None = None, project_root: Path | None = ROOT, ours: bool | None = None) -> Examined:
+def examine(
+    path: Path,
+    ruleset: str | None = None,
+    project_root: Path | None = ROOT,
+    ours: bool | None = None,
+) -> Examined:
     """Everything that is to be said about the log at `path`. Raises ConfigError if it is no readable log, PreflightError without a checker.
 
     `ruleset` asks for that round of the closed division; None takes what the log's keys say. `project_root`: where the config that
@@ -102,27 +137,44 @@ def examine(path: Path, ruleset: str | None = None, project_root: Path | None = 
     log = read(path)
     if not log.events and not log.bad:
         raise ConfigError(
-            f"{path} is no MLPerf log", "it has no line with :::MLLOG", "name a log, or the folder of a run or of a result set"
+            f"{path} is no MLPerf log",
+            "it has no line with :::MLLOG",
+            "name a log, or the folder of a run or of a result set",
         )
     division, benchmark = log.value("submission_division"), log.value("submission_benchmark")
     ours = own_log.is_ours(log) if ours is None else ours
     if ruleset is None and division == "miniature" and rules_of(log) is not None:
-        title, verdict = "a miniature, no benchmark result", official_tools.miniature_verdict(path, str(benchmark), log)
+        title, verdict = (
+            "a miniature, no benchmark result",
+            official_tools.miniature_verdict(path, str(benchmark), log),
+        )
     else:
         held_to = ruleset or round_of(log, ours)
         title = f"{division} division, held to {held_to}{'' if ruleset else ' by its keys'}"
         verdict = official_tools.closed_verdict(path, held_to, log)
-    findings = list(verdict.complaints) + rule_findings(log, ours, "closed" if ruleset else None, project_root)
+    findings = list(verdict.complaints) + rule_findings(
+        log, ours, "closed" if ruleset else None, project_root
+    )
     in_order = tuple(sorted(findings, key=lambda finding: finding.line))
     return Examined(path, f"{benchmark}, {title}", verdict, in_order, tuple(log.all("seed")))
 
 
-def rule_findings(log: Log, ours: bool, division: str | None = None, project_root: Path | None = None) -> list[Finding]:
+def rule_findings(
+    log: Log, ours: bool, division: str | None = None, project_root: Path | None = None
+) -> list[Finding]:
     """What the official checker does not say, by the rules of `division`, or of the one that the log names."""
     rules = rules_of(log, division)
     if rules is None:
         named = f"{log.value('submission_benchmark')!r} in division {log.value('submission_division')!r}"
-        return [Finding(0, "benchmark", f"only the official checker was asked: no rules here for {named}", "submission/log_rules.py", NOTE)]
+        return [
+            Finding(
+                0,
+                "benchmark",
+                f"only the official checker was asked: no rules here for {named}",
+                "submission/log_rules.py",
+                NOTE,
+            )
+        ]
     own = own_log.own_rules(project_root) if ours else ()
     applied = (*RULES, *CLOCK, *own)
     return [finding for rule in applied for finding in rule.findings(log, rules, ours)]
@@ -152,7 +204,12 @@ def _milliseconds(day: str) -> float:
 
 def _json_line(examined: Examined, werror: bool) -> str:
     verdict = verdict_of(examined.findings, werror)
-    about = {"path": str(examined.path), "title": examined.title, "verdict": verdict, "clean": verdict != NOT_CLEAN}
+    about = {
+        "path": str(examined.path),
+        "title": examined.title,
+        "verdict": verdict,
+        "clean": verdict != NOT_CLEAN,
+    }
     return json.dumps(about | {"findings": [_as_dict(finding) for finding in examined.findings]})
 
 
@@ -172,8 +229,14 @@ def lines(examined: Examined, werror: bool) -> list[str]:
     failed = len(examined.errors(werror))
     warnings = sum(finding.warning for finding in examined.findings) - (failed if werror else 0)
     if verdict == ACCEPTED:
-        return [*found, f"  {ACCEPTED}, with {number(warnings, 'break')} of the rules' text: 0 errors"]
-    return [*found, f"  {verdict}: {number(failed, 'error')}, {number(max(0, warnings), 'warning')}"]
+        return [
+            *found,
+            f"  {ACCEPTED}, with {number(warnings, 'break')} of the rules' text: 0 errors",
+        ]
+    return [
+        *found,
+        f"  {verdict}: {number(failed, 'error')}, {number(max(0, warnings), 'warning')}",
+    ]
 
 
 def _finding_lines(name: str, findings: Iterable[Finding], werror: bool) -> list[str]:
@@ -181,7 +244,9 @@ def _finding_lines(name: str, findings: Iterable[Finding], werror: bool) -> list
     for finding in findings:
         place = f"{name}:{finding.line}" if finding.line else name
         severity = ERROR if werror and finding.warning else finding.severity
-        found.append(f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]")
+        found.append(
+            f"  {severity:<7}  {place:<18}  {finding.rule:<15}  {finding.message}  [{finding.source}]"
+        )
     return found
 
 

@@ -26,14 +26,20 @@ def stopped_early(log: Log, rules: Rules) -> Found:
         return
     if stop.line < passing.line or passing.time_ms - stop.time_ms > LATE_MS:
         late_s = (passing.time_ms - stop.time_ms) / 1000
-        yield stop.line, f"run_stop before the evaluation of line {passing.line} that reached the target, {late_s:.1f} s later"
+        yield (
+            stop.line,
+            f"run_stop before the evaluation of line {passing.line} that reached the target, {late_s:.1f} s later",
+        )
 
 
 def started_twice(log: Log, rules: Rules) -> Found:
     starts = log.all("run_start")
     for event in starts[1:]:
         if event.time_ms != starts[0].time_ms:
-            yield event.line, f"a second run_start, {(event.time_ms - starts[0].time_ms) / 1000:.1f} s after that of line {starts[0].line}"
+            yield (
+                event.line,
+                f"a second run_start, {(event.time_ms - starts[0].time_ms) / 1000:.1f} s after that of line {starts[0].line}",
+            )
             return
 
 
@@ -42,7 +48,10 @@ def implausible_time(log: Log, rules: Rules) -> Found:
     for key in CLOCK_KEYS:
         for event in log.all(key):
             if not low <= event.time_ms <= high:
-                yield event.line, f"{key} at time_ms {event.time_ms!r}, which is no time in milliseconds since 1970"
+                yield (
+                    event.line,
+                    f"{key} at time_ms {event.time_ms!r}, which is no time in milliseconds since 1970",
+                )
                 return
 
 
@@ -55,7 +64,10 @@ def repeated_evaluation(log: Log, rules: Rules) -> Found:
         if not reaches(event, rules):
             missed[event.samples].append(event)
         elif earlier := missed.get(event.samples):
-            yield event.line, f"evaluated again at {event.samples} until the target was reached; line {earlier[0].line} missed it"
+            yield (
+                event.line,
+                f"evaluated again at {event.samples} until the target was reached; line {earlier[0].line} missed it",
+            )
             return
 
 
@@ -64,14 +76,32 @@ def late_start(log: Log, rules: Rules) -> Found:
     start = log.first("run_start")
     if stop and start and start.time_ms - stop.time_ms > SETUP_MS:
         seconds = (start.time_ms - stop.time_ms) / 1000
-        yield start.line, f"run_start {seconds:.0f} s after init_stop: work between them is neither initialization nor timed"
+        yield (
+            start.line,
+            f"run_start {seconds:.0f} s after init_stop: work between them is neither initialization nor timed",
+        )
 
 
 RUN_RESULTS = "TR Run Results"
 CLOCK = (
     Rule("run_stop", stopped_early, f"{RUN_RESULTS}: a run ends when the target is reached", ERROR),
-    Rule("run_start", started_twice, f"{RUN_RESULTS} (the checker warns if the values are equal)", ERROR),
+    Rule(
+        "run_start",
+        started_twice,
+        f"{RUN_RESULTS} (the checker warns if the values are equal)",
+        ERROR,
+    ),
     Rule("clock", implausible_time, f"{RUN_RESULTS} (the checker takes any number)", ERROR),
-    Rule("repeated", repeated_evaluation, "TR Quality measure: one evaluation at each interval", ERROR),
-    Rule("late_start", late_start, f"{RUN_RESULTS}: the model is initialized, or the clock runs", WARNING_OF_OTHERS),
+    Rule(
+        "repeated",
+        repeated_evaluation,
+        "TR Quality measure: one evaluation at each interval",
+        ERROR,
+    ),
+    Rule(
+        "late_start",
+        late_start,
+        f"{RUN_RESULTS}: the model is initialized, or the clock runs",
+        WARNING_OF_OTHERS,
+    ),
 )

@@ -27,30 +27,74 @@ from submission.official_tools import CLOSED_RULESETS
 
 POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
 KEYS = (  # in the order of the checker, which requires them all except POLICY_KEYS
-    *("submitter", "division", "status", "system_name", "number_of_nodes", "host_processors_per_node", "host_processor_model_name"),
-    *(f"host_processor_{fact}" for fact in ("core_count", "vcpu_count", "frequency", "caches", "interconnect")),
-    *("host_memory_capacity", "host_storage_type", "host_storage_capacity", "host_networking", "host_networking_topology"),
-    *("host_memory_configuration", "accelerators_per_node", "accelerator_model_name", "accelerator_host_interconnect"),
-    *("accelerator_frequency", "accelerator_on-chip_memories", "accelerator_memory_configuration", "accelerator_memory_capacity"),
+    *(
+        "submitter",
+        "division",
+        "status",
+        "system_name",
+        "number_of_nodes",
+        "host_processors_per_node",
+        "host_processor_model_name",
+    ),
+    *(
+        f"host_processor_{fact}"
+        for fact in ("core_count", "vcpu_count", "frequency", "caches", "interconnect")
+    ),
+    *(
+        "host_memory_capacity",
+        "host_storage_type",
+        "host_storage_capacity",
+        "host_networking",
+        "host_networking_topology",
+    ),
+    *(
+        "host_memory_configuration",
+        "accelerators_per_node",
+        "accelerator_model_name",
+        "accelerator_host_interconnect",
+    ),
+    *(
+        "accelerator_frequency",
+        "accelerator_on-chip_memories",
+        "accelerator_memory_configuration",
+        "accelerator_memory_capacity",
+    ),
     *("accelerator_interconnect", "accelerator_interconnect_topology", "cooling", "hw_notes"),
     *("framework", "other_software_stack", "operating_system", "sw_notes", *POLICY_KEYS),
 )
 MAY_BE_EMPTY = (  # by the policy
-    *("host_processor_frequency", "host_processor_caches", "host_processor_interconnect", "accelerator_frequency"),
+    *(
+        "host_processor_frequency",
+        "host_processor_caches",
+        "host_processor_interconnect",
+        "accelerator_frequency",
+    ),
     *("accelerator_on-chip_memories", "accelerator_interconnect_topology", "hw_notes", "sw_notes"),
 )
 JOINED_KEYS = (  # the checker joins these with commas: anything but a string is a TypeError
     *("submitter", "system_name", "host_processor_model_name", "host_processor_core_count"),
     *("accelerator_model_name", "accelerators_per_node", "framework"),
 )
-WHOLE_NUMBERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")  # the summarizer calls int() on them
+WHOLE_NUMBERS = (
+    "number_of_nodes",
+    "host_processors_per_node",
+    "accelerators_per_node",
+)  # the summarizer calls int() on them
 STATUS = {
     "onprem": "Available on-premise",
     "cloud": "Available cloud",
     "rdi": "Research, Development, or Internal (RDI)",
     "preview": "Preview",
 }
-NOT_MEANT = ("", "todo", "tbd", "fixme", "unknown", "?", "xxx")  # what stands where nobody has answered yet
+NOT_MEANT = (
+    "",
+    "todo",
+    "tbd",
+    "fixme",
+    "unknown",
+    "?",
+    "xxx",
+)  # what stands where nobody has answered yet
 HINTS = {
     "submitter": "the organisation, as in the logs: --submitter ORG",
     "status": f"one of {', '.join(STATUS)}",
@@ -63,16 +107,40 @@ HINTS = {
 def parser(benchmark: str = "") -> Parser:
     example = "describe --out H200_1x8.json --submitter Us --set status=onprem"
     parser = Parser("describe", "Write the MLPerf system description of this machine.", [example])
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON; its name without .json is the system's id")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an answer that the machine cannot give")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the JSON; its name without .json is the system's id",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an answer that the machine cannot give",
+    )
     parser.add_argument("--submitter", default="", metavar="ORG", help="who submits")
-    parser.add_argument("--ruleset", choices=CLOSED_RULESETS, default=CLOSED_RULESETS[-1], help="of the round; default: the newest")
+    parser.add_argument(
+        "--ruleset",
+        choices=CLOSED_RULESETS,
+        default=CLOSED_RULESETS[-1],
+        help="of the round; default: the newest",
+    )
     return parser
 
 
 def _describe(options: argparse.Namespace) -> int:
-    answers = terminal.pairs("--set", options.set + [f"submitter={options.submitter}"] * bool(options.submitter), KEYS)
-    return describe(options.out, inventory.facts(Path("/"), probe(), os.environ.get("GPU_KIND", "")), answers, options.ruleset)
+    answers = terminal.pairs(
+        "--set", options.set + [f"submitter={options.submitter}"] * bool(options.submitter), KEYS
+    )
+    return describe(
+        options.out,
+        inventory.facts(Path("/"), probe(), os.environ.get("GPU_KIND", "")),
+        answers,
+        options.ruleset,
+    )
 
 
 def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset: str) -> int:
@@ -92,33 +160,89 @@ def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset
     return 0 if verdict.passed else CheckFailed.exit_code
 
 
-def compose(found: dict[str, str], earlier: dict[str, str], answers: dict[str, str]) -> dict[str, str]:
+def compose(
+    found: dict[str, str], earlier: dict[str, str], answers: dict[str, str]
+) -> dict[str, str]:
     """All keys in the checker's order: answers win over what the file said, and that over what the machine says."""
     description = {key: "" for key in KEYS} | {"division": "closed"}
-    description |= found | {key: text for key, text in earlier.items() if not _is_open(text)} | answers
+    description |= (
+        found | {key: text for key, text in earlier.items() if not _is_open(text)} | answers
+    )
     description["status"] = STATUS.get(str(description["status"]).lower(), description["status"])
     for key in earlier:
-        if not _is_open(earlier[key]) and key not in answers and found.get(key, earlier[key]) != earlier[key]:
-            print(f"note: {key} stays {earlier[key]!r} as in the file; this machine says {found[key]!r}", file=sys.stderr)
+        if (
+            not _is_open(earlier[key])
+            and key not in answers
+            and found.get(key, earlier[key]) != earlier[key]
+        ):
+            print(
+                f"note: {key} stays {earlier[key]!r} as in the file; this machine says {found[key]!r}",
+                file=sys.stderr,
+            )
     return description
 
 
 def problems(description: dict) -> list[str]:
     """What makes an official tool fail, break off or skip its checks: one line per key."""
-    tests = [(key, isinstance(description.get(key), str), "is not a string (system_desc_checker breaks off)") for key in JOINED_KEYS]
-    tests += [(key, converts_to_int(description.get(key)), "is not a whole number (result_summarizer breaks off)") for key in WHOLE_NUMBERS]
+    tests = [
+        (
+            key,
+            isinstance(description.get(key), str),
+            "is not a string (system_desc_checker breaks off)",
+        )
+        for key in JOINED_KEYS
+    ]
+    tests += [
+        (
+            key,
+            converts_to_int(description.get(key)),
+            "is not a whole number (result_summarizer breaks off)",
+        )
+        for key in WHOLE_NUMBERS
+    ]
     status, division = description.get("status"), description.get("division")
-    tests.append(("status", status in STATUS.values(), f"is none of {'; '.join(STATUS.values())} (system_desc_checker)"))
-    tests.append(("division", division == "closed", "is not 'closed' (package_checker skips the seed and RCP checks)"))
-    lines = [f"{key}: missing (system_desc_checker)" for key in KEYS if key not in description and key not in POLICY_KEYS]
-    return lines + [f"{key}: {description[key]!r} {why}" for key, holds, why in tests if key in description and not holds]
+    tests.append(
+        (
+            "status",
+            status in STATUS.values(),
+            f"is none of {'; '.join(STATUS.values())} (system_desc_checker)",
+        )
+    )
+    tests.append(
+        (
+            "division",
+            division == "closed",
+            "is not 'closed' (package_checker skips the seed and RCP checks)",
+        )
+    )
+    lines = [
+        f"{key}: missing (system_desc_checker)"
+        for key in KEYS
+        if key not in description and key not in POLICY_KEYS
+    ]
+    return lines + [
+        f"{key}: {description[key]!r} {why}"
+        for key, holds, why in tests
+        if key in description and not holds
+    ]
 
 
 def questions(description: dict) -> list[str]:
     """What the policy asks for and no tool tests, one line per key, with the flag that answers it."""
-    unanswered = [key for key in KEYS if key not in (*MAY_BE_EMPTY, "status") and _is_open(description.get(key))]
-    counts = {"host_processor_core_count", "host_processor_vcpu_count"}  # the policy wants one of them
-    return [f"--set {key}=...   {HINTS.get(key, '')}".rstrip() for key in unanswered if key not in counts or counts <= {*unanswered}]
+    unanswered = [
+        key
+        for key in KEYS
+        if key not in (*MAY_BE_EMPTY, "status") and _is_open(description.get(key))
+    ]
+    counts = {
+        "host_processor_core_count",
+        "host_processor_vcpu_count",
+    }  # the policy wants one of them
+    return [
+        f"--set {key}=...   {HINTS.get(key, '')}".rstrip()
+        for key in unanswered
+        if key not in counts or counts <= {*unanswered}
+    ]
 
 
 def read(path: Path) -> dict[str, str]:
@@ -126,7 +250,11 @@ def read(path: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text()).items())
     except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise ConfigError(f"{path}: it holds no system description", str(error), "./run_and_time.sh describe makes one") from None
+        raise ConfigError(
+            f"{path}: it holds no system description",
+            str(error),
+            "./run_and_time.sh describe makes one",
+        ) from None
 
 
 def _is_open(text: object) -> bool:

@@ -27,4 +27,6 @@ class Examined:
 
 def errors(findings: Iterable[Finding], werror: bool = False) -> list[Finding]:
     """Return the findings that fail a log; with `werror` warnings too, but never notes."""
-    return [finding for finding in findings if finding.severity == ERROR or (werror and finding.warning)]
+    return [
+        finding for finding in findings if finding.severity == ERROR or (werror and finding.warning)
+    ]

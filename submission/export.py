@@ -11,22 +11,40 @@ from common.errors import ConfigError, PreflightError
 from common.records import json_lines
 from common.records.json_lines import is_number
 
-SINKS = {"tensorboard": "tensorboard.summary", "wandb": "wandb"}  # the folder in the run's, and the module that writes it
+SINKS = {
+    "tensorboard": "tensorboard.summary",
+    "wandb": "wandb",
+}  # the folder in the run's, and the module that writes it
 
 
 def export(folder: Path, sink: str) -> str:
     """Write folder/<sink>; returns what to do with it. Raises ConfigError without events or if it is there, PreflightError without `sink`."""
     rows, target = list(scalars(folder)), folder / sink
     if not rows:
-        raise ConfigError(f"{folder} has nothing to export", "events.jsonl is missing, or has no step", "name the directory of a run")
+        raise ConfigError(
+            f"{folder} has nothing to export",
+            "events.jsonl is missing, or has no step",
+            "name the directory of a run",
+        )
     if target.exists():
-        raise ConfigError(f"{target} exists", "an export is never overwritten", f"remove it to export again: rm -r {target}")
+        raise ConfigError(
+            f"{target} exists",
+            "an export is never overwritten",
+            f"remove it to export again: rm -r {target}",
+        )
     try:
         module: Any = importlib.import_module(SINKS[sink])
     except ImportError as error:
-        raise PreflightError(f"{sink} cannot be imported", str(error), f"pip install {sink}") from None
+        raise PreflightError(
+            f"{sink} cannot be imported", str(error), f"pip install {sink}"
+        ) from None
     if sink == "wandb":
-        with module.init(project="mlperf-llama-training", name=folder.resolve().name, dir=str(folder), mode="offline") as run:
+        with module.init(
+            project="mlperf-llama-training",
+            name=folder.resolve().name,
+            dir=str(folder),
+            mode="offline",
+        ) as run:
             for step, name, value in rows:
                 run.log({name: value}, step=step)  # values of one step are put together
         return f"{target}: wandb sync {target}/offline-run-*"
@@ -42,5 +60,7 @@ def scalars(folder: Path) -> Iterator[tuple[int, str, float]]:
     for record in json_lines.read(folder / "events.jsonl")[0]:
         if isinstance(step := record.get("step"), int):
             yield from (
-                (step, f"{record.get('event')}/{key}", float(value)) for key, value in record.items() if is_number(value) and key != "step"
+                (step, f"{record.get('event')}/{key}", float(value))
+                for key, value in record.items()
+                if is_number(value) and key != "step"
             )

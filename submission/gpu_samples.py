@@ -34,9 +34,17 @@ class Samples:
 
     def held_down(self, gpu: int) -> dict[str, float] | None:
         """Share of the samples in which a reason held the clock down, by reason; None where the GPU does not say."""
-        said = [record["throttle"] for record in self.rows[gpu] if isinstance(record.get("throttle"), list)]
+        said = [
+            record["throttle"]
+            for record in self.rows[gpu]
+            if isinstance(record.get("throttle"), list)
+        ]
         names = sorted({reason for reasons in said for reason in reasons})
-        return {name: sum(name in reasons for reasons in said) / len(said) for name in names} if said else None
+        return (
+            {name: sum(name in reasons for reasons in said) / len(said) for name in names}
+            if said
+            else None
+        )
 
 
 @cache
@@ -45,12 +53,22 @@ def read_samples(run: Run) -> Samples:
     samples, low, high = Samples(), 0.0, float("inf")
     for record in json_lines.read(run.folder / NAME)[0]:
         if record.get("event") == "start":
-            samples.source, samples.gpus, samples.rows = record["source"], record["gpus"], [[] for _ in record["gpus"]]
+            samples.source, samples.gpus, samples.rows = (
+                record["source"],
+                record["gpus"],
+                [[] for _ in record["gpus"]],
+            )
             start, stop = run.log.first("run_start"), run.log.first("run_stop")
             low = start.time_ms / 1e3 - record["time"] if start else 0.0
-            end = stop.time_ms / 1e3 if stop else run.failure.get("time", float("inf"))  # killed: what came after is no training
+            end = (
+                stop.time_ms / 1e3 if stop else run.failure.get("time", float("inf"))
+            )  # killed: what came after is no training
             high = end - record["time"] if start else float("inf")
-        elif record.get("event") == "sample" and finite(record.get("time_s")) and low <= record["time_s"] <= high:
+        elif (
+            record.get("event") == "sample"
+            and finite(record.get("time_s"))
+            and low <= record["time_s"] <= high
+        ):
             for rows, gpu in zip(samples.rows, record["gpus"], strict=False):
                 rows.append({"minute": (record["time_s"] - low) / 60} | (gpu or {}))
         elif record.get("event") == "note":
@@ -66,7 +84,9 @@ def energy_kwh(samples: Samples) -> float | None:
 
 def _kwh(samples: Samples, gpu: int) -> float | None:
     power = points(samples.rows[gpu], "minute", "power_w")
-    watt_minutes = (0.5 * (before + after) * (end - start) for (start, before), (end, after) in pairwise(power))
+    watt_minutes = (
+        0.5 * (before + after) * (end - start) for (start, before), (end, after) in pairwise(power)
+    )
     return sum(watt_minutes) / 60 / 1000 if len(power) > 1 else None
 
 
@@ -76,31 +96,70 @@ def blocks(samples: Samples) -> list[Block]:
         return [{"notes": samples.notes}]
     charts = []
     for key, label in CURVES.items():
-        curves = [Curve(f"GPU {gpu}", points(rows, "minute", key), gpu) for gpu, rows in enumerate(samples.rows)]
+        curves = [
+            Curve(f"GPU {gpu}", points(rows, "minute", key), gpu)
+            for gpu, rows in enumerate(samples.rows)
+        ]
         charts.append(page.chart(label, "minutes", curves, sync="gpus"))
     how = f"{page.SPAN}, from run_start to run_stop; once a second, by {samples.source}; not a power measurement by MLPerf's rules"
     return [_table(samples), {"notes": [how, *samples.notes]}, *charts]
 
 
 def _table(samples: Samples) -> Block:
-    rows, known = [], [key for key in CURVES if any(samples.values(gpu, key) for gpu in range(len(samples.gpus)))]
+    rows, known = (
+        [],
+        [
+            key
+            for key in CURVES
+            if any(samples.values(gpu, key) for gpu in range(len(samples.gpus)))
+        ],
+    )
     for gpu, facts in enumerate(samples.gpus):
         reasons = samples.held_down(gpu)
-        held = ", ".join(f"{reason} {share:.0%}" for reason, share in (reasons or {}).items()) or "nothing"
+        held = (
+            ", ".join(f"{reason} {share:.0%}" for reason, share in (reasons or {}).items())
+            or "nothing"
+        )
         spans = [span(samples.values(gpu, key)) for key in known]
         energy = terminal.number(_kwh(samples, gpu), ".3f")
-        rows.append([f"{gpu}: {facts['name'] or 'no name'}", *spans, energy, "-" if reasons is None else held])
-    return page.table(["GPU", *(CURVES[key] for key in known), "kWh", "held down by"], rows, (0, len(known) + 2))
+        rows.append(
+            [
+                f"{gpu}: {facts['name'] or 'no name'}",
+                *spans,
+                energy,
+                "-" if reasons is None else held,
+            ]
+        )
+    return page.table(
+        ["GPU", *(CURVES[key] for key in known), "kWh", "held down by"], rows, (0, len(known) + 2)
+    )
 
 
 def comparisons(run: Run) -> list[dict]:
     """The records of ranks compared (common/training/rank_comparison.py), oldest first."""
-    return [record for record in run.records if record.get("event") == "ranks" and record.get("block_ms")]
+    return [
+        record
+        for record in run.records
+        if record.get("event") == "ranks" and record.get("block_ms")
+    ]
 
 
 def ranks_compared(run: Run) -> list[Block]:
     """The time of each rank's own blocks; nothing where ranks were not compared."""
     records = comparisons(run)
     ranks = range(len(records[0]["block_ms"]) if records else 0)
-    curves = [Curve(f"rank {rank}", [(record["samples"], record["block_ms"][rank]) for record in records], rank) for rank in ranks]
-    return [page.chart("a block's forward, which waits for no other rank, ms: means of ten steps", "training sequences", curves)]
+    curves = [
+        Curve(
+            f"rank {rank}",
+            [(record["samples"], record["block_ms"][rank]) for record in records],
+            rank,
+        )
+        for rank in ranks
+    ]
+    return [
+        page.chart(
+            "a block's forward, which waits for no other rank, ms: means of ten steps",
+            "training sequences",
+            curves,
+        )
+    ]

@@ -26,13 +26,32 @@ from submission.runs import Run
 README = Path(__file__).with_name("implementation_readme.txt")
 # Pages that a reader of the packaged code needs, besides that of the GPU; the others tell of this project's work.
 DOCS = (
-    *("architecture.md", "checkpoints.md", "glossary.md", "number_formats.md", "preflight.md", "run_directory.md"),
+    *(
+        "architecture.md",
+        "checkpoints.md",
+        "glossary.md",
+        "number_formats.md",
+        "preflight.md",
+        "run_directory.md",
+    ),
     *("setup.md", "system_tuning.md", "troubleshooting.md"),
 )
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # Besides these, what begins with a dot, which the repo checker refuses. The README is written anew.
-LEFT_OUT = ("tests", "run_tests.sh", "requirements-test.txt", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-KEYS = ("global_batch_size", "gradient_accumulation_steps", "opt_base_learning_rate", *DISCLOSURE_KEYS)  # of the log
+LEFT_OUT = (
+    "tests",
+    "run_tests.sh",
+    "requirements-test.txt",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+)
+KEYS = (
+    "global_batch_size",
+    "gradient_accumulation_steps",
+    "opt_base_learning_rate",
+    *DISCLOSURE_KEYS,
+)  # of the log
 OF_OTHER_BENCHMARKS = ("README.md",)  # the README links to all
 
 
@@ -42,7 +61,11 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
     export(folder, root, run.benchmark, commit, str(run.gpu))
     if not (folder / "configs" / run.benchmark / config).is_file():
         what = f"commit {commit} has no configs/{run.benchmark}/{config}"
-        raise CheckFailed(what, "the log names it as its config (config_filename)", "run with a config of the repository")
+        raise CheckFailed(
+            what,
+            "the log names it as its config (config_filename)",
+            "run with a config of the repository",
+        )
     # What the policy calls the implementation's measurements file: which config, which code, which number formats.
     facts: dict = {"benchmark": run.benchmark, "implementation": folder.name, "system": system}
     facts |= {"config": f"configs/{run.benchmark}/{config}", "commit": commit}
@@ -52,13 +75,18 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
     place.mkdir()
     (place / f"{system}_{folder.name}.json").write_text(json.dumps(facts, indent=4) + "\n")
     packages = "\n".join(f"- {name} {version}" for name, version in facts["packages"].items())
-    texts: dict[str, object] = {"packages": packages, "hyperparameters": "\n".join(hyperparameters(run))}
+    texts: dict[str, object] = {
+        "packages": packages,
+        "hyperparameters": "\n".join(hyperparameters(run)),
+    }
     texts |= {"nodes": run.nodes, "gpus_per_node": run.gpus_per_node, "gpu": run.gpu}
     page = string.Template(README.read_text())
     (folder / "README.md").write_text(page.substitute(facts | texts, up="", here=f"./{system}"))
     (place / "README.md").write_text(page.substitute(facts | texts, up="../", here="."))
     for name, lines in _scripts(run, config).items():
-        (place / name).write_text("\n".join(("#!/usr/bin/env bash", "set -euo pipefail", *lines, "")))
+        (place / name).write_text(
+            "\n".join(("#!/usr/bin/env bash", "set -euo pipefail", *lines, ""))
+        )
         (place / name).chmod(0o755)
 
 
@@ -109,17 +137,29 @@ def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "")
     try:
         archive = subprocess.run(command, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        why = (getattr(error, "stderr", b"") or str(error).encode()).decode(errors="replace").strip()
-        raise CheckFailed(f"{root} has no commit {commit}", why, "package from the repository that the runs were started in") from None
+        why = (
+            (getattr(error, "stderr", b"") or str(error).encode()).decode(errors="replace").strip()
+        )
+        raise CheckFailed(
+            f"{root} has no commit {commit}",
+            why,
+            "package from the repository that the runs were started in",
+        ) from None
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extraction_filter = lambda member, path: member  # as Python up to 3.13 does: what git made has no name that leads out
+        tar.extraction_filter = lambda member, path: (
+            member
+        )  # as Python up to 3.13 does: what git made has no name that leads out
         files = {PurePosixPath(member.name): member for member in tar if not member.isdir()}
         others = {path.parent.name for path in files if path.name == "rules.py"} - {benchmark}
         for path, member in files.items():
             if not _is_packaged(path, benchmark, others, gpu):
                 continue
             if not member.isfile():
-                raise CheckFailed(f"{path} is a link in the commit", "links break in a submission (repo checker)", "make it a file")
+                raise CheckFailed(
+                    f"{path} is a link in the commit",
+                    "links break in a submission (repo checker)",
+                    "make it a file",
+                )
             tar.extract(member, folder)
     for page in folder.rglob("*.md"):
         page.write_text(without_dead_links(page))
@@ -127,11 +167,24 @@ def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "")
 
 def _scripts(run: Run, config: str) -> dict[str, list[str]]:
     code = 'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."'
-    org, platform = (shlex.quote(str(run.log.value(f"submission_{name}"))) for name in ("org", "platform"))
+    org, platform = (
+        shlex.quote(str(run.log.value(f"submission_{name}"))) for name in ("org", "platform")
+    )
     identity = [f"export MLPERF_SUBMISSION_ORG={org} MLPERF_SUBMISSION_PLATFORM={platform}"]
     start = f"exec ./run_and_time.sh {run.benchmark}"
     return {
-        "setup.sh": [code, "python3 -m launch.environment requirements.txt  # the packages of requirements.lock, into .venv"],
-        "init_datasets.sh": [code, f'{start} prepare verify --data-dir "${{DATADIR:?the directory of the data}}"'],
-        "run_and_time.sh": [code, *identity, f'export DGXSYSTEM={shlex.quote(config.removesuffix(".toml"))} NEXP="${{NEXP:-10}}"', start],
+        "setup.sh": [
+            code,
+            "python3 -m launch.environment requirements.txt  # the packages of requirements.lock, into .venv",
+        ],
+        "init_datasets.sh": [
+            code,
+            f'{start} prepare verify --data-dir "${{DATADIR:?the directory of the data}}"',
+        ],
+        "run_and_time.sh": [
+            code,
+            *identity,
+            f'export DGXSYSTEM={shlex.quote(config.removesuffix(".toml"))} NEXP="${{NEXP:-10}}"',
+            start,
+        ],
     }

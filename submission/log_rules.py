@@ -32,8 +32,12 @@ WARNING = "warning"  # it breaks the rules' text, and the official tools accept 
 NOTE = "note"  # it breaks nothing; a reviewer may ask
 WARNING_OF_OTHERS = "warning of others"  # an error in our own logs: RunLog never writes it
 
-PRECISION_KEYS = tuple(f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm"))
-PARALLELISM_KEYS = tuple(f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert"))
+PRECISION_KEYS = tuple(
+    f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm")
+)
+PARALLELISM_KEYS = tuple(
+    f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert")
+)
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
 # Fixed values that are compared in our own logs only: published logs write them in other ways, or the compliance checker
 # compares them.
@@ -68,7 +72,9 @@ class Rule:
     find: Callable[[Log, Rules], Found]
     source: str
     severity: str = ERROR
-    one_cause: bool = False  # one cause makes many breaks: the first is reported, and how many follow
+    one_cause: bool = (
+        False  # one cause makes many breaks: the first is reported, and how many follow
+    )
 
     def findings(self, log: Log, rules: Rules, ours: bool) -> Iterator[Finding]:
         severity = self.severity
@@ -77,7 +83,9 @@ class Rule:
         found = list(self.find(log, rules))
         if self.one_cause and len(found) > 1:
             line, message = found[0]
-            found = [(line, f"{message}; {len(found) - 1} more like it, the last in line {found[-1][0]}")]
+            found = [
+                (line, f"{message}; {len(found) - 1} more like it, the last in line {found[-1][0]}")
+            ]
         return (Finding(line, self.name, message, self.source, severity) for line, message in found)
 
 
@@ -110,7 +118,10 @@ def wrong_interval(log: Log, rules: Rules) -> Found:
         last, due = samples, due + interval
     stop = log.first("run_stop")
     if stop and type(stop.samples) is int and stop.samples >= due:
-        yield stop.line, f"training went on from {last} to {stop.samples} with no evaluation; one was due at {due}"
+        yield (
+            stop.line,
+            f"training went on from {last} to {stop.samples} with no evaluation; one was due at {due}",
+        )
 
 
 def resumed_at(log: Log) -> int:
@@ -124,11 +135,18 @@ def counted_short(log: Log, rules: Rules) -> Found:
     batch, counts = log.value("global_batch_size"), _evaluations(log)
     if is_positive_int(batch) and _one_step_short(counts, batch, rules):
         line, samples = _without_extra(counts, batch, rules)[0]
-        yield line, f"samples_count {samples} and all that follow are one global batch of {batch} short of what was trained"
+        yield (
+            line,
+            f"samples_count {samples} and all that follow are one global batch of {batch} short of what was trained",
+        )
 
 
 def uncounted(event: Event, rules: Rules) -> str:
-    return "" if is_number(event.samples) else f"{event.key} without a number as samples_count in its metadata"
+    return (
+        ""
+        if is_number(event.samples)
+        else f"{event.key} without a number as samples_count in its metadata"
+    )
 
 
 def _evaluations(log: Log) -> list[tuple[int, int]]:
@@ -136,7 +154,11 @@ def _evaluations(log: Log) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for event in log.all("eval_accuracy"):
         samples = event.samples
-        if is_number(samples) and 0 <= samples == int(samples) and not (found and found[-1][1] == samples):
+        if (
+            is_number(samples)
+            and 0 <= samples == int(samples)
+            and not (found and found[-1][1] == samples)
+        ):
             found.append((event.line, int(samples)))
     return found
 
@@ -145,10 +167,14 @@ def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> 
     first = rules.first_evaluation(batch) - batch
     interval = rules.eval_interval(batch)
     due = _without_extra(counts, batch, rules)
-    return bool(due) and all(samples == first + number * interval for number, (_, samples) in enumerate(due))
+    return bool(due) and all(
+        samples == first + number * interval for number, (_, samples) in enumerate(due)
+    )
 
 
-def _without_extra(counts: list[tuple[int, int]], batch: int, rules: Rules) -> list[tuple[int, int]]:
+def _without_extra(
+    counts: list[tuple[int, int]], batch: int, rules: Rules
+) -> list[tuple[int, int]]:
     """Return `counts` without an evaluation before the first one that is due, as some log it."""
     return counts[1:] if counts and counts[0][1] < rules.first_evaluation(batch) - batch else counts
 
@@ -164,9 +190,16 @@ def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, R
     return found
 
 
-def unfit(fits: Callable[[object], object], words: str, *keys: str) -> Callable[[Log, Rules], Found]:
+def unfit(
+    fits: Callable[[object], object], words: str, *keys: str
+) -> Callable[[Log, Rules], Found]:
     """The rule that each value of `keys` fits; `words`: what it should be."""
-    return on_each(lambda event, rules: "" if fits(event.value) else f"{event.key} is {event.value!r}, not {words}", *keys)
+    return on_each(
+        lambda event, rules: (
+            "" if fits(event.value) else f"{event.key} is {event.value!r}, not {words}"
+        ),
+        *keys,
+    )
 
 
 def wrong_status(log: Log, rules: Rules) -> Found:
@@ -177,7 +210,10 @@ def wrong_status(log: Log, rules: Rules) -> Found:
     reached = any(reaches(event, rules) for event in log.all("eval_accuracy"))
     status = stop.metadata.get("status")
     if (status == "success") != reached or status not in ("success", "aborted"):
-        yield stop.line, f"status is {status!r}, but the target of {rules.target_loss} was {'' if reached else 'not '}reached"
+        yield (
+            stop.line,
+            f"status is {status!r}, but the target of {rules.target_loss} was {'' if reached else 'not '}reached",
+        )
 
 
 def after_target(log: Log, rules: Rules) -> Found:
@@ -186,7 +222,10 @@ def after_target(log: Log, rules: Rules) -> Found:
         return
     for event in log.all("eval_accuracy"):
         if event.line > reached.line and event.samples != reached.samples:
-            yield event.line, f"one more evaluation after line {reached.line} had reached the target"
+            yield (
+                event.line,
+                f"one more evaluation after line {reached.line} had reached the target",
+            )
             return
 
 
@@ -208,7 +247,11 @@ def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Fou
     """Yield each value of `key` that is not `wanted`. 1 and 1.0 are the same, True and 1 are not."""
     for event in log.all(key):
         value = event.value
-        same = value == wanted and isinstance(value, str) == isinstance(wanted, str) and not isinstance(value, bool)
+        same = (
+            value == wanted
+            and isinstance(value, str) == isinstance(wanted, str)
+            and not isinstance(value, bool)
+        )
         if not same:
             yield event.line, f"{key} is {value!r}, the {rules.division} division fixes {wanted!r}"
 
@@ -221,20 +264,30 @@ def wrong_end_learning_rate(log: Log, rules: Rules) -> Found:
     if wanted is None:
         return
     if not (is_number(end.value) and math.isclose(end.value, wanted, rel_tol=1e-9)):
-        yield end.line, f"opt_end_learning_rate is {end.value!r}, not {wanted:g} for a base learning rate of {base}"
+        yield (
+            end.line,
+            f"opt_end_learning_rate is {end.value!r}, not {wanted:g} for a base learning rate of {base}",
+        )
 
 
 def unlike_reference(log: Log, rules: Rules) -> Found:
     batch, rate = log.value("global_batch_size"), log.first("opt_base_learning_rate")
     wanted = rules.reference_learning_rates.get(batch) if is_positive_int(batch) else None
     if rate and wanted and is_number(rate.value) and rate.value != wanted:
-        yield rate.line, f"base learning rate {rate.value!r}; the reference converged with {wanted:g} at a global batch of {batch}"
+        yield (
+            rate.line,
+            f"base learning rate {rate.value!r}; the reference converged with {wanted:g} at a global batch of {batch}",
+        )
 
 
 def cache_kept(event: Event, rules: Rules) -> str:
     """A miniature may say so honestly: dropping the cache needs root."""
     kept = event.value is False and rules.division == "closed"
-    return "cache_clear is false: allowed only if the system was restarted before the run" if kept else ""
+    return (
+        "cache_clear is false: allowed only if the system was restarted before the run"
+        if kept
+        else ""
+    )
 
 
 def partly_disclosed(log: Log, rules: Rules) -> Found:
@@ -243,9 +296,15 @@ def partly_disclosed(log: Log, rules: Rules) -> Found:
     alike = {key: difflib.get_close_matches(key, others, n=1, cutoff=0.8) for key in missing}
     for key, names in alike.items():
         if names:
-            yield log.all(names[0])[0].line, f"{names[0]} is no key of 6.1.0; {key} is missing and may be meant"
+            yield (
+                log.all(names[0])[0].line,
+                f"{names[0]} is no key of 6.1.0; {key} is missing and may be meant",
+            )
     if 0 < len(missing) < len(DISCLOSURE_KEYS):
-        yield 0, f"{len(missing)} of the nine disclosure keys are missing; 6.1.0 requires {', '.join(missing)} as well"
+        yield (
+            0,
+            f"{len(missing)} of the nine disclosure keys are missing; 6.1.0 requires {', '.join(missing)} as well",
+        )
 
 
 # Seeds, and what the RCP checker misreads.
@@ -268,7 +327,11 @@ def many_seeds(log: Log, rules: Rules) -> Found:
 
 def two_on_a_line(event: Event, rules: Rules) -> str:
     twice = TOKEN in event.prefix
-    return f"two records on one line: the official parser sees the second one only, {event.key}" if twice else ""
+    return (
+        f"two records on one line: the official parser sees the second one only, {event.key}"
+        if twice
+        else ""
+    )
 
 
 def misread(event: Event, rules: Rules) -> str:
@@ -309,26 +372,79 @@ def not_finite(event: Event, rules: Rules) -> str:
 
 HYPERPARAMETERS = "TR Hyperparameters (no tool tests it)"
 RULES = (
-    Rule("eval_interval", wrong_interval, "TR Quality measure (the checker takes any interval)", WARNING_OF_OTHERS),
-    Rule("samples_count", counted_short, "TR RCP Rules: training samples until convergence", WARNING_OF_OTHERS),
+    Rule(
+        "eval_interval",
+        wrong_interval,
+        "TR Quality measure (the checker takes any interval)",
+        WARNING_OF_OTHERS,
+    ),
+    Rule(
+        "samples_count",
+        counted_short,
+        "TR RCP Rules: training samples until convergence",
+        WARNING_OF_OTHERS,
+    ),
     Rule("count", on_each(uncounted, "eval_accuracy"), "CC closed_*.yaml; RCP rcp_checker.py"),
     Rule(
         "eval_value",
-        unfit(lambda loss: is_positive(loss) or _is_not_finite(loss), "a positive number", "eval_accuracy"),
+        unfit(
+            lambda loss: is_positive(loss) or _is_not_finite(loss),
+            "a positive number",
+            "eval_accuracy",
+        ),
         "CC eval_accuracy",
     ),
-    Rule("finite", on_each(not_finite), "OWN; the compliance checker ignores NaN if another evaluation passes", WARNING_OF_OTHERS),
-    Rule("status", wrong_status, "TR Run Results; RCP counts a run without success as one that did not converge"),
-    Rule("after_target", after_target, "TR Run Results: a run may stop at the target", WARNING_OF_OTHERS),
+    Rule(
+        "finite",
+        on_each(not_finite),
+        "OWN; the compliance checker ignores NaN if another evaluation passes",
+        WARNING_OF_OTHERS,
+    ),
+    Rule(
+        "status",
+        wrong_status,
+        "TR Run Results; RCP counts a run without success as one that did not converge",
+    ),
+    Rule(
+        "after_target",
+        after_target,
+        "TR Run Results: a run may stop at the target",
+        WARNING_OF_OTHERS,
+    ),
     Rule("constant", other_constants, "TR Hyperparameters; REF"),
     Rule("end_learning_rate", wrong_end_learning_rate, HYPERPARAMETERS),
-    Rule("learning_rate", unlike_reference, "RCP Hyperparams (the rate is free: TR Hyperparameters)", NOTE),
-    Rule("batch", unfit(is_positive_int, "a whole number from 1: there is no reference", "global_batch_size"), "RCP rcp_checker.py"),
-    Rule("cache_clear", on_each(cache_kept, "cache_clear"), "TR Data State: unless the system was restarted", WARNING_OF_OTHERS),
+    Rule(
+        "learning_rate",
+        unlike_reference,
+        "RCP Hyperparams (the rate is free: TR Hyperparameters)",
+        NOTE,
+    ),
+    Rule(
+        "batch",
+        unfit(is_positive_int, "a whole number from 1: there is no reference", "global_batch_size"),
+        "RCP rcp_checker.py",
+    ),
+    Rule(
+        "cache_clear",
+        on_each(cache_kept, "cache_clear"),
+        "TR Data State: unless the system was restarted",
+        WARNING_OF_OTHERS,
+    ),
     Rule("disclosure", partly_disclosed, "CC training_6.1.0/common.yaml", WARNING),
     Rule("seed", no_seed, "SEED; TR Random numbers"),
-    Rule("odd_seed", unfit(_is_plain_seed, "a whole number of 32 bits", "seed"), "SEED (converts it with int())", WARNING_OF_OTHERS),
+    Rule(
+        "odd_seed",
+        unfit(_is_plain_seed, "a whole number of 32 bits", "seed"),
+        "SEED (converts it with int())",
+        WARNING_OF_OTHERS,
+    ),
     Rule("many_seeds", many_seeds, "SEED (a warning there)", WARNING_OF_OTHERS),
-    Rule("line_format", on_each(two_on_a_line), "CC mlp_parser/ruleset_610.py", WARNING_OF_OTHERS, one_cause=True),
+    Rule(
+        "line_format",
+        on_each(two_on_a_line),
+        "CC mlp_parser/ruleset_610.py",
+        WARNING_OF_OTHERS,
+        one_cause=True,
+    ),
     Rule("reserved_word", on_each(misread), "RCP rcp_checker.py"),
 )

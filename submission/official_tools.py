@@ -45,7 +45,9 @@ BAD_LINE = re.compile(
 class Verdict:
     rules: str  # a ruleset such as 6.1.0, or miniature
     passed: bool
-    complaints: tuple[Finding, ...] = ()  # of rule missing, repeated, value, target, line_format or broke_off
+    complaints: tuple[
+        Finding, ...
+    ] = ()  # of rule missing, repeated, value, target, line_format or broke_off
 
     @property
     def messages(self) -> tuple[str, ...]:
@@ -75,7 +77,9 @@ def miniature_template(benchmark: str) -> string.Template:
 def miniature_rules(benchmark: str) -> str:
     """Return the rule file of the miniature, the fields of its Rules filled in under their own names."""
     rules = benchmarks.divisions(benchmark)["miniature"]
-    return miniature_template(benchmark).substitute(vars(rules), benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000)
+    return miniature_template(benchmark).substitute(
+        vars(rules), benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000
+    )
 
 
 def checker_version() -> str:
@@ -84,7 +88,11 @@ def checker_version() -> str:
         why = f"{sys.executable} has no mlperf-logging"
         raise PreflightError("the official compliance checker is not installed", why, INSTALL)
     if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < OLDEST_CHECKER:
-        raise PreflightError(f"mlperf-logging {version} is too old", "it lets logs pass that lack the keys of 6.1.0", INSTALL)
+        raise PreflightError(
+            f"mlperf-logging {version} is too old",
+            "it lets logs pass that lack the keys of 6.1.0",
+            INSTALL,
+        )
     return version
 
 
@@ -97,15 +105,38 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
     try:
         with silent():
             passed = mlp_compliance.main(str(path), config, checker)[0]
-    except Exception as error:  # whatever it is, the checker gave no verdict; the package checker would end here
+    except (
+        Exception
+    ) as error:  # whatever it is, the checker gave no verdict; the package checker would end here
         why = f"{type(error).__name__} {str(error)[:200]}".strip()
-        return Verdict(rules, False, (Finding(0, "broke_off", f"the checker broke off without a verdict: {why}", "CC mlp_compliance.py"),))
+        return Verdict(
+            rules,
+            False,
+            (
+                Finding(
+                    0,
+                    "broke_off",
+                    f"the checker broke off without a verdict: {why}",
+                    "CC mlp_compliance.py",
+                ),
+            ),
+        )
     finally:
         mlp_compliance.enqueued_configs.clear()  # a crash leaves rule files for the next log there
-    texts = [(key, text, ERROR) for key, text in (*checker.overwritable.items(), *((None, text) for text in checker.not_overwritable))]
+    texts = [
+        (key, text, ERROR)
+        for key, text in (
+            *checker.overwritable.items(),
+            *((None, text) for text in checker.not_overwritable),
+        )
+    ]
     texts += [(key, text, WARNING) for key, text in checker.warnings.items()]
     log = log or (read(path) if texts else Log())
-    return Verdict(rules, passed, tuple(complaint for text in texts for complaint in _complaints(log, rules, *text)))
+    return Verdict(
+        rules,
+        passed,
+        tuple(complaint for text in texts for complaint in _complaints(log, rules, *text)),
+    )
 
 
 @contextmanager
@@ -121,10 +152,16 @@ def silent() -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def _complaints(log: Log, rules: str, key: str | None, text: str, severity: str) -> Iterator[Finding]:
+def _complaints(
+    log: Log, rules: str, key: str | None, text: str, severity: str
+) -> Iterator[Finding]:
     first = text.splitlines()[0]
     quoted = re.search(r"'(\w+)'", first)
-    source = _source(rules, str(log.value("submission_benchmark")), key or (quoted[1] if quoted else "eval_accuracy"))
+    source = _source(
+        rules,
+        str(log.value("submission_benchmark")),
+        key or (quoted[1] if quoted else "eval_accuracy"),
+    )
     events = log.all(key or "")
     if text.startswith("Log lines had parsing errors"):
         for bad in log.bad:
@@ -132,16 +169,31 @@ def _complaints(log: Log, rules: str, key: str | None, text: str, severity: str)
                 yield Finding(bad.line, "line_format", bad.reason, "CC mlp_parser/ruleset_610.py")
     elif text.startswith("Required "):
         rule, line = ("repeated", events[1].line) if len(events) > 1 else ("missing", 0)
-        yield Finding(line, rule, f"{key} is missing" if key and not events else first, source, severity)
+        yield Finding(
+            line, rule, f"{key} is missing" if key and not events else first, source, severity
+        )
     elif text.startswith("Failed checks for"):
         last = log.all("eval_accuracy")[-1:]
-        yield Finding(last[0].line if last else 0, "target", f"no evaluation reached the target: {first}", source)
+        yield Finding(
+            last[0].line if last else 0,
+            "target",
+            f"no evaluation reached the target: {first}",
+            source,
+        )
     else:
         # The checker counts its own lines, from 0; the record that it quotes is the one of that time.
         times = _times(text)
-        event = next((event for event in events if event.time_ms in times), events[0] if events else None)
-        test = re.search(r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE)
-        message = f"{key} is {_shown(event)}, the rule is: {(test[1] or test[2] or '').strip()}" if test and event else first
+        event = next(
+            (event for event in events if event.time_ms in times), events[0] if events else None
+        )
+        test = re.search(
+            r"^(?:failed test: (.*)|Failed executing CHECK code:\n(.*))$", text, re.MULTILINE
+        )
+        message = (
+            f"{key} is {_shown(event)}, the rule is: {(test[1] or test[2] or '').strip()}"
+            if test and event
+            else first
+        )
         yield Finding(event.line if event else 0, "value", message, source, severity)
 
 
@@ -152,7 +204,9 @@ def _times(text: str) -> set[float]:
 
 
 def _shown(event: Event) -> str:
-    metadata = {name: value for name, value in event.metadata.items() if name not in ("file", "lineno")}
+    metadata = {
+        name: value for name, value in event.metadata.items() if name not in ("file", "lineno")
+    }
     return json.dumps(event.value)[:80] + (f" with {json.dumps(metadata)[:80]}" if metadata else "")
 
 
@@ -164,7 +218,10 @@ def _source(rules: str, benchmark: str, key: str) -> str:
     from mlperf_logging import compliance_checker
 
     folder = Path(compliance_checker.__file__).parent / f"training_{rules}"
-    files = [folder / f"{name}.yaml" for name in ("common", "closed_common", f"closed_{Path(benchmark).name}")]
+    files = [
+        folder / f"{name}.yaml"
+        for name in ("common", "closed_common", f"closed_{Path(benchmark).name}")
+    ]
     entry = re.compile(rf"NAME:\s*{re.escape(key)}\s*$", re.MULTILINE)
     naming = [file.name for file in files if file.is_file() and entry.search(file.read_text())]
     return f"CC training_{rules}/{naming[-1] if naming else 'common.yaml'}"
@@ -181,7 +238,9 @@ class Answer:
     passed: bool
     complaints: tuple[str, ...]
     text: str  # all that it printed
-    verdicts: dict[tuple[str, str], str] = field(default_factory=dict)  # passed, or the first complaint; of the package checker
+    verdicts: dict[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # passed, or the first complaint; of the package checker
     scores: dict[tuple[str, str], float] = field(default_factory=dict)  # minutes; of the summarizer
 
 
@@ -200,10 +259,19 @@ def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
     text = run_tool("package_checker", str(org_dir.resolve()), "training", ruleset)
     parts, verdicts = re.split(r"Running compliance checks in dir (.+)\n", text), {}
     for folder, said in zip(parts[1::2], parts[2::2], strict=True):
-        bad = [line.strip() for line in said.splitlines() if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)]
+        bad = [
+            line.strip()
+            for line in said.splitlines()
+            if re.search(r"^ERROR\b|Traceback|^\w*Error\b", line)
+        ]
         passed = not bad and "RCP Test Passed" in said
-        verdicts[Path(folder).parent.name, Path(folder).name] = "passed" if passed else (bad or ["no RCP test"])[0][:60]
-    passed = "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text and list(verdicts.values()) == ["passed"] * sets
+        verdicts[Path(folder).parent.name, Path(folder).name] = (
+            "passed" if passed else (bad or ["no RCP test"])[0][:60]
+        )
+    passed = (
+        "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text
+        and list(verdicts.values()) == ["passed"] * sets
+    )
     passed = passed and text.count("accepting this under olympic scoring") == missed
     return replace(_answer("package_checker", text, passed), verdicts=verdicts)
 
@@ -212,11 +280,24 @@ def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
     """The score of each result set, with the RCP factor if the package checker ran before (it writes the factor that this one reads)."""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "summary.csv")
-        text = run_tool("result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table))
+        text = run_tool(
+            "result_summarizer", str(org_dir.resolve()), "training", ruleset, "--csv", str(table)
+        )
         rows = list(csv.DictReader(table.open())) if table.is_file() else []
-    found = {(Path(row["details_url"]).stem, name): float(row[name]) for row in rows for name in benchmarks.names() if row.get(name)}
-    forgiven = text.count("Dropping non-converged run(s)") == missed == text.count("Compliance check failed in")
-    return replace(_answer("result_summarizer", text, len(found) == sets and forgiven, missed), scores=found)
+    found = {
+        (Path(row["details_url"]).stem, name): float(row[name])
+        for row in rows
+        for name in benchmarks.names()
+        if row.get(name)
+    }
+    forgiven = (
+        text.count("Dropping non-converged run(s)")
+        == missed
+        == text.count("Compliance check failed in")
+    )
+    return replace(
+        _answer("result_summarizer", text, len(found) == sets and forgiven, missed), scores=found
+    )
 
 
 def repository(org_dir: Path, ruleset: str) -> Answer:
@@ -227,7 +308,11 @@ def repository(org_dir: Path, ruleset: str) -> Answer:
 def _answer(tool: str, text: str, said_success: bool, forgiven: int = 0) -> Answer:
     bad = [line.strip() for line in text.splitlines() if BAD_LINE.search(line)]
     passed = said_success and len(bad) <= forgiven
-    complaints = tuple(bad) if bad or passed else (f"{tool} did not say that all is well; its last words: {text.strip()[-300:]!r}",)
+    complaints = (
+        tuple(bad)
+        if bad or passed
+        else (f"{tool} did not say that all is well; its last words: {text.strip()[-300:]!r}",)
+    )
     return Answer(tool, passed, () if passed else complaints, text)
 
 
@@ -236,4 +321,6 @@ def run_tool(tool: str, *arguments: str) -> str:
     checker_version()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", f"mlperf_logging.{tool}", *arguments]
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder).stdout
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
+        ).stdout

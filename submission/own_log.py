@@ -29,14 +29,26 @@ from submission.log_rules import (
     unlike,
 )
 
-CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")  # MI355X_1x8.toml; launch/select_config.py adds +derived, ...
+CONFIG_NAME = re.compile(
+    r"\w+_\d+x\d+(\+[a-z]+)*\.toml"
+)  # MI355X_1x8.toml; launch/select_config.py adds +derived, ...
 CHANGED = ("+derived", "+modified", "+forced")
-SMALL_SEED = 2**15  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only
-WELL_KNOWN_SEEDS = frozenset({123456, 1234567, 12345678, 123456789, 1234567890, 2**31 - 1, 2**32 - 1, 0xDEADBEEF, 0xCAFEBABE})
+SMALL_SEED = (
+    2**15
+)  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only
+WELL_KNOWN_SEEDS = frozenset(
+    {123456, 1234567, 12345678, 123456789, 1234567890, 2**31 - 1, 2**32 - 1, 0xDEADBEEF, 0xCAFEBABE}
+)
 STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
 
-SUBMISSION_KEYS = tuple(f"submission_{part}" for part in ("benchmark", "org", "division", "status", "platform"))
-EVENT_TYPES = {f"{name}_{end}": kind for name in ("init", "run", "block", "eval") for end, kind in (("start", START), ("stop", END))}
+SUBMISSION_KEYS = tuple(
+    f"submission_{part}" for part in ("benchmark", "org", "division", "status", "platform")
+)
+EVENT_TYPES = {
+    f"{name}_{end}": kind
+    for name in ("init", "run", "block", "eval")
+    for end, kind in (("start", START), ("stop", END))
+}
 CLOCK_KEYS = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
 # Where the run stands -> key -> where it stands then. What is not here is out of order.
@@ -54,14 +66,20 @@ TRANSITIONS = {
 
 def is_ours(log: Log) -> bool:
     name = log.value("config_filename")
-    return log.value("submission_division") == "miniature" or (isinstance(name, str) and CONFIG_NAME.fullmatch(name) is not None)
+    return log.value("submission_division") == "miniature" or (
+        isinstance(name, str) and CONFIG_NAME.fullmatch(name) is not None
+    )
 
 
 @cache
 def init_keys(benchmark: str) -> tuple[str, ...]:
     """What a log of ours says once, during initialization: the keys of the miniature's rule file, and two that no checker demands."""
     demanded = re.findall(r"NAME: (\w+)", official_tools.miniature_template(benchmark).template)
-    return (*(key for key in demanded if key not in (*CLOCK_KEYS, *EVENT_TYPES, "eval_accuracy")), "seed", "submission_status")
+    return (
+        *(key for key in demanded if key not in (*CLOCK_KEYS, *EVENT_TYPES, "eval_accuracy")),
+        "seed",
+        "submission_status",
+    )
 
 
 def not_once(log: Log, rules: Rules) -> Found:
@@ -74,12 +92,20 @@ def not_once(log: Log, rules: Rules) -> Found:
 
 
 def prefixed(event: Event, rules: Rules) -> str:
-    return f"{event.prefix[:40]!r} before the token" if event.prefix and TOKEN not in event.prefix else ""
+    return (
+        f"{event.prefix[:40]!r} before the token"
+        if event.prefix and TOKEN not in event.prefix
+        else ""
+    )
 
 
 def wrong_event_type(event: Event, rules: Rules) -> str:
     wanted = EVENT_TYPES.get(event.key, POINT)
-    return f"{event.key} is logged as {event.event_type!r}, not {wanted}" if event.event_type != wanted else ""
+    return (
+        f"{event.key} is logged as {event.event_type!r}, not {wanted}"
+        if event.event_type != wanted
+        else ""
+    )
 
 
 def out_of_order(log: Log, rules: Rules) -> Found:
@@ -101,7 +127,10 @@ def out_of_order(log: Log, rules: Rules) -> Found:
 def back_in_time(log: Log, rules: Rules) -> Found:
     for before, event in zip(log.events, log.events[1:], strict=False):
         if event.time_ms < before.time_ms:
-            yield event.line, f"{event.key} is {before.time_ms - event.time_ms} ms before the line above"
+            yield (
+                event.line,
+                f"{event.key} is {before.time_ms - event.time_ms} ms before the line above",
+            )
 
 
 def wrong_samples(log: Log, rules: Rules) -> Found:
@@ -113,7 +142,10 @@ def wrong_samples(log: Log, rules: Rules) -> Found:
             yield event.line, f"{event.key} has samples_count {samples!r}"
             continue
         if is_positive_int(batch) and samples % batch:
-            yield event.line, f"{event.key} at {samples}, which is no multiple of the global batch of {batch}"
+            yield (
+                event.line,
+                f"{event.key} at {samples}, which is no multiple of the global batch of {batch}",
+            )
         if samples < last or (samples > last and event.key != "block_stop"):
             yield event.line, f"{event.key} at {samples}, but training stands at {last}"
         last = samples
@@ -124,8 +156,14 @@ def resumed(event: Event, rules: Rules) -> str:
 
 
 def chosen_seed(event: Event, rules: Rules) -> str:
-    chosen = type(event.value) is int and (0 <= event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS)
-    return f"seed {event.value} looks chosen, or drawn from 15 bits; the system's randomness gives 32" if chosen else ""
+    chosen = type(event.value) is int and (
+        0 <= event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS
+    )
+    return (
+        f"seed {event.value} looks chosen, or drawn from 15 bits; the system's randomness gives 32"
+        if chosen
+        else ""
+    )
 
 
 def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
@@ -138,15 +176,23 @@ def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
             return
         name = str(event.value)
         if any(mark in name for mark in CHANGED):
-            yield event.line, f"config_filename is {name!r}: derived, changed with --set, or forced onto another GPU"
-        elif project_root and (Path(name).name != name or not (project_root / folder / name).is_file()):
+            yield (
+                event.line,
+                f"config_filename is {name!r}: derived, changed with --set, or forced onto another GPU",
+            )
+        elif project_root and (
+            Path(name).name != name or not (project_root / folder / name).is_file()
+        ):
             yield event.line, f"config_filename is {name!r}, which is no file in {folder}/"
 
     return (*OWN_RULES, Rule("config_filename", wrong_config, "OWN; TR mandatory disclosure (6.1)"))
 
 
 def wrong_batch(log: Log, rules: Rules) -> Found:
-    batch, steps, size = (log.value(key) for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size"))
+    batch, steps, size = (
+        log.value(key)
+        for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size")
+    )
     if all(map(is_positive_int, (batch, steps, size))) and batch % (steps * size):
         message = f"global batch {batch} is no multiple of gradient_accumulation_steps {steps} x micro_batch_size {size}"
         yield log.all("global_batch_size")[0].line, message
@@ -165,19 +211,61 @@ def own_constants(log: Log, rules: Rules) -> Found:
 TR_HYPERPARAMETERS = "OWN; TR Hyperparameters"
 OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
-    Rule("line_format", on_each(prefixed), "OWN (the official parser strips it)", WARNING, one_cause=True),
+    Rule(
+        "line_format",
+        on_each(prefixed),
+        "OWN (the official parser strips it)",
+        WARNING,
+        one_cause=True,
+    ),
     Rule("event_type", on_each(wrong_event_type), "OWN (no checker reads it)", one_cause=True),
-    Rule("submission", unfit(lambda value: isinstance(value, str) and value.strip(), "a text", *SUBMISSION_KEYS), "OWN; CC common.yaml"),
-    Rule("submission", unfit(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"), "OWN; CC common.yaml"),
+    Rule(
+        "submission",
+        unfit(lambda value: isinstance(value, str) and value.strip(), "a text", *SUBMISSION_KEYS),
+        "OWN; CC common.yaml",
+    ),
+    Rule(
+        "submission",
+        unfit(STATUS_WORDS.__contains__, f"one of {' '.join(STATUS_WORDS)}", "submission_status"),
+        "OWN; CC common.yaml",
+    ),
     Rule("order", out_of_order, "OWN; TR Run Results", one_cause=True),
     Rule("time", back_in_time, "OWN", one_cause=True),
     Rule("samples_count", wrong_samples, "OWN; TR RCP Rules", one_cause=True),
-    Rule("resumed", on_each(resumed, "resumed"), "TR Run Results: a run is timed from run_start to run_stop", WARNING),
-    Rule("chosen_seed", on_each(chosen_seed, "seed"), "TR Random numbers (a constant seed is not allowed)", WARNING),
-    Rule("batch", unfit(is_positive_int, "a whole number from 1", "gradient_accumulation_steps", "train_samples"), "OWN"),
+    Rule(
+        "resumed",
+        on_each(resumed, "resumed"),
+        "TR Run Results: a run is timed from run_start to run_stop",
+        WARNING,
+    ),
+    Rule(
+        "chosen_seed",
+        on_each(chosen_seed, "seed"),
+        "TR Random numbers (a constant seed is not allowed)",
+        WARNING,
+    ),
+    Rule(
+        "batch",
+        unfit(
+            is_positive_int, "a whole number from 1", "gradient_accumulation_steps", "train_samples"
+        ),
+        "OWN",
+    ),
     Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),
-    Rule("schedule", unfit(is_positive, "a positive number", "opt_base_learning_rate"), TR_HYPERPARAMETERS),
-    Rule("schedule", unfit(is_positive_int, "a whole number from 1", "opt_learning_rate_training_steps"), TR_HYPERPARAMETERS),
-    Rule("schedule", unfit(is_share, "a share of the steps", "opt_learning_rate_warmup_factor"), TR_HYPERPARAMETERS),
+    Rule(
+        "schedule",
+        unfit(is_positive, "a positive number", "opt_base_learning_rate"),
+        TR_HYPERPARAMETERS,
+    ),
+    Rule(
+        "schedule",
+        unfit(is_positive_int, "a whole number from 1", "opt_learning_rate_training_steps"),
+        TR_HYPERPARAMETERS,
+    ),
+    Rule(
+        "schedule",
+        unfit(is_share, "a share of the steps", "opt_learning_rate_warmup_factor"),
+        TR_HYPERPARAMETERS,
+    ),
     Rule("constant", own_constants, TR_HYPERPARAMETERS),
 )

@@ -32,8 +32,22 @@ from submission.log_rules import Finding
 from submission.runs import LOST, Run
 from submission.series import TenRuns, read_series, ten_runs, windows
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")  # of organisation, system and implementation: they become directories
-PLACEHOLDERS = ("unnamed", "org", "yourorg", "your_org", "myorg", "example", "test", "todo", "none", "organisation", "organization")
+NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_.+-]*"
+)  # of organisation, system and implementation: they become directories
+PLACEHOLDERS = (
+    "unnamed",
+    "org",
+    "yourorg",
+    "your_org",
+    "myorg",
+    "example",
+    "test",
+    "todo",
+    "none",
+    "organisation",
+    "organization",
+)
 COMMIT = re.compile("[0-9a-f]{40}")
 SAME = ("commit", "python", "packages", "gpus", "driver")  # of versions.json, within a window
 SIZE_LIMIT = 50 * 2**20  # bytes; the repo checker's
@@ -73,19 +87,49 @@ def parser(benchmark: str = "") -> Parser:
         "Make a submission out of series of ten runs.",
         ["package --benchmark llama31_8b=results --system H200_1x8.json --out submission --org Us"],
     )
-    parser.add_argument("--benchmark", action="append", required=True, metavar="B=DIR", help="LOGDIR, or LOGDIR/<benchmark>, of its series")
-    parser.add_argument("--system", type=Path, required=True, metavar="FILE.json", help="made by ./run_and_time.sh describe")
+    parser.add_argument(
+        "--benchmark",
+        action="append",
+        required=True,
+        metavar="B=DIR",
+        help="LOGDIR, or LOGDIR/<benchmark>, of its series",
+    )
+    parser.add_argument(
+        "--system",
+        type=Path,
+        required=True,
+        metavar="FILE.json",
+        help="made by ./run_and_time.sh describe",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
-    parser.add_argument("--org", required=True, help="as in the logs (MLPERF_SUBMISSION_ORG) and in the system's submitter")
-    parser.add_argument("--ruleset", choices=official_tools.CLOSED_RULESETS, default=Request.ruleset, help="default: the newest")
-    parser.add_argument("--implementation", default=Request.implementation, metavar="NAME", help="of its directory")
-    parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger; the beginning of its id is enough")
+    parser.add_argument(
+        "--org",
+        required=True,
+        help="as in the logs (MLPERF_SUBMISSION_ORG) and in the system's submitter",
+    )
+    parser.add_argument(
+        "--ruleset",
+        choices=official_tools.CLOSED_RULESETS,
+        default=Request.ruleset,
+        help="default: the newest",
+    )
+    parser.add_argument(
+        "--implementation", default=Request.implementation, metavar="NAME", help="of its directory"
+    )
+    parser.add_argument(
+        "--series",
+        default="",
+        metavar="ID",
+        help="which series of the ledger; the beginning of its id is enough",
+    )
     return parser
 
 
 def _request(options: argparse.Namespace) -> Request:
     sources = terminal.pairs("--benchmark", options.benchmark, benchmarks.names())
-    return Request(sources, **{name: value for name, value in vars(options).items() if name != "benchmark"})
+    return Request(
+        sources, **{name: value for name, value in vars(options).items() if name != "benchmark"}
+    )
 
 
 def package(request: Request) -> int:
@@ -96,7 +140,9 @@ def package(request: Request) -> int:
     chosen = {name: _chosen(request, name, description) for name in request.sources}
     try:
         request.out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{request.out.name}-", dir=request.out.parent) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix=f".{request.out.name}-", dir=request.out.parent
+        ) as folder:
             partial = Path(folder, "partial")
             _build(partial / request.org, request, chosen)
             offences = forbidden(partial / request.org)
@@ -104,7 +150,9 @@ def package(request: Request) -> int:
             _demand(not offences, what, "see there", "remove them")
             partial.rename(request.out)
     except OSError as error:
-        raise StorageError(f"cannot write {request.out}", str(error), "free space, or choose another --out") from error
+        raise StorageError(
+            f"cannot write {request.out}", str(error), "free space, or choose another --out"
+        ) from error
     return judge(request, sum(not run.converged for ten in chosen.values() for run in ten.runs))
 
 
@@ -117,15 +165,29 @@ def _demand(holds: bool, what: str, why: str, do: str) -> None:
 
 
 def _check_names(request: Request) -> None:
-    for flag, name in (("--org", request.org), ("--system", request.system.stem), ("--implementation", request.implementation)):
+    for flag, name in (
+        ("--org", request.org),
+        ("--system", request.system.stem),
+        ("--implementation", request.implementation),
+    ):
         if not NAME.fullmatch(name):
             why = "it becomes a directory: letters, digits and _ . + - only, no blank, no dot in front"
-            raise ConfigError(f"{flag}: {name!r} cannot be a name in a submission", why, "choose another name")
+            raise ConfigError(
+                f"{flag}: {name!r} cannot be a name in a submission", why, "choose another name"
+            )
     if request.org.lower() in PLACEHOLDERS or "placeholder" in request.org.lower():
         why = "it stands for an organisation that nobody has named"
-        raise ConfigError(f"--org {request.org}", why, "name yours; the runs must have had it as MLPERF_SUBMISSION_ORG")
+        raise ConfigError(
+            f"--org {request.org}",
+            why,
+            "name yours; the runs must have had it as MLPERF_SUBMISSION_ORG",
+        )
     if request.out.exists() or request.out.is_symlink():
-        raise ConfigError(f"--out {request.out} exists", "nothing is overwritten", "choose another name, or remove it")
+        raise ConfigError(
+            f"--out {request.out} exists",
+            "nothing is overwritten",
+            "choose another name, or remove it",
+        )
 
 
 def _check_description(request: Request, description: dict) -> None:
@@ -133,24 +195,44 @@ def _check_description(request: Request, description: dict) -> None:
     do = f"complete it: ./run_and_time.sh describe --out {request.system} ..."
     _demand(not problems, f"{request.system} cannot be submitted", "; ".join(problems), do)
     what = f"{request.system}: submitter is {description['submitter']!r}, --org is {request.org!r}"
-    _demand(description["submitter"] == request.org, what, "reviewers find the code by the submitter's name", "make them equal")
+    _demand(
+        description["submitter"] == request.org,
+        what,
+        "reviewers find the code by the submitter's name",
+        "make them equal",
+    )
 
 
 def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
     """The ten runs of `benchmark` that are submitted; everything about them that can be wrong has been looked at."""
     source = Path(request.sources[benchmark])
-    folder = source if (source / ledger.NAME).is_file() else source / benchmark  # LOGDIR may name it
+    folder = (
+        source if (source / ledger.NAME).is_file() else source / benchmark
+    )  # LOGDIR may name it
     if not (folder / ledger.NAME).is_file():
-        raise ConfigError(f"{source}: no series of {benchmark}", f"there is no {ledger.NAME} in it", "name the LOGDIR of the series")
+        raise ConfigError(
+            f"{source}: no series of {benchmark}",
+            f"there is no {ledger.NAME} in it",
+            "name the LOGDIR of the series",
+        )
     series = read_series([folder], request.series)
     for run in series.runs:
         _refuse_what_was_never_meant(run, benchmark)
     chosen = ten_runs(series)
-    _demand(not chosen.invalid, f"{series.name} cannot be submitted", chosen.invalid, "run more: NEXP with --resume, or a new series")
+    _demand(
+        not chosen.invalid,
+        f"{series.name} cannot be submitted",
+        chosen.invalid,
+        "run more: NEXP with --resume, or a new series",
+    )
     count = sum(not window.invalid for window in windows(series))
-    attempts = f"attempts {chosen.runs[0].number} to {chosen.runs[-1].number}: {chosen.rank:.4f} min"
+    attempts = (
+        f"attempts {chosen.runs[0].number} to {chosen.runs[-1].number}: {chosen.rank:.4f} min"
+    )
     attempts += "" if chosen.passed else ", fails the RCP test"
-    print(f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; median: {attempts}")
+    print(
+        f"{benchmark}: {series.name}, {len(series.runs)} attempts, windows of ten: {count}; median: {attempts}"
+    )
     for run in series.runs:
         print(f"  {'*' if run in chosen.runs else ' '} {run.describe()}")
     _check_seeds(series.runs)
@@ -167,25 +249,49 @@ def _chosen(request: Request, benchmark: str, description: dict) -> TenRuns:
 def _refuse_what_was_never_meant(run: Run, benchmark: str) -> None:
     division, logged = run.log.value("submission_division"), run.log.value("submission_benchmark")
     given = f"it was given as one of {benchmark}"
-    _demand(logged in (None, benchmark), f"{run.path} is a log of {logged}", given, "correct --benchmark")
+    _demand(
+        logged in (None, benchmark),
+        f"{run.path} is a log of {logged}",
+        given,
+        "correct --benchmark",
+    )
     toy = "a toy with its own target is no benchmark result"
     _demand(division != "miniature", f"{run.folder} is a miniature", toy, "run the benchmark")
-    half, do = "it is timed from its first step to its last, in one sitting", "run it without --continue"
-    _demand(run.log.value("resumed") is None, f"{run.folder} went on from a checkpoint of another run", half, do)
+    half, do = (
+        "it is timed from its first step to its last, in one sitting",
+        "run it without --continue",
+    )
+    _demand(
+        run.log.value("resumed") is None,
+        f"{run.folder} went on from a checkpoint of another run",
+        half,
+        do,
+    )
     emulated = run.log.value(EMULATED)
     why = "its products computed what another number format gives, in bf16 or FP8: research, no result of that format"
-    _demand(emulated is None, f"{run.folder} emulated {emulated}", why, 'run a series with linear = "fp8"')
+    _demand(
+        emulated is None,
+        f"{run.folder} emulated {emulated}",
+        why,
+        'run a series with linear = "fp8"',
+    )
     name = str(run.log.value("config_filename") or run.start.get("config", ""))
     why = "it did not run with a config of the repository as it stands (--set, or a config forced onto another GPU)"
     do = "write a config for it, commit it, and run the series with that"
-    _demand("+" not in name and not run.start.get("modified"), f"{run.folder} ran with {name}", why, do)
+    _demand(
+        "+" not in name and not run.start.get("modified"), f"{run.folder} ran with {name}", why, do
+    )
 
 
 def _check_seeds(runs: list[Run]) -> None:
     """Of the whole series: its runs must be independent, also those that are not submitted."""
     seeds, do = [run.start.get("seed") for run in runs], "run a series without SEED"
     for index, (run, seed) in enumerate(zip(runs, seeds, strict=True)):
-        logged, other, before = run.log.value("seed"), runs[seeds.index(seed)], seeds[index - 1] if index else None
+        logged, other, before = (
+            run.log.value("seed"),
+            runs[seeds.index(seed)],
+            seeds[index - 1] if index else None,
+        )
         why = f"the ledger says {seed}: the log is not the one that this attempt wrote"
         fits = type(seed) is int and logged in (None, seed)
         _demand(fits, f"{run.path}: seed {logged}", why, "submit logs as they were written")
@@ -201,26 +307,46 @@ def _check_same(first: Run, run: Run) -> None:
     commit = run.versions.get("commit")
     dirty = run.versions.get("dirty")
     named = isinstance(commit, str) and COMMIT.fullmatch(commit) is not None
-    why = "there were changes that no commit holds" if named else "its versions.json names no commit (40 hexadecimal digits)"
+    why = (
+        "there were changes that no commit holds"
+        if named
+        else "its versions.json names no commit (40 hexadecimal digits)"
+    )
     do = "commit, and run the series from a clean tree"
     _demand(named and dirty is False, f"{run.folder}: nobody can say which code ran", why, do)
     both = f"attempts {first.number} and {run.number} ran with different"
     for key in SAME:
         mine, theirs = run.versions.get(key), first.versions.get(key)
         why = "the ten runs must be of one system and one code"
-        _demand(mine == theirs, f"{both} {key}: {theirs} and {mine}", why, "run a series without changing anything")
+        _demand(
+            mine == theirs,
+            f"{both} {key}: {theirs} and {mine}",
+            why,
+            "run a series without changing anything",
+        )
     why = f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}"
     _demand(run.config == first.config, f"{both} configs", why, "run a series with one")
 
 
 def _check_identity(request: Request, run: Run, description: dict) -> None:
     """Organisation and platform of the log, GPUs of the config, and the system description tell of the same machine."""
-    rerun, do = "a log is not edited: run the series with MLPERF_SUBMISSION_{} set", "describe the system that ran"
-    platform, torch = run.log.value("submission_platform"), str((run.versions.get("packages") or {}).get("torch") or "").split("+")[0]
+    rerun, do = (
+        "a log is not edited: run the series with MLPERF_SUBMISSION_{} set",
+        "describe the system that ran",
+    )
+    platform, torch = (
+        run.log.value("submission_platform"),
+        str((run.versions.get("packages") or {}).get("torch") or "").split("+")[0],
+    )
     what = f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}"
     _demand(run.org == request.org, what, "both are shown to reviewers", rerun.format("ORG"))
     what = f"{run.folder / 'config.toml'} does not say where it ran"
-    _demand(bool(run.nodes), what, "it is missing or spoilt", "submit run directories as the launcher left them")
+    _demand(
+        bool(run.nodes),
+        what,
+        "it is missing or spoilt",
+        "submit run directories as the launcher left them",
+    )
     shape = f"{run.nodes}x{run.gpus_per_node}"
     facts = {"number_of_nodes": str(run.nodes), "accelerators_per_node": str(run.gpus_per_node)}
     facts |= {"accelerator_model_name": str(run.gpu), "framework": torch}
@@ -230,24 +356,45 @@ def _check_identity(request: Request, run: Run, description: dict) -> None:
         _demand(named, f"{request.system}: {key} is {description[key]}, not {value}", why, do)
     fitting = (request.system.stem, description["system_name"], f"{shape} {run.gpu}")
     why = f"of this system it would be one of {', '.join(map(repr, fitting))}"
-    _demand(platform in fitting, f"{run.path}: submission_platform is {platform!r}", why, rerun.format("PLATFORM"))
+    _demand(
+        platform in fitting,
+        f"{run.path}: submission_platform is {platform!r}",
+        why,
+        rerun.format("PLATFORM"),
+    )
 
 
 def _check_log(request: Request, run: Run) -> None:
     """As submission.check does it. A run that missed its target fails the official checker by nature."""
     linked = run.path.is_symlink()
-    _demand(not linked, f"{run.path} is a link", "a log is a file that a run has written", "submit run directories as they are")
+    _demand(
+        not linked,
+        f"{run.path} is a link",
+        "a log is a file that a run has written",
+        "submit run directories as they are",
+    )
     examined = check.examine(run.path, request.ruleset, request.root, ours=True)
-    found = [finding for finding in examined.errors(werror=True) if not _is_of_a_failed_run(run, finding, examined)]
+    found = [
+        finding
+        for finding in examined.errors(werror=True)
+        if not _is_of_a_failed_run(run, finding, examined)
+    ]
     complaints = [f"line {finding.line}: {finding.message} ({finding.source})" for finding in found]
-    _demand(not found, f"{run.path} is not clean", "; ".join(complaints), f"see ./run_and_time.sh check {run.path}")
+    _demand(
+        not found,
+        f"{run.path} is not clean",
+        "; ".join(complaints),
+        f"see ./run_and_time.sh check {run.path}",
+    )
 
 
 def _is_of_a_failed_run(run: Run, finding: Finding, examined: Examined) -> bool:
     """Return whether every log of a run that missed its target, or was killed, has this finding."""
     if run.status == "success":
         return False
-    cut_short = run.state == LOST and finding.rule in ("once", "order") and "run_stop" in finding.message
+    cut_short = (
+        run.state == LOST and finding.rule in ("once", "order") and "run_stop" in finding.message
+    )
     return cut_short or finding in examined.verdict.complaints
 
 
@@ -257,7 +404,11 @@ def _is_of_a_failed_run(run: Run, finding: Finding, examined: Examined) -> bool:
 def forbidden(root: Path) -> list[str]:
     """One line per offence below `root`: what the repo checker refuses, links, which it judges by its own directory, caches and secrets."""
     paths = (root, *sorted(root.rglob("*")))
-    return [f"{path.relative_to(root.parent)}: {offence}" for path in paths for offence in _offences(path)]
+    return [
+        f"{path.relative_to(root.parent)}: {offence}"
+        for path in paths
+        for offence in _offences(path)
+    ]
 
 
 def _offences(path: Path) -> Iterator[str]:
@@ -309,23 +460,35 @@ def judge(request: Request, missed: int = 0) -> int:
     """
     org_dir, sets = request.out / request.org, len(request.sources)
     # In this order: the summarizer reads the RCP factor that the package checker has written.
-    answers = [tool(org_dir, request.ruleset, sets, missed) for tool in (official_tools.package, official_tools.summary)]
+    answers = [
+        tool(org_dir, request.ruleset, sets, missed)
+        for tool in (official_tools.package, official_tools.summary)
+    ]
     answers.append(official_tools.repository(org_dir, request.ruleset))
     for answer in answers:
         (request.out / f"{answer.tool}_{request.ruleset}.txt").write_text(answer.text)
         print(f"{answer.tool:<18} {request.ruleset}  {'success' if answer.passed else 'FAILED'}")
         print("".join(f"  {line}\n" for line in answer.complaints), end="")
-        print("".join(f"  {name}: {minutes:.3f} minutes\n" for (_, name), minutes in answer.scores.items()), end="")
+        print(
+            "".join(
+                f"  {name}: {minutes:.3f} minutes\n" for (_, name), minutes in answer.scores.items()
+            ),
+            end="",
+        )
     for (system, benchmark), verdict in answers[0].verdicts.items():
         if "RCP" in verdict:
             place = org_dir / "results" / system / benchmark / "package_checker_params"
-            print(f"{benchmark}: a result that fails the RCP test can be uploaded only with a reason that the results chair accepts,")
+            print(
+                f"{benchmark}: a result that fails the RCP test can be uploaded only with a reason that the results chair accepts,"
+            )
             print(f"  and a file without a line end:  printf rcp-bypass > {place}")
     passed = all(answer.passed for answer in answers)
     scores = {name: minutes for (_, name), minutes in answers[1].scores.items()}
     facts = {"ruleset": request.ruleset, "passed": passed, "scores_minutes": scores}
     (request.out / f"verdict_{request.ruleset}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    print(f"{org_dir}: {'all tools said success' if passed else 'NOT a submission yet: see the complaints above'}")
+    print(
+        f"{org_dir}: {'all tools said success' if passed else 'NOT a submission yet: see the complaints above'}"
+    )
     return 0 if passed else CheckFailed.exit_code
 
 

@@ -53,10 +53,14 @@ def judge(logs: Sequence[Path | None], ruleset: str) -> Verdict:
                 link.write_text(_identity(whole), encoding="latin-1")
         try:
             # set_scaling: it writes scaling.json into the folder; without, it removes /scaling.json.
-            found = checker.check_directory(folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True)
+            found = checker.check_directory(
+                folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True
+            )
             passed, message, factor = found
         except Exception as error:  # whatever it is, the checker gave no verdict
-            return Verdict(False, f"the official RCP checker broke off: {type(error).__name__}: {error}", 1.0)
+            return Verdict(
+                False, f"the official RCP checker broke off: {type(error).__name__}: {error}", 1.0
+            )
     return Verdict(bool(passed), message, float(factor))
 
 
@@ -73,10 +77,17 @@ def point_at(benchmark: str, batch: int, ruleset: str) -> Point | None:
     checker = _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
     record = checker._find_rcp(batch, POINTS)
     if record is None:
-        low, high = checker._find_top_min_rcp(batch, POINTS), checker._find_bottom_max_rcp(batch, POINTS)
+        low, high = (
+            checker._find_top_min_rcp(batch, POINTS),
+            checker._find_bottom_max_rcp(batch, POINTS),
+        )
         if high is None:
             return None
-        record = checker._create_interp_rcp(batch, low, high)[1] if low else checker._find_min_rcp(POINTS)
+        record = (
+            checker._create_interp_rcp(batch, low, high)[1]
+            if low
+            else checker._find_min_rcp(POINTS)
+        )
     return Point(*(float(record[key]) for key in ("RCP Mean", "RCP Stdev", "Min Epochs")))
 
 

@@ -28,12 +28,29 @@ OF_A_RUN = ("result.txt", "events.jsonl", "config.toml", "failure.json", gpu_sam
 
 def parser(benchmark: str = "") -> Parser:
     about = "Write the page of a run, of a series, or of runs compared: report.html in DIR."
-    parser = Parser("report", about, ["report results/llama31_8b", "report RUN OTHER_RUN", "report RUN --export tensorboard"])
-    parser.add_argument(
-        "directories", type=Path, nargs="+", metavar="DIR", help="of a run, or LOGDIR/<benchmark>; several runs are compared"
+    parser = Parser(
+        "report",
+        about,
+        ["report results/llama31_8b", "report RUN OTHER_RUN", "report RUN --export tensorboard"],
     )
-    parser.add_argument("--series", default="", metavar="ID", help="which series of the ledger (how its id begins); default: the newest")
-    parser.add_argument("--export", choices=SINKS, help="instead of a page, DIR/tensorboard or DIR/wandb with the events of the run")
+    parser.add_argument(
+        "directories",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="of a run, or LOGDIR/<benchmark>; several runs are compared",
+    )
+    parser.add_argument(
+        "--series",
+        default="",
+        metavar="ID",
+        help="which series of the ledger (how its id begins); default: the newest",
+    )
+    parser.add_argument(
+        "--export",
+        choices=SINKS,
+        help="instead of a page, DIR/tensorboard or DIR/wandb with the events of the run",
+    )
     return parser
 
 
@@ -44,15 +61,27 @@ def write(folders: list[Path], series: str, sink: str | None) -> int:
         print("\n".join(export(folder, sink) for folder in folders))
         return 0
     if len(folders) > 1:
-        path = first / f"compared_with_{'_and_'.join(folder.resolve().name for folder in folders[1:])}.html"
+        path = (
+            first
+            / f"compared_with_{'_and_'.join(folder.resolve().name for folder in folders[1:])}.html"
+        )
         text = comparison_page([_read(folder) for folder in folders], first)
-    elif not _is_run(first) and ((first / ledger.NAME).is_file() or any(first.glob("*/result.txt"))):
+    elif not _is_run(first) and (
+        (first / ledger.NAME).is_file() or any(first.glob("*/result.txt"))
+    ):
         text = series_page(read_series([first], series), first)
     else:
         run = _read(first)
         text = run_page(run, found := advice(run))
     terminal.write(path, text)
-    print(path, *(f"advice     {each.symptom}; worth {each.worth}: {each.do} ({each.source})" for each in found), sep="\n")
+    print(
+        path,
+        *(
+            f"advice     {each.symptom}; worth {each.worth}: {each.do} ({each.source})"
+            for each in found
+        ),
+        sep="\n",
+    )
     return 0
 
 
@@ -64,10 +93,18 @@ def _read(folder: Path) -> Run:
     """Raises ConfigError."""
     if _is_run(folder):
         return read_attempt(folder / "result.txt")
-    why = f"it has none of {', '.join(OF_A_RUN)}, no ledger and no runs" if folder.is_dir() else "it is not a directory"
+    why = (
+        f"it has none of {', '.join(OF_A_RUN)}, no ledger and no runs"
+        if folder.is_dir()
+        else "it is not a directory"
+    )
     if any(folder.glob("*/result.txt")):
         why = "it is a series, and only runs are put beside each other"
-    raise ConfigError(f"{folder}: no such run", why, "name directories of runs; of two series: score A --against B")
+    raise ConfigError(
+        f"{folder}: no such run",
+        why,
+        "name directories of runs; of two series: score A --against B",
+    )
 
 
 main = program(parser, lambda options: write(options.directories, options.series, options.export))

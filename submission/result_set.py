@@ -23,17 +23,32 @@ def findings(logs: Sequence[Examined]) -> list[Finding]:
     found = []
     logs = [each for each in logs if NAME.fullmatch(each.path.name)]
     if len(logs) != SUBMISSION_RUNS:
-        found.append(Finding(0, "number", f"{len(logs)} logs; a result set is {SUBMISSION_RUNS}", "TR Benchmark Results"))
+        found.append(
+            Finding(
+                0,
+                "number",
+                f"{len(logs)} logs; a result set is {SUBMISSION_RUNS}",
+                "TR Benchmark Results",
+            )
+        )
     first: dict[tuple[str, str, str], str] = {}
     for each in logs:
-        unreadable = next((finding for finding in each.verdict.complaints if finding.rule == "line_format"), None)
+        unreadable = next(
+            (finding for finding in each.verdict.complaints if finding.rule == "line_format"), None
+        )
         if unreadable is not None:
             message = f"{each.path.name}: the seed checker breaks off at line {unreadable.line}: {unreadable.message}"
             found.append(Finding(0, "seed", message, "SEED"))
         for event in each.seeds:
-            seed = (str(event.metadata.get("file")), str(event.metadata.get("lineno")), str(event.value))
+            seed = (
+                str(event.metadata.get("file")),
+                str(event.metadata.get("lineno")),
+                str(event.value),
+            )
             other = first.setdefault(seed, each.path.name)
             if other != each.path.name:
                 message = f"{other} and {each.path.name} have the same seed {event.value!r}"
-                found.append(Finding(0, "seed", message, "SEED; TR Random numbers: the runs are independent"))
+                found.append(
+                    Finding(0, "seed", message, "SEED; TR Random numbers: the runs are independent")
+                )
     return found

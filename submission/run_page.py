@@ -23,14 +23,48 @@ from submission.log_rules import PRECISION_KEYS
 from submission.runs import GOOD, Run
 
 FACTS = (
-    *("submission_org", "submission_platform", "submission_division", "submission_status", "config_filename"),
-    *("global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "opt_base_learning_rate", *PRECISION_KEYS),
+    *(
+        "submission_org",
+        "submission_platform",
+        "submission_division",
+        "submission_status",
+        "config_filename",
+    ),
+    *(
+        "global_batch_size",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "opt_base_learning_rate",
+        *PRECISION_KEYS,
+    ),
 )
-MINIATURE_NOTICE = banner("warn", "A miniature: this is not a benchmark result.", "A small model with a target of its own.")
+MINIATURE_NOTICE = banner(
+    "warn",
+    "A miniature: this is not a benchmark result.",
+    "A small model with a target of its own.",
+)
 # Key of a step -> name of its median among the figures; figure -> format.
-MEDIANS = {"step_time_ms": "step, ms", "tokens_per_s_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU", "mfu": "MFU"}
-FORMS = {"minutes": ",.2f", "samples": ",.0f", "last evaluation": ".4f", "init, s": ",.0f", "train, s": ",.0f", "eval, s": ",.1f"}
-FORMS |= {"step, ms": ",.1f", "tokens/s/GPU": ",.0f", "TFLOP/s/GPU": ",.4g", "MFU": ".1%", "GiB, peak": ",.1f"}
+MEDIANS = {
+    "step_time_ms": "step, ms",
+    "tokens_per_s_per_gpu": "tokens/s/GPU",
+    "tflops_per_gpu": "TFLOP/s/GPU",
+    "mfu": "MFU",
+}
+FORMS = {
+    "minutes": ",.2f",
+    "samples": ",.0f",
+    "last evaluation": ".4f",
+    "init, s": ",.0f",
+    "train, s": ",.0f",
+    "eval, s": ",.1f",
+}
+FORMS |= {
+    "step, ms": ",.1f",
+    "tokens/s/GPU": ",.0f",
+    "TFLOP/s/GPU": ",.4g",
+    "MFU": ".1%",
+    "GiB, peak": ",.1f",
+}
 FORMS |= {"GPU-hours": ",.2f", "GPU kWh": ",.3f"}
 
 Labeled = tuple[str, Run]
@@ -38,18 +72,35 @@ Labeled = tuple[str, Run]
 
 def run_page(run: Run, advised: list[Advice]) -> str:
     """The page as HTML text. Raises PreflightError where mlperf-logging or jinja2 is missing."""
-    samples, figures, (clean, verdict) = gpu_samples.read_samples(run), figures_of(run), _verdict(run)
-    tiles = [(name.replace("GPU", unit_of([run])), shown(figures, name)) for name in FORMS if figures[name] is not None]
+    samples, figures, (clean, verdict) = (
+        gpu_samples.read_samples(run),
+        figures_of(run),
+        _verdict(run),
+    )
+    tiles = [
+        (name.replace("GPU", unit_of([run])), shown(figures, name))
+        for name in FORMS
+        if figures[name] is not None
+    ]
     evaluated = [[number(value) for value in row.values()] for row in evaluations(run)]
-    curves = [Curve("train", of_steps(run, "loss")), Curve("evaluation", points(evaluations(run), "samples", "loss"), 1, dots=True)]
+    curves = [
+        Curve("train", of_steps(run, "loss")),
+        Curve("evaluation", points(evaluations(run), "samples", "loss"), 1, dots=True),
+    ]
     heads = ("what the samples and events show", "what it is worth", "what to do", "source")
     return page.render(
         f"{run.benchmark or 'run'} · {run.folder.resolve().name}",
         [
             ("", [*[MINIATURE_NOTICE] * run.is_miniature, _banner(run, clean), {"tiles": tiles}]),
-            ("What to do next", [{"steps": _next_steps(run, clean)}, table(heads, advised, range(4))]),
+            (
+                "What to do next",
+                [{"steps": _next_steps(run, clean)}, table(heads, advised, range(4))],
+            ),
             ("Loss", [loss_chart("loss", run, curves)]),
-            ("Evaluations", [table(["samples", "loss", "minutes on the clock", "took, s"], evaluated)]),
+            (
+                "Evaluations",
+                [table(["samples", "loss", "minutes on the clock", "took, s"], evaluated)],
+            ),
             ("Where the time went", [page.shares(phases(run))]),
             ("Step time", [step_chart([Curve("step", of_steps(run, "step_time_ms"))])]),
             ("GPUs during the run", gpu_samples.blocks(samples)),
@@ -69,7 +120,9 @@ def unit_of(runs: list[Run]) -> str:
 
 
 def of_steps(run: Run, key: str) -> list[tuple[float, float]]:
-    return points((record for record in run.records if record.get("event") == "step"), "samples", key)
+    return points(
+        (record for record in run.records if record.get("event") == "step"), "samples", key
+    )
 
 
 def evaluations(run: Run) -> list[dict]:
@@ -77,7 +130,14 @@ def evaluations(run: Run) -> list[dict]:
     start, rows = run.log.first("run_start"), []
     for event in run.log.all("eval_accuracy"):
         minutes = (event.time_ms - start.time_ms) / 60_000 if start else None
-        rows.append({"samples": event.samples, "loss": event.value, "minutes": minutes, "seconds": seconds.get(samples_of(event))})
+        rows.append(
+            {
+                "samples": event.samples,
+                "loss": event.value,
+                "minutes": minutes,
+                "seconds": seconds.get(samples_of(event)),
+            }
+        )
     return rows
 
 
@@ -85,9 +145,16 @@ def phases(run: Run) -> dict[str, float]:
     """Seconds by phase; training and evaluation by the log, which a run that broke off has too."""
     seconds = {"init": 0.0, "warmup": 0.0}
     for record in run.records:
-        if record.get("event") == "phase" and record.get("name") in ("init", "warmup") and finite(record.get("seconds")):
+        if (
+            record.get("event") == "phase"
+            and record.get("name") in ("init", "warmup")
+            and finite(record.get("seconds"))
+        ):
             seconds[record["name"]] += record["seconds"]
-    return seconds | {"train": sum(block.seconds for block in run.blocks), "eval": run.evaluation_s or 0.0}
+    return seconds | {
+        "train": sum(block.seconds for block in run.blocks),
+        "eval": run.evaluation_s or 0.0,
+    }
 
 
 def figures_of(run: Run) -> dict[str, float | None]:
@@ -104,7 +171,9 @@ def figures_of(run: Run) -> dict[str, float | None]:
         "eval, s": seconds["eval"] or None,
         **{name: median(measured[key]) if measured[key] else None for key, name in MEDIANS.items()},
         "GiB, peak": max(measured["memory_gib"], default=None),
-        "GPU-hours": run.gpus * run.minutes / 60 if run.gpus and run.gpu != "CPU" and run.minutes is not None else None,
+        "GPU-hours": run.gpus * run.minutes / 60
+        if run.gpus and run.gpu != "CPU" and run.minutes is not None
+        else None,
         "GPU kWh": gpu_samples.energy_kwh(gpu_samples.read_samples(run)),
     }
 
@@ -119,7 +188,9 @@ def shown(figures: dict[str, float | None], name: str) -> str:
 def loss_chart(label: str, run: Run, curves: list[Curve]) -> Block:
     """With the target of `run`, and the band from the least mean of a series that passes to the reference's mean."""
     band = (run.point.minimum, run.point.mean) if run.point else None
-    label += ", nats per token" + (f" · dashed: target {run.target}" if run.target is not None else "")
+    label += ", nats per token" + (
+        f" · dashed: target {run.target}" if run.target is not None else ""
+    )
     if band:
         label += f" · band: RCP, from the least mean of a series that passes, {band[0]:,.2f}, to the reference's mean, {band[1]:,.2f}"
     return page.chart(label, "training sequences", curves, target=run.target, band=band)
@@ -139,17 +210,34 @@ def provenance(runs: list[Labeled], ask_all: bool = True) -> list[Section]:
         for label, each in facts:
             if ask_all or key in each:
                 holders.setdefault(each.get(key, "-"), []).append(label)
-        values = [f"{', '.join(who).replace(', attempt ', ', ')}: {value}" for value, who in holders.items()]
-        (differing.append((key, "\n".join(values))) if len(values) > 1 else same.append((key, next(iter(holders)))))
+        values = [
+            f"{', '.join(who).replace(', attempt ', ', ')}: {value}"
+            for value, who in holders.items()
+        ]
+        (
+            differing.append((key, "\n".join(values)))
+            if len(values) > 1
+            else same.append((key, next(iter(holders))))
+        )
     config = {"text": runs[0][1].config if len(runs) == 1 else "", "title": "Config, as resolved"}
     unread = [f"{label} {note}".strip() for label, run in runs for note in run.notes]
-    return [("What differs", [table((), differing)]), ("Provenance", [table((), same), config]), ("What was odd", [{"notes": unread}])]
+    return [
+        ("What differs", [table((), differing)]),
+        ("Provenance", [table((), same), config]),
+        ("What was odd", [{"notes": unread}]),
+    ]
 
 
 def _facts(run: Run, alone: bool) -> dict[str, str]:
     """Of the log, the self-test, versions.json, and, unless the page is of this run alone, config.toml."""
-    found = {key: value for key in (*FACTS, *["seed"] * alone) if (value := run.log.value(key)) is not None} | run.versions
-    found |= {"attention by": record.get("attention") for record in run.records if record.get("event") == "self_test"}  # noqa: B035
+    found = {
+        key: value
+        for key in (*FACTS, *["seed"] * alone)
+        if (value := run.log.value(key)) is not None
+    } | run.versions
+    for record in run.records:
+        if record.get("event") == "self_test":
+            found["attention by"] = record.get("attention")
     with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):  # cut off
         found |= {} if alone else tomllib.loads(run.config)
     return {str(key): _plain(value) for key, value in found.items() if value is not None}
@@ -158,14 +246,21 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
 def _plain(value: object) -> str:
     """A value of JSON or TOML in one line; equal names in a list are counted."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in Counter(value).items()) or "none"
+        return (
+            ", ".join(
+                f"{count} x {name}" if count > 1 else name for name, count in Counter(value).items()
+            )
+            or "none"
+        )
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
     return value or "none" if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def files(folder: Path) -> Section:
-    return "Files", [{"links": sorted(path.name for path in folder.glob("[!.]*") if path.name != "report.html")}]
+    return "Files", [
+        {"links": sorted(path.name for path in folder.glob("[!.]*") if path.name != "report.html")}
+    ]
 
 
 # The page's own blocks.
@@ -176,7 +271,9 @@ def _banner(run: Run, clean: bool) -> Block:
     why = run.reason or run.failure.get("kind", "")
     lines = ["Target reached" if run.state == GOOD else f"{run.state}{': ' if why else ''}{why}"]
     if last := evaluations(run)[-1:]:
-        lines.append(f"last evaluation {number(last[0]['loss'])}, target {number(run.target)}, at {number(last[0]['samples'])} samples")
+        lines.append(
+            f"last evaluation {number(last[0]['loss'])}, target {number(run.target)}, at {number(last[0]['samples'])} samples"
+        )
     lines += [f"{key}: {run.failure[key]}" for key in ("what", "why") if run.failure.get(key)]
     lines[0] += ", but the log is not clean" * (run.state == GOOD and not clean)
     return banner("bad" if run.state != GOOD else "good" if clean else "warn", *lines)
@@ -184,17 +281,36 @@ def _banner(run: Run, clean: bool) -> Block:
 
 def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
     """Sentences with commands."""
-    command, folder, series = "./run_and_time.sh", shlex.quote(str(run.folder)), shlex.quote(str(run.folder.parent))
+    command, folder, series = (
+        "./run_and_time.sh",
+        shlex.quote(str(run.folder)),
+        shlex.quote(str(run.folder.parent)),
+    )
     found = []
     if run.state != GOOD:
-        found.append((str(run.failure.get("do") or "Look for the reason: docs/troubleshooting.md says what each exit code means."), ""))
+        found.append(
+            (
+                str(
+                    run.failure.get("do")
+                    or "Look for the reason: docs/troubleshooting.md says what each exit code means."
+                ),
+                "",
+            )
+        )
     if not clean and run.state == GOOD:
         found.append(("The log is not clean. All findings:", f"{command} check {folder}"))
     if run.state == GOOD and run.is_miniature:
-        found.append(("The package runs on this machine. What do the benchmark's own sizes need?", f"{command} {run.benchmark} plan"))
+        found.append(
+            (
+                "The package runs on this machine. What do the benchmark's own sizes need?",
+                f"{command} {run.benchmark} plan",
+            )
+        )
     elif run.state == GOOD:
         found.append(("A result is ten runs in a row:", f"NEXP=10 {command} {run.benchmark}"))
-        found.append(("What a series scores, and how much of it is luck:", f"{command} score {series}"))
+        found.append(
+            ("What a series scores, and how much of it is luck:", f"{command} score {series}")
+        )
     return [*found, ("Beside another run:", f"{command} report {folder} OTHER_RUN")]
 
 
@@ -202,7 +318,12 @@ def _verdict(run: Run) -> tuple[bool, list[Block]]:
     """Whether the log is clean, and what `check` prints. Raises PreflightError."""
     with contextlib.suppress(ConfigError):  # no log, or what is among the run's notes
         examined = check.examine(run.path)
-        _, title, *findings, summary = "\n".join(check.lines(examined, werror=False)).strip().splitlines()
+        _, title, *findings, summary = (
+            "\n".join(check.lines(examined, werror=False)).strip().splitlines()
+        )
         state = "bad" if examined.errors() else "good"
-        return state == "good", [banner(state, summary.strip(), title.strip()), {"text": "\n".join(findings)}]
+        return state == "good", [
+            banner(state, summary.strip(), title.strip()),
+            {"text": "\n".join(findings)},
+        ]
     return True, []

@@ -27,8 +27,14 @@ from submission.check import round_of
 from submission.intervals import Interval
 
 GPU_NAME = re.compile(r"MI3\d\dX|G[BH][23]00|[BH][123]00", re.IGNORECASE)
-INTERVALS = tuple(f"{name}_{end}" for name in ("init", "run", "block", "epoch", "eval") for end in ("start", "stop"))
-REPEATED = frozenset({*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"})
+INTERVALS = tuple(
+    f"{name}_{end}"
+    for name in ("init", "run", "block", "epoch", "eval")
+    for end in ("start", "stop")
+)
+REPEATED = frozenset(
+    {*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"}
+)
 
 # How a run ended, as docs/submission.md says it.
 GOOD, FAILED, LOST, NOT_STARTED = "good", "did not converge", "lost", "never started its clock"
@@ -39,10 +45,14 @@ class Run:
     """One run, equal to itself only. Minutes are wall time from run_start to run_stop; samples are training sequences."""
 
     path: Path  # of its log
-    log: Log = field(default_factory=Log)  # all records of the keys in REPEATED, the first one of any other
+    log: Log = field(
+        default_factory=Log
+    )  # all records of the keys in REPEATED, the first one of any other
     number: int = 0  # in its series, from 1
     start: dict = field(default_factory=dict)  # the ledger's line, if the run is an attempt in one
-    end: dict = field(default_factory=dict)  # the same; empty while it runs, or if its launcher was killed
+    end: dict = field(
+        default_factory=dict
+    )  # the same; empty while it runs, or if its launcher was killed
     ruleset: str = ""
     benchmark: str = ""
     org: str = ""
@@ -81,7 +91,9 @@ class Run:
         """The rules of its benchmark and division; None if no benchmark here has them."""
         if self.benchmark not in benchmarks.names():
             return None
-        return benchmarks.divisions(self.benchmark).get("miniature" if self.is_miniature else "closed")
+        return benchmarks.divisions(self.benchmark).get(
+            "miniature" if self.is_miniature else "closed"
+        )
 
     @property
     def target(self) -> float | None:
@@ -90,13 +102,21 @@ class Run:
     @property
     def point(self) -> rcp.Point | None:
         """The reference convergence point of its batch; None for a miniature, and where there is none."""
-        known = not self.is_miniature and self.benchmark in benchmarks.names() and self.batch is not None
+        known = (
+            not self.is_miniature
+            and self.benchmark in benchmarks.names()
+            and self.batch is not None
+        )
         return rcp.point_at(self.benchmark, self.batch, self.ruleset) if known else None  # type: ignore[arg-type]
 
     @cached_property
     def refused(self) -> tuple[str, ...]:
         """Why the official compliance checker refuses the log; it has nothing to say about a miniature."""
-        return () if self.is_miniature else official_tools.closed_verdict(self.path, self.ruleset).messages
+        return (
+            ()
+            if self.is_miniature
+            else official_tools.closed_verdict(self.path, self.ruleset).messages
+        )
 
     @cached_property
     def state(self) -> str:
@@ -106,8 +126,15 @@ class Run:
         if not self.log.first("run_start"):
             return NOT_STARTED
         if not self.log.first("run_stop"):
-            return LOST if self.path.name == "result.txt" else FAILED  # chosen by its submitter: docs/submission.md
-        claims = self.status == "success" and self.reached and self.samples is not None and (self.minutes or 0) > 0
+            return (
+                LOST if self.path.name == "result.txt" else FAILED
+            )  # chosen by its submitter: docs/submission.md
+        claims = (
+            self.status == "success"
+            and self.reached
+            and self.samples is not None
+            and (self.minutes or 0) > 0
+        )
         return GOOD if claims and not self.refused else FAILED
 
     @property
@@ -132,7 +159,11 @@ class Run:
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
         rate = self.samples_per_s
-        return None if rate is None or not self.gpus or not self.rules else rate * self.rules.sequence_length / self.gpus
+        return (
+            None
+            if rate is None or not self.gpus or not self.rules
+            else rate * self.rules.sequence_length / self.gpus
+        )
 
     @property
     def evaluation_s(self) -> float | None:
@@ -140,7 +171,11 @@ class Run:
         return sum(interval.seconds for interval in self.evaluations) if self.evaluations else None
 
     def describe(self) -> str:
-        result = f"{self.minutes:.2f} min, {self.samples:,} samples" if self.state == GOOD else self.reason
+        result = (
+            f"{self.minutes:.2f} min, {self.samples:,} samples"
+            if self.state == GOOD
+            else self.reason
+        )
         return f"attempt {self.number:>2}  {self.state}{', ' if result else ''}{result}"
 
     @property
@@ -148,8 +183,15 @@ class Run:
         """Why it is not good, in one line; "" if there is nothing to add."""
         if self.state == FAILED and self.status == "success":
             refused = self.refused[:1]
-            return f"the official checker refuses its log: {refused[0]}" if refused else "its log claims success and does not show it"
-        return str(self.end.get("reason") or ("" if self.end or not self.start else "its launcher left no end of it"))
+            return (
+                f"the official checker refuses its log: {refused[0]}"
+                if refused
+                else "its log claims success and does not show it"
+            )
+        return str(
+            self.end.get("reason")
+            or ("" if self.end or not self.start else "its launcher left no end of it")
+        )
 
     @cached_property
     def records(self) -> list[dict]:
@@ -167,11 +209,17 @@ def read_run(path: Path, ruleset: str = "") -> Run:
     run = _filled(Run(path, mlperf_log.read(path, REPEATED), ruleset=ruleset))
     if run.benchmark not in benchmarks.names():
         what = f"{path} is no log of {' or '.join(benchmarks.names())}"
-        raise ConfigError(what, f"its submission_benchmark is {run.benchmark or 'missing'}", "name MLPerf result logs")
+        raise ConfigError(
+            what,
+            f"its submission_benchmark is {run.benchmark or 'missing'}",
+            "name MLPerf result logs",
+        )
     return run
 
 
-def read_attempt(path: Path, number: int = 0, start: dict | None = None, end: dict | None = None) -> Run:
+def read_attempt(
+    path: Path, number: int = 0, start: dict | None = None, end: dict | None = None
+) -> Run:
     """The same for an attempt of ours, whose log may be missing, empty or cut off: that is a note then."""
     run = Run(path, number=number, start=start or {}, end=end or {})
     try:
@@ -191,14 +239,18 @@ def _filled(run: Run) -> Run:
         run.versions["packages"] = {}
     run.ruleset = run.ruleset or round_of(run.log, ours=False)
     run.benchmark = str(run.log.last("submission_benchmark") or "")
-    run.org, run.division = (str(run.log.value(f"submission_{part}") or "") for part in ("org", "division"))
+    run.org, run.division = (
+        str(run.log.value(f"submission_{part}") or "") for part in ("org", "division")
+    )
     run.batch = int(batch) if is_number(batch) and batch >= 1 else None
     run.notes += [f"line {bad.line}: {bad.reason}" for bad in run.log.bad[:3]]
     _read_result(run)
     run.evaluations = intervals.pairs(run.log.events, "eval", run.batch or 1)
     run.blocks = intervals.training(run.log.events, run.evaluations)
     if run.blocks and run.samples is not None and run.trained != run.samples:
-        run.notes.append(f"the last evaluation is logged at {run.samples:,} sequences, the blocks end at {run.trained:,}")
+        run.notes.append(
+            f"the last evaluation is logged at {run.samples:,} sequences, the blocks end at {run.trained:,}"
+        )
     _find_gpus(run)
     return run
 
@@ -218,13 +270,20 @@ def _object(run: Run, name: str) -> dict:
 def _read_result(run: Run) -> None:
     """Minutes, samples, and whether the target was reached."""
     evaluated = [event for event in run.log.events if event.key in ("eval_accuracy", "eval_error")]
-    run.reached = any(is_number(e.value) and run.target is not None and 0 < e.value <= run.target for e in evaluated)
+    run.reached = any(
+        is_number(e.value) and run.target is not None and 0 < e.value <= run.target
+        for e in evaluated
+    )
     stops = run.log.all("run_stop")
     run.status = str(stops[-1].metadata.get("status", "")) if stops else ""
     if counted := [event for event in evaluated if not stops or event.line < stops[-1].line]:
         run.samples = intervals.samples_of(counted[-1])
-    if stops and (started := [event for event in run.log.all("run_start") if event.line < stops[0].line]):
-        run.minutes = (stops[0].time_ms - started[-1].time_ms) / 60 / 1000  # in this order, as the summarizer does
+    if stops and (
+        started := [event for event in run.log.all("run_start") if event.line < stops[0].line]
+    ):
+        run.minutes = (
+            (stops[0].time_ms - started[-1].time_ms) / 60 / 1000
+        )  # in this order, as the summarizer does
     if run.log.events and not stops:
         run.notes.append("no run_stop: it was cut short")
     elif stops and run.minutes is None:
@@ -238,13 +297,26 @@ def _find_gpus(run: Run) -> None:
     """Kind and number of GPUs: from our config.toml beside the log, a submission's systems/<system>.json, or the platform's name."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         config = tomllib.loads(run.config)
-        run.gpu, run.nodes, run.gpus_per_node = config["gpu"], config["nodes"], config["gpus_per_node"]
+        run.gpu, run.nodes, run.gpus_per_node = (
+            config["gpu"],
+            config["nodes"],
+            config["gpus_per_node"],
+        )
         run.gpus = run.nodes * run.gpus_per_node
         return
-    model, system = "", run.path.resolve().parent.parent  # <org>/results/<system>/<benchmark>/result_0.txt
+    model, system = (
+        "",
+        run.path.resolve().parent.parent,
+    )  # <org>/results/<system>/<benchmark>/result_0.txt
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        text = json.loads((system.parent.parent / "systems" / f"{system.name}.json").read_text(encoding="utf-8-sig"))
+        text = json.loads(
+            (system.parent.parent / "systems" / f"{system.name}.json").read_text(
+                encoding="utf-8-sig"
+            )
+        )
         run.gpus = int(text["number_of_nodes"]) * int(text["accelerators_per_node"])
         model = str(text["accelerator_model_name"])
     named = GPU_NAME.search(model or str(run.log.value("submission_platform") or ""))
-    run.gpu = named[0].upper() if named else model or None  # `NVIDIA H200-SXM5-141GB` -> H200; an unknown name stays as it is
+    run.gpu = (
+        named[0].upper() if named else model or None
+    )  # `NVIDIA H200-SXM5-141GB` -> H200; an unknown name stays as it is

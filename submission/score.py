@@ -26,7 +26,16 @@ from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS
 from submission.official_tools import RULESETS
 from submission.runs import NOT_STARTED, Run
-from submission.series import Series, TenRuns, check_same, pace, read_series, result, ten_runs, windows
+from submission.series import (
+    Series,
+    TenRuns,
+    check_same,
+    pace,
+    read_series,
+    result,
+    ten_runs,
+    windows,
+)
 from submission.terminal import number, signed, table
 
 ROUND = re.compile(r"v?\d\.\d")
@@ -46,22 +55,53 @@ def parser(benchmark: str = "") -> Parser:
             'score "AMD MI300X 5.1" --against "NVIDIA H200 5.1"',
         ],
     )
-    parser.add_argument("logs", nargs="+", metavar="DIR_OR_LOG", help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs")
-    parser.add_argument("--against", metavar="B", help="another directory, or words of a published result; default: the best of the GPU")
-    parser.add_argument("--ruleset", choices=RULESETS, default="", help="hold the logs to this; default: what their keys say")
-    parser.add_argument("--gpu", type=str.upper, help="kind of GPU, such as H200, where the logs do not tell")
-    parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs, where the logs do not tell")
-    parser.add_argument("--series", default="", metavar="ID", help="of the ledger; default: its newest series of more than one run")
+    parser.add_argument(
+        "logs",
+        nargs="+",
+        metavar="DIR_OR_LOG",
+        help="LOGDIR/<benchmark>, a folder of result_*.txt, or logs",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="B",
+        help="another directory, or words of a published result; default: the best of the GPU",
+    )
+    parser.add_argument(
+        "--ruleset",
+        choices=RULESETS,
+        default="",
+        help="hold the logs to this; default: what their keys say",
+    )
+    parser.add_argument(
+        "--gpu", type=str.upper, help="kind of GPU, such as H200, where the logs do not tell"
+    )
+    parser.add_argument(
+        "--gpus", type=count, metavar="N", help="number of GPUs, where the logs do not tell"
+    )
+    parser.add_argument(
+        "--series",
+        default="",
+        metavar="ID",
+        help="of the ledger; default: its newest series of more than one run",
+    )
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
     return parser
 
 
 def _score(options: argparse.Namespace) -> int:
     """Print what was asked for; return the exit code. Raises ConfigError, PreflightError."""
-    if len(options.logs) == 1 and options.against is not None and not Path(options.logs[0]).exists():
+    if (
+        len(options.logs) == 1
+        and options.against is not None
+        and not Path(options.logs[0]).exists()
+    ):
         mine = find(options.logs[0])  # two published results
         other = find(options.against, options.ruleset, mine)
-        print(json.dumps(comparison_as_dict(mine, other), indent=1) if options.json else "\n".join(comparison(mine, other)))
+        print(
+            json.dumps(comparison_as_dict(mine, other), indent=1)
+            if options.json
+            else "\n".join(comparison(mine, other))
+        )
         return 0
     series = read_series([Path(name) for name in options.logs], options.series, options.ruleset)
     for run in series.runs:
@@ -75,9 +115,17 @@ def _score(options: argparse.Namespace) -> int:
     elif not series.first.is_miniature:
         compared = best_published(mine)
     if options.json:
-        print(json.dumps(as_dict(series, ten) | {"against": comparison_as_dict(mine, compared)}, indent=1))
+        print(
+            json.dumps(
+                as_dict(series, ten) | {"against": comparison_as_dict(mine, compared)}, indent=1
+            )
+        )
     else:
-        lines = ["  none: a miniature"] if series.first.is_miniature and not compared else comparison(mine, compared)
+        lines = (
+            ["  none: a miniature"]
+            if series.first.is_miniature and not compared
+            else comparison(mine, compared)
+        )
         print("\n".join([*report(series, ten), "", "against another result", *lines]))
     return 0 if ten.passed else CheckFailed.exit_code
 
@@ -88,13 +136,25 @@ def _score(options: argparse.Namespace) -> int:
 def as_dict(series: Series, ten: TenRuns) -> dict:
     """`result` is the series or its median window, `windows` the scores of all windows of ten."""
     first, mine = series.first, pace(ten)
-    verdicts = {"rcp": asdict(ten.verdict) if ten.verdict else None, "pace": asdict(mine) if mine else None}
+    verdicts = {
+        "rcp": asdict(ten.verdict) if ten.verdict else None,
+        "pace": asdict(mine) if mine else None,
+    }
     return {
-        **{key: getattr(first, key) for key in ("benchmark", "division", "org", "ruleset", "gpu", "gpus")},
+        **{
+            key: getattr(first, key)
+            for key in ("benchmark", "division", "org", "ruleset", "gpu", "gpus")
+        },
         "global_batch_size": first.batch,
         "runs": [{key: getattr(run, key) for key in OF_A_RUN} for run in series.runs],
-        "result": _numbers(ten) | {"factor": ten.factor, "passed": ten.passed, "samples": ten.samples} | verdicts,
-        "windows": [{"first": window.runs[0].name} | _numbers(window) for window in windows(series) if window.runs],
+        "result": _numbers(ten)
+        | {"factor": ten.factor, "passed": ten.passed, "samples": ten.samples}
+        | verdicts,
+        "windows": [
+            {"first": window.runs[0].name} | _numbers(window)
+            for window in windows(series)
+            if window.runs
+        ],
         "notes": series.notes,
     }
 
@@ -109,28 +169,47 @@ def _numbers(ten: TenRuns) -> dict:
 def report(series: Series, ten: TenRuns) -> list[str]:
     """The lines on stdout, up to the comparison."""
     first = series.first
-    lines = [f"{first.benchmark}, {first.division or 'no division'}: {len(series.runs)} runs, {_where(first)}", ""]
+    lines = [
+        f"{first.benchmark}, {first.division or 'no division'}: {len(series.runs)} runs, {_where(first)}",
+        "",
+    ]
     lines += table(_run_rows(series, ten))
     notes = [*series.notes, *(f"{run.name}: {note}" for run in series.runs for note in _notes(run))]
     lines += ["", *(f"  {note}" for note in notes)] if notes else []
     if (count := len(windows(series))) > 1:
         median = f"{ten.runs[0].name} to {ten.runs[-1].name}"
-        lines += ["", f"median of {count} windows of {SUBMISSION_RUNS} consecutive runs: {median}; --json has all"]
+        lines += [
+            "",
+            f"median of {count} windows of {SUBMISSION_RUNS} consecutive runs: {median}; --json has all",
+        ]
     return [*lines, "", *score_lines(ten)]
 
 
 def _notes(run: Run) -> list[str]:
     if run.state == NOT_STARTED:
-        return [f"never started its clock, and is no run: {run.reason or 'its log ends before run_start'}"]
+        return [
+            f"never started its clock, and is no run: {run.reason or 'its log ends before run_start'}"
+        ]
     return run.notes + ([run.reason] if run.reason and not run.converged else [])
 
 
 def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = [("run", "minutes", "converged", "samples", "z", "seq/s", "tokens/s/GPU", "evaluation s", "")]
+    rows: list[Sequence[str]] = [
+        ("run", "minutes", "converged", "samples", "z", "seq/s", "tokens/s/GPU", "evaluation s", "")
+    ]
     for run in series.runs:
         z = number(run.z if run.converged else None, "+.2f")
-        cells = (number(run.minutes, ".3f"), "yes" if run.converged else "NO", number(run.samples, ",d"), z)
-        speed = (number(run.samples_per_s, ".3f"), number(run.tokens_per_s_per_gpu, ",.0f"), number(run.evaluation_s, ".1f"))
+        cells = (
+            number(run.minutes, ".3f"),
+            "yes" if run.converged else "NO",
+            number(run.samples, ",d"),
+            z,
+        )
+        speed = (
+            number(run.samples_per_s, ".3f"),
+            number(run.tokens_per_s_per_gpu, ",.0f"),
+            number(run.evaluation_s, ".1f"),
+        )
         rows.append((run.name, *cells, *speed, _role(run, ten)))
     return rows
 
@@ -149,22 +228,38 @@ def score_lines(ten: TenRuns) -> list[str]:
     if not ten.runs:
         return ["score", "  no run started its clock"]
     first, verdict = ten.runs[0], ten.verdict
-    how = "without the fastest and the slowest run" if len(ten.runs) >= 3 else "too few runs to drop the fastest and the slowest"
-    lines = ["score", f"  mean of {len(ten.counted)} runs   {number(ten.minutes, '.4f')} min, {how}"]
+    how = (
+        "without the fastest and the slowest run"
+        if len(ten.runs) >= 3
+        else "too few runs to drop the fastest and the slowest"
+    )
+    lines = [
+        "score",
+        f"  mean of {len(ten.counted)} runs   {number(ten.minutes, '.4f')} min, {how}",
+    ]
     if verdict:
-        lines.append(f"  RCP test        {'passed' if verdict.passed else 'FAILED'} ({verdict.message})")
+        lines.append(
+            f"  RCP test        {'passed' if verdict.passed else 'FAILED'} ({verdict.message})"
+        )
     if first.is_miniature:
         lines.append("  a miniature: no RCP, no benchmark result, and nothing to submit")
     elif ten.invalid:
         lines.append(f"  INVALID         {ten.invalid}")
     elif ten.score is None:
-        lines.append("  NO SCORE        the RCP test failed: converging too fast counts as another algorithm, and is rejected")
+        lines.append(
+            "  NO SCORE        the RCP test failed: converging too fast counts as another algorithm, and is rejected"
+        )
     else:
-        lines.append(f"  score           {ten.score:.4f} min = {ten.minutes:.4f} x {ten.factor:.6f}")
+        lines.append(
+            f"  score           {ten.score:.4f} min = {ten.minutes:.4f} x {ten.factor:.6f}"
+        )
     lines += ["", "samples to the target"]
     point, mean = first.point, ten.samples
     if point is None or mean is None:
-        return [*lines, "  nothing to hold them against: too few runs that converged, no RCP for this global batch, or a miniature"]
+        return [
+            *lines,
+            "  nothing to hold them against: too few runs that converged, no RCP for this global batch, or a miniature",
+        ]
     return [
         *lines,
         f"  reference {point.mean:,.2f} +- {point.sigma:,.2f}; the lowest mean that passes {point.minimum:,.2f}",
@@ -183,21 +278,40 @@ def find(wish: str, ruleset: str = "", like: Published | None = None) -> Publish
         check_same(series)
         if like and series.first.benchmark != like.benchmark:
             why = "minutes of two benchmarks cannot be compared"
-            raise ConfigError(f"{wish} is a result of {series.first.benchmark}", why, f"name one of {like.benchmark}")
+            raise ConfigError(
+                f"{wish} is a result of {series.first.benchmark}",
+                why,
+                f"name one of {like.benchmark}",
+            )
         return result(series, ten_runs(series))
     words = wish.lower().split()
     rows = [row for row in published.RESULTS if all(_says(row, word) for word in words)]
     if like is None:
         if len({row.benchmark for row in rows}) > 1:
-            raise ConfigError(f"{wish!r} names results of both benchmarks", "it is no directory or log either", "add the benchmark's name")
+            raise ConfigError(
+                f"{wish!r} names results of both benchmarks",
+                "it is no directory or log either",
+                "add the benchmark's name",
+            )
     else:
         rows = [row for row in rows if row.benchmark == like.benchmark]
-        for same in ([row for row in rows if row.gpu == like.gpu], [row for row in rows if row.gpus == like.gpus]):
+        for same in (
+            [row for row in rows if row.gpu == like.gpu],
+            [row for row in rows if row.gpus == like.gpus],
+        ):
             rows = [row for row in rows if row in same] or rows
     if not rows or not words:
-        there = ", ".join(row.name for row in published.published(like.benchmark, like.gpu)) if like else ""
+        there = (
+            ", ".join(row.name for row in published.published(like.benchmark, like.gpu))
+            if like
+            else ""
+        )
         why = f"it is no file, and no published result has these words{f'; of {like.gpu} there are: {there}' if like and there else ''}"
-        raise ConfigError(f"no result {wish!r}", why, "name a directory, or submitter, system and round of a published result")
+        raise ConfigError(
+            f"no result {wish!r}",
+            why,
+            "name a directory, or submitter, system and round of a published result",
+        )
     return min(rows, key=lambda row: row.rank)
 
 
@@ -210,7 +324,9 @@ def _says(row: Published, word: str) -> bool:
 
 def best_published(mine: Published) -> Published | None:
     """The best of the newest round on as many GPUs of the same kind."""
-    same = published.published(mine.benchmark, mine.gpu, mine.gpus) if mine.gpu and mine.gpus else []
+    same = (
+        published.published(mine.benchmark, mine.gpu, mine.gpus) if mine.gpu and mine.gpus else []
+    )
     rows = [row for row in same if row.score is not None]
     return max(rows, key=lambda row: row.round, default=None)  # of a round the first
 
@@ -218,29 +334,52 @@ def best_published(mine: Published) -> Published | None:
 def comparison_as_dict(mine: Published, other: Published | None) -> dict | None:
     if other is None:
         return None
-    parts = [asdict(part) for part in published.split(mine.pace, other.pace)] if mine.pace and other.pace else None
+    parts = (
+        [asdict(part) for part in published.split(mine.pace, other.pace)]
+        if mine.pace and other.pace
+        else None
+    )
     return asdict(other) | {"name": other.name, "speedup": _speedup(mine, other), "split": parts}
 
 
 def comparison(mine: Published, other: Published | None) -> list[str]:
     """The comparison for people."""
     if other is None:
-        return _others(mine) if mine.gpu and mine.gpus else ["  unknown GPU or number of GPUs: name them with --gpu and --gpus"]
+        return (
+            _others(mine)
+            if mine.gpu and mine.gpus
+            else ["  unknown GPU or number of GPUs: name them with --gpu and --gpus"]
+        )
     found = [f"  yours   {mine.name}: {_where(mine)}", f"  theirs  {other.name}: {_where(other)}"]
     if (times := _speedup(mine, other)) is not None:
         found.append(f"  yours is {times:.2f} times as fast: {1 / times:.4f} of the minutes")
     if not mine.pace or not other.pace:
-        return [*found, "  the logs of one side have no training blocks, or no run converged: no split"]
-    return [*found, "", *table(_pace_rows(mine, other)), "", *table(_split_rows(mine, other, mine.pace, other.pace))]
+        return [
+            *found,
+            "  the logs of one side have no training blocks, or no run converged: no split",
+        ]
+    return [
+        *found,
+        "",
+        *table(_pace_rows(mine, other)),
+        "",
+        *table(_split_rows(mine, other, mine.pace, other.pace)),
+    ]
 
 
 def _where(side: Published | Run) -> str:
-    return f"{side.gpus or 'unknown number'} x {side.gpu or 'unknown GPU'}, global batch {side.batch}"
+    return (
+        f"{side.gpus or 'unknown number'} x {side.gpu or 'unknown GPU'}, global batch {side.batch}"
+    )
 
 
 def _tokens_per_gpu(side: Published) -> float | None:
     rate, gpus = side.samples_per_s, side.gpus
-    return rate * divisions(side.benchmark)["closed"].sequence_length / gpus if rate is not None and gpus else None
+    return (
+        rate * divisions(side.benchmark)["closed"].sequence_length / gpus
+        if rate is not None and gpus
+        else None
+    )
 
 
 def _speedup(mine: Published, other: Published) -> float | None:
@@ -251,10 +390,14 @@ def _speedup(mine: Published, other: Published) -> float | None:
 
 
 def _others(mine: Published) -> list[str]:
-    found = [f"  no published result of {mine.benchmark} on {mine.gpus} x {mine.gpu} to split a difference to; --against names another"]
+    found = [
+        f"  no published result of {mine.benchmark} on {mine.gpus} x {mine.gpu} to split a difference to; --against names another"
+    ]
     for row in published.published(mine.benchmark, mine.gpu):
         rate, yours = (number(_tokens_per_gpu(side), ",.0f") for side in (row, mine))
-        found.append(f"  {row.name}, {row.gpus} GPUs: {number(row.score, '.3f')} min, {rate} tokens/s/GPU; yours {yours}")
+        found.append(
+            f"  {row.name}, {row.gpus} GPUs: {number(row.score, '.3f')} min, {rate} tokens/s/GPU; yours {yours}"
+        )
     return found
 
 
@@ -276,13 +419,34 @@ def _pace_rows(mine: Published, other: Published) -> list[Sequence[str]]:
 
 
 def _split_rows(mine: Published, other: Published, ours: Pace, theirs: Pace) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = [("what the difference is made of", "minutes", "factor on the time", "")]
-    rows += [(part.name, signed(part.minutes), f"{part.factor:.4f}", "") for part in published.split(ours, theirs)]
-    rows.append(("together", signed(ours.minutes - theirs.minutes), f"{ours.minutes / theirs.minutes:.4f}", "without RCP factor"))
+    rows: list[Sequence[str]] = [
+        ("what the difference is made of", "minutes", "factor on the time", "")
+    ]
+    rows += [
+        (part.name, signed(part.minutes), f"{part.factor:.4f}", "")
+        for part in published.split(ours, theirs)
+    ]
+    rows.append(
+        (
+            "together",
+            signed(ours.minutes - theirs.minutes),
+            f"{ours.minutes / theirs.minutes:.4f}",
+            "without RCP factor",
+        )
+    )
     if mine.score is not None and other.score is not None:
         factor = (mine.score / ours.minutes) / (other.score / theirs.minutes)
-        rows.append(("RCP factor", signed((mine.score - ours.minutes) - (other.score - theirs.minutes)), f"{factor:.4f}", ""))
-        rows.append(("score", signed(mine.score - other.score), f"{mine.score / other.score:.4f}", ""))
+        rows.append(
+            (
+                "RCP factor",
+                signed((mine.score - ours.minutes) - (other.score - theirs.minutes)),
+                f"{factor:.4f}",
+                "",
+            )
+        )
+        rows.append(
+            ("score", signed(mine.score - other.score), f"{mine.score / other.score:.4f}", "")
+        )
     return rows
 
 

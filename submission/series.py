@@ -46,11 +46,17 @@ class TenRuns:
     runs: tuple[Run, ...]
     counted: tuple[Run, ...]  # without the fastest and the slowest, fastest first
     minutes: float | None
-    samples: float | None  # mean without the lowest and the highest, as the RCP checker takes it; None if two did not converge
-    verdict: rcp.Verdict | None  # of the RCP checker; None for a miniature, and for fewer than three runs
+    samples: (
+        float | None
+    )  # mean without the lowest and the highest, as the RCP checker takes it; None if two did not converge
+    verdict: (
+        rcp.Verdict | None
+    )  # of the RCP checker; None for a miniature, and for fewer than three runs
     invalid: str  # why these runs are no result; "" for a valid one
     factor: float | None  # None without a verdict that passed
-    score: float | None  # minutes; None for what is no result, or failed the RCP test, or is a miniature
+    score: (
+        float | None
+    )  # minutes; None for what is no result, or failed the RCP test, or is a miniature
     passed: bool  # valid, and through the RCP test if there is one
     rank: float  # what windows are ordered by: the score, whether or not the RCP test passes; infinite for no valid result
 
@@ -87,8 +93,12 @@ def _invalid(runs: list[Run]) -> str:
         return ""
     failed = [run for run in runs if not run.converged]
     if len(failed) > rule.MAY_FAIL:
-        names = ", ".join(f"{run.name} ({run.state})" if run.state == LOST else run.name for run in failed)
-        return f"{len(failed)} runs did not converge, one may: {names}" + (f"; the first: {failed[0].reason}" if failed[0].reason else "")
+        names = ", ".join(
+            f"{run.name} ({run.state})" if run.state == LOST else run.name for run in failed
+        )
+        return f"{len(failed)} runs did not converge, one may: {names}" + (
+            f"; the first: {failed[0].reason}" if failed[0].reason else ""
+        )
     return f"a result is {SUBMISSION_RUNS} runs, these are {len(runs)}"
 
 
@@ -102,13 +112,21 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
     mean = trimmed_mean(samples) if len(samples) >= 3 else math.inf
     judged = len(runs) >= 3 and not any(run.is_miniature for run in runs)
     ruleset = next((run.ruleset for run in runs if run.log.events), "")
-    verdict = rcp.judge([run.path if run.log.events else None for run in runs], ruleset) if judged else None
+    verdict = (
+        rcp.judge([run.path if run.log.events else None for run in runs], ruleset)
+        if judged
+        else None
+    )
     factor = verdict.factor if verdict and verdict.passed else None
     score = None if invalid or minutes is None or factor is None else minutes * factor
     passed = not invalid and (verdict is None or verdict.passed)
-    rank = math.inf if invalid or minutes is None else minutes * (verdict.factor if verdict else 1.0)
+    rank = (
+        math.inf if invalid or minutes is None else minutes * (verdict.factor if verdict else 1.0)
+    )
     finite = mean if math.isfinite(mean) else None
-    return TenRuns(tuple(runs), tuple(counted), minutes, finite, verdict, invalid, factor, score, passed, rank)
+    return TenRuns(
+        tuple(runs), tuple(counted), minutes, finite, verdict, invalid, factor, score, passed, rank
+    )
 
 
 def pace(ten: TenRuns) -> Pace | None:
@@ -119,15 +137,39 @@ def pace(ten: TenRuns) -> Pace | None:
     if not runs or rate is None or ten.minutes is None:
         return None
     samples = sum(run.trained or 0 for run in runs) / len(runs)
-    count, seconds = sum(len(run.evaluations) for run in runs), sum(run.evaluation_s or 0.0 for run in runs)
-    return Pace(ten.minutes, samples, rate, *((count / len(runs), seconds / count) if count else (None, None)))
+    count, seconds = (
+        sum(len(run.evaluations) for run in runs),
+        sum(run.evaluation_s or 0.0 for run in runs),
+    )
+    return Pace(
+        ten.minutes,
+        samples,
+        rate,
+        *((count / len(runs), seconds / count) if count else (None, None)),
+    )
 
 
 def result(series: Series, ten: TenRuns) -> Published:
     """What `ten` of `series` come to, as a row like the published ones."""
     run, mine = series.first, pace(ten)
-    rates = (mine.samples, mine.samples_per_s, mine.evaluations, mine.evaluation_s) if mine else (None, None, None, None)
-    return Published("", run.benchmark, run.gpu, run.gpus, "", series.name, run.batch, len(ten.runs), ten.score, ten.minutes, *rates)
+    rates = (
+        (mine.samples, mine.samples_per_s, mine.evaluations, mine.evaluation_s)
+        if mine
+        else (None, None, None, None)
+    )
+    return Published(
+        "",
+        run.benchmark,
+        run.gpu,
+        run.gpus,
+        "",
+        series.name,
+        run.batch,
+        len(ten.runs),
+        ten.score,
+        ten.minutes,
+        *rates,
+    )
 
 
 # Reading.
@@ -144,33 +186,51 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
     for number, run in enumerate(runs, start=1):
         run.number = run.number or number
     if not runs:
-        raise ConfigError(f"there is no run in {', '.join(map(str, paths))}", "; ".join(notes), "let at least one run start")
+        raise ConfigError(
+            f"there is no run in {', '.join(map(str, paths))}",
+            "; ".join(notes),
+            "let at least one run start",
+        )
     return Series(", ".join(name for name, _ in found), runs, notes)
 
 
 def _read(path: Path, wanted: str, ruleset: str, notes: list[str]) -> tuple[str, list[Run]]:
     name = path.resolve().name
     in_order = sorted(path.glob("result_*.txt"), key=lambda log: (len(log.name), log.name))
-    if results := [path] if path.is_file() or path.is_fifo() else in_order or sorted(path.glob("result.txt")):
+    if (
+        results := [path]
+        if path.is_file() or path.is_fifo()
+        else in_order or sorted(path.glob("result.txt"))
+    ):
         return name, [read_run(result, ruleset) for result in results]
     if record := _record(path / ledger.NAME, wanted):
         notes.append(f"series {record.id} of {path / ledger.NAME}")
         attempts = sorted(record.starts.items())
-        logs = [(path / str(start.get("run", "")) / "result.txt", number, start) for number, start in attempts]
-        return f"series {record.id}", [read_attempt(log, number, start, record.ends.get(number, {})) for log, number, start in logs]
+        logs = [
+            (path / str(start.get("run", "")) / "result.txt", number, start)
+            for number, start in attempts
+        ]
+        return f"series {record.id}", [
+            read_attempt(log, number, start, record.ends.get(number, {}))
+            for log, number, start in logs
+        ]
     if results := sorted(path.glob("*/result.txt")):  # run directories begin with the date
         notes.append(f"{path} has no ledger: all runs in it, in the order of their names")
         return name, [read_attempt(result) for result in results]
     inside = ", ".join(sorted(item.name for item in path.glob("*/") if item.is_dir())) or "nothing"
     why = f"it holds {inside}" if path.exists() else "it does not exist"
-    raise ConfigError(f"{path} has no logs", why, "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt")
+    raise ConfigError(
+        f"{path} has no logs", why, "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt"
+    )
 
 
 def _record(path: Path, wanted: str) -> ledger.Record | None:
     records = ledger.read(path)
     found = [record for record in records if record.id.startswith(wanted)]
     if wanted and len(found) != 1:
-        known = ", ".join(f"{record.id} ({record.goal} runs wanted)" for record in records) or "none"
+        known = (
+            ", ".join(f"{record.id} ({record.goal} runs wanted)" for record in records) or "none"
+        )
         why = f"{len(found) or 'none'} of its series begins so; they are: {known}"
         raise ConfigError(f"{path}: no series {wanted}", why, "name one of those")
     several = [record for record in found if record.goal > 1 or wanted]
@@ -180,16 +240,44 @@ def _record(path: Path, wanted: str) -> ledger.Record | None:
 def check_same(series: Series) -> None:
     """Raises ConfigError for runs that cannot be one result: of two benchmarks, systems or submitters, or one run given twice."""
     for what in SAME:
-        if len(found := {value for run in series.runs if (value := getattr(run, what)) not in (None, "")}) > 1:
+        if (
+            len(
+                found := {
+                    value for run in series.runs if (value := getattr(run, what)) not in (None, "")
+                }
+            )
+            > 1
+        ):
             why = "the runs of a series are of one submitter, one benchmark, one global batch and one system"
-            raise ConfigError(f"the logs differ in {what}: {', '.join(sorted(map(str, found)))}", why, "name the logs of one series")
+            raise ConfigError(
+                f"the logs differ in {what}: {', '.join(sorted(map(str, found)))}",
+                why,
+                "name the logs of one series",
+            )
     seen: dict[str, Run] = {}
     for run in series.runs:
         if run.benchmark and run.batch is None:
-            raise ConfigError(f"{run.path} has no global_batch_size", "the RCP test goes by it", "name complete logs")
-        seed, times = run.log.value("seed"), [event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key)]
-        if (other := seen.setdefault(f"{seed} {times}" if len(times) > 1 else str(run.path.resolve()), run)) is not run:
+            raise ConfigError(
+                f"{run.path} has no global_batch_size",
+                "the RCP test goes by it",
+                "name complete logs",
+            )
+        seed, times = (
+            run.log.value("seed"),
+            [event.time_ms for key in ("run_start", "run_stop") for event in run.log.all(key)],
+        )
+        if (
+            other := seen.setdefault(
+                f"{seed} {times}" if len(times) > 1 else str(run.path.resolve()), run
+            )
+        ) is not run:
             what = f"{run.path} is the run of {other.path} again"
-            raise ConfigError(what, "the ten runs must be independent, and each counts once", "name every log once")
+            raise ConfigError(
+                what,
+                "the ten runs must be independent, and each counts once",
+                "name every log once",
+            )
         if type(seed) is int and (other := seen.setdefault(f"seed {seed}", run)) is not run:
-            series.notes.append(f"{other.name} and {run.name} have the same seed {seed}: the official seed checker may refuse them")
+            series.notes.append(
+                f"{other.name} and {run.name} have the same seed {seed}: the official seed checker may refuse them"
+            )

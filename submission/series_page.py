@@ -18,7 +18,15 @@ from submission.runs import GOOD, Run
 from submission.score import score_lines
 from submission.series import Series, TenRuns, counted, ten_runs, windows
 
-OF_AN_ATTEMPT = ("samples", "minutes", "init, s", "step, ms", "tokens/s/GPU", "GiB, peak", "GPU kWh")
+OF_AN_ATTEMPT = (
+    "samples",
+    "minutes",
+    "init, s",
+    "step, ms",
+    "tokens/s/GPU",
+    "GiB, peak",
+    "GPU kWh",
+)
 
 
 def series_page(series: Series, folder: Path) -> str:
@@ -26,18 +34,52 @@ def series_page(series: Series, folder: Path) -> str:
     ten, runs = ten_runs(series), [(f"attempt {run.number}", run) for run in series.runs]
     counts = () if ten.invalid else ten.runs
     figures = [figures_of(run) for run in series.runs]
-    measured = [name for name in OF_AN_ATTEMPT if any(of_a_run[name] is not None for of_a_run in figures)]
-    heads, rows = _rows([(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs], figures, measured, folder)
+    measured = [
+        name for name in OF_AN_ATTEMPT if any(of_a_run[name] is not None for of_a_run in figures)
+    ]
+    heads, rows = _rows(
+        [(f"{run.number}{' *' if run in counts else ''}", run) for run in series.runs],
+        figures,
+        measured,
+        folder,
+    )
     known = run_page.provenance(runs, ask_all=False)
-    differ = [banner("warn", "The runs differ in what should be the same")] if known[0][1][0]["table"] else []
+    differ = (
+        [banner("warn", "The runs differ in what should be the same")]
+        if known[0][1][0]["table"]
+        else []
+    )
     return page.render(
         f"{series.first.benchmark or 'runs'} · {series.name}",
         [
-            ("", [*[run_page.MINIATURE_NOTICE] * series.first.is_miniature, _banner(series, ten), *differ]),
+            (
+                "",
+                [
+                    *[run_page.MINIATURE_NOTICE] * series.first.is_miniature,
+                    _banner(series, ten),
+                    *differ,
+                ],
+            ),
             ("What to do next", [{"steps": _next_steps(series, ten, shlex.quote(str(folder)))}]),
             ("Score", [{"text": "\n".join(score_lines(ten))}]),
-            ("Loss of all runs", [_losses([(label if run.state == GOOD else f"{label}, {run.state}", run) for label, run in runs])]),
-            ("Attempts", [table(heads, rows, (0, 1, 2)), {"notes": ["* among the ten of the score"] if counts else []}]),
+            (
+                "Loss of all runs",
+                [
+                    _losses(
+                        [
+                            (label if run.state == GOOD else f"{label}, {run.state}", run)
+                            for label, run in runs
+                        ]
+                    )
+                ],
+            ),
+            (
+                "Attempts",
+                [
+                    table(heads, rows, (0, 1, 2)),
+                    {"notes": ["* among the ten of the score"] if counts else []},
+                ],
+            ),
             *known,
             run_page.files(folder),
         ],
@@ -48,12 +90,18 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
     """As `series_page`. The runs are named A, B, ...; changes are against A."""
     named = [(chr(ord("A") + index), run) for index, run in enumerate(runs)]
     losses, times = (
-        [Curve(label, of_steps(run, key), index) for index, (label, run) in enumerate(named)] for key in ("loss", "step_time_ms")
+        [Curve(label, of_steps(run, key), index) for index, (label, run) in enumerate(named)]
+        for key in ("loss", "step_time_ms")
     )
     first, *others = figures = [figures_of(run) for run in runs]
     heads, rows = _rows(named, figures, FORMS, folder)
     for (label, _), other in zip(named[1:], others, strict=True):
-        changes = [f"{value / base - 1:+.1%}" if (base := first[name]) and (value := other[name]) is not None else "-" for name in FORMS]
+        changes = [
+            f"{value / base - 1:+.1%}"
+            if (base := first[name]) and (value := other[name]) is not None
+            else "-"
+            for name in FORMS
+        ]
         rows.append([f"{label} against A", "", "", "", "", *changes])
     top, *cells = zip(heads, *rows, strict=True)
     return page.render(
@@ -74,18 +122,37 @@ def _rows(
     rows: list[list[str | Link]] = []
     for (label, run), of_this in zip(runs, figures, strict=True):
         report = run.folder / "report.html"
-        link = Link("report", quote(Path(os.path.relpath(report, folder)).as_posix())) if report.is_file() else "-"
-        seed, code = str(run.start.get("seed", run.log.value("seed"))), str(run.end.get("exit_code", "-"))
+        link = (
+            Link("report", quote(Path(os.path.relpath(report, folder)).as_posix()))
+            if report.is_file()
+            else "-"
+        )
+        seed, code = (
+            str(run.start.get("seed", run.log.value("seed"))),
+            str(run.end.get("exit_code", "-")),
+        )
         reason = str(run.reason or run.failure.get("what") or "") if run.state != GOOD else ""
         state = f"{run.state}: {reason}" if reason else run.state
         rows.append([label, link, state, code, seed, *(shown(of_this, name) for name in names)])
     unit = run_page.unit_of([run for _, run in runs])
-    return ["run", "page", "state", "exit", "seed", *(name.replace("GPU", unit) for name in names)], rows
+    return [
+        "run",
+        "page",
+        "state",
+        "exit",
+        "seed",
+        *(name.replace("GPU", unit) for name in names),
+    ], rows
 
 
 def _losses(runs: list[Labeled]) -> Block:
-    curves = [Curve(label, points(evaluations(run), "samples", "loss"), index, dots=True) for index, (label, run) in enumerate(runs)]
-    return run_page.loss_chart("evaluation loss", next((run for _, run in runs if run.benchmark), runs[0][1]), curves)
+    curves = [
+        Curve(label, points(evaluations(run), "samples", "loss"), index, dots=True)
+        for index, (label, run) in enumerate(runs)
+    ]
+    return run_page.loss_chart(
+        "evaluation loss", next((run for _, run in runs if run.benchmark), runs[0][1]), curves
+    )
 
 
 def _banner(series: Series, ten: TenRuns) -> Block:
@@ -95,18 +162,38 @@ def _banner(series: Series, ten: TenRuns) -> Block:
     if ten.invalid:
         return banner("warn" if series.good else "bad", share, f"no score: {ten.invalid}")
     count = sum(not window.invalid for window in windows(series))
-    extent = f"attempts {ten.runs[0].number} to {ten.runs[-1].number}" + (f", the median of {count} windows" if count > 1 else "")
+    extent = f"attempts {ten.runs[0].number} to {ten.runs[-1].number}" + (
+        f", the median of {count} windows" if count > 1 else ""
+    )
     test = "passed" if ten.passed else f"FAILED: {ten.verdict.message if ten.verdict else ''}"
-    return banner("good" if ten.passed else "bad", f"{ten.rank:.3f} minutes", f"score of {extent}; {share}", f"RCP test {test}")
+    return banner(
+        "good" if ten.passed else "bad",
+        f"{ten.rank:.3f} minutes",
+        f"score of {extent}; {share}",
+        f"RCP test {test}",
+    )
 
 
 def _next_steps(series: Series, ten: TenRuns, folder: str) -> list[tuple[str, str]]:
     """Sentences with commands."""
     command, benchmark = "./run_and_time.sh", series.first.benchmark
     if series.first.is_miniature:
-        return [("The package runs on this machine. What do the benchmark's own sizes need?", f"{command} {benchmark} plan")]
+        return [
+            (
+                "The package runs on this machine. What do the benchmark's own sizes need?",
+                f"{command} {benchmark} plan",
+            )
+        ]
     if ten.invalid:
         wanted = len(series.good) + good_runs_needed([run.converged for run in counted(series)])
-        return [("Go on until the median window is valid:", f"NEXP={max(wanted, SUBMISSION_RUNS)} {command} {benchmark} --resume")]
+        return [
+            (
+                "Go on until the median window is valid:",
+                f"NEXP={max(wanted, SUBMISSION_RUNS)} {command} {benchmark} --resume",
+            )
+        ]
     score = ("Beside the best published result of these GPUs:", f"{command} score {folder}")
-    return [score, *[("The tree of a submission, checked:", f"{command} package --help")] * ten.passed]
+    return [
+        score,
+        *[("The tree of a submission, checked:", f"{command} package --help")] * ten.passed,
+    ]

@@ -68,7 +68,9 @@ class ResultSet:
 
     @property
     def scores_agree(self) -> bool:
-        if self.official_score is None:  # a set that passed: the summarizer broke off, as on sets with power logs
+        if (
+            self.official_score is None
+        ):  # a set that passed: the summarizer broke off, as on sets with power logs
             return self.score is None or self.official == "passed"
         if self.score is None:
             return False
@@ -89,23 +91,52 @@ def _labeled(finding: Finding) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m submission.survey", description="Score all results of a repository.")
-    parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="a checkout of mlcommons/training_results_v*")
-    parser.add_argument("--ruleset", choices=RULESETS, help="of that round; default: what the keys of the logs say")
-    parser.add_argument("--round", metavar="R", help="such as 5.1: make the rows of this round, and ask no official tools")
-    parser.add_argument("--out", type=Path, default=DATA, metavar="FILE", help="the table of --round; default: the one of this package")
+    parser = argparse.ArgumentParser(
+        prog="python -m submission.survey", description="Score all results of a repository."
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a checkout of mlcommons/training_results_v*",
+    )
+    parser.add_argument(
+        "--ruleset", choices=RULESETS, help="of that round; default: what the keys of the logs say"
+    )
+    parser.add_argument(
+        "--round",
+        metavar="R",
+        help="such as 5.1: make the rows of this round, and ask no official tools",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=DATA,
+        metavar="FILE",
+        help="the table of --round; default: the one of this package",
+    )
     options = parser.parse_args(arguments)
     if options.round:
-        return exit_code_of(lambda: write(options.out, options.round, list(rows(options.results, options.round))))
+        return exit_code_of(
+            lambda: write(options.out, options.round, list(rows(options.results, options.round)))
+        )
     return exit_code_of(lambda: survey(options.results, options.ruleset))
 
 
 def result_sets(results: Path) -> list[Path]:
     """<submitter>/results/<system>/<benchmark> of our benchmarks below `results`. Raises ConfigError if there is none."""
-    folders = sorted(path for name in benchmarks.names() for path in results.glob(f"*/results/*/{name}") if path.is_dir())
+    folders = sorted(
+        path
+        for name in benchmarks.names()
+        for path in results.glob(f"*/results/*/{name}")
+        if path.is_dir()
+    )
     if not folders:
         why = f"there is no <submitter>/results/<system>/<benchmark> of {', '.join(benchmarks.names())} in it"
-        raise ConfigError(f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*")
+        raise ConfigError(
+            f"{results}: no results", why, "name a checkout of mlcommons/training_results_v*"
+        )
     return folders
 
 
@@ -131,21 +162,30 @@ def _ask_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> Non
             except ConfigError:
                 each.unreadable += 1
         each.score = our_score(each.folder, ruleset)
-    rounds = Counter(examined.verdict.rules for each in sets for examined in each.examined).most_common(1)
+    rounds = Counter(
+        examined.verdict.rules for each in sets for examined in each.examined
+    ).most_common(1)
     ruleset = ruleset or (rounds[0][0] if rounds else CLOSED_RULESETS[-1])
     # Package checker, which writes the RCP factors, and then the summarizer, on a copy that holds these sets only.
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, submitter.name)
         (copy / "systems").mkdir(parents=True)
         for each in sets:
-            shutil.copytree(each.folder, copy / each.folder.relative_to(submitter), ignore=shutil.ignore_patterns("scaling.json"))
+            shutil.copytree(
+                each.folder,
+                copy / each.folder.relative_to(submitter),
+                ignore=shutil.ignore_patterns("scaling.json"),
+            )
             description = submitter / "systems" / f"{each.name[0]}.json"
             if description.is_file():  # without it the package checker breaks off, and says so
                 shutil.copy(description, copy / "systems")
         verdicts = official_tools.package(copy, ruleset, len(sets)).verdicts
         scores = official_tools.summary(copy, ruleset, len(sets)).scores
     for each in sets:
-        each.official, each.official_score = verdicts.get(each.name, "no verdict"), scores.get(each.name)
+        each.official, each.official_score = (
+            verdicts.get(each.name, "no verdict"),
+            scores.get(each.name),
+        )
 
 
 def our_score(folder: Path, ruleset: str | None) -> float | None:
@@ -157,12 +197,35 @@ def our_score(folder: Path, ruleset: str | None) -> float | None:
 
 
 def table(sets: list[ResultSet]) -> list[str]:
-    rows = [("result set", "benchmark", "official", "ours", "official score", "our score", "our findings: logs by rule")]
+    rows = [
+        (
+            "result set",
+            "benchmark",
+            "official",
+            "ours",
+            "official score",
+            "our score",
+            "our findings: logs by rule",
+        )
+    ]
     for each in sorted(sets, key=lambda each: (each.folder.name, each.folder)):
-        findings = ", ".join(f"{name} {count}" for name, count in sorted(each.logs_by_rule().items()))
+        findings = ", ".join(
+            f"{name} {count}" for name, count in sorted(each.logs_by_rule().items())
+        )
         verdicts = (each.official, each.verdict)
-        scores = (number(each.official_score, ".6f"), number(each.score, ".6f") + ("" if each.scores_agree else " !"))
-        rows.append((f"{each.folder.parents[2].name}/{each.name[0]}", each.name[1], *verdicts, *scores, findings or "-"))
+        scores = (
+            number(each.official_score, ".6f"),
+            number(each.score, ".6f") + ("" if each.scores_agree else " !"),
+        )
+        rows.append(
+            (
+                f"{each.folder.parents[2].name}/{each.name[0]}",
+                each.name[1],
+                *verdicts,
+                *scores,
+                findings or "-",
+            )
+        )
     return terminal.table(rows)
 
 
@@ -171,7 +234,10 @@ def summary(sets: list[ResultSet]) -> list[str]:
     verdicts = Counter(each.verdict for each in sets)
     refused = sum(each.verdict == check.NOT_CLEAN and each.official == "passed" for each in sets)
     let_pass = sum(each.verdict != check.NOT_CLEAN and each.official != "passed" for each in sets)
-    agree, scored = sum(each.scores_agree for each in sets), sum(each.official_score is not None for each in sets)
+    agree, scored = (
+        sum(each.scores_agree for each in sets),
+        sum(each.official_score is not None for each in sets),
+    )
     return [
         f"{len(sets)} sets, {len(examined)} logs; the compliance checker passes {sum(each.verdict.passed for each in examined)}",
         f"verdicts: {', '.join(f'{count} {verdict}' for verdict, count in sorted(verdicts.items()))}; "
@@ -192,7 +258,12 @@ def rows(results: Path, round_: str) -> Iterator[Published]:
         except RunError as error:
             print(f"{folder}: {error.what}: {error.why}", file=sys.stderr)
             continue
-        found = replace(result(series, ten), round=round_, submitter=folder.parents[2].name, system=folder.parent.name)
+        found = replace(
+            result(series, ten),
+            round=round_,
+            submitter=folder.parents[2].name,
+            system=folder.parent.name,
+        )
         if found.batch is None or found.minutes is None:
             print(f"{folder}: no result: {ten.invalid or 'no global batch'}", file=sys.stderr)
         else:
@@ -203,10 +274,17 @@ def write(path: Path, round_: str, found: list[Published]) -> int:
     """Put `found` into the table at `path` in place of the rows of their round. Raises StorageError."""
     columns = [column.name for column in fields(Published)]
     table = json.loads(path.read_text()) if path.is_file() else {"sources": {}, "rows": []}
-    table["sources"][round_] = f"mlcommons/training_results_v{round_}, result logs and system descriptions"
+    table["sources"][round_] = (
+        f"mlcommons/training_results_v{round_}, result logs and system descriptions"
+    )
     kept = [row for row in table["rows"] if row[0] != round_]
-    kept += [[float(f"{value:.7g}") if isinstance(value, float) else value for value in astuple(result)] for result in found]
-    lines = ",\n  ".join(json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]]))
+    kept += [
+        [float(f"{value:.7g}") if isinstance(value, float) else value for value in astuple(result)]
+        for result in found
+    ]
+    lines = ",\n  ".join(
+        json.dumps(row) for row in sorted(kept, key=lambda row: [str(value) for value in row[:6]])
+    )
     text = f'{{"columns": {json.dumps(columns)},\n "sources": {json.dumps(table["sources"], indent=2)},\n "rows": [\n  {lines}]}}\n'
     terminal.write(path, text)
     return 0

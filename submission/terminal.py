@@ -14,7 +14,11 @@ def write(path: Path, text: str) -> None:
     try:
         write_whole(path, text.encode("utf-8", errors="replace"))
     except OSError as error:
-        raise StorageError(f"cannot write {path}", error.strerror or str(error), "name a directory that exists and has space") from error
+        raise StorageError(
+            f"cannot write {path}",
+            error.strerror or str(error),
+            "name a directory that exists and has space",
+        ) from error
 
 
 def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]:
@@ -23,7 +27,11 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or name not in known or name in found:
-            raise ConfigError(f"{flag} {text}", f"it is not NAME=VALUE with NAME one of {', '.join(known)}, each once", "correct it")
+            raise ConfigError(
+                f"{flag} {text}",
+                f"it is not NAME=VALUE with NAME one of {', '.join(known)}, each once",
+                "correct it",
+            )
         found[name] = value.strip()
     return found
 

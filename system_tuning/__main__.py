@@ -26,7 +26,9 @@ from system_tuning.settings import SETTINGS, File, Setting, value_of
 
 DONE, JOURNAL, NOT_DONE = 0, 17, 18
 JOURNAL_PATH = "run/system_tuning.json"
-HELD = "held until the end of the input"  # the line by which `hold` says that every file has its value
+HELD = (
+    "held until the end of the input"  # the line by which `hold` says that every file has its value
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +44,15 @@ class Step(File):
 def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     """`root`: the tests' copy of a host's /proc and /sys."""
     options = _parse(arguments)
-    settings, journal = [setting for setting in SETTINGS if setting.name in options.only], root / JOURNAL_PATH
+    settings, journal = (
+        [setting for setting in SETTINGS if setting.name in options.only],
+        root / JOURNAL_PATH,
+    )
     if options.verb == "check":
         return check(settings, root, options.json)
-    if options.verb == "hold":  # whoever started it may be interrupted: it ends when that one has closed the pipe
+    if (
+        options.verb == "hold"
+    ):  # whoever started it may be interrupted: it ends when that one has closed the pipe
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     try:
@@ -54,13 +61,22 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
             if options.verb == "hold":
                 steps = hold(steps, journal)
     except BlockingIOError:
-        print(f"error: {_holder(journal)} holds the settings\n  do:  wait until it ends, or end it", file=sys.stderr)
+        print(
+            f"error: {_holder(journal)} holds the settings\n  do:  wait until it ends, or end it",
+            file=sys.stderr,
+        )
         return JOURNAL
     except PermissionError:
-        print("error: only root can write these files\n  do:  run the same command with sudo", file=sys.stderr)
+        print(
+            "error: only root can write these files\n  do:  run the same command with sudo",
+            file=sys.stderr,
+        )
         return NOT_DONE
     except (OSError, ValueError) as error:
-        print(f"error: the journal {journal} cannot be used: {error}\n  do:  mend that, then run this again", file=sys.stderr)
+        print(
+            f"error: the journal {journal} cannot be used: {error}\n  do:  mend that, then run this again",
+            file=sys.stderr,
+        )
         return JOURNAL
     if options.verb == "hold" and all(step.status in ("put back", "unchanged") for step in steps):
         return DONE  # in silence: its reader may be gone
@@ -69,13 +85,18 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
         print(f"old values are in {journal}; `revert` puts them back; a reboot does so too")
     if not any(step.status in ("failed", "changed since") for step in steps):
         return DONE
-    print("error: not every file has its value\n  do:  see the lines above; in a container run this on the host", file=sys.stderr)
+    print(
+        "error: not every file has its value\n  do:  see the lines above; in a container run this on the host",
+        file=sys.stderr,
+    )
     return NOT_DONE
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python3 -m system_tuning", formatter_class=style, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python3 -m system_tuning", formatter_class=style, allow_abbrev=False
+    )
     add_arguments(parser)
     return parser.parse_args(arguments)
 
@@ -86,19 +107,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Operating-system and CPU settings for training: check (what apply would write, and the risk), apply, revert.\n"
         "GPU clocks and power limits are never touched."
     )
-    parser.epilog = "settings:\n" + "\n".join(f"  {setting.name:<15} {setting.what}" for setting in SETTINGS)
+    parser.epilog = "settings:\n" + "\n".join(
+        f"  {setting.name:<15} {setting.what}" for setting in SETTINGS
+    )
     names = [setting.name for setting in SETTINGS]
-    parser.add_argument("--json", action="store_true", help="check: the files of each setting, what they hold and should hold")
-    parser.add_argument("verb", choices=("check", "apply", "revert", "hold"), help="hold: apply, and revert when the input ends")
     parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="NAME", help="check, apply, hold: these settings; default: all"
+        "--json",
+        action="store_true",
+        help="check: the files of each setting, what they hold and should hold",
+    )
+    parser.add_argument(
+        "verb",
+        choices=("check", "apply", "revert", "hold"),
+        help="hold: apply, and revert when the input ends",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help="check, apply, hold: these settings; default: all",
     )
 
 
 def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
     """Print what is, what would be better, and the risk. Read-only, for any user."""
     if as_json:
-        print(json.dumps({setting.name: [dataclasses.asdict(file) for file in setting.look(root)] for setting in settings}, default=str))
+        print(
+            json.dumps(
+                {
+                    setting.name: [dataclasses.asdict(file) for file in setting.look(root)]
+                    for setting in settings
+                },
+                default=str,
+            )
+        )
         return DONE
     worse = 0
     for setting in settings:
@@ -108,7 +152,11 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
         worse += not is_good
         about = [] if is_good else [f"what:    {setting.what}", f"risk:    {setting.risk}"]
         state = "not supported here" if not files else "good" if is_good else "could be better"
-        print(f"{setting.name}: {state}", *(f"    {line}" for line in [*_grouped(steps), *about]), sep="\n")
+        print(
+            f"{setting.name}: {state}",
+            *(f"    {line}" for line in [*_grouped(steps), *about]),
+            sep="\n",
+        )
     print(f"{worse} settings could be better; apply writes them, as root")
     return DONE
 
@@ -147,7 +195,9 @@ def _put_back(path: Path, old: str, ours: str) -> Step:
     if step.now == old:
         return step.became("unchanged")
     if step.now != ours:
-        return step.became("changed since", f"by another program, or it is gone: apply wrote {ours}")
+        return step.became(
+            "changed since", f"by another program, or it is gone: apply wrote {ours}"
+        )
     return _write(step, "put back")
 
 
@@ -188,7 +238,10 @@ def _read_journal(journal: Path) -> dict[str, list[str]]:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     pairs = entries.values() if isinstance(entries, dict) else [None]
-    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(value, str) for value in pair) for pair in pairs):
+    if not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(value, str) for value in pair)
+        for pair in pairs
+    ):
         raise ValueError("it must hold an old and a new value, as texts, for each path")
     return entries
 
@@ -202,7 +255,10 @@ def _write_journal(journal: Path, entries: dict[str, list[str]]) -> None:
 
 def _grouped(steps: Sequence[Step]) -> list[str]:
     """One line for all files that differ only in their CPU number."""
-    groups = Counter(dataclasses.replace(step, path=Path(re.sub(r"(cpu|policy)[0-9]+", r"\1*", str(step.path)))) for step in steps)
+    groups = Counter(
+        dataclasses.replace(step, path=Path(re.sub(r"(cpu|policy)[0-9]+", r"\1*", str(step.path))))
+        for step in steps
+    )
     lines = []
     for step, count in groups.items():
         change = step.want if step.now == step.want else f"{step.now or '-'} -> {step.want}"

@@ -71,7 +71,9 @@ def _is_deep(name: str, latency_us: str) -> bool:
 
 def _idle_states(root: Path) -> list[File]:
     found = []
-    for state in sorted((root / CPU).glob("cpu[0-9]*/cpuidle/state[1-9]*")):  # state0 is polling, or WFI on Arm: it must stay
+    for state in sorted(
+        (root / CPU).glob("cpu[0-9]*/cpuidle/state[1-9]*")
+    ):  # state0 is polling, or WFI on Arm: it must stay
         name, latency_us = value_of(state / "name"), value_of(state / "latency")
         if _is_deep(name, latency_us):
             found.append(_file(state / "disable", "1", f"{name}, {latency_us} us to leave"))
@@ -83,7 +85,9 @@ def _governor(root: Path) -> list[File]:
     refuses to change it: the preference is written before the governor, and put back after it.
     """
     found = []
-    for policy in sorted((root / CPU / "cpufreq").glob("policy[0-9]*")):  # cpuN/cpufreq is a link to one of these
+    for policy in sorted(
+        (root / CPU / "cpufreq").glob("policy[0-9]*")
+    ):  # cpuN/cpufreq is a link to one of these
         governor = _file(policy / "scaling_governor", "performance")
         if governor.now != governor.want:
             found.append(_file(policy / "energy_performance_preference", "performance"))

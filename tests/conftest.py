@@ -66,10 +66,14 @@ def documents(tmp_path_factory):
     from common.data import corpus
 
     def write(folder):
-        (folder / "documents.json").write_text(json.dumps([[document.source, document.text] for document in corpus.documents()]))
+        (folder / "documents.json").write_text(
+            json.dumps([[document.source, document.text] for document in corpus.documents()])
+        )
 
     folder = made_once(tmp_path_factory, "documents", write)
-    return [corpus.Document(*fields) for fields in json.loads((folder / "documents.json").read_text())]
+    return [
+        corpus.Document(*fields) for fields in json.loads((folder / "documents.json").read_text())
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,14 @@ from throughput.run_settings import candidates
 pytestmark = pytest.mark.quick
 
 ON_TRAYS_OF_4 = ("GB200", "GB300")
-EXPECTED = {*(f"{kind}_1x{4 if kind in ON_TRAYS_OF_4 else 8}" for kind in KINDS), *(f"{kind}_2x8" for kind in ("MI325X", "MI350X", "H200"))}
+EXPECTED = {
+    *(f"{kind}_1x{4 if kind in ON_TRAYS_OF_4 else 8}" for kind in KINDS),
+    *(f"{kind}_2x8" for kind in ("MI325X", "MI350X", "H200")),
+}
 EXPECTED |= {"H200_1x1", "H200_1x2", "H200_1x4", "CPU_1x1"}
-FILES = sorted(path for benchmark in names() for path in (ROOT / "configs" / benchmark).glob("*.toml"))
+FILES = sorted(
+    path for benchmark in names() for path in (ROOT / "configs" / benchmark).glob("*.toml")
+)
 GPU_FILES = [path for path in FILES if not path.stem.startswith("CPU")]
 EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes what is learned
     "gpu",
@@ -39,7 +44,9 @@ EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes wh
     "frozen_base",
     "offload_layers",
 }
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+each_file = pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
 each_benchmark = pytest.mark.parametrize("benchmark", names())
 GOOD = {
     "gpu": "H200",
@@ -71,9 +78,13 @@ def test_config_fits_its_name_and_the_rules(path):
     assert path.stem == f"{config.gpu}_{config.nodes}x{config.gpus_per_node}"
     assert config.gpu in KINDS or (config.gpu == "CPU" and config.miniature)
     assert config.gradient_accumulation_steps * config.micro_batch_size * config.world_size == batch
-    assert config.max_samples % rules.eval_interval(batch) == 0 and config.max_samples >= rules.first_evaluation(batch)
+    assert config.max_samples % rules.eval_interval(
+        batch
+    ) == 0 and config.max_samples >= rules.first_evaluation(batch)
     padding = -rules.eval_samples % (config.world_size * config.eval_micro_batch_size)
-    assert padding == 0 or config.eval_micro_batch_size == 1, "sequences of padding that a smaller micro-batch would save"
+    assert padding == 0 or config.eval_micro_batch_size == 1, (
+        "sequences of padding that a smaller micro-batch would save"
+    )
     assert config.recompute_layers <= rules.shape.num_layers
     assert config.offload_layers <= rules.shape.num_layers
 
@@ -82,7 +93,11 @@ def test_config_fits_its_name_and_the_rules(path):
 def test_config_repeats_no_default(path):
     table = tomllib.loads(path.read_text())
     known = fields(config_class(path.parent.name))
-    assert [f.name for f in known if f.default is not MISSING and f.name in table and table[f.name] == f.default] == []
+    assert [
+        f.name
+        for f in known
+        if f.default is not MISSING and f.name in table and table[f.name] == f.default
+    ] == []
 
 
 @each_file
@@ -92,7 +107,19 @@ def test_resolved_config_reads_back_the_same(path, tmp_path):
     assert load(tmp_path / "config.toml", config_class(path.parent.name)) == config
 
 
-@pytest.mark.parametrize("value", ['a "quoted" word', "C:\\new\\table", "two\nlines\ttab", "it's", "\x7f\x01", "", "é # no comment", '"""'])
+@pytest.mark.parametrize(
+    "value",
+    [
+        'a "quoted" word',
+        "C:\\new\\table",
+        "two\nlines\ttab",
+        "it's",
+        "\x7f\x01",
+        "",
+        "é # no comment",
+        '"""',
+    ],
+)
 def test_any_text_of_the_environment_reads_back_the_same(value, tmp_path):
     config = replace(read(FILES[0]), env={"A": value, "a.b c": value})
     (tmp_path / "config.toml").write_text(config.as_toml())
@@ -110,8 +137,16 @@ def test_limit_is_about_twice_the_reference(path):
 @each_benchmark
 def test_gpu_kinds_differ_in_execution_only(benchmark, nodes):
     """The same learning curve is expected on every GPU; on two nodes that of a larger batch."""
-    loaded = [config for path in GPU_FILES if path.parent.name == benchmark and (config := read(path)).nodes == nodes]
-    differing = {f.name for f in fields(config_class(benchmark)) if len({str(getattr(config, f.name)) for config in loaded}) > 1}
+    loaded = [
+        config
+        for path in GPU_FILES
+        if path.parent.name == benchmark and (config := read(path)).nodes == nodes
+    ]
+    differing = {
+        f.name
+        for f in fields(config_class(benchmark))
+        if len({str(getattr(config, f.name)) for config in loaded}) > 1
+    }
     assert differing - {"env"} <= EXECUTION_KEYS and "gpu" in differing
 
 
@@ -119,17 +154,25 @@ def test_gpu_kinds_differ_in_execution_only(benchmark, nodes):
 def test_config_fits_the_memory_of_its_gpu(path):
     """tests/launch/plan/test_plan.py holds the plan to measured peaks."""
     config = read(path)
-    assert plan.fits(plan.memory_peak(config, workload(path.parent.name, config)), KINDS[config.gpu])
+    assert plan.fits(
+        plan.memory_peak(config, workload(path.parent.name, config)), KINDS[config.gpu]
+    )
 
 
 @each_benchmark
 def test_the_smallest_memory_keeps_a_reserve(benchmark):
     """torch reserves up to 5 % more than it allocates where it can, and 8 ranks of NCCL hold memory that one GPU does not."""
     config = read(ROOT / "configs" / benchmark / "H100_1x8.toml")
-    assert plan.memory_peak(config, workload(benchmark, config)).needed <= 0.95 * plan.usable_bytes(KINDS["H100"])
+    assert plan.memory_peak(config, workload(benchmark, config)).needed <= 0.95 * plan.usable_bytes(
+        KINDS["H100"]
+    )
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.stem.startswith("MI")], ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if p.stem.startswith("MI")],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
 def test_amd_configs_set_no_variable_of_nvidia(path):
     assert not any(key.startswith(("CUDA_", "NCCL_NVLS")) for key in read(path).env)
 
@@ -137,7 +180,9 @@ def test_amd_configs_set_no_variable_of_nvidia(path):
 @pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_queues_priorities_and_channels_are_left_to_the_libraries(path):
     """They are candidates to time, by `throughput settings --steps`: no shipped number was measured with this package."""
-    timed = {name for is_rocm in (True, False) for candidate in candidates(is_rocm) for name in candidate}
+    timed = {
+        name for is_rocm in (True, False) for candidate in candidates(is_rocm) for name in candidate
+    }
     assert not ({"TORCH_NCCL_HIGH_PRIORITY", "NCCL_MIN_CTAS"} | timed) & read(path).env.keys()
 
 
@@ -154,7 +199,14 @@ def test_unknown_key_names_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("micro_batch_size", "two"), ("micro_batch_size", 2.0), ("miniature", 1), ("env", {"A": 1}), ("gpu", 1)]
+    ("key", "value"),
+    [
+        ("micro_batch_size", "two"),
+        ("micro_batch_size", 2.0),
+        ("miniature", 1),
+        ("env", {"A": 1}),
+        ("gpu", 1),
+    ],
 )
 def test_wrong_type(key, value):
     assert key in _error(**{key: value}).what
@@ -215,9 +267,14 @@ def test_impossible_value(changes):
     assert next(iter(changes)) in _error(**changes).what
 
 
-@pytest.mark.parametrize(("key", "value"), [("opt_learning_rate_training_steps", 0), ("frozen_base", "halved"), ("offload_layers", 1)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("opt_learning_rate_training_steps", 0), ("frozen_base", "halved"), ("offload_layers", 1)],
+)
 def test_impossible_value_of_lora(key, value):
-    table = {name: setting for name, setting in GOOD.items() if name != "opt_learning_rate_warmup_steps"}
+    table = {
+        name: setting for name, setting in GOOD.items() if name != "opt_learning_rate_warmup_steps"
+    }
     good = table | {"opt_learning_rate_training_steps": 1024}
     assert configs.from_table(dict(good), lora_rules.Config, "some.toml").frozen_base == "sharded"
     with pytest.raises(ConfigError, match=key):
@@ -225,11 +282,15 @@ def test_impossible_value_of_lora(key, value):
 
 
 @pytest.mark.parametrize("name", block_formats.FORMATS)
-@pytest.mark.parametrize(("until", "then"), [("", ""), ("step 340", "fp8"), ("loss 3.6", "bf16"), ("loss 4", "fp8")])
+@pytest.mark.parametrize(
+    ("until", "then"), [("", ""), ("step 340", "fp8"), ("loss 3.6", "bf16"), ("loss 4", "fp8")]
+)
 def test_every_emulated_format_can_be_chosen_and_healed(name, until, then):
     end = f" until {until}, then {then}" if until else ""
     for options in ((), ("stochastic",), ("stochastic", "random_hadamard", "square_weights")):
-        form = configs.from_table(GOOD | {"linear": "+".join((name, *options)) + end}, Config, "some.toml").linear_format
+        form = configs.from_table(
+            GOOD | {"linear": "+".join((name, *options)) + end}, Config, "some.toml"
+        ).linear_format
         assert (form.name, form.options, form.until, form.then) == (name, options, until, then)
         assert form.emulated and form.stores_fp8 == (then == "fp8") and not form.in_fp8
 
@@ -241,11 +302,17 @@ def test_a_former_key_names_the_one_that_took_its_place(key):
 
 
 def test_lora_has_no_wgrad_to_transform_for():
-    table = {key: value for key, value in GOOD.items() if key != "opt_learning_rate_warmup_steps"} | {"opt_learning_rate_training_steps": 9}
-    assert configs.from_table(table | {"linear": "mxfp4+stochastic"}, lora_rules.Config, "some.toml").linear_format.emulated
+    table = {
+        key: value for key, value in GOOD.items() if key != "opt_learning_rate_warmup_steps"
+    } | {"opt_learning_rate_training_steps": 9}
+    assert configs.from_table(
+        table | {"linear": "mxfp4+stochastic"}, lora_rules.Config, "some.toml"
+    ).linear_format.emulated
     for option in ("hadamard", "random_hadamard"):
         with pytest.raises(ConfigError, match="linear"):
-            configs.from_table(table | {"linear": f"mxfp4+{option}"}, lora_rules.Config, "some.toml")
+            configs.from_table(
+                table | {"linear": f"mxfp4+{option}"}, lora_rules.Config, "some.toml"
+            )
 
 
 def test_a_key_of_the_other_benchmark_is_unknown():
@@ -264,7 +331,12 @@ def test_broken_toml_and_missing_file(tmp_path):
 
 
 def test_overrides_from_the_command_line(tmp_path):
-    (tmp_path / "good.toml").write_text("\n".join(f"{key} = {value!r}" for key, value in GOOD.items()).replace("'", '"'))
-    assert load(tmp_path / "good.toml", Config, {"micro_batch_size": "1", "linear": "fp8"}).linear == "fp8"
+    (tmp_path / "good.toml").write_text(
+        "\n".join(f"{key} = {value!r}" for key, value in GOOD.items()).replace("'", '"')
+    )
+    assert (
+        load(tmp_path / "good.toml", Config, {"micro_batch_size": "1", "linear": "fp8"}).linear
+        == "fp8"
+    )
     with pytest.raises(ConfigError, match="unknown key speed"):
         load(tmp_path / "good.toml", Config, {"speed": "11"})

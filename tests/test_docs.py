@@ -20,10 +20,16 @@ from tests.tools.docs_tables import BENCHMARKS, PAGES, ROOT, rewritten
 pytestmark = pytest.mark.quick
 
 DOCS = ROOT / "docs"
-RECORDS = {"log.md", "results.md", "results-archive.md"}  # commands and keys as they were when something was measured
+RECORDS = {
+    "log.md",
+    "results.md",
+    "results-archive.md",
+}  # commands and keys as they were when something was measured
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
-each_current_page = pytest.mark.parametrize("page", [p for p in PAGES if p.name not in RECORDS], ids=lambda p: str(p.relative_to(ROOT)))
+each_current_page = pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name not in RECORDS], ids=lambda p: str(p.relative_to(ROOT))
+)
 
 
 # --- generated tables -------------------------------------------------------------------------------------------------
@@ -35,28 +41,49 @@ def test_generated_tables_are_current(page):
     assert rewritten(text) == text, "run python3 -m tests.tools.docs_tables"
 
 
-@pytest.mark.parametrize("key", ["micro_batch_size", "linear", "reduce_scatter", "moment_precision", "recompute_layers"])
+@pytest.mark.parametrize(
+    "key", ["micro_batch_size", "linear", "reduce_scatter", "moment_precision", "recompute_layers"]
+)
 def test_a_changed_config_changes_its_table(monkeypatch, key):
     config = load_all(ROOT, "llama31_8b")["B200_1x8"]
-    other = {"micro_batch_size": 1, "linear": "bf16", "reduce_scatter": "nccl", "moment_precision": "bf16", "recompute_layers": 3}[key]
+    other = {
+        "micro_batch_size": 1,
+        "linear": "bf16",
+        "reduce_scatter": "nccl",
+        "moment_precision": "bf16",
+        "recompute_layers": 3,
+    }[key]
     before = docs_tables.configs_table("B200")
     changed = config.__class__(**{**config.__dict__, key: other})
-    monkeypatch.setattr(docs_tables, "load_all", lambda root, benchmark: {"B200_1x8": changed} if benchmark == "llama31_8b" else {})
+    monkeypatch.setattr(
+        docs_tables,
+        "load_all",
+        lambda root, benchmark: {"B200_1x8": changed} if benchmark == "llama31_8b" else {},
+    )
     assert docs_tables.configs_table("B200").splitlines()[2] not in before
 
 
 def test_every_gpu_kind_has_a_page():
-    pages = {path.stem: path.read_text() for path in (DOCS / "gpus").glob("*.md") if path.stem != "README"}
+    pages = {
+        path.stem: path.read_text()
+        for path in (DOCS / "gpus").glob("*.md")
+        if path.stem != "README"
+    }
     assert pages.keys() == {*KINDS, "CPU"}
     for gpu, text in pages.items():
-        assert f"<!-- made: configs {gpu} -->" in text and f"<!-- made: environment {gpu} -->" in text
+        assert (
+            f"<!-- made: configs {gpu} -->" in text and f"<!-- made: environment {gpu} -->" in text
+        )
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
 def anchors(text: str) -> set[str]:
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    return {
+        re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-")
+        for head in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
 
 
 def broken_links(page, text: str) -> list[str]:
@@ -64,7 +91,9 @@ def broken_links(page, text: str) -> list[str]:
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         goal = (page.parent / path).resolve() if path else page
-        if not re.match(r"https?:", target) and not (goal.exists() and (not anchor or anchor in anchors(goal.read_text()))):
+        if not re.match(r"https?:", target) and not (
+            goal.exists() and (not anchor or anchor in anchors(goal.read_text()))
+        ):
             broken.append(target)
     return broken
 
@@ -75,14 +104,21 @@ def test_links_resolve(page):
 
 
 def test_a_broken_link_is_noticed():
-    text = "[a](docs/none.md) [b](docs/plan.md#nowhere) [c](docs/plan.md) [d](https://example.org/x)"
+    text = (
+        "[a](docs/none.md) [b](docs/plan.md#nowhere) [c](docs/plan.md) [d](https://example.org/x)"
+    )
     assert broken_links(ROOT / "README.md", text) == ["docs/none.md", "docs/plan.md#nowhere"]
 
 
 def test_every_page_is_in_the_index():
     index = (DOCS / "README.md").read_text()
-    linked = {(DOCS / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", index)}
-    assert {page for page in DOCS.glob("*.md") if page.name not in {"README.md", *RECORDS}} | {DOCS / "gpus" / "README.md"} <= linked
+    linked = {
+        (DOCS / target.partition("#")[0]).resolve()
+        for target in re.findall(r"\]\(([^)\s]+)\)", index)
+    }
+    assert {page for page in DOCS.glob("*.md") if page.name not in {"README.md", *RECORDS}} | {
+        DOCS / "gpus" / "README.md"
+    } <= linked
 
 
 # --- commands and keys ------------------------------------------------------------------------------------------------
@@ -95,12 +131,18 @@ def blocks(text: str) -> list[str]:
 def commands(text: str) -> list[list[str]]:
     """The words of each command of this repository in the code blocks and code spans of a page, without variables and comments."""
     lines = [line for block in blocks(text) for line in block.replace("\\\n", " ").splitlines()]
-    lines += re.findall(r"`((?:[A-Z_]+=\S+ )*(?:sudo )?(?:\./|python3? -m |python3? tests/)[^`\n]+)`", text)
+    lines += re.findall(
+        r"`((?:[A-Z_]+=\S+ )*(?:sudo )?(?:\./|python3? -m |python3? tests/)[^`\n]+)`", text
+    )
     found = []
     for line in lines:
-        if re.match(r"(?:[A-Z_]+=\S+ )*(?:sudo )?(?:\./\w+\.sh|python3? -m |python3? tests/)", line):
+        if re.match(
+            r"(?:[A-Z_]+=\S+ )*(?:sudo )?(?:\./\w+\.sh|python3? -m |python3? tests/)", line
+        ):
             words = shlex.split(re.sub(r"[<>|]", "", line), comments=True)
-            found.append([word for word in words if word != "sudo" and not re.fullmatch(r"[A-Z_]+=.*", word)])
+            found.append(
+                [word for word in words if word != "sudo" and not re.fullmatch(r"[A-Z_]+=.*", word)]
+            )
     return found
 
 
@@ -109,12 +151,18 @@ def test_commands_exist(page):
     for words in commands(page.read_text()):
         if words[0].startswith("python"):
             module = words[2] if words[1] == "-m" else ""
-            assert importlib.util.find_spec(module) if module else (ROOT / words[1]).is_file(), words
+            assert importlib.util.find_spec(module) if module else (ROOT / words[1]).is_file(), (
+                words
+            )
             continue
         assert (ROOT / words[0]).is_file(), words
         if words[0] in ("./run_and_time.sh", "./run_with_docker.sh") and len(words) > 1:
-            assert words[1] in (*BENCHMARKS, *VERBS, "benchmark", "name", "--help", "--version"), words
-            assert len(words) < 3 or words[1] in VERBS or words[2].startswith("-") or words[2] in VERBS, words
+            assert words[1] in (*BENCHMARKS, *VERBS, "benchmark", "name", "--help", "--version"), (
+                words
+            )
+            assert (
+                len(words) < 3 or words[1] in VERBS or words[2].startswith("-") or words[2] in VERBS
+            ), words
 
 
 @each_page
@@ -133,14 +181,18 @@ KEYS = {key for benchmark in BENCHMARKS for key in config_class(benchmark).__dat
 def test_config_keys_exist(page):
     """`key = value` in code spans, and --set in commands."""
     text = page.read_text()
-    named = set(re.findall(r"--set '?([a-z_0-9]+)=", text)) | set(re.findall(r"`([a-z][a-z_0-9]+) = [^`=]+`", text))
+    named = set(re.findall(r"--set '?([a-z_0-9]+)=", text)) | set(
+        re.findall(r"`([a-z][a-z_0-9]+) = [^`=]+`", text)
+    )
     assert named - KEYS == set()
 
 
 ADVICE = {
     (match[1], match[2])
     for page in PAGES
-    for match in re.finditer(r"\.sh (llama\w+) ?\w* ((?:--set \S+ ?)+)$", page.read_text(), re.MULTILINE)
+    for match in re.finditer(
+        r"\.sh (llama\w+) ?\w* ((?:--set \S+ ?)+)$", page.read_text(), re.MULTILINE
+    )
 }
 
 
@@ -153,7 +205,11 @@ def test_advised_changes_load_on_every_kind(benchmark, options):
 
 def test_the_patterns_find_something():
     found = [words for page in PAGES for words in commands(page.read_text())]
-    assert len(found) > 40 and any("prepare" in words for words in found) and ["./run_tests.sh"] in found
+    assert (
+        len(found) > 40
+        and any("prepare" in words for words in found)
+        and ["./run_tests.sh"] in found
+    )
     assert len(ADVICE) >= 2
 
 
@@ -161,9 +217,15 @@ def test_the_patterns_find_something():
 
 
 def test_every_exit_code_has_its_entry_and_no_other():
-    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RunError)]
+    classes = [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, RunError)
+    ]
     known = {cls.exit_code: cls.kind for cls in classes if cls is not Interrupted}
     signals = {Interrupted(number).exit_code: Interrupted.kind for number in (1, 2, 15)}
-    heads = re.findall(r"^## ([\d, ]+) · (\w+)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    heads = re.findall(
+        r"^## ([\d, ]+) · (\w+)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE
+    )
     listed = {int(code): kind for codes, kind in heads for code in codes.split(",")}
     assert listed == {0: "good", **known, **signals}

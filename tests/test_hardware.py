@@ -45,7 +45,10 @@ REFUSED = [
     ("AMD Radeon Graphics, gfx950", amd(8, "AMD Radeon Graphics", "gfx950", 288, 256)),
     ("no name", amd(8, "")),
     ("MI300A", amd(4, "AMD Instinct MI300A", gib=128, units=228)),
-    ("AMD Radeon Graphics", amd(4, "AMD Radeon Graphics", gib=128, units=228)),  # an MI300A without its name
+    (
+        "AMD Radeon Graphics",
+        amd(4, "AMD Radeon Graphics", gib=128, units=228),
+    ),  # an MI300A without its name
     ("AMD Radeon Graphics", amd(8, "AMD Radeon Graphics", units=80)),  # an MI308X without its name
     ("MI250X", amd(8, "AMD Instinct MI250X", "gfx90a", 64, 110)),
     ("Radeon RX 7900", amd(1, "AMD Radeon RX 7900 XTX", "gfx1100", 24, 96)),
@@ -88,20 +91,36 @@ def test_any_kind_is_described_by_its_driver(words, found):
             identify(found, any_kind=True)
         return
     kind, device = identify(found, any_kind=True), found.devices[0]
-    assert (kind.memory_bytes, kind.arch, kind.vendor) == (device.memory_bytes, device.arch, found.vendor)
-    assert kind.peak_bf16_tflops == kind.peak_fp8_tflops == 0 and re.fullmatch(r"\w+", kind.name) and kind.name not in KINDS
+    assert (kind.memory_bytes, kind.arch, kind.vendor) == (
+        device.memory_bytes,
+        device.arch,
+        found.vendor,
+    )
+    assert (
+        kind.peak_bf16_tflops == kind.peak_fp8_tflops == 0
+        and re.fullmatch(r"\w+", kind.name)
+        and kind.name not in KINDS
+    )
 
 
 @pytest.mark.parametrize("found", CUT)
 def test_partitions_are_refused(found):
     with pytest.raises(PreflightError, match="partitioned"):
         identify(found)
-    with pytest.raises(PreflightError, match="partitioned"):  # GPU_KIND does not make a whole card of a part
-        identify(found, {"sm_90": "H200", "gfx950": "MI355X", "gfx942": "MI300X"}[found.devices[0].arch])
+    with pytest.raises(
+        PreflightError, match="partitioned"
+    ):  # GPU_KIND does not make a whole card of a part
+        identify(
+            found, {"sm_90": "H200", "gfx950": "MI355X", "gfx942": "MI300X"}[found.devices[0].arch]
+        )
 
 
 def test_mixed_kinds_are_refused():
-    mixed = Probe("nvidia", nvidia(1, "NVIDIA H200", 143771).devices + nvidia(1, "NVIDIA H100 80GB HBM3", 81559).devices)
+    mixed = Probe(
+        "nvidia",
+        nvidia(1, "NVIDIA H200", 143771).devices
+        + nvidia(1, "NVIDIA H100 80GB HBM3", 81559).devices,
+    )
     with pytest.raises(PreflightError, match="H100, H200"):
         identify(mixed)
 
@@ -109,7 +128,10 @@ def test_mixed_kinds_are_refused():
 def test_gpu_kind_overrides_the_name():
     assert identify(amd(8, "AMD Radeon Graphics", "gfx950", 288, 256), "MI355X").name == "MI355X"
     for wrong in ("MI355X", "MI400X"):
-        with pytest.raises(PreflightError, match=f"GPU_KIND={wrong} is not the kind of this GPU: 8 x .AMD Instinct MI300X"):
+        with pytest.raises(
+            PreflightError,
+            match=f"GPU_KIND={wrong} is not the kind of this GPU: 8 x .AMD Instinct MI300X",
+        ):
             identify(amd(8, "AMD Instinct MI300X"), wrong)
 
 
@@ -121,7 +143,11 @@ def test_no_gpu_is_the_miniature():
 def test_fp8_family():
     assert fp8_family("gfx942:sramecc+:xnack-") == "fnuz"
     assert {fp8_family(arch) for arch in ("gfx950", "sm_90", "sm_100")} == {"ocp"}
-    assert {kind.name for kind in KINDS.values() if fp8_family(kind.arch) == "fnuz"} == {"MI300X", "MI308X", "MI325X"}
+    assert {kind.name for kind in KINDS.values() if fp8_family(kind.arch) == "fnuz"} == {
+        "MI300X",
+        "MI308X",
+        "MI325X",
+    }
 
 
 def test_peaks_follow_from_units_and_clock():
@@ -132,12 +158,20 @@ def test_peaks_follow_from_units_and_clock():
         ("MI350X", 2.2, 8192),
         ("MI355X", 2.4, 8192),
     ):
-        assert KINDS[name].peak_fp8_tflops == pytest.approx(KINDS[name].compute_units * clock_ghz * flop_per_clock / 1e3, rel=1e-4)
-    assert all(kind.peak_fp8_tflops == pytest.approx(2 * kind.peak_bf16_tflops, rel=1e-4) for kind in KINDS.values())
+        assert KINDS[name].peak_fp8_tflops == pytest.approx(
+            KINDS[name].compute_units * clock_ghz * flop_per_clock / 1e3, rel=1e-4
+        )
+    assert all(
+        kind.peak_fp8_tflops == pytest.approx(2 * kind.peak_bf16_tflops, rel=1e-4)
+        for kind in KINDS.values()
+    )
 
 
 def test_config_path_lists_what_exists():
-    assert hardware.config_path(ROOT, "llama31_8b", hardware.config_name(KINDS["H200"], 4)).name == "H200_1x4.toml"
+    assert (
+        hardware.config_path(ROOT, "llama31_8b", hardware.config_name(KINDS["H200"], 4)).name
+        == "H200_1x4.toml"
+    )
     with pytest.raises(ConfigError) as caught:
         hardware.config_path(ROOT, "llama31_8b", "H200_1x3")
     assert "MI300X_1x8" in caught.value.why and "DGXNGPU" in caught.value.do
@@ -145,7 +179,12 @@ def test_config_path_lists_what_exists():
 
 # --- the probes -------------------------------------------------------------------------------------------------------
 
-SMI = "\n".join(f"GPU-{i}5d2c3a1-0000, NVIDIA H200, 143771, 9.0, Disabled, 580.95.05" for i in range(4)) + "\n"
+SMI = (
+    "\n".join(
+        f"GPU-{i}5d2c3a1-0000, NVIDIA H200, 143771, 9.0, Disabled, 580.95.05" for i in range(4)
+    )
+    + "\n"
+)
 
 
 def _stub_nvidia_smi(folder: Path, script: str) -> dict[str, str]:
@@ -156,10 +195,15 @@ def _stub_nvidia_smi(folder: Path, script: str) -> dict[str, str]:
 
 
 def smi_says(folder: Path, text: str, **variables: str) -> Probe:
-    return hardware.probe_nvidia(_stub_nvidia_smi(folder, f"cat <<'X'\n{text}X") | variables, folder)
+    return hardware.probe_nvidia(
+        _stub_nvidia_smi(folder, f"cat <<'X'\n{text}X") | variables, folder
+    )
 
 
-@pytest.mark.parametrize(("value", "count"), [(None, 4), ("0,2", 2), ("", 0), ("-1", 0), ("1,9,2", 1), ("GPU-25d,GPU-35d", 2), ("3", 1)])
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [(None, 4), ("0,2", 2), ("", 0), ("-1", 0), ("1,9,2", 1), ("GPU-25d,GPU-35d", 2), ("3", 1)],
+)
 def test_nvidia_smi_and_visible_devices(tmp_path, value, count):
     found = smi_says(tmp_path, SMI, **({} if value is None else {"CUDA_VISIBLE_DEVICES": value}))
     assert len(found.devices) == count
@@ -179,7 +223,9 @@ def test_probe_with_a_stub_nvidia_smi(tmp_path):
     assert identify(smi_says(tmp_path, SMI)).name == "H200"
     env = _stub_nvidia_smi(tmp_path, "echo 'No devices were found'; exit 6")
     assert hardware.probe(env, tmp_path, tmp_path) == Probe("none")
-    env = _stub_nvidia_smi(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    env = _stub_nvidia_smi(
+        tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"
+    )
     with pytest.raises(PreflightError, match="version mismatch"):
         hardware.probe(env, tmp_path, tmp_path)
 
@@ -191,7 +237,10 @@ def test_probe_with_a_stub_nvidia_smi(tmp_path):
         ("true", "no output"),
         ("echo 'GPU-1, NVIDIA H200, [N/A], 9.0, Disabled, 580.0'", r"memory '\[N/A\]'"),
         ("echo 'GPU-1, NVIDIA H200, 143771, [N/A], Disabled, 580.0'", "compute capability"),
-        ("echo 'GPU-1, NVIDIA H200, 143771, 9.0, Disabled, 580.0'; echo 'Unable to determine the device handle'", "Unable to determine"),
+        (
+            "echo 'GPU-1, NVIDIA H200, 143771, 9.0, Disabled, 580.0'; echo 'Unable to determine the device handle'",
+            "Unable to determine",
+        ),
         ("echo 'GPU-1, NVIDIA H200'", "GPU-1, NVIDIA H200"),
     ],
 )
@@ -205,13 +254,19 @@ def test_probe_without_any_gpu(tmp_path):
     assert hardware.probe({"PATH": str(tmp_path)}, tmp_path, tmp_path) == Probe("none")
 
 
-@pytest.mark.parametrize(("kind", "arguments"), [(card.kind, card.topology(name)) for card in CARDS for name in card.names])
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [(card.kind, card.topology(name)) for card in CARDS for name in card.names],
+)
 def test_amd_topology(tmp_path, kind, arguments):
     kfd_tree(tmp_path, 8, *arguments)
     (tmp_path / "kfd").write_text("")
     found = hardware.probe({"PATH": str(tmp_path)}, tmp_path, tmp_path)
     assert (found.vendor, len(found.devices)) == ("amd", 8)
-    assert found.devices[0].arch == KINDS[kind].arch and found.devices[0].compute_units == KINDS[kind].compute_units
+    assert (
+        found.devices[0].arch == KINDS[kind].arch
+        and found.devices[0].compute_units == KINDS[kind].compute_units
+    )
     assert identify(found).name == kind
 
 

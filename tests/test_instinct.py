@@ -23,8 +23,15 @@ from launch.select_config import select_config
 
 pytestmark = pytest.mark.quick
 
-VERSIONS = {"torch": "2.10.0+rocm7.2.4", "triton": "3.6.0+rocm7.2.4", "rocm": "7.2.53211-e1a6bc5663", "driver": "6.16.13"}
-each_card = pytest.mark.parametrize("card", CARDS, ids=lambda card: f"{card.kind}-{card.device_id:x}")
+VERSIONS = {
+    "torch": "2.10.0+rocm7.2.4",
+    "triton": "3.6.0+rocm7.2.4",
+    "rocm": "7.2.53211-e1a6bc5663",
+    "driver": "6.16.13",
+}
+each_card = pytest.mark.parametrize(
+    "card", CARDS, ids=lambda card: f"{card.kind}-{card.device_id:x}"
+)
 
 
 def probe(folder: Path, card, count: int = 8):
@@ -38,10 +45,30 @@ def probe(folder: Path, card, count: int = 8):
 def rank(number: int, card, **changed) -> Measured:
     """As torch for ROCm sees the card: its own spelling of the name, the whole architecture, and a little less memory."""
     kind = KINDS[card.kind]
-    facts = {"phase": "done", "name": card.names[0] or "AMD Radeon Graphics", "arch": card.gcn_arch, "compute_units": kind.compute_units}
-    facts |= {"memory_bytes": kind.memory_bytes - 2**26, "uuid": f"{number:x}", "pci": f"0000:{number:02x}:00.0"}
-    facts |= {"attention": "flash, AOTriton", "self_test": [("attention", "attention [...]: 50.0 dB", True)]}
-    facts |= {"speeds": {"bf16 GEMM": 600.0, "FP8 GEMM": 1100.0, "copy": 4.0, "all-reduce": 300.0, "all-gather": 290.0}}
+    facts = {
+        "phase": "done",
+        "name": card.names[0] or "AMD Radeon Graphics",
+        "arch": card.gcn_arch,
+        "compute_units": kind.compute_units,
+    }
+    facts |= {
+        "memory_bytes": kind.memory_bytes - 2**26,
+        "uuid": f"{number:x}",
+        "pci": f"0000:{number:02x}:00.0",
+    }
+    facts |= {
+        "attention": "flash, AOTriton",
+        "self_test": [("attention", "attention [...]: 50.0 dB", True)],
+    }
+    facts |= {
+        "speeds": {
+            "bf16 GEMM": 600.0,
+            "FP8 GEMM": 1100.0,
+            "copy": 4.0,
+            "all-reduce": 300.0,
+            "all-gather": 290.0,
+        }
+    }
     return Measured(number, **(facts | changed))
 
 
@@ -51,7 +78,11 @@ def rocm(monkeypatch):
 
     def on(card) -> torch.device:
         monkeypatch.setattr(torch.version, "hip", VERSIONS["rocm"])
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=card.gcn_arch))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(gcnArchName=card.gcn_arch),
+        )
         settings.architecture.cache_clear()
         return torch.device("cuda", 0)
 
@@ -66,9 +97,18 @@ def rocm(monkeypatch):
 def test_the_first_screen(tmp_path, rocm, card, count, benchmark):
     options = argparse.Namespace(config=None, set=[], device=None)
     chosen = select_config(ROOT, benchmark, options, {}, probe(tmp_path, card, count))
-    assert chosen.config.gpu == card.kind and chosen.config.gpus_per_node == count and chosen.device == "cuda"
-    assert bool(chosen.derived) == (count < 8) and not [note for note in chosen.notes if "known issue" in note]
-    assert chosen.config.env["HSA_NO_SCRATCH_RECLAIM"] == "1" and chosen.config.env["HIPBLASLT_WORKSPACE_SIZE"] == "131072"
+    assert (
+        chosen.config.gpu == card.kind
+        and chosen.config.gpus_per_node == count
+        and chosen.device == "cuda"
+    )
+    assert bool(chosen.derived) == (count < 8) and not [
+        note for note in chosen.notes if "known issue" in note
+    ]
+    assert (
+        chosen.config.env["HSA_NO_SCRATCH_RECLAIM"] == "1"
+        and chosen.config.env["HIPBLASLT_WORKSPACE_SIZE"] == "131072"
+    )
     assert card.kind in chosen.found and "driver 6.16.13" in chosen.found
 
 
@@ -89,16 +129,39 @@ def rows_of(tmp_path, monkeypatch, card, ranks):
 @each_card
 def test_preflight(tmp_path, monkeypatch, rocm, card):
     rows = rows_of(tmp_path, monkeypatch, card, [rank(number, card) for number in range(8)])
-    expected = ("GPU kind", "GPU count", "GPUs as torch sees them", "known issues", "self-test", "bf16 GEMM, siblings")
+    expected = (
+        "GPU kind",
+        "GPU count",
+        "GPUs as torch sees them",
+        "known issues",
+        "self-test",
+        "bf16 GEMM, siblings",
+    )
     assert {check: rows[check].verdict for check in expected} == dict.fromkeys(expected, "ok")
-    assert "attention by flash, AOTriton" in rows["self-test"].value and rows["config"].value == f"{card.kind}_1x8.toml: 8 x {card.kind}"
+    assert (
+        "attention by flash, AOTriton" in rows["self-test"].value
+        and rows["config"].value == f"{card.kind}_1x8.toml: 8 x {card.kind}"
+    )
 
 
 @each_card
 def test_preflight_names_what_is_known_where_the_self_test_fails(tmp_path, monkeypatch, rocm, card):
-    bad = [("FP8 product qkv wgrad", "FP8 product qkv wgrad (6144, 4096, 16384): HIPBLAS_STATUS_INVALID_VALUE", False)]
-    bad += [("attention backward dQ", "attention backward dQ [2, 8192, 32/8, 128]: not finite", False)]
-    rows = rows_of(tmp_path, monkeypatch, card, [*(rank(number, card) for number in range(7)), rank(7, card, self_test=bad)])
+    bad = [
+        (
+            "FP8 product qkv wgrad",
+            "FP8 product qkv wgrad (6144, 4096, 16384): HIPBLAS_STATUS_INVALID_VALUE",
+            False,
+        )
+    ]
+    bad += [
+        ("attention backward dQ", "attention backward dQ [2, 8192, 32/8, 128]: not finite", False)
+    ]
+    rows = rows_of(
+        tmp_path,
+        monkeypatch,
+        card,
+        [*(rank(number, card) for number in range(7)), rank(7, card, self_test=bad)],
+    )
     row = rows["self-test"]
     assert row.verdict == "refuse" and "GPU 7" in row.value and "hipblaslt-workspace" in row.do
     assert ("ck-16-bit-atomics" in row.do) == card.gcn_arch.startswith("gfx942")
@@ -111,8 +174,16 @@ def test_a_rank(rocm, card, monkeypatch):
     arch = settings.architecture(device)
     assert arch == KINDS[card.kind].arch
     fnuz = arch == "gfx942"
-    assert fp8_dtypes(device) == ((torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) if fnuz else (torch.float8_e4m3fn, torch.float8_e5m2))
-    tiles = [lora.down_settings(arch), lora.up_backward_settings(arch), lora.down_backward_settings(arch)]
+    assert fp8_dtypes(device) == (
+        (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+        if fnuz
+        else (torch.float8_e4m3fn, torch.float8_e5m2)
+    )
+    tiles = [
+        lora.down_settings(arch),
+        lora.up_backward_settings(arch),
+        lora.down_backward_settings(arch),
+    ]
     tiles.append(rms_norm.rms_norm_backward_settings(arch, 4096, True))
     assert {tile.stages for tile in tiles} == {3 if fnuz else 1}
     seen = []
@@ -120,8 +191,17 @@ def test_a_rank(rocm, card, monkeypatch):
     attention.attention_backends("cuda")
     assert seen == [[SDPBackend.FLASH_ATTENTION]]
     bad = self_test.Result(
-        findings=[self_test.Finding("FP8 product down wgrad", "(4096, 14336, 16384)", error="HIPBLAS_STATUS_INVALID_VALUE")]
+        findings=[
+            self_test.Finding(
+                "FP8 product down wgrad",
+                "(4096, 14336, 16384)",
+                error="HIPBLAS_STATUS_INVALID_VALUE",
+            )
+        ]
     )
     with pytest.raises(PreflightError) as caught:
         self_test.require_sound(bad, device)
-    assert f"{arch} with torch 2.10.0+rocm7.2.4" in caught.value.why and "hipblaslt-workspace" in caught.value.why
+    assert (
+        f"{arch} with torch 2.10.0+rocm7.2.4" in caught.value.why
+        and "hipblaslt-workspace" in caught.value.why
+    )

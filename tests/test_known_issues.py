@@ -12,16 +12,36 @@ from launch.preflight.host import judge_known_issues
 pytestmark = pytest.mark.quick
 
 GOOD = {
-    "MI300X": {"torch": "2.10.0+rocm7.2.4", "triton": "3.6.0+rocm7.2.4", "rocm": "7.2.53211-e1a6bc5663", "driver": "6.16.13"},
-    "MI355X": {"torch": "2.10.0+rocm7.2.4", "triton": "3.6.0+rocm7.2.4", "rocm": "7.2.53211-e1a6bc5663", "driver": "6.16.13"},
+    "MI300X": {
+        "torch": "2.10.0+rocm7.2.4",
+        "triton": "3.6.0+rocm7.2.4",
+        "rocm": "7.2.53211-e1a6bc5663",
+        "driver": "6.16.13",
+    },
+    "MI355X": {
+        "torch": "2.10.0+rocm7.2.4",
+        "triton": "3.6.0+rocm7.2.4",
+        "rocm": "7.2.53211-e1a6bc5663",
+        "driver": "6.16.13",
+    },
     "H200": {"torch": "2.13.0+cu130", "triton": "3.7.1", "cuda": "13.0", "driver": "580.95.05"},
 }
 # (kind, what differs from GOOD, the issues that are shown, whether one refuses)
 MET = [
     ("MI355X", {"torch": "2.10.0+git0e0ddc8", "rocm": "7.12.60610"}, ["rocm-7.12-bf16-nan"], True),
-    ("MI350X", {"torch": "2.9.1+gitff65f5b", "rocm": "7.13.26183-444cadec35"}, ["rocm-7.12-bf16-nan"], True),
+    (
+        "MI350X",
+        {"torch": "2.9.1+gitff65f5b", "rocm": "7.13.26183-444cadec35"},
+        ["rocm-7.12-bf16-nan"],
+        True,
+    ),
     ("MI300X", {"rocm": "7.13.26183-444cadec35"}, [], False),  # seen on gfx950 only
-    ("MI355X", {"torch": "2.14.0.dev20260805+rocm7.14", "rocm": "7.14.60850"}, ["rocm-7.14-gradient-norm"], True),
+    (
+        "MI355X",
+        {"torch": "2.14.0.dev20260805+rocm7.14", "rocm": "7.14.60850"},
+        ["rocm-7.14-gradient-norm"],
+        True,
+    ),
     ("MI355X", {"triton": "3.7.0+amd.rocm7.0.0.git89002410"}, ["triton-gfx950-bf16-nan"], True),
     ("MI355X", {"triton": "3.7.1"}, [], False),
     ("MI300X", {"triton": "3.8.0+git10f6be36"}, ["triton-3.8.0-gfx942-spills"], False),
@@ -40,10 +60,15 @@ def test_every_entry_is_well_formed():
     architectures = {kind.arch for kind in KINDS.values()} | {"sm_100"}
     assert len({issue.name for issue in issues}) == len(issues)
     for issue in issues:
-        assert issue.verdict in ("refuse", "warn", "suspect") and issue.symptom and issue.cure, issue.name
+        assert issue.verdict in ("refuse", "warn", "suspect") and issue.symptom and issue.cure, (
+            issue.name
+        )
         assert re.match(r"https://(github|docs\.nvidia)\.com/\S+$", issue.source), issue.name
         assert set(issue.gpus) <= architectures | KINDS.keys(), issue.name
-        assert all(op.startswith(("attention", "bf16 product", "FP8 product", "triton")) for op in issue.ops), issue.name
+        assert all(
+            op.startswith(("attention", "bf16 product", "FP8 product", "triton"))
+            for op in issue.ops
+        ), issue.name
         assert not issue.text or issue.ops, f"{issue.name}: only the self-test's lines are searched"
         re.compile(issue.text)
         assert issue.verdict != "suspect" or issue.ops, f"{issue.name} would never be shown"
@@ -57,7 +82,9 @@ def test_what_is_said_to_work_meets_nothing(kind):
     assert judge_known_issues(KINDS[kind], GOOD[kind], {}).verdict == "ok"
 
 
-@pytest.mark.parametrize(("kind", "changed", "names", "refuses"), MET, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("kind", "changed", "names", "refuses"), MET, ids=lambda value: str(value)[:40]
+)
 def test_versions_meet_their_issues(kind, changed, names, refuses):
     versions = versions_of(kind, changed)
     assert [issue.name for issue in known_issues.shown(KINDS[kind], versions, {})] == names
@@ -67,23 +94,42 @@ def test_versions_meet_their_issues(kind, changed, names, refuses):
     if refuses:
         with pytest.raises(PreflightError, match="wrongly") as caught:
             known_issues.notes(KINDS[kind], versions, {}, refuse=True)
-        assert names[0] in caught.value.why and "https://" in caught.value.why and f"ALLOW_KNOWN_ISSUES={names[0]}" in caught.value.do
-        for environment, refuse in (({"ALLOW_KNOWN_ISSUES": f"other,{names[0]}"}, True), ({}, False)):
+        assert (
+            names[0] in caught.value.why
+            and "https://" in caught.value.why
+            and f"ALLOW_KNOWN_ISSUES={names[0]}" in caught.value.do
+        )
+        for environment, refuse in (
+            ({"ALLOW_KNOWN_ISSUES": f"other,{names[0]}"}, True),
+            ({}, False),
+        ):
             assert names[0] in known_issues.notes(KINDS[kind], versions, environment, refuse)[0]
 
 
 def test_an_unknown_newer_version_only_warns(monkeypatch):
     versions = versions_of("MI355X", {"triton": "4.1.0"})
-    assert known_issues.notes(KINDS["MI355X"], versions, {}, refuse=True) == ["triton 4.1.0 is newer than the list of known issues"]
+    assert known_issues.notes(KINDS["MI355X"], versions, {}, refuse=True) == [
+        "triton 4.1.0 is newer than the list of known issues"
+    ]
     assert judge_known_issues(KINDS["MI355X"], versions, {}).verdict == "warn"
     open_ended = known_issues.KnownIssue(
-        "never-fixed", "refuse", "wrong", "none", "https://github.com/x", ("gfx950",), (("triton", ">=3.0"),)
+        "never-fixed",
+        "refuse",
+        "wrong",
+        "none",
+        "https://github.com/x",
+        ("gfx950",),
+        (("triton", ">=3.0"),),
     )
     monkeypatch.setattr(known_issues, "ISSUES", [open_ended])
     monkeypatch.setattr(known_issues, "NEWEST", {"triton": "3.9"})
     assert [issue.verdict for issue in known_issues.matching(KINDS["MI355X"], versions)] == ["warn"]
-    assert [issue.verdict for issue in known_issues.matching(KINDS["MI355X"], {"triton": "3.9.2"})] == ["refuse"]
-    assert known_issues.matching(KINDS["MI355X"], {}) == [], "a version that is not known meets no range"
+    assert [
+        issue.verdict for issue in known_issues.matching(KINDS["MI355X"], {"triton": "3.9.2"})
+    ] == ["refuse"]
+    assert known_issues.matching(KINDS["MI355X"], {}) == [], (
+        "a version that is not known meets no range"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,14 +157,35 @@ CRASH = "PassManager::run failed, 40 dB at least"
     [
         ("MI325X", "attention backward dQ", NOT_FINITE, "ck-16-bit-atomics", "hipblaslt-workspace"),
         ("MI355X", "attention", NOT_FINITE, "aotriton-large-bf16", "ck-16-bit-atomics"),
-        ("MI300X", "triton RoPE backward", CRASH, "triton-3.6-pointer-choice", "triton-amd-four-stages"),
+        (
+            "MI300X",
+            "triton RoPE backward",
+            CRASH,
+            "triton-3.6-pointer-choice",
+            "triton-amd-four-stages",
+        ),
         ("MI300X", "triton adapter down", CRASH, "triton-amd-four-stages", "aotriton-large-bf16"),
-        ("MI300X", "FP8 product qkv wgrad", "HIPBLAS_STATUS_NOT_SUPPORTED", "hipblaslt-workspace", "hipblaslt-solution-320617"),
-        ("MI300X", "FP8 product qkv wgrad", NOT_FINITE, "hipblaslt-solution-320617", "hipblaslt-workspace"),
+        (
+            "MI300X",
+            "FP8 product qkv wgrad",
+            "HIPBLAS_STATUS_NOT_SUPPORTED",
+            "hipblaslt-workspace",
+            "hipblaslt-solution-320617",
+        ),
+        (
+            "MI300X",
+            "FP8 product qkv wgrad",
+            NOT_FINITE,
+            "hipblaslt-solution-320617",
+            "hipblaslt-workspace",
+        ),
     ],
 )
 def test_suspects_are_named_only_for_their_ops_and_errors(kind, op, line, named, not_named):
-    names = {issue.name for issue in known_issues.suspects([(op, line)], KINDS[kind], versions_of(kind, {}))}
+    names = {
+        issue.name
+        for issue in known_issues.suspects([(op, line)], KINDS[kind], versions_of(kind, {}))
+    }
     assert named in names and not_named not in names
 
 
@@ -132,7 +199,9 @@ def test_versions_are_found_without_importing_torch(tmp_path, monkeypatch):
     torch = tmp_path / "torch"
     torch.mkdir()
     (torch / "__init__.py").write_text("raise RuntimeError('imported')")
-    (torch / "version.py").write_text("__version__ = '2.10.0+rocm7.2'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.2.53211-e1a6'\n")
+    (torch / "version.py").write_text(
+        "__version__ = '2.10.0+rocm7.2'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.2.53211-e1a6'\n"
+    )
     packages = {"torch": "2.10.0+rocm7.2", "pytorch-triton-rocm": "3.6.0", "amd-aiter": "0.1.5"}
 
     def version(name):

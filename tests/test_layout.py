@@ -119,7 +119,9 @@ def strays(paths: list[Path]) -> set[str]:
 
 
 def test_the_repository_has_ten_folders():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     folders = {name.split("/")[0] for name in tracked.stdout.split("\n") if "/" in name}
     assert {name for name in folders if not name.startswith(".")} == FOLDERS
 
@@ -139,7 +141,9 @@ def test_no_circle_between_packages_and_nothing_builds_on_throughput_or_tests():
     packages: dict[str, set[str]] = {}
     for path in SOURCES:
         package = path.relative_to(ROOT).parts[0]
-        packages.setdefault(package, set()).update({name.split(".")[0] for name in imports(path)} - {package})
+        packages.setdefault(package, set()).update(
+            {name.split(".")[0] for name in imports(path)} - {package}
+        )
         assert "tests" not in {name.split(".")[0] for name in imported_names(path)}, name_of(path)
     list(graphlib.TopologicalSorter(packages).static_order())  # raises CycleError
     assert [package for package, names in packages.items() if "throughput" in names] == []
@@ -195,7 +199,9 @@ def imports_of_names(path: Path, type_checking: bool) -> set[str]:
 
 # --- a benchmark is a type: class Rules and its Config, behind the registry in common/benchmarks.py --------------------
 
-TYPED = re.compile(r"(^|[._])(rules|configs?)$")  # names of an object that is a Rules or a RunConfig
+TYPED = re.compile(
+    r"(^|[._])(rules|configs?)$"
+)  # names of an object that is a Rules or a RunConfig
 OPTIONS = {
     field.name
     for name in BENCHMARKS
@@ -241,7 +247,11 @@ def guesses(call: ast.Call) -> bool:
 
 
 def test_rules_and_configs_are_typed():
-    found = [f"{name_of(path)}:{each}" for path in SOURCES for each in untyped(ast.parse(path.read_text()))]
+    found = [
+        f"{name_of(path)}:{each}"
+        for path in SOURCES
+        for each in untyped(ast.parse(path.read_text()))
+    ]
     assert found == []
 
 
@@ -296,7 +306,11 @@ def benchmark_names(tree: ast.AST) -> list[str]:
 
 def test_shared_code_names_no_benchmark():
     shared = [path for path in SOURCES if path.relative_to(ROOT).parts[0] not in BENCHMARKS]
-    assert [f"{name_of(path)}: {text}" for path in shared for text in benchmark_names(ast.parse(path.read_text()))] == []
+    assert [
+        f"{name_of(path)}: {text}"
+        for path in shared
+        for text in benchmark_names(ast.parse(path.read_text()))
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -316,7 +330,11 @@ def test_this_test_would_see_a_benchmark(text):
 
 def test_each_mode_of_throughput_is_that_of_one_benchmark():
     for mode in ("full", "lora"):
-        modes = [name for name in BENCHMARKS if mode in {each.throughput_mode for each in benchmarks.divisions(name).values()}]
+        modes = [
+            name
+            for name in BENCHMARKS
+            if mode in {each.throughput_mode for each in benchmarks.divisions(name).values()}
+        ]
         assert modes == [benchmarks.measured_in(mode)]
     with pytest.raises(ConfigError, match="no_such_mode"):
         benchmarks.measured_in("no_such_mode")
@@ -325,12 +343,24 @@ def test_each_mode_of_throughput_is_that_of_one_benchmark():
 # --- what the launcher reads runs without torch -----------------------------------------------------------------------
 
 LIGHT_PACKAGES = ("launch", "submission", "system_tuning")
-NEED_TORCH_SOMETIMES = {"launch.multi_node"}  # imports it in a function that only a run of several nodes calls
-NEED_TORCH = {"launch.processes.torchrun", "launch.preflight.measure"}  # run in processes that import torch anyway
-LIGHT = [*sorted(BASE), "common.training.mllog", "common.training.log_keys", *(f"{name}.rules" for name in sorted(BENCHMARKS))]
+NEED_TORCH_SOMETIMES = {
+    "launch.multi_node"
+}  # imports it in a function that only a run of several nodes calls
+NEED_TORCH = {
+    "launch.processes.torchrun",
+    "launch.preflight.measure",
+}  # run in processes that import torch anyway
+LIGHT = [
+    *sorted(BASE),
+    "common.training.mllog",
+    "common.training.log_keys",
+    *(f"{name}.rules" for name in sorted(BENCHMARKS)),
+]
 LIGHT += [module_of(path) for path in SOURCES if path.relative_to(ROOT).parts[0] in LIGHT_PACKAGES]
 LIGHT += [module_of(path) for path in SOURCES if path.is_relative_to(ROOT / "common" / "records")]
-LIGHT = sorted({name for name in LIGHT if name not in NEED_TORCH and importlib.util.find_spec(name)})
+LIGHT = sorted(
+    {name for name in LIGHT if name not in NEED_TORCH and importlib.util.find_spec(name)}
+)
 
 WITHOUT_TORCH = """
 import importlib, sys
@@ -357,7 +387,14 @@ except ImportError:
 def test_what_the_launcher_reads_imports_without_torch():
     code = WITHOUT_TORCH.format(heavy=HEAVY - {"numpy"}, modules=LIGHT)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "forbidden;"
     assert len(LIGHT) > 40
@@ -367,7 +404,8 @@ def test_only_listed_modules_of_the_launcher_import_torch():
     heavy = {
         module_of(path)
         for path in SOURCES
-        if path.relative_to(ROOT).parts[0] in LIGHT_PACKAGES and {name.split(".")[0] for name in imported_names(path)} & {"torch", "triton"}
+        if path.relative_to(ROOT).parts[0] in LIGHT_PACKAGES
+        and {name.split(".")[0] for name in imported_names(path)} & {"torch", "triton"}
     }
     assert heavy <= NEED_TORCH | NEED_TORCH_SOMETIMES
 
@@ -377,7 +415,9 @@ def test_only_listed_modules_of_the_launcher_import_torch():
 
 def test_no_file_is_called_utils():
     bad = {"utils", "util", "helpers", "misc"}
-    assert [path for path in SOURCES if path.stem in bad or set(path.relative_to(ROOT).parts) & bad] == []
+    assert [
+        path for path in SOURCES if path.stem in bad or set(path.relative_to(ROOT).parts) & bad
+    ] == []
 
 
 def calls(path: Path):
@@ -393,18 +433,32 @@ def unsafe(call: ast.Call) -> str:
             return f"{name}={keywords[name]}"
     if function == "torch.load" and keywords.get("weights_only") != "True":
         return "torch.load without weights_only=True"
-    if function in ("pickle.load", "pickle.loads", "eval", "exec", "os.system") or keywords.get("shell", "False") != "False":
+    if (
+        function in ("pickle.load", "pickle.loads", "eval", "exec", "os.system")
+        or keywords.get("shell", "False") != "False"
+    ):
         return function
     return ""
 
 
 def test_nothing_reads_pickles_or_runs_foreign_code():
-    assert [f"{name_of(path)}:{call.lineno}: {unsafe(call)}" for path in SOURCES for call in calls(path) if unsafe(call)] == []
+    assert [
+        f"{name_of(path)}:{call.lineno}: {unsafe(call)}"
+        for path in SOURCES
+        for call in calls(path)
+        if unsafe(call)
+    ] == []
 
 
 @pytest.mark.parametrize(
     "text",
-    ["np.load(p, allow_pickle=True)", "f(trust_remote_code=True)", "torch.load(p)", "torch.load(p, weights_only=False)", "pickle.load(f)"],
+    [
+        "np.load(p, allow_pickle=True)",
+        "f(trust_remote_code=True)",
+        "torch.load(p)",
+        "torch.load(p, weights_only=False)",
+        "pickle.load(f)",
+    ],
 )
 def test_this_test_would_see(text):
     (call,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
@@ -414,9 +468,13 @@ def test_this_test_would_see(text):
 def test_the_package_metadata_lists_every_package():
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {path.relative_to(ROOT).parts[0] for path in SOURCES}
-    excluded = {name.rstrip("*") for name in table["tool"]["setuptools"]["packages"]["find"]["exclude"]}
+    excluded = {
+        name.rstrip("*") for name in table["tool"]["setuptools"]["packages"]["find"]["exclude"]
+    }
     assert excluded == FOLDERS - packages
     left_out = [re.compile(pattern) for pattern in table["tool"]["mypy"]["exclude"]]
-    assert [path for path in SOURCES if any(pattern.match(name_of(path)) for pattern in left_out)] == []
+    assert [
+        path for path in SOURCES if any(pattern.match(name_of(path)) for pattern in left_out)
+    ] == []
     pinned = {name for name, _ in requirements(ROOT / "requirements.txt")}
     assert {name.split(">")[0] for name in table["project"]["dependencies"]} <= pinned

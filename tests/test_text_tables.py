@@ -10,8 +10,16 @@ ROWS = [("name", "GiB"), ("weights", "1.5"), ("all", "10.25")]
 
 
 def test_columns_are_padded_to_their_longest_cell():
-    assert text_tables.align(ROWS, "<>") == [["name   ", "  GiB"], ["weights", "  1.5"], ["all    ", "10.25"]]
-    assert text_tables.terminal(ROWS, "<>") == ["name       GiB", "weights    1.5", "all      10.25"]
+    assert text_tables.align(ROWS, "<>") == [
+        ["name   ", "  GiB"],
+        ["weights", "  1.5"],
+        ["all    ", "10.25"],
+    ]
+    assert text_tables.terminal(ROWS, "<>") == [
+        "name       GiB",
+        "weights    1.5",
+        "all      10.25",
+    ]
 
 
 def test_a_long_cell_does_not_widen_a_column_of_a_terminal():

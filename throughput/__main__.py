@@ -40,8 +40,14 @@ WHATS = MEASUREMENTS | WITHOUT_RESULT
 
 def parser(benchmark: str = "") -> Parser:
     """Of the first word: the options of a measurement are in its module, which needs torch."""
-    about = (__doc__ or "").format(whats="\n    ".join(f"{name:10}{text}" for name, text in WHATS.items()))
-    parser = Parser("throughput", about, ["throughput suite --quick", "throughput llama --model qwen3-8b --gpus 1,2"])
+    about = (__doc__ or "").format(
+        whats="\n    ".join(f"{name:10}{text}" for name, text in WHATS.items())
+    )
+    parser = Parser(
+        "throughput",
+        about,
+        ["throughput suite --quick", "throughput llama --model qwen3-8b --gpus 1,2"],
+    )
     parser.add_argument("what", metavar="measurement", choices=WHATS, help="see above")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     return parser
@@ -56,10 +62,19 @@ def start(what: str, rest: list[str]) -> int:
     module = importlib.import_module(f"throughput.{what}")
     parser = Parser(f"throughput {what}", module.__doc__)
     module.add_arguments(parser)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="a new directory for the result; default: one in LOGDIR/throughput")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="a new directory for the result; default: one in LOGDIR/throughput",
+    )
     if what in WITHOUT_RESULT:
         return module.main(parser.parse_args(rest))
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm's are cuda as well)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="default: the GPUs if there are any (ROCm's are cuda as well)",
+    )
     chosen = parser.parse_args(rest)
     found = probe(os.environ)
     chosen.device = options.device_of(chosen.device, found)
@@ -69,7 +84,14 @@ def start(what: str, rest: list[str]) -> int:
     from throughput import machine, result  # torch, which --help is read without
 
     facts, versions = machine.facts(found, chosen.device), machine.versions(found)
-    made = result.Result(what, module.TABLES, chosen.out or result.default_directory(what), chosen.device, facts, versions)
+    made = result.Result(
+        what,
+        module.TABLES,
+        chosen.out or result.default_directory(what),
+        chosen.device,
+        facts,
+        versions,
+    )
     module.measure(chosen, made)
     made.finish()
     return 0

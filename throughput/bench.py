@@ -49,23 +49,39 @@ LEARNING_RATE = 1e-6
 def bench(config: RunConfig, args: argparse.Namespace) -> None:
     """Do a bench on one rank. `args`: of `parse`."""
     rules = rules_of(args.benchmark, config)
-    rules = replace(rules, shape=shape_of(args.model) if args.model else rules.shape, sequence_length=args.seq or rules.sequence_length)
+    rules = replace(
+        rules,
+        shape=shape_of(args.model) if args.model else rules.shape,
+        sequence_length=args.seq or rules.sequence_length,
+    )
     if args.layers:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     trainer = trainer_of(args.benchmark)
-    processes = start_processes(args.device, config.hang_timeout_s, trainer.high_priority_compute(config))
+    processes = start_processes(
+        args.device, config.hang_timeout_s, trainer.high_priority_compute(config)
+    )
     require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         assembly = trainer.assemble_random(config, rules, processes, args.seed)
-        meter = make_meter(config, rules.sequence_length, rules.flops_per_token, processes, Events(None))
+        meter = make_meter(
+            config, rules.sequence_length, rules.flops_per_token, processes, Events(None)
+        )
         measure(config, args, assembly, processes, meter)
 
 
-def measure(config: RunConfig, args: argparse.Namespace, assembly: Assembly, processes: Processes, meter: Meter) -> None:
+def measure(
+    config: RunConfig,
+    args: argparse.Namespace,
+    assembly: Assembly,
+    processes: Processes,
+    meter: Meter,
+) -> None:
     """`args.warmup` steps, then `args.steps` timed ones; with `args.profile` as many steps more, under a profiler."""
     model = assembly.model
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
-    source = synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, config.micro_batch_size)
+    source = synthetic_batches(
+        model.shape.vocab_size, model.max_sequence_length, processes, config.micro_batch_size
+    )
     step = partial(train_step, assembly, source, batching, LEARNING_RATE, processes)
     for number in range(args.warmup + args.steps):
         if number == args.warmup:
@@ -96,7 +112,11 @@ def write_result(path: Path, processes: Processes, meter: Meter) -> None:
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     peaks = max_over_ranks([peak_bytes(device), reserved], processes)
     if processes.rank == 0:
-        path.write_text(json.dumps({"times_ms": meter.step_times_ms, "allocated": peaks[0], "reserved": peaks[1]}))
+        path.write_text(
+            json.dumps(
+                {"times_ms": meter.step_times_ms, "allocated": peaks[0], "reserved": peaks[1]}
+            )
+        )
     torch.distributed.destroy_process_group()
 
 
@@ -111,13 +131,20 @@ def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch:
     del losses
     per_token = saved / (batch.shape[0] * batch.shape[2] * model.shape.num_layers)
     if processes.rank == 0:
-        print(f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, {saved / 2**30:.1f} GiB in all", flush=True)
+        print(
+            f"SAVED {benchmark}: {per_token:,.0f} bytes per token and layer for the backward, {saved / 2**30:.1f} GiB in all",
+            flush=True,
+        )
 
 
-def measure_evaluation(config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes) -> None:
+def measure_evaluation(
+    config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes
+) -> None:
     """Time of an evaluation of `args.eval_sequences` synthetic sequences, padded to the ranks, after one that is not timed. One line."""
     count, length = args.eval_sequences, model.max_sequence_length
-    tokens = np.random.default_rng(0).integers(0, model.shape.vocab_size, (count, 2, length), np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, model.shape.vocab_size, (count, 2, length), np.int32
+    )
     batches = pad_for_ranks(tokens, processes, config.eval_micro_batch_size)
     for _ in range(2):
         processes.barrier()
@@ -128,7 +155,10 @@ def measure_evaluation(config: RunConfig, args: argparse.Namespace, model: Llama
     if processes.rank == 0:
         name, size = args.benchmark, config.eval_micro_batch_size
         one = "GPU" if processes.device.type == "cuda" else "process"
-        print(f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, {rate:,.0f} tok/s/{one}, micro-batch {size}", flush=True)
+        print(
+            f"EVALUATION {name}: {count} sequences in {seconds:.2f} s, {rate:,.0f} tok/s/{one}, micro-batch {size}",
+            flush=True,
+        )
 
 
 def profiled(
@@ -147,18 +177,40 @@ def profiled(
     facts = facts_of(config, args, model, processes, meter)
     if args.of == "memory":
         kept = memory_profile.record(step, args.steps, args.profile, assembly, processes)
-        work = replace(workload(args.benchmark, config), shape=model.shape, sequence_length=model.max_sequence_length)
-        planned = memory_peak(replace(config, eval_micro_batch_size=1), work)  # these steps have no evaluation
+        work = replace(
+            workload(args.benchmark, config),
+            shape=model.shape,
+            sequence_length=model.max_sequence_length,
+        )
+        planned = memory_peak(
+            replace(config, eval_micro_batch_size=1), work
+        )  # these steps have no evaluation
         facts |= {"plan": planned.allocated, "moment": planned.moment}
-        return lambda: memory_profile.write(args.profile, kept[0], memory_profile.document(*kept, facts)) if kept else ""
-    clock_ms, bench_ms = profiling.record(step, args.steps, args.profile, processes), statistics.mean(meter.step_times_ms)
-    return lambda: profiling.summarize(args.profile, model, config.micro_batch_size * model.max_sequence_length, facts, clock_ms, bench_ms)
+        return lambda: (
+            memory_profile.write(args.profile, kept[0], memory_profile.document(*kept, facts))
+            if kept
+            else ""
+        )
+    clock_ms, bench_ms = (
+        profiling.record(step, args.steps, args.profile, processes),
+        statistics.mean(meter.step_times_ms),
+    )
+    return lambda: profiling.summarize(
+        args.profile,
+        model,
+        config.micro_batch_size * model.max_sequence_length,
+        facts,
+        clock_ms,
+        bench_ms,
+    )
 
 
 def mark(step: Callable[[], object], steps: int, processes: Processes) -> None:
     """Steps for a profiler around this process: nsys and ncu wait for cudaProfilerStart; each step is a range of NVTX, on ROCm of ROCTx."""
     gpu = processes.device.type == "cuda"
-    starts = gpu and not torch.version.hip  # HIP's hipProfilerStart is not supported; rocprofv3 records from the beginning
+    starts = (
+        gpu and not torch.version.hip
+    )  # HIP's hipProfilerStart is not supported; rocprofv3 records from the beginning
     processes.barrier()
     if starts:
         torch.cuda.profiler.start()
@@ -170,28 +222,42 @@ def mark(step: Callable[[], object], steps: int, processes: Processes) -> None:
         torch.cuda.profiler.stop()
 
 
-def facts_of(config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter) -> dict:
+def facts_of(
+    config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter
+) -> dict:
     return dict(
         benchmark=args.benchmark,
         config=Path(args.config).stem,
         precision=precision_of(config),
         layers=model.shape.num_layers,
         world_size=processes.world_size,
-        device=torch.cuda.get_device_name(processes.device) if processes.device.type == "cuda" else "cpu",
+        device=torch.cuda.get_device_name(processes.device)
+        if processes.device.type == "cuda"
+        else "cpu",
         torch=torch.__version__,
         steps=args.steps,
         tokens_per_step_per_rank=meter.tokens_per_step // processes.world_size,
     )
 
 
-def bench_line(config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter) -> str:
+def bench_line(
+    config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes, meter: Meter
+) -> str:
     median_ms = statistics.median(meter.step_times_ms)
-    rate = Rate.of(median_ms, meter.tokens_per_step, processes.world_size, meter.flops_per_token, meter.peak_tflops)
+    rate = Rate.of(
+        median_ms,
+        meter.tokens_per_step,
+        processes.world_size,
+        meter.flops_per_token,
+        meter.peak_tflops,
+    )
     spread = f"{min(meter.step_times_ms):.1f}..{max(meter.step_times_ms):.1f}"
     reserved, allocated = memory_gib(processes.device).values()
     used = ""
     if reserved:
-        free, total = torch.cuda.mem_get_info(processes.device)  # includes NCCL's buffers, contexts and symmetric memory
+        free, total = torch.cuda.mem_get_info(
+            processes.device
+        )  # includes NCCL's buffers, contexts and symmetric memory
         used = f", peak {allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved, {(total - free) / 2**30:.1f} GiB of the GPU in use"
     return (
         f"BENCH {args.benchmark} {Path(args.config).stem} {precision_of(config)}, {model.shape.num_layers} layers, {processes.world_size} x "
@@ -202,38 +268,82 @@ def bench_line(config: RunConfig, args: argparse.Namespace, model: Llama, proces
 
 def precision_of(config: RunConfig) -> str:
     """In words, for a line of output."""
-    return config.precision if config.linear == "bf16" else f"{config.precision}, linear layers in {config.linear}"
+    return (
+        config.precision
+        if config.linear == "bf16"
+        else f"{config.precision}, linear layers in {config.linear}"
+    )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m throughput.bench", description="Throughput of a training step on synthetic tokens.")
+    parser = argparse.ArgumentParser(
+        prog="python -m throughput.bench",
+        description="Throughput of a training step on synthetic tokens.",
+    )
     parser.add_argument("--benchmark", required=True)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--layers", type=int, default=0, help="a model of fewer layers")
-    parser.add_argument("--model", default="", help="this shape (common/model/families.py) instead of the benchmark's")
-    parser.add_argument("--seq", type=int, default=0, help="tokens of a sequence, if not as many as in the benchmark")
-    parser.add_argument("--result", type=Path, metavar="FILE", help="write the times to FILE as JSON, and measure and print nothing else")
-    parser.add_argument("--eval-sequences", type=int, default=0, help="time an evaluation of so many sequences as well")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="and as many steps under a profiler; results go to DIR")
+    parser.add_argument(
+        "--model",
+        default="",
+        help="this shape (common/model/families.py) instead of the benchmark's",
+    )
+    parser.add_argument(
+        "--seq",
+        type=int,
+        default=0,
+        help="tokens of a sequence, if not as many as in the benchmark",
+    )
+    parser.add_argument(
+        "--result",
+        type=Path,
+        metavar="FILE",
+        help="write the times to FILE as JSON, and measure and print nothing else",
+    )
+    parser.add_argument(
+        "--eval-sequences",
+        type=int,
+        default=0,
+        help="time an evaluation of so many sequences as well",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="and as many steps under a profiler; results go to DIR",
+    )
     of = "torch's profiler, torch's history of allocations, or ranges for a profiler around the process"
     parser.add_argument("--of", choices=("time", "memory", "outside"), default="time", help=of)
     args = parser.parse_args(argv)
     if args.steps < 1:
-        raise ConfigError(f"--steps {args.steps}", "there is nothing to measure in no step", "use 1 or more")
+        raise ConfigError(
+            f"--steps {args.steps}", "there is nothing to measure in no step", "use 1 or more"
+        )
     return args
 
 
 def main(argv: list[str]) -> None:
     args, rank = parse(argv), int(os.environ.get("RANK", "0"))
-    config = configs.load(args.config, config_class(args.benchmark), dict(item.split("=", 1) for item in args.set))
+    config = configs.load(
+        args.config, config_class(args.benchmark), dict(item.split("=", 1) for item in args.set)
+    )
     profiled_outside = args.of == "outside" and args.device == "cuda"
     folder = args.result.parent if args.result else None
-    run_guarded(folder, rank, partial(bench, config, args), lambda: None, lambda: 0, returns=profiled_outside)
+    run_guarded(
+        folder,
+        rank,
+        partial(bench, config, args),
+        lambda: None,
+        lambda: 0,
+        returns=profiled_outside,
+    )
 
 
 if __name__ == "__main__":

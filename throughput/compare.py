@@ -11,7 +11,11 @@ from throughput import report, result
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="directories of results; the first is what others are divided by"
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="directories of results; the first is what others are divided by",
     )
 
 
@@ -20,14 +24,24 @@ def main(options: argparse.Namespace) -> int:
     found = [result.read(folder) for folder in options.folders]
     kinds = sorted({data["what"] for data in found})
     if len(kinds) > 1:
-        raise ConfigError(f"results of {' and '.join(kinds)}", "they have no row in common", "compare results of the same measurement")
+        raise ConfigError(
+            f"results of {' and '.join(kinds)}",
+            "they have no row in common",
+            "compare results of the same measurement",
+        )
     if len(found) == 1 and not options.out:
-        report.write(options.folders[0], report.title(kinds[0], found[0]), report.sections(found[0]))
+        report.write(
+            options.folders[0], report.title(kinds[0], found[0]), report.sections(found[0])
+        )
         return 0
     folder = options.out or result.default_directory("compare")
     result.claim(folder)
     labels = named(options.folders, [data["machine"].get("kind") or "CPU" for data in found])
-    report.write(folder, f"{kinds[0]}: {len(found)} results", report.compared(list(zip(labels, found, strict=True))))
+    report.write(
+        folder,
+        f"{kinds[0]}: {len(found)} results",
+        report.compared(list(zip(labels, found, strict=True))),
+    )
     return 0
 
 

@@ -23,7 +23,9 @@ from throughput.timing import spread
 MODEL = "flux.1-dev"
 PIXELS_PER_TOKEN = 16  # on a side: the autoencoder's 8, and 2 x 2 latents to a token
 TEXT_TOKENS = 512  # FLUX.1-dev pads every text to this length, and attends to the padding
-TINY = FluxShape(2, 3, 64, 2, 16, 32, 24, (8, 12, 12))  # what a CPU measures: it says nothing of a machine
+TINY = FluxShape(
+    2, 3, 64, 2, 16, 32, 24, (8, 12, 12)
+)  # what a CPU measures: it says nothing of a machine
 TINY_TEXT_TOKENS = 24
 BATCH = {"cuda": 10, "cpu": 2}
 RESOLUTION = {"cuda": 512, "cpu": 64}
@@ -93,18 +95,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add(
         parser,
         "gpus",
-        batch={"help": f"images per GPU; default {BATCH['cuda']}; max: the largest that fits, found by trying"},
+        batch={
+            "help": f"images per GPU; default {BATCH['cuda']}; max: the largest that fits, found by trying"
+        },
         warmup={"default": 2},
         steps={"default": 8},
     )
-    parser.add_argument("--resolution", type=common.whole, metavar="N", help=f"pixels of a side; default {RESOLUTION['cuda']}")
+    parser.add_argument(
+        "--resolution",
+        type=common.whole,
+        metavar="N",
+        help=f"pixels of a side; default {RESOLUTION['cuda']}",
+    )
     parser.add_argument(
         "--layers",
         type=common.counts,
         metavar="D,S",
         help="D double and S single blocks instead of 19 and 38; default: all, and where they do not fit 12,24",
     )
-    parser.add_argument("--recompute", type=int, metavar="N", help="the first N blocks are recomputed in the backward; default: all")
+    parser.add_argument(
+        "--recompute",
+        type=int,
+        metavar="N",
+        help="the first N blocks are recomputed in the backward; default: all",
+    )
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
@@ -113,7 +127,13 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     for gpus in options.gpus:
         if not add_rows(request, gpus, result) and not options.layers:
             part = replace(request.shape, double_blocks=PART[0], single_blocks=PART[1])
-            add_rows(replace(request, shape=part, recompute_blocks=min(request.recompute_blocks, part.blocks)), gpus, result)
+            add_rows(
+                replace(
+                    request, shape=part, recompute_blocks=min(request.recompute_blocks, part.blocks)
+                ),
+                gpus,
+                result,
+            )
 
 
 def add_rows(request: Request, gpus: int, result: Result) -> bool:
@@ -121,16 +141,35 @@ def add_rows(request: Request, gpus: int, result: Result) -> bool:
     row = row_of(request, gpus)
     memory_gib = result.data["machine"].get("gpu_memory_gib", float("inf"))
     if row["state_gib"] > memory_gib:
-        result.add(row | {"error": f"out of memory: weights and state alone take {row['state_gib']:.1f} of {memory_gib:.1f} GiB"})
+        result.add(
+            row
+            | {
+                "error": f"out of memory: weights and state alone take {row['state_gib']:.1f} of {memory_gib:.1f} GiB"
+            }
+        )
         return False
     found = run_ranks(request, gpus)
     if not request.batch:
         for batch, peak in found.get("tried", ()):
-            tried = {"table": "flux_batches", "model": row["model"], "gpus": gpus, "resolution": row["resolution"], "batch": batch}
-            result.add(tried | ({"error": "out of memory"} if peak is None else {"memory_gib": peak / GIB}))
+            tried = {
+                "table": "flux_batches",
+                "model": row["model"],
+                "gpus": gpus,
+                "resolution": row["resolution"],
+                "batch": batch,
+            }
+            result.add(
+                tried | ({"error": "out of memory"} if peak is None else {"memory_gib": peak / GIB})
+            )
     batch = found.get("batch") or request.batch or 1
     while "times_ms" not in found:
-        result.add(row | {"batch": batch, "error": "out of memory" + (" in the timed steps" if found.get("batch") else "")})
+        result.add(
+            row
+            | {
+                "batch": batch,
+                "error": "out of memory" + (" in the timed steps" if found.get("batch") else ""),
+            }
+        )
         if request.batch or batch == 1:
             return True
         batch -= 1
@@ -148,19 +187,31 @@ def request_from(options: argparse.Namespace) -> Request:
     resolution = options.resolution or RESOLUTION[device]
     if resolution % PIXELS_PER_TOKEN:
         why = f"a token is a square of {PIXELS_PER_TOKEN} x {PIXELS_PER_TOKEN} pixels"
-        raise ConfigError(f"--resolution {resolution}", why, f"use a multiple of {PIXELS_PER_TOKEN}, such as 512 or 1024")
+        raise ConfigError(
+            f"--resolution {resolution}",
+            why,
+            f"use a multiple of {PIXELS_PER_TOKEN}, such as 512 or 1024",
+        )
     shape = TINY if device == "cpu" else FluxShape()
     if options.layers:
         if len(options.layers) != 2:
-            raise ConfigError(f"--layers {options.layers}", "two numbers are needed", "e.g. --layers 12,24")
+            raise ConfigError(
+                f"--layers {options.layers}", "two numbers are needed", "e.g. --layers 12,24"
+            )
         shape = replace(shape, double_blocks=options.layers[0], single_blocks=options.layers[1])
     recompute = shape.blocks if options.recompute is None else options.recompute
     if not 0 <= recompute <= shape.blocks:
-        raise ConfigError(f"--recompute {recompute}", f"the model has {shape.blocks} blocks", "name a number up to that")
+        raise ConfigError(
+            f"--recompute {recompute}",
+            f"the model has {shape.blocks} blocks",
+            "name a number up to that",
+        )
     side = resolution // PIXELS_PER_TOKEN
     text_tokens = TINY_TEXT_TOKENS if device == "cpu" else TEXT_TOKENS
     batch = 0 if options.batch == common.MAX else options.batch or BATCH[device]
-    return Request(device, shape, side, side, text_tokens, batch, recompute, options.warmup, options.steps)
+    return Request(
+        device, shape, side, side, text_tokens, batch, recompute, options.warmup, options.steps
+    )
 
 
 def row_of(request: Request, gpus: int) -> dict[str, Any]:
@@ -168,7 +219,11 @@ def row_of(request: Request, gpus: int) -> dict[str, Any]:
     shape = request.shape
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Flux(shape).parameters())
-    parts = "" if shape in (FluxShape(), TINY) else f", {shape.double_blocks} + {shape.single_blocks} blocks"
+    parts = (
+        ""
+        if shape in (FluxShape(), TINY)
+        else f", {shape.double_blocks} + {shape.single_blocks} blocks"
+    )
     return {
         "table": "flux",
         "model": (MODEL if request.device == "cuda" else "tiny") + parts,
@@ -185,7 +240,12 @@ def row_of(request: Request, gpus: int) -> dict[str, Any]:
 
 def rates(request: Request, found: dict[str, Any], result: Result) -> dict[str, Any]:
     times, images = spread(found["times_ms"]), 1e3 * found["batch"]
-    tflops = request.shape.flops_per_image(request.rows * request.columns, request.text_tokens) * images / times["ms"] / 1e12
+    tflops = (
+        request.shape.flops_per_image(request.rows * request.columns, request.text_tokens)
+        * images
+        / times["ms"]
+        / 1e12
+    )
     return {
         "images_per_s_per_gpu": images / times["ms"],
         "images_per_s_p10": images / times["ms_p90"],
@@ -203,7 +263,9 @@ def run_ranks(request: Request, gpus: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="flux-") as name:
         request.write(Path(name) / ranks.REQUEST)
         settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        found, error = ranks.run_ranks(Path(name), gpus, ["throughput.flux_rank", name], settings, LIMIT_S)
+        found, error = ranks.run_ranks(
+            Path(name), gpus, ["throughput.flux_rank", name], settings, LIMIT_S
+        )
     if error and error.kind != OutOfMemory.kind:
         raise error
     return found

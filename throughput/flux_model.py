@@ -33,7 +33,11 @@ class FluxShape:
     in_channels: int = 64  # of a token: 2 x 2 latents of 16 channels
     context_size: int = 4096  # of a text token, from T5
     pooled_size: int = 768  # of the whole text, from CLIP
-    rope_axes: tuple[int, ...] = (16, 56, 56)  # parts of the head dimension: text (always 0), row, column
+    rope_axes: tuple[int, ...] = (
+        16,
+        56,
+        56,
+    )  # parts of the head dimension: text (always 0), row, column
     rope_base: float = 10000.0
     mlp_ratio: int = 4
 
@@ -50,17 +54,26 @@ class FluxShape:
         in each block. Recomputation, norms and the optimizer are not counted.
         """
         hidden, tokens = self.hidden_size, image_tokens + text_tokens
-        per_token = (4 + 2 * self.mlp_ratio) * hidden**2  # qkv, out and the MLP's two; a single block has the same
-        vectors = 2 * (SINUSOIDS + hidden) * hidden + (self.pooled_size + hidden) * hidden + 2 * hidden**2
+        per_token = (
+            4 + 2 * self.mlp_ratio
+        ) * hidden**2  # qkv, out and the MLP's two; a single block has the same
+        vectors = (
+            2 * (SINUSOIDS + hidden) * hidden + (self.pooled_size + hidden) * hidden + 2 * hidden**2
+        )
         vectors += (12 * self.double_blocks + 3 * self.single_blocks) * hidden**2  # modulations
         ends = (2 * self.in_channels * image_tokens + self.context_size * text_tokens) * hidden
-        forward = 2 * (self.blocks * per_token * tokens + vectors + ends) + self.blocks * 4 * tokens**2 * hidden
+        forward = (
+            2 * (self.blocks * per_token * tokens + vectors + ends)
+            + self.blocks * 4 * tokens**2 * hidden
+        )
         return 3 * forward
 
 
 def image_positions(rows: int, columns: int, text_tokens: int) -> Tensor:
     """int64 [N, 3]: zeros for text, (0, row, column) for the image's tokens."""
-    grid = torch.cartesian_prod(torch.zeros(1, dtype=torch.int64), torch.arange(rows), torch.arange(columns))
+    grid = torch.cartesian_prod(
+        torch.zeros(1, dtype=torch.int64), torch.arange(rows), torch.arange(columns)
+    )
     return torch.cat((torch.zeros(text_tokens, 3, dtype=torch.int64), grid))
 
 
@@ -84,7 +97,9 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 def sinusoids(value: Tensor) -> Tensor:
     """fp32 [B] -> fp32 [B, 256]: cosines, then sines, of 1000 times the value."""
-    frequencies = torch.exp(-math.log(10000.0) / (SINUSOIDS // 2) * torch.arange(SINUSOIDS // 2, device=value.device))
+    frequencies = torch.exp(
+        -math.log(10000.0) / (SINUSOIDS // 2) * torch.arange(SINUSOIDS // 2, device=value.device)
+    )
     angle = 1000.0 * value.float()[:, None] * frequencies
     return torch.cat((angle.cos(), angle.sin()), dim=1)
 
@@ -146,7 +161,9 @@ class Stream(nn.Module):
     def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
         _, _, attention_gate, shift, scale, gate = modulation
         x = torch.addcmul(x, attention_gate, self.out(attended))
-        return torch.addcmul(x, gate, self.down(F.gelu(self.up(normalize(x, shift, scale)), approximate="tanh")))
+        return torch.addcmul(
+            x, gate, self.down(F.gelu(self.up(normalize(x, shift, scale)), approximate="tanh"))
+        )
 
 
 class Block(nn.Module):
@@ -157,7 +174,11 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def forward(self, *inputs):
-        return checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False) if self.recompute else self.run(*inputs)
+        return (
+            checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False)
+            if self.recompute
+            else self.run(*inputs)
+        )
 
 
 class DoubleBlock(Block):
@@ -167,7 +188,9 @@ class DoubleBlock(Block):
 
     def run(self, image: Tensor, text: Tensor, c: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         of_image, of_text = self.image.modulation(c), self.text.modulation(c)
-        parts = zip(self.text.queries(text, of_text), self.image.queries(image, of_image), strict=True)
+        parts = zip(
+            self.text.queries(text, of_text), self.image.queries(image, of_image), strict=True
+        )
         q, k, v = (torch.cat(part, dim=1) for part in parts)
         attended = attention(q, k, v, rope)
         text_tokens = text.shape[1]
@@ -186,10 +209,14 @@ class SingleBlock(Block):
 
     def run(self, x: Tensor, c: Tensor, rope: Tensor) -> Tensor:
         shift, scale, gate = self.modulation(c)
-        qkv, up = self.into(normalize(x, shift, scale)).split((3 * x.shape[-1], self.mlp_size), dim=-1)
+        qkv, up = self.into(normalize(x, shift, scale)).split(
+            (3 * x.shape[-1], self.mlp_size), dim=-1
+        )
         q, k, v = self.norm(qkv)
         attended = attention(q, k, v, rope)
-        return torch.addcmul(x, gate, self.out(torch.cat((attended, F.gelu(up, approximate="tanh")), dim=-1)))
+        return torch.addcmul(
+            x, gate, self.out(torch.cat((attended, F.gelu(up, approximate="tanh")), dim=-1))
+        )
 
 
 class Embedding(nn.Module):
@@ -209,14 +236,19 @@ class Inputs(nn.Module):
     def __init__(self, shape: FluxShape):
         super().__init__()
         hidden = shape.hidden_size
-        self.image, self.text = nn.Linear(shape.in_channels, hidden), nn.Linear(shape.context_size, hidden)
+        self.image, self.text = (
+            nn.Linear(shape.in_channels, hidden),
+            nn.Linear(shape.context_size, hidden),
+        )
         self.time, self.guidance, self.pooled = (
             Embedding(SINUSOIDS, hidden),
             Embedding(SINUSOIDS, hidden),
             Embedding(shape.pooled_size, hidden),
         )
 
-    def forward(self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         c = self.time(sinusoids(time)) + self.guidance(sinusoids(guidance)) + self.pooled(pooled)
         return self.image(latents), self.text(text), c
 
@@ -237,8 +269,12 @@ class Flux(nn.Module):
         super().__init__()
         self.inputs = Inputs(shape)
         recompute = [number < recompute_blocks for number in range(shape.blocks)]
-        self.double_blocks = nn.ModuleList(DoubleBlock(shape, again) for again in recompute[: shape.double_blocks])
-        self.single_blocks = nn.ModuleList(SingleBlock(shape, again) for again in recompute[shape.double_blocks :])
+        self.double_blocks = nn.ModuleList(
+            DoubleBlock(shape, again) for again in recompute[: shape.double_blocks]
+        )
+        self.single_blocks = nn.ModuleList(
+            SingleBlock(shape, again) for again in recompute[shape.double_blocks :]
+        )
         self.outputs = Outputs(shape)
 
     @property
@@ -246,7 +282,15 @@ class Flux(nn.Module):
         """In the order of the forward; together they have every parameter once."""
         return [self.inputs, *self.double_blocks, *self.single_blocks, self.outputs]
 
-    def forward(self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, guidance: Tensor, rope: Tensor) -> Tensor:
+    def forward(
+        self,
+        latents: Tensor,
+        text: Tensor,
+        pooled: Tensor,
+        time: Tensor,
+        guidance: Tensor,
+        rope: Tensor,
+    ) -> Tensor:
         """The velocity [B, S, in_channels].
 
         latents: [B, S, in_channels], text: [B, T, context_size], pooled: [B, pooled_size], in the weights' dtype; time (0 image, 1 noise)

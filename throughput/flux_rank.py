@@ -33,8 +33,12 @@ from throughput.timing import step_ms
 TIMEOUT_S = 300.0  # of a collective
 SETTINGS = AdamWSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, clip_norm=1.0)
 LEARNING_RATE = 1e-5
-WEIGHT_STD = 0.02  # random weights: zeros, with which training would begin, make a GPU faster than it is
-DTYPE = torch.bfloat16  # of weights, activations, reduced gradients and moments; masters and summed gradients are fp32
+WEIGHT_STD = (
+    0.02  # random weights: zeros, with which training would begin, make a GPU faster than it is
+)
+DTYPE = (
+    torch.bfloat16
+)  # of weights, activations, reduced gradients and moments; masters and summed gradients are fp32
 GUIDANCE = 1.0
 
 
@@ -114,7 +118,9 @@ class Batch:
 
 def synthetic_batch(request: Request, processes: Processes, size: int) -> Batch:
     device, shape = processes.device, request.shape
-    generator = torch.Generator(device).manual_seed(parameter_seed(1, f"batch of rank {processes.rank}"))
+    generator = torch.Generator(device).manual_seed(
+        parameter_seed(1, f"batch of rank {processes.rank}")
+    )
     draw = partial(torch.randn, device=device, dtype=DTYPE, generator=generator)
     positions = image_positions(request.rows, request.columns, request.text_tokens)
     return Batch(
@@ -133,11 +139,15 @@ def flow_loss(model: Flux, batch: Batch) -> Tensor:
     noise = torch.randn_like(latents)
     time = torch.randn(len(latents), device=latents.device).sigmoid()
     noisy = torch.lerp(latents, noise, time[:, None, None].to(latents.dtype))
-    velocity = model(noisy, batch.text, batch.pooled, time, torch.full_like(time, GUIDANCE), batch.rope)
+    velocity = model(
+        noisy, batch.text, batch.pooled, time, torch.full_like(time, GUIDANCE), batch.rope
+    )
     return F.mse_loss(velocity.float(), (noise - latents).float())
 
 
-def train_step(model: Flux, optimizer: ZeroOptimizer, batch: Batch, learning_rate: float = LEARNING_RATE) -> Tensor:
+def train_step(
+    model: Flux, optimizer: ZeroOptimizer, batch: Batch, learning_rate: float = LEARNING_RATE
+) -> Tensor:
     """Forward, backward with reduction, clipping, AdamW. Returns the loss of this rank's images, fp32 []."""
     loss = flow_loss(model, batch)
     loss.backward()
@@ -158,9 +168,17 @@ def build(request: Request, processes: Processes) -> tuple[Flux, ZeroOptimizer]:
     update = partial(AdamW, SETTINGS, kernels, DTYPE)
     optimizer = ZeroOptimizer(model.parts, processes, update, kernels, reduce_scatter)
     for name, parameter in model.named_parameters():
-        full = torch.full(parameter.shape, float(name.endswith((".norm.q.weight", ".norm.k.weight"))), device=device)
+        full = torch.full(
+            parameter.shape,
+            float(name.endswith((".norm.q.weight", ".norm.k.weight"))),
+            device=device,
+        )
         if parameter.ndim > 1:
-            full.normal_(0.0, WEIGHT_STD, generator=torch.Generator(device).manual_seed(parameter_seed(1, name)))
+            full.normal_(
+                0.0,
+                WEIGHT_STD,
+                generator=torch.Generator(device).manual_seed(parameter_seed(1, name)),
+            )
         optimizer.set_weight(parameter, full)
     return model, optimizer
 
@@ -180,13 +198,17 @@ def try_batch(request: Request, processes: Processes, size: int) -> int | None:
     def build_all() -> None:
         model, optimizer = build(request, processes)
         if processes.world_size > 1:
-            optimizer.reduce_scatter = Unsent(processes.shard_group, None, DTYPE, accumulate.ENGINES[kernels_of(processes.device)])
+            optimizer.reduce_scatter = Unsent(
+                processes.shard_group, None, DTYPE, accumulate.ENGINES[kernels_of(processes.device)]
+            )
         built.extend((model, optimizer, synthetic_batch(request, processes, size)))
 
     if not succeeds_everywhere(build_all, processes):
         return None
     built[1].gather()
-    for _ in range(2):  # the second begins with what the first left in torch's cache, as every later one does
+    for _ in range(
+        2
+    ):  # the second begins with what the first left in torch's cache, as every later one does
         if not succeeds_everywhere(lambda: flow_loss(built[0], built[2]).backward(), processes):
             return None
         built[1].step(LEARNING_RATE)

@@ -86,7 +86,15 @@ TABLES = (
             "Library: the one that torch was asked to prefer (torch.backends.cuda.preferred_blas_library); it may use another where that one "
             "has no such product. _scaled_mm has no choice.",
         ),
-        plots=(Plot("roofline", "Roofline: products and measured copy bandwidth", "intensity", "tflops", "precision"),),
+        plots=(
+            Plot(
+                "roofline",
+                "Roofline: products and measured copy bandwidth",
+                "intensity",
+                "tflops",
+                "precision",
+            ),
+        ),
         published=(
             Beside("gemm_llama_70b", ("shape", "precision", "call"), "tflops"),
             Beside("gemm_square", (), "tflops"),
@@ -97,7 +105,12 @@ TABLES = (
     Table(
         "copy",
         "Copies of memory",
-        (Column("copy", "Copy"), Column("mebibytes", "Size", "MiB", ",d"), Column("gbps", "GB/s", "", ",.1f"), *TIMES),
+        (
+            Column("copy", "Copy"),
+            Column("mebibytes", "Size", "MiB", ",d"),
+            Column("gbps", "GB/s", "", ",.1f"),
+            *TIMES,
+        ),
         keys=("copy",),
         value="gbps",
         formulas=(
@@ -110,16 +123,28 @@ TABLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=(*DTYPES, "fp8"), help="only this one; default: all")
-    parser.add_argument("--shape", metavar="MxKxN", help="only this shape, e.g. 8192x8192x8192; default: the seven of docs/throughput.md")
+    parser.add_argument(
+        "--shape",
+        metavar="MxKxN",
+        help="only this shape, e.g. 8192x8192x8192; default: the seven of docs/throughput.md",
+    )
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     torch.manual_seed(0)
-    device, chosen = options.device, shapes(options.shape, options.device)  # raises before anything is measured
+    device, chosen = (
+        options.device,
+        shapes(options.shape, options.device),
+    )  # raises before anything is measured
     copies(device, result)
     for shape, description in chosen.items():
         for precision, call, library in ways(device, options.precision):
-            row = {"table": "gemm", "shape": "x".join(map(str, shape)), "description": description, "precision": precision}
+            row = {
+                "table": "gemm",
+                "shape": "x".join(map(str, shape)),
+                "description": description,
+                "precision": precision,
+            }
             row |= {"call": call, "library": library}
             result.attempt(row, partial(product, shape, precision, call, library, result))
     summarize(result)
@@ -131,12 +156,19 @@ def shapes(wanted: str | None, device: str) -> dict[tuple[int, int, int], str]:
     if wanted:
         sizes = wanted.lower().split("x")
         if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
-            raise ConfigError(f"--shape {wanted}", "a product has three sizes of at least 1", "write MxKxN, such as 8192x8192x8192")
+            raise ConfigError(
+                f"--shape {wanted}",
+                "a product has three sizes of at least 1",
+                "write MxKxN, such as 8192x8192x8192",
+            )
         m, k, n = map(int, sizes)
         return {(m, k, n): SHAPES.get((m, k, n), "as asked for")}
     if device == "cuda":
         return dict(SHAPES)
-    small = {tuple(size // CPU_DIVISOR for size in shape): f"{text} / {CPU_DIVISOR}" for shape, text in SHAPES.items()}
+    small = {
+        tuple(size // CPU_DIVISOR for size in shape): f"{text} / {CPU_DIVISOR}"
+        for shape, text in SHAPES.items()
+    }
     return cast(dict[tuple[int, int, int], str], small)
 
 
@@ -163,7 +195,9 @@ def preferred(library: str) -> Iterator[None]:
         return
     before = torch.backends.cuda.preferred_blas_library()
     try:
-        backend: Any = torch.backends.cuda.preferred_blas_library(library)  # torch's type stub lacks the name
+        backend: Any = torch.backends.cuda.preferred_blas_library(
+            library
+        )  # torch's type stub lacks the name
         taken = backend.name.lower()
         if taken != library.replace("hip", "cu"):
             raise RuntimeError(f"torch took {taken} instead of {library}")
@@ -172,7 +206,9 @@ def preferred(library: str) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
-def product(shape: tuple[int, int, int], precision: str, call: str, library: str, result: Result) -> Measured:
+def product(
+    shape: tuple[int, int, int], precision: str, call: str, library: str, result: Result
+) -> Measured:
     m, k, n = shape
     work, width = launch_of(shape, precision, call, result.device)
     with preferred(library):
@@ -183,13 +219,22 @@ def product(shape: tuple[int, int, int], precision: str, call: str, library: str
     return values | {"intensity": flops / (width * (m * k + k * n) + 2 * m * n)}, times
 
 
-def launch_of(shape: tuple[int, int, int], precision: str, call: str, device: str) -> tuple[Callable[[], Tensor], int]:
+def launch_of(
+    shape: tuple[int, int, int], precision: str, call: str, device: str
+) -> tuple[Callable[[], Tensor], int]:
     """The call with its operands, and the bytes of an element of these."""
     m, k, n = shape
     if precision == "fp8":
         dimension = SCALINGS[call.rpartition(" ")[2]]
-        (a, scale_a), (w, scale_w) = (quantized(torch.randn(rows, k, device=device), dimension) for rows in (m, n))
-        options: Any = {"scale_a": scale_a, "scale_b": scale_w.t(), "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        (a, scale_a), (w, scale_w) = (
+            quantized(torch.randn(rows, k, device=device), dimension) for rows in (m, n)
+        )
+        options: Any = {
+            "scale_a": scale_a,
+            "scale_b": scale_w.t(),
+            "out_dtype": torch.bfloat16,
+            "use_fast_accum": True,
+        }
         return partial(torch._scaled_mm, a, w.t(), **options), 1
     draw = partial(torch.randn, device=device, dtype=DTYPES[precision])
     if call == "matmul":
@@ -217,7 +262,12 @@ def copies(device: str, result: Result) -> None:
         return timed(host, device, 1) if to_device else timed(host.to(device), "cpu", 1)
 
     def timed(source: Tensor, target_device: str, counted: int) -> Measured:
-        target = torch.empty(source.shape, dtype=source.dtype, device=target_device, pin_memory=device != target_device)
+        target = torch.empty(
+            source.shape,
+            dtype=source.dtype,
+            device=target_device,
+            pin_memory=device != target_device,
+        )
         times = kernel_ms(lambda: target.copy_(source, non_blocking=True), device)
         return {"gbps": counted * source.nbytes / spread(times)["ms"] / 1e6}, times
 
@@ -225,7 +275,10 @@ def copies(device: str, result: Result) -> None:
     result.attempt({"table": "copy", "copy": name, "mebibytes": size >> 20}, within)
     if device == "cuda":
         for name, to_device in (("host to device", True), ("device to host", False)):
-            result.attempt({"table": "copy", "copy": name, "mebibytes": host_size >> 20}, partial(between, to_device))
+            result.attempt(
+                {"table": "copy", "copy": name, "mebibytes": host_size >> 20},
+                partial(between, to_device),
+            )
 
 
 def summarize(result: Result) -> None:
@@ -236,13 +289,25 @@ def summarize(result: Result) -> None:
     for (precision, call, library), rows in groups.items():
         best = max(rows, key=lambda row: row["tflops"])
         values = {"precision": precision, "call": call, "library": library, "shapes": len(rows)}
-        values |= {"average": statistics.mean(row["tflops"] for row in rows), "best": best["tflops"]}
-        result.add({"table": "summary", **values, "best_percent": best["percent"], "best_shape": best["shape"]})
+        values |= {
+            "average": statistics.mean(row["tflops"] for row in rows),
+            "best": best["tflops"],
+        }
+        result.add(
+            {
+                "table": "summary",
+                **values,
+                "best_percent": best["percent"],
+                "best_shape": best["shape"],
+            }
+        )
 
 
 def note_roofs(result: Result) -> None:
     """The note "roofline": TB/s of a copy within the memory, and the named peaks of the machine's kind."""
-    copy = next((row["gbps"] for row in result.rows if row["table"] == "copy" and "gbps" in row), None)
+    copy = next(
+        (row["gbps"] for row in result.rows if row["table"] == "copy" and "gbps" in row), None
+    )
     if copy is None:
         return
     machine = result.data["machine"]
@@ -251,4 +316,6 @@ def note_roofs(result: Result) -> None:
         for name, key in (("16 bits", "peak_tflops_16_bits"), ("FP8", "peak_tflops_fp8"))
         if key in machine
     ]
-    result.note("roofline", {"bandwidth": [f"copy, measured: {copy:,.0f} GB/s", copy / 1e3], "peaks": peaks})
+    result.note(
+        "roofline", {"bandwidth": [f"copy, measured: {copy:,.0f} GB/s", copy / 1e3], "peaks": peaks}
+    )

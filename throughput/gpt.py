@@ -19,7 +19,9 @@ from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread, step_ms
 
-MOST_ON_CPU = 16  # sequences of a sweep there: the memory is the machine's own, and nobody may fill it
+MOST_ON_CPU = (
+    16  # sequences of a sweep there: the memory is the machine's own, and nobody may fill it
+)
 PRECISION = "bf16"
 
 COLUMNS = (
@@ -74,17 +76,32 @@ TABLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="NAME", help=f"one of {', '.join(SIZES)}; default: all, on a CPU {' and '.join(STAND_INS)}")
-    parser.add_argument("--sweep", action="store_true", help="batches 1, 2, 4, ... until the memory is full, then the largest that fits")
-    common.add(parser, "batch", "seq", warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP})
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"one of {', '.join(SIZES)}; default: all, on a CPU {' and '.join(STAND_INS)}",
+    )
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="batches 1, 2, 4, ... until the memory is full, then the largest that fits",
+    )
+    common.add(
+        parser, "batch", "seq", warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP}
+    )
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     """Raises ConfigError."""
     if options.batch and options.sweep:
-        raise ConfigError("--batch and --sweep", "a sweep chooses the batches itself", "leave one of them out")
+        raise ConfigError(
+            "--batch and --sweep", "a sweep chooses the batches itself", "leave one of them out"
+        )
     if options.device == "cpu" and options.batch == common.MAX:
-        what, why = "--batch max on a CPU", "its memory is that of the whole machine, which must not be filled"
+        what, why = (
+            "--batch max on a CPU",
+            "its memory is that of the whole machine, which must not be filled",
+        )
         raise ConfigError(what, why, f"use --sweep, which ends at {MOST_ON_CPU} there")
     options.steps = options.steps or STEPS[options.device]
     known = SIZES | STAND_INS
@@ -102,7 +119,13 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 def add_row(table: str, name: str, size: Size, options: argparse.Namespace, result: Result) -> bool:
     """Measure and add a row; False if it failed, as for want of memory."""
-    row = {"table": table, "model": name, "precision": PRECISION, "batch": size.batch, "seq": size.sequence_length}
+    row = {
+        "table": table,
+        "model": name,
+        "precision": PRECISION,
+        "batch": size.batch,
+        "seq": size.sequence_length,
+    }
     return result.attempt(row, lambda: run(size, options, result))
 
 
@@ -138,18 +161,24 @@ def timed_steps(size: Size, device: str, warmup: int, steps: int) -> tuple[list[
 def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) -> None:
     """Rows for batches 1, 2, 4, ...; where the memory ends, a row that says so and one of the largest batch that fits. The fastest is marked."""
     first, batch = len(result.rows), 1
-    while add_row("sweep", name, replace(size, batch=batch), options, result) and not (options.device == "cpu" and batch >= MOST_ON_CPU):
+    while add_row("sweep", name, replace(size, batch=batch), options, result) and not (
+        options.device == "cpu" and batch >= MOST_ON_CPU
+    ):
         batch *= 2
     marks: dict[int, list[str]] = {}
     if batch > 1 and "error" in result.rows[-1]:
         good, bad = batch // 2, batch
-        most = largest(lambda count: count <= good or (count < bad and fits(size, options.device, count)))
+        most = largest(
+            lambda count: count <= good or (count < bad and fits(size, options.device, count))
+        )
         marks[most] = ["largest that fits"]
         if most > good:
             add_row("sweep", name, replace(size, batch=most), options, result)
     measured = [row for row in result.rows[first:] if "tokens_per_s" in row]
     if measured:
-        marks.setdefault(max(measured, key=lambda row: row["tokens_per_s"])["batch"], []).append("most tokens/s")
+        marks.setdefault(max(measured, key=lambda row: row["tokens_per_s"])["batch"], []).append(
+            "most tokens/s"
+        )
     for row in measured:
         row["mark"] = ", ".join(marks.get(row["batch"], []))
 

@@ -40,7 +40,9 @@ class GptShape:
 
     def num_parameters(self, sequence_length: int) -> int:
         """All of them, with one row of the position embedding for each place of the sequence."""
-        biases_and_norms = self.num_layers * (9 * self.hidden_size + self.ffn_hidden_size) + 2 * self.hidden_size
+        biases_and_norms = (
+            self.num_layers * (9 * self.hidden_size + self.ffn_hidden_size) + 2 * self.hidden_size
+        )
         return self.matmul_parameters + sequence_length * self.hidden_size + biases_and_norms
 
     def training_flops_per_token(self, sequence_length: int) -> int:
@@ -84,7 +86,10 @@ class Block(nn.Module):
         hidden, self.num_heads = shape.hidden_size, shape.num_heads
         self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.o = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, shape.ffn_hidden_size), nn.Linear(shape.ffn_hidden_size, hidden)
+        self.up, self.down = (
+            nn.Linear(hidden, shape.ffn_hidden_size),
+            nn.Linear(shape.ffn_hidden_size, hidden),
+        )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm_1(x_BSD)).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
@@ -100,7 +105,9 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.hidden_size)
         for table in (self.embedding, self.positions):
-            nn.init.normal_(table.weight, std=0.02)  # as GPT-2; the head is tied, and logits of N(0, 1) rows would be huge
+            nn.init.normal_(
+                table.weight, std=0.02
+            )  # as GPT-2; the head is tied, and logits of N(0, 1) rows would be huge
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """int [batch, sequence + 1] -> mean loss over all next tokens, []."""
@@ -122,7 +129,9 @@ def build_gpt(shape: GptShape, sequence_length: int, device: torch.device) -> Gp
 def train_step(model: nn.Module, size: Size) -> Callable[[], None]:
     """A function that does one step of `model` (a Gpt, or a wrapped one) on random tokens: forward, backward, AdamW."""
     device = next(model.parameters()).device
-    tokens = torch.randint(size.shape.vocab_size, (size.batch, size.sequence_length + 1), device=device)
+    tokens = torch.randint(
+        size.shape.vocab_size, (size.batch, size.sequence_length + 1), device=device
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step() -> None:

@@ -15,31 +15,82 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-GEMM, ATTENTION, NORM, ROPE, SWIGLU, CROSS_ENTROPY = "GEMM", "attention", "norm", "RoPE", "SwiGLU", "cross-entropy"
-CASTS, COMMUNICATION, OPTIMIZER, ELEMENTWISE, OTHER, IDLE = "casts", "communication", "optimizer", "elementwise", "other", "idle"
-CLASSES = (GEMM, ATTENTION, NORM, ROPE, SWIGLU, CROSS_ENTROPY, CASTS, COMMUNICATION, OPTIMIZER, ELEMENTWISE, OTHER, IDLE)
+GEMM, ATTENTION, NORM, ROPE, SWIGLU, CROSS_ENTROPY = (
+    "GEMM",
+    "attention",
+    "norm",
+    "RoPE",
+    "SwiGLU",
+    "cross-entropy",
+)
+CASTS, COMMUNICATION, OPTIMIZER, ELEMENTWISE, OTHER, IDLE = (
+    "casts",
+    "communication",
+    "optimizer",
+    "elementwise",
+    "other",
+    "idle",
+)
+CLASSES = (
+    GEMM,
+    ATTENTION,
+    NORM,
+    ROPE,
+    SWIGLU,
+    CROSS_ENTROPY,
+    CASTS,
+    COMMUNICATION,
+    OPTIMIZER,
+    ELEMENTWISE,
+    OTHER,
+    IDLE,
+)
 VAGUE = (ELEMENTWISE, OTHER)  # the op or range around the launch may say more
 
 # First match wins, in either case. The order matters: FlashAttention 3 is built of CUTLASS, fused kernels also quantize, FP8 products
 # have e4m3 in their names.
 NAMES = (
-    (COMMUNICATION, r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem"),
+    (
+        COMMUNICATION,
+        r"^nccl|^rccl|ncclDev|ncclKernel|^gloo:|c10d::|_c10d_functional|symm_mem|symmetric_memory|multimem",
+    ),
     (
         COMMUNICATION,
         r"memcpy PtoP|memcpy (DtoH|HtoD).*pinned|^(weight_shards|zero)\w*::|^_(accumulate|add_rows)_kernel$",
     ),  # copy engines; ZeRO's ranges
-    (OPTIMIZER, r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm"),  # the gradient norm is the optimizer's too
-    (ATTENTION, r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to|flash::|flash_?(fwd|bwd|attn|attention)"),
-    (ATTENTION, r"fmha|mha_(fwd|bwd|v3)|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)|scaled_dot_product|mem_eff|fused_?attn"),
-    (GEMM, r"nvjet|gemm|gemv|^Cijk_|Custom_Cijk|cublas|splitK|hipblaslt|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)(\.|$)"),
-    (GEMM, r"^mkldnn::_linear|^_(down|up)(_backward)?_kernel$"),  # the latter: the adapters' kernels (common/kernels/lora.py)
+    (
+        OPTIMIZER,
+        r"adam|^Optimizer\.|LpNorm|_foreach_norm|linalg_vector_norm",
+    ),  # the gradient norm is the optimizer's too
+    (
+        ATTENTION,
+        r"cudnn.*(sdpa|flash|[fb]prop)|compute_dot_do_o|convert_dq_to|flash::|flash_?(fwd|bwd|attn|attention)",
+    ),
+    (
+        ATTENTION,
+        r"fmha|mha_(fwd|bwd|v3)|attn_(fwd|bwd)|bwd_(kernel_d|preprocess)|scaled_dot_product|mem_eff|fused_?attn",
+    ),
+    (
+        GEMM,
+        r"nvjet|gemm|gemv|^Cijk_|Custom_Cijk|cublas|splitK|hipblaslt|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)(\.|$)",
+    ),
+    (
+        GEMM,
+        r"^mkldnn::_linear|^_(down|up)(_backward)?_kernel$",
+    ),  # the latter: the adapters' kernels (common/kernels/lora.py)
     (CROSS_ENTROPY, r"cross_?entropy|log_?soft_?max|nll_?loss|logsumexp"),
     (SWIGLU, r"swiglu|silu"),
     (ROPE, r"(^|[^a-z])d?rope|rotary"),
     (NORM, r"rms_?norm|layer_?norm|(^|[^a-z])ln_(fwd|bwd)|^aten::rsqrt"),
     (CASTS, r"quanti[sz]e|amax|float8|fp8|e4m3|e5m2|transpose_kernel"),
-    (ELEMENTWISE, r"memcpy|memset|copyBuffer|fillBuffer|elementwise|reduce_kernel|multi_tensor_apply|CatArray|FillFunctor|direct_copy"),
-    (ELEMENTWISE, r"embedding|index|gather|scatter|RadixSort|DeviceScan|DeviceReduce|distribution|_dropout|^aten::|AccumulateGrad"),
+    (
+        ELEMENTWISE,
+        r"memcpy|memset|copyBuffer|fillBuffer|elementwise|reduce_kernel|multi_tensor_apply|CatArray|FillFunctor|direct_copy",
+    ),
+    (
+        ELEMENTWISE,
+        r"embedding|index|gather|scatter|RadixSort|DeviceScan|DeviceReduce|distribution|_dropout|^aten::|AccumulateGrad",
+    ),
 )
 _COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in NAMES)
 AUTOGRAD = re.compile(r"^autograd::engine|Backward\d*$")
@@ -84,8 +135,14 @@ def class_of(event: Event) -> str:
 
     Autograd nodes do not count: recomputation runs inside whichever of them asks for it.
     """
-    seen = [class_of_name(name) for name in (event.name, *reversed(event.within)) if name == event.name or not AUTOGRAD.search(name)]
-    return next((kind for kind in seen if kind not in VAGUE), ELEMENTWISE if ELEMENTWISE in seen else OTHER)
+    seen = [
+        class_of_name(name)
+        for name in (event.name, *reversed(event.within))
+        if name == event.name or not AUTOGRAD.search(name)
+    ]
+    return next(
+        (kind for kind in seen if kind not in VAGUE), ELEMENTWISE if ELEMENTWISE in seen else OTHER
+    )
 
 
 def breakdown(events: Sequence[Event], start_ns: int, end_ns: int) -> dict[str, list[Row]]:
@@ -102,22 +159,40 @@ def breakdown(events: Sequence[Event], start_ns: int, end_ns: int) -> dict[str, 
         if not (inside := _inside(event, start_ns, end_ns)):
             continue
         name = event.label or event.name
-        for row in [classes[kind], *([details[kind].setdefault(name, Row(name))] if kind in details else [])]:
+        for row in [
+            classes[kind],
+            *([details[kind].setdefault(name, Row(name))] if kind in details else []),
+        ]:
             row.exposed_ns += own
             row.kernel_ns += own if event.kind == "op" else inside
             row.launches += 1
             row.flops += event.flops
     classes[IDLE].exposed_ns = idle_ns
-    products, others = (sorted(rows.values(), key=lambda row: -row.exposed_ns) for rows in details.values())
+    products, others = (
+        sorted(rows.values(), key=lambda row: -row.exposed_ns) for rows in details.values()
+    )
     return {"classes": list(classes.values()), "products": products, "others": others}
 
 
-def exposed_ns(events: Sequence[Event], kinds: Sequence[str], start_ns: int, end_ns: int) -> tuple[list[int], int]:
+def exposed_ns(
+    events: Sequence[Event], kinds: Sequence[str], start_ns: int, end_ns: int
+) -> tuple[list[int], int]:
     """The nanoseconds of the window that belong to each event, and those that belong to none; together the window."""
     main = main_stream(events, kinds)
-    rank = [(kind == COMMUNICATION, e.stream != main, e.kind == "copy", -e.start_ns) for e, kind in zip(events, kinds, strict=True)]
-    arriving = sorted((i for i, event in enumerate(events) if _inside(event, start_ns, end_ns)), key=lambda i: -events[i].start_ns)
-    moments = {moment for i in arriving for moment in (events[i].start_ns, events[i].end_ns) if start_ns < moment < end_ns}
+    rank = [
+        (kind == COMMUNICATION, e.stream != main, e.kind == "copy", -e.start_ns)
+        for e, kind in zip(events, kinds, strict=True)
+    ]
+    arriving = sorted(
+        (i for i, event in enumerate(events) if _inside(event, start_ns, end_ns)),
+        key=lambda i: -events[i].start_ns,
+    )
+    moments = {
+        moment
+        for i in arriving
+        for moment in (events[i].start_ns, events[i].end_ns)
+        if start_ns < moment < end_ns
+    }
     own, idle_ns, running = [0] * len(events), 0, []
     for begin, end in pairwise(sorted({start_ns, end_ns} | moments)):
         while arriving and events[arriving[-1]].start_ns <= begin:

@@ -26,7 +26,9 @@ FP32, BF16, FP8 = 4, 2, 1  # bytes
 SEQUENCE = 8192
 GIB = 1 << 30
 GPU, SECONDS = torch.device("cuda"), 0.02
-Case = tuple[str, Callable[[], object], int]  # name, launch, and the bytes that it must read and write, each value once
+Case = tuple[
+    str, Callable[[], object], int
+]  # name, launch, and the bytes that it must read and write, each value once
 
 
 def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -41,7 +43,12 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
     kept = scaling.quantizer(transposed=False)
     scaling.allocate(torch.device("cuda"))
     out = FP8 * (2 if forward.transposed else 1)  # bytes per element of a quantized tensor
-    hidden, ffn, heads, kv_heads = shape.hidden_size, shape.ffn_hidden_size, shape.num_heads, shape.num_kv_heads
+    hidden, ffn, heads, kv_heads = (
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+        shape.num_heads,
+        shape.num_kv_heads,
+    )
     n, m = tokens * hidden, tokens * ffn
 
     def warmed(launch: Callable[..., object], *arguments: object) -> Callable[[], object]:
@@ -58,25 +65,47 @@ def quantizing(shape: ModelShape, tokens: int, transposed: bool) -> Iterator[Cas
     yield "norm, FP8", warmed(norm, x, None, weight, 1e-5, forward), n * (BF16 + out)
     yield "add + norm, FP8", warmed(norm, x, y, weight, 1e-5, forward), n * (3 * BF16 + out)
     yield "add + norm, bf16", partial(norm, x, y, weight, 1e-5, None), n * 4 * BF16
-    yield "norm backward, FP8", warmed(norm_backward, *backward, gradient, transposed), n * (4 * BF16 + out)
+    yield (
+        "norm backward, FP8",
+        warmed(norm_backward, *backward, gradient, transposed),
+        n * (4 * BF16 + out),
+    )
     yield "norm backward, bf16", partial(norm_backward, *backward, None, transposed), n * 4 * BF16
 
     cos, sin = rope.rope_tables(shape, SEQUENCE, "cuda")
     qkv = draw(tokens, shape.qkv_size)
     turned = 2 * BF16 * tokens * (heads + kv_heads) * shape.head_dim
     yield "rope", partial(rope.rope_packed_triton_, qkv, cos, sin, heads, kv_heads), turned
-    d_q, d_k, d_v = (draw(tokens // SEQUENCE, SEQUENCE, count, shape.head_dim) for count in (heads, kv_heads, kv_heads))
+    d_q, d_k, d_v = (
+        draw(tokens // SEQUENCE, SEQUENCE, count, shape.head_dim)
+        for count in (heads, kv_heads, kv_heads)
+    )
     rope_backward = partial(rope.rope_packed_backward_triton, d_q, d_k, d_v, cos, sin)
     yield "rope backward, FP8", warmed(rope_backward, gradient), qkv.numel() * (BF16 + out)
     yield "rope backward, bf16", partial(rope_backward, None), qkv.numel() * 2 * BF16
 
     gate_up, d_h = draw(tokens, 2 * ffn), draw(tokens, ffn)
-    swiglu_forward, swiglu_backward = swiglu.swiglu_quantized_triton, swiglu.swiglu_quantized_backward_triton
+    swiglu_forward, swiglu_backward = (
+        swiglu.swiglu_quantized_triton,
+        swiglu.swiglu_quantized_backward_triton,
+    )
     yield "swiglu, FP8", warmed(swiglu_forward, gate_up, forward, None), m * (2 * BF16 + out)
-    yield "swiglu, FP8, input kept in FP8", warmed(swiglu_forward, gate_up, forward, kept), m * (2 * BF16 + out + 2 * FP8)
+    yield (
+        "swiglu, FP8, input kept in FP8",
+        warmed(swiglu_forward, gate_up, forward, kept),
+        m * (2 * BF16 + out + 2 * FP8),
+    )
     kept_input = swiglu_forward(gate_up, forward, kept)[1]
-    yield "swiglu backward, FP8", warmed(swiglu_backward, d_h, gate_up, gradient), m * (3 * BF16 + 2 * out)
-    yield "swiglu backward, FP8, input kept in FP8", partial(swiglu_backward, d_h, kept_input, gradient), m * (BF16 + 2 * FP8 + 2 * out)
+    yield (
+        "swiglu backward, FP8",
+        warmed(swiglu_backward, d_h, gate_up, gradient),
+        m * (3 * BF16 + 2 * out),
+    )
+    yield (
+        "swiglu backward, FP8, input kept in FP8",
+        partial(swiglu_backward, d_h, kept_input, gradient),
+        m * (BF16 + 2 * FP8 + 2 * out),
+    )
 
 
 def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
@@ -84,21 +113,51 @@ def head_norms(shape: ModelShape, tokens: int) -> Iterator[Case]:
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     cos, sin = rope.rope_tables(shape, SEQUENCE, "cuda")
     qkv, weights = draw(tokens, shape.qkv_size), (draw(shape.head_dim), draw(shape.head_dim))
-    before = qk_norm.qk_norm_rope_triton_(qkv, weights, shape.norm_eps, cos, sin, heads, kv_heads, True)
+    before = qk_norm.qk_norm_rope_triton_(
+        qkv, weights, shape.norm_eps, cos, sin, heads, kv_heads, True
+    )
     assert before is not None
-    forward = partial(qk_norm.qk_norm_rope_triton_, qkv, weights, shape.norm_eps, cos, sin, heads, kv_heads)
+    forward = partial(
+        qk_norm.qk_norm_rope_triton_, qkv, weights, shape.norm_eps, cos, sin, heads, kv_heads
+    )
     yield "q/k norm + rope", partial(forward, False), 2 * BF16 * before.numel()
     yield "q/k norm + rope, heads kept", partial(forward, True), 3 * BF16 * before.numel()
-    d_q, d_k, d_v = (draw(tokens // SEQUENCE, SEQUENCE, count, shape.head_dim) for count in (heads, kv_heads, kv_heads))
-    backward = partial(qk_norm.qk_norm_rope_backward_triton, (d_q, d_k, d_v), before, weights, shape.norm_eps, cos, sin, None)
+    d_q, d_k, d_v = (
+        draw(tokens // SEQUENCE, SEQUENCE, count, shape.head_dim)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    backward = partial(
+        qk_norm.qk_norm_rope_backward_triton,
+        (d_q, d_k, d_v),
+        before,
+        weights,
+        shape.norm_eps,
+        cos,
+        sin,
+        None,
+    )
     yield "q/k norm + rope backward, bf16", backward, BF16 * (2 * qkv.numel() + before.numel())
 
 
 def loss(shape: ModelShape) -> Iterator[Case]:
-    logits, labels = draw(1, SEQUENCE, shape.vocab_size), torch.randint(0, shape.vocab_size, (1, SEQUENCE), device="cuda")
-    yield "cross entropy forward", partial(cross_entropy.cross_entropy_forward, logits, labels), logits.numel() * BF16
+    logits, labels = (
+        draw(1, SEQUENCE, shape.vocab_size),
+        torch.randint(0, shape.vocab_size, (1, SEQUENCE), device="cuda"),
+    )
+    yield (
+        "cross entropy forward",
+        partial(cross_entropy.cross_entropy_forward, logits, labels),
+        logits.numel() * BF16,
+    )
     _, largest, total = cross_entropy.cross_entropy_forward(logits, labels)
-    backward = partial(cross_entropy.cross_entropy_backward, logits, labels, largest, total, torch.ones(1, device="cuda"))
+    backward = partial(
+        cross_entropy.cross_entropy_backward,
+        logits,
+        labels,
+        largest,
+        total,
+        torch.ones(1, device="cuda"),
+    )
     yield "cross entropy backward", backward, logits.numel() * 2 * BF16
 
 
@@ -109,9 +168,17 @@ def update(shape: ModelShape) -> Iterator[Case]:
     one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     state = (weight, gradient, first, first.square(), draw(*size))
     step = adamw.Step(1e-4, (0.9, 0.95), 1e-5, one, one, zero)
-    yield "AdamW, and the weight rounded", partial(adamw.adamw_triton, *state, 0.1, step), weight.numel() * (7 * FP32 + BF16)
+    yield (
+        "AdamW, and the weight rounded",
+        partial(adamw.adamw_triton, *state, 0.1, step),
+        weight.numel() * (7 * FP32 + BF16),
+    )
     part, others = draw(*size), draw(1, *size)
-    yield "accumulate", partial(accumulate.accumulate_triton, gradient, part), part.numel() * (2 * FP32 + BF16)
+    yield (
+        "accumulate",
+        partial(accumulate.accumulate_triton, gradient, part),
+        part.numel() * (2 * FP32 + BF16),
+    )
     mean_of_two = partial(accumulate.accumulate_triton, gradient, part, others)
     yield "accumulate, two ranks' mean", mean_of_two, part.numel() * (2 * FP32 + 2 * BF16)
 
@@ -122,7 +189,10 @@ def report(cases: Iterator[Case], title: str, copy: float, only: str) -> None:
         if only in name:
             seconds = median_s(launch, GPU, SECONDS)
             rate = moved / seconds
-            print(f"{title} {name:42} {1e6 * seconds:8.1f} us  {rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy", flush=True)
+            print(
+                f"{title} {name:42} {1e6 * seconds:8.1f} us  {rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -138,7 +208,9 @@ def main() -> None:
         report(loss(shape), title, copy, only)
     qwen = shape_of("qwen3-8b")
     report(head_norms(qwen, 16384), f"D {qwen.hidden_size} {'':16}", copy, only)
-    report(update(LLAMA31_8B), f"D {LLAMA31_8B.hidden_size} {'':16}", copy, only)  # the matrices of 70B do not train
+    report(
+        update(LLAMA31_8B), f"D {LLAMA31_8B.hidden_size} {'':16}", copy, only
+    )  # the matrices of 70B do not train
 
 
 if __name__ == "__main__":

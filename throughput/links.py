@@ -33,17 +33,31 @@ def ask_driver(vendor: str, environment: Mapping[str, str], count: int) -> tuple
     """The names of the links between the `count` visible GPUs, in torch's numbers, and "" or why there are none."""
     command = COMMANDS[vendor]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(environment))
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=dict(environment)
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {}, f"{' '.join(command)}: {error}"
     found = {"nvidia": parse_nvidia, "amd": parse_rocm}[vendor](answer.stdout)
     total = 1 + max((gpu for pair in found for gpu in pair), default=-1)
     chosen = list(range(total))
-    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if vendor == "amd" else ("CUDA_VISIBLE_DEVICES",):
+    for name in (
+        ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+        if vendor == "amd"
+        else ("CUDA_VISIBLE_DEVICES",)
+    ):
         chosen = [chosen[i] for i in visible_indices(len(chosen), environment.get(name))]
     if len(chosen) != count:
-        return {}, f"{' '.join(command)} shows {total} GPUs, torch {count}: which is which is not known"
-    return {(i, j): found[chosen[i], chosen[j]] for i in range(count) for j in range(count) if (chosen[i], chosen[j]) in found}, ""
+        return (
+            {},
+            f"{' '.join(command)} shows {total} GPUs, torch {count}: which is which is not known",
+        )
+    return {
+        (i, j): found[chosen[i], chosen[j]]
+        for i in range(count)
+        for j in range(count)
+        if (chosen[i], chosen[j]) in found
+    }, ""
 
 
 def parse_nvidia(text: str) -> Names:
@@ -67,7 +81,11 @@ def _matrix(rows: list[list[str]]) -> Names:
             head = cells
         elif head and re.fullmatch(r"GPU\d+", cells[0]):
             gpu = int(cells[0][3:])
-            named = [(int(name[3:]), link) for name, link in zip(head, cells[1:], strict=False) if re.fullmatch(r"GPU\d+", name)]
+            named = [
+                (int(name[3:]), link)
+                for name, link in zip(head, cells[1:], strict=False)
+                if re.fullmatch(r"GPU\d+", name)
+            ]
             found |= {(gpu, other): link for other, link in named if other != gpu}
     return found
 
@@ -81,7 +99,11 @@ def measure_copies(path: Path) -> None:
 
     gpus = range(torch.cuda.device_count())
     pairs = [(i, j) for i in gpus for j in gpus if i != j]
-    path.write_text(json.dumps([[i, j, copy_gb_per_s(i, j), torch.cuda.can_device_access_peer(i, j)] for i, j in pairs]))
+    path.write_text(
+        json.dumps(
+            [[i, j, copy_gb_per_s(i, j), torch.cuda.can_device_access_peer(i, j)] for i, j in pairs]
+        )
+    )
 
 
 def copy_gb_per_s(source: int, target: int) -> float:
@@ -110,9 +132,14 @@ def copy_gb_per_s(source: int, target: int) -> float:
 
 def rows(names: Names, copies: list[list]) -> list[dict[str, Any]]:
     """One for each ordered pair of GPUs, of what the driver says and of what `measure_copies` wrote."""
-    speeds = {(i, j): {"gb_per_s": speed, "peer": "yes" if peer else "no"} for i, j, speed, peer in copies}
+    speeds = {
+        (i, j): {"gb_per_s": speed, "peer": "yes" if peer else "no"} for i, j, speed, peer in copies
+    }
     pairs = sorted({*names, *speeds})
-    return [{"pair": f"{i} to {j}", "link": names.get((i, j), "unknown"), **speeds.get((i, j), {})} for i, j in pairs]
+    return [
+        {"pair": f"{i} to {j}", "link": names.get((i, j), "unknown"), **speeds.get((i, j), {})}
+        for i, j in pairs
+    ]
 
 
 def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[str]) -> None:
@@ -121,8 +148,13 @@ def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[
     """
     speeds = {tuple(map(int, pair.split(" to "))): (speed, link) for pair, speed, link in points}
     gpus = sorted({gpu for pair in speeds for gpu in pair})
-    color = dict(zip(dict.fromkeys(link for _, link in speeds.values()), cycle(colors), strict=False))
-    place = {gpu: (math.sin(2 * math.pi * k / len(gpus)), math.cos(2 * math.pi * k / len(gpus))) for k, gpu in enumerate(gpus)}
+    color = dict(
+        zip(dict.fromkeys(link for _, link in speeds.values()), cycle(colors), strict=False)
+    )
+    place = {
+        gpu: (math.sin(2 * math.pi * k / len(gpus)), math.cos(2 * math.pi * k / len(gpus)))
+        for k, gpu in enumerate(gpus)
+    }
     for (i, j), (_, link) in speeds.items():
         axes.plot(*zip(place[i], place[j], strict=True), color=color[link], linewidth=1.5, zorder=1)
     for link in color:
@@ -137,9 +169,14 @@ def draw(axes: Axes, points: Iterable[tuple[str, float, str]], colors: Sequence[
             if row == 1:
                 axes.text(left + cell / 2, 1.1 - cell / 2, str(other), ha="center", va="center")
             if speed := speeds.get((gpu, other), (0.0, ""))[0]:
-                corners = [left, left + cell, left + cell, left], [middle - cell / 2] * 2 + [middle + cell / 2] * 2
+                corners = (
+                    [left, left + cell, left + cell, left],
+                    [middle - cell / 2] * 2 + [middle + cell / 2] * 2,
+                )
                 axes.fill(*corners, color=colors[0], alpha=0.5 * speed / most, linewidth=0)
-                axes.text(left + cell / 2, middle, f"{speed:.0f}", ha="center", va="center", fontsize=7)
+                axes.text(
+                    left + cell / 2, middle, f"{speed:.0f}", ha="center", va="center", fontsize=7
+                )
         axes.text(1.5 + cell / 2, 1.1 - cell * (row + 0.5), str(gpu), ha="center", va="center")
     axes.set_aspect("equal")
     axes.set_axis_off()

@@ -69,7 +69,15 @@ TABLES = (
             "attention is half of the square. 12LSH counts the whole square. lora: 4N + 6 x adapters instead of 6N. Recomputation is not counted.",
             "Peak memory: of torch's allocator. Planned: the same by calculation (launch/plan/estimate.py), which --batch max begins with.",
         ),
-        plots=(Plot("bars", "Tokens per second and GPU", "model, mode, seq", "tokens_per_s_per_gpu", "precision"),),
+        plots=(
+            Plot(
+                "bars",
+                "Tokens per second and GPU",
+                "model, mode, seq",
+                "tokens_per_s_per_gpu",
+                "precision",
+            ),
+        ),
         published=(
             Beside("llama_fsdp", ("model", "precision", "seq"), "tflops"),
             Beside("qwen3_8b", ("model", "mode", "precision", "seq"), "tokens_per_s_per_gpu"),
@@ -81,10 +89,19 @@ TABLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = f"{', '.join(FAMILIES)}, {TINY}, or a Hugging Face config.json (llama, mistral, qwen3); default: llama3.1-8b, on a CPU {TINY}"
     parser.add_argument("--model", metavar="NAME|FILE", help=known)
-    parser.add_argument("--lora", action="store_true", help="freeze the base and train adapters of rank 16")
+    parser.add_argument(
+        "--lora", action="store_true", help="freeze the base and train adapters of rank 16"
+    )
     parser.add_argument("--layers", type=common.whole, metavar="N", help="a model of fewer layers")
-    batch = {"help": "sequences per GPU and step; max: the largest that fits, calculated and tried; default: the benchmark's, or max"}
-    common.add(parser, "precision", seq={"help": "tokens of a sequence; default: 8192, on a CPU 128"}, batch=batch)
+    batch = {
+        "help": "sequences per GPU and step; max: the largest that fits, calculated and tried; default: the benchmark's, or max"
+    }
+    common.add(
+        parser,
+        "precision",
+        seq={"help": "tokens of a sequence; default: 8192, on a CPU 128"},
+        batch=batch,
+    )
     common.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})
 
 
@@ -105,7 +122,11 @@ class Case:
 
     @property
     def planned(self) -> Memory | None:
-        return plan.memory_peak(replace(self.config, eval_micro_batch_size=1), self.work) if self.kind else None  # nothing is evaluated
+        return (
+            plan.memory_peak(replace(self.config, eval_micro_batch_size=1), self.work)
+            if self.kind
+            else None
+        )  # nothing is evaluated
 
     def row(self) -> dict[str, Any]:
         config, window = self.config, self.family.sliding_window
@@ -119,12 +140,28 @@ class Case:
         if config.moment_precision == "bf16":
             settings.append("moments bf16")
         beyond = window is not None and self.work.sequence_length > window
-        notes = [f"sliding window of {window} not computed: attention sees the whole sequence"] if beyond else []
+        notes = (
+            [f"sliding window of {window} not computed: attention sees the whole sequence"]
+            if beyond
+            else []
+        )
         precision = "fp8" if config.linear_format.in_fp8 else config.precision
         return {
-            **{"model": self.family.name, "mode": self.mode, "precision": precision, "layers": self.work.shape.num_layers},
-            **{"seq": self.work.sequence_length, "gpus": config.world_size, "batch": config.micro_batch_size},
-            **{"micro_batches": config.gradient_accumulation_steps, "settings": ", ".join(settings)},
+            **{
+                "model": self.family.name,
+                "mode": self.mode,
+                "precision": precision,
+                "layers": self.work.shape.num_layers,
+            },
+            **{
+                "seq": self.work.sequence_length,
+                "gpus": config.world_size,
+                "batch": config.micro_batch_size,
+            },
+            **{
+                "micro_batches": config.gradient_accumulation_steps,
+                "settings": ", ".join(settings),
+            },
             "note": "; ".join([*notes, *filter(None, [self.source])]),
             "planned_gib": gib(self.planned.allocated) if self.planned else None,
         }
@@ -148,7 +185,9 @@ def gpu_kind() -> GpuKind:
     found = probe(os.environ)
     first = found.devices[0]
     memory = torch.cuda.get_device_properties(0).total_memory
-    return KINDS.get(machine.kind_of(found)) or GpuKind("unknown", found.vendor, first.arch, first.compute_units, memory, 0.0, 0.0)
+    return KINDS.get(machine.kind_of(found)) or GpuKind(
+        "unknown", found.vendor, first.arch, first.compute_units, memory, 0.0, 0.0
+    )
 
 
 def model_of(options: argparse.Namespace) -> Family:
@@ -159,10 +198,16 @@ def model_of(options: argparse.Namespace) -> Family:
             "it is for a CPU: on a GPU nothing but launches would be measured",
             "name another, with --layers 1 if it must be small",
         )
-    family = Family(TINY, divisions(measured_in("full"))["miniature"].shape) if name == TINY else family_of(name)
+    family = (
+        Family(TINY, divisions(measured_in("full"))["miniature"].shape)
+        if name == TINY
+        else family_of(name)
+    )
     layers = options.layers or family.shape.num_layers
     if layers > family.shape.num_layers:
-        raise ConfigError(f"--layers {layers}", f"{family.name} has {family.shape.num_layers}", "ask for fewer")
+        raise ConfigError(
+            f"--layers {layers}", f"{family.name} has {family.shape.num_layers}", "ask for fewer"
+        )
     return replace(family, shape=replace(family.shape, num_layers=layers))
 
 
@@ -173,17 +218,27 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     length = options.seq or SEQUENCES[options.device]
     work = Workload(family.shape, length, 0, 1, 1, rules.lora_rank)
     # Fewer layers of the benchmark's model are measured as `bench --layers` does.
-    as_benchmark = replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape and length == rules.sequence_length
+    as_benchmark = (
+        replace(family.shape, num_layers=rules.shape.num_layers) == rules.shape
+        and length == rules.sequence_length
+    )
     config, source = config_of(measured_in(mode), kind, gpus, options.precision)
     case = Case(family, mode, config, work, kind, source)
-    if as_benchmark and kind and not options.batch and plan.fits(plan.memory_peak(config, work), kind):
+    if (
+        as_benchmark
+        and kind
+        and not options.batch
+        and plan.fits(plan.memory_peak(config, work), kind)
+    ):
         return case
     wanted = options.batch or (common.MAX if kind else 1)
     batch = 1 if wanted == common.MAX else int(wanted)
     config = plan.with_micro_batch(config, batch)
     if kind is None:
         if wanted == common.MAX:
-            raise ConfigError("--batch max", "the memory of a CPU is not calculated", "give a number")
+            raise ConfigError(
+                "--batch max", "the memory of a CPU is not calculated", "give a number"
+            )
         return replace(case, config=config)
     config = replace(config, eval_micro_batch_size=1)
     config = settings_that_fit(replace(case, config=config), as_benchmark)
@@ -192,17 +247,25 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Cas
     return replace(case, config=config)
 
 
-def config_of(benchmark: str, kind: GpuKind | None, gpus: int, linear: str) -> tuple[RunConfig, str]:
+def config_of(
+    benchmark: str, kind: GpuKind | None, gpus: int, linear: str
+) -> tuple[RunConfig, str]:
     """The config of this kind for so many GPUs in the precision that is asked for, and ""; or else the nearest one, and its name."""
     name = kind.name if kind else "CPU"
-    path = nearest_file(ROOT, benchmark, kind, gpus) if kind else config_path(ROOT, benchmark, "CPU_1x1")
+    path = (
+        nearest_file(ROOT, benchmark, kind, gpus)
+        if kind
+        else config_path(ROOT, benchmark, "CPU_1x1")
+    )
     file = configs.load(path, config_class(benchmark))
     changes: dict[str, Any] = {**moved(file, kind, gpus, linear)}
     if file.gpus_per_node != gpus:
         changes["global_batch_size"] = file.micro_batch_size * gpus
     if file.gpu != name:
         changes["env"] = {}
-    return replace(file, **changes), "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
+    return replace(
+        file, **changes
+    ), "" if path.stem == f"{name}_1x{gpus}" else f"settings from {path.name}"
 
 
 def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
@@ -217,10 +280,14 @@ def settings_that_fit(case: Case, as_benchmark: bool) -> RunConfig:
     starts = [changed(config, key, 0)]
     starts += [changed(starts[0], "moment_precision", "bf16")] if case.mode == "full" else []
     for start in starts:
-        if found := fitting(start, start, work, kind, {"micro_batch_size": str(start.micro_batch_size)}):
+        if found := fitting(
+            start, start, work, kind, {"micro_batch_size": str(start.micro_batch_size)}
+        ):
             return found
     smallest = starts[-1] if case.mode == "full" else changed(starts[-1], "frozen_base", "sharded")
-    most = work.shape.num_layers if config.linear_format.in_fp8 or case.mode == "full" else 0  # of LoRA in bf16 nothing is offloaded
+    most = (
+        work.shape.num_layers if config.linear_format.in_fp8 or case.mode == "full" else 0
+    )  # of LoRA in bf16 nothing is offloaded
     raise does_not_fit(replace(case, config=changed(smallest, key, most)))
 
 
@@ -231,11 +298,17 @@ def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
 def does_not_fit(case: Case) -> OutOfMemory:
     memory, config, kind = case.planned, case.config, case.kind
     assert memory is not None and kind is not None
-    parts = ", ".join(f"{name} {gib(size):.0f}" for name, size in sorted(memory.parts.items(), key=lambda part: -part[1])[:4])
+    parts = ", ".join(
+        f"{name} {gib(size):.0f}"
+        for name, size in sorted(memory.parts.items(), key=lambda part: -part[1])[:4]
+    )
     what = f"{case.family.name}, {case.mode}, batch {config.micro_batch_size} of {case.work.sequence_length} tokens on {config.world_size} x {kind.name}"
     why = f"by calculation the smallest settings need {gib(memory.needed):.0f} GiB on each GPU, of {gib(plan.usable_bytes(kind)):.0f}: {parts} GiB"
     do = "use --lora, fewer --layers, a smaller --batch or --seq, or more --gpus"
-    if case.mode == "full" and memory.parts.get("gathered weights", 0) > plan.usable_bytes(kind) / 2:
+    if (
+        case.mode == "full"
+        and memory.parts.get("gathered weights", 0) > plan.usable_bytes(kind) / 2
+    ):
         do = "use --lora or fewer --layers: more GPUs do not help, since ZeRO-2 keeps all weights in bf16 on each; sharded weights do not exist here"
     return OutOfMemory(f"{what} does not fit", why, do)
 
@@ -260,25 +333,52 @@ def run(case: Case, options: argparse.Namespace, result: Result) -> Measured:
     with tempfile.TemporaryDirectory(prefix="throughput-") as name:
         folder = Path(name)
         (folder / "config.toml").write_text(config.as_toml())
-        arguments = ["throughput.bench", "--benchmark", case.benchmark, "--config", str(folder / "config.toml")]
-        arguments += ["--device", options.device, "--steps", str(options.steps), "--warmup", str(options.warmup)]
-        arguments += ["--seq", str(case.work.sequence_length), "--layers", str(case.work.shape.num_layers)]
+        arguments = [
+            "throughput.bench",
+            "--benchmark",
+            case.benchmark,
+            "--config",
+            str(folder / "config.toml"),
+        ]
+        arguments += [
+            "--device",
+            options.device,
+            "--steps",
+            str(options.steps),
+            "--warmup",
+            str(options.warmup),
+        ]
+        arguments += [
+            "--seq",
+            str(case.work.sequence_length),
+            "--layers",
+            str(case.work.shape.num_layers),
+        ]
         arguments += ["--model", case.family.name] if case.family.name != TINY else []
         arguments += ["--result", str(folder / MEASURED)]
         threads = 1 if case.kind else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
-        measured, error = run_ranks(folder, config.gpus_per_node, arguments, config.env, threads=threads)
+        measured, error = run_ranks(
+            folder, config.gpus_per_node, arguments, config.env, threads=threads
+        )
     if error:
         raise error
     return values_of(case, options, measured, result), measured["times_ms"]
 
 
-def values_of(case: Case, options: argparse.Namespace, measured: dict[str, Any], result: Result) -> dict[str, Any]:
+def values_of(
+    case: Case, options: argparse.Namespace, measured: dict[str, Any], result: Result
+) -> dict[str, Any]:
     shape, length, config = case.work.shape, case.work.sequence_length, case.config
     seconds = spread(measured["times_ms"])["ms"] / 1e3
     rate = config.global_batch_size * length / seconds
     rank = case.work.lora_rank
-    flops = shape.lora_flops_per_token(length, rank) if rank else shape.training_flops_per_token(length)
-    tflops = [rate / config.world_size * count / 1e12 for count in (flops, flops + shape.attention_flops_per_token(length))]
+    flops = (
+        shape.lora_flops_per_token(length, rank) if rank else shape.training_flops_per_token(length)
+    )
+    tflops = [
+        rate / config.world_size * count / 1e12
+        for count in (flops, flops + shape.attention_flops_per_token(length))
+    ]
     return {
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / config.world_size,

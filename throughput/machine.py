@@ -30,13 +30,22 @@ def facts(found: Probe, device: str) -> dict[str, Any]:
     operating system.
     """
     of_linux = inventory.facts(Path("/"), found, os.environ.get("GPU_KIND", ""))
-    known: dict[str, Any] = {name: of_linux[key] for key, name in OF_LINUX.items() if key in of_linux}
+    known: dict[str, Any] = {
+        name: of_linux[key] for key, name in OF_LINUX.items() if key in of_linux
+    }
     if device == "cpu":
         return {"gpu": "none: measured on the CPU", **known, "threads": torch.get_num_threads()}
-    gpu: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "kind": kind_of(found), "gpus": torch.cuda.device_count()}
+    gpu: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "kind": kind_of(found),
+        "gpus": torch.cuda.device_count(),
+    }
     gpu["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
     if kind := KINDS.get(gpu["kind"]):
-        gpu |= {"peak_tflops_16_bits": kind.peak_bf16_tflops, "peak_tflops_fp8": kind.peak_fp8_tflops}
+        gpu |= {
+            "peak_tflops_16_bits": kind.peak_bf16_tflops,
+            "peak_tflops_fp8": kind.peak_fp8_tflops,
+        }
     return gpu | power_limit(found) | known
 
 
@@ -50,7 +59,9 @@ def kind_of(found: Probe) -> str:
 
 def power_limit(found: Probe) -> dict[str, float]:
     try:
-        values = read_gpus(found.vendor, [device.address for device in found.devices], ["power_limit_w"])
+        values = read_gpus(
+            found.vendor, [device.address for device in found.devices], ["power_limit_w"]
+        )
     except DriverError:
         return {}
     limits = [value["power_limit_w"] for value in values if value.get("power_limit_w")]
@@ -60,8 +71,28 @@ def power_limit(found: Probe) -> dict[str, float]:
 def versions(found: Probe) -> dict[str, Any]:
     """Commit ("modified" after it if files were changed), driver, Python, packages, CUDA or ROCm of torch."""
     known = run_directory.versions(ROOT, found)
-    commit = f"{known['commit'][:12]}{', modified' if known['dirty'] else ''}" if known["commit"] else "unknown"
-    library = {"rocm": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    packages = {name: known["packages"][name] for name in ("torch", "triton", "pytorch-triton-rocm", "numpy") if name in known["packages"]}
-    named = {"commit": commit, "driver": known["driver"], "python": known["python"], **packages, **library}
+    commit = (
+        f"{known['commit'][:12]}{', modified' if known['dirty'] else ''}"
+        if known["commit"]
+        else "unknown"
+    )
+    library = (
+        {"rocm": torch.version.hip}
+        if torch.version.hip
+        else {"cuda": torch.version.cuda}
+        if torch.version.cuda
+        else {}
+    )
+    packages = {
+        name: known["packages"][name]
+        for name in ("torch", "triton", "pytorch-triton-rocm", "numpy")
+        if name in known["packages"]
+    }
+    named = {
+        "commit": commit,
+        "driver": known["driver"],
+        "python": known["python"],
+        **packages,
+        **library,
+    }
     return {name: value for name, value in named.items() if value}

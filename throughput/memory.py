@@ -9,7 +9,11 @@ import torch
 
 def ran_out_of_memory(error: Exception) -> bool:
     """torch's own error, or what a library says that asked the driver itself."""
-    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or "ALLOC_FAILED" in str(error)
+        or "out of memory" in str(error)
+    )
 
 
 def free_memory(device: torch.device) -> None:

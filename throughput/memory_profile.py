@@ -25,10 +25,16 @@ from throughput.report import write_text
 
 SNAPSHOT, SUMMARY, PAGE = "snapshot.pickle", "memory.json", "memory.html"
 PROJECT = f"{ROOT}/"  # with which the file names of our own frames begin
-OURS = ("common", *benchmarks.names())  # packages whose objects hold the tensors that live as long as the run
+OURS = (
+    "common",
+    *benchmarks.names(),
+)  # packages whose objects hold the tensors that live as long as the run
 BEFORE, UNNAMED = "other, from before these steps", "no frame of ours: autograd, workspaces"
 QUANTIZED = "quantized weights"
-SIGNS = {"alloc": 1, "free_completed": -1}  # of an action for what is allocated; free_requested leaves the memory in use
+SIGNS = {
+    "alloc": 1,
+    "free_completed": -1,
+}  # of an action for what is allocated; free_requested leaves the memory in use
 RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 LARGEST, PRINTED = 40, 12  # places: in the files, on the terminal
 GIB = 2**30
@@ -56,7 +62,9 @@ class History(NamedTuple):
         return self.allocated.index(max(self.allocated))
 
 
-def record(step: Callable[[], object], steps: int, folder: Path, assembly: Assembly, processes: Processes) -> tuple[History, int] | None:
+def record(
+    step: Callable[[], object], steps: int, folder: Path, assembly: Assembly, processes: Processes
+) -> tuple[History, int] | None:
     """Run `steps` with the history of allocations; on rank 0 write folder/snapshot.pickle. All ranks must call it.
 
     Returns, on rank 0, the history and the peak by torch's own counter, bytes. Raises StorageError.
@@ -77,7 +85,9 @@ def record(step: Callable[[], object], steps: int, folder: Path, assembly: Assem
         folder.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
     except OSError as error:
-        raise StorageError(f"cannot write {folder / SNAPSHOT}", str(error), "free space, or choose another --out") from error
+        raise StorageError(
+            f"cannot write {folder / SNAPSHOT}", str(error), "free space, or choose another --out"
+        ) from error
     torch.cuda.memory._record_memory_history(None)
     return history_of(snapshot, device.index, known), counted
 
@@ -89,7 +99,9 @@ def owners(assembly: Assembly) -> dict[int, str]:
         "master weights": assembly.optimizer.weights,
         "FP8 scales": assembly.linear.state().values(),
         "weights": assembly.model.parameters(),
-        QUANTIZED: _tensors_in([quantizer.cached for quantizer in assembly.linear.quantizers], set()),
+        QUANTIZED: _tensors_in(
+            [quantizer.cached for quantizer in assembly.linear.quantizers], set()
+        ),
         "frozen base, buffers": _tensors_in(assembly, set()),
     }
     found: dict[int, str] = {}
@@ -115,9 +127,13 @@ def _tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
     """Of torch.cuda.memory._snapshot(), whose docstring describes it. The history need not reach back to the first allocation."""
-    trace = [event for event in snapshot["device_traces"][device] if event["action"] in SIGNS | RESERVED]
+    trace = [
+        event for event in snapshot["device_traces"][device] if event["action"] in SIGNS | RESERVED
+    ]
     segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
-    blocks = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
+    blocks = [
+        block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"
+    ]
     live = {block["address"]: block["requested_size"] for block in blocks}
     for event in reversed(trace):  # from what lives at the end to what lived at the beginning
         if event["action"] == "alloc":
@@ -126,7 +142,11 @@ def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
             live[event["addr"]] = event["size"]
     pieces = {address: Piece(size, known.get(address, BEFORE)) for address, size in live.items()}
     changes = [RESERVED.get(event["action"], 0) * event["size"] for event in trace]
-    reserved = list(accumulate(changes, initial=sum(segment["total_size"] for segment in segments) - sum(changes)))
+    reserved = list(
+        accumulate(
+            changes, initial=sum(segment["total_size"] for segment in segments) - sum(changes)
+        )
+    )
     changes = [SIGNS.get(event["action"], 0) * event["size"] for event in trace]
     allocated = list(accumulate(changes, initial=sum(live.values())))
     top, peak = allocated.index(max(allocated)), list(pieces.values())
@@ -147,12 +167,22 @@ def history_of(snapshot: dict, device: int, known: dict[int, str]) -> History:
             peak = list(pieces.values())
     start = trace[0]["time_us"] if trace else 0
     times = [0.0, *((event["time_us"] - start) / 1e3 for event in trace)]
-    return History(times, reserved, allocated, {kind: [each.get(kind, 0) for each in kinds] for kind in kinds[-1]}, peak)
+    return History(
+        times,
+        reserved,
+        allocated,
+        {kind: [each.get(kind, 0) for each in kinds] for kind in kinds[-1]},
+        peak,
+    )
 
 
 def kind_and_place(frames: list[dict]) -> tuple[str, str]:
     """Of an allocation in a step, by its frames, the innermost first."""
-    ours = [frame for frame in frames if frame["filename"].startswith(PROJECT) and "/site-packages/" not in frame["filename"]]
+    ours = [
+        frame
+        for frame in frames
+        if frame["filename"].startswith(PROJECT) and "/site-packages/" not in frame["filename"]
+    ]
     if not ours:
         return UNNAMED, ""
     file, names = ours[0]["filename"].removeprefix(PROJECT), {frame["name"] for frame in ours}
@@ -173,14 +203,19 @@ def document(history: History, counted: int, facts: dict) -> dict:
     for piece in history.peak:
         places.setdefault((piece.kind, piece.place), []).append(piece.size)
     largest = sorted(places.items(), key=lambda item: -sum(item[1]))[:LARGEST]
-    kinds = sorted(((kind, values[top]) for kind, values in history.kinds.items()), key=lambda item: -item[1])
+    kinds = sorted(
+        ((kind, values[top]) for kind, values in history.kinds.items()), key=lambda item: -item[1]
+    )
     return facts | {
         "peak": history.allocated[top],
         "peak_by_torch": counted,
         "reserved": history.reserved[top],
         "kinds": {kind: size for kind, size in kinds if size},
         "fragmentation": history.reserved[top] - history.allocated[top],
-        "largest": [{"kind": kind, "place": place, "bytes": sum(sizes), "count": len(sizes)} for (kind, place), sizes in largest],
+        "largest": [
+            {"kind": kind, "place": place, "bytes": sum(sizes), "count": len(sizes)}
+            for (kind, place), sizes in largest
+        ],
     }
 
 
@@ -190,18 +225,42 @@ def write(folder: Path, history: History, found: dict) -> str:
     heading, kinds, largest = _heading(found), _kinds(found), _largest(found)
     curves = {"reserved": history.reserved, "allocated": history.allocated} | history.kinds
     lines = [
-        page.Curve(name, [(ms, value / GIB) for ms, value in zip(history.times_ms, values, strict=True)], color)
+        page.Curve(
+            name,
+            [(ms, value / GIB) for ms, value in zip(history.times_ms, values, strict=True)],
+            color,
+        )
         for color, (name, values) in enumerate(curves.items())
     ]
     chart = page.chart("GiB", "ms", lines, reduce=max)
     sections = [
-        ("At the peak", [{"notes": heading}, page.table(("held by", "GiB", "share"), kinds), {"links": [SNAPSHOT, SUMMARY]}]),
+        (
+            "At the peak",
+            [
+                {"notes": heading},
+                page.table(("held by", "GiB", "share"), kinds),
+                {"links": [SNAPSHOT, SUMMARY]},
+            ],
+        ),
         ("Over the steps", [chart]),
-        ("The largest at the peak", [page.table(("allocated in", "held by", "GiB", "number"), largest, (0, 1))]),
+        (
+            "The largest at the peak",
+            [page.table(("allocated in", "held by", "GiB", "number"), largest, (0, 1))],
+        ),
     ]
-    write_text(folder / PAGE, page.render(f"memory: {found['benchmark']} {found['config']}", sections))
+    write_text(
+        folder / PAGE, page.render(f"memory: {found['benchmark']} {found['config']}", sections)
+    )
     table = [f"{name:<42}{size:>10}{share:>8}" for name, size, share in kinds]
-    return "\n".join([*heading, "", *table, "", *(f"{size:>8} GiB {place} ({kind}, {n})" for place, kind, size, n in largest[:PRINTED])])
+    return "\n".join(
+        [
+            *heading,
+            "",
+            *table,
+            "",
+            *(f"{size:>8} GiB {place} ({kind}, {n})" for place, kind, size, n in largest[:PRINTED]),
+        ]
+    )
 
 
 def _heading(found: dict) -> list[str]:
@@ -215,10 +274,19 @@ def _heading(found: dict) -> list[str]:
 
 def _kinds(found: dict) -> list[tuple[str, str, str]]:
     rows = found["kinds"] | {"fragmentation: reserved, not allocated": found["fragmentation"]}
-    return [(name, f"{size / GIB:.2f}", f"{size / found['reserved']:.1%}") for name, size in rows.items()]
+    return [
+        (name, f"{size / GIB:.2f}", f"{size / found['reserved']:.1%}")
+        for name, size in rows.items()
+    ]
 
 
 def _largest(found: dict) -> list[tuple[str, str, str, str]]:
-    places = [row["place"] or ("no frame of ours" if row["kind"] == UNNAMED else "before these steps") for row in found["largest"]]
+    places = [
+        row["place"] or ("no frame of ours" if row["kind"] == UNNAMED else "before these steps")
+        for row in found["largest"]
+    ]
     rows = zip(places, found["largest"], strict=True)
-    return [(place, row["kind"], f"{row['bytes'] / GIB:.3f}", f"{row['count']:,}") for place, row in rows]
+    return [
+        (place, row["kind"], f"{row['bytes'] / GIB:.3f}", f"{row['count']:,}")
+        for place, row in rows
+    ]

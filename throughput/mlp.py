@@ -47,25 +47,42 @@ TABLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    steps = {"default": None, "help": "timed steps, 100 on a GPU and 5 on a CPU if it is left out; their median counts"}
-    common.add(parser, "warmup", batch={"type": common.whole, "default": 256, "metavar": "N"}, steps=steps)
+    steps = {
+        "default": None,
+        "help": "timed steps, 100 on a GPU and 5 on a CPU if it is left out; their median counts",
+    }
+    common.add(
+        parser, "warmup", batch={"type": common.whole, "default": 256, "metavar": "N"}, steps=steps
+    )
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     sizes = SIZES[options.device]
     options.steps = options.steps or STEPS[options.device]
     for precision in ("bf16", "fp32"):
-        row = {"table": "mlp", "model": "-".join(map(str, sizes)), "precision": precision, "batch": options.batch}
+        row = {
+            "table": "mlp",
+            "model": "-".join(map(str, sizes)),
+            "precision": precision,
+            "batch": options.batch,
+        }
         result.attempt(row, partial(run, sizes, precision, options, result))
 
 
-def run(sizes: tuple[int, ...], precision: str, options: argparse.Namespace, result: Result) -> Measured:
+def run(
+    sizes: tuple[int, ...], precision: str, options: argparse.Namespace, result: Result
+) -> Measured:
     torch.manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-    layers = [nn.Linear(wide, out, device=options.device, dtype=dtype) for wide, out in pairwise(sizes)]
+    layers = [
+        nn.Linear(wide, out, device=options.device, dtype=dtype) for wide, out in pairwise(sizes)
+    ]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=options.device == "cuda")
-    x, target = (torch.randn(options.batch, size, device=options.device, dtype=dtype) for size in (sizes[0], sizes[-1]))
+    x, target = (
+        torch.randn(options.batch, size, device=options.device, dtype=dtype)
+        for size in (sizes[0], sizes[-1])
+    )
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -78,7 +95,15 @@ def run(sizes: tuple[int, ...], precision: str, options: argparse.Namespace, res
         return loss
 
     times = step_ms(step, options.device, options.warmup, options.steps)
-    count, rate = sum(parameter.numel() for parameter in parameters), 1e3 * options.batch / spread(times)["ms"]
+    count, rate = (
+        sum(parameter.numel() for parameter in parameters),
+        1e3 * options.batch / spread(times)["ms"],
+    )
     tflops = 6 * count * rate / 1e12
-    values = {"parameters": count, "samples_per_s": rate, "tflops": tflops, "percent": result.percent(tflops, precision)}
+    values = {
+        "parameters": count,
+        "samples_per_s": rate,
+        "tflops": tflops,
+        "percent": result.percent(tflops, precision),
+    }
     return values, times

@@ -32,10 +32,24 @@ def counts(text: str) -> list[int]:
 COMMON: dict[str, dict[str, Any]] = {
     "precision": {"choices": ("bf16", "fp8"), "default": "bf16", "help": "of the matrix products"},
     "seq": {"type": whole, "metavar": "N", "help": "tokens of a sequence"},
-    "batch": {"type": whole_or_max, "metavar": "N|max", "help": "per GPU; max: the largest that fits, found by trying"},
-    "gpus": {"type": counts, "metavar": "N,N,...", "default": [1], "help": "numbers of GPUs to measure, e.g. 1,2,4"},
+    "batch": {
+        "type": whole_or_max,
+        "metavar": "N|max",
+        "help": "per GPU; max: the largest that fits, found by trying",
+    },
+    "gpus": {
+        "type": counts,
+        "metavar": "N,N,...",
+        "default": [1],
+        "help": "numbers of GPUs to measure, e.g. 1,2,4",
+    },
     "warmup": {"type": whole, "metavar": "N", "default": 5, "help": "steps before the timed ones"},
-    "steps": {"type": whole, "metavar": "N", "default": 20, "help": "timed steps; their median counts"},
+    "steps": {
+        "type": whole,
+        "metavar": "N",
+        "default": 20,
+        "help": "timed steps; their median counts",
+    },
 }
 
 
@@ -48,7 +62,9 @@ def add(parser: argparse.ArgumentParser, *names: str, **changes: dict[str, Any])
 def device_of(option: str | None, found: Probe) -> str:
     """The device "cuda" (also ROCm's) or "cpu". Raises ConfigError for "cuda" without a GPU."""
     if option == "cuda" and not found.devices:
-        raise ConfigError("--device cuda", "this machine shows no GPU", "leave the option out to measure the CPU")
+        raise ConfigError(
+            "--device cuda", "this machine shows no GPU", "leave the option out to measure the CPU"
+        )
     return option or ("cuda" if found.devices else "cpu")
 
 
@@ -69,5 +85,7 @@ def check_gpus(wanted: list[int], device: str, found: Probe) -> None:
 def choose(option: str, value: str, known: Iterable[str]) -> str:
     """`value` of `option` (such as --model), which must be in `known`. Raises ConfigError that lists them."""
     if value not in known:
-        raise ConfigError(f"unknown {option} {value}", f"there are: {', '.join(known)}", "name one of them")
+        raise ConfigError(
+            f"unknown {option} {value}", f"there are: {', '.join(known)}", "name one of them"
+        )
     return value

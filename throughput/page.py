@@ -27,7 +27,17 @@ STYLES = {
     "svg.hashsalt": "throughput",
     "font.family": "sans-serif",
     "font.size": 9,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(
+        (
+            "text.color",
+            "axes.edgecolor",
+            "axes.labelcolor",
+            "axes.titlecolor",
+            "xtick.color",
+            "ytick.color",
+        ),
+        INK,
+    ),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
@@ -44,7 +54,12 @@ def _blocks(section: Section) -> list[Block]:
     words = [column for column, number in enumerate(section.numbers) if not number]
     table = page.table(section.heads if any(section.heads) else (), section.rows, words)
     drawings = [{"drawing": svg(drawing)} for drawing in section.drawings]
-    return [{"notes": [section.mark] * bool(section.mark)}, table, {"notes": section.notes}, *drawings]
+    return [
+        {"notes": [section.mark] * bool(section.mark)},
+        table,
+        {"notes": section.notes},
+        *drawings,
+    ]
 
 
 def svg(drawing: Drawing) -> Markup:
@@ -55,16 +70,24 @@ def svg(drawing: Drawing) -> Markup:
         if drawing.plot.kind == "links":
             links.draw(axes, drawing.points, COLORS)
         else:
-            {"bars": _bars, "lines": _lines, "roofline": _roofline}[drawing.plot.kind](axes, drawing)
+            {"bars": _bars, "lines": _lines, "roofline": _roofline}[drawing.plot.kind](
+                axes, drawing
+            )
         axes.set_title(drawing.plot.title, fontsize=10, loc="left")
-        if len({by for _, _, by in drawing.points}) > 1 or drawing.plot.kind in ("roofline", "links"):
+        if len({by for _, _, by in drawing.points}) > 1 or drawing.plot.kind in (
+            "roofline",
+            "links",
+        ):
             figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     body = text.getvalue()
     body = re.sub(r"<metadata>.*?</metadata>", "", body[body.index("<svg") :], flags=re.DOTALL)
     body = re.sub(
-        r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" role="img" xmlns:xlink="http://www.w3.org/1999/xlink">', body, count=1
+        r'<svg [^>]*?viewBox="([^"]+)"[^>]*>',
+        r'<svg viewBox="\1" role="img" xmlns:xlink="http://www.w3.org/1999/xlink">',
+        body,
+        count=1,
     )
     return Markup(body.replace(INK, "var(--text)"))
 
@@ -95,9 +118,18 @@ def _short(name: str) -> str:
 
 
 def _lines(axes: Axes, drawing: Drawing) -> None:
-    for color, marker, (by, points) in zip(cycle(COLORS), cycle(MARKERS), _grouped(drawing).items(), strict=False):
+    for color, marker, (by, points) in zip(
+        cycle(COLORS), cycle(MARKERS), _grouped(drawing).items(), strict=False
+    ):
         points.sort()
-        axes.plot([x for x, _ in points], [y for _, y in points], color=color, marker=marker, markersize=4, label=by)
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            color=color,
+            marker=marker,
+            markersize=4,
+            label=by,
+        )
     axes.set_xlabel(drawing.labels[0])
     axes.set_ylabel(drawing.labels[1])
     axes.set_ylim(bottom=0)
@@ -110,16 +142,36 @@ def _lines(axes: Axes, drawing: Drawing) -> None:
 def _roofline(axes: Axes, drawing: Drawing) -> None:
     """`roofs`: {"bandwidth": [name, bytes per second / 1e12], "peaks": [[name, TFLOP/s], ...]}; at most the bandwidth without a peak."""
     groups = _grouped(drawing)
-    for color, marker, (by, points) in zip(cycle(COLORS), cycle(MARKERS), groups.items(), strict=False):
-        axes.plot([x for x, _ in points], [y for _, y in points], marker, color=color, markersize=4, label=by)
+    for color, marker, (by, points) in zip(
+        cycle(COLORS), cycle(MARKERS), groups.items(), strict=False
+    ):
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            marker,
+            color=color,
+            markersize=4,
+            label=by,
+        )
     xs = [x for x, _, _ in drawing.points]
     left, right = min(xs) / 8, max(xs) * 2
     name, bandwidth = drawing.roofs["bandwidth"]
-    top = max([level for _, level in drawing.roofs["peaks"]] or [left * bandwidth, *(y for _, y, _ in drawing.points)])
+    top = max(
+        [level for _, level in drawing.roofs["peaks"]]
+        or [left * bandwidth, *(y for _, y, _ in drawing.points)]
+    )
     ridge = min(right, top / bandwidth)
-    axes.plot([min(left, ridge / 4), ridge], [bandwidth * min(left, ridge / 4), bandwidth * ridge], color=INK, linewidth=1, label=name)
+    axes.plot(
+        [min(left, ridge / 4), ridge],
+        [bandwidth * min(left, ridge / 4), bandwidth * ridge],
+        color=INK,
+        linewidth=1,
+        label=name,
+    )
     for style, (name, level) in zip(("--", ":", "-."), drawing.roofs["peaks"], strict=False):
-        axes.plot([level / bandwidth, right], [level, level], style, color=INK, linewidth=1, label=name)
+        axes.plot(
+            [level / bandwidth, right], [level, level], style, color=INK, linewidth=1, label=name
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):

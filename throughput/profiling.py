@@ -25,9 +25,19 @@ from throughput.tables import Drawing, Plot, Section
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
 # Key of a row -> format.
-COLUMNS = {"ms": ",.3f", "share": ".1%", "us_per_token": ".3f", "kernel_ms": ",.3f", "hidden_ms": ",.3f"}
+COLUMNS = {
+    "ms": ",.3f",
+    "share": ".1%",
+    "us_per_token": ".3f",
+    "kernel_ms": ",.3f",
+    "hidden_ms": ",.3f",
+}
 COLUMNS |= {"launches": ",.0f", "tflops": ".4g"}
-PARTS = {"classes": "kernel class", "products": "matrix product, M x N x K", "others": "name in class other"}
+PARTS = {
+    "classes": "kernel class",
+    "products": "matrix product, M x N x K",
+    "others": "name in class other",
+}
 CLOCK_AGREES = 0.01  # the trace's step against the clock's
 OTHERS_PRINTED = 3
 
@@ -37,7 +47,10 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
 
     Returns the mean milliseconds of a step by this rank's clock: CUDA events on a GPU, the monotonic clock on a CPU.
     """
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if processes.device.type == "cuda" else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if processes.device.type == "cuda" else []),
+    ]
     profiler = profile(activities=activities, record_shapes=True) if processes.rank == 0 else None
     clock = StepClock(processes.device)
     processes.barrier()
@@ -59,13 +72,24 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
     return statistics.mean(times_ms)
 
 
-def summarize(folder: Path, model: Llama, micro_batch_tokens: int, facts: dict, clock_ms: float, bench_ms: float) -> str:
+def summarize(
+    folder: Path,
+    model: Llama,
+    micro_batch_tokens: int,
+    facts: dict,
+    clock_ms: float,
+    bench_ms: float,
+) -> str:
     """Read the trace in `folder`, write profile.json, table.md and page.html beside it and return the table.
 
     `facts`: benchmark, config, precision, layers, world_size, device, torch, steps, tokens_per_step_per_rank; part of profile.json.
     `clock_ms`: a step while profiled, from `record`; `bench_ms`: a step without the profiler, before it in the same process.
     """
-    roles = trace.Roles(model.shape, micro_batch_tokens, all(parameter.requires_grad for parameter in model.parameters()))
+    roles = trace.Roles(
+        model.shape,
+        micro_batch_tokens,
+        all(parameter.requires_grad for parameter in model.parameters()),
+    )
     with gzip.open(folder / TRACE, "rt", encoding="utf-8") as file:
         events, start_ns, end_ns, steps = trace.timeline(json.load(file), roles)
     table = document(breakdown(events, start_ns, end_ns), end_ns - start_ns, steps, facts)
@@ -97,13 +121,24 @@ def document(rows: dict[str, list[Row]], window_ns: int, steps: int, facts: dict
             "tflops": row.flops / row.kernel_ns / 1e3 if row.flops and row.kernel_ns else None,
         }
 
-    return facts | {"window_ms": window_ns / 1e6 / steps} | {name: list(map(entry, part)) for name, part in rows.items()}
+    return (
+        facts
+        | {"window_ms": window_ns / 1e6 / steps}
+        | {name: list(map(entry, part)) for name, part in rows.items()}
+    )
 
 
 def _heading(profile: dict) -> list[str]:
     """What was profiled, its step, and a NOTE if trace and clock disagree."""
-    over_clock, cost = profile["window_ms"] / profile["clock_ms"] - 1, profile["clock_ms"] / profile["bench_ms"] - 1
-    what = "ops of the main thread, each without the ops it calls" if profile["device"] == "cpu" else "kernels"
+    over_clock, cost = (
+        profile["window_ms"] / profile["clock_ms"] - 1,
+        profile["clock_ms"] / profile["bench_ms"] - 1,
+    )
+    what = (
+        "ops of the main thread, each without the ops it calls"
+        if profile["device"] == "cpu"
+        else "kernels"
+    )
     lines = [
         f"PROFILE {profile['benchmark']} {profile['config']} {profile['precision']}, {profile['layers']} layers, rank 0 of "
         f"{profile['world_size']} on {profile['device']}, torch {profile['torch']}, {profile['steps']} steps of "
@@ -116,7 +151,13 @@ def _heading(profile: dict) -> list[str]:
 
 
 def _cells(rows: list[dict]) -> list[tuple[str, ...]]:
-    return [(row["name"], *("" if row[key] is None else format(row[key], form) for key, form in COLUMNS.items())) for row in rows]
+    return [
+        (
+            row["name"],
+            *("" if row[key] is None else format(row[key], form) for key, form in COLUMNS.items()),
+        )
+        for row in rows
+    ]
 
 
 def text(profile: dict) -> str:
@@ -126,7 +167,13 @@ def text(profile: dict) -> str:
         rows = profile[part][:OTHERS_PRINTED] if part == "others" else profile[part]
         width = min(60, max([len(title), *(len(row["name"]) for row in rows)]))
         table = [(title, *COLUMNS), *_cells(rows)] if rows else []
-        lines += ["", *(f"{name[:width]:{width}}" + "".join(f"{cell:>13}" for cell in rest) for name, *rest in table)]
+        lines += [
+            "",
+            *(
+                f"{name[:width]:{width}}" + "".join(f"{cell:>13}" for cell in rest)
+                for name, *rest in table
+            ),
+        ]
     return "\n".join(lines)
 
 
@@ -134,11 +181,28 @@ def sections(profile: dict) -> list[Section]:
     """For the page: a table for each of PARTS that has rows, and bars of the classes."""
     kinds = {"ms": "nothing else runs", "hidden_ms": "behind other kernels"}
     bars = tuple(
-        (row["name"], row[key], kind) for row in profile["classes"] for key, kind in kinds.items() if row["kernel_ms"] or row["ms"]
+        (row["name"], row[key], kind)
+        for row in profile["classes"]
+        for key, kind in kinds.items()
+        if row["kernel_ms"] or row["ms"]
     )
-    drawing = Drawing(Plot("bars", "Where a step's time went", "name", "ms", "kind"), ("", "ms per step"), bars, {})
+    drawing = Drawing(
+        Plot("bars", "Where a step's time went", "name", "ms", "kind"),
+        ("", "ms per step"),
+        bars,
+        {},
+    )
     made, numbers = [], (False, *[True] * len(COLUMNS))
     for part, title in PARTS.items():
         more: tuple = (tuple(_heading(profile)), (drawing,)) if part == "classes" else ()
-        made.append(Section(f"By {title}", "measured here", (title, *COLUMNS), numbers, tuple(_cells(profile[part])), *more))
+        made.append(
+            Section(
+                f"By {title}",
+                "measured here",
+                (title, *COLUMNS),
+                numbers,
+                tuple(_cells(profile[part])),
+                *more,
+            )
+        )
     return [section for section in made if section.rows]

@@ -36,7 +36,10 @@ def tables() -> dict[str, Published]:
             table["source"],
             tuple(table["notes"]),
             tuple(Column(*column) for column in table["columns"]),
-            tuple(dict(zip((column[0] for column in table["columns"]), row, strict=True)) for row in table["rows"]),
+            tuple(
+                dict(zip((column[0] for column in table["columns"]), row, strict=True))
+                for row in table["rows"]
+            ),
         )
         for name, table in data.items()
     }
@@ -46,5 +49,10 @@ def beside(row: dict[str, Any], wanted: Beside) -> str:
     """`MI300X 542.9; MI325X 643.0`: the published values of the rows that agree with `row`, or a dash."""
     table = tables()[wanted.table]
     column = table.column(wanted.value)
-    same = [other for other in table.rows if all(other[key] == row.get(key) for key in wanted.match) and other[wanted.value] is not None]
+    same = [
+        other
+        for other in table.rows
+        if all(other[key] == row.get(key) for key in wanted.match)
+        and other[wanted.value] is not None
+    ]
     return "; ".join(f"{other['gpu']} {column.text(other)}" for other in same) or "-"

@@ -25,11 +25,19 @@ from launch.diagnosis import diagnose
 from launch.processes.ranks import cpus_of_ranks, rank_environment, torchrun
 from launch.processes.supervise import supervise
 
-REQUEST, MEASURED = "request.json", "measured.json"  # in the folder of a run: what is asked for, and what rank 0 found
+REQUEST, MEASURED = (
+    "request.json",
+    "measured.json",
+)  # in the folder of a run: what is asked for, and what rank 0 found
 
 
 def run_ranks(
-    folder: Path, count: int, arguments: list[str], settings: Mapping[str, str], limit_s: float = math.inf, threads: int = 1
+    folder: Path,
+    count: int,
+    arguments: list[str],
+    settings: Mapping[str, str],
+    limit_s: float = math.inf,
+    threads: int = 1,
 ) -> tuple[dict[str, Any], RunError | None]:
     """What `count` ranks of `python -m *arguments` left in `folder`, {} if nothing, and the error that ended them, if one did.
 
@@ -38,19 +46,30 @@ def run_ranks(
     environment = rank_environment(os.environ, settings, threads) | {"TMPDIR": str(folder)}
     deadline = time.monotonic() + limit_s
     command = torchrun(folder, count, ["-m", *arguments], cpus=cpus_of_ranks(probe(), count))
-    ending = supervise(command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr)
+    ending = supervise(
+        command, environment, folder, stop=lambda: time.monotonic() > deadline, stdout=sys.stderr
+    )
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
     path = folder / MEASURED
     found = json.loads(path.read_text()) if path.is_file() else {}
     if ending.stopped:
         what = f"{count} ranks needed more than {limit_s:.0f} s"
-        return found, Hang(what, "a rank hangs, or the machine is very slow", "measure on one GPU, or less at a time")
+        return found, Hang(
+            what,
+            "a rank hangs, or the machine is very slow",
+            "measure on one GPU, or less at a time",
+        )
     if not ending.returncode:
         return found, None
     error = diagnose(folder, count)[0]
-    if error.kind != OutOfMemory.kind:  # that is told by a row; the place of another failure would be gone with the folder
-        print(*(path.read_text() for path in sorted(folder.glob("ranks/*.traceback"))), file=sys.stderr)
+    if (
+        error.kind != OutOfMemory.kind
+    ):  # that is told by a row; the place of another failure would be gone with the folder
+        print(
+            *(path.read_text() for path in sorted(folder.glob("ranks/*.traceback"))),
+            file=sys.stderr,
+        )
     return found, error
 
 
@@ -77,5 +96,8 @@ class Unsent(NcclReduceScatter):
 
     def _means(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         ranks, rank = self.group.size(), self.group.rank()
-        padded = (pad_rows(gradient, len(shard.master) * ranks) for shard, gradient in zip(shards, gradients, strict=True))
+        padded = (
+            pad_rows(gradient, len(shard.master) * ranks)
+            for shard, gradient in zip(shards, gradients, strict=True)
+        )
         return [gradient.chunk(ranks)[rank].to(self.dtype, copy=True) for gradient in padded]

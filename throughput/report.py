@@ -25,19 +25,28 @@ def title(what: str, data: dict[str, Any]) -> str:
 
 def sections(data: dict[str, Any]) -> list[Section]:
     """Of what `result.read` returned: machine and software, each table, then what others published of it."""
-    return [facts([("", data)]), *(part for table in data["tables"] for part in measured(table, data)), *others(data["tables"])]
+    return [
+        facts([("", data)]),
+        *(part for table in data["tables"] for part in measured(table, data)),
+        *others(data["tables"]),
+    ]
 
 
 def others(tables: Iterable[Table]) -> list[Section]:
     """The published tables that `tables` name, each once."""
-    return [of_published(name) for name in dict.fromkeys(wanted.table for table in tables for wanted in table.published)]
+    return [
+        of_published(name)
+        for name in dict.fromkeys(wanted.table for table in tables for wanted in table.published)
+    ]
 
 
 def facts(results: list[tuple[str, dict[str, Any]]]) -> Section:
     """A row for each fact, a column for each (label, result)."""
     columns = [described(data) for _, data in results]
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = tuple((name.replace("_", " "), *(column.get(name, "-") for column in columns)) for name in names)
+    rows = tuple(
+        (name.replace("_", " "), *(column.get(name, "-") for column in columns)) for name in names
+    )
     heads = ("", *(label for label, _ in results))
     return Section("Machine and software", "", heads, (False,) * len(heads), rows)
 
@@ -67,12 +76,26 @@ def measured(table: Table, data: dict[str, Any]) -> list[Section]:
         failed = [row.get("error", "") if column.key == table.value else "" for row in rows]
         cells = [error or column.text(row) for error, row in zip(failed, rows, strict=True)]
         parts += [(column.head, bool(column.format), cells), *beside(column, table, rows)]
-    drawings = tuple(drawing for plot in table.plots if (drawing := drawn(plot, table, rows, data["notes"])))
+    drawings = tuple(
+        drawing for plot in table.plots if (drawing := drawn(plot, table, rows, data["notes"]))
+    )
     heads, numbers, columns = zip(*parts, strict=True)
-    return [Section(table.title, "measured here", heads, numbers, tuple(zip(*columns, strict=True)), table.formulas, drawings)]
+    return [
+        Section(
+            table.title,
+            "measured here",
+            heads,
+            numbers,
+            tuple(zip(*columns, strict=True)),
+            table.formulas,
+            drawings,
+        )
+    ]
 
 
-def beside(column: Column, table: Table, rows: list[dict[str, Any]]) -> list[tuple[str, bool, list[str]]]:
+def beside(
+    column: Column, table: Table, rows: list[dict[str, Any]]
+) -> list[tuple[str, bool, list[str]]]:
     """Published values that stand to the right of `column`: of the same key, or, where no column has it, beside the table's value."""
     parts, keys = [], {own.key for own in table.columns}
     for wanted in table.published:
@@ -83,13 +106,26 @@ def beside(column: Column, table: Table, rows: list[dict[str, Any]]) -> list[tup
     return parts
 
 
-def drawn(plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]) -> Drawing | None:
+def drawn(
+    plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]
+) -> Drawing | None:
     """None if no row has all values."""
     columns, names = {column.key: column for column in table.columns}, plot.x.split(", ")
     shown = [row for row in rows if _has(row, plot.y) and all(_has(row, name) for name in names)]
-    xs = [row[plot.x] if len(names) == 1 else ", ".join(columns[name].text(row) for name in names) for row in shown]
-    points = tuple((x, row[plot.y], str(row.get(plot.by, ""))) for x, row in zip(xs, shown, strict=True))
-    return Drawing(plot, (columns[names[0]].head, columns[plot.y].head), points, notes.get("roofline", {})) if points else None
+    xs = [
+        row[plot.x] if len(names) == 1 else ", ".join(columns[name].text(row) for name in names)
+        for row in shown
+    ]
+    points = tuple(
+        (x, row[plot.y], str(row.get(plot.by, ""))) for x, row in zip(xs, shown, strict=True)
+    )
+    return (
+        Drawing(
+            plot, (columns[names[0]].head, columns[plot.y].head), points, notes.get("roofline", {})
+        )
+        if points
+        else None
+    )
 
 
 def _has(row: dict[str, Any], key: str) -> bool:
@@ -100,7 +136,14 @@ def of_published(name: str) -> Section:
     table = published.tables()[name]
     rows = tuple(tuple(column.text(row) for column in table.columns) for row in table.rows)
     numbers = tuple(bool(column.format) for column in table.columns)
-    return Section(table.title, f"published: {table.source}", tuple(column.head for column in table.columns), numbers, rows, table.notes)
+    return Section(
+        table.title,
+        f"published: {table.source}",
+        tuple(column.head for column in table.columns),
+        numbers,
+        rows,
+        table.notes,
+    )
 
 
 # --- several results --------------------------------------------------------------------------------------------------
@@ -111,14 +154,19 @@ def compared(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
     made = [facts(results)]
     tables = {table.name: table for _, data in results for table in data["tables"]}
     for table in tables.values():
-        keyed = [{tuple(row.get(key) for key in table.keys): row for row in rows_of(table, data)} for _, data in results]
+        keyed = [
+            {tuple(row.get(key) for key in table.keys): row for row in rows_of(table, data)}
+            for _, data in results
+        ]
         keys = list(dict.fromkeys(key for rows in keyed for key in rows))
         if keys:
             made.append(_side_by_side(table, [label for label, _ in results], keyed, keys))
     return made + others(tables.values())
 
 
-def _side_by_side(table: Table, labels: list[str], keyed: list[dict[tuple, dict]], keys: list[tuple]) -> Section:
+def _side_by_side(
+    table: Table, labels: list[str], keyed: list[dict[tuple, dict]], keys: list[tuple]
+) -> Section:
     by_key = {column.key: column for column in table.columns}
     named, value = [by_key[key] for key in table.keys], by_key[table.value]
     ratio = Column("ratio", "ratio", "", ".3f")
@@ -128,9 +176,18 @@ def _side_by_side(table: Table, labels: list[str], keyed: list[dict[tuple, dict]
     for key in keys:
         found = [rows.get(key, {}) for rows in keyed]
         first = found[0].get(table.value)
-        ratios = [{"ratio": row[table.value] / first} if first and row.get(table.value) else {} for row in found[1:]]
+        ratios = [
+            {"ratio": row[table.value] / first} if first and row.get(table.value) else {}
+            for row in found[1:]
+        ]
         values = [row["error"] if "error" in row else value.text(row) for row in found]
-        cells.append((*(column.text(dict(zip(table.keys, key, strict=True))) for column in named), *values, *map(ratio.text, ratios)))
+        cells.append(
+            (
+                *(column.text(dict(zip(table.keys, key, strict=True))) for column in named),
+                *values,
+                *map(ratio.text, ratios),
+            )
+        )
     points = tuple(
         (" ".join(str(part) for part in key), rows[key][table.value], label)
         for label, rows in zip(labels, keyed, strict=True)
@@ -138,9 +195,15 @@ def _side_by_side(table: Table, labels: list[str], keyed: list[dict[tuple, dict]
         if rows.get(key, {}).get(table.value) is not None
     )
     plot = Plot("bars", value.head, "row", table.value, "result")
-    drawings = (Drawing(plot, ("", value.head), points, {}),) if 0 < len(keys) <= MAX_BARS and points else ()
+    drawings = (
+        (Drawing(plot, ("", value.head), points, {}),)
+        if 0 < len(keys) <= MAX_BARS and points
+        else ()
+    )
     numbers = tuple(bool(column.format) for column in named) + (True,) * (len(heads) - len(named))
-    return Section(table.title, "measured here", tuple(heads), numbers, tuple(cells), table.formulas, drawings)
+    return Section(
+        table.title, "measured here", tuple(heads), numbers, tuple(cells), table.formulas, drawings
+    )
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -154,7 +217,9 @@ def write(folder: Path, title: str, made: list[Section]) -> None:
     except ModuleNotFoundError as error:
         if error.name not in NEEDED_BY_PAGE:
             raise
-        print(f"result: {folder}, table.md. No page, since {error.name} is missing: where it is, throughput compare {folder} makes it")
+        print(
+            f"result: {folder}, table.md. No page, since {error.name} is missing: where it is, throughput compare {folder} makes it"
+        )
         return
     write_text(folder / "page.html", page.html(title, made))
     print(f"result: {folder}, table.md, page.html")
@@ -165,7 +230,11 @@ def write_text(path: Path, text: str) -> None:
     try:
         write_whole(path, text.encode())
     except OSError as error:
-        raise StorageError(f"cannot write {path}", error.strerror or str(error), "free space, or name another directory") from None
+        raise StorageError(
+            f"cannot write {path}",
+            error.strerror or str(error),
+            "free space, or name another directory",
+        ) from None
 
 
 def markdown(title: str, made: list[Section]) -> str:

@@ -28,17 +28,45 @@ Measured = tuple[dict[str, Any], list[float]]  # values of a row, and samples in
 
 def default_directory(what: str) -> Path:
     """LOGDIR/throughput/<what>-<time>; LOGDIR is `results` if it is not set."""
-    return Path(os.environ.get("LOGDIR") or "results") / "throughput" / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return (
+        Path(os.environ.get("LOGDIR") or "results")
+        / "throughput"
+        / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
 
 
 class Result:
     """`machine` and `versions`: throughput/machine.py. `device`: "cuda" or "cpu". Raises ConfigError if `folder` holds files."""
 
-    def __init__(self, what: str, tables: tuple[Table, ...], folder: Path, device: str, machine: dict[str, Any], versions: dict[str, Any]):
-        self.folder, self.device, self.tables = folder, device, {table.name: table for table in tables}
+    def __init__(
+        self,
+        what: str,
+        tables: tuple[Table, ...],
+        folder: Path,
+        device: str,
+        machine: dict[str, Any],
+        versions: dict[str, Any],
+    ):
+        self.folder, self.device, self.tables = (
+            folder,
+            device,
+            {table.name: table for table in tables},
+        )
         command = shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])
-        self.data: dict[str, Any] = {"what": what, "status": "running", "started": time.time(), "device": device, "command": command}
-        self.data |= {"machine": machine, "versions": versions, "tables": [table.as_dict() for table in tables], "notes": {}, "rows": []}
+        self.data: dict[str, Any] = {
+            "what": what,
+            "status": "running",
+            "started": time.time(),
+            "device": device,
+            "command": command,
+        }
+        self.data |= {
+            "machine": machine,
+            "versions": versions,
+            "tables": [table.as_dict() for table in tables],
+            "notes": {},
+            "rows": [],
+        }
         claim(folder)
         self._write()
 
@@ -51,7 +79,11 @@ class Result:
         precisions, where no peak is known, and on a CPU.
         """
         peak = self.data["machine"].get(
-            {"bf16": "peak_tflops_16_bits", "fp16": "peak_tflops_16_bits", "fp8": "peak_tflops_fp8"}.get(precision)
+            {
+                "bf16": "peak_tflops_16_bits",
+                "fp16": "peak_tflops_16_bits",
+                "fp8": "peak_tflops_fp8",
+            }.get(precision)
         )
         return 100 * tflops / peak if peak else None
 
@@ -59,7 +91,11 @@ class Result:
         """Append `row`, a flat dict with "table" (the first table if it has none), print it in one line, and save. On `samples_ms` it
         gets "ms", "ms_p10", "ms_p90" and "samples".
         """
-        row = {"table": next(iter(self.tables)), "source": "measured"} | row | (spread(samples_ms) if samples_ms else {})
+        row = (
+            {"table": next(iter(self.tables)), "source": "measured"}
+            | row
+            | (spread(samples_ms) if samples_ms else {})
+        )
         self.rows.append(row)
         self._write()
         print(line(row, self.tables[row["table"]]), flush=True)
@@ -85,9 +121,17 @@ class Result:
         """Write table.md and page.html, and say where they are. Raises RunError if no row was measured."""
         self.data["status"] = "finished"
         self._write()
-        report.write(self.folder, report.title(self.data["what"], self.data), report.sections(read(self.folder)))
+        report.write(
+            self.folder,
+            report.title(self.data["what"], self.data),
+            report.sections(read(self.folder)),
+        )
         if self.rows and all("error" in row for row in self.rows):
-            raise RunError("nothing was measured", f"each of the {len(self.rows)} rows failed", f"see {self.folder / NAME}")
+            raise RunError(
+                "nothing was measured",
+                f"each of the {len(self.rows)} rows failed",
+                f"see {self.folder / NAME}",
+            )
 
     def _write(self) -> None:
         write_json(self.folder / NAME, self.data)
@@ -103,7 +147,12 @@ def why_failed(error: Exception) -> str:
 def line(row: dict[str, Any], table: Table) -> str:
     """`row` as one line of progress."""
     known = [column for column in table.columns if row.get(column.key) not in (None, "")]
-    cells = [f"{column.title} {column.text(row)} {column.unit}".rstrip() if column.format else column.text(row) for column in known]
+    cells = [
+        f"{column.title} {column.text(row)} {column.unit}".rstrip()
+        if column.format
+        else column.text(row)
+        for column in known
+    ]
     return ", ".join([*cells, *([row["error"]] if "error" in row else [])])
 
 
@@ -114,8 +163,14 @@ def claim(folder: Path) -> None:
         if not any(folder.iterdir()):
             return
     except OSError as error:
-        raise StorageError(f"cannot write to {folder}", error.strerror or str(error), "name another directory with --out") from None
-    raise ConfigError(f"{folder} holds files", "a result is never overwritten", "name a new directory with --out")
+        raise StorageError(
+            f"cannot write to {folder}",
+            error.strerror or str(error),
+            "name another directory with --out",
+        ) from None
+    raise ConfigError(
+        f"{folder} holds files", "a result is never overwritten", "name a new directory with --out"
+    )
 
 
 def write_json(path: Path, value: object) -> None:
@@ -133,5 +188,9 @@ def read(folder: Path) -> dict[str, Any]:
             raise KeyError("what, machine, versions, rows or notes")
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path} is no result of a measurement", why, "name the directory of a result, as printed at its end") from None
+        raise DataError(
+            f"{path} is no result of a measurement",
+            why,
+            "name the directory of a result, as printed at its end",
+        ) from None
     return data

@@ -17,11 +17,16 @@ from common.sharding.zero import STREAM_PRIORITY
 UNSET: Mapping[str, str] = {}
 # HIP's default is 4 queues. AMD's MLPerf configs set 2, which may put compute and RCCL into one queue; 8 were 7.5 % faster than 4 on one
 # revision of a training on MI355X and equal on another (pytorch/torchtitan#4032).
-QUEUES: tuple[Mapping[str, str], ...] = tuple({"GPU_MAX_HW_QUEUES": count} for count in ("2", "4", "8"))
+QUEUES: tuple[Mapping[str, str], ...] = tuple(
+    {"GPU_MAX_HW_QUEUES": count} for count in ("2", "4", "8")
+)
 PRIORITY: Mapping[str, str] = {STREAM_PRIORITY: "-1"}
 # RCCL's default on gfx950 is 112 channels, so that NCCL_MIN_CTAS=32 changes nothing and NCCL_MAX_NCHANNELS=32 is the cap (ROCm/rccl#1596).
 # 112 is what ROCm's documentation sets on an MI300X; it takes 112 of 304 compute units and replaces RCCL's own choice.
-CHANNELS: tuple[Mapping[str, str], ...] = ({"NCCL_MAX_NCHANNELS": "32"}, {"NCCL_MIN_NCHANNELS": "112"})
+CHANNELS: tuple[Mapping[str, str], ...] = (
+    {"NCCL_MAX_NCHANNELS": "32"},
+    {"NCCL_MIN_NCHANNELS": "112"},
+)
 
 
 def candidates(is_rocm: bool) -> list[Mapping[str, str]]:
@@ -40,7 +45,13 @@ def lines(benchmark: str, steps: int, is_rocm: bool) -> Iterator[str]:
         command = [sys.executable, "-m", "launch", benchmark, "bench", "--steps", str(steps)]
         done = subprocess.run(command, env={**base, **candidate}, capture_output=True, text=True)
         rate = re.search(r"^BENCH .*?([\d,.]+) tok/s/", done.stdout, re.MULTILINE)
-        error = next((line for line in done.stderr.splitlines() if line.startswith("error")), "no BENCH line")
-        found = f"{rate[1]:>9} tok/s/GPU" if rate and done.returncode == 0 else f"fails: exit code {done.returncode}, {error}"
+        error = next(
+            (line for line in done.stderr.splitlines() if line.startswith("error")), "no BENCH line"
+        )
+        found = (
+            f"{rate[1]:>9} tok/s/GPU"
+            if rate and done.returncode == 0
+            else f"fails: exit code {done.returncode}, {error}"
+        )
         names = ", ".join(f"{name}={value}" for name, value in candidate.items())
         yield f"  {found}  {names or 'unset'}" + "  shipped" * (not candidate)

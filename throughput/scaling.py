@@ -32,7 +32,10 @@ LIMIT_S = 900.0  # for one number of GPUs; collectives have their own limit
 # The GPT that is measured if none is named: the first whose published peak of memory (7b: 107.9 GB, 3b: 26.9) leaves a tenth of the GPU free.
 DEFAULT_GPT = {"7b": 120e9, "3b": 30e9, "small": 0.0}
 LLAMA_LAYERS = {"cuda": 4, "cpu": 2}
-COLLECTIVE_BYTES = {"cuda": tuple(4**k << 20 for k in range(6)), "cpu": (2**16, 2**18, 2**20)}  # 1 MiB to 1 GiB
+COLLECTIVE_BYTES = {
+    "cuda": tuple(4**k << 20 for k in range(6)),
+    "cpu": (2**16, 2**18, 2**20),
+}  # 1 MiB to 1 GiB
 REPEATS = {"cuda": 20, "cpu": 5}
 MIB = 2**20
 
@@ -111,27 +114,52 @@ LINKS = Table(
         "Link: as the driver calls it (nvidia-smi topo -m, rocm-smi --showtopo). Copy: 256 MiB from one GPU's memory to the other's, one "
         "direction at a time, the other GPUs idle; without peer access it goes through the host.",
     ),
-    plots=(Plot("links", "Links, and copies in GB/s from (row) to (column)", "pair", "gb_per_s", "link"),),
+    plots=(
+        Plot(
+            "links", "Links, and copies in GB/s from (row) to (column)", "pair", "gb_per_s", "link"
+        ),
+    ),
 )
 TABLES = (SCALING, COLLECTIVES, LINKS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="NAME", help=f"the GPT: one of {', '.join(SIZES)}; default: the largest up to 7b that fits")
-    numbers = {"default": None, "help": "numbers of GPUs to measure; default: those of 1, 2, 4 and 8 that are there"}
-    common.add(parser, "precision", "seq", gpus=numbers, batch={"type": common.whole, "metavar": "N", "help": "of the GPT, per GPU"})
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"the GPT: one of {', '.join(SIZES)}; default: the largest up to 7b that fits",
+    )
+    numbers = {
+        "default": None,
+        "help": "numbers of GPUs to measure; default: those of 1, 2, 4 and 8 that are there",
+    }
+    common.add(
+        parser,
+        "precision",
+        "seq",
+        gpus=numbers,
+        batch={"type": common.whole, "metavar": "N", "help": "of the GPT, per GPU"},
+    )
     common.add(parser, warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP})
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     """Raises ConfigError for an unknown model."""
     if options.device == "cuda":
-        result.data["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # on AMD that of RCCL
+        result.data["versions"]["nccl"] = ".".join(
+            map(str, torch.cuda.nccl.version())
+        )  # on AMD that of RCCL
     there = torch.cuda.device_count() if options.device == "cuda" else min(2, os.cpu_count() or 1)
     model, request = request_for(options, result)
-    result.data["machine"] |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "RCCL_"))}
+    result.data["machine"] |= {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("NCCL_", "RCCL_"))
+    }
     for count in sorted(options.gpus or [count for count in (1, 2, 4, 8) if count <= there]):
-        print(f"starting {count} process{'es' if count > 1 else ''} ...", file=sys.stderr, flush=True)
+        print(
+            f"starting {count} process{'es' if count > 1 else ''} ...", file=sys.stderr, flush=True
+        )
         found, error = run_ranks(request, count)
         for strategy in ("DDP", "ZeRO-2"):
             add_steps(strategy, model, request, count, found, error, result)
@@ -146,10 +174,23 @@ def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Reque
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
     known = SIZES | STAND_INS
     model = common.choose("--model", options.model or default_gpt(memory), known)
-    gpt = replace(known[model], batch=options.batch or known[model].batch, sequence_length=options.seq or known[model].sequence_length)
+    gpt = replace(
+        known[model],
+        batch=options.batch or known[model].batch,
+        sequence_length=options.seq or known[model].sequence_length,
+    )
     kind = "CPU" if device == "cpu" else str(result.data["machine"].get("kind"))
     fp8, sizes = options.precision == "fp8", COLLECTIVE_BYTES[device]
-    return model, Request(kind, gpt, LLAMA_LAYERS[device], fp8, options.warmup, options.steps or STEPS[device], sizes, REPEATS[device])
+    return model, Request(
+        kind,
+        gpt,
+        LLAMA_LAYERS[device],
+        fp8,
+        options.warmup,
+        options.steps or STEPS[device],
+        sizes,
+        REPEATS[device],
+    )
 
 
 def default_gpt(memory_bytes: int) -> str:
@@ -168,17 +209,31 @@ def run_ranks(request: Request, count: int) -> tuple[dict[str, Any], RunError | 
 
 
 def add_steps(
-    strategy: str, model: str, request: Request, gpus: int, found: dict[str, Any], error: RunError | None, result: Result
+    strategy: str,
+    model: str,
+    request: Request,
+    gpus: int,
+    found: dict[str, Any],
+    error: RunError | None,
+    result: Result,
 ) -> None:
     """The row of one strategy on `gpus` GPUs, or one that says why there is none."""
     row: dict[str, Any] = {"table": "scaling", "strategy": strategy, "gpus": gpus}
     if strategy == "DDP":
-        shape, length, batch, precision = request.gpt.shape, request.gpt.sequence_length, request.gpt.batch, "bf16"
+        shape, length, batch, precision = (
+            request.gpt.shape,
+            request.gpt.sequence_length,
+            request.gpt.batch,
+            "bf16",
+        )
         flops = shape.training_flops_per_token(length)
     else:
         rules = request.rules
         model, length, batch = f"Llama, {request.llama_layers} layers", rules.sequence_length, 1
-        flops, precision = rules.flops_per_token, "fp8" if request.fp8 else "fp32" if request.gpu == "CPU" else "bf16"
+        flops, precision = (
+            rules.flops_per_token,
+            "fp8" if request.fp8 else "fp32" if request.gpu == "CPU" else "bf16",
+        )
     row |= {"model": model, "precision": precision, "batch": batch, "seq": length}
     part = found.get({"DDP": "plain", "ZeRO-2": "sharded"}[strategy])
     if part is None:
@@ -186,12 +241,21 @@ def add_steps(
         return
     row |= spread(part["times_ms"])
     rate = 1e3 * gpus * batch * length / row["ms"]
-    row |= {"tokens_per_s": rate, "tokens_per_s_per_gpu": rate / gpus, "tflops_per_gpu": flops * rate / gpus / 1e12}
-    row |= {"percent": result.percent(row["tflops_per_gpu"], precision), "memory_gb": part["memory_bytes"] / 1e9 or None}
+    row |= {
+        "tokens_per_s": rate,
+        "tokens_per_s_per_gpu": rate / gpus,
+        "tflops_per_gpu": flops * rate / gpus / 1e12,
+    }
+    row |= {
+        "percent": result.percent(row["tflops_per_gpu"], precision),
+        "memory_gb": part["memory_bytes"] / 1e9 or None,
+    }
     if part["alone_ms"]:
         alone_ms = statistics.median(part["alone_ms"])
         row |= {"alone_ms": alone_ms, "exposed": 100 * (row["ms"] - alone_ms) / row["ms"]}
-    smaller = [old for old in result.rows if old.get("strategy") == strategy and "tokens_per_s" in old]
+    smaller = [
+        old for old in result.rows if old.get("strategy") == strategy and "tokens_per_s" in old
+    ]
     one = smaller[0] if smaller else row
     if one["gpus"] == 1:
         row["efficiency"] = 100 * rate / gpus / one["tokens_per_s"]
@@ -201,7 +265,11 @@ def add_steps(
 def reason(error: RunError | None) -> str:
     if error is None:
         return "not measured"
-    return "out of memory" if error.kind == "out_of_memory" or "out of memory" in error.what else error.what
+    return (
+        "out of memory"
+        if error.kind == "out_of_memory" or "out of memory" in error.what
+        else error.what
+    )
 
 
 def mark(smaller: dict[str, Any], row: dict[str, Any]) -> str:
@@ -217,8 +285,15 @@ def add_collectives(ranks: int, found: list[dict[str, Any]], result: Result) -> 
     factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks}
     for call in found:
         speed = call["bytes"] / statistics.median(call["times_ms"]) / 1e6
-        row = {"table": "collectives", "name": f"{call['name']}, {ranks} ranks", "mib": call["bytes"] / MIB}
-        result.add(row | {"algorithm_gb_per_s": speed, "bus_gb_per_s": speed * factors[call["name"]]}, call["times_ms"])
+        row = {
+            "table": "collectives",
+            "name": f"{call['name']}, {ranks} ranks",
+            "mib": call["bytes"] / MIB,
+        }
+        result.add(
+            row | {"algorithm_gb_per_s": speed, "bus_gb_per_s": speed * factors[call["name"]]},
+            call["times_ms"],
+        )
 
 
 def add_links(count: int, result: Result) -> None:
@@ -233,5 +308,7 @@ def add_links(count: int, result: Result) -> None:
         copies = json.loads((folder / "copies.json").read_text()) if ending.returncode == 0 else []
     for row in links.rows(names, copies):
         result.add({"table": "links", **row})
-    for failed in filter(None, (why, "" if copies else "the copies could not be measured: see the messages above")):
+    for failed in filter(
+        None, (why, "" if copies else "the copies could not be measured: see the messages above")
+    ):
         result.add({"table": "links", "pair": "all", "error": failed})

@@ -119,9 +119,16 @@ def measure_sharded(request: Request, processes: Processes) -> dict:
     assembly = trainer_of(benchmark).assemble_random(config, rules, processes, seed=1)
     optimizer = assembly.optimizer
     assert isinstance(optimizer, ZeroOptimizer)
-    batches = synthetic_batches(rules.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size)
+    batches = synthetic_batches(
+        rules.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size
+    )
     step = partial(llama_step, assembly, batches, Batching(ranks, 1), LEARNING_RATE, processes)
-    unsent = Unsent(processes.shard_group, None, optimizer.shards[0].parameter.dtype, accumulate.ENGINES[config.kernels])
+    unsent = Unsent(
+        processes.shard_group,
+        None,
+        optimizer.shards[0].parameter.dtype,
+        accumulate.ENGINES[config.kernels],
+    )
 
     def alone() -> None:
         optimizer.reduce_scatter = unsent
@@ -130,7 +137,12 @@ def measure_sharded(request: Request, processes: Processes) -> dict:
     return measure_steps(request, processes, step, alone if ranks > 1 else None)
 
 
-def measure_steps(request: Request, processes: Processes, step: Callable[[], object], alone: Callable[[], object] | None) -> dict:
+def measure_steps(
+    request: Request,
+    processes: Processes,
+    step: Callable[[], object],
+    alone: Callable[[], object] | None,
+) -> dict:
     """`times_ms`: milliseconds of each step, of the slowest rank; `alone_ms`: of `alone`, the same step without the reduction of gradients,
     empty if there is none; `memory_bytes`: peak of the fullest rank, 0 on a CPU.
     """
@@ -139,8 +151,16 @@ def measure_steps(request: Request, processes: Processes, step: Callable[[], obj
     times = max_over_ranks(step_ms(step, device.type, request.warmup, request.steps), processes)
     memory = peak_bytes(device)
     processes.barrier()
-    alone_ms = max_over_ranks(step_ms(alone, device.type, request.warmup, request.steps), processes) if alone else []
-    return {"times_ms": times, "alone_ms": alone_ms, "memory_bytes": int(max_over_ranks([memory], processes)[0])}
+    alone_ms = (
+        max_over_ranks(step_ms(alone, device.type, request.warmup, request.steps), processes)
+        if alone
+        else []
+    )
+    return {
+        "times_ms": times,
+        "alone_ms": alone_ms,
+        "memory_bytes": int(max_over_ranks([memory], processes)[0]),
+    }
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
@@ -153,7 +173,9 @@ def measure_collectives(request: Request, processes: Processes) -> list[dict]:
         for size in request.collective_bytes:
             call = prepare_collective(name, size, processes)
             processes.barrier()
-            times = max_over_ranks(step_ms(call, processes.device.type, 3, request.collective_repeats), processes)
+            times = max_over_ranks(
+                step_ms(call, processes.device.type, 3, request.collective_repeats), processes
+            )
             found.append({"name": name, "bytes": size, "times_ms": times})
     return found
 

@@ -57,26 +57,47 @@ LOOPS = ("RMS norm backward", "adapter")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--benchmark", choices=benchmarks.names(), default=benchmarks.measured_in("full"))
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="sequences; default 2, or 1 for adapters")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="time N whole steps with other queues, priorities and channels, and no kernels"
+        "--benchmark", choices=benchmarks.names(), default=benchmarks.measured_in("full")
     )
-    parser.add_argument("--only", default="", metavar="OP", help=f"ops with this in their name, of: {', '.join(SETTINGS)}")
+    parser.add_argument(
+        "--micro-batch", type=int, metavar="N", help="sequences; default 2, or 1 for adapters"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="time N whole steps with other queues, priorities and channels, and no kernels",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="OP",
+        help=f"ops with this in their name, of: {', '.join(SETTINGS)}",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
-        raise ConfigError("there is no GPU", "settings are timed where they are launched", "start it on a machine with one")
+        raise ConfigError(
+            "there is no GPU",
+            "settings are timed where they are launched",
+            "start it on a machine with one",
+        )
     device = torch.device("cuda")
     versions = ", ".join(f"{name} {text}" for name, text in known_issues.installed().items())
     print(f"{torch.cuda.get_device_name()}, {architecture(device)}, {versions}", flush=True)
     if options.steps:
-        for line in run_settings.lines(options.benchmark, options.steps, torch.version.hip is not None):
+        for line in run_settings.lines(
+            options.benchmark, options.steps, torch.version.hip is not None
+        ):
             print(line, flush=True)
         return 0
     sizes = sizes_of(options)
-    for line in itertools.chain(attention_lines(sizes, device) if options.only in "attention" else (), lines(sizes, device, options.only)):
+    for line in itertools.chain(
+        attention_lines(sizes, device) if options.only in "attention" else (),
+        lines(sizes, device, options.only),
+    ):
         print(line, flush=True)
     return 0
 
@@ -84,17 +105,35 @@ def main(options: argparse.Namespace) -> int:
 def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
     """One per backend, on ROCm per library behind flash, and per optional package (common/kernels/attention.py)."""
     yield f"attention [{sizes.micro_batch_size}, {sizes.sequence_length}, {sizes.shape.num_heads}/{sizes.shape.num_kv_heads}]"
-    flash, efficient, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
-    rocm = [(flash, "aotriton", SDPA), (flash, "aotriton", REPEATED_HEADS), (flash, "ck", SDPA), (efficient, "", SDPA)]
+    flash, efficient, cudnn = (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    )
+    rocm = [
+        (flash, "aotriton", SDPA),
+        (flash, "aotriton", REPEATED_HEADS),
+        (flash, "ck", SDPA),
+        (efficient, "", SDPA),
+    ]
     rocm.append((flash, "", "aiter"))
-    cuda = [(flash, "", SDPA), (efficient, "", SDPA), (cudnn, "", SDPA), (flash, "", "flash_attention_4")]
+    cuda = [
+        (flash, "", SDPA),
+        (efficient, "", SDPA),
+        (cudnn, "", SDPA),
+        (flash, "", "flash_attention_4"),
+    ]
     cuda.append((flash, "", REPEATED_HEADS))
     for backend, library, engine in rocm if torch.version.hip else cuda:
         try:
             if library:
                 torch.backends.cuda.preferred_rocm_fa_library(library)
             with (
-                mock.patch.object(self_test, "attention_backends", lambda *_, backend=backend: sdpa_kernel(backend)),
+                mock.patch.object(
+                    self_test,
+                    "attention_backends",
+                    lambda *_, backend=backend: sdpa_kernel(backend),
+                ),
                 mock.patch.dict(os.environ, {ATTENTION_ENGINE: engine}),
             ):
                 checks = self_test.attention_checks(sizes, Draw(device), self_test.Result())
@@ -110,16 +149,31 @@ def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> flo
     """Of a forward and a backward."""
     shape, draw = sizes.shape, Draw(device)
     counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    leaves = [draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype).requires_grad_() for n in counts]
+    leaves = [
+        draw(
+            sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype
+        ).requires_grad_()
+        for n in counts
+    ]
     d_out = draw(*leaves[0].shape, dtype=sizes.dtype)
     with sdpa_kernel(backend):
-        return 1e6 * median_s(lambda: torch.autograd.grad(causal_attention(*leaves), leaves, d_out), device, SECONDS)
+        return 1e6 * median_s(
+            lambda: torch.autograd.grad(causal_attention(*leaves), leaves, d_out), device, SECONDS
+        )
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
     rules = benchmarks.divisions(options.benchmark)["closed"]
     rank = rules.lora_rank
-    return Sizes(rules.shape, rules.sequence_length, options.micro_batch or (1 if rank else 2), True, rank, "triton", torch.bfloat16)
+    return Sizes(
+        rules.shape,
+        rules.sequence_length,
+        options.micro_batch or (1 if rank else 2),
+        True,
+        rank,
+        "triton",
+        torch.bfloat16,
+    )
 
 
 def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
@@ -141,7 +195,11 @@ def lines(sizes: Sizes, device: torch.device, only: str) -> Iterator[str]:
 
             with mock.patch.object(kernels, name, changed):
                 found = timed(case, sizes, device)
-            tile = ", ".join(f"{key} {value}" for key, value in made[-1]._asdict().items()) if made else str(change)
+            tile = (
+                ", ".join(f"{key} {value}" for key, value in made[-1]._asdict().items())
+                if made
+                else str(change)
+            )
             yield f"  {found}  {tile}" + "  shipped" * (not change)
 
 
@@ -159,7 +217,12 @@ def changes(arch: str, op: str) -> Iterator[Mapping[str, float]]:
 
 def changed_tile(tile: Tile, change: Mapping[str, float]) -> Tile:
     absolute = ("stages", "waves_per_eu")
-    return tile._replace(**{key: int(x if key in absolute else max(1, x * getattr(tile, key))) for key, x in change.items()})
+    return tile._replace(
+        **{
+            key: int(x if key in absolute else max(1, x * getattr(tile, key)))
+            for key, x in change.items()
+        }
+    )
 
 
 def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
@@ -174,7 +237,9 @@ def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
         case("triton", quantizers)
         if sizes.fp8:
             quantizers.scaling.step_done()
-        median_ms = do_bench_cudagraph(lambda: case("triton", quantizers), rep=int(1e3 * SECONDS), return_mode="median")
+        median_ms = do_bench_cudagraph(
+            lambda: case("triton", quantizers), rep=int(1e3 * SECONDS), return_mode="median"
+        )
         return f"{1e3 * median_ms:8.1f} us"
     except Exception as error:  # a compiler's errors have no common class
         return f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"

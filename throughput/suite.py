@@ -39,8 +39,16 @@ class Part:
 PARTS = (
     Part("gemm", "gemm", "gemm", 26, 26),
     Part("mlp", "mlp", "mlp", 10, 10),
-    Part("llama_full", "llama --precision fp8 --gpus {gpus} --warmup 2 --steps 5", "llama --precision fp8 --layers 8", 105, 74),
-    Part("llama_lora", "llama --model qwen3-8b --lora --gpus {gpus} --warmup 2 --steps 5", "", 43, 0),
+    Part(
+        "llama_full",
+        "llama --precision fp8 --gpus {gpus} --warmup 2 --steps 5",
+        "llama --precision fp8 --layers 8",
+        105,
+        74,
+    ),
+    Part(
+        "llama_lora", "llama --model qwen3-8b --lora --gpus {gpus} --warmup 2 --steps 5", "", 43, 0
+    ),
     Part("gpt", "gpt", "gpt --steps 5", 32, 22),
     Part("scaling", "scaling --gpus {gpus}", "", 70, 0),
     Part("flux", "flux --gpus {gpus}", "flux --gpus {gpus} --warmup 1 --steps 4", 34, 34),
@@ -48,9 +56,21 @@ PARTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="ten minutes on one H200: fewer models and batches")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm's are cuda as well)")
-    common.add(parser, gpus={"default": None, "help": "numbers of GPUs to measure; default: 1, 2, 4, ... up to all"})
+    parser.add_argument(
+        "--quick", action="store_true", help="ten minutes on one H200: fewer models and batches"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="default: the GPUs if there are any (ROCm's are cuda as well)",
+    )
+    common.add(
+        parser,
+        gpus={
+            "default": None,
+            "help": "numbers of GPUs to measure; default: 1, 2, 4, ... up to all",
+        },
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -67,10 +87,15 @@ def main(options: argparse.Namespace) -> int:
         if part.name in ended:
             print(f"suite: {part.name} is done", flush=True)
             continue
-        print(f"suite: part {number + 1} of {len(chosen(options.quick))}, {part.name}{time_left(ended, options.quick)}", flush=True)
+        print(
+            f"suite: part {number + 1} of {len(chosen(options.quick))}, {part.name}{time_left(ended, options.quick)}",
+            flush=True,
+        )
         ended[part.name] = run(part, folder, asked)
         result.write_json(folder / NAME, asked | {"parts": ended})
-    ended = {part.name: ended[part.name] for part in chosen(options.quick)}  # what was repeated stands where it was
+    ended = {
+        part.name: ended[part.name] for part in chosen(options.quick)
+    }  # what was repeated stands where it was
     report.write(folder, "suite", sections(folder, ended))
     failed = next((part["exit_code"] for part in ended.values() if part["exit_code"]), 0)
     return 128 - failed if failed < 0 else failed  # as a shell counts signals
@@ -98,10 +123,18 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
         before = json.loads(path.read_text())
         ended = dict(before.pop("parts"))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path} cannot be read", f"{type(error).__name__}: {error}", "name a new directory with --out") from None
+        raise DataError(
+            f"{path} cannot be read",
+            f"{type(error).__name__}: {error}",
+            "name a new directory with --out",
+        ) from None
     if before != asked:
         why = f"it was started with {before}, and now with {asked}"
-        raise ConfigError(f"{folder} holds another suite", why, "repeat its options, or name a new directory with --out")
+        raise ConfigError(
+            f"{folder} holds another suite",
+            why,
+            "repeat its options, or name a new directory with --out",
+        )
     good = {name: part for name, part in ended.items() if part["exit_code"] == 0}
     for part in PARTS:
         left = folder / part.name
@@ -113,20 +146,41 @@ def resume(folder: Path, asked: dict[str, Any]) -> dict[str, dict]:
 
 def run(part: Part, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Its command, exit code and seconds. Raises Interrupted."""
-    words = (part.quick if asked["quick"] else part.words).format(gpus=",".join(map(str, asked["gpus"])))
-    command = ["-m", "throughput", *words.split(), "--device", asked["device"], "--out", str(folder / part.name)]
+    words = (part.quick if asked["quick"] else part.words).format(
+        gpus=",".join(map(str, asked["gpus"]))
+    )
+    command = [
+        "-m",
+        "throughput",
+        *words.split(),
+        "--device",
+        asked["device"],
+        "--out",
+        str(folder / part.name),
+    ]
     began = time.monotonic()
-    ending = supervise([sys.executable, *command], dict(os.environ), (folder / part.name).absolute())
+    ending = supervise(
+        [sys.executable, *command], dict(os.environ), (folder / part.name).absolute()
+    )
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
-    return {"command": shlex.join(["python3", *command]), "exit_code": ending.returncode, "seconds": round(time.monotonic() - began, 1)}
+    return {
+        "command": shlex.join(["python3", *command]),
+        "exit_code": ending.returncode,
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def time_left(ended: dict[str, dict], quick: bool) -> str:
     """In words; the expected seconds, corrected by how the ended parts kept to theirs."""
     expected = {part.name: part.quick_seconds if quick else part.seconds for part in chosen(quick)}
-    spent, planned = sum(ended[name]["seconds"] for name in ended), sum(expected[name] for name in ended)
-    left = sum(seconds for name, seconds in expected.items() if name not in ended) * (spent / planned if planned else 1.0)
+    spent, planned = (
+        sum(ended[name]["seconds"] for name in ended),
+        sum(expected[name] for name in ended),
+    )
+    left = sum(seconds for name, seconds in expected.items() if name not in ended) * (
+        spent / planned if planned else 1.0
+    )
     return f"; about {max(left / 60, 1):.0f} min left" if left > SCHEDULED else ""
 
 
@@ -142,10 +196,14 @@ def sections(folder: Path, ended: dict[str, dict]) -> list[Section]:
         except RunError:  # it ended before it wrote one; its row says how
             continue
     command = shlex.join(["python3", "-m", "throughput", *sys.argv[1:]])
-    made = [report.facts([("", next(iter(found.values())) | {"command": command})])] if found else []
+    made = (
+        [report.facts([("", next(iter(found.values())) | {"command": command})])] if found else []
+    )
     made.append(parts_section(ended, found))
     for name, data in found.items():
-        made += report.relabeled([part for table in data["tables"] for part in report.measured(table, data)], name)
+        made += report.relabeled(
+            [part for table in data["tables"] for part in report.measured(table, data)], name
+        )
     return made + report.others(table for data in found.values() for table in data["tables"])
 
 
@@ -155,9 +213,20 @@ def parts_section(ended: dict[str, dict], found: dict[str, dict[str, Any]]) -> S
         measured = [row for row in found.get(name, {}).get("rows", [])]
         failed = sum("error" in row for row in measured)
         how = "ended" if part["exit_code"] == 0 else f"failed, {how_it_failed(part['exit_code'])}"
-        rows.append((name, how, f"{part['seconds']:,.0f}", str(len(measured) - failed), str(failed), part["command"]))
+        rows.append(
+            (
+                name,
+                how,
+                f"{part['seconds']:,.0f}",
+                str(len(measured) - failed),
+                str(failed),
+                part["command"],
+            )
+        )
     heads = ("Part", "", "Seconds", "Rows measured", "Rows failed", "Command")
-    return Section("Parts", "measured here", heads, (False, False, True, True, True, False), tuple(rows))
+    return Section(
+        "Parts", "measured here", heads, (False, False, True, True, True, False), tuple(rows)
+    )
 
 
 def how_it_failed(code: int) -> str:

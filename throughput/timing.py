@@ -13,7 +13,12 @@ from launch.preflight.measure import times_s
 WARMUP_MS, REPEAT_MS = 30.0, 200.0
 
 
-def kernel_ms(work: Callable[[], object], device: str, warmup_ms: float = WARMUP_MS, repeat_ms: float = REPEAT_MS) -> list[float]:
+def kernel_ms(
+    work: Callable[[], object],
+    device: str,
+    warmup_ms: float = WARMUP_MS,
+    repeat_ms: float = REPEAT_MS,
+) -> list[float]:
     """Each call of about `repeat_ms` in all, after `warmup_ms` of calls that do not count. On a GPU Triton's do_bench: events around
     each call, the L2 cache overwritten before it.
     """
@@ -44,4 +49,9 @@ def spread(samples_ms: list[float]) -> dict[str, float]:
     if len(samples_ms) > 1:
         deciles = statistics.quantiles(samples_ms, n=10, method="inclusive")
         low, high = deciles[0], deciles[-1]
-    return {"ms": statistics.median(samples_ms), "ms_p10": low, "ms_p90": high, "samples": len(samples_ms)}
+    return {
+        "ms": statistics.median(samples_ms),
+        "ms_p10": low,
+        "ms_p90": high,
+        "samples": len(samples_ms),
+    }

@@ -18,7 +18,11 @@ from throughput.kernel_time import AUTOGRAD, Event, class_of, main_stream
 STEP = "ProfilerStep#"
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # ROCm's are called cuda_runtime as well
 ON_GPU = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
-FIRST_FACTOR = {"aten::mm": 0, "aten::_scaled_mm": 0, "aten::addmm": 1}  # which input of a product; the next one is the other
+FIRST_FACTOR = {
+    "aten::mm": 0,
+    "aten::_scaled_mm": 0,
+    "aten::addmm": 1,
+}  # which input of a product; the next one is the other
 
 Shape = tuple[int, int, int]  # M, N, K of [M, K] x [K, N]
 
@@ -36,9 +40,16 @@ class _Call:
 def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
     """Events, the window's start and end in ns, and its steps. Raises CheckFailed if the trace lacks steps, or kernels that belong to them."""
     spans = [record for record in trace["traceEvents"] if record.get("ph") == "X"]
-    steps = sorted((s for s in spans if s.get("cat") == "user_annotation" and s["name"].startswith(STEP)), key=lambda s: s["ts"])
+    steps = sorted(
+        (s for s in spans if s.get("cat") == "user_annotation" and s["name"].startswith(STEP)),
+        key=lambda s: s["ts"],
+    )
     if len(steps) < 2:
-        raise CheckFailed(f"the trace holds {len(steps)} steps", "a lead-in and at least one more are needed", "profile --steps 1 or more")
+        raise CheckFailed(
+            f"the trace holds {len(steps)} steps",
+            "a lead-in and at least one more are needed",
+            "profile --steps 1 or more",
+        )
     threads = defaultdict(list)
     for span in spans:
         if span.get("cat") in ("cpu_op", "user_annotation", *LAUNCHES):
@@ -46,23 +57,49 @@ def timeline(trace: Mapping, roles: Roles) -> tuple[list[Event], int, int, int]:
     on_gpu = [span for span in spans if span.get("cat") in ON_GPU]
     if not on_gpu:
         # Ranges, autograd nodes and functions (no namespace) are left out: their own time is Python and bookkeeping.
-        ops = [(s, calls) for s, calls in _nested(threads.pop(steps[0]["tid"])) if s["cat"] == "cpu_op" and "::" in s["name"]]
-        events = [_event(span, 0, "op", calls, roles) for span, calls in ops if not AUTOGRAD.search(span["name"])]
+        ops = [
+            (s, calls)
+            for s, calls in _nested(threads.pop(steps[0]["tid"]))
+            if s["cat"] == "cpu_op" and "::" in s["name"]
+        ]
+        events = [
+            _event(span, 0, "op", calls, roles)
+            for span, calls in ops
+            if not AUTOGRAD.search(span["name"])
+        ]
         for number, others in enumerate(threads.values(), start=1):
-            events += [_event(s, number, "kernel", ()) for s in others if s["name"].startswith("gloo:")]
+            events += [
+                _event(s, number, "kernel", ()) for s in others if s["name"].startswith("gloo:")
+            ]
         return events, _end(steps[0]), _end(steps[-1]), len(steps) - 1
-    on_host = [(span, calls) for thread in threads.values() for span, calls in _nested(thread) if span["cat"] in LAUNCHES]
-    launches = {span["args"].get("correlation"): (_ns(span["ts"]), calls) for span, calls in on_host}
+    on_host = [
+        (span, calls)
+        for thread in threads.values()
+        for span, calls in _nested(thread)
+        if span["cat"] in LAUNCHES
+    ]
+    launches = {
+        span["args"].get("correlation"): (_ns(span["ts"]), calls) for span, calls in on_host
+    }
     launched = [launches.get(span["args"].get("correlation"), (-1, ())) for span in on_gpu]
     streams = [(span["args"].get("stream", 0), ON_GPU[span["cat"]]) for span in on_gpu]
-    kernels = [_event(s, *stream, calls, roles) for s, stream, (_, calls) in zip(on_gpu, streams, launched, strict=True)]
+    kernels = [
+        _event(s, *stream, calls, roles)
+        for s, stream, (_, calls) in zip(on_gpu, streams, launched, strict=True)
+    ]
     # Gathers that a step launches last run into the next step, or, after the last step, alone and thus sooner: the main stream counts.
     main = main_stream(kernels, [class_of(kernel) for kernel in kernels])
-    on_main = [(moment, kernel.end_ns) for kernel, (moment, _) in zip(kernels, launched, strict=True) if kernel.stream == main]
+    on_main = [
+        (moment, kernel.end_ns)
+        for kernel, (moment, _) in zip(kernels, launched, strict=True)
+        if kernel.stream == main
+    ]
     return kernels, _last_end(steps[0], on_main), _last_end(steps[-1], on_main), len(steps) - 1
 
 
-def _event(span: Mapping, stream: int, kind: str, calls: Sequence[_Call], roles: Roles | None = None) -> Event:
+def _event(
+    span: Mapping, stream: int, kind: str, calls: Sequence[_Call], roles: Roles | None = None
+) -> Event:
     label, flops = roles.product(calls) if roles else ("", 0)
     within = tuple(call.name for call in calls)
     return Event(span["name"], _ns(span["ts"]), _end(span), stream, kind, within, label, flops)
@@ -85,7 +122,9 @@ def _nested(thread: Sequence[Mapping]) -> Iterator[tuple[Mapping, tuple[_Call, .
             stack.pop()
         if span["cat"] not in LAUNCHES:
             first, dims = FIRST_FACTOR.get(span["name"]), span.get("args", {}).get("Input Dims", [])
-            stack.append(_Call(span["name"], _end(span), [] if first is None else dims[first : first + 2]))
+            stack.append(
+                _Call(span["name"], _end(span), [] if first is None else dims[first : first + 2])
+            )
         yield span, tuple(stack)
 
 
@@ -95,7 +134,12 @@ class Roles:
     def __init__(self, shape: ModelShape, tokens: int, weights_train: bool):
         """`tokens`: rows of x in a micro-batch. `weights_train`: the matrices get gradients of their own."""
         hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
-        blocks = {"qkv": (shape.qkv_size, hidden), "o": (hidden, shape.attention_size), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
+        blocks = {
+            "qkv": (shape.qkv_size, hidden),
+            "o": (hidden, shape.attention_size),
+            "gate_up": (2 * ffn, hidden),
+            "down": (hidden, ffn),
+        }
         self.forward: dict[Shape, list[str]] = defaultdict(list)
         self.backward: dict[Shape, list[str]] = defaultdict(list)
         for role, (out, columns) in {**blocks, "head": (shape.vocab_size, hidden)}.items():
@@ -107,7 +151,11 @@ class Roles:
     def name(self, shape: Shape, in_backward: bool) -> str:
         """Role and shape. Roles of equal shape are all named, and a shape without a role stands for itself."""
         forward, backward = self.forward.get(shape, []), self.backward.get(shape, [])
-        names = (backward or [f"{name} again" for name in forward]) if in_backward else (forward or backward)
+        names = (
+            (backward or [f"{name} again" for name in forward])
+            if in_backward
+            else (forward or backward)
+        )
         size = " x ".join(map(str, shape))
         return f"{' or '.join(names)}: {size}" if names else size
 
@@ -118,7 +166,10 @@ class Roles:
             return "", 0
         (rows, inner), (_, columns) = call.factors
         flops, call.counted = 0 if call.counted else 2 * rows * columns * inner, True
-        return self.name((rows, columns, inner), any(outer.name.startswith("autograd::engine") for outer in calls)), flops
+        return self.name(
+            (rows, columns, inner),
+            any(outer.name.startswith("autograd::engine") for outer in calls),
+        ), flops
 
 
 def _ns(microseconds: float) -> int:

@@ -48,7 +48,9 @@ def documents(stdlib: Path | None = None) -> list[Document]:
     root = stdlib or Path(sysconfig.get_path("stdlib"))
     found: dict[str, Document] = {}
     for document in (*module_documents(root), *_topic_documents()):
-        found.setdefault(document.text, document)  # a text that occurs twice must not be in train and in validation
+        found.setdefault(
+            document.text, document
+        )  # a text that occurs twice must not be in train and in validation
     characters = sum(map(len, found))
     if characters < MIN_CORPUS_CHARACTERS:
         raise DataError(
@@ -56,17 +58,23 @@ def documents(stdlib: Path | None = None) -> list[Document]:
             "this Python has no sources of its standard library (a minimal or compiled-only install)",
             "use a full Python, e.g. Debian's python3 instead of python3-minimal",
         )
-    return sorted(found.values(), key=lambda document: hashlib.sha256(document.text.encode()).digest())
+    return sorted(
+        found.values(), key=lambda document: hashlib.sha256(document.text.encode()).digest()
+    )
 
 
-def split(corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS) -> tuple[list[str], list[str]]:
+def split(
+    corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS
+) -> tuple[list[str], list[str]]:
     """(train texts, validation texts), each in the order of `corpus`."""
     held_out = held_out_sources(corpus, validation_characters)
     train = [document.text for document in corpus if document.source not in held_out]
     return train, [document.text for document in corpus if document.source in held_out]
 
 
-def held_out_sources(corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS) -> set[str]:
+def held_out_sources(
+    corpus: list[Document], validation_characters: int = VALIDATION_CHARACTERS
+) -> set[str]:
     """The modules and topics whose texts are for validation.
 
     Whole modules are held out, in the order of their names' SHA-256, until there are enough characters. Texts of one file repeat each
@@ -80,7 +88,9 @@ def held_out_sources(corpus: list[Document], validation_characters: int = VALIDA
     for source in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if characters >= validation_characters:
             break
-        if sizes[source] <= validation_characters // 10:  # one big module would be most of the validation set
+        if (
+            sizes[source] <= validation_characters // 10
+        ):  # one big module would be most of the validation set
             held_out.add(source)
             characters += sizes[source]
     return held_out
@@ -160,10 +170,18 @@ def _docstrings(tree: ast.Module, module: str) -> Iterator[str]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text and len(text) >= MIN_CHARACTERS:
-                arguments = f"({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+                arguments = (
+                    f"({ast.unparse(node.args)})"
+                    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                    else ""
+                )
                 yield f"{name}{arguments}\n\n{text}\n"
         for child in ast.iter_child_nodes(node):
-            inner = f"{name}.{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else name
+            inner = (
+                f"{name}.{child.name}"
+                if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                else name
+            )
             stack.append((child, inner))
 
 

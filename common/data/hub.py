@@ -33,35 +33,60 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
     try:
         import huggingface_hub
     except ImportError as error:
-        raise PreflightError("huggingface_hub is not installed", str(error), "pip install -e '.[prepare]'") from None
+        raise PreflightError(
+            "huggingface_hub is not installed", str(error), "pip install -e '.[prepare]'"
+        ) from None
     where: dict[str, Any] = {"repo_id": repository, "revision": revision, "repo_type": kind}
     try:
         with locked(folder / f"{STAGE}.lock"):
-            entries = _watched(lambda: list(huggingface_hub.HfApi().list_repo_tree(recursive=True, **where)), lambda: 0)
+            entries = _watched(
+                lambda: list(huggingface_hub.HfApi().list_repo_tree(recursive=True, **where)),
+                lambda: 0,
+            )
             listed = [entry for entry in entries if hasattr(entry, "size")]
             for name in names:
                 entry = next((entry for entry in listed if Path(entry.path).name == name), None)
                 if entry is None:
-                    raise DataError(f"{repository} has no {name}", f"it is not in revision {revision}", "fetch it by hand, as below")
+                    raise DataError(
+                        f"{repository} has no {name}",
+                        f"it is not in revision {revision}",
+                        "fetch it by hand, as below",
+                    )
                 _require_names(entry, repository)
                 if not (folder / name).exists():
                     require_free_space(folder, entry.size, name)
-                    staged = _staged(huggingface_hub.hf_hub_url(filename=entry.path, **where), entry, folder / STAGE)
+                    staged = _staged(
+                        huggingface_hub.hf_hub_url(filename=entry.path, **where),
+                        entry,
+                        folder / STAGE,
+                    )
                     if wrong := _difference(staged, entry):
                         staged.unlink()
-                        raise DataError(f"{name} came damaged: {wrong}", f"from {repository}", "start again: it is fetched anew")
+                        raise DataError(
+                            f"{name} came damaged: {wrong}",
+                            f"from {repository}",
+                            "start again: it is fetched anew",
+                        )
                     staged.replace(folder / name)
                 elif wrong := _difference(folder / name, entry):
                     do = "move it away, and start again"
-                    raise StorageError(f"{folder / name} is not the file of {repository}", f"{wrong}; nothing is overwritten", do)
+                    raise StorageError(
+                        f"{folder / name} is not the file of {repository}",
+                        f"{wrong}; nothing is overwritten",
+                        do,
+                    )
                 say(f"{folder / name}: {entry.size:,} bytes, as {repository} has it at {revision}")
             shutil.rmtree(folder / STAGE, ignore_errors=True)
     except RunError:
         raise
-    except Exception as error:  # httpx's, the hub's own and the system's: the versions of the hub differ in them
+    except (
+        Exception
+    ) as error:  # httpx's, the hub's own and the system's: the versions of the hub differ in them
         text = str(error).strip().partition("\n")[0]
         do = "check the network; for a gated repository accept its license on its page, then: hf auth login"
-        raise failure_of(error) or DataError(f"{repository} could not be downloaded", f"{type(error).__name__}: {text}", do) from error
+        raise failure_of(error) or DataError(
+            f"{repository} could not be downloaded", f"{type(error).__name__}: {text}", do
+        ) from error
 
 
 def _staged(url: str, entry, folder: Path) -> Path:
@@ -79,13 +104,21 @@ def _staged(url: str, entry, folder: Path) -> Path:
             headers = build_hf_headers()
             try:
                 _watched(
-                    lambda: http_get(url, bounded, resume_size=file.tell(), headers=headers, expected_size=entry.size),
+                    lambda: http_get(
+                        url,
+                        bounded,
+                        resume_size=file.tell(),
+                        headers=headers,
+                        expected_size=entry.size,
+                    ),
                     lambda: path.stat().st_size,
                 )
             except TooLarge:
                 path.unlink()
                 why = f"the hub's list says {entry.size:,} bytes"
-                raise DataError(f"{url} sends more than its size", why, "do not trust this server") from None
+                raise DataError(
+                    f"{url} sends more than its size", why, "do not trust this server"
+                ) from None
     return path
 
 
@@ -93,7 +126,11 @@ def _require_names(entry: Any, repository: str) -> None:
     """Raise DataError unless the sum that names a staged file is a sum: a path in its place would lead out of the folder."""
     sums = (entry.lfs.sha256, 64) if entry.lfs else (entry.blob_id, 40)
     name, length = sums
-    if not isinstance(name, str) or not re.fullmatch(f"[0-9a-f]{{{length}}}", name) or type(entry.size) is not int:
+    if (
+        not isinstance(name, str)
+        or not re.fullmatch(f"[0-9a-f]{{{length}}}", name)
+        or type(entry.size) is not int
+    ):
         what = f"{repository} lists {entry.path} with the sum {str(name)[:80]!r} and the size {entry.size!r}"
         raise DataError(what, f"a sum is {length} hexadecimal digits", "do not trust this server")
 
@@ -158,5 +195,8 @@ def _difference(path: Path, entry) -> str:
     if entry.lfs is not None:
         found, expected = sha256_of(path), entry.lfs.sha256
     else:
-        found, expected = hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest(), entry.blob_id
+        found, expected = (
+            hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest(),
+            entry.blob_id,
+        )
     return f"its sum is {found}, {expected} expected" if found != expected else ""

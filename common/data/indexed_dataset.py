@@ -32,7 +32,12 @@ from common.errors import DataError, StorageError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, N, D: 34 bytes
-DTYPE_CODES = {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # of token ids: integers of 16 bits or more; Megatron has others too
+DTYPE_CODES = {
+    3: "<i2",
+    4: "<i4",
+    5: "<i8",
+    8: "<u2",
+}  # of token ids: integers of 16 bits or more; Megatron has others too
 CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
 
 
@@ -42,11 +47,24 @@ class Index:
     sequence_lengths int32 [N] in tokens, sequence_offsets int64 [N] in bytes, document_boundaries int64 [D] in sequences.
     """
 
-    def __init__(self, prefix: Path, dtype: np.dtype, lengths: np.ndarray, offsets: np.ndarray, boundaries: np.ndarray):
+    def __init__(
+        self,
+        prefix: Path,
+        dtype: np.dtype,
+        lengths: np.ndarray,
+        offsets: np.ndarray,
+        boundaries: np.ndarray,
+    ):
         self.prefix, self.dtype = prefix, dtype
-        self.sequence_lengths, self.sequence_offsets, self.document_boundaries = lengths, offsets, boundaries
+        self.sequence_lengths, self.sequence_offsets, self.document_boundaries = (
+            lengths,
+            offsets,
+            boundaries,
+        )
         self.num_sequences, self.num_documents = len(lengths), len(boundaries) - 1
-        self.num_tokens = (int(offsets[-1]) // dtype.itemsize + int(lengths[-1])) if len(lengths) else 0
+        self.num_tokens = (
+            (int(offsets[-1]) // dtype.itemsize + int(lengths[-1])) if len(lengths) else 0
+        )
 
     @classmethod
     def read(cls, prefix: Path) -> Index:
@@ -54,7 +72,9 @@ class Index:
         prefix = Path(prefix)
         path = index_path(prefix)
         try:
-            raw = np.fromfile(path, np.uint8)  # no memory map: in one, a file that is cut later would end the process with SIGBUS
+            raw = np.fromfile(
+                path, np.uint8
+            )  # no memory map: in one, a file that is cut later would end the process with SIGBUS
         except OSError as error:
             raise _cannot_open(path, error) from error
         dtype, num_sequences, num_boundaries = _read_header(path, raw)
@@ -73,7 +93,11 @@ class Index:
         except OSError as error:
             raise _cannot_open(path, error) from error
         if got != expected:
-            raise wrong(path, f"{expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} bytes, from the .idx)", f"{got} bytes")
+            raise wrong(
+                path,
+                f"{expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} bytes, from the .idx)",
+                f"{got} bytes",
+            )
 
     def open_tokens(self) -> Tokens:
         """Open the `.bin`. In a timed run: only after run_start."""
@@ -107,7 +131,9 @@ class Tokens(AbstractContextManager):
                 part = os.pread(self._file.fileno(), size - len(data), first * itemsize + len(data))
             except OSError as error:
                 what = f"{self.path}: {error.strerror}"
-                raise StorageError(what, f"reading token {first} failed", "check the disk or the mount") from error
+                raise StorageError(
+                    what, f"reading token {first} failed", "check the disk or the mount"
+                ) from error
             if not part:
                 got = f"{len(data) // itemsize} (the file became shorter while it was open)"
                 raise wrong(self.path, f"{count} tokens at token {first}", got)
@@ -116,14 +142,18 @@ class Tokens(AbstractContextManager):
 
     def read_sequence(self, sequence: int, offset: int, count: int) -> np.ndarray:
         """`count` token ids of one sequence from its token `offset` on."""
-        return self.read(int(self.index.sequence_offsets[sequence]) // self.index.dtype.itemsize + offset, count)
+        return self.read(
+            int(self.index.sequence_offsets[sequence]) // self.index.dtype.itemsize + offset, count
+        )
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
 
 
 def index_path(prefix: Path) -> Path:
-    return Path(f"{prefix}.idx")  # not with_suffix: prefixes such as `c4-train.en_6_text_document` have dots
+    return Path(
+        f"{prefix}.idx"
+    )  # not with_suffix: prefixes such as `c4-train.en_6_text_document` have dots
 
 
 def tokens_path(prefix: Path) -> Path:
@@ -135,9 +165,13 @@ def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
     size = len(raw)
     if size < HEADER.size:
         raise wrong(path, f"a header of {HEADER.size} bytes", f"{size} bytes in all")
-    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(
+        raw[: HEADER.size].tobytes()
+    )
     if magic != MAGIC:
-        raise wrong(path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: this is no Megatron index")
+        raise wrong(
+            path, f"the first bytes to be {MAGIC!r}", f"{magic!r}: this is no Megatron index"
+        )
     if version != VERSION:
         raise wrong(path, f"version {VERSION}", f"version {version}")
     if code not in DTYPE_CODES:
@@ -145,7 +179,11 @@ def _read_header(path: Path, raw: np.ndarray) -> tuple[np.dtype, int, int]:
         raise wrong(path, f"a dtype code of token ids: {known}", f"code {code}")
     expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
     if size != expected:
-        raise wrong(path, f"{expected} bytes for {num_sequences} sequences and {num_boundaries} boundaries", f"{size} bytes")
+        raise wrong(
+            path,
+            f"{expected} bytes for {num_sequences} sequences and {num_boundaries} boundaries",
+            f"{size} bytes",
+        )
     return np.dtype(DTYPE_CODES[code]), num_sequences, num_boundaries
 
 
@@ -156,7 +194,11 @@ def _check_boundaries(path: Path, boundaries: np.ndarray, num_sequences: int) ->
     falling = boundaries[1:] < boundaries[:-1]
     if falling.any():
         at = int(falling.argmax())
-        raise wrong(path, "document boundaries that never fall", f"{boundaries[at]} then {boundaries[at + 1]} at document {at}")
+        raise wrong(
+            path,
+            "document boundaries that never fall",
+            f"{boundaries[at]} then {boundaries[at + 1]} at document {at}",
+        )
 
 
 def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:
@@ -174,15 +216,24 @@ def _check_offsets(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsiz
         if got[0] != expected_first or not np.array_equal(got[1:], ends[:-1]):
             expected = np.concatenate(([expected_first], ends[:-1]))
             at = int((got != expected).argmax())
-            raise wrong(path, f"sequence {start + at} at byte {expected[at]} (sum of the lengths before)", f"byte {got[at]}")
+            raise wrong(
+                path,
+                f"sequence {start + at} at byte {expected[at]} (sum of the lengths before)",
+                f"byte {got[at]}",
+            )
         expected_first = int(ends[-1])
 
 
 def wrong(path: Path, expected: str, got: str) -> DataError:
     what = f"{path}: expected {expected}, got {got}"
-    return DataError(what, "the file is damaged, incomplete or of another kind", "fetch or build it again")
+    return DataError(
+        what, "the file is damaged, incomplete or of another kind", "fetch or build it again"
+    )
 
 
 def _cannot_open(path: Path, error: OSError) -> DataError:
-    what, why = f"{path}: cannot be opened: {error.strerror}", "the token files are named by rules.py and DATADIR"
+    what, why = (
+        f"{path}: cannot be opened: {error.strerror}",
+        "the token files are named by rules.py and DATADIR",
+    )
     return DataError(what, why, "check DATADIR, or prepare the data")

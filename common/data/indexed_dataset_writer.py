@@ -7,7 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION, Index, index_path, tokens_path, wrong
+from common.data.indexed_dataset import (
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    Index,
+    index_path,
+    tokens_path,
+    wrong,
+)
 
 UINT16_VOCAB_LIMIT = 65500  # megatron-core, DType.optimal_dtype
 
@@ -26,7 +35,9 @@ class Writer:
     def __init__(self, prefix: Path, vocab_size: int):
         self.prefix, self.vocab_size, self.dtype = Path(prefix), vocab_size, token_dtype(vocab_size)
         self.lengths = array("i")
-        self._partial_bin, self._partial_index = (Path(f"{prefix}.{kind}.partial") for kind in ("bin", "idx"))
+        self._partial_bin, self._partial_index = (
+            Path(f"{prefix}.{kind}.partial") for kind in ("bin", "idx")
+        )
         self._bin = self._partial_bin.open("wb")
 
     def add(self, ids: np.ndarray | list[int]) -> None:
@@ -34,11 +45,17 @@ class Writer:
         wide = np.asarray(ids, dtype=np.int64)
         path = tokens_path(self.prefix)
         if wide.ndim != 1 or not wide.size:
-            raise wrong(path, f"document {len(self.lengths)} as a non-empty list of ids", f"an array of shape {wide.shape}")
+            raise wrong(
+                path,
+                f"document {len(self.lengths)} as a non-empty list of ids",
+                f"an array of shape {wide.shape}",
+            )
         low, high = int(wide.min()), int(wide.max())
         if low < 0 or high >= self.vocab_size:
             expected = f"ids from 0 to {self.vocab_size - 1}, stored as {self.dtype.name}"
-            raise wrong(path, expected, f"id {low if low < 0 else high} in document {len(self.lengths)}")
+            raise wrong(
+                path, expected, f"id {low if low < 0 else high} in document {len(self.lengths)}"
+            )
         self._bin.write(wide.astype(self.dtype).tobytes())
         self.lengths.append(wide.size)
 
@@ -52,10 +69,16 @@ class Writer:
         code = next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == self.dtype)
         with self._partial_index.open("wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
-            for part in (lengths, ends - lengths * self.dtype.itemsize, np.arange(len(lengths) + 1, dtype="<i8")):
+            for part in (
+                lengths,
+                ends - lengths * self.dtype.itemsize,
+                np.arange(len(lengths) + 1, dtype="<i8"),
+            ):
                 file.write(part.tobytes())
         self._partial_bin.replace(tokens_path(self.prefix))
-        self._partial_index.replace(index_path(self.prefix))  # last: where an .idx exists the pair is complete
+        self._partial_index.replace(
+            index_path(self.prefix)
+        )  # last: where an .idx exists the pair is complete
         index = Index.read(self.prefix)
         index.check_token_file_size()
         return index

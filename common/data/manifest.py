@@ -36,17 +36,27 @@ class Manifest:
     def read(cls, path: Path) -> Manifest:
         """Raises DataError if there is no manifest at `path`."""
         if path.exists() and not path.is_file():
-            raise DataError(f"{path} is no regular file", "a pipe or a device may never end", "name an existing manifest")
+            raise DataError(
+                f"{path} is no regular file",
+                "a pipe or a device may never end",
+                "name an existing manifest",
+            )
         try:
             table = json.loads(Path(path).read_text())
             files = {name: FileFacts(**facts) for name, facts in table["files"].items()}
             pairs = {name: PairFacts(**facts) for name, facts in table["pairs"].items()}
             return cls(table["source"], table["vocab_size"], files, pairs)
         except OSError as error:
-            raise DataError(f"{path}: cannot be opened: {error.strerror}", "no manifest there", "name an existing manifest") from error
+            raise DataError(
+                f"{path}: cannot be opened: {error.strerror}",
+                "no manifest there",
+                "name an existing manifest",
+            ) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = f"{path}: not a manifest: {error!r}"
-            raise DataError(what, "the file is damaged or of another kind", "restore it, or write it again") from error
+            raise DataError(
+                what, "the file is damaged or of another kind", "restore it, or write it again"
+            ) from error
 
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(asdict(self), indent=2).encode() + b"\n")

@@ -22,12 +22,16 @@ class Prefetcher:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.ready: queue.Queue = queue.Queue(depth)
         self.ahead: Tensor | BaseException | None = None
-        self.thread = threading.Thread(target=self._read, args=(batches,), name="prefetch", daemon=True)
+        self.thread = threading.Thread(
+            target=self._read, args=(batches,), name="prefetch", daemon=True
+        )
         self.thread.start()
 
     def _read(self, batches: Iterator[np.ndarray]) -> None:
         if self.stream is not None:
-            torch.cuda.set_device(self.device)  # per thread: pinning would otherwise open a context on GPU 0, for every rank
+            torch.cuda.set_device(
+                self.device
+            )  # per thread: pinning would otherwise open a context on GPU 0, for every rank
         try:
             for batch in batches:
                 tensor = torch.from_numpy(batch)

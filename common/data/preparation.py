@@ -38,7 +38,9 @@ class Bar:
         if now - self.shown >= BAR_SECONDS and done:
             self.shown = now
             left_s = (now - self.began) * (self.total - done) / done
-            say(f"{self.title} {done / self.total:.0%} ({done:,} of {self.total:,} {self.unit}, {left_s:.0f} s left)")
+            say(
+                f"{self.title} {done / self.total:.0%} ({done:,} of {self.total:,} {self.unit}, {left_s:.0f} s left)"
+            )
 
 
 @contextmanager
@@ -50,7 +52,9 @@ def locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
-                say(f"note: {path.parent} is on a file system without locks: do not start two preparations of it at once")
+                say(
+                    f"note: {path.parent} is on a file system without locks: do not start two preparations of it at once"
+                )
             else:
                 say(f"waiting: another process holds {path}")
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -59,11 +63,19 @@ def locked(path: Path) -> Iterator[None]:
 
 def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
     """Raise PreflightError unless the file system of `folder` has that much space; the folder need not exist yet."""
-    existing = next(place for place in (folder.resolve(), *folder.resolve().parents) if place.exists())
+    existing = next(
+        place for place in (folder.resolve(), *folder.resolve().parents) if place.exists()
+    )
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
-        what = f"{folder}: {for_what} needs {needed_bytes / 1e9:.0f} GB, {free / 1e9:.1f} GB are free"
-        raise PreflightError(what, f"the file system of {existing} is too full", "free space, or name a folder on another disk")
+        what = (
+            f"{folder}: {for_what} needs {needed_bytes / 1e9:.0f} GB, {free / 1e9:.1f} GB are free"
+        )
+        raise PreflightError(
+            what,
+            f"the file system of {existing} is too full",
+            "free space, or name a folder on another disk",
+        )
 
 
 @dataclass(frozen=True)
@@ -89,13 +101,19 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
         return
     foreign = [folder / name for name in recipe.files if (folder / name).exists()]
     if foreign and not manifest.exists() and not lock.exists():
-        raise StorageError(f"{foreign[0]}: exists already", "it was not made here, and nothing is overwritten", "name another folder")
+        raise StorageError(
+            f"{foreign[0]}: exists already",
+            "it was not made here, and nothing is overwritten",
+            "name another folder",
+        )
     with locked(lock):
         if not (defect := _defect(folder, recipe)):  # another process has built it meanwhile
             return
         say(f"building the {recipe.title} in {shown(folder)}, once ({defect})")
         began = time.monotonic()
-        manifest.unlink(missing_ok=True)  # a kill from here on must not leave a manifest of older files
+        manifest.unlink(
+            missing_ok=True
+        )  # a kill from here on must not leave a manifest of older files
         pairs = build(folder)
         files = {name: facts_of(folder / name) for name in recipe.files}
         Manifest(recipe.source, recipe.vocab_size, files, pairs).write(manifest)
@@ -109,7 +127,11 @@ def _defect(folder: Path, recipe: Recipe) -> str:
     if damage := damage_of(folder / recipe.manifest):
         return damage
     manifest = Manifest.read(folder / recipe.manifest)
-    if (manifest.source, manifest.vocab_size, set(manifest.files)) != (recipe.source, recipe.vocab_size, set(recipe.files)):
+    if (manifest.source, manifest.vocab_size, set(manifest.files)) != (
+        recipe.source,
+        recipe.vocab_size,
+        set(recipe.files),
+    ):
         return f"built by another recipe: {manifest.source}"
     return ""
 

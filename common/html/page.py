@@ -49,11 +49,25 @@ def render(title: str, sections: Iterable[Section]) -> str:
         from markupsafe import Markup
     except ImportError as error:
         raise PreflightError("the page cannot be made", str(error), "pip install jinja2") from None
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=jinja2.FileSystemLoader(TEMPLATES))
-    environment.globals["source"] = lambda name: Markup((TEMPLATES / name).read_text(encoding="utf-8"))
-    shown = [(title, found) for title, blocks in sections if (found := [block for block in blocks if next(iter(block.values()))])]
+    environment = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+    )
+    environment.globals["source"] = lambda name: Markup(
+        (TEMPLATES / name).read_text(encoding="utf-8")
+    )
+    shown = [
+        (title, found)
+        for title, blocks in sections
+        if (found := [block for block in blocks if next(iter(block.values()))])
+    ]
     charts = any("chart" in block for _, blocks in shown for block in blocks)
-    return environment.get_template("page.html").render(title=title, sections=shown, charts=charts) + "\n"
+    return (
+        environment.get_template("page.html").render(title=title, sections=shown, charts=charts)
+        + "\n"
+    )
 
 
 def banner(state: str, *lines: str) -> Block:
@@ -61,7 +75,9 @@ def banner(state: str, *lines: str) -> Block:
     return {"banner": lines, "state": state}
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str | Link]], words: Sequence[int] = (0,)) -> Block:
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str | Link]], words: Sequence[int] = (0,)
+) -> Block:
     """Columns hold numbers but for `words`. Without heads: names, and what they stand for."""
     return {"table": rows, "heads": heads, "words": words if heads else (0, 1)}
 
@@ -69,12 +85,16 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str | Link]], words: Seq
 def shares(parts: dict[str, float]) -> Block:
     """One bar for all seconds, divided as `parts` are."""
     bar = [
-        (name, f"{value / sum(parts.values()):.1%}", f"{value:,.1f}", COLORS[at]) for at, (name, value) in enumerate(parts.items()) if value
+        (name, f"{value / sum(parts.values()):.1%}", f"{value:,.1f}", COLORS[at])
+        for at, (name, value) in enumerate(parts.items())
+        if value
     ]
     return {"shares": bar}
 
 
-def chart(label: str, x: str, curves: Iterable[Curve], reduce: Callable = fmean, **more: Any) -> Block:
+def chart(
+    label: str, x: str, curves: Iterable[Curve], reduce: Callable = fmean, **more: Any
+) -> Block:
     """Curves over `x`, of more than MAX_POINTS what `reduce` makes of the y of so many parts. `more`: `target`, a level of y; `band`, from
     and to an x; `sync`, a name: charts of one name share their cursor."""
     series = []
@@ -83,23 +103,44 @@ def chart(label: str, x: str, curves: Iterable[Curve], reduce: Callable = fmean,
         size = -(-len(spots) // MAX_POINTS)
         parts = [spots[start : start + size] for start in range(0, len(spots), size or 1)]
         ys = [reduce([y for _, y in part]) for part in parts]
-        data = [[float(f"{value:.6g}") for value in column] for column in ([part[0][0] for part in parts], ys)]
-        look = {"color": COLORS[curve.color % len(COLORS)], "dashed": curve.color >= len(COLORS), "dots": curve.dots}
+        data = [
+            [float(f"{value:.6g}") for value in column]
+            for column in ([part[0][0] for part in parts], ys)
+        ]
+        look = {
+            "color": COLORS[curve.color % len(COLORS)],
+            "dashed": curve.color >= len(COLORS),
+            "dots": curve.dots,
+        }
         series += [{"name": curve.name, "data": data, **look}] * bool(parts)
     return {"chart": series and {"label": label, "x": x, "series": series, **more}}
 
 
 def points(records: Iterable[dict], x: str, y: str) -> list[tuple[float, float]]:
-    return [(record[x], record[y]) for record in records if finite(record.get(x)) and finite(record.get(y))]
+    return [
+        (record[x], record[y])
+        for record in records
+        if finite(record.get(x)) and finite(record.get(y))
+    ]
 
 
 def span(values: Sequence[float], form: str = ",.0f") -> str:
     """Least, median and most of `values`."""
-    return " / ".join(format(value, form) for value in (min(values), median(values), max(values))) if values else "-"
+    return (
+        " / ".join(format(value, form) for value in (min(values), median(values), max(values)))
+        if values
+        else "-"
+    )
 
 
 def number(value: object) -> str:
     """Whole numbers in full, others with about four digits; a dash for what is missing."""
     if value is None or not finite(value):
         return "-" if value is None else str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4f}"  # type: ignore[arg-type]
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:,.1f}"
+        if abs(value) >= 100
+        else f"{value:.4f}"
+    )  # type: ignore[arg-type]

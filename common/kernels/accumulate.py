@@ -16,7 +16,9 @@ from torch import Tensor
 from common.kernels.architecture import Tile, architecture, assert_contiguous
 
 
-def accumulate_reference(total: Tensor | None, part: Tensor, others: Tensor | None = None) -> Tensor:
+def accumulate_reference(
+    total: Tensor | None, part: Tensor, others: Tensor | None = None
+) -> Tensor:
     """total: fp32, changed in place; part: of the same shape, contiguous. Without a total, a new one that is `part`.
 
     others: [n, *part.shape], contiguous, in part's dtype: then the mean of `part` and these n is added, computed in fp32.
@@ -27,7 +29,15 @@ def accumulate_reference(total: Tensor | None, part: Tensor, others: Tensor | No
 
 
 @triton.jit
-def _accumulate_kernel(total_ptr, part_ptr, others_ptr, size, OTHERS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+def _accumulate_kernel(
+    total_ptr,
+    part_ptr,
+    others_ptr,
+    size,
+    OTHERS: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     value = tl.load(part_ptr + place, mask=mask, other=0.0).to(tl.float32)
@@ -54,7 +64,9 @@ def accumulate_triton(total: Tensor | None, part: Tensor, others: Tensor | None 
     tile = accumulate_settings(architecture(part.device))
     grid = (triton.cdiv(part.numel(), tile.columns),)
     count = 0 if others is None else len(others)
-    _accumulate_kernel[grid](total, part, others, part.numel(), count, first, tile.columns, **tile.options)
+    _accumulate_kernel[grid](
+        total, part, others, part.numel(), count, first, tile.columns, **tile.options
+    )
     return total
 
 
@@ -70,19 +82,37 @@ def add_rows_reference(total: Tensor, ids: Tensor, rows: Tensor, first: int, ran
 
 
 @triton.jit
-def _add_rows_kernel(total_ptr, ids_ptr, order_ptr, rows_ptr, tokens, first, end, size, ranks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_rows_kernel(
+    total_ptr,
+    ids_ptr,
+    order_ptr,
+    rows_ptr,
+    tokens,
+    first,
+    end,
+    size,
+    ranks,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     place = tl.program_id(0)
     token = tl.load(ids_ptr + place)
     before = tl.load(ids_ptr + place - 1, mask=place > 0, other=-1)
-    if (token != before) & (token >= first) & (token < end):  # the first of equal ids adds up the rows of all
+    if (
+        (token != before) & (token >= first) & (token < end)
+    ):  # the first of equal ids adds up the rows of all
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < size
         places = place + tl.arange(0, ROWS)
         same = tl.load(ids_ptr + places, mask=places < tokens, other=-1) == token
-        value = tl.zeros([COLUMNS], dtype=tl.float32)  # of equal ids in the order of the tokens, whichever program comes first
+        value = tl.zeros(
+            [COLUMNS], dtype=tl.float32
+        )  # of equal ids in the order of the tokens, whichever program comes first
         while tl.max(same.to(tl.int32)) > 0:
             row = tl.load(order_ptr + places, mask=same, other=0)
-            part = tl.load(rows_ptr + row[:, None] * size + column, mask=same[:, None] & inside, other=0.0)
+            part = tl.load(
+                rows_ptr + row[:, None] * size + column, mask=same[:, None] & inside, other=0.0
+            )
             value += tl.sum(part.to(tl.float32), axis=0)
             places += ROWS
             same = tl.load(ids_ptr + places, mask=places < tokens, other=-1) == token
@@ -92,7 +122,9 @@ def _add_rows_kernel(total_ptr, ids_ptr, order_ptr, rows_ptr, tokens, first, end
 
 
 def add_rows_settings(arch: str) -> Tile:
-    return Tile(rows=16, columns=512, warps=4)  # 16 rows: " the" is 400 of 8,192 tokens, and one program adds them all; not timed
+    return Tile(
+        rows=16, columns=512, warps=4
+    )  # 16 rows: " the" is 400 of 8,192 tokens, and one program adds them all; not timed
 
 
 def add_rows_triton(total: Tensor, ids: Tensor, rows: Tensor, first: int, ranks: int) -> Tensor:

@@ -24,7 +24,9 @@ class AiterAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         import aiter
 
-        out, lse = aiter.flash_attn_func(q, k, v, causal=True, return_lse=True, how_v3_bf16_cvt=NEAREST_EVEN)
+        out, lse = aiter.flash_attn_func(
+            q, k, v, causal=True, return_lse=True, how_v3_bf16_cvt=NEAREST_EVEN
+        )
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -33,11 +35,29 @@ class AiterAttention(torch.autograd.Function):
         import aiter
 
         q, k, v, out, lse = ctx.saved_tensors
-        gradients = {"dq": torch.zeros_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
-        options = {"is_v3_atomic_fp32": True, "how_v3_bf16_cvt": NEAREST_EVEN, "deterministic": False, "dropout_p": 0.0}
-        options |= {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": True, "window_size_left": -1, "window_size_right": -1}
-        random = lse.new_zeros(2, dtype=torch.int64)  # without dropout nothing reads it, but its address is taken
-        aiter.fmha_v3_bwd(d_out.contiguous(), q, k, v, out, lse, **options, **gradients, rng_state=random)
+        gradients = {
+            "dq": torch.zeros_like(q),
+            "dk": torch.empty_like(k),
+            "dv": torch.empty_like(v),
+        }
+        options = {
+            "is_v3_atomic_fp32": True,
+            "how_v3_bf16_cvt": NEAREST_EVEN,
+            "deterministic": False,
+            "dropout_p": 0.0,
+        }
+        options |= {
+            "softmax_scale": q.shape[-1] ** -0.5,
+            "is_causal": True,
+            "window_size_left": -1,
+            "window_size_right": -1,
+        }
+        random = lse.new_zeros(
+            2, dtype=torch.int64
+        )  # without dropout nothing reads it, but its address is taken
+        aiter.fmha_v3_bwd(
+            d_out.contiguous(), q, k, v, out, lse, **options, **gradients, rng_state=random
+        )
         return gradients["dq"], gradients["dk"], gradients["dv"]
 
 

@@ -29,13 +29,19 @@ class Tile(NamedTuple):
     waves_per_eu: int = 0  # AMD: waves that must find room on a SIMD, which bounds the registers of each; 0: the compiler decides
 
     @property
-    def options(self) -> dict[str, int]:  # that Triton's launcher takes beside the kernel's own arguments
-        return {"num_warps": self.warps} | ({"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {})
+    def options(
+        self,
+    ) -> dict[str, int]:  # that Triton's launcher takes beside the kernel's own arguments
+        return {"num_warps": self.warps} | (
+            {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
+        )
 
 
 def assert_contiguous(kernel: str, *tensors: Tensor | None) -> None:
     """Raise AssertionError for a tensor with gaps or another order: `kernel` would read other elements, or foreign memory."""
-    strides = [tensor.stride() for tensor in tensors if tensor is not None and not tensor.is_contiguous()]
+    strides = [
+        tensor.stride() for tensor in tensors if tensor is not None and not tensor.is_contiguous()
+    ]
     assert not strides, f"{kernel} reads contiguous tensors; one of them has strides {strides[0]}"
 
 

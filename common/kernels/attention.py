@@ -24,22 +24,33 @@ PREFER_CK = "TORCH_ROCM_FA_PREFER_CK"  # torch's own variable
 def attention_engine(device_type: str, dtype: torch.dtype) -> str:
     """Return the name of the engine: ATTENTION_ENGINE's, else repeated heads in bf16 on AMD, else SDPA."""
     on_amd = device_type == "cuda" and torch.version.hip is not None
-    return os.environ.get(ATTENTION_ENGINE, REPEATED_HEADS if on_amd and dtype == torch.bfloat16 else SDPA)
+    return os.environ.get(
+        ATTENTION_ENGINE, REPEATED_HEADS if on_amd and dtype == torch.bfloat16 else SDPA
+    )
 
 
-def attention_backends(device_type: str, dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager:
+def attention_backends(
+    device_type: str, dtype: torch.dtype = torch.bfloat16
+) -> AbstractContextManager:
     """Context for a whole run in `dtype`: the order in which SDPA tries its backends. In 16 bits on a GPU math is none: SDPA then raises.
 
     Raises ConfigError where ATTENTION_ENGINE asks for what this machine cannot do.
     """
     if ATTENTION_ENGINE in os.environ:
-        from common.kernels.attention_engines import require_engine  # imports optional packages: only where one is chosen
+        from common.kernels.attention_engines import (
+            require_engine,
+        )  # imports optional packages: only where one is chosen
 
         require_engine(torch.device(device_type), dtype)
     if device_type == "cuda" and torch.version.hip:
         require_preferred_library()
-    order = [SDPBackend.CUDNN_ATTENTION] * (device_type == "cuda" and not torch.version.hip) + [SDPBackend.FLASH_ATTENTION]
-    return sdpa_kernel(order if device_type == "cuda" and dtype.itemsize == 2 else [*order, SDPBackend.MATH], set_priority=True)
+    order = [SDPBackend.CUDNN_ATTENTION] * (device_type == "cuda" and not torch.version.hip) + [
+        SDPBackend.FLASH_ATTENTION
+    ]
+    return sdpa_kernel(
+        order if device_type == "cuda" and dtype.itemsize == 2 else [*order, SDPBackend.MATH],
+        set_priority=True,
+    )
 
 
 def require_preferred_library() -> None:
@@ -63,5 +74,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from common.kernels.attention_engines import engine_module  # only where one is chosen
 
         return engine_module(engine).causal_attention(q, k, v)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+    )
     return out.transpose(1, 2)

@@ -25,7 +25,9 @@ def engine_module(name: str) -> ModuleType:
     """Return the file of this engine. Raises ConfigError for an unknown name."""
     if name not in KNOWN:
         raise ConfigError(
-            f"{ATTENTION_ENGINE} = {name!r} is no engine", f"known are {', '.join((SDPA, *KNOWN))}", f"write one of them, or {OTHERWISE}"
+            f"{ATTENTION_ENGINE} = {name!r} is no engine",
+            f"known are {', '.join((SDPA, *KNOWN))}",
+            f"write one of them, or {OTHERWISE}",
         )
     return KNOWN[name]
 
@@ -38,9 +40,15 @@ def require_engine(device: torch.device, dtype: torch.dtype) -> None:
     what = f"{ATTENTION_ENGINE} = {os.environ[ATTENTION_ENGINE]!r} cannot be used here"
     gpu = architecture(device) if device.type == "cuda" else "no GPU"
     if gpu not in engine.GPUS or dtype != torch.bfloat16:
-        raise ConfigError(what, f"it is for bf16 on {' and '.join(engine.GPUS)}, this is {str(dtype)[6:]} on {gpu}", OTHERWISE)
+        raise ConfigError(
+            what,
+            f"it is for bf16 on {' and '.join(engine.GPUS)}, this is {str(dtype)[6:]} on {gpu}",
+            OTHERWISE,
+        )
     try:
         for function in engine.FUNCTIONS:
             getattr(import_module(engine.MODULE), function)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise ConfigError(what, f"{type(error).__name__}: {error}", f"{engine.INSTALL}, or {OTHERWISE}") from error
+        raise ConfigError(
+            what, f"{type(error).__name__}: {error}", f"{engine.INSTALL}, or {OTHERWISE}"
+        ) from error

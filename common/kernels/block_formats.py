@@ -30,8 +30,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LEAST_BLOCK_SCALE, LARGEST_BLOCK_SCALE = 2.0**-6, 448.0  # of NVFP4, in e4m3: its smallest normal and its largest number
-LEAST_TENSOR_SCALE = 2.0**-120  # of NVFP4, also of zeros: 1 / t / 2^-6 is still a finite fp32 number
+LEAST_BLOCK_SCALE, LARGEST_BLOCK_SCALE = (
+    2.0**-6,
+    448.0,
+)  # of NVFP4, in e4m3: its smallest normal and its largest number
+LEAST_TENSOR_SCALE = (
+    2.0**-120
+)  # of NVFP4, also of zeros: 1 / t / 2^-6 is still a finite fp32 number
 HADAMARD_SIZE = 16
 # A fixed random draw, the same in every run: the signs of both factors of a product must agree.
 SIGNS = (1, -1, -1, 1, 1, 1, 1, -1, -1, 1, 1, 1, -1, 1, 1, -1)
@@ -77,7 +82,9 @@ class Blocks(NamedTuple):
     """A quantized matrix [rows, columns], filled up with zeros to whole blocks of r x c elements. All fp32."""
 
     elements: Tensor  # [R, r, C, c], numbers of the element format
-    scales: Tensor  # [R, 1, C, 1], what the elements are multiples of: E8M0 numbers, or e4m3 numbers
+    scales: (
+        Tensor  # [R, 1, C, 1], what the elements are multiples of: E8M0 numbers, or e4m3 numbers
+    )
     tensor_scale: Tensor | None  # [], NVFP4's t
     shape: torch.Size  # rows, columns
 
@@ -89,13 +96,26 @@ class Blocks(NamedTuple):
 
 
 def emulate(
-    x: Tensor, form: BlockFormat, element: Element, dtype: torch.dtype, *, square: bool = False, stochastic: bool = False
+    x: Tensor,
+    form: BlockFormat,
+    element: Element,
+    dtype: torch.dtype,
+    *,
+    square: bool = False,
+    stochastic: bool = False,
 ) -> Tensor:
     """x: [rows, columns] as it is after `quantize`, in `dtype`."""
     return quantize(x, form, element, square=square, stochastic=stochastic).dequantize(dtype)
 
 
-def quantize(x: Tensor, form: BlockFormat, element: Element, *, square: bool = False, stochastic: bool = False) -> Blocks:
+def quantize(
+    x: Tensor,
+    form: BlockFormat,
+    element: Element,
+    *,
+    square: bool = False,
+    stochastic: bool = False,
+) -> Blocks:
     """x: [rows, columns] of any float dtype, scaled in blocks of `form.block_size` elements of a row, or in squares.
 
     The last block of a row is short where the size does not divide. `stochastic`: round up with the probability that makes the mean exact,
@@ -103,12 +123,22 @@ def quantize(x: Tensor, form: BlockFormat, element: Element, *, square: bool = F
     """
     size = form.block_size
     height = size if square else 1
-    padded = F.pad(x, (0, -x.shape[1] % size, 0, -x.shape[0] % height)) if x.shape[1] % size or x.shape[0] % height else x
-    blocks = padded.float().contiguous().view(padded.shape[0] // height, height, padded.shape[1] // size, size)
+    padded = (
+        F.pad(x, (0, -x.shape[1] % size, 0, -x.shape[0] % height))
+        if x.shape[1] % size or x.shape[0] % height
+        else x
+    )
+    blocks = (
+        padded.float()
+        .contiguous()
+        .view(padded.shape[0] // height, height, padded.shape[1] // size, size)
+    )
     amax = blocks.abs().amax((1, 3), keepdim=True)
     tensor_scale = None
     if form.has_tensor_scale:
-        largest = amax.new_full((), element.largest)  # by a Python number a GPU divides inexactly: it multiplies by the inverse
+        largest = amax.new_full(
+            (), element.largest
+        )  # by a Python number a GPU divides inexactly: it multiplies by the inverse
         tensor_scale = (amax.max() / (LARGEST_BLOCK_SCALE * largest)).clamp(min=LEAST_TENSOR_SCALE)
         wanted = (amax / largest / tensor_scale).clamp(LEAST_BLOCK_SCALE, LARGEST_BLOCK_SCALE)
         scales = round_to(wanted, E4M3)
@@ -125,7 +155,9 @@ def round_to(x: Tensor, element: Element, stochastic: bool = False) -> Tensor:
 
     The numbers of the format beside x are a power of two apart, `step`: all of this is exact.
     """
-    binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2(|x|)): the exponent's bits alone
+    binade = (x.view(torch.int32) & 0x7F800000).view(
+        torch.float32
+    )  # 2^floor(log2(|x|)): the exponent's bits alone
     step = binade.clamp_(min=2.0**element.min_exponent).mul_(2.0**-element.mantissa_bits)
     steps = x / step
     if stochastic:
@@ -143,7 +175,9 @@ def _exponent(x: Tensor) -> Tensor:
 
 def _power_of_two(exponent: Tensor) -> Tensor:
     """2^exponent in fp32, without rounding; exponent: int32, at least -127 and at most 127 (128 becomes inf)."""
-    return ((exponent + 127) << 23).clamp(min=1 << 22).view(torch.float32)  # 2^-127 is subnormal: the highest bit of its mantissa
+    return (
+        ((exponent + 127) << 23).clamp(min=1 << 22).view(torch.float32)
+    )  # 2^-127 is subnormal: the highest bit of its mantissa
 
 
 def hadamard(x: Tensor, random_signs: bool) -> Tensor:

@@ -34,7 +34,9 @@ def cross_entropy_reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     """
     # torch's gradient of an ignored row is 0 times its softmax: NaN where a logit of it is NaN or inf.
     logits = logits.float().masked_fill((labels == IGNORE_INDEX)[..., None], 0.0)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORE_INDEX, reduction="none")
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORE_INDEX, reduction="none"
+    )
     return losses.view_as(labels).sum(-1), count_valid(labels)
 
 
@@ -45,21 +47,32 @@ def count_valid(labels: Tensor) -> Tensor:
 
 @triton.jit
 def _cross_entropy_forward_kernel(
-    logits_ptr, labels_ptr, losses_ptr, max_ptr, sum_ptr, VOCAB: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr
+    logits_ptr,
+    labels_ptr,
+    losses_ptr,
+    max_ptr,
+    sum_ptr,
+    VOCAB: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """One program per row: its loss, its largest logit m and the sum of exp(z - m).
 
     A tile is DEPTH x LANES. Each lane has its own maximum and sum, so that threads synchronize only at the end of the row.
     exp(z - m) is exp2((z - m) * log2(e)), one instruction; scaling z itself would round large logits before the difference.
     """
-    row = tl.program_id(0).to(tl.int64)  # 2**31 logits are reached at 16,744 tokens of vocabulary 128,256
+    row = tl.program_id(0).to(
+        tl.int64
+    )  # 2**31 logits are reached at 16,744 tokens of vocabulary 128,256
     label = tl.load(labels_ptr + row)
     if label == _IGNORE:  # the row is not read
         tl.store(losses_ptr + row, 0.0)
         return
     logits_ptr += row * VOCAB
     # A label outside the vocabulary makes the loss NaN, which the loop stops at, instead of reading another row.
-    label_logit = tl.load(logits_ptr + label, mask=(label >= 0) & (label < VOCAB), other=float("nan")).to(tl.float32)
+    label_logit = tl.load(
+        logits_ptr + label, mask=(label >= 0) & (label < VOCAB), other=float("nan")
+    ).to(tl.float32)
     lane = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     lane_max = tl.full((LANES,), float("-inf"), tl.float32)
     lane_sum = tl.zeros((LANES,), tl.float32)
@@ -67,8 +80,12 @@ def _cross_entropy_forward_kernel(
         column = start + lane
         z = tl.load(logits_ptr + column, mask=column < VOCAB, other=float("-inf")).to(tl.float32)
         new_max = tl.maximum(lane_max, tl.max(z, 0))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN: a lane that has only seen -inf has sum 0
-        lane_sum = lane_sum * tl.exp2((lane_max - base) * _LOG2_E) + tl.sum(tl.exp2((z - base[None, :]) * _LOG2_E), 0)
+        base = tl.where(
+            new_max == float("-inf"), 0.0, new_max
+        )  # -inf - -inf is NaN: a lane that has only seen -inf has sum 0
+        lane_sum = lane_sum * tl.exp2((lane_max - base) * _LOG2_E) + tl.sum(
+            tl.exp2((z - base[None, :]) * _LOG2_E), 0
+        )
         lane_max = new_max
     row_max = tl.max(lane_max, 0)
     row_sum = tl.sum(lane_sum * tl.exp2((lane_max - row_max) * _LOG2_E), 0)
@@ -79,7 +96,15 @@ def _cross_entropy_forward_kernel(
 
 @triton.jit
 def _cross_entropy_backward_kernel(
-    logits_ptr, labels_ptr, max_ptr, sum_ptr, upstream_ptr, sequence, upstream_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr,
+    labels_ptr,
+    max_ptr,
+    sum_ptr,
+    upstream_ptr,
+    sequence,
+    upstream_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program per BLOCK columns of a row; the gradient is written over the logits. The upstream gradient takes no pass of its own:
     it is one factor with the row's 1 / sum. The one-hot is subtracted in fp32, before the only rounding.
@@ -123,12 +148,22 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     losses, largest, total = logits.new_empty(3, *labels.shape, dtype=torch.float32).unbind()
     tile = cross_entropy_forward_settings(architecture(logits.device))
     _cross_entropy_forward_kernel[(labels.numel(),)](
-        logits, labels, losses, largest, total, VOCAB=logits.shape[-1], LANES=tile.columns, DEPTH=tile.rows, **tile.options
+        logits,
+        labels,
+        losses,
+        largest,
+        total,
+        VOCAB=logits.shape[-1],
+        LANES=tile.columns,
+        DEPTH=tile.rows,
+        **tile.options,
     )
     return losses, largest, total
 
 
-def cross_entropy_backward(logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, d_loss_sum: Tensor) -> None:
+def cross_entropy_backward(
+    logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, d_loss_sum: Tensor
+) -> None:
     """Overwrite `logits` with their gradient. d_loss_sum: fp32 [batch], of any stride, also 0; the others as of the forward."""
     assert_contiguous("cross entropy's backward", logits, labels, largest, total)
     vocab = logits.shape[-1]
@@ -144,7 +179,9 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
         losses, largest, total = cross_entropy_forward(logits, labels)
-        ctx.save_for_backward(logits, labels, largest, total)  # autograd keeps nothing where no gradient is wanted
+        ctx.save_for_backward(
+            logits, labels, largest, total
+        )  # autograd keeps nothing where no gradient is wanted
         return losses.sum(-1)
 
     @staticmethod

@@ -11,8 +11,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-GPUS, MODULE, FUNCTIONS = ("sm_90",), "flash_attn.cute", ("flash_attn_func",)  # it has kernels for others, which we have not run
-PACKAGE, INSTALL = "flash-attn-4", 'pip install "flash-attn-4[cu13]==4.0.0b36" (without [cu13] for CUDA 12)'
+GPUS, MODULE, FUNCTIONS = (
+    ("sm_90",),
+    "flash_attn.cute",
+    ("flash_attn_func",),
+)  # it has kernels for others, which we have not run
+PACKAGE, INSTALL = (
+    "flash-attn-4",
+    'pip install "flash-attn-4[cu13]==4.0.0b36" (without [cu13] for CUDA 12)',
+)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -48,7 +48,11 @@ INVERSE, SCALE, AMAX, CLIPPED = range(4)
 def fp8_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     """(e4m3, e5m2) as the GPU has them: FNUZ on gfx94x, OCP elsewhere."""
     fnuz = architecture(device).startswith("gfx94")
-    return (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) if fnuz else (torch.float8_e4m3fn, torch.float8_e5m2)
+    return (
+        (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+        if fnuz
+        else (torch.float8_e4m3fn, torch.float8_e5m2)
+    )
 
 
 @cache
@@ -64,7 +68,10 @@ def takes_every_layout(device: torch.device) -> bool:
     other = torch.ones(32, 32, device=device).to(e4m3)
     scale = torch.ones(1, device=device)
     try:
-        products = (product(gradient, other, scale, scale), product(gradient.t(), other, scale, scale))
+        products = (
+            product(gradient, other, scale, scale),
+            product(gradient.t(), other, scale, scale),
+        )
     except (RuntimeError, ValueError):  # as torch 2.10 does, which asks for one layout
         return False
     return all(bool((found == 32).all()) for found in products)
@@ -74,12 +81,16 @@ class QuantizedTensor(NamedTuple):
     """A matrix in the form that matrix products read. An unquantized one (bf16) has only `rowwise`."""
 
     rowwise: Tensor  # [rows, columns], contiguous
-    columnwise: Tensor | None = None  # [columns, rows], contiguous: the transpose; None where no product reads it
+    columnwise: Tensor | None = (
+        None  # [columns, rows], contiguous: the transpose; None where no product reads it
+    )
     scale: Tensor | None = None  # fp32 [1]: value = stored number * scale
 
     def for_wgrad(self) -> QuantizedTensor:
         """The part that wgrad reads: without `rowwise` where there is a columnwise copy."""
-        return self if self.columnwise is None else self._replace(rowwise=self.rowwise.new_empty(0, 0))
+        return (
+            self if self.columnwise is None else self._replace(rowwise=self.rowwise.new_empty(0, 0))
+        )
 
 
 class Quantizer:
@@ -125,7 +136,9 @@ def new_scale(largest: Tensor | float, amax: Tensor, old: Tensor) -> Tensor:
 
 
 def quantize_weight(
-    weight: Tensor, quantizer: Quantizer | None, quantize: Callable[[Tensor, Quantizer | None], QuantizedTensor]
+    weight: Tensor,
+    quantizer: Quantizer | None,
+    quantize: Callable[[Tensor, Quantizer | None], QuantizedTensor],
 ) -> QuantizedTensor:
     """weight: [N, K] -> the weight as matrix products read it; without a quantizer the weight itself.
 
@@ -139,7 +152,9 @@ def quantize_weight(
     return quantizer.cached
 
 
-def product(a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None) -> Tensor:
+def product(
+    a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None
+) -> Tensor:
     """a: [M, K], b: [K, N] -> a b, [M, N]; in FP8 with both scales, in bf16.
 
     In FP8 all sum in the tensor cores' own precision, some 14 bits on Hopper (`use_fast_accum`): a step is 3 % faster, and eight seeds of
@@ -151,7 +166,9 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor
         return cublaslt.product(a, b, scale_a, scale_b)
     if scale_a is None or scale_b is None:
         return a @ b
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return torch._scaled_mm(
+        a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
@@ -170,4 +187,6 @@ def wgrad(g: QuantizedTensor, x: QuantizedTensor) -> Tensor:
     """g: [M, N], x: [M, K] -> g^T x, [N, K]."""
     if g.columnwise is None or x.columnwise is None:
         return product(g.rowwise.t(), x.rowwise, g.scale, x.scale)
-    return matmul(QuantizedTensor(g.columnwise, None, g.scale), QuantizedTensor(x.columnwise, None, x.scale))
+    return matmul(
+        QuantizedTensor(g.columnwise, None, g.scale), QuantizedTensor(x.columnwise, None, x.scale)
+    )

@@ -29,7 +29,13 @@ from torch import Tensor
 
 from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import QuantizedTensor, Quantizer
-from common.kernels.quantize import UNQUANTIZED, quantize_reference, quantize_with, state_and_largest, store_quantized
+from common.kernels.quantize import (
+    UNQUANTIZED,
+    quantize_reference,
+    quantize_with,
+    state_and_largest,
+    store_quantized,
+)
 
 ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush
 STEPS = 1 << 16  # of a probability
@@ -100,17 +106,32 @@ def up_(y: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> Tensor:
 
 
 def up_backward_reference(
-    g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, quantizer: Quantizer | None
+    g: Tensor,
+    t: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    dropout: Dropout | None,
+    quantizer: Quantizer | None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
     """g: [M, N], t: [M, R], lora_b: [N, R] -> (P [M, R] in g's dtype, dB fp32 [N, R], g as `quantizer` says)."""
     p = (g @ lora_b) * (scale / kept_share(dropout))
-    return p, (g.float().t() @ t.float()) * scale, quantize_reference(g, quantizer) if quantizer else QuantizedTensor(g)
+    return (
+        p,
+        (g.float().t() @ t.float()) * scale,
+        quantize_reference(g, quantizer) if quantizer else QuantizedTensor(g),
+    )
 
 
-def down_backward_reference_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
+def down_backward_reference_(
+    d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None
+) -> Tensor:
     """Adds the adapter's share to d_n [M, K], in place; x, norm and dropout as in forward, p from `up_backward`. Returns dA, fp32 [R, K]."""
     share = p @ lora_a
-    d_n += share if dropout is None else torch.where(keep_mask(x.shape[0], x.shape[1], dropout), share, 0.0)
+    d_n += (
+        share
+        if dropout is None
+        else torch.where(keep_mask(x.shape[0], x.shape[1], dropout), share, 0.0)
+    )
     return p.float().t() @ adapter_input(x, norm, dropout).float()
 
 
@@ -156,14 +177,32 @@ def _down_kernel(
     rank = tl.arange(0, BLOCK_RANK)
     part = tl.program_id(1)
     t = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
-    for first in tl.range(part * columns_each, tl.minimum((part + 1) * columns_each, num_columns), COLUMNS, num_stages=STAGES):
-        n, _ = input_tile(x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first, num_rows, num_columns, THRESHOLD, COLUMNS)
+    for first in tl.range(
+        part * columns_each,
+        tl.minimum((part + 1) * columns_each, num_columns),
+        COLUMNS,
+        num_stages=STAGES,
+    ):
+        n, _ = input_tile(
+            x_ptr,
+            rstd_ptr,
+            weight_ptr,
+            seed_ptr,
+            row,
+            first,
+            num_rows,
+            num_columns,
+            THRESHOLD,
+            COLUMNS,
+        )
         column = first + tl.arange(0, COLUMNS)
         a_mask = (rank < RANK)[:, None] & (column < num_columns)[None, :]
         a = tl.load(a_ptr + rank[:, None] * num_columns + column[None, :], mask=a_mask, other=0.0)
         t = tl.dot(n, tl.trans(a), t, input_precision="ieee")
     place = (part * num_rows + row)[:, None] * RANK + rank[None, :]
-    tl.store(partial_ptr + place, t * factor, mask=(row < num_rows)[:, None] & (rank < RANK)[None, :])
+    tl.store(
+        partial_ptr + place, t * factor, mask=(row < num_rows)[:, None] & (rank < RANK)[None, :]
+    )
 
 
 @triton.jit
@@ -178,7 +217,9 @@ def _up_backward_kernel(
     b_mask = (column < num_columns)[:, None] & (rank < RANK)[None, :]
     b = tl.load(b_ptr + column[:, None] * RANK + rank[None, :], mask=b_mask, other=0.0)
     d_b = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)  # transposed: its rows are stored whole
-    for first in tl.range(part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS, num_stages=STAGES):
+    for first in tl.range(
+        part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS, num_stages=STAGES
+    ):
         row = first + tl.arange(0, ROWS).to(tl.int64)
         mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
         thin = (row < num_rows)[:, None] & (rank < RANK)[None, :]
@@ -186,9 +227,25 @@ def _up_backward_kernel(
         t = tl.load(t_ptr + row[:, None] * RANK + rank[None, :], mask=thin, other=0.0)
         d_b = tl.dot(tl.trans(t), g, d_b, input_precision="ieee")
         p = tl.dot(g, b, input_precision="ieee") * p_factor
-        tl.store(p_partial_ptr + (tl.program_id(0) * num_rows + row)[:, None] * RANK + rank[None, :], p, mask=thin)
+        tl.store(
+            p_partial_ptr + (tl.program_id(0) * num_rows + row)[:, None] * RANK + rank[None, :],
+            p,
+            mask=thin,
+        )
         if quantized_ptr is not None:
-            store_quantized(g.to(tl.float32), row, column, mask, quantized_ptr, None, num_rows, num_columns, state_ptr, MODE, LARGEST)
+            store_quantized(
+                g.to(tl.float32),
+                row,
+                column,
+                mask,
+                quantized_ptr,
+                None,
+                num_rows,
+                num_columns,
+                state_ptr,
+                MODE,
+                LARGEST,
+            )
     place = (part * RANK + rank)[:, None].to(tl.int64) * num_columns + column[None, :]
     tl.store(b_partial_ptr + place, d_b * b_factor, mask=tl.trans(b_mask))
 
@@ -206,10 +263,27 @@ def _down_backward_kernel(
     a_mask = (rank < RANK)[:, None] & (column < num_columns)[None, :]
     a = tl.load(a_ptr + rank[:, None] * num_columns + column[None, :], mask=a_mask, other=0.0)
     d_a = tl.zeros((BLOCK_RANK, COLUMNS), tl.float32)
-    for first in tl.range(part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS, num_stages=STAGES):
+    for first in tl.range(
+        part * rows_each, tl.minimum((part + 1) * rows_each, num_rows), ROWS, num_stages=STAGES
+    ):
         row = first + tl.arange(0, ROWS).to(tl.int64)
-        p = tl.load(p_ptr + row[:, None] * RANK + rank[None, :], mask=(row < num_rows)[:, None] & (rank < RANK)[None, :], other=0.0)
-        n, keep = input_tile(x_ptr, rstd_ptr, weight_ptr, seed_ptr, row, first_column, num_rows, num_columns, THRESHOLD, COLUMNS)
+        p = tl.load(
+            p_ptr + row[:, None] * RANK + rank[None, :],
+            mask=(row < num_rows)[:, None] & (rank < RANK)[None, :],
+            other=0.0,
+        )
+        n, keep = input_tile(
+            x_ptr,
+            rstd_ptr,
+            weight_ptr,
+            seed_ptr,
+            row,
+            first_column,
+            num_rows,
+            num_columns,
+            THRESHOLD,
+            COLUMNS,
+        )
         d_a = tl.dot(tl.trans(p), n, d_a, input_precision="ieee")
         d_n_ptrs = d_n_ptr + row[:, None] * num_columns + column[None, :]
         mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -236,7 +310,13 @@ def up_backward_settings(arch: str) -> Tile:
 
 def down_backward_settings(arch: str) -> Tile:
     # sm_90: the fastest of 80 tried on an H200 (docs/log.md). On gfx942 64 rows spill with dropout and a norm.
-    return Tile(rows=32 if arch == "gfx942" else 64, columns=64, warps=4, stages=1 if arch == "gfx950" else 3, parts=16)
+    return Tile(
+        rows=32 if arch == "gfx942" else 64,
+        columns=64,
+        warps=4,
+        stages=1 if arch == "gfx950" else 3,
+        parts=16,
+    )
 
 
 def _each(size: int, tile: int, parts: int) -> int:
@@ -270,7 +350,12 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
 
 
 def up_backward_triton(
-    g: Tensor, t: Tensor, lora_b: Tensor, scale: float, dropout: Dropout | None, quantizer: Quantizer | None
+    g: Tensor,
+    t: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    dropout: Dropout | None,
+    quantizer: Quantizer | None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:
     """As `up_backward_reference`; all contiguous, `quantizer` without the transpose. g is read once, or twice where the quantizer needs its amax first."""
     assert_contiguous("the adapter's backward", g, t, lora_b)
@@ -299,7 +384,9 @@ def up_backward_triton(
     return p_partial.sum(0).to(g.dtype), b_partial.sum(0).t().contiguous(), quantized
 
 
-def down_backward_triton_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
+def down_backward_triton_(
+    d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, lora_a: Tensor, dropout: Dropout | None
+) -> Tensor:
     """As `down_backward_reference_`; all contiguous."""
     assert_contiguous("the adapter's backward", d_n, x, *(norm or ()), p, lora_a)
     (num_rows, num_columns), rank = x.shape, lora_a.shape[0]
@@ -319,7 +406,10 @@ def down_backward_triton_(d_n: Tensor, x: Tensor, norm: Norm | None, p: Tensor, 
 @dataclass(frozen=True)
 class Engine:
     down: Callable[[Tensor, Norm | None, Tensor, Dropout | None], Tensor]
-    up_backward: Callable[[Tensor, Tensor, Tensor, float, Dropout | None, Quantizer | None], tuple[Tensor, Tensor, QuantizedTensor]]
+    up_backward: Callable[
+        [Tensor, Tensor, Tensor, float, Dropout | None, Quantizer | None],
+        tuple[Tensor, Tensor, QuantizedTensor],
+    ]
     down_backward_: Callable[[Tensor, Tensor, Norm | None, Tensor, Tensor, Dropout | None], Tensor]
 
 

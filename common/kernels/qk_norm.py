@@ -16,15 +16,30 @@ from torch import Tensor
 
 from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import QuantizedTensor, Quantizer
-from common.kernels.quantize import AMAX_ONLY, quantize_reference, quantize_with, state_and_largest, store_quantized
+from common.kernels.quantize import (
+    AMAX_ONLY,
+    quantize_reference,
+    quantize_with,
+    state_and_largest,
+    store_quantized,
+)
 from common.kernels.rope import rope_reference
 
-Gradients = tuple[Tensor, Tensor, Tensor]  # of the rotated queries, of the keys and of the values, each [batch, sequence, heads, head_dim]
+Gradients = tuple[
+    Tensor, Tensor, Tensor
+]  # of the rotated queries, of the keys and of the values, each [batch, sequence, heads, head_dim]
 Weights = tuple[Tensor, Tensor]  # of the queries' norm and of the keys', each [head_dim]
 
 
 def qk_norm_rope_reference_(
-    qkv: Tensor, weights: Weights, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, keep: bool
+    qkv: Tensor,
+    weights: Weights,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    keep: bool,
 ) -> Tensor | None:
     """Norm and rotate the query and key heads of qkv [M, (heads + 2 * kv_heads) * head_dim] in place; M = batch * sequence.
 
@@ -48,7 +63,12 @@ def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _weight_of_heads(weights: Weights, heads: int, kv_heads: int) -> Tensor:
     """fp32 [heads + kv_heads, head_dim]."""
-    return torch.cat([weight.float().expand(count, -1) for weight, count in zip(weights, (heads, kv_heads), strict=True)])
+    return torch.cat(
+        [
+            weight.float().expand(count, -1)
+            for weight, count in zip(weights, (heads, kv_heads), strict=True)
+        ]
+    )
 
 
 def qk_norm_rope_backward_reference(
@@ -71,7 +91,13 @@ def qk_norm_rope_backward_reference(
     d_x = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))
     d_qkv = torch.cat((d_x, d_v.float()), dim=2).flatten(2).flatten(0, 1)
     parts = (d_n * x_hat).flatten(0, 1).split([heads, kv_heads], dim=1)
-    d_weights = tuple(part.sum((0, 1)).to(weight.dtype) for part, weight in zip(parts, weights, strict=True)) if weight_grad else ()
+    d_weights = (
+        tuple(
+            part.sum((0, 1)).to(weight.dtype) for part, weight in zip(parts, weights, strict=True)
+        )
+        if weight_grad
+        else ()
+    )
     return quantize_reference(d_qkv if quantizer else d_qkv.to(d_q.dtype), quantizer), d_weights
 
 
@@ -85,7 +111,11 @@ def _qk_norm_rope_kernel(
     row, head = pair // (heads + kv_heads), pair % (heads + kv_heads)
     column = tl.arange(0, HALF)
     mask = (pair < num_pairs)[:, None] & (column < HALF)[None, :]
-    first_ptr = qkv_ptr + (row.to(tl.int64) * (heads + 2 * kv_heads) + head)[:, None] * (2 * HALF) + column[None, :]
+    first_ptr = (
+        qkv_ptr
+        + (row.to(tl.int64) * (heads + 2 * kv_heads) + head)[:, None] * (2 * HALF)
+        + column[None, :]
+    )
     first = tl.load(first_ptr, mask=mask, other=0.0)
     second = tl.load(first_ptr + HALF, mask=mask, other=0.0)
     if before_ptr is not None:
@@ -93,10 +123,20 @@ def _qk_norm_rope_kernel(
         tl.store(kept_ptr, first, mask=mask)
         tl.store(kept_ptr + HALF, second, mask=mask)
     first, second = first.to(tl.float32), second.to(tl.float32)
-    rstd = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + EPS)[:, None]
-    of_query = (head < heads)[:, None]  # chosen by value: a choice between pointers does not compile for AMD
-    q_first, q_second = tl.load(q_weight_ptr + column)[None, :], tl.load(q_weight_ptr + HALF + column)[None, :]
-    k_first, k_second = tl.load(k_weight_ptr + column)[None, :], tl.load(k_weight_ptr + HALF + column)[None, :]
+    rstd = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + EPS)[
+        :, None
+    ]
+    of_query = (head < heads)[
+        :, None
+    ]  # chosen by value: a choice between pointers does not compile for AMD
+    q_first, q_second = (
+        tl.load(q_weight_ptr + column)[None, :],
+        tl.load(q_weight_ptr + HALF + column)[None, :],
+    )
+    k_first, k_second = (
+        tl.load(k_weight_ptr + column)[None, :],
+        tl.load(k_weight_ptr + HALF + column)[None, :],
+    )
     first *= rstd * tl.where(of_query, q_first, k_first).to(tl.float32)
     second *= rstd * tl.where(of_query, q_second, k_second).to(tl.float32)
     angle = (row % sequence)[:, None] * HALF + column[None, :]
@@ -112,7 +152,14 @@ def qk_norm_rope_settings(arch: str, half: int) -> Tile:
 
 
 def qk_norm_rope_triton_(
-    qkv: Tensor, weights: Weights, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, keep: bool
+    qkv: Tensor,
+    weights: Weights,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    keep: bool,
 ) -> Tensor | None:
     """As `qk_norm_rope_reference_`; all contiguous, head_dim a power of two. 2 bytes read and 2 written per element, 4 with `keep`."""
     assert_contiguous("the head norms", qkv, *weights, cos, sin)
@@ -121,7 +168,19 @@ def qk_norm_rope_triton_(
     before = qkv.new_empty(qkv.shape[0], (heads + kv_heads) * 2 * half) if keep else None
     tile = qk_norm_rope_settings(architecture(qkv.device), half)
     _qk_norm_rope_kernel[(triton.cdiv(num_pairs, tile.rows),)](
-        qkv, before, *weights, cos, sin, num_pairs, sequence, heads, kv_heads, eps, half, tile.rows, **tile.options
+        qkv,
+        before,
+        *weights,
+        cos,
+        sin,
+        num_pairs,
+        sequence,
+        heads,
+        kv_heads,
+        eps,
+        half,
+        tile.rows,
+        **tile.options,
     )
     return before
 
@@ -145,7 +204,9 @@ def _qk_norm_rope_backward_kernel(
         batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)
         row = row.to(tl.int64)
         offset = batch * batch_stride + position * position_stride
-        first_ptr = d_ptr + tl.program_id(0).to(tl.int64) * head_stride + offset[:, None] + column[None, :]
+        first_ptr = (
+            d_ptr + tl.program_id(0).to(tl.int64) * head_stride + offset[:, None] + column[None, :]
+        )
         first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
         if weight_ptr is not None:
@@ -156,19 +217,51 @@ def _qk_norm_rope_backward_kernel(
             x_ptr = before_ptr + (row * turned_heads + head)[:, None] * (2 * HALF) + column[None, :]
             x_first = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
             x_second = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-            rstd = tl.rsqrt((tl.sum(x_first * x_first, 1) + tl.sum(x_second * x_second, 1)) / (2 * HALF) + EPS)[:, None]
+            rstd = tl.rsqrt(
+                (tl.sum(x_first * x_first, 1) + tl.sum(x_second * x_second, 1)) / (2 * HALF) + EPS
+            )[:, None]
             x_first, x_second = x_first * rstd, x_second * rstd
             d_w_first += tl.sum(d_n_first * x_first, 0)
             d_w_second += tl.sum(d_n_second * x_second, 0)
             first = d_n_first * tl.load(weight_ptr + column).to(tl.float32)[None, :]
             second = d_n_second * tl.load(weight_ptr + HALF + column).to(tl.float32)[None, :]
-            mean = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / (2 * HALF))[:, None]
+            mean = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / (2 * HALF))[
+                :, None
+            ]
             first, second = rstd * (first - x_first * mean), rstd * (second - x_second * mean)
         out_column, num_columns = head * (2 * HALF) + column, all_heads * (2 * HALF)
-        store_quantized(first, row, out_column, mask, d_qkv_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE, LARGEST)
-        store_quantized(second, row, out_column + HALF, mask, d_qkv_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE, LARGEST)
+        store_quantized(
+            first,
+            row,
+            out_column,
+            mask,
+            d_qkv_ptr,
+            columnwise_ptr,
+            num_rows,
+            num_columns,
+            state_ptr,
+            MODE,
+            LARGEST,
+        )
+        store_quantized(
+            second,
+            row,
+            out_column + HALF,
+            mask,
+            d_qkv_ptr,
+            columnwise_ptr,
+            num_rows,
+            num_columns,
+            state_ptr,
+            MODE,
+            LARGEST,
+        )
     if d_weight_ptr is not None and MODE != AMAX_ONLY:
-        partial_ptr = d_weight_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HALF) + column
+        partial_ptr = (
+            d_weight_ptr
+            + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (2 * HALF)
+            + column
+        )
         tl.store(partial_ptr, d_w_first)
         tl.store(partial_ptr + HALF, d_w_second)
 
@@ -192,27 +285,43 @@ def qk_norm_rope_backward_triton(
 
     The weights' gradients have the same bits in every run: programs write partial sums, which torch adds up.
     """
-    assert all(gradient.stride(3) == 1 for gradient in gradients), "attention's gradients must be contiguous along head_dim"
+    assert all(gradient.stride(3) == 1 for gradient in gradients), (
+        "attention's gradients must be contiguous along head_dim"
+    )
     assert_contiguous("the head norms' backward", before, *weights, cos, sin)
     (batch, sequence, heads, head_dim), kv_heads = gradients[0].shape, gradients[1].shape[2]
     num_rows, all_heads = batch * sequence, heads + 2 * kv_heads
     tile = qk_norm_rope_backward_settings(architecture(before.device), head_dim // 2)
     repeats = min(tile.repeats, triton.cdiv(num_rows, tile.rows))
     programs = triton.cdiv(num_rows, tile.rows * repeats)
-    partials = [before.new_empty(count, programs, head_dim, dtype=torch.float32) for count in (heads, kv_heads) if weight_grad]
+    partials = [
+        before.new_empty(count, programs, head_dim, dtype=torch.float32)
+        for count in (heads, kv_heads)
+        if weight_grad
+    ]
     state, largest = state_and_largest(quantizer)
 
     def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
-        first_heads, sums = (0, heads, heads + kv_heads), (*partials, None) if weight_grad else (None, None, None)
-        for gradient, weight, partial, first_head in zip(gradients, (*weights, None), sums, first_heads, strict=True):
+        first_heads, sums = (
+            (0, heads, heads + kv_heads),
+            (*partials, None) if weight_grad else (None, None, None),
+        )
+        for gradient, weight, partial, first_head in zip(
+            gradients, (*weights, None), sums, first_heads, strict=True
+        ):
             _qk_norm_rope_backward_kernel[(gradient.shape[2], programs)](
                 gradient, before, weight, cos, sin, out.rowwise, out.columnwise, partial, state, num_rows, sequence,
                 *gradient.stride()[:3], first_head, heads + kv_heads, all_heads,
                 eps, mode, largest, head_dim // 2, tile.rows, repeats, **tile.options,
             )  # fmt: skip
 
-    quantized = quantize_with(quantizer, (num_rows, all_heads * head_dim), before, launch, tiled=True)
-    return quantized, tuple(partial.sum((0, 1)).to(weight.dtype) for partial, weight in zip(partials, weights, strict=False))
+    quantized = quantize_with(
+        quantizer, (num_rows, all_heads * head_dim), before, launch, tiled=True
+    )
+    return quantized, tuple(
+        partial.sum((0, 1)).to(weight.dtype)
+        for partial, weight in zip(partials, weights, strict=False)
+    )
 
 
 ENGINES = {

@@ -30,12 +30,18 @@ AMAX_CACHE = tl.constexpr(".cv" if torch.version.hip else ".cg")
 BOTH_FROM_ONE_TILE = bool(torch.version.hip)
 
 
-def new_quantized(quantizer: Quantizer | None, shape: tuple[int, int], like: Tensor) -> QuantizedTensor:
+def new_quantized(
+    quantizer: Quantizer | None, shape: tuple[int, int], like: Tensor
+) -> QuantizedTensor:
     """Uninitialized memory for a tensor of `shape`; without a quantizer in the dtype of `like`."""
     if quantizer is None:
         return QuantizedTensor(like.new_empty(shape))
-    columnwise = like.new_empty(shape[::-1], dtype=quantizer.dtype) if quantizer.transposed else None
-    return QuantizedTensor(like.new_empty(shape, dtype=quantizer.dtype), columnwise, quantizer.scale)
+    columnwise = (
+        like.new_empty(shape[::-1], dtype=quantizer.dtype) if quantizer.transposed else None
+    )
+    return QuantizedTensor(
+        like.new_empty(shape, dtype=quantizer.dtype), columnwise, quantizer.scale
+    )
 
 
 def launch_modes(quantizer: Quantizer | None) -> Iterator[tl.constexpr]:
@@ -88,7 +94,9 @@ def fill_columnwise(quantized: QuantizedTensor) -> None:
     if rowwise.element_size() > 1:  # tests of the kernels store unrounded values
         columnwise.copy_(rowwise.t())
     else:
-        transpose.ENGINES["triton" if rowwise.is_cuda else "reference"](rowwise.view(torch.uint8), columnwise.view(torch.uint8))
+        transpose.ENGINES["triton" if rowwise.is_cuda else "reference"](
+            rowwise.view(torch.uint8), columnwise.view(torch.uint8)
+        )
 
 
 def state_and_largest(quantizer: Quantizer | None) -> tuple[Tensor | None, float]:
@@ -105,7 +113,9 @@ def quantize_reference(x: Tensor, quantizer: Quantizer | None) -> QuantizedTenso
         x_fp32 = x.float()
         scaled = x_fp32 * quantizer.state[SCALE]
         if mode != STORE:
-            amax = x_fp32.abs().nan_to_num(nan=0.0, posinf=torch.inf).max()  # the kernels' maximum passes over NaN, too
+            amax = (
+                x_fp32.abs().nan_to_num(nan=0.0, posinf=torch.inf).max()
+            )  # the kernels' maximum passes over NaN, too
             quantizer.state[AMAX] = torch.maximum(quantizer.state[AMAX], amax)
         if mode == STORE_AND_RECORD:
             quantizer.state[CLIPPED] += (scaled.abs() > quantizer.largest).sum()
@@ -155,11 +165,17 @@ def store_quantized(
             amax = tl.max(tl.abs(x))
             raise_amax(amax, state_ptr)
             if MODE == STORE_AND_RECORD and amax * scale > LARGEST:
-                tl.atomic_add(state_ptr + 3, tl.sum((tl.abs(x) * scale > LARGEST).to(tl.float32)), sem="relaxed")
+                tl.atomic_add(
+                    state_ptr + 3,
+                    tl.sum((tl.abs(x) * scale > LARGEST).to(tl.float32)),
+                    sem="relaxed",
+                )
         if MODE != AMAX_ONLY:
             # NaN must stay NaN (tl.clamp loses it), and inf must not become LARGEST: 0 * inf is NaN. To a finite element this adds 0.
             scaled = x * scale
-            clamped = tl.where(scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled))
+            clamped = tl.where(
+                scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled)
+            )
             stored = (clamped + 0.0 * x).to(out_ptr.dtype.element_ty)
             tl.store(offset, stored, mask=mask)
             if columnwise_ptr is not None:
@@ -175,14 +191,32 @@ def _quantize_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
-    x = tl.load(x_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    store_quantized(x, row, column, mask, out_ptr, columnwise_ptr, num_rows, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+    x = tl.load(x_ptr + row[:, None] * NUM_COLUMNS + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
+    store_quantized(
+        x,
+        row,
+        column,
+        mask,
+        out_ptr,
+        columnwise_ptr,
+        num_rows,
+        NUM_COLUMNS,
+        state_ptr,
+        MODE,
+        LARGEST,
+    )
 
 
 def quantize_settings(arch: str) -> Tile:
-    if arch.startswith("gfx"):  # as high as the others', for whole lines of the columnwise layout; not timed
+    if arch.startswith(
+        "gfx"
+    ):  # as high as the others', for whole lines of the columnwise layout; not timed
         return Tile(rows=64, columns=64, warps=4)
-    return Tile(rows=16, columns=256, warps=4)  # sm_90: the best of seven tried on an H200, 89 % of a copy (docs/log.md)
+    return Tile(
+        rows=16, columns=256, warps=4
+    )  # sm_90: the best of seven tried on an H200, 89 % of a copy (docs/log.md)
 
 
 def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
@@ -197,10 +231,23 @@ def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
 
     def launch(out: QuantizedTensor, mode: tl.constexpr) -> None:
         _quantize_kernel[grid](
-            x, out.rowwise, out.columnwise, state, num_rows, num_columns, mode, largest, tile.rows, tile.columns, **tile.options
+            x,
+            out.rowwise,
+            out.columnwise,
+            state,
+            num_rows,
+            num_columns,
+            mode,
+            largest,
+            tile.rows,
+            tile.columns,
+            **tile.options,
         )
 
     return quantize_with(quantizer, (num_rows, num_columns), x, launch, tiled=True)
 
 
-ENGINES: dict[str, Callable[[Tensor, Quantizer | None], QuantizedTensor]] = {"reference": quantize_reference, "triton": quantize_triton}
+ENGINES: dict[str, Callable[[Tensor, Quantizer | None], QuantizedTensor]] = {
+    "reference": quantize_reference,
+    "triton": quantize_triton,
+}

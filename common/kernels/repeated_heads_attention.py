@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-GPUS, MODULE, FUNCTIONS = ("gfx942", "gfx950", "sm_90"), "torch", ()  # the H200 to compare it with SDPA
+GPUS, MODULE, FUNCTIONS = (
+    ("gfx942", "gfx950", "sm_90"),
+    "torch",
+    (),
+)  # the H200 to compare it with SDPA
 PACKAGE, INSTALL = "torch", "install another torch"
 
 aten = torch.ops.aten
@@ -29,13 +33,15 @@ class RepeatedHeadsAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         operands = [x.transpose(1, 2) for x in (q, k, v)]
         if q.is_cuda:
-            out, lse, starts_q, starts_k, *lengths, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-                *operands, dropout_p=0.0, is_causal=True
+            out, lse, starts_q, starts_k, *lengths, seed, offset, _ = (
+                aten._scaled_dot_product_flash_attention(*operands, dropout_p=0.0, is_causal=True)
             )
             ctx.lengths = lengths
             ctx.save_for_backward(q, k, v, out, lse, starts_q, starts_k, seed, offset)
         else:
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*operands, dropout_p=0.0, is_causal=True)
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                *operands, dropout_p=0.0, is_causal=True
+            )
             ctx.save_for_backward(q, k, v, out, lse)
         return out.transpose(1, 2)
 
@@ -52,7 +58,9 @@ class RepeatedHeadsAttention(torch.autograd.Function):
                 *operands, out, lse, starts_q, starts_k, *ctx.lengths, 0.0, True, seed, offset
             )
         else:
-            d_q, d_k, d_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(*operands, out, lse, 0.0, True)
+            d_q, d_k, d_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *operands, out, lse, 0.0, True
+            )
         return d_q.transpose(1, 2), sum_of_groups(d_k, group), sum_of_groups(d_v, group)
 
 

@@ -48,7 +48,13 @@ def add_rms_norm_reference(
     r = residual.float()
     rstd = torch.rsqrt(r.pow(2).mean(-1) + eps)
     n = r * rstd[:, None] * weight.float()
-    return residual, quantize_reference(n, quantizer) if quantizer is not None else QuantizedTensor(n.to(x.dtype)), rstd
+    return (
+        residual,
+        quantize_reference(n, quantizer)
+        if quantizer is not None
+        else QuantizedTensor(n.to(x.dtype)),
+        rstd,
+    )
 
 
 def rms_norm_backward_reference(
@@ -97,8 +103,12 @@ def _add_rms_norm_kernel(
     if branch_ptr is None:
         r = tl.load(x_ptr + offset, mask=mask, other=0.0)
     else:
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        branch = tl.load(branch_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        branch = tl.load(
+            branch_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
         r = (x + branch).to(x_ptr.dtype.element_ty)  # rounded as torch does
         if MODE != AMAX_ONLY:
             tl.store(residual_ptr + offset, r, mask=mask)
@@ -106,12 +116,16 @@ def _add_rms_norm_kernel(
     rstd = tl.rsqrt(tl.sum(r * r, 1) / NUM_COLUMNS + EPS)
     tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
     n = r * rstd[:, None] * weight[None, :]
-    store_quantized(n, row, column, mask, n_ptr, None, num_rows, NUM_COLUMNS, state_ptr, MODE, LARGEST)
+    store_quantized(
+        n, row, column, mask, n_ptr, None, num_rows, NUM_COLUMNS, state_ptr, MODE, LARGEST
+    )
 
 
 def add_rms_norm_settings(arch: str, num_columns: int) -> Tile:
     rows, columns = _whole_rows(2, num_columns)
-    return Tile(rows, columns, warps=8)  # sm_90: the fastest of those tried on an H200 (docs/log.md)
+    return Tile(
+        rows, columns, warps=8
+    )  # sm_90: the fastest of those tried on an H200 (docs/log.md)
 
 
 def add_rms_norm_triton(
@@ -146,24 +160,44 @@ def _rms_norm_backward_kernel(
     amax, clipped = tl.zeros((BLOCK_COLUMNS,), tl.float32), tl.zeros((BLOCK_COLUMNS,), tl.float32)
     scale = tl.load(state_ptr + 1) if MODE == STORE_AND_RECORD else 1.0
     for block in tl.range(REPEATS, num_stages=STAGES):
-        row = (tl.program_id(0).to(tl.int64) * REPEATS + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        row = (tl.program_id(0).to(tl.int64) * REPEATS + block) * BLOCK_ROWS + tl.arange(
+            0, BLOCK_ROWS
+        )
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
         mask = tile_mask(row, column, num_rows, NUM_COLUMNS, BLOCK_COLUMNS)
         offset = row[:, None] * NUM_COLUMNS + column[None, :]
         weight = tl.load(weight_ptr + column, mask=column < NUM_COLUMNS, other=0.0).to(tl.float32)
-        d_n = tl.load(d_n_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        r = tl.load(residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        d_n = tl.load(d_n_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        r = tl.load(residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         g, x_hat = d_n * weight[None, :], r * rstd[:, None]
         mean = tl.sum(g * x_hat, 1) / NUM_COLUMNS
         d_x = rstd[:, None] * (g - x_hat * mean[:, None])
         if d_residual_ptr is not None:
-            d_x += tl.load(d_residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            d_x += tl.load(
+                d_residual_ptr + offset, mask=mask, other=0.0, eviction_policy="evict_first"
+            ).to(tl.float32)
         rounded = d_x.to(d_x_ptr.dtype.element_ty)
         if MODE != AMAX_ONLY:
             tl.store(d_x_ptr + offset, rounded, mask=mask)
         d_x = rounded.to(tl.float32)  # what is quantized and recorded
         if quantized_ptr is not None and MODE != AMAX_ONLY:
-            store_quantized(d_x, row, column, mask, quantized_ptr, None, num_rows, NUM_COLUMNS, state_ptr, STORE, LARGEST)
+            store_quantized(
+                d_x,
+                row,
+                column,
+                mask,
+                quantized_ptr,
+                None,
+                num_rows,
+                NUM_COLUMNS,
+                state_ptr,
+                STORE,
+                LARGEST,
+            )
         d_weight += tl.sum(d_n * x_hat, 0)
         if MODE != STORE and MODE != UNQUANTIZED:
             amax = tl.maximum(amax, tl.max(tl.abs(d_x), 0))
@@ -175,26 +209,45 @@ def _rms_norm_backward_kernel(
         if MODE == STORE_AND_RECORD and largest * scale > LARGEST:
             tl.atomic_add(state_ptr + 3, tl.sum(clipped), sem="relaxed")
     if d_weight_ptr is not None and MODE != AMAX_ONLY:
-        tl.store(d_weight_ptr + tl.program_id(0).to(tl.int64) * NUM_COLUMNS + column, d_weight, mask=column < NUM_COLUMNS)
+        tl.store(
+            d_weight_ptr + tl.program_id(0).to(tl.int64) * NUM_COLUMNS + column,
+            d_weight,
+            mask=column < NUM_COLUMNS,
+        )
 
 
 @triton.jit
 def _rms_norm_weight_grad_kernel(
-    partial_ptr, out_ptr, num_rows: tl.constexpr, num_columns: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+    partial_ptr,
+    out_ptr,
+    num_rows: tl.constexpr,
+    num_columns: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for start in range(0, num_rows, BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-        total += tl.load(partial_ptr + row[:, None] * num_columns + column[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=column < num_columns)
+        total += tl.load(
+            partial_ptr + row[:, None] * num_columns + column[None, :], mask=mask, other=0.0
+        )
+    tl.store(
+        out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=column < num_columns
+    )
 
 
 def rms_norm_backward_settings(arch: str, num_columns: int, weight_grad: bool) -> Tile:
     """With `weight_grad` a program sums over several tiles of rows and leaves one row of partial sums of d_weight."""
     rows, columns = _whole_rows(1, num_columns)
-    return Tile(rows, columns, warps=8, stages=3 if weight_grad and arch != "gfx950" else 1, repeats=32 if weight_grad else 1)  # as above
+    return Tile(
+        rows,
+        columns,
+        warps=8,
+        stages=3 if weight_grad and arch != "gfx950" else 1,
+        repeats=32 if weight_grad else 1,
+    )  # as above
 
 
 def rms_norm_weight_grad_settings(arch: str) -> Tile:
@@ -241,7 +294,9 @@ def rms_norm_backward_triton(
         d_weight = torch.empty_like(weight)
         tile = rms_norm_weight_grad_settings(arch)
         grid = (triton.cdiv(num_columns, tile.columns),)
-        _rms_norm_weight_grad_kernel[grid](partial, d_weight, programs, num_columns, tile.rows, tile.columns, **tile.options)
+        _rms_norm_weight_grad_kernel[grid](
+            partial, d_weight, programs, num_columns, tile.rows, tile.columns, **tile.options
+        )
     return d_x, quantized, d_weight
 
 
@@ -256,7 +311,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_n: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
-        d_x, _, d_weight = rms_norm_backward_triton(d_n.flatten(0, -2).contiguous(), x, rstd, weight, None, None, ctx.needs_input_grad[1])
+        d_x, _, d_weight = rms_norm_backward_triton(
+            d_n.flatten(0, -2).contiguous(), x, rstd, weight, None, None, ctx.needs_input_grad[1]
+        )
         return d_x.view(d_n.shape), d_weight, None
 
 

@@ -15,7 +15,12 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture, assert_contiguous
 from common.kernels.fp8 import QuantizedTensor, Quantizer
-from common.kernels.quantize import quantize_reference, quantize_with, state_and_largest, store_quantized
+from common.kernels.quantize import (
+    quantize_reference,
+    quantize_with,
+    state_and_largest,
+    store_quantized,
+)
 from common.model.shapes import ModelShape
 
 
@@ -25,14 +30,18 @@ def rope_frequencies(shape: ModelShape, device: torch.device | str = "cpu") -> T
     Llama 3.1 (model card; transformers' `llama3` rope type): wavelengths over old_context / low_frequency_factor are stretched by
     `factor`, those under old_context / high_frequency_factor stay, and in between the two are blended linearly.
     """
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
+    exponents = (
+        torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
+    )
     frequencies = 1.0 / shape.rope_base**exponents
     scaling = shape.rope_scaling
     if scaling is None:
         return frequencies
     wavelengths = 2 * math.pi / frequencies
     rotations = scaling.original_context / wavelengths
-    keep = (rotations - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)
+    keep = (rotations - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
     keep = keep.clamp(0.0, 1.0)  # 1: unchanged, 0: stretched by `factor`
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
@@ -47,7 +56,9 @@ def require_triton_shape(shape: ModelShape) -> None:
         )
 
 
-def rope_tables(shape: ModelShape, sequence_length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    shape: ModelShape, sequence_length: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, each fp32 [sequence_length, head_dim / 2].
 
     Made on the CPU and copied, so that every device gets the same bits.
@@ -67,7 +78,9 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # On the packed projection qkv: [M, (heads + 2 * kv_heads) * head_dim], M = batch * sequence; position = row % sequence.
 
 
-def rope_packed_reference_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
+def rope_packed_reference_(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> Tensor:
     """Rotate the query and key heads of qkv in place, each in fp32. cos, sin: fp32 [sequence, head_dim / 2]. Returns qkv."""
     sequence, half = cos.shape
     rotated = qkv.view(-1, sequence, heads + 2 * kv_heads, 2 * half)[:, :, : heads + kv_heads]
@@ -88,7 +101,17 @@ def rope_packed_backward_reference(
 
 
 @triton.jit
-def _rope_packed_kernel(qkv_ptr, cos_ptr, sin_ptr, num_pairs, sequence, rotated_heads, all_heads, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _rope_packed_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    num_pairs,
+    sequence,
+    rotated_heads,
+    all_heads,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program: BLOCK (row, head) pairs in memory order, so that a row's cos and sin are in the cache for its next head."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = pair // rotated_heads
@@ -97,7 +120,11 @@ def _rope_packed_kernel(qkv_ptr, cos_ptr, sin_ptr, num_pairs, sequence, rotated_
     angle = (row % sequence)[:, None] * HALF + column[None, :]
     cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-    first_ptr = qkv_ptr + (row.to(tl.int64) * all_heads + pair % rotated_heads)[:, None] * (2 * HALF) + column[None, :]
+    first_ptr = (
+        qkv_ptr
+        + (row.to(tl.int64) * all_heads + pair % rotated_heads)[:, None] * (2 * HALF)
+        + column[None, :]
+    )
     first = tl.load(first_ptr, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(first_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
     tl.store(first_ptr, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
@@ -116,7 +143,16 @@ def rope_packed_triton_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
     num_pairs = qkv.shape[0] * (heads + kv_heads)
     tile = rope_packed_settings(architecture(qkv.device), half)
     _rope_packed_kernel[(triton.cdiv(num_pairs, tile.rows),)](
-        qkv, cos, sin, num_pairs, sequence, heads + kv_heads, heads + 2 * kv_heads, half, tile.rows, **tile.options
+        qkv,
+        cos,
+        sin,
+        num_pairs,
+        sequence,
+        heads + kv_heads,
+        heads + 2 * kv_heads,
+        half,
+        tile.rows,
+        **tile.options,
     )
     return qkv
 
@@ -141,7 +177,10 @@ def _rope_packed_backward_kernel(
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, HALF)
     mask = (row < num_rows)[:, None] & (column < HALF)[None, :]
-    batch, position = (row // sequence).to(tl.int64), (row % sequence).to(tl.int64)  # divided in 32 bits: in 64 it is a subroutine
+    batch, position = (
+        (row // sequence).to(tl.int64),
+        (row % sequence).to(tl.int64),
+    )  # divided in 32 bits: in 64 it is a subroutine
     row = row.to(tl.int64)
     # Values leave the branches, never pointers: a runtime choice between pointers does not compile for AMD
     # with Triton 3.6, nor with later ones where d_q has 2 GiB and d_k less (triton#9859).
@@ -152,7 +191,11 @@ def _rope_packed_backward_kernel(
         place = (head - heads).to(tl.int64) * k_head + batch * k_batch + position * k_position
         first, second = _load_halves(d_k_ptr, place, column, mask, HALF)
     else:
-        place = (head - heads - kv_heads).to(tl.int64) * v_head + batch * v_batch + position * v_position
+        place = (
+            (head - heads - kv_heads).to(tl.int64) * v_head
+            + batch * v_batch
+            + position * v_position
+        )
         first, second = _load_halves(d_v_ptr, place, column, mask, HALF)
     if head < heads + kv_heads:
         angle = position[:, None] * HALF + column[None, :]
@@ -163,8 +206,32 @@ def _rope_packed_backward_kernel(
         first = turned
     num_columns = (heads + 2 * kv_heads) * (2 * HALF)
     column += head * (2 * HALF)
-    store_quantized(first, row, column, mask, d_qkv_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE, LARGEST)
-    store_quantized(second, row, column + HALF, mask, d_qkv_ptr, columnwise_ptr, num_rows, num_columns, state_ptr, MODE, LARGEST)
+    store_quantized(
+        first,
+        row,
+        column,
+        mask,
+        d_qkv_ptr,
+        columnwise_ptr,
+        num_rows,
+        num_columns,
+        state_ptr,
+        MODE,
+        LARGEST,
+    )
+    store_quantized(
+        second,
+        row,
+        column + HALF,
+        mask,
+        d_qkv_ptr,
+        columnwise_ptr,
+        num_rows,
+        num_columns,
+        state_ptr,
+        MODE,
+        LARGEST,
+    )
 
 
 def rope_packed_backward_settings(arch: str, half: int) -> Tile:
@@ -176,7 +243,9 @@ def rope_packed_backward_triton(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
 ) -> QuantizedTensor:
     """As `rope_packed_backward_reference`; the inputs of any strides but the last, which is 1; head_dim a power of two."""
-    assert d_q.stride(3) == d_k.stride(3) == d_v.stride(3) == 1, "attention's gradients must be contiguous along head_dim"
+    assert d_q.stride(3) == d_k.stride(3) == d_v.stride(3) == 1, (
+        "attention's gradients must be contiguous along head_dim"
+    )
     assert_contiguous("RoPE's backward", cos, sin)
     batch, sequence, heads, head_dim = d_q.shape
     kv_heads, num_rows = d_k.shape[2], batch * sequence
@@ -191,4 +260,6 @@ def rope_packed_backward_triton(
             mode, largest, head_dim // 2, tile.rows, **tile.options,
         )  # fmt: skip
 
-    return quantize_with(quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch, tiled=True)
+    return quantize_with(
+        quantizer, (num_rows, (heads + 2 * kv_heads) * head_dim), d_q, launch, tiled=True
+    )

@@ -50,14 +50,18 @@ def swiglu_quantized_reference(
     return h, quantize_reference(gate_up, kept_quantizer) if kept_quantizer else gate_up
 
 
-def swiglu_quantized_backward_reference(d_h: Tensor, kept: Tensor | QuantizedTensor, quantizer: Quantizer | None) -> QuantizedTensor:
+def swiglu_quantized_backward_reference(
+    d_h: Tensor, kept: Tensor | QuantizedTensor, quantizer: Quantizer | None
+) -> QuantizedTensor:
     """d_h: [M, ffn], `kept` of the forward -> the gradient of gate_up, [M, 2 * ffn]. Without `quantizer` in d_h's dtype."""
     if isinstance(kept, QuantizedTensor):
         assert kept.scale is not None
         kept = kept.rowwise.float() * kept.scale
     gate, up = kept.float().chunk(2, dim=1)
     s = torch.sigmoid(gate)
-    d_gate_up = torch.cat((d_h.float() * up * s * (1 + gate * (1 - s)), d_h.float() * gate * s), dim=1)
+    d_gate_up = torch.cat(
+        (d_h.float() * up * s * (1 + gate * (1 - s)), d_h.float() * gate * s), dim=1
+    )
     return quantize_reference(d_gate_up if quantizer else d_gate_up.to(d_h.dtype), quantizer)
 
 
@@ -85,10 +89,36 @@ def _swiglu_quantized_kernel(
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + FFN, mask=mask, other=0.0).to(tl.float32)
     if kept_ptr is not None:
-        store_quantized(gate, row, column, mask, kept_ptr, None, num_rows, 2 * FFN, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
-        store_quantized(up, row, column + FFN, mask, kept_ptr, None, num_rows, 2 * FFN, kept_state_ptr, KEPT_MODE, KEPT_LARGEST)
+        store_quantized(
+            gate,
+            row,
+            column,
+            mask,
+            kept_ptr,
+            None,
+            num_rows,
+            2 * FFN,
+            kept_state_ptr,
+            KEPT_MODE,
+            KEPT_LARGEST,
+        )
+        store_quantized(
+            up,
+            row,
+            column + FFN,
+            mask,
+            kept_ptr,
+            None,
+            num_rows,
+            2 * FFN,
+            kept_state_ptr,
+            KEPT_MODE,
+            KEPT_LARGEST,
+        )
     h = gate * _sigmoid(gate) * up
-    store_quantized(h, row, column, mask, h_ptr, columnwise_ptr, num_rows, FFN, state_ptr, MODE, LARGEST)
+    store_quantized(
+        h, row, column, mask, h_ptr, columnwise_ptr, num_rows, FFN, state_ptr, MODE, LARGEST
+    )
 
 
 def swiglu_quantized_settings(arch: str) -> Tile:
@@ -102,7 +132,9 @@ def swiglu_quantized_triton(
 
     h and the kept copy come from the same launches: two where one of the quantizers needs its amax first, else one.
     """
-    assert not (kept_quantizer and kept_quantizer.transposed), "no product reads the kept copy: its transpose is not written"
+    assert not (kept_quantizer and kept_quantizer.transposed), (
+        "no product reads the kept copy: its transpose is not written"
+    )
     assert_contiguous("SwiGLU", gate_up)
     num_rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     tile = swiglu_quantized_settings(architecture(gate_up.device))
@@ -115,7 +147,9 @@ def swiglu_quantized_triton(
     kept_state, kept_largest = state_and_largest(kept_quantizer)
     # Where only one of the two needs a second launch, that launch stores the same bytes of the other once more.
     again = STORE if quantizer else UNQUANTIZED
-    for mode, kept_mode in zip_longest(launch_modes(quantizer), launch_modes(kept_quantizer), fillvalue=again):
+    for mode, kept_mode in zip_longest(
+        launch_modes(quantizer), launch_modes(kept_quantizer), fillvalue=again
+    ):
         _swiglu_quantized_kernel[grid](
             gate_up, out.rowwise, out.columnwise, state, kept_rowwise, kept_state, num_rows, ffn,
             mode, largest, kept_mode, kept_largest, tile.rows, tile.columns, **tile.options,
@@ -133,7 +167,9 @@ def _swiglu_quantized_backward_kernel(
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     row = tl.program_id(1).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     mask = tile_mask(row, column, num_rows, FFN, BLOCK_COLUMNS)
-    d_h = tl.load(d_h_ptr + row[:, None] * FFN + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    d_h = tl.load(d_h_ptr + row[:, None] * FFN + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     gate_ptr = kept_ptr + row[:, None] * (2 * FFN) + column[None, :]
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + FFN, mask=mask, other=0.0).to(tl.float32)
@@ -145,18 +181,48 @@ def _swiglu_quantized_backward_kernel(
     d_h_s = d_h * s
     d_gate = d_h_s * up * (1.0 + gate * (1.0 - s))
     d_up = d_h_s * gate
-    store_quantized(d_gate, row, column, mask, d_gate_up_ptr, columnwise_ptr, num_rows, 2 * FFN, state_ptr, MODE, LARGEST)
-    store_quantized(d_up, row, column + FFN, mask, d_gate_up_ptr, columnwise_ptr, num_rows, 2 * FFN, state_ptr, MODE, LARGEST)
+    store_quantized(
+        d_gate,
+        row,
+        column,
+        mask,
+        d_gate_up_ptr,
+        columnwise_ptr,
+        num_rows,
+        2 * FFN,
+        state_ptr,
+        MODE,
+        LARGEST,
+    )
+    store_quantized(
+        d_up,
+        row,
+        column + FFN,
+        mask,
+        d_gate_up_ptr,
+        columnwise_ptr,
+        num_rows,
+        2 * FFN,
+        state_ptr,
+        MODE,
+        LARGEST,
+    )
 
 
 def swiglu_quantized_backward_settings(arch: str) -> Tile:
-    return Tile(rows=32, columns=64, warps=4)  # sm_90: the fastest of 19 tried on an H200 (docs/log.md)
+    return Tile(
+        rows=32, columns=64, warps=4
+    )  # sm_90: the fastest of 19 tried on an H200 (docs/log.md)
 
 
-def swiglu_quantized_backward_triton(d_h: Tensor, kept: Tensor | QuantizedTensor, quantizer: Quantizer | None) -> QuantizedTensor:
+def swiglu_quantized_backward_triton(
+    d_h: Tensor, kept: Tensor | QuantizedTensor, quantizer: Quantizer | None
+) -> QuantizedTensor:
     """As `swiglu_quantized_backward_reference`; all contiguous."""
     num_rows, ffn = d_h.shape
-    kept_rowwise, kept_scale = (kept.rowwise, kept.scale) if isinstance(kept, QuantizedTensor) else (kept, None)
+    kept_rowwise, kept_scale = (
+        (kept.rowwise, kept.scale) if isinstance(kept, QuantizedTensor) else (kept, None)
+    )
     assert_contiguous("SwiGLU's backward", d_h, kept_rowwise)
     tile = swiglu_quantized_backward_settings(architecture(d_h.device))
     grid = (triton.cdiv(ffn, tile.columns), triton.cdiv(num_rows, tile.rows))

@@ -20,7 +20,9 @@ def transpose_reference(x: Tensor, out: Tensor) -> None:
 
 
 @triton.jit
-def _transpose_kernel(x_ptr, out_ptr, row_words, column_words, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+def _transpose_kernel(
+    x_ptr, out_ptr, row_words, column_words, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):
     """x as int32 [4 * row_words, column_words], out as int32 [4 * column_words, row_words]."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -36,7 +38,11 @@ def _transpose_kernel(x_ptr, out_ptr, row_words, column_words, BLOCK_ROWS: tl.co
         word |= ((second >> (8 * byte)) & 255) << 8
         word |= ((third >> (8 * byte)) & 255) << 16
         word |= ((fourth >> (8 * byte)) & 255) << 24
-        tl.store(out_ptr + (4 * column[:, None] + byte) * row_words + row[None, :], tl.trans(word), mask=mask)
+        tl.store(
+            out_ptr + (4 * column[:, None] + byte) * row_words + row[None, :],
+            tl.trans(word),
+            mask=mask,
+        )
 
 
 def transpose_settings(arch: str) -> Tile:
@@ -53,7 +59,15 @@ def transpose_triton(x: Tensor, out: Tensor) -> None:
     row_words, column_words = num_rows // 4, num_columns // 4
     tile = transpose_settings(architecture(x.device))
     grid = (triton.cdiv(row_words, tile.rows), triton.cdiv(column_words, tile.columns))
-    _transpose_kernel[grid](x.view(torch.int32), out.view(torch.int32), row_words, column_words, tile.rows, tile.columns, **tile.options)
+    _transpose_kernel[grid](
+        x.view(torch.int32),
+        out.view(torch.int32),
+        row_words,
+        column_words,
+        tile.rows,
+        tile.columns,
+        **tile.options,
+    )
 
 
 ENGINES = {"reference": transpose_reference, "triton": transpose_triton}

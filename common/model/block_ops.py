@@ -69,7 +69,12 @@ class RotaryEmbedding(nn.Module):
         return None
 
     def backward(
-        self, gradients: tuple[Tensor, ...], qk_before_norm: Tensor | None, cos: Tensor, sin: Tensor, quantizer: Quantizer | None
+        self,
+        gradients: tuple[Tensor, ...],
+        qk_before_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        quantizer: Quantizer | None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         """Return the gradient of qkv, and those of this module's parameters that train.
 

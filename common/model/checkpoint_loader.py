@@ -20,7 +20,14 @@ from torch import Tensor
 
 from common.errors import StorageError
 from common.model.checkpoint_names import parts_of
-from common.model.checkpoint_reader import DTYPES, Checkpoint, StoredTensor, check_hashes, open_checkpoint, refuse
+from common.model.checkpoint_reader import (
+    DTYPES,
+    Checkpoint,
+    StoredTensor,
+    check_hashes,
+    open_checkpoint,
+    refuse,
+)
 from common.model.llama import Llama
 from common.model.shapes import ModelShape
 from common.sharding.frozen_base import FrozenBase
@@ -38,7 +45,9 @@ class LoadReport:
     bytes: int  # read by this rank, without headers and hashing
 
 
-def load_base(model: Llama, folder: Path, manifest: Path | None = None, frozen: FrozenBase | None = None) -> LoadReport:
+def load_base(
+    model: Llama, folder: Path, manifest: Path | None = None, frozen: FrozenBase | None = None
+) -> LoadReport:
     """Fill `frozen`, and all parameters of `model` but the adapters (names with `.lora_`), from the safetensors checkpoint in `folder`.
 
     Parameters are bf16 or fp32 on any device. Every rank calls this; it reads all of the parameters and its rows of `frozen`. Everything
@@ -50,8 +59,18 @@ def load_base(model: Llama, folder: Path, manifest: Path | None = None, frozen: 
     checkpoint = open_checkpoint(Path(folder), model.shape)
     if manifest is not None:
         check_hashes(checkpoint, Path(manifest), next(model.parameters()).device)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters() if ".lora_" not in name}
-    size = _execute([read for name, target in parameters.items() for read in _reads(name, 0, target, checkpoint, model.shape)])
+    parameters = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+    }
+    size = _execute(
+        [
+            read
+            for name, target in parameters.items()
+            for read in _reads(name, 0, target, checkpoint, model.shape)
+        ]
+    )
     if frozen is not None:
         size += _fill(frozen, checkpoint, model.shape)
     return LoadReport(checkpoint.layout, time.monotonic() - start, size)
@@ -65,7 +84,12 @@ def _fill(frozen: FrozenBase, checkpoint: Checkpoint, shape: ModelShape) -> int:
         reads: list[Read] = []
         for name in frozen.matrices:
             first, rows, columns = frozen.shard_rows(name)
-            shards[name] = torch.empty(rows, columns, dtype=torch.bfloat16 if frozen.in_fp8 else frozen.dtype, device=frozen.device)
+            shards[name] = torch.empty(
+                rows,
+                columns,
+                dtype=torch.bfloat16 if frozen.in_fp8 else frozen.dtype,
+                device=frozen.device,
+            )
             reads += _reads(f"blocks.{layer}.{name}.weight", first, shards[name], checkpoint, shape)
         return shards, _execute(reads)
 
@@ -101,13 +125,17 @@ class Read:
             yield Read(self.stored, self.first + first, self.target[first : first + rows])
 
 
-def _reads(name: str, first: int, target: Tensor, checkpoint: Checkpoint, shape: ModelShape) -> Iterator[Read]:
+def _reads(
+    name: str, first: int, target: Tensor, checkpoint: Checkpoint, shape: ModelShape
+) -> Iterator[Read]:
     """What to read for the rows [first, first + len(target)) of parameter `name`; rows beyond its last one are left alone."""
     begin = 0
     for part in parts_of(shape, checkpoint.layout)[name]:
         low, high = max(first, begin), min(first + len(target), begin + part.rows)
         if low < high:
-            yield Read(checkpoint.tensors[part.name], low - begin, target[low - first : high - first])
+            yield Read(
+                checkpoint.tensors[part.name], low - begin, target[low - first : high - first]
+            )
         begin += part.rows
 
 
@@ -118,7 +146,9 @@ def _execute(reads: list[Read]) -> int:
     reads = sorted(reads, key=lambda read: (read.stored.file, read.stored.offset, read.first))
     device, files, local = reads[0].target.device, dict[Path, int](), threading.local()
 
-    def use_device() -> None:  # per thread: allocating pinned memory would otherwise create a context on GPU 0 for every rank
+    def use_device() -> (
+        None
+    ):  # per thread: allocating pinned memory would otherwise create a context on GPU 0 for every rank
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
@@ -126,9 +156,18 @@ def _execute(reads: list[Read]) -> int:
     def copy(read: Read) -> int:
         size = len(read.target) * read.row_bytes
         if not hasattr(local, "buffer") or len(local.buffer) < size:
-            local.buffer = torch.empty(max(size, CHUNK), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        raw = local.buffer[:size]  # the next call of this thread overwrites it: the copies below are synchronous
-        _read_exactly(files[read.stored.file], read.stored.file, raw, read.stored.offset + read.first * read.row_bytes)
+            local.buffer = torch.empty(
+                max(size, CHUNK), dtype=torch.uint8, pin_memory=device.type == "cuda"
+            )
+        raw = local.buffer[
+            :size
+        ]  # the next call of this thread overwrites it: the copies below are synchronous
+        _read_exactly(
+            files[read.stored.file],
+            read.stored.file,
+            raw,
+            read.stored.offset + read.first * read.row_bytes,
+        )
         rows = raw.view(DTYPES[read.stored.dtype]).view(read.target.shape)
         # Converted on the target's device; without a conversion there is no second copy on it.
         read.target.copy_(rows if rows.dtype == read.target.dtype else rows.to(device))
@@ -140,7 +179,11 @@ def _execute(reads: list[Read]) -> int:
         with ThreadPoolExecutor(thread_count(), initializer=use_device) as pool:
             return sum(pool.map(copy, (chunk for read in reads for chunk in read.chunks())))
     except OSError as error:
-        raise StorageError(f"{error.filename}: {error.strerror}", "the file cannot be opened", "check the disk or the mount") from error
+        raise StorageError(
+            f"{error.filename}: {error.strerror}",
+            "the file cannot be opened",
+            "check the disk or the mount",
+        ) from error
     finally:
         for file in files.values():
             os.close(file)
@@ -154,8 +197,13 @@ def _read_exactly(file: int, path: Path, raw: Tensor, offset: int) -> None:
             size = os.preadv(file, [view[done:]], offset + done)
         except OSError as error:
             why = f"reading at byte {offset + done} failed"
-            raise StorageError(f"{path}: {error.strerror}", why, "check the disk or the mount") from error
+            raise StorageError(
+                f"{path}: {error.strerror}", why, "check the disk or the mount"
+            ) from error
         if not size:
-            what, do = f"{path}: ends at byte {offset + done}", "let nothing write to it, and start again"
+            what, do = (
+                f"{path}: ends at byte {offset + done}",
+                "let nothing write to it, and start again",
+            )
             refuse(what, "it became shorter while it was read", do)
         done += size

@@ -43,7 +43,11 @@ class Part(NamedTuple):
 @cache
 def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
     """Our name of each parameter of a model without adapters -> the tensors of the checkpoint that, concatenated, are that parameter."""
-    hidden, ffn, keys = shape.hidden_size, shape.ffn_hidden_size, shape.num_kv_heads * shape.head_dim
+    hidden, ffn, keys = (
+        shape.hidden_size,
+        shape.ffn_hidden_size,
+        shape.num_kv_heads * shape.head_dim,
+    )
     split = {"q_proj": shape.attention_size, "k_proj": keys, "v_proj": keys}
     projections = split if layout == ORDINARY else {"qkv_proj": shape.qkv_size}
     block = {
@@ -55,11 +59,16 @@ def parts_of(shape: ModelShape, layout: str) -> dict[str, list[Part]]:
         "down": [Part("mlp.down_proj", (hidden, ffn))],
     }
     if shape.qk_norm:
-        block |= {f"rotation.{name}": [Part(f"self_attn.{name}", (shape.head_dim,))] for name in ("q_norm", "k_norm")}
+        block |= {
+            f"rotation.{name}": [Part(f"self_attn.{name}", (shape.head_dim,))]
+            for name in ("q_norm", "k_norm")
+        }
     found = {"embedding.weight": [Part("model.embed_tokens.weight", (shape.vocab_size, hidden))]}
     for layer in range(shape.num_layers):
         for name, parts in block.items():
-            found[f"blocks.{layer}.{name}.weight"] = [Part(f"model.layers.{layer}.{part.name}.weight", part.shape) for part in parts]
+            found[f"blocks.{layer}.{name}.weight"] = [
+                Part(f"model.layers.{layer}.{part.name}.weight", part.shape) for part in parts
+            ]
     found["head.norm.weight"] = [Part("model.norm.weight", (hidden,))]
     if not shape.tied_embedding:
         found["head.output.weight"] = [Part("lm_head.weight", (shape.vocab_size, hidden))]

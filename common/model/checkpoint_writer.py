@@ -19,7 +19,13 @@ from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts
 from common.model.llama import Llama
 
 # torch -> name in safetensors
-NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.uint8: "U8"}
+NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.uint8: "U8",
+}
 
 
 @torch.no_grad()
@@ -43,7 +49,9 @@ def write_checkpoint(
     dtype = dtype or model.embedding.weight.dtype
     tensors = _tensors(model, layout)
     folder.mkdir(parents=True, exist_ok=True)
-    groups = groups_of_equal_size({name: rows.numel() * dtype.itemsize for name, rows in tensors.items()}, files)
+    groups = groups_of_equal_size(
+        {name: rows.numel() * dtype.itemsize for name, rows in tensors.items()}, files
+    )
     paths, weight_map = [], {}
     for number, names in enumerate(groups, start=1):
         path = folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -75,19 +83,27 @@ def write_file(
     metadata: dict[str, str] | None = None,
 ) -> None:
     """One safetensors file, on the disk when this returns. `dtype`: of all tensors, by default of each its own. Raises OSError."""
-    header: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}  # transformers asks for it
+    header: dict[str, object] = {
+        "__metadata__": metadata or {"format": "pt"}
+    }  # transformers asks for it
     end = 0
     for name, rows in tensors.items():
         kind = dtype or rows.dtype
         begin, end = end, end + rows.numel() * kind.itemsize
-        header[name] = {"dtype": NAMES[kind], "shape": list(rows.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": NAMES[kind],
+            "shape": list(rows.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for rows in tensors.values():
             on_tensor()
-            file.write(rows.to("cpu", dtype or rows.dtype).contiguous().view(torch.uint8).numpy().data)
+            file.write(
+                rows.to("cpu", dtype or rows.dtype).contiguous().view(torch.uint8).numpy().data
+            )
         file.flush()
         os.fsync(file.fileno())  # some file systems report a full disk only here
 

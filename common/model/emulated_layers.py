@@ -31,7 +31,9 @@ class EmulatedLayers(DelayedScaling):
         self.blocks = block_formats.FORMATS[form.name]
         self.stochastic = "stochastic" in form.options
         self.square_weights = "square_weights" in form.options
-        self.transform = next((option for option in form.options if option.endswith("hadamard")), "")
+        self.transform = next(
+            (option for option in form.options if option.endswith("hadamard")), ""
+        )
         self.until, _, point = form.until.partition(" ")
         self.point = float(point or 0)
         self.steps_done = 0
@@ -39,7 +41,14 @@ class EmulatedLayers(DelayedScaling):
 
     # Casts. The place of a native path.
 
-    def _cast(self, x: Tensor, dtype: torch.dtype | None = None, *, gradient: bool = False, weight: bool = False) -> Tensor:
+    def _cast(
+        self,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        *,
+        gradient: bool = False,
+        weight: bool = False,
+    ) -> Tensor:
         """Return x, the summed dimension last, quantized and dequantized, in x's dtype or `dtype`."""
         element = self.blocks.gradient_element if gradient else self.blocks.element
         return block_formats.emulate(
@@ -56,22 +65,32 @@ class EmulatedLayers(DelayedScaling):
         transposed = x.t()
         if self.transform:
             transposed = block_formats.hadamard(transposed, self.transform == "random_hadamard")
-        return QuantizedTensor(x.new_empty(0, 0), self._cast(transposed, x.dtype, gradient=gradient))
+        return QuantizedTensor(
+            x.new_empty(0, 0), self._cast(transposed, x.dtype, gradient=gradient)
+        )
 
     # Operands and products.
 
     def stored(self, quantizers: BlockQuantizers) -> BlockQuantizers:
         if not self.format.stores_fp8:
             return BlockQuantizers()
-        return quantizers if self.healed else BlockQuantizers(stored_gate_up=quantizers.stored_gate_up)
+        return (
+            quantizers if self.healed else BlockQuantizers(stored_gate_up=quantizers.stored_gate_up)
+        )
 
-    def weight(self, weight: Tensor, quantizer: Quantizer | None, quantize: Quantize) -> QuantizedTensor:
+    def weight(
+        self, weight: Tensor, quantizer: Quantizer | None, quantize: Quantize
+    ) -> QuantizedTensor:
         assert quantizer is not None
         if self.healed:
             return super().weight(weight, quantizer if self.format.stores_fp8 else None, quantize)
         if quantizer.cached is None:
             rowwise = self._cast(weight, weight=True)
-            columnwise = rowwise.t().contiguous() if self.square_weights else self._cast(weight.t(), weight=True)
+            columnwise = (
+                rowwise.t().contiguous()
+                if self.square_weights
+                else self._cast(weight.t(), weight=True)
+            )
             quantizer.cached = QuantizedTensor(rowwise, columnwise)
         return quantizer.cached
 
@@ -82,7 +101,9 @@ class EmulatedLayers(DelayedScaling):
         return super().fprop(x if self.healed else QuantizedTensor(self._cast(x.rowwise)), weight)
 
     def dgrad(self, g: QuantizedTensor, weight: QuantizedTensor) -> Tensor:
-        return super().dgrad(g if self.healed else QuantizedTensor(self._cast(g.rowwise, gradient=True)), weight)
+        return super().dgrad(
+            g if self.healed else QuantizedTensor(self._cast(g.rowwise, gradient=True)), weight
+        )
 
     def wgrad(self, g: QuantizedTensor, x: QuantizedTensor) -> Tensor:
         if self.healed:
@@ -102,7 +123,9 @@ class EmulatedLayers(DelayedScaling):
         super().reset()  # no history of FP8 yet: the first step takes its scales from the tensors themselves
         self.scales[-1, SCALE] = self.steps_done
 
-    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0) -> None:
+    def resume(
+        self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
+    ) -> None:
         healed_after = int(ranks[0]["fp8_state"][-1, SCALE])
         super().resume(ranks, steps - healed_after, gradient_ratio)
         self.steps_done = steps
@@ -142,15 +165,24 @@ class EmulatedBase:
         stored = self.base.forward_weights(layer)
         if self.linear.healed:
             return stored
-        return {name: QuantizedTensor(self._cast(weight.rowwise, weight.scale)) for name, weight in stored.items()}
+        return {
+            name: QuantizedTensor(self._cast(weight.rowwise, weight.scale))
+            for name, weight in stored.items()
+        }
 
     def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
         stored = self.base.backward_weights(layer)
         if self.linear.healed:
             return stored
         empty = torch.empty(0, 0)
-        columnwise = {name: w.rowwise.t() if w.columnwise is None else w.columnwise for name, w in stored.items()}
-        return {name: QuantizedTensor(empty, self._cast(columnwise[name], w.scale)) for name, w in stored.items()}
+        columnwise = {
+            name: w.rowwise.t() if w.columnwise is None else w.columnwise
+            for name, w in stored.items()
+        }
+        return {
+            name: QuantizedTensor(empty, self._cast(columnwise[name], w.scale))
+            for name, w in stored.items()
+        }
 
     def release(self, layer: int) -> None:
         self.base.release(layer)

@@ -21,7 +21,9 @@ class Family:
 
     name: str
     shape: ModelShape
-    sliding_window: int | None = None  # its attention sees so many tokens; ours sees them all, which differs in longer sequences only
+    sliding_window: int | None = (
+        None  # its attention sees so many tokens; ours sees them all, which differs in longer sequences only
+    )
 
 
 LLAMA32_SCALING = RopeScaling(factor=32.0)
@@ -31,24 +33,63 @@ FAMILIES = {
     for family in (
         Family("llama3.1-8b", LLAMA31_8B),
         Family("llama3.1-70b", ModelShape(80, 8192, 28672, 64, 8, 128256, 500000.0, RopeScaling())),
-        Family("llama3.1-405b", ModelShape(126, 16384, 53248, 128, 8, 128256, 500000.0, RopeScaling())),
-        Family("llama3.2-1b", ModelShape(16, 2048, 8192, 32, 8, 128256, 500000.0, LLAMA32_SCALING, tied_embedding=True)),
+        Family(
+            "llama3.1-405b", ModelShape(126, 16384, 53248, 128, 8, 128256, 500000.0, RopeScaling())
+        ),
+        Family(
+            "llama3.2-1b",
+            ModelShape(
+                16, 2048, 8192, 32, 8, 128256, 500000.0, LLAMA32_SCALING, tied_embedding=True
+            ),
+        ),
         Family("llama2-70b", LLAMA2_70B),
         Family("llama2-13b", ModelShape(40, 5120, 13824, 40, 40, 32000, 10000.0)),
         Family("llama2-7b", ModelShape(32, 4096, 11008, 32, 32, 32000, 10000.0)),
-        Family("mistral-7b-v0.1", ModelShape(32, 4096, 14336, 32, 8, 32000, 10000.0), sliding_window=4096),
-        Family("qwen3-8b", ModelShape(36, 4096, 12288, 32, 8, 151936, 1000000.0, norm_eps=1e-6, qk_norm=True)),
+        Family(
+            "mistral-7b-v0.1",
+            ModelShape(32, 4096, 14336, 32, 8, 32000, 10000.0),
+            sliding_window=4096,
+        ),
+        Family(
+            "qwen3-8b",
+            ModelShape(36, 4096, 12288, 32, 8, 151936, 1000000.0, norm_eps=1e-6, qk_norm=True),
+        ),
         Family(
             "qwen3-4b",
-            ModelShape(36, 2560, 9728, 32, 8, 151936, 1000000.0, norm_eps=1e-6, explicit_head_dim=128, qk_norm=True, tied_embedding=True),
+            ModelShape(
+                36,
+                2560,
+                9728,
+                32,
+                8,
+                151936,
+                1000000.0,
+                norm_eps=1e-6,
+                explicit_head_dim=128,
+                qk_norm=True,
+                tied_embedding=True,
+            ),
         ),
     )
 }
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
 # What another value of these keys would compute, we do not. A key that config.json does not have, or has as null, has the value here.
-COMPUTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0, "quantization_config": None}
-SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+COMPUTED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 
 
 def shape_of(name_or_path: str) -> ModelShape:
@@ -68,17 +109,27 @@ def family_of(name_or_path: str) -> Family:
     if path.is_file():
         return _from_config(path)
     if path.suffix == ".json" or "/" in name_or_path:
-        raise ConfigError(f"{path}: no such file", "a model is one of the known names, or a config.json", "check the path")
+        raise ConfigError(
+            f"{path}: no such file",
+            "a model is one of the known names, or a config.json",
+            "check the path",
+        )
     near = difflib.get_close_matches(name_or_path.lower(), FAMILIES, n=3, cutoff=0.5)
     why = f"near it: {', '.join(near)}" if near else f"known are {', '.join(FAMILIES)}"
-    raise ConfigError(f"no model is called {name_or_path}", why, "name one of these, or the config.json of a Hugging Face model")
+    raise ConfigError(
+        f"no model is called {name_or_path}",
+        why,
+        "name one of these, or the config.json of a Hugging Face model",
+    )
 
 
 def _from_config(path: Path) -> Family:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON", f"{type(error).__name__}: {error}", "check the file") from None
+        raise ConfigError(
+            f"{path}: cannot be read as JSON", f"{type(error).__name__}: {error}", "check the file"
+        ) from None
     if not isinstance(config, dict) or config.get("model_type") not in MODEL_TYPES:
         kind = config.get("model_type") if isinstance(config, dict) else None
         why = f"the blocks compute {', '.join(MODEL_TYPES)}: RMSNorm, rotary embedding, grouped-query attention, SwiGLU"
@@ -91,26 +142,38 @@ def _from_config(path: Path) -> Family:
 
 def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
     qwen3 = config["model_type"] == "qwen3"
-    if config["model_type"] == "llama" and config.get("num_key_value_heads") is None:  # transformers' default for llama only
+    if (
+        config["model_type"] == "llama" and config.get("num_key_value_heads") is None
+    ):  # transformers' default for llama only
         config["num_key_value_heads"] = config.get("num_attention_heads")
     missing = [key for key in SIZES if type(config.get(key)) is not int or config[key] < 1]
     if missing:
-        raise ConfigError(f"{path}: {missing[0]} is {config.get(missing[0])!r}", "it must be a positive integer", "check the file")
+        raise ConfigError(
+            f"{path}: {missing[0]} is {config.get(missing[0])!r}",
+            "it must be a positive integer",
+            "check the file",
+        )
     layers, hidden, ffn, heads, kv_heads, vocab = (config[key] for key in SIZES)
     head_dim = config.get("head_dim") or (128 if qwen3 else None)  # transformers' default for qwen3
-    rope = config.get("rope_parameters") or {}  # where transformers 5 has rope_theta and rope_scaling
+    rope = (
+        config.get("rope_parameters") or {}
+    )  # where transformers 5 has rope_theta and rope_scaling
     try:
         return ModelShape(
             *(layers, hidden, ffn, heads, kv_heads, vocab),
             rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            rope_scaling=_rope_scaling(path, rope if rope.get("rope_type") else config.get("rope_scaling") or {}),
+            rope_scaling=_rope_scaling(
+                path, rope if rope.get("rope_type") else config.get("rope_scaling") or {}
+            ),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             explicit_head_dim=head_dim if head_dim and head_dim * heads != hidden else None,
             qk_norm=qwen3,
             tied_embedding=bool(config.get("tie_word_embeddings", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: no shape of a model", f"{type(error).__name__}: {error}", "check the file") from None
+        raise ConfigError(
+            f"{path}: no shape of a model", f"{type(error).__name__}: {error}", "check the file"
+        ) from None
 
 
 def _rope_scaling(path: Path, scaling: dict[str, Any]) -> RopeScaling | None:
@@ -120,7 +183,10 @@ def _rope_scaling(path: Path, scaling: dict[str, Any]) -> RopeScaling | None:
     if kind != "llama3":
         _refuse(path, "rope_scaling", kind)
     return RopeScaling(
-        scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
+        scaling["factor"],
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
     )
 
 
@@ -133,4 +199,6 @@ def _sliding_window(path: Path, config: dict[str, Any]) -> int | None:
 
 
 def _refuse(path: Path, key: str, value: object) -> NoReturn:
-    raise ConfigError(f"{path}: {key} is {value!r}", "our blocks do not compute that", "choose a model without it")
+    raise ConfigError(
+        f"{path}: {key} is {value!r}", "our blocks do not compute that", "choose a model without it"
+    )

@@ -38,7 +38,9 @@ class Saved(SavedTensors):
     rstd_1: Tensor
     n_1: QuantizedTensor  # normalized x
     qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
-    attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # its output, with autograd's graph, and the leaves q, k, v
+    attention: tuple[
+        Tensor, tuple[Tensor, Tensor, Tensor]
+    ]  # its output, with autograd's graph, and the leaves q, k, v
     o: QuantizedTensor
     residual: Tensor  # [M, D], x plus attention
     rstd_2: Tensor
@@ -59,7 +61,9 @@ def rotary_embedding(shape: ModelShape, kernels: str) -> RotaryEmbedding:
 
 
 class FusedBlock(nn.Module):
-    def __init__(self, shape: ModelShape, kernels: str, linear: LinearLayers, recompute: bool = False):
+    def __init__(
+        self, shape: ModelShape, kernels: str, linear: LinearLayers, recompute: bool = False
+    ):
         """`kernels`: "reference" or "triton". `linear`: the format of the linear layers, shared by all blocks. `recompute`: keep
         only the input, and run forward again in backward.
         """
@@ -77,7 +81,11 @@ class FusedBlock(nn.Module):
         self.weight_quantizers = {name: linear.quantizer(weight=True) for name in LINEARS}
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        weights = [self.attention_norm.weight, self.ffn_norm.weight, *(getattr(self, name).weight for name in LINEARS)]
+        weights = [
+            self.attention_norm.weight,
+            self.ffn_norm.weight,
+            *(getattr(self, name).weight for name in LINEARS),
+        ]
         weights += self.rotation.parameters()
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *weights))
         return FusedBlockFunction.apply(self, keep, self.recompute, x_BSD, cos, sin, *weights)
@@ -86,21 +94,29 @@ class FusedBlock(nn.Module):
         """Return the matrices as products read them; in FP8 cast once per optimizer step."""
         weights = {}
         for name in LINEARS:
-            weights[name] = self.linear.weight(getattr(self, name).weight, self.weight_quantizers[name], self.ops.quantize)
+            weights[name] = self.linear.weight(
+                getattr(self, name).weight, self.weight_quantizers[name], self.ops.quantize
+            )
         return weights
 
-    def run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> tuple[Tensor, Saved | None]:
+    def run(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool
+    ) -> tuple[Tensor, Saved | None]:
         """The forward; with `keep`, also what backward needs."""
         ops, linear, shape, weights = self.ops, self.linear, self.shape, self.weights()
         quantizers = linear.stored(self.quantizers)
         x = x_BSD.flatten(0, 1)
-        _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
+        _, n_1, rstd_1 = ops.add_rms_norm(
+            x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1
+        )
         qkv = linear.fprop(n_1, weights["qkv"])
         qk_before_norm = self.rotation.rotate_(qkv, cos, sin, keep)
         attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
         o = ops.quantize(attention[0].detach().flatten(2).flatten(0, 1), quantizers.o)
         branch = linear.fprop(o, weights["o"])
-        residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2)
+        residual, n_2, rstd_2 = ops.add_rms_norm(
+            x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2
+        )
         del branch
         gate_up = linear.fprop(n_2, weights["gate_up"])
         h, _ = ops.swiglu(gate_up, quantizers.h)
@@ -108,10 +124,14 @@ class FusedBlock(nn.Module):
         saved = None
         if keep:
             n_1, o, n_2, h = (tensor.for_wgrad() for tensor in (n_1, o, n_2, h))
-            saved = Saved(x, rstd_1, n_1, qk_before_norm, attention, o, residual, rstd_2, n_2, gate_up, h)
+            saved = Saved(
+                x, rstd_1, n_1, qk_before_norm, attention, o, residual, rstd_2, n_2, gate_up, h
+            )
         return out, saved
 
-    def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor | None, ...]:
+    def run_backward(
+        self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the weights, in the order of `forward`. Takes `saved` apart as it goes."""
         ops, linear, weights = self.ops, self.linear, self.weights()
         quantizers = linear.stored(self.quantizers)
@@ -126,19 +146,34 @@ class FusedBlock(nn.Module):
         d_gate_up_weight = linear.wgrad(d_gate_up, saved.pop("n_2"))
         del d_gate_up
         residual, rstd, norm = saved.pop("residual"), saved.rstd_2, self.ffn_norm.weight
-        d_residual, quantized, d_norm_2 = ops.rms_norm_backward(d_n, residual, rstd, norm, d_out, quantizers.d_attention)
+        d_residual, quantized, d_norm_2 = ops.rms_norm_backward(
+            d_n, residual, rstd, norm, d_out, quantizers.d_attention
+        )
         g = quantized or QuantizedTensor(d_residual)
         d_attention = linear.dgrad(g, weights["o"])
         d_o = linear.wgrad(g, saved.pop("o"))
         out, leaves = saved.pop("attention")
         gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del residual, out, leaves, quantized, g, d_attention
-        d_qkv, d_head_norms = self.rotation.backward(gradients, saved.pop("qk_before_norm"), cos, sin, quantizers.d_qkv)
+        d_qkv, d_head_norms = self.rotation.backward(
+            gradients, saved.pop("qk_before_norm"), cos, sin, quantizers.d_qkv
+        )
         del gradients
         d_n = linear.dgrad(d_qkv, weights["qkv"])
         d_qkv_weight = linear.wgrad(d_qkv, saved.pop("n_1"))
-        d_x, _, d_norm_1 = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None)
-        return d_x.view(batch, sequence, -1), d_norm_1, d_norm_2, d_qkv_weight, d_o, d_gate_up_weight, d_down, *d_head_norms
+        d_x, _, d_norm_1 = ops.rms_norm_backward(
+            d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None
+        )
+        return (
+            d_x.view(batch, sequence, -1),
+            d_norm_1,
+            d_norm_2,
+            d_qkv_weight,
+            d_o,
+            d_gate_up_weight,
+            d_down,
+            *d_head_norms,
+        )
 
 
 def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "reference") -> Llama:
@@ -148,7 +183,9 @@ def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "ref
     return Llama(shape, max_sequence_length, blocks, Head(shape, kernels))
 
 
-def attend(shape: ModelShape, qkv_BSE: Tensor, keep: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def attend(
+    shape: ModelShape, qkv_BSE: Tensor, keep: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Attention of the rotated projection. With `keep` its output carries a small autograd graph of its own, down to the leaves q, k and v: backward
     asks torch for the gradients through it, because only torch's kernels know what their forward saved.
     """
@@ -175,18 +212,34 @@ class FusedBlockFunction(torch.autograd.Function):
     """What autograd sees of a fused block, of pre-training or LoRA: one function."""
 
     @staticmethod
-    def forward(ctx, block: Any, keep: bool, recompute: bool, x: Tensor, cos: Tensor, sin: Tensor, *trained: Tensor) -> Tensor:
+    def forward(
+        ctx,
+        block: Any,
+        keep: bool,
+        recompute: bool,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *trained: Tensor,
+    ) -> Tensor:
         """`trained`: what gets a gradient, in the order of the block's `run_backward`, after the gradient of x."""
         out, saved = block.run(x, cos, sin, keep and not recompute)
         if keep:
             # Attributes, not save_for_backward: backward drops each tensor as soon as it is used.
-            ctx.block, ctx.saved, ctx.x, ctx.tables = block, saved, x if recompute else None, (cos, sin)
+            ctx.block, ctx.saved, ctx.x, ctx.tables = (
+                block,
+                saved,
+                x if recompute else None,
+                (cos, sin),
+            )
         return out
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.block is None:
-            raise RuntimeError("a block's backward ran twice: the first one used up what the forward had saved")
+            raise RuntimeError(
+                "a block's backward ran twice: the first one used up what the forward had saved"
+            )
         block, saved, x, (cos, sin) = ctx.block, ctx.saved, ctx.x, ctx.tables
         ctx.block = ctx.saved = ctx.x = None
         if x is not None:

@@ -31,7 +31,9 @@ class Saved(SavedTensors):
     rstd_1: Tensor
     t_qkv: Tensor  # [M, rank], D(n_1) A^T
     qk_before_norm: Tensor | None  # query and key heads before their norms, in shapes with qk_norm
-    attention: tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # its output, with autograd's graph, and the leaves q, k, v
+    attention: tuple[
+        Tensor, tuple[Tensor, Tensor, Tensor]
+    ]  # its output, with autograd's graph, and the leaves q, k, v
     t_o: Tensor
     residual: Tensor  # [M, D], x plus attention
     rstd_2: Tensor
@@ -94,17 +96,29 @@ class FusedLoraBlock(nn.Module):
 
     def cast_adapters(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A and B of qkv, A and B of o, as the kernels compute with them."""
-        a_qkv, b_qkv, a_o, b_o = (t.detach().to(dtype) for t in (self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b))
+        a_qkv, b_qkv, a_o, b_o = (
+            t.detach().to(dtype)
+            for t in (self.qkv.lora_a, self.qkv.lora_b, self.o.lora_a, self.o.lora_b)
+        )
         return a_qkv, b_qkv, a_o, b_o
 
-    def run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool) -> tuple[Tensor, Saved | None]:
+    def run(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, keep: bool
+    ) -> tuple[Tensor, Saved | None]:
         """The forward; with `keep`, also what backward needs."""
-        ops, linear, shape, weights = self.ops, self.linear, self.shape, self.base.forward_weights(self.layer)
+        ops, linear, shape, weights = (
+            self.ops,
+            self.linear,
+            self.shape,
+            self.base.forward_weights(self.layer),
+        )
         quantizers = linear.stored(self.quantizers)
         dropouts = self.draw_dropouts(x_BSD.device) if keep else (None, None)
         x = x_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(x.dtype)
-        _, n_1, rstd_1 = ops.add_rms_norm(x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1)
+        _, n_1, rstd_1 = ops.add_rms_norm(
+            x, None, self.attention_norm.weight, shape.norm_eps, quantizers.n_1
+        )
         qkv = linear.fprop(n_1, weights["qkv"])
         del n_1
         t_qkv = self.lora.down(x, Norm(rstd_1, self.attention_norm.weight), a_qkv, dropouts[0])
@@ -117,11 +131,15 @@ class FusedLoraBlock(nn.Module):
         t_o = self.lora.down(o, None, a_o, dropouts[1])
         up_(branch, t_o, b_o, self.scale)
         del o
-        residual, n_2, rstd_2 = ops.add_rms_norm(x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2)
+        residual, n_2, rstd_2 = ops.add_rms_norm(
+            x, branch, self.ffn_norm.weight, shape.norm_eps, quantizers.n_2
+        )
         del branch
         gate_up = linear.fprop(n_2, weights["gate_up"])
         del n_2
-        h, kept = ops.swiglu(gate_up, quantizers.h, quantizers.stored_gate_up if self.training else None)  # an evaluation keeps nothing
+        h, kept = ops.swiglu(
+            gate_up, quantizers.h, quantizers.stored_gate_up if self.training else None
+        )  # an evaluation keeps nothing
         del gate_up
         out = residual.view_as(x_BSD) + linear.fprop(h, weights["down"]).view_as(x_BSD)
         self.base.release(self.layer)
@@ -129,10 +147,18 @@ class FusedLoraBlock(nn.Module):
             assert self.offloader is not None and isinstance(kept, QuantizedTensor)
             self.offloader.offload(kept.rowwise)
             kept = kept._replace(rowwise=kept.rowwise.new_empty(0))
-        saved = Saved(x, rstd_1, t_qkv, qk_before_norm, attention, t_o, residual, rstd_2, kept, dropouts) if keep else None
+        saved = (
+            Saved(
+                x, rstd_1, t_qkv, qk_before_norm, attention, t_o, residual, rstd_2, kept, dropouts
+            )
+            if keep
+            else None
+        )
         return out, saved
 
-    def run_backward(self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def run_backward(
+        self, saved: Saved, d_out_BSD: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of the input and, in fp32, of A and B of qkv and A and B of o. Takes `saved` apart as it goes."""
         ops, linear, weights = self.ops, self.linear, self.base.backward_weights(self.layer)
         quantizers = linear.stored(self.quantizers)
@@ -150,25 +176,45 @@ class FusedLoraBlock(nn.Module):
         d_n = linear.dgrad(d_gate_up, weights["gate_up"])
         del d_gate_up
         d_residual, g, _ = ops.rms_norm_backward(
-            d_n, saved.pop("residual"), saved.rstd_2, self.ffn_norm.weight, d_out, quantizers.d_attention, weight_grad=False
+            d_n,
+            saved.pop("residual"),
+            saved.rstd_2,
+            self.ffn_norm.weight,
+            d_out,
+            quantizers.d_attention,
+            weight_grad=False,
         )
         del d_n, d_out
         d_attention = linear.dgrad(g or QuantizedTensor(d_residual), weights["o"])
         del g
-        p, d_b_o, _ = self.lora.up_backward(d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None)
+        p, d_b_o, _ = self.lora.up_backward(
+            d_residual, saved.t_o, b_o, self.scale, saved.dropouts[1], None
+        )
         out, leaves = saved.pop("attention")
         o = out.detach().flatten(2).flatten(0, 1)
         d_a_o = self.lora.down_backward_(d_attention, o, None, p, a_o, saved.dropouts[1])
         gradients = torch.autograd.grad(out, leaves, d_attention.view_as(out))
         del out, leaves, o, d_attention
-        d_qkv = self.rotation.backward(gradients, saved.pop("qk_before_norm"), cos, sin, None)[0].rowwise
+        d_qkv = self.rotation.backward(gradients, saved.pop("qk_before_norm"), cos, sin, None)[
+            0
+        ].rowwise
         del gradients
-        p, d_b_qkv, g = self.lora.up_backward(d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv)
+        p, d_b_qkv, g = self.lora.up_backward(
+            d_qkv, saved.t_qkv, b_qkv, self.scale, saved.dropouts[0], quantizers.d_qkv
+        )
         del d_qkv
         d_n = linear.dgrad(g, weights["qkv"])
         del g
         norm = Norm(saved.rstd_1, self.attention_norm.weight)
         d_a_qkv = self.lora.down_backward_(d_n, saved.x, norm, p, a_qkv, saved.dropouts[0])
-        d_x, _, _ = ops.rms_norm_backward(d_n, saved.x, saved.rstd_1, self.attention_norm.weight, d_residual, None, weight_grad=False)
+        d_x, _, _ = ops.rms_norm_backward(
+            d_n,
+            saved.x,
+            saved.rstd_1,
+            self.attention_norm.weight,
+            d_residual,
+            None,
+            weight_grad=False,
+        )
         self.base.release(self.layer)
         return d_x.view_as(d_out_BSD), d_a_qkv, d_b_qkv, d_a_o, d_b_o

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from common.sharding.processes import thread_count
 
 
-def init_weights(model: nn.Module, num_layers: int, seed: int, std: float, set_weight: Callable[[nn.Parameter, Tensor], None]) -> None:
+def init_weights(
+    model: nn.Module,
+    num_layers: int,
+    seed: int,
+    std: float,
+    set_weight: Callable[[nn.Parameter, Tensor], None],
+) -> None:
     """N(0, std), output projections of each block N(0, std / sqrt(2 * num_layers)), norms 1; handed to `set_weight(parameter, full)`.
 
     Source: NeMo's `init_method_std` 0.02 and Megatron's scaled initialization of the residual outputs (GPT-2, section 2.3).
@@ -28,7 +34,9 @@ def init_weights(model: nn.Module, num_layers: int, seed: int, std: float, set_w
         else:
             generator = torch.Generator().manual_seed(parameter_seed(seed, name))
             scaled = name.endswith((".o.weight", ".down.weight"))
-            full = torch.empty(parameter.shape).normal_(0.0, residual_std if scaled else std, generator=generator)
+            full = torch.empty(parameter.shape).normal_(
+                0.0, residual_std if scaled else std, generator=generator
+            )
             full += 0.0  # a drawn -0.0 becomes 0.0: a step at learning rate 0 would flip its sign bit (warmup.py compares bits)
         set_weight(parameter, full)
 

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from common.kernels import fp8
-from common.kernels.fp8 import AMAX, CLIPPED, HEADROOM, HISTORY, INVERSE, SCALE, QuantizedTensor, Quantizer, new_scale
+from common.kernels.fp8 import (
+    AMAX,
+    CLIPPED,
+    HEADROOM,
+    HISTORY,
+    INVERSE,
+    SCALE,
+    QuantizedTensor,
+    Quantizer,
+    new_scale,
+)
 from common.linear_formats import LinearFormat
 
 Quantize = Callable[[Tensor, Quantizer | None], QuantizedTensor]  # an engine of kernels/quantize.py
@@ -36,21 +46,30 @@ class BlockQuantizers:
     d_attention: Quantizer | None = None  # gradient of the output projection's result
     d_gate_up: Quantizer | None = None
     d_out: Quantizer | None = None
-    stored_gate_up: Quantizer | None = None  # SwiGLU's input, kept in 8 bits for backward: LoRA only
+    stored_gate_up: Quantizer | None = (
+        None  # SwiGLU's input, kept in 8 bits for backward: LoRA only
+    )
 
     @staticmethod
     def training(linear: LinearLayers) -> BlockQuantizers:
         """Return those of a block whose matrices train."""
         forward = {name: linear.quantizer() for name in ("n_1", "o", "n_2", "h")}
         names = [field.name for field in fields(BlockQuantizers)]
-        backward = {name: linear.quantizer(gradient=True) for name in names if name.startswith("d_")}
+        backward = {
+            name: linear.quantizer(gradient=True) for name in names if name.startswith("d_")
+        }
         return BlockQuantizers(**forward, **backward)
 
     @staticmethod
     def frozen(linear: LinearLayers) -> BlockQuantizers:
         """Return those of a block whose matrices are frozen: rowwise only, since columnwise copies are for weight gradients."""
         names = [field.name for field in fields(BlockQuantizers)]
-        return BlockQuantizers(**{name: linear.quantizer(gradient=name.startswith("d_"), transposed=False) for name in names})
+        return BlockQuantizers(
+            **{
+                name: linear.quantizer(gradient=name.startswith("d_"), transposed=False)
+                for name in names
+            }
+        )
 
 
 class FrozenWeights(Protocol):
@@ -75,7 +94,9 @@ class LinearLayers:
 
     # Operands.
 
-    def quantizer(self, gradient: bool = False, transposed: bool = True, weight: bool = False) -> Quantizer | None:
+    def quantizer(
+        self, gradient: bool = False, transposed: bool = True, weight: bool = False
+    ) -> Quantizer | None:
         """Return a new quantizer of one tensor of the network; arguments as of `Quantizer`."""
         return None
 
@@ -83,7 +104,9 @@ class LinearLayers:
         """Return the quantizers of a block with which its kernels store operands now."""
         return quantizers
 
-    def weight(self, weight: Tensor, quantizer: Quantizer | None, quantize: Quantize) -> QuantizedTensor:
+    def weight(
+        self, weight: Tensor, quantizer: Quantizer | None, quantize: Quantize
+    ) -> QuantizedTensor:
         """weight: [N, K] -> the weight as products read it, cast once per optimizer step."""
         return fp8.quantize_weight(weight, quantizer, quantize)
 
@@ -117,7 +140,9 @@ class LinearLayers:
     def reset(self) -> None:
         """Set the state to what it was before the first step."""
 
-    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0) -> None:
+    def resume(
+        self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
+    ) -> None:
         """Go on from `state()` after `steps` steps: of this rank alone, or of all ranks of a run with another number of ranks.
 
         `gradient_ratio`: how many times larger gradients are now. The loss is multiplied by the number of ranks before the backward.
@@ -137,7 +162,9 @@ class LinearLayers:
 class DelayedScaling(LinearLayers):
     """Products in FP8: the scales of all quantizers of a model, on one device, and how they follow the amaxes."""
 
-    def quantizer(self, gradient: bool = False, transposed: bool = True, weight: bool = False) -> Quantizer:
+    def quantizer(
+        self, gradient: bool = False, transposed: bool = True, weight: bool = False
+    ) -> Quantizer:
         self.quantizers.append(Quantizer(gradient, transposed, weight))
         return self.quantizers[-1]
 
@@ -148,10 +175,16 @@ class DelayedScaling(LinearLayers):
             quantizer.dtype = formats[quantizer.gradient]
             quantizer.transposed &= not every_layout
         self.scales = torch.zeros(len(self.quantizers), 4, dtype=torch.float32, device=device)
-        self.history = torch.zeros(HISTORY, len(self.quantizers), dtype=torch.float32, device=device)
+        self.history = torch.zeros(
+            HISTORY, len(self.quantizers), dtype=torch.float32, device=device
+        )
         # Weights keep the scale of their last cast.
-        self.delayed = torch.tensor([not quantizer.weight for quantizer in self.quantizers], device=device)
-        self.largest = torch.tensor([quantizer.largest for quantizer in self.quantizers], dtype=torch.float32, device=device)
+        self.delayed = torch.tensor(
+            [not quantizer.weight for quantizer in self.quantizers], device=device
+        )
+        self.largest = torch.tensor(
+            [quantizer.largest for quantizer in self.quantizers], dtype=torch.float32, device=device
+        )
         for quantizer, state in zip(self.quantizers, self.scales, strict=True):
             quantizer.state = state
         self.reset()
@@ -167,7 +200,9 @@ class DelayedScaling(LinearLayers):
         """Return the quantizers' states [quantizers, 4] and the amaxes of earlier steps [HISTORY, quantizers], both fp32."""
         return {"fp8_state": self.scales, "fp8_history": self.history}
 
-    def resume(self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0) -> None:
+    def resume(
+        self, ranks: Sequence[dict[str, Tensor]], steps: int, gradient_ratio: float = 1.0
+    ) -> None:
         """Of several ranks, a quantizer takes the smallest scale and the largest amaxes that any of them had; those of gradients
         follow `gradient_ratio`."""
         scales = torch.stack([rank["fp8_state"] for rank in ranks])
@@ -175,7 +210,9 @@ class DelayedScaling(LinearLayers):
         smallest = scales[:, :, SCALE].argmin(0)
         self.scales.copy_(scales[smallest, torch.arange(scales.shape[1])])
         self.history.copy_(history.amax(0))
-        gradient = torch.tensor([quantizer.gradient for quantizer in self.quantizers], device=self.scales.device)
+        gradient = torch.tensor(
+            [quantizer.gradient for quantizer in self.quantizers], device=self.scales.device
+        )
         ratio = torch.where(gradient, gradient_ratio, 1.0)
         self.history *= ratio
         self.scales[:, SCALE] /= ratio
@@ -198,7 +235,9 @@ class DelayedScaling(LinearLayers):
         self.history[1:] = self.history[:-1].clone()
         self.history[0] = self.scales[:, AMAX]
         old = self.scales[:, SCALE]
-        scale = torch.where(self.delayed, new_scale(self.largest, self.history.amax(0) * HEADROOM, old), old)
+        scale = torch.where(
+            self.delayed, new_scale(self.largest, self.history.amax(0) * HEADROOM, old), old
+        )
         self.scales[:, SCALE] = scale
         self.scales[:, INVERSE] = 1.0 / scale
         self.scales[:, AMAX] = 0.0

@@ -45,7 +45,9 @@ class Llama(nn.Module):
     cos: Tensor  # fp32 [max_sequence_length, head_dim / 2]
     sin: Tensor
 
-    def __init__(self, shape: ModelShape, max_sequence_length: int, blocks: Sequence[nn.Module], head: Head):
+    def __init__(
+        self, shape: ModelShape, max_sequence_length: int, blocks: Sequence[nn.Module], head: Head
+    ):
         """`blocks`: called as block(x_BSD, cos, sin), one after the other."""
         super().__init__()
         self.shape, self.max_sequence_length = shape, max_sequence_length
@@ -66,7 +68,9 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BS: Tensor, labels_BS: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, labels: int [batch, sequence]; label -100 does not count.
 
         With labels: (loss_sum, count), fp32 [batch], per sequence. Without: logits [batch, sequence, vocab].

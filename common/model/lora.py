@@ -35,7 +35,9 @@ class Adapter(nn.Module):
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter of all adapters, names as in `model.named_parameters()`."""
-    return {name: p for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
+    return {
+        name: p for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))
+    }
 
 
 @torch.no_grad()
@@ -45,6 +47,8 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         full = torch.zeros(parameter.shape)
         if name.endswith(".lora_a"):
             bound = 1 / math.sqrt(parameter.shape[1])
-            full.uniform_(-bound, bound, generator=torch.Generator().manual_seed(parameter_seed(seed, name)))
+            full.uniform_(
+                -bound, bound, generator=torch.Generator().manual_seed(parameter_seed(seed, name))
+            )
             full += 0.0  # no -0.0: see init_weights
         parameter.copy_(full)

@@ -29,7 +29,14 @@ PLAIN_LORA = {  # alpha / rank * B @ A, and nothing else
 }
 
 
-def save_peft_adapter(folder: Path, tensors: Mapping[str, Tensor], shape: ModelShape, rank: int, alpha: int, dropout: float) -> None:
+def save_peft_adapter(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    shape: ModelShape,
+    rank: int,
+    alpha: int,
+    dropout: float,
+) -> None:
     """Write adapter_config.json and adapter_model.safetensors into the new `folder`, which is there when both are complete, or not at all.
 
     Raises FileExistsError: adapters are never overwritten; StorageError, and then leaves nothing.
@@ -40,7 +47,10 @@ def save_peft_adapter(folder: Path, tensors: Mapping[str, Tensor], shape: ModelS
     if folder.exists():
         raise FileExistsError(f"{folder} exists")
     config = PLAIN_LORA | {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
-    data, partial = save(peft_tensors(tensors, shape), metadata={"format": "pt"}), folder.with_name(f"{folder.name}.partial")
+    data, partial = (
+        save(peft_tensors(tensors, shape), metadata={"format": "pt"}),
+        folder.with_name(f"{folder.name}.partial"),
+    )
     shutil.rmtree(partial, ignore_errors=True)  # what a kill left
     try:
         partial.mkdir(parents=True)

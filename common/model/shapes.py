@@ -27,7 +27,9 @@ class ModelShape:
     rope_base: float
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    explicit_head_dim: int | None = None  # None: hidden_size / num_heads; a field apart, so that replace(shape, hidden_size=...) changes it
+    explicit_head_dim: int | None = (
+        None  # None: hidden_size / num_heads; a field apart, so that replace(shape, hidden_size=...) changes it
+    )
     qk_norm: bool = False  # an RMSNorm over each head of the queries and of the keys, before the rotation (Qwen3)
     tied_embedding: bool = False  # the head's projection is the embedding's weight
 
@@ -58,7 +60,11 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Weights of one block: four matrices, two norms, and with `qk_norm` the two of the heads."""
-        return self.matrix_parameters + 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        return (
+            self.matrix_parameters
+            + 2 * self.hidden_size
+            + (2 * self.head_dim if self.qk_norm else 0)
+        )
 
     @property
     def matmul_parameters(self) -> int:
@@ -83,11 +89,19 @@ class ModelShape:
 
     def lora_parameters(self, rank: int) -> int:
         """A and B of the adapters on the fused qkv and the output projection of every layer."""
-        return self.num_layers * rank * (self.hidden_size + self.qkv_size + self.attention_size + self.hidden_size)
+        return (
+            self.num_layers
+            * rank
+            * (self.hidden_size + self.qkv_size + self.attention_size + self.hidden_size)
+        )
 
     def lora_flops_per_token(self, sequence_length: int, rank: int) -> int:
         """4*N + 6*N_lora + 6*L*S*H: frozen weights need no gradient of their own, so two products instead of three."""
-        return 4 * self.matmul_parameters + 6 * self.lora_parameters(rank) + self.attention_flops_per_token(sequence_length)
+        return (
+            4 * self.matmul_parameters
+            + 6 * self.lora_parameters(rank)
+            + self.attention_flops_per_token(sequence_length)
+        )
 
 
 LLAMA31_8B = ModelShape(32, 4096, 14336, 32, 8, 128256, 500000.0, RopeScaling())

@@ -30,7 +30,9 @@ def append(descriptor: int, data: bytes, sync: bool = False) -> None:
 
 def write_all(descriptor: int, data: bytes) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]  # after a short write the next one raises the reason
+        data = data[
+            os.write(descriptor, data) :
+        ]  # after a short write the next one raises the reason
 
 
 def read(path: Path) -> tuple[list[dict], list[str]]:
@@ -38,7 +40,9 @@ def read(path: Path) -> tuple[list[dict], list[str]]:
     Raises OSError."""
     found, notes = [], []
     if not path.is_file():
-        return [], [f"{path.name} is missing" if not path.exists() else f"{path.name} is no regular file"]
+        return [], [
+            f"{path.name} is missing" if not path.exists() else f"{path.name} is no regular file"
+        ]
     with path.open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -58,7 +62,10 @@ class Tail:
         self.path, self.offset = path, 0
 
     def lines(self, to_the_end: bool = False) -> list[str]:
-        with contextlib.suppress(OSError), open(self.path, "rb", closefd=isinstance(self.path, Path)) as file:
+        with (
+            contextlib.suppress(OSError),
+            open(self.path, "rb", closefd=isinstance(self.path, Path)) as file,
+        ):
             text = os.pread(file.fileno(), 2**24, self.offset)
             whole = text if to_the_end else text[: text.rfind(b"\n") + 1]
             self.offset += len(whole)
@@ -68,4 +75,8 @@ class Tail:
 
 def is_number(value: object) -> TypeGuard[float]:
     """A finite int or float; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )

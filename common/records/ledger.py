@@ -35,7 +35,11 @@ LINES: dict[str, dict[str, type]] = {
     "goal": {"goal": int},
     "closed": {},
 }
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems without flock: some mounts of Lustre and NFS
+NO_LOCKS = (
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.ENOLCK,
+)  # file systems without flock: some mounts of Lustre and NFS
 
 
 @dataclass
@@ -71,13 +75,19 @@ class Record:
     @property
     def failed(self) -> list[dict]:
         """In the order of the attempts."""
-        return [self.ends[number] for number in sorted(self.ends) if self.ends[number]["exit_code"] != 0]
+        return [
+            self.ends[number] for number in sorted(self.ends) if self.ends[number]["exit_code"] != 0
+        ]
 
     @property
     def outcomes(self) -> list[bool]:
         """Return whether each run was good, in the order of the attempts; one that never started its clock is no run."""
         ends = [self.ends[number] for number in sorted(self.ends)]
-        return [end["exit_code"] == 0 for end in ends if end["exit_code"] == 0 or end.get("clock") is not False]
+        return [
+            end["exit_code"] == 0
+            for end in ends
+            if end["exit_code"] == 0 or end.get("clock") is not False
+        ]
 
     @property
     def open_starts(self) -> list[dict]:
@@ -99,13 +109,17 @@ def append(path: Path, line: dict) -> None:
         try:
             lock(descriptor, wait=True)
             if (end := os.fstat(descriptor).st_size) and os.pread(descriptor, 1, end - 1) != b"\n":
-                os.write(descriptor, b"\n")  # a line that a power failure cut short must not spoil the next one
+                os.write(
+                    descriptor, b"\n"
+                )  # a line that a power failure cut short must not spoil the next one
             json_lines.append_line(descriptor, line, sync=True)
         finally:
             os.close(descriptor)  # and with it the lock
     except OSError as error:
         why = f"{error.strerror} (errno {error.errno}); an attempt that is not in the ledger would be lost"
-        raise StorageError(f"cannot write the ledger {path}", why, "free space, then continue with --resume") from None
+        raise StorageError(
+            f"cannot write the ledger {path}", why, "free space, then continue with --resume"
+        ) from None
 
 
 def lock(descriptor: int, wait: bool) -> bool:

@@ -19,7 +19,13 @@ TOKEN = ":::MLLOG"
 BOM = "\xef\xbb\xbf"  # of UTF-8, read as latin-1
 HEAD_BYTES = 4096  # where a file is looked at for what it is
 DO = "name MLPerf result logs, as text"
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"\xfd7zXZ": "xz", b"BZh": "bzip2"}
+MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"\xfd7zXZ": "xz",
+    b"BZh": "bzip2",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,11 @@ def events(path: Path) -> Iterator[Event | BadLine]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}", error.strerror or str(error), DO) from None
     if kind := next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None):
-        raise ConfigError(f"{path} is compressed ({kind})", "the official tools read logs as text only", "decompress it first")
+        raise ConfigError(
+            f"{path} is compressed ({kind})",
+            "the official tools read logs as text only",
+            "decompress it first",
+        )
     if not head:
         raise ConfigError(f"{path} is empty", "a run writes its first line when it starts", DO)
     line_feeds = returns = 0
@@ -128,8 +138,19 @@ def parse(line: int, text: str) -> Event | BadLine:
         return BadLine(line, f"not one JSON object but {type(record).__name__}")
     if missing := [key for key in ("time_ms", "key", "value", "metadata") if key not in record]:
         return BadLine(line, f"a record without {', '.join(missing)}")
-    metadata = record["metadata"] if isinstance(record["metadata"], dict) else {}  # the official parser takes any value
+    metadata = (
+        record["metadata"] if isinstance(record["metadata"], dict) else {}
+    )  # the official parser takes any value
     if not is_number(record["time_ms"]) or type(record["key"]) is not str:
         return BadLine(line, "time_ms or key has the wrong type")
     namespace, event_type = str(record.get("namespace") or ""), str(record.get("event_type") or "")
-    return Event(line, record["time_ms"], record["key"], record["value"], metadata, namespace, event_type, prefix)
+    return Event(
+        line,
+        record["time_ms"],
+        record["key"],
+        record["value"],
+        metadata,
+        namespace,
+        event_type,
+        prefix,
+    )

@@ -58,7 +58,9 @@ class Published:
     system: str  # the directory below it; the name of the series, if it is one's own
     batch: int | None
     runs: int  # that it was read from: 10, or 1 where only one log could be read
-    score: float | None  # minutes, with the RCP factor; None where the series is no valid result, or of one log
+    score: (
+        float | None
+    )  # minutes, with the RCP factor; None where the series is no valid result, or of one log
     minutes: float | None  # without the factor; None where no run converged
     samples: float | None  # to the target, counted after the optimizer step
     samples_per_s: float | None
@@ -70,7 +72,9 @@ class Published:
         """None where the logs do not tell."""
         if self.minutes is None or self.samples is None or self.samples_per_s is None:
             return None
-        return Pace(self.minutes, self.samples, self.samples_per_s, self.evaluations, self.evaluation_s)
+        return Pace(
+            self.minutes, self.samples, self.samples_per_s, self.evaluations, self.evaluation_s
+        )
 
     @property
     def name(self) -> str:
@@ -84,7 +88,9 @@ class Published:
 
 def load(path: Path = DATA) -> tuple[Published, ...]:
     table = json.loads(path.read_text())
-    return tuple(Published(**dict(zip(table["columns"], row, strict=True))) for row in table["rows"])
+    return tuple(
+        Published(**dict(zip(table["columns"], row, strict=True))) for row in table["rows"]
+    )
 
 
 RESULTS = load()
@@ -131,5 +137,9 @@ def _logarithmic_mean(a: float, b: float) -> float:
 
 def published(benchmark: str, gpu: str | None = None, gpus: int | None = None) -> list[Published]:
     """What was published for this kind of GPU, and number of them if it is given, the best first."""
-    found = [r for r in RESULTS if r.benchmark == benchmark and gpu in (None, r.gpu) and gpus in (None, r.gpus)]
+    found = [
+        r
+        for r in RESULTS
+        if r.benchmark == benchmark and gpu in (None, r.gpu) and gpus in (None, r.gpus)
+    ]
     return sorted(found, key=lambda result: result.rank)

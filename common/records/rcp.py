@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 from common.benchmarks import Rules
 
-SUBMISSION_RUNS = 10  # of each benchmark here (rules, "Benchmark Results"; mlperf-logging benchmark_meta.py)
+SUBMISSION_RUNS = (
+    10  # of each benchmark here (rules, "Benchmark Results"; mlperf-logging benchmark_meta.py)
+)
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
@@ -22,4 +24,6 @@ def trimmed_mean(values: Sequence[float]) -> float:
 def mean_samples(rules: Rules, batch: int) -> float | None:
     """Return the reference's mean at exactly this global batch; None if it was never run, as for a miniature."""
     runs = rules.reference_runs.get(batch)
-    return trimmed_mean([samples for samples, count in runs for _ in range(count)]) if runs else None
+    return (
+        trimmed_mean([samples for samples, count in runs for _ in range(count)]) if runs else None
+    )

@@ -15,7 +15,9 @@ from typing import TypeVar
 
 from common.records.rcp import SUBMISSION_RUNS
 
-MAY_FAIL = 1  # runs of a result: the slowest one is dropped, and a failed run counts as infinitely slow
+MAY_FAIL = (
+    1  # runs of a result: the slowest one is dropped, and a failed run counts as infinitely slow
+)
 
 Item = TypeVar("Item")
 

@@ -25,16 +25,27 @@ class ActivationOffloader:
     def __init__(self, depth: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device):
         """Host memory for `depth` tensors, pinned where the device is a GPU. Raises ConfigError where the host has too little."""
         self.device, self.stream = device, make_side_stream(device)
-        self.outgoing: tuple[Tensor, Any] | None = None  # the tensor offloaded last, and the event that ends its copy
-        self.incoming: tuple[Tensor, Any] | None = None  # the tensor to reload next, and the event that ends its copy
+        self.outgoing: tuple[Tensor, Any] | None = (
+            None  # the tensor offloaded last, and the event that ends its copy
+        )
+        self.incoming: tuple[Tensor, Any] | None = (
+            None  # the tensor to reload next, and the event that ends its copy
+        )
         self.height = 0  # tensors in host memory, without `incoming`
         pinned = device.type == "cuda"
         try:
-            self.memory = [torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(depth)]
+            self.memory = [
+                torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+                for _ in range(depth)
+            ]
         except RuntimeError as error:
             size = depth * torch.Size(shape).numel() * dtype.itemsize / 2**30
             what = f"offload_layers: {size:.1f} GiB of host memory per GPU cannot be allocated"
-            raise ConfigError(what, str(error).splitlines()[0], "give the host more memory, or set offload_layers lower") from error
+            raise ConfigError(
+                what,
+                str(error).splitlines()[0],
+                "give the host more memory, or set offload_layers lower",
+            ) from error
 
     def start_pass(self) -> None:
         """Call before each pass over the model: drops the tensors of a forward that had no backward."""
@@ -48,7 +59,12 @@ class ActivationOffloader:
         self._free_outgoing()
         memory = self.memory[self.height]
         self.height += 1
-        self.outgoing = x, self.stream.run(lambda: memory.copy_(x, non_blocking=True), after=self.stream.record_event())
+        self.outgoing = (
+            x,
+            self.stream.run(
+                lambda: memory.copy_(x, non_blocking=True), after=self.stream.record_event()
+            ),
+        )
 
     def prefetch(self) -> None:
         """Start to copy the top of the stack back to the device, unless that has started already."""
@@ -58,13 +74,20 @@ class ActivationOffloader:
         self.height -= 1
         memory = self.memory[self.height]
         x = torch.empty_like(memory, device=self.device)
-        self.incoming = x, self.stream.run(lambda: x.copy_(memory, non_blocking=True), after=self.stream.record_event())
+        self.incoming = (
+            x,
+            self.stream.run(
+                lambda: x.copy_(memory, non_blocking=True), after=self.stream.record_event()
+            ),
+        )
 
     def reload(self) -> Tensor:
         """The top of the stack, for the compute stream. Starts to prefetch the next one."""
         self.prefetch()
         if self.incoming is None:
-            raise RuntimeError("reload without a matching offload: the stack of activations is empty")
+            raise RuntimeError(
+                "reload without a matching offload: the stack of activations is empty"
+            )
         (x, copied), self.incoming = self.incoming, None
         self.prefetch()
         self.stream.wait_event(copied)

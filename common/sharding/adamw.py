@@ -39,7 +39,9 @@ class AdamW:
         dtype; None if nothing needs a copy.
         """
         self.weights, self.settings, self.adamw = list(weights), settings, adamw.ENGINES[kernels]
-        self.rounded: Sequence[Tensor | None] = rounded if rounded is not None else [None] * len(self.weights)
+        self.rounded: Sequence[Tensor | None] = (
+            rounded if rounded is not None else [None] * len(self.weights)
+        )
         assert len(self.rounded) == len(self.weights)
         self.first = [torch.zeros_like(weight, dtype=moment_dtype) for weight in self.weights]
         self.second = [torch.zeros_like(weight, dtype=moment_dtype) for weight in self.weights]
@@ -55,15 +57,21 @@ class AdamW:
             tensor.zero_()
 
     @torch.no_grad()
-    def update(self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float) -> None:
+    def update(
+        self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float
+    ) -> None:
         """One step. `norm`: global L2 norm of the gradients, fp32 [] on the device; where it is not finite nothing is updated.
 
         A weight without a gradient, or without elements (fewer rows than ranks), is left alone.
         """
         skip = (~torch.isfinite(norm)).float()
         self.steps += 1 - skip
-        divisor = (norm / self.settings.clip_norm).clamp(min=1.0)  # clipping multiplies by min(1, clip_norm / norm)
-        step = adamw.Step(learning_rate, self.settings.betas, self.settings.eps, self.steps, divisor, skip)
+        divisor = (norm / self.settings.clip_norm).clamp(
+            min=1.0
+        )  # clipping multiplies by min(1, clip_norm / norm)
+        step = adamw.Step(
+            learning_rate, self.settings.betas, self.settings.eps, self.steps, divisor, skip
+        )
         tensors = zip(self.weights, gradients, self.first, self.second, self.rounded, strict=True)
         for weight, gradient, first, second, rounded in tensors:
             if gradient is not None and weight.numel():

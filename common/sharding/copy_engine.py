@@ -28,25 +28,45 @@ class CopyEngineReduceScatter:
     """
 
     def __init__(
-        self, make: Callable[[int, int], SymmetricBuffers], modules: Sequence[Sequence[Shard]], dtype: torch.dtype, accumulate: Accumulate
+        self,
+        make: Callable[[int, int], SymmetricBuffers],
+        modules: Sequence[Sequence[Shard]],
+        dtype: torch.dtype,
+        accumulate: Accumulate,
     ):
         """The weights of `modules` move, undefined, to where all ranks can read them. `make`: from the number of buffers and the bytes of each."""
         shards = list(itertools.chain(*modules))
-        self.dtype, self.accumulate, self.weights = dtype, accumulate, make(1, sum(_aligned(shard.padded.nbytes) for shard in shards))
-        self.buffers = make(2, max(self.num_bytes(module, self.weights.ranks, dtype) for module in modules))
-        self.rows: dict[nn.Parameter, list[Tensor]] = {}  # of each weight, every rank's rows where that rank keeps them
+        self.dtype, self.accumulate, self.weights = (
+            dtype,
+            accumulate,
+            make(1, sum(_aligned(shard.padded.nbytes) for shard in shards)),
+        )
+        self.buffers = make(
+            2, max(self.num_bytes(module, self.weights.ranks, dtype) for module in modules)
+        )
+        self.rows: dict[
+            nn.Parameter, list[Tensor]
+        ] = {}  # of each weight, every rank's rows where that rank keeps them
         offset = 0
         for shard in shards:
             place = slice(offset, offset + shard.padded.nbytes)
             wholes = [
-                self.weights.buffers[peer][0, place].view(shard.padded.dtype).view_as(shard.padded) for peer in range(self.weights.ranks)
+                self.weights.buffers[peer][0, place].view(shard.padded.dtype).view_as(shard.padded)
+                for peer in range(self.weights.ranks)
             ]
-            self.rows[shard.parameter] = [whole.chunk(self.weights.ranks)[peer] for peer, whole in enumerate(wholes)]
-            shard.padded, shard.local = wholes[self.weights.rank], self.rows[shard.parameter][self.weights.rank]
+            self.rows[shard.parameter] = [
+                whole.chunk(self.weights.ranks)[peer] for peer, whole in enumerate(wholes)
+            ]
+            shard.padded, shard.local = (
+                wholes[self.weights.rank],
+                self.rows[shard.parameter][self.weights.rank],
+            )
             shard.parameter.data = shard.padded[: len(shard.parameter)]
             offset += _aligned(shard.padded.nbytes)
         self.phase = 0  # which of the two buffers
-        self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = None  # shards, gradients as sent, gradients as they came
+        self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = (
+            None  # shards, gradients as sent, gradients as they came
+        )
 
     @staticmethod
     def num_bytes(shards: Sequence[Shard], ranks: int, dtype: torch.dtype) -> int:
@@ -62,10 +82,15 @@ class CopyEngineReduceScatter:
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         finished = self.finish()
         ranks, rank = self.buffers.ranks, self.buffers.rank
-        padded = [pad_rows(g, len(s.master) * ranks).to(self.dtype) for s, g in zip(shards, gradients, strict=True)]
+        padded = [
+            pad_rows(g, len(s.master) * ranks).to(self.dtype)
+            for s, g in zip(shards, gradients, strict=True)
+        ]
         for peer in ring_order(rank, ranks):
             for gradient, received in zip(padded, self._received_by(peer, shards), strict=True):
-                received[rank - (rank > peer)].copy_(gradient.chunk(ranks)[peer])  # a rank has no place for its own rows in its buffer
+                received[rank - (rank > peer)].copy_(
+                    gradient.chunk(ranks)[peer]
+                )  # a rank has no place for its own rows in its buffer
         self.sent = shards, padded, gradients
         return finished
 
@@ -75,8 +100,12 @@ class CopyEngineReduceScatter:
         (shards, padded, gradients), self.sent = self.sent, None
         self.buffers.barrier()
         rank = self.buffers.rank
-        for shard, gradient, received in zip(shards, padded, self._received_by(rank, shards), strict=True):
-            shard.gradient = self.accumulate(shard.gradient, gradient.chunk(self.buffers.ranks)[rank], received)
+        for shard, gradient, received in zip(
+            shards, padded, self._received_by(rank, shards), strict=True
+        ):
+            shard.gradient = self.accumulate(
+                shard.gradient, gradient.chunk(self.buffers.ranks)[rank], received
+            )
         self.phase = 1 - self.phase
         return gradients
 
@@ -85,7 +114,11 @@ class CopyEngineReduceScatter:
         buffer, offset = self.buffers.buffers[rank][self.phase], 0
         for shard in shards:
             shape = (self.buffers.ranks - 1, *shard.master.shape)
-            yield buffer[offset : offset + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+            yield (
+                buffer[offset : offset + math.prod(shape) * self.dtype.itemsize]
+                .view(self.dtype)
+                .view(shape)
+            )
             offset += _received_bytes(shard, self.buffers.ranks, self.dtype)
 
 

@@ -57,13 +57,24 @@ class MatrixSlice(NamedTuple):
     def view(self, layer: Tensor, orientation: int, dtype: torch.dtype) -> Tensor:
         """The matrix in `layer`, uint8 [layer bytes]: [rows, columns], or [columns, rows] if COLUMNWISE."""
         shape = (self.rows, self.columns) if orientation == ROWWISE else (self.columns, self.rows)
-        return layer[self.offset : self.offset + self.rows * self.columns * dtype.itemsize].view(dtype).view(shape)
+        return (
+            layer[self.offset : self.offset + self.rows * self.columns * dtype.itemsize]
+            .view(dtype)
+            .view(shape)
+        )
 
 
-def layer_layout(shape: ModelShape, shards: int, itemsize: int) -> tuple[dict[str, MatrixSlice], int]:
+def layer_layout(
+    shape: ModelShape, shards: int, itemsize: int
+) -> tuple[dict[str, MatrixSlice], int]:
     """The slices of a layer's matrices with `itemsize` bytes per value, and the layer's bytes: a multiple of shards x ALIGNMENT."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
-    sizes = {"qkv": (shape.qkv_size, hidden), "o": (hidden, shape.attention_size), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
+    sizes = {
+        "qkv": (shape.qkv_size, hidden),
+        "o": (hidden, shape.attention_size),
+        "gate_up": (2 * ffn, hidden),
+        "down": (hidden, ffn),
+    }
     slices, end = {}, 0
     for name, (rows, columns) in sizes.items():
         slices[name] = MatrixSlice(end, rows, columns)
@@ -79,7 +90,9 @@ def node_group(processes: Processes, timeout_s: float) -> dist.ProcessGroup:
     """A process group of this node's ranks for the gathers alone: with their own communicator they wait for no other collective."""
     own = None
     for ranks in processes.mesh.mesh.reshape(-1, processes.mesh.size(-1)).tolist():
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))  # every rank must create every group
+        group = dist.new_group(
+            ranks, timeout=timedelta(seconds=timeout_s)
+        )  # every rank must create every group
         own = group if processes.rank in ranks else own
     assert own is not None
     return own
@@ -103,13 +116,19 @@ class PrefetchBuffers:
     """Layers fetched on a side stream before they are needed. A buffer is overwritten only after its release."""
 
     def __init__(self, memories: list[Tensor], fetch: Fetch, stream: SideStream):
-        self.buffers, self.fetch, self.stream = [Buffer(memory) for memory in memories], fetch, stream
+        self.buffers, self.fetch, self.stream = (
+            [Buffer(memory) for memory in memories],
+            fetch,
+            stream,
+        )
 
     def acquire(self, key: LayerKey, upcoming: list[LayerKey]) -> Tensor:
         """The bytes of `key`, for the compute stream until `release`. Starts to fetch the `upcoming` layers into free buffers."""
         buffer = self.find(key) or self._start(key, self._free(upcoming) or self._free([]))
         if buffer is None:
-            raise RuntimeError(f"no buffer for layer {key.layer}: all {len(self.buffers)} are in use, none was released")
+            raise RuntimeError(
+                f"no buffer for layer {key.layer}: all {len(self.buffers)} are in use, none was released"
+            )
         self.stream.wait_event(buffer.filled)
         buffer.in_use = True
         self.prefetch(upcoming)
@@ -133,7 +152,10 @@ class PrefetchBuffers:
 
     def _free(self, upcoming: list[LayerKey]) -> Buffer | None:
         """A buffer that no block uses and that holds no `upcoming` layer."""
-        return next((buffer for buffer in self.buffers if not buffer.in_use and buffer.key not in upcoming), None)
+        return next(
+            (buffer for buffer in self.buffers if not buffer.in_use and buffer.key not in upcoming),
+            None,
+        )
 
     def _start(self, key: LayerKey, buffer: Buffer | None) -> Buffer | None:
         if buffer is not None:
@@ -145,7 +167,11 @@ class PrefetchBuffers:
 def pass_order(num_layers: int, training: bool, backward_orientation: int) -> list[LayerKey]:
     """The layers that one pass requests, in order: an evaluation, or a micro-batch forward and backward."""
     forward = [LayerKey(ROWWISE, layer) for layer in range(num_layers)]
-    return forward + [LayerKey(backward_orientation, layer) for layer in reversed(range(num_layers))] if training else forward
+    return (
+        forward + [LayerKey(backward_orientation, layer) for layer in reversed(range(num_layers))]
+        if training
+        else forward
+    )
 
 
 # ---- the base
@@ -168,7 +194,11 @@ class FrozenBase:
         `timeout_s`: of a gather.
         """
         assert storage in FROZEN_BASE_STORAGE and dtype in (None, torch.bfloat16, torch.float32)
-        self.device, self.num_layers, self.in_fp8 = processes.device, shape.num_layers, dtype is None
+        self.device, self.num_layers, self.in_fp8 = (
+            processes.device,
+            shape.num_layers,
+            dtype is None,
+        )
         self.dtype = fp8.fp8_dtypes(self.device)[0] if dtype is None else dtype
         self.quantize, self.transpose = quantize.ENGINES[kernels], transpose.ENGINES[kernels]
         self.node = node_group(processes, timeout_s)
@@ -182,10 +212,15 @@ class FrozenBase:
         size = (len(self.orientations), self.num_layers, self.layer_bytes // self.shards)
         self.stored = torch.zeros(size, dtype=torch.uint8, device=self.device)
         # cuBLASLt reads scales at multiples of 16 bytes.
-        self.scales = torch.zeros(self.num_layers, len(self.matrices), 4, dtype=torch.float32, device=self.device)[..., :1]
+        self.scales = torch.zeros(
+            self.num_layers, len(self.matrices), 4, dtype=torch.float32, device=self.device
+        )[..., :1]
         self.buffers = None
         if self.shards > 1 or (self.transposes and not both):
-            memories = [torch.empty(self.layer_bytes, dtype=torch.uint8, device=self.device) for _ in range(NUM_BUFFERS)]
+            memories = [
+                torch.empty(self.layer_bytes, dtype=torch.uint8, device=self.device)
+                for _ in range(NUM_BUFFERS)
+            ]
             fetch = self._gather if self.shards > 1 else self._transpose
             self.buffers = PrefetchBuffers(memories, fetch, make_side_stream(self.device))
         self.start_pass(training=True)
@@ -207,7 +242,9 @@ class FrozenBase:
         for number, (name, matrix) in enumerate(self.matrices.items()):
             own = shards[name]
             full = own.new_empty(self.ranks * own.shape[0], matrix.columns)
-            dist.all_gather_into_tensor(full.view(torch.uint8), own.contiguous().view(torch.uint8), group=self.node)
+            dist.all_gather_into_tensor(
+                full.view(torch.uint8), own.contiguous().view(torch.uint8), group=self.node
+            )
             full = full[: matrix.rows]
             if not self.in_fp8:
                 self._store(LayerKey(ROWWISE, layer), full.to(self.dtype), matrix.offset)
@@ -267,7 +304,9 @@ class FrozenBase:
 
     def _weights(self, key: LayerKey) -> dict[str, QuantizedTensor]:
         layer, found = self._layer(key), {}
-        for (name, matrix), scale in zip(self.matrices.items(), self.scales[key.layer], strict=True):
+        for (name, matrix), scale in zip(
+            self.matrices.items(), self.scales[key.layer], strict=True
+        ):
             values = matrix.view(layer, key.orientation, self.dtype)
             if key.orientation == COLUMNWISE:
                 found[name] = QuantizedTensor(values.new_empty(0, 0), values, scale)
@@ -306,4 +345,6 @@ class FrozenBase:
         """W^T of a layer whose W this rank stores."""
         layer = self.stored[ROWWISE, key.layer]
         for matrix in self.matrices.values():
-            self.transpose(matrix.view(layer, ROWWISE, torch.uint8), matrix.view(out, COLUMNWISE, torch.uint8))
+            self.transpose(
+                matrix.view(layer, ROWWISE, torch.uint8), matrix.view(out, COLUMNWISE, torch.uint8)
+            )

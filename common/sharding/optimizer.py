@@ -20,7 +20,9 @@ from common.sharding.adamw import AdamW, AdamWSettings
 class Update(Protocol):
     """An update rule over a list of fp32 weights, without any communication."""
 
-    def update(self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float) -> None:
+    def update(
+        self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float
+    ) -> None:
         """Do one step, and write each new weight, rounded, to its tensor of `rounded`.
 
         norm: global L2 norm of the gradients, fp32 [] on the device. Where it is not finite nothing changes.
@@ -47,7 +49,9 @@ def state_tensors(update: Update) -> list[Tensor]:
 
 def adamw(rules: Rules, kernels: str, state_dtype: torch.dtype) -> MakeUpdate:
     betas = (rules.adam_beta_1, rules.adam_beta_2)
-    settings = AdamWSettings(betas, rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm)
+    settings = AdamWSettings(
+        betas, rules.adam_epsilon, rules.weight_decay, rules.gradient_clip_norm
+    )
     return partial(AdamW, settings, kernels, state_dtype)
 
 
@@ -61,7 +65,9 @@ def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:
     """
     for parameter in parameters:
         if getattr(parameter, "owning_optimizer", owner) is not owner:
-            raise ValueError("this parameter belongs to another optimizer, which alone updates the weights that the model reads")
+            raise ValueError(
+                "this parameter belongs to another optimizer, which alone updates the weights that the model reads"
+            )
         parameter.owning_optimizer = owner  # type: ignore[attr-defined]
 
 

@@ -44,16 +44,24 @@ class Processes:
             torch.cuda.synchronize()
 
 
-def start_processes(device_type: str, timeout_s: float, high_priority_compute: bool = False) -> Processes:
+def start_processes(
+    device_type: str, timeout_s: float, high_priority_compute: bool = False
+) -> Processes:
     """Join the group that torchrun describes in the environment; alone, a group of one is made. `timeout_s` is for collectives.
 
     `high_priority_compute`: launch this thread's kernels on a high-priority stream of an NVIDIA GPU, so that kernels of side streams
     only fill idle multiprocessors. HIP ignores it: there a high priority is one more hardware queue, and ROCm 10 has none.
     """
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # torch 2.13 renames collectives; 2.9 has the old names only
+    warnings.filterwarnings(
+        "ignore", "`torch.distributed", FutureWarning
+    )  # torch 2.13 renames collectives; 2.9 has the old names only
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
+    device = (
+        torch.device(device_type, local_rank)
+        if device_type == "cuda"
+        else torch.device(device_type)
+    )
     if device_type == "cuda":
         torch.cuda.set_device(device)
         if high_priority_compute and torch.version.hip is None:
@@ -69,7 +77,12 @@ def start_processes(device_type: str, timeout_s: float, high_priority_compute: b
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device_type == "cuda" else None,
         )
-    return Processes(rank, world_size, device, mesh_of(device_type, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+    return Processes(
+        rank,
+        world_size,
+        device,
+        mesh_of(device_type, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))),
+    )
 
 
 def require_world_size(processes: Processes, expected: int) -> None:
@@ -96,4 +109,8 @@ def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMes
     """
     if world_size == ranks_per_node:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))
-    return init_device_mesh(device_type, (world_size // ranks_per_node, ranks_per_node), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device_type,
+        (world_size // ranks_per_node, ranks_per_node),
+        mesh_dim_names=("replicate", "shard"),
+    )

@@ -25,7 +25,9 @@ class Shard:
     padded: Tensor  # its memory, with rows added until the ranks divide them
     local: Tensor  # this rank's rows of `padded`
     master: Tensor  # fp32, shaped like `local`
-    gradient: Tensor | None = None  # fp32, like `master`: the mean over the ranks, accumulated over the micro-batches
+    gradient: Tensor | None = (
+        None  # fp32, like `master`: the mean over the ranks, accumulated over the micro-batches
+    )
     filled: bool = False  # the master has its initial value
 
 
@@ -47,7 +49,13 @@ class ReduceScatter(Protocol):
 class NcclReduceScatter:
     """NCCL or RCCL; gloo on a CPU. It finishes what it starts."""
 
-    def __init__(self, group: dist.ProcessGroup, nodes: dist.ProcessGroup | None, dtype: torch.dtype, accumulate: Accumulate):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        nodes: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        accumulate: Accumulate,
+    ):
         """`group`: the ranks that share the rows. `nodes`: with several nodes, the ranks that hold the same rows. `dtype`: of what is sent."""
         self.group, self.nodes, self.dtype, self.accumulate = group, nodes, dtype, accumulate
 
@@ -72,7 +80,9 @@ class NcclReduceScatter:
         means = [torch.empty_like(shard.master, dtype=self.dtype) for shard in shards]
         with coalesced(self.group):
             for gradient, mean in zip(gradients, means, strict=True):
-                dist.reduce_scatter_tensor(mean, pad_rows(gradient, len(mean) * ranks).to(self.dtype), op, group=self.group)
+                dist.reduce_scatter_tensor(
+                    mean, pad_rows(gradient, len(mean) * ranks).to(self.dtype), op, group=self.group
+                )
         if self.nodes is not None:
             with coalesced(self.nodes):
                 for mean in means:

@@ -14,7 +14,9 @@ from common.sharding.processes import Processes
 class ReplicatedOptimizer:
     sharded = False
 
-    def __init__(self, parameters: Iterable[nn.Parameter], processes: Processes, make_update: MakeUpdate):
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], processes: Processes, make_update: MakeUpdate
+    ):
         """`parameters`: fp32, equal on all ranks; they get equal updates. `make_update` makes their update rule. Raises ValueError
         where another optimizer owns one of them.
         """
@@ -46,9 +48,14 @@ class ReplicatedOptimizer:
         return norm
 
     def _average(self, gradients: list[Tensor]) -> None:
-        flat = self.processes.sum(torch.cat([gradient.flatten() for gradient in gradients])).div_(self.processes.world_size)
+        flat = self.processes.sum(torch.cat([gradient.flatten() for gradient in gradients])).div_(
+            self.processes.world_size
+        )
         parts = flat.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+        torch._foreach_copy_(
+            gradients,
+            [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)],
+        )
 
     def _zero_grad(self) -> None:
         for parameter in self.parameters:

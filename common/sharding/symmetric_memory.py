@@ -22,7 +22,9 @@ class SymmetricBuffers:
     The memory does not come from torch's caching allocator: torch.cuda.memory_allocated does not count it.
     """
 
-    buffers: dict[int, Tensor]  # rank -> uint8 [count, num_bytes], its buffers mapped into this process
+    buffers: dict[
+        int, Tensor
+    ]  # rank -> uint8 [count, num_bytes], its buffers mapped into this process
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int, num_bytes: int):
         """`count` buffers of `num_bytes` each, the same on all ranks. Raises ConfigError where the GPUs cannot access each other's memory."""
@@ -35,7 +37,9 @@ class SymmetricBuffers:
         with _refuse_without_peer_access():
             own = symmetric.empty(*shape, dtype=torch.uint8, device=device)
             self.handle = symmetric.rendezvous(own, group)
-            self.buffers = {rank: self.handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.ranks)}
+            self.buffers = {
+                rank: self.handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.ranks)
+            }
 
     def barrier(self) -> None:
         """Enqueue on the current stream: wait until all ranks have reached this barrier."""

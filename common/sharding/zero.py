@@ -41,7 +41,9 @@ def stream_priority() -> int:
     text = os.environ.get(STREAM_PRIORITY, "0")
     if text not in ("0", "-1"):
         raise ConfigError(
-            f"{STREAM_PRIORITY}={text}", "CUDA and HIP have two priorities: 0, and -1 for high", "set one of them, or unset it"
+            f"{STREAM_PRIORITY}={text}",
+            "CUDA and HIP have two priorities: 0, and -1 for high",
+            "set one of them, or unset it",
         )
     return int(text)
 
@@ -86,7 +88,11 @@ class ZeroOptimizer:
         local = [shard.local for shard in self.shards]
         self.add_rows = accumulate.ADD_ROWS[kernels]
         self.update = make_update(self.weights, local)
-        self.stream = torch.cuda.Stream(self.device, priority=stream_priority()) if self.device.type == "cuda" else None
+        self.stream = (
+            torch.cuda.Stream(self.device, priority=stream_priority())
+            if self.device.type == "cuda"
+            else None
+        )
         self.in_flight: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
 
     @property
@@ -121,8 +127,12 @@ class ZeroOptimizer:
     def gather(self) -> None:
         """Make the parameters from the masters, on all ranks. Raises RuntimeError where a master was never set."""
         if missing := [shard for shard in self.shards if not shard.filled]:
-            raise RuntimeError(f"{len(missing)} of {len(self.shards)} weights were never set: use set_weight, not the module's parameter")
-        torch._foreach_copy_([shard.local for shard in self.shards], [shard.master for shard in self.shards])
+            raise RuntimeError(
+                f"{len(missing)} of {len(self.shards)} weights were never set: use set_weight, not the module's parameter"
+            )
+        torch._foreach_copy_(
+            [shard.local for shard in self.shards], [shard.master for shard in self.shards]
+        )
         self._start_gather()
 
     @torch.no_grad()
@@ -131,9 +141,15 @@ class ZeroOptimizer:
         clipping, fp32 [] on the device; where it is not finite nothing was updated.
         """
         self.finish_reduction()
-        present = [shard.gradient for shard in self.shards if shard.gradient is not None and shard.gradient.numel()]
+        present = [
+            shard.gradient
+            for shard in self.shards
+            if shard.gradient is not None and shard.gradient.numel()
+        ]
         squares = torch.nn.utils.get_total_norm(present).square()
-        dist.all_reduce(squares, group=self.group)  # not over all ranks: those of another node hold the same shards
+        dist.all_reduce(
+            squares, group=self.group
+        )  # not over all ranks: those of another node hold the same shards
         norm = squares.sqrt()
         self.update.update([shard.gradient for shard in self.shards], norm, learning_rate)
         for shard in self.shards:
@@ -145,7 +161,11 @@ class ZeroOptimizer:
 
     def _bucket(self, module: nn.Module) -> Bucket:
         # A tied embedding belongs to its first module: autograd adds up the gradients of all its uses before the hook below is called.
-        shards = [self._shard(parameter) for parameter in module.parameters() if parameter not in self.shard_of]
+        shards = [
+            self._shard(parameter)
+            for parameter in module.parameters()
+            if parameter not in self.shard_of
+        ]
         bucket = Bucket(shards, missing=len(shards))
         module.register_forward_pre_hook(lambda module, args: self._before_forward(bucket))
         # torch keeps a parameter's hooks where the garbage collector does not look: what they referred to would never be freed. The hook of
@@ -153,7 +173,9 @@ class ZeroOptimizer:
         optimizer, arrived = weakref.proxy(self), weakref.proxy(bucket)
         for shard in shards:
             self.shard_of[shard.parameter] = shard
-            shard.parameter.register_post_accumulate_grad_hook(lambda parameter: optimizer._gradient_arrived(arrived))
+            shard.parameter.register_post_accumulate_grad_hook(
+                lambda parameter: optimizer._gradient_arrived(arrived)
+            )
         return bucket
 
     def _shard(self, parameter: nn.Parameter) -> Shard:
@@ -212,11 +234,19 @@ class ZeroOptimizer:
         (shard,), (gradient,) = shards, gradients
         ids, rows = gradient._indices()[0], gradient._values()
         if self.world_size > 1:
-            own, (ids, rows) = (ids, rows), (part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in (ids, rows))
+            own, (ids, rows) = (
+                (ids, rows),
+                (
+                    part.new_empty(self.world_size * len(part), *part.shape[1:])
+                    for part in (ids, rows)
+                ),
+            )
             dist.all_gather_into_tensor(ids, own[0])
             dist.all_gather_into_tensor(rows, own[1])
         total = torch.zeros_like(shard.master) if shard.gradient is None else shard.gradient
-        shard.gradient = self.add_rows(total, ids, rows, self.rank * len(shard.master), self.world_size)
+        shard.gradient = self.add_rows(
+            total, ids, rows, self.rank * len(shard.master), self.world_size
+        )
         return gradients
 
     @torch.no_grad()
@@ -252,7 +282,11 @@ class ZeroOptimizer:
 
 
 def make_reduce_scatter(
-    backend: str, processes: Processes, dtype: torch.dtype, kernels: str, modules: Sequence[Sequence[Shard]]
+    backend: str,
+    processes: Processes,
+    dtype: torch.dtype,
+    kernels: str,
+    modules: Sequence[Sequence[Shard]],
 ) -> ReduceScatter:
     """`backend`: "nccl" or "copy_engine". `dtype`: of what is sent. `modules`: the shards of each module."""
     engine = accumulate.ENGINES[kernels]

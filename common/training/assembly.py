@@ -37,7 +37,11 @@ class Assembly:
 
     def state_tensors(self) -> list[Tensor]:
         """Everything that training changes in place: weights, optimizer state, FP8 scales."""
-        return [*self.optimizer.weights, *self.optimizer.state_tensors(), *self.linear.state().values()]
+        return [
+            *self.optimizer.weights,
+            *self.optimizer.state_tensors(),
+            *self.linear.state().values(),
+        ]
 
     def reset(self) -> None:
         """Optimizer state and scales as before the first step. The weights stay."""

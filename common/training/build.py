@@ -47,7 +47,9 @@ def build(
     model.make_rope_tables(device)
     linear.allocate(device)
     for start_pass in (linear.start_pass, *before_each_pass):
-        model.register_forward_pre_hook(lambda model, _, start_pass=start_pass: start_pass(model.training))
+        model.register_forward_pre_hook(
+            lambda model, _, start_pass=start_pass: start_pass(model.training)
+        )
     # Its gradient by rows (kernels/accumulate.py), unless those of all ranks' tokens are more bytes than the dense one, which is also filled with
     # zeros and added up. A tied embedding's is the head's as well, which is dense.
     tokens = config.world_size * config.micro_batch_size * sequence_length

@@ -30,7 +30,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,12 +46,24 @@ from common.errors import RunError, StorageError, write_whole
 from common.model.checkpoint_writer import write_file
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
-from common.training.continuation import FACTS, FOLDER, PARTIAL, When, damaged, newest, require_possible, require_same, when_from
+from common.training.continuation import (
+    FACTS,
+    FOLDER,
+    PARTIAL,
+    When,
+    damaged,
+    newest,
+    require_possible,
+    require_same,
+    when_from,
+)
 from common.training.digest import fingerprint
 from common.training.reports import Reports
 from common.training.run import Run
 
-WRITE_LIMIT = timedelta(hours=2)  # for the slowest rank and disk: no rank gives up on another before
+WRITE_LIMIT = timedelta(
+    hours=2
+)  # for the slowest rank and disk: no rank gives up on another before
 OFFSETS = "DCP_SHARDING_INFO"  # in the header of a file: where in the whole tensor a part begins; as HuggingFaceStorageReader looks for it
 
 
@@ -76,13 +94,19 @@ class Checkpoints:
         # Of its own: a save runs beside the step, and DCP's messages between ranks need a CPU.
         self.group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
-        self.parts = {name: self._part(live, rows) for name, (live, rows) in self._tensors().items()}
+        self.parts = {
+            name: self._part(live, rows) for name, (live, rows) in self._tensors().items()
+        }
         self.own: dict[str, Tensor] = {}  # what this rank saves for itself
         self.saving: Future | None = None
         self.step, self.evaluations, self.last = 0, 0, time.monotonic()
 
     def identity(self) -> dict[str, Any]:
-        return {"benchmark": self.run.benchmark, "seed": self.run.seed, "config": asdict(self.run.config)}
+        return {
+            "benchmark": self.run.benchmark,
+            "seed": self.run.seed,
+            "config": asdict(self.run.config),
+        }
 
     # What is saved.
 
@@ -103,7 +127,9 @@ class Checkpoints:
                 rows = 0
                 if optimizer.sharded:
                     rows = len(parameter)
-                    part = part[: max(0, rows - self.rank * len(part))]  # the last ranks may hold rows of padding, or nothing else
+                    part = part[
+                        : max(0, rows - self.rank * len(part))
+                    ]  # the last ranks may hold rows of padding, or nothing else
                 tensors[f"{names[parameter]}.{kind}"] = (part, rows)
         return tensors
 
@@ -114,20 +140,30 @@ class Checkpoints:
             return Part(live, host, host, 0)
         size = torch.Size([rows, *live.shape[1:]])
         stride = torch.empty(size, device="meta").stride()
-        state = DTensor.from_local(host, self.mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
+        state = DTensor.from_local(
+            host, self.mesh, [Shard(0)], run_check=False, shape=size, stride=stride
+        )
         each = -(-rows // self.processes.world_size)
-        return Part(live, host, state, min(self.rank * each, rows) * (live.numel() // max(1, len(live))))
+        return Part(
+            live, host, state, min(self.rank * each, rows) * (live.numel() // max(1, len(live)))
+        )
 
     def _own(self) -> dict[str, Tensor]:
         """What each rank has for itself, on the CPU: copies."""
         own = {"cpu_generator": torch.get_rng_state()}
         if self.processes.device.type == "cuda":
             own["gpu_generator"] = torch.cuda.get_rng_state(self.processes.device)
-        return own | {name: tensor.to("cpu", copy=True) for name, tensor in self.assembly.linear.state().items()}
+        return own | {
+            name: tensor.to("cpu", copy=True)
+            for name, tensor in self.assembly.linear.state().items()
+        }
 
     def _digest(self, own: dict[str, Tensor], facts: dict[str, Any]) -> str:
         """Return the hash of all values on all ranks, however they are shared, and of `facts`. `own`: by their names in the checkpoint."""
-        mine = {name: (part.shared, fingerprint(part.live.float(), part.first)) for name, part in self.parts.items()}
+        mine = {
+            name: (part.shared, fingerprint(part.live.float(), part.first))
+            for name, part in self.parts.items()
+        }
         mine |= {name: (False, fingerprint(tensor)) for name, tensor in own.items()}
         everyone: list[Any] = [None] * self.processes.world_size
         dist.all_gather_object(everyone, mine, group=self.group)
@@ -151,24 +187,36 @@ class Checkpoints:
         self.finish()
         samples = step * self.run.config.global_batch_size
         self.own = {f"rank_{self.rank}.{name}": tensor for name, tensor in self._own().items()}
-        facts = self.identity() | {"step": step, "samples": samples, "ranks": self.processes.world_size}
+        facts = self.identity() | {
+            "step": step,
+            "samples": samples,
+            "ranks": self.processes.world_size,
+        }
         writer = Writer(self.folder / f"step_{step:08d}", facts)
-        if self.rank == 0:  # what a killed save of this step left, of more ranks perhaps; the digest's exchange holds the others
+        if (
+            self.rank == 0
+        ):  # what a killed save of this step left, of more ranks perhaps; the digest's exchange holds the others
             shutil.rmtree(writer.path, ignore_errors=True)
         facts |= {"torch": torch.__version__}
         facts |= {"digest": self._digest(self.own, facts)}
-        self.saving = dcp.async_save({}, storage_writer=writer, async_stager=Stager(self._stage), process_group=self.group)  # type: ignore[assignment]
+        self.saving = dcp.async_save(
+            {}, storage_writer=writer, async_stager=Stager(self._stage), process_group=self.group
+        )  # type: ignore[assignment]
         self.last = time.monotonic()
         held = self.last - began
         self.reports.events.write("checkpoint", step=step, samples=samples, seconds=held)
-        self.reports.progress.show(f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written")
+        self.reports.progress.show(
+            f"checkpoint of step {step}: training stood still for {held:.1f} s; it is being written"
+        )
 
     def due(self, when: When, evaluated: bool) -> bool:
         """Return whether a checkpoint is due after this step."""
         if when.evaluations:
             self.evaluations += evaluated
             return evaluated and self.evaluations % when.evaluations == 0
-        mine = self.rank == 0 and time.monotonic() - self.last >= when.seconds  # the clock of one rank decides for all
+        mine = (
+            self.rank == 0 and time.monotonic() - self.last >= when.seconds
+        )  # the clock of one rank decides for all
         return bool(self.processes.sum(torch.tensor([float(mine)], device=self.processes.device)))
 
     def _stage(self) -> dict[str, Tensor]:
@@ -209,10 +257,19 @@ class Checkpoints:
         require_same(folder, facts, **self.identity() | {"config": self.run.config})
         ranks, step = facts["ranks"], facts["step"]
         own = self._own()
-        every = {f"rank_{rank}.{name}": torch.empty_like(tensor) for rank in range(ranks) for name, tensor in own.items()}
+        every = {
+            f"rank_{rank}.{name}": torch.empty_like(tensor)
+            for rank in range(ranks)
+            for name, tensor in own.items()
+        }
         state = {name: part.state for name, part in self.parts.items()} | every
         try:
-            dcp.load(state, storage_reader=Reader(str(folder)), planner=Planner(self._write_heartbeat), process_group=self.group)
+            dcp.load(
+                state,
+                storage_reader=Reader(str(folder)),
+                planner=Planner(self._write_heartbeat),
+                process_group=self.group,
+            )
         except CheckpointException as error:
             raise damaged(folder, _cause(error)) from None
         for part in self.parts.values():
@@ -221,11 +278,17 @@ class Checkpoints:
             raise damaged(folder, f"its values, or those in {FACTS}, are not those that were saved")
         counted = self.assembly.optimizer.update.state().get("steps")
         if isinstance(counted, Tensor) and int(counted) != step:
-            raise damaged(folder, f"{FACTS} says {step} steps, the optimizer has made {int(counted)}")
-        self._restore_own([{name: every[f"rank_{rank}.{name}"] for name in own} for rank in range(ranks)], step)
+            raise damaged(
+                folder, f"{FACTS} says {step} steps, the optimizer has made {int(counted)}"
+            )
+        self._restore_own(
+            [{name: every[f"rank_{rank}.{name}"] for name in own} for rank in range(ranks)], step
+        )
         self.assembly.optimizer.gather()
         self.step = step
-        self.reports.progress.show(f"continues {folder} after step {step}, {facts['samples']:,} samples")
+        self.reports.progress.show(
+            f"continues {folder} after step {step}, {facts['samples']:,} samples"
+        )
         return step
 
     def _restore_own(self, ranks: list[dict[str, Tensor]], step: int) -> None:
@@ -245,7 +308,11 @@ class Checkpoints:
 
 def _cause(error: BaseException) -> str:
     """In one line. Raises what a signal raised inside of DCP."""
-    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    causes = (
+        [cause for cause, _ in error.failures.values()]
+        if isinstance(error, CheckpointException)
+        else [error]
+    )
     for cause in causes:
         if isinstance(cause, RunError):
             raise cause
@@ -253,12 +320,20 @@ def _cause(error: BaseException) -> str:
 
 
 def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
-    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    causes = (
+        [cause for cause, _ in error.failures.values()]
+        if isinstance(error, CheckpointException)
+        else [error]
+    )
     full = next((cause for cause in causes if isinstance(cause, OSError)), None)
     if full is None:
         raise error
     why = "the disk is full or read-only; it must hold two checkpoints, since the one before stays until the new one is whole"
-    raise StorageError(f"no checkpoint was saved in {folder}: {full.strerror}", why, "free space, then --continue this run") from error
+    raise StorageError(
+        f"no checkpoint was saved in {folder}: {full.strerror}",
+        why,
+        "free space, then --continue this run",
+    ) from error
 
 
 class Stager(BlockingAsyncStager):
@@ -282,7 +357,9 @@ class Writer(dcp.HuggingFaceStorageWriter):
         super().__init__(path=str(folder) + PARTIAL, save_distributed=True)
         self.folder, self.facts = folder, facts
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         tensors: dict[str, Tensor] = {}
         offsets = {}
         for item in plan.items:
@@ -290,10 +367,18 @@ class Writer(dcp.HuggingFaceStorageWriter):
             tensors[item.index.fqn] = planner.resolve_data(item)  # type: ignore[assignment]
             offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
         shard = plan.storage_data["shard_index"]
-        tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))  # each begins where its dtype may
-        write_file(Path(self.path) / f"rank_{shard - 1}.safetensors", tensors, metadata={OFFSETS: json.dumps(offsets)})
+        tensors = dict(
+            sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+        )  # each begins where its dtype may
+        write_file(
+            Path(self.path) / f"rank_{shard - 1}.safetensors",
+            tensors,
+            metadata={OFFSETS: json.dumps(offsets)},
+        )
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
+        done.set_result(
+            [WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items]
+        )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -306,7 +391,9 @@ class Writer(dcp.HuggingFaceStorageWriter):
         partial.rename(self.folder)
         _sync(self.folder.parent)
         for path in before:
-            gone = path if path.suffix == PARTIAL else path.rename(str(path) + PARTIAL)  # at no moment a part has the name of a whole
+            gone = (
+                path if path.suffix == PARTIAL else path.rename(str(path) + PARTIAL)
+            )  # at no moment a part has the name of a whole
             shutil.rmtree(gone, ignore_errors=True)
 
 

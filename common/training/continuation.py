@@ -15,10 +15,25 @@ from common.config import RunConfig
 from common.errors import ConfigError, WeightsError
 
 FOLDER, FACTS, PARTIAL = "checkpoints", "facts.json", ".partial"
-EVERY_FACT = {"benchmark": str, "seed": int, "config": dict, "step": int, "samples": int, "ranks": int, "digest": str}
+EVERY_FACT = {
+    "benchmark": str,
+    "seed": int,
+    "config": dict,
+    "step": int,
+    "samples": int,
+    "ranks": int,
+    "digest": str,
+}
 # Keys of a config that another sitting of the same run may change. All others decide what is computed, or in which order data are read.
 MAY_DIFFER = {
-    *("nodes", "gpus_per_node", "micro_batch_size", "eval_micro_batch_size", "hang_timeout_s", "env"),
+    *(
+        "nodes",
+        "gpus_per_node",
+        "micro_batch_size",
+        "eval_micro_batch_size",
+        "hang_timeout_s",
+        "env",
+    ),
     *("recompute_layers", "reduce_scatter", "frozen_base", "offload_layers"),
 }
 
@@ -36,7 +51,11 @@ def when_from(text: str) -> When:
     found = re.fullmatch(r"(\d+)(s?)", text)
     if not found or int(found[1]) < 1:
         do = "give --checkpoint 1 for every evaluation, or --checkpoint 600s for every ten minutes"
-        raise ConfigError(f"--checkpoint {text} says no time", "it is a number of evaluations, or of seconds with an s behind it", do)
+        raise ConfigError(
+            f"--checkpoint {text} says no time",
+            "it is a number of evaluations, or of seconds with an s behind it",
+            do,
+        )
     return When(0, float(found[1])) if found[2] else When(int(found[1]), 0.0)
 
 
@@ -44,17 +63,33 @@ def require_possible(config: RunConfig) -> None:
     """Raises ConfigError where no checkpoint can be written or read."""
     do = "leave out --checkpoint and --continue"
     if config.nodes > 1:
-        raise ConfigError(f"checkpoints are for one node, not {config.nodes}", "the ranks of several nodes need not see one directory", do)
+        raise ConfigError(
+            f"checkpoints are for one node, not {config.nodes}",
+            "the ranks of several nodes need not see one directory",
+            do,
+        )
 
 
 def newest(run_dir: Path) -> tuple[Path, dict]:
     """The whole checkpoint of `run_dir` with the most steps, and its facts. Raises ConfigError if there is none, WeightsError if these are
     damaged.
     """
-    folders = [path for path in (run_dir / FOLDER).glob("step_*") if path.suffix != PARTIAL and path.is_dir()]
+    folders = [
+        path
+        for path in (run_dir / FOLDER).glob("step_*")
+        if path.suffix != PARTIAL and path.is_dir()
+    ]
     if not folders:
-        why = f"there is no {run_dir}" if not run_dir.is_dir() else f"{run_dir / FOLDER} holds none that is whole"
-        raise ConfigError(f"{run_dir} has no checkpoint to continue from", why, "name the directory of a run that had --checkpoint")
+        why = (
+            f"there is no {run_dir}"
+            if not run_dir.is_dir()
+            else f"{run_dir / FOLDER} holds none that is whole"
+        )
+        raise ConfigError(
+            f"{run_dir} has no checkpoint to continue from",
+            why,
+            "name the directory of a run that had --checkpoint",
+        )
     folder = max(folders, key=lambda path: path.name)
     if (folder / FACTS).exists() and not (folder / FACTS).is_file():
         raise damaged(folder, f"{FACTS} is no regular file")
@@ -78,20 +113,42 @@ def _defect(folder: Path, facts: object) -> str:
     if facts["step"] < 1 or type(batch) is not int or facts["samples"] != facts["step"] * batch:
         return f"{facts['samples']} samples are not those of {facts['step']} steps of {batch}"
     files = len(list(folder.glob("rank_*.safetensors")))
-    return "" if files == facts["ranks"] else f"it is of {facts['ranks']} ranks, and there are files of {files}"
+    return (
+        ""
+        if files == facts["ranks"]
+        else f"it is of {facts['ranks']} ranks, and there are files of {files}"
+    )
 
 
 def damaged(folder: Path, why: str) -> WeightsError:
-    return WeightsError(f"the checkpoint {folder} is damaged", why, "restore it from a copy, or start the run anew without --continue")
+    return WeightsError(
+        f"the checkpoint {folder} is damaged",
+        why,
+        "restore it from a copy, or start the run anew without --continue",
+    )
 
 
 def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: RunConfig) -> None:
     """Raises ConfigError unless a run of this benchmark, seed and config is the one that the checkpoint is of."""
     before, now = facts["config"], asdict(config)
-    different = [] if facts["benchmark"] == benchmark else [f"benchmark was {facts['benchmark']}, now {benchmark}"]
+    different = (
+        []
+        if facts["benchmark"] == benchmark
+        else [f"benchmark was {facts['benchmark']}, now {benchmark}"]
+    )
     different += [] if facts["seed"] == seed else [f"seed was {facts['seed']}, now {seed}"]
     keys = sorted((before.keys() | now.keys()) - MAY_DIFFER) if not different else []
-    different += [f"{key} was {before.get(key)}, now {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+    different += [
+        f"{key} was {before.get(key)}, now {now.get(key)}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
     if different:
-        why = "it would be another run: they decide what is learned, or in which order data are read"
-        raise ConfigError(f"{folder} cannot be continued: {'; '.join(different)}", why, "undo that, or start a run without --continue")
+        why = (
+            "it would be another run: they decide what is learned, or in which order data are read"
+        )
+        raise ConfigError(
+            f"{folder} cannot be continued: {'; '.join(different)}",
+            why,
+            "undo that, or start a run without --continue",
+        )

@@ -9,7 +9,9 @@ from torch import Tensor
 
 _CHUNK = 1 << 24  # elements hashed at a time: 128 MiB of int64 on the device
 # The constants of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), written as the signed integers that torch has.
-_GOLDEN, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _MIX_1, _MIX_2 = (
+    c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def fingerprint(tensor: Tensor, first: int = 0) -> int:

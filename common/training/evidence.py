@@ -20,7 +20,9 @@ from common.errors import OutOfMemory, write_record
 ENTRIES = 200  # of the flight recorder's 2,000 the last ones: three steps of the 8B, 100 KB
 UNITS = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-SMALLER = "use a smaller micro_batch_size, or recompute_layers, or offload_layers (LoRA), or more GPUs"
+SMALLER = (
+    "use a smaller micro_batch_size, or recompute_layers, or offload_layers (LoRA), or more GPUs"
+)
 GAPS = "set PYTORCH_ALLOC_CONF to expandable_segments:True in [env] of the config"
 
 
@@ -32,7 +34,12 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
     """
     text = str(error).splitlines()[0].partition(" If reserved but")[0]
     asked, allocated, gaps = (
-        _gib(words, text) for words in (r"allocate {}", r"{} is allocated by PyTorch", r"{} is reserved by PyTorch but")
+        _gib(words, text)
+        for words in (
+            r"allocate {}",
+            r"{} is allocated by PyTorch",
+            r"{} is reserved by PyTorch but",
+        )
     )
     do = f"{SMALLER}; profile --memory shows what holds it"
     with contextlib.suppress(Exception):  # the first failure counts
@@ -44,7 +51,11 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
     if asked is None or allocated is None or gaps is None:
         return OutOfMemory("the GPU's memory is full", text, do)
     # expandable_segments is not advised on ROCm: a first copy hung with it (pytorch#192259).
-    if gaps >= asked and not torch.version.hip and not any("expandable_segments" in os.environ.get(name, "") for name in SETTINGS):
+    if (
+        gaps >= asked
+        and not torch.version.hip
+        and not any("expandable_segments" in os.environ.get(name, "") for name in SETTINGS)
+    ):
         do = f"{GAPS}; or {do}"
     share = gaps / (allocated + gaps)
     why = f"{asked:.2f} GiB more were needed at {allocated:.2f} GiB allocated; {gaps:.2f} GiB ({share:.1%} of the reserved) lie in gaps. torch: {text}"
@@ -61,7 +72,9 @@ def write_collectives(stack: Path) -> None:
 
     To be called by another thread than the one that hangs. Does not raise: there is no one to tell.
     """
-    with contextlib.suppress(Exception):  # no process group yet, a torch without the recorder, a full disk
+    with contextlib.suppress(
+        Exception
+    ):  # no process group yet, a torch without the recorder, a full disk
         name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
         record = json.loads(getattr(torch._C._distributed_c10d, name)())
         record["entries"] = record.get("entries", [])[-ENTRIES:]

@@ -21,11 +21,27 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
-from common.errors import LAUNCHED, Hang, Interrupted, RankLost, RunError, failure_of, write_rank_record
+from common.errors import (
+    LAUNCHED,
+    Hang,
+    Interrupted,
+    RankLost,
+    RunError,
+    failure_of,
+    write_rank_record,
+)
 
 # What gloo and NCCL say when a peer is gone or silent. Seen with torch 2.9 to 2.13; anything else counts as our own failure.
 _TIMED_OUT = ("timed out", "Timed out", "timeout")
-_PEER_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "socket", "NCCL", "gloo", "remote process exited")
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "socket",
+    "NCCL",
+    "gloo",
+    "remote process exited",
+)
 
 ALONE_S = 5.0  # to write what is to be written, without torchrun
 _signals_raise = False  # do SIGTERM and SIGINT end the work of this process?
@@ -70,12 +86,24 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
     if known := failure_of(error):
         return known
     if isinstance(error, SystemExit):
-        return RankLost(f"the rank ended itself with exit code {error.code}", "some code called exit", "see the traceback in ranks/")
+        return RankLost(
+            f"the rank ended itself with exit code {error.code}",
+            "some code called exit",
+            "see the traceback in ranks/",
+        )
     if is_secondary(error):
         hangs = any(word in str(error) for word in _TIMED_OUT)
-        kind, what = (Hang, "a collective timed out") if hangs else (RankLost, "another rank went away")
-        return kind(what, str(error).splitlines()[0][:300], "see which rank did not report in ranks/")
-    return RunError(f"{type(error).__name__}: {error}", "a defect, or a failure this program does not know", "see the traceback in ranks/")
+        kind, what = (
+            (Hang, "a collective timed out") if hangs else (RankLost, "another rank went away")
+        )
+        return kind(
+            what, str(error).splitlines()[0][:300], "see which rank did not report in ranks/"
+        )
+    return RunError(
+        f"{type(error).__name__}: {error}",
+        "a defect, or a failure this program does not know",
+        "see the traceback in ranks/",
+    )
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -120,22 +148,35 @@ def _watch(torchrun: int, stack: IO | None) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def end_badly(run_dir: Path | None, rank: int, error: BaseException, on_failure: Callable[[], None], step: Callable[[], int]) -> None:
+def end_badly(
+    run_dir: Path | None,
+    rank: int,
+    error: BaseException,
+    on_failure: Callable[[], None],
+    step: Callable[[], int],
+) -> None:
     """End the process with the exit code of `error`, after a record of it in `run_dir` or a message on stderr."""
     failure = classify(error, run_dir, rank)
-    with contextlib.suppress(Exception):  # the first failure counts; a second one while reporting must not hide it
+    with contextlib.suppress(
+        Exception
+    ):  # the first failure counts; a second one while reporting must not hide it
         on_failure()
     text = "".join(traceback.format_exception(error))
     told = False  # to the launcher, which tells the user
     with contextlib.suppress(OSError):  # the disk may be what failed
         if run_dir is not None:
             outcome = "interrupted" if isinstance(failure, Interrupted) else "failed"
-            write_rank_record(run_dir, rank, outcome, failure, step=step(), secondary=is_secondary(error))
+            write_rank_record(
+                run_dir, rank, outcome, failure, step=step(), secondary=is_secondary(error)
+            )
             told = LAUNCHED in os.environ
             (run_dir / "ranks" / f"rank_{rank}.traceback").write_text(text)
     with contextlib.suppress(Exception):  # stderr may be closed, or its reader gone
         if not told:
-            print(failure.lines() if isinstance(error, RunError) else text + failure.lines(), file=sys.stderr)
+            print(
+                failure.lines() if isinstance(error, RunError) else text + failure.lines(),
+                file=sys.stderr,
+            )
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(failure.exit_code)

@@ -22,6 +22,12 @@ class Heartbeat:
 
     def write(self, step: int, phase: str) -> None:
         """Say that this rank has done `step` steps and is now in `phase`."""
-        record = {"rank": self.rank, "pid": os.getpid(), "step": step, "phase": phase, "time": time.time()}
+        record = {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "step": step,
+            "phase": phase,
+            "time": time.time(),
+        }
         # One write of fixed length: a reader never sees half a record after a whole one.
         os.pwrite(self.file, json.dumps(record).ljust(160).encode(), 0)

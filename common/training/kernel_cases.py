@@ -41,7 +41,15 @@ class Sizes:
         if config.kernels == "triton":
             require_triton_shape(shape)
         fp8 = config.linear_format.stores_fp8
-        return Sizes(shape, sequence_length, config.micro_batch_size, fp8, lora_rank, config.kernels, DTYPES[config.precision])
+        return Sizes(
+            shape,
+            sequence_length,
+            config.micro_batch_size,
+            fp8,
+            lora_rank,
+            config.kernels,
+            DTYPES[config.precision],
+        )
 
     @property
     def tokens(self) -> int:
@@ -54,8 +62,12 @@ class Draw:
     def __init__(self, device: torch.device):
         self.device, self.generator = device, torch.Generator(device).manual_seed(1)
 
-    def __call__(self, *size: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
-        return torch.randn(*size, device=self.device, dtype=dtype, generator=self.generator).mul_(scale)
+    def __call__(
+        self, *size: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0
+    ) -> Tensor:
+        return torch.randn(*size, device=self.device, dtype=dtype, generator=self.generator).mul_(
+            scale
+        )
 
 
 class Quantizers:
@@ -63,8 +75,13 @@ class Quantizers:
 
     def __init__(self, sizes: Sizes, device: torch.device):
         self.scaling, trains = DelayedScaling(), not sizes.lora_rank
-        make: Callable[..., Quantizer | None] = self.scaling.quantizer if sizes.fp8 else lambda **_: None
-        self.forward, self.gradient = make(transposed=trains), make(gradient=True, transposed=trains)
+        make: Callable[..., Quantizer | None] = (
+            self.scaling.quantizer if sizes.fp8 else lambda **_: None
+        )
+        self.forward, self.gradient = (
+            make(transposed=trains),
+            make(gradient=True, transposed=trains),
+        )
         self.kept = None if trains else make(transposed=False)
         if sizes.fp8:
             self.scaling.allocate(device)
@@ -76,7 +93,13 @@ Cases = Iterator[tuple[str, tuple[int, ...], Case]]  # op, shape
 
 def kernel_cases(sizes: Sizes, draw: Draw) -> Cases:
     """One after the other, so that only one op's operands are in memory."""
-    kinds = (norm_cases, rope_cases, swiglu_cases, adapter_cases if sizes.lora_rank else optimizer_cases, loss_cases)
+    kinds = (
+        norm_cases,
+        rope_cases,
+        swiglu_cases,
+        adapter_cases if sizes.lora_rank else optimizer_cases,
+        loss_cases,
+    )
     for cases in kinds:
         yield from cases(sizes, draw)
 
@@ -87,8 +110,18 @@ def norm_cases(sizes: Sizes, draw: Draw) -> Cases:
     weight = draw(shape.hidden_size, dtype=sizes.dtype)
     rstd = (x.float().square().mean(-1) + eps).rsqrt()
     trains = not sizes.lora_rank
-    yield "add + RMS norm", size, lambda engine, q: ENGINES[engine].add_rms_norm(x, branch, weight, eps, q.forward)
-    yield "RMS norm backward", size, lambda engine, q: ENGINES[engine].rms_norm_backward(d_n, x, rstd, weight, d_x, q.gradient, trains)
+    yield (
+        "add + RMS norm",
+        size,
+        lambda engine, q: ENGINES[engine].add_rms_norm(x, branch, weight, eps, q.forward),
+    )
+    yield (
+        "RMS norm backward",
+        size,
+        lambda engine, q: ENGINES[engine].rms_norm_backward(
+            d_n, x, rstd, weight, d_x, q.gradient, trains
+        ),
+    )
     if sizes.fp8:
         yield "quantize", size, lambda engine, q: (ENGINES[engine].quantize(x, q.forward),)
 
@@ -98,18 +131,32 @@ def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     cos, sin = rope_tables(shape, sizes.sequence_length, draw.device)
     qkv = draw(*size, dtype=sizes.dtype)
-    yield "RoPE", size, lambda engine, q: (ENGINES[engine].rope_(qkv.clone(), cos, sin, heads, kv_heads),)
-    parts = [draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype) for n in (heads, kv_heads, kv_heads)]
+    yield (
+        "RoPE",
+        size,
+        lambda engine, q: (ENGINES[engine].rope_(qkv.clone(), cos, sin, heads, kv_heads),),
+    )
+    parts = [
+        draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype)
+        for n in (heads, kv_heads, kv_heads)
+    ]
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
-        return (ENGINES[engine].rope_backward(*parts, cos, sin, None if sizes.lora_rank else q.gradient),)  # adapters take it in bf16
+        return (
+            ENGINES[engine].rope_backward(
+                *parts, cos, sin, None if sizes.lora_rank else q.gradient
+            ),
+        )  # adapters take it in bf16
 
     yield "RoPE backward", size, backward
 
 
 def swiglu_cases(sizes: Sizes, draw: Draw) -> Cases:
     size = (sizes.tokens, 2 * sizes.shape.ffn_hidden_size)
-    gate_up, d_h = draw(*size, dtype=sizes.dtype), draw(sizes.tokens, sizes.shape.ffn_hidden_size, dtype=sizes.dtype)
+    gate_up, d_h = (
+        draw(*size, dtype=sizes.dtype),
+        draw(sizes.tokens, sizes.shape.ffn_hidden_size, dtype=sizes.dtype),
+    )
     yield "SwiGLU", size, lambda engine, q: ENGINES[engine].swiglu(gate_up, q.forward, q.kept)
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
@@ -138,24 +185,48 @@ def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
     one, zero = torch.ones((), device=draw.device), torch.zeros((), device=draw.device)
 
     def update(engine: str, _: Quantizers) -> tuple[Output, ...]:
-        state = (weight.clone(), gradient.clone(), first.clone(), first.square(), torch.empty_like(weight, dtype=sizes.dtype))
+        state = (
+            weight.clone(),
+            gradient.clone(),
+            first.clone(),
+            first.square(),
+            torch.empty_like(weight, dtype=sizes.dtype),
+        )
         adamw.ENGINES[engine](*state, 0.1, adamw.Step(0.1, (0.9, 0.95), 1e-5, one, one, zero))
         return state
 
     yield "AdamW", size, update
     parts = draw(2, *size, dtype=sizes.dtype)
-    yield "accumulate", size, lambda engine, q: (accumulate.ENGINES[engine](weight.clone(), parts[0], parts[1:]),)
-    ids = torch.randint(2 * size[0], size[:1], device=draw.device, generator=draw.generator)  # half of them are of this rank's rows
-    yield "embedding's gradient", size, lambda engine, q: (accumulate.ADD_ROWS[engine](weight.clone(), ids, parts[0], 0, 2),)
+    yield (
+        "accumulate",
+        size,
+        lambda engine, q: (accumulate.ENGINES[engine](weight.clone(), parts[0], parts[1:]),),
+    )
+    ids = torch.randint(
+        2 * size[0], size[:1], device=draw.device, generator=draw.generator
+    )  # half of them are of this rank's rows
+    yield (
+        "embedding's gradient",
+        size,
+        lambda engine, q: (accumulate.ADD_ROWS[engine](weight.clone(), ids, parts[0], 0, 2),),
+    )
 
 
 def adapter_cases(sizes: Sizes, draw: Draw) -> Cases:
-    (hidden, outputs), rank, tokens = (sizes.shape.hidden_size, sizes.shape.qkv_size), sizes.lora_rank, sizes.tokens
+    (hidden, outputs), rank, tokens = (
+        (sizes.shape.hidden_size, sizes.shape.qkv_size),
+        sizes.lora_rank,
+        sizes.tokens,
+    )
     new = partial(draw, dtype=sizes.dtype)
     x, a, b, t = new(tokens, hidden), new(rank, hidden), new(outputs, rank), new(tokens, rank)
     norm = lora.Norm(draw(tokens, dtype=torch.float32).abs() + 0.5, new(hidden))
     dropout = lora.Dropout(torch.tensor([2**40 + 7], device=draw.device), 0.1)
-    yield "adapter down", (tokens, hidden, rank), lambda engine, q: (lora.ENGINES[engine].down(x, norm, a, dropout),)
+    yield (
+        "adapter down",
+        (tokens, hidden, rank),
+        lambda engine, q: (lora.ENGINES[engine].down(x, norm, a, dropout),),
+    )
 
     def down_backward(engine: str, _: Quantizers) -> tuple[Output, ...]:
         d_n = x.clone()

@@ -14,7 +14,9 @@ from common.training.mllog import EMULATED
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word of the MLPerf log
 
 
-def hyperparameters(config: RunConfig, rules: Rules, train_samples: int, config_filename: str) -> list[tuple[str, LogValue]]:
+def hyperparameters(
+    config: RunConfig, rules: Rules, train_samples: int, config_filename: str
+) -> list[tuple[str, LogValue]]:
     """(key, value) in the order of emission. We shard data and weights only: all four model parallelisms are 1.
 
     `train_samples`: training sequences in the data set. `config_filename`: name of the TOML under configs/<benchmark>/.
@@ -32,7 +34,10 @@ def hyperparameters(config: RunConfig, rules: Rules, train_samples: int, config_
         *rules.optimizer_log_keys(),
         ("opt_gradient_clip_norm", rules.gradient_clip_norm),
         ("target_accuracy", rules.target_loss),
-        ("lowest_numerical_precision_in_linear", linear.log_precision or PRECISIONS[config.precision]),
+        (
+            "lowest_numerical_precision_in_linear",
+            linear.log_precision or PRECISIONS[config.precision],
+        ),
         *([(EMULATED, config.linear)] if linear.emulated else []),
         ("lowest_numerical_precision_in_attn", PRECISIONS[config.precision]),
         ("lowest_numerical_precision_in_comm", PRECISIONS[config.precision]),

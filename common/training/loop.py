@@ -87,7 +87,9 @@ def next_token_pairs(windows: np.ndarray) -> np.ndarray:
     return np.stack((windows[:, :-1], windows[:, 1:]), axis=1)
 
 
-def pad_for_ranks(sequences: np.ndarray, processes: Processes, micro_batch_size: int) -> list[Tensor]:
+def pad_for_ranks(
+    sequences: np.ndarray, processes: Processes, micro_batch_size: int
+) -> list[Tensor]:
     """Cut int [sequences, 2, length] into this rank's micro-batches, on the device.
 
     Where they do not divide, sequences of ignored labels fill up: every rank runs as many forwards, and padding has no weight.
@@ -165,7 +167,9 @@ def train(
             continue
         block_s = time.monotonic() - block_began
         log.block_stop(samples, (samples - block_samples) / block_s)
-        loss, eval_s = _evaluate_and_log(assembly, eval_batches, processes, reports, meter, step, samples)
+        loss, eval_s = _evaluate_and_log(
+            assembly, eval_batches, processes, reports, meter, step, samples
+        )
         phases["train"], phases["eval"] = phases["train"] + block_s, phases["eval"] + eval_s
         if loss <= goal.target_loss:
             for name, seconds in phases.items():
@@ -198,15 +202,21 @@ def _evaluate_and_log(
     log = reports.log
     began = time.monotonic()
     log.eval_start(samples)
-    loss = evaluate(assembly.model, batches, processes, lambda phase: reports.heartbeat.write(step, phase))
+    loss = evaluate(
+        assembly.model, batches, processes, lambda phase: reports.heartbeat.write(step, phase)
+    )
     gc.collect()
     seconds = time.monotonic() - began
-    meter.events.write("eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds())
+    meter.events.write(
+        "eval", step=step, samples=samples, loss=loss, seconds=seconds, time_s=meter.seconds()
+    )
     if facts := assembly.linear.evaluated(loss):
         meter.events.write("linear", step=step, **facts, time_s=meter.seconds())
     if not math.isfinite(loss):
         raise NonFinite(
-            f"evaluation at {samples} samples: loss {loss}", "the weights or activations are not finite", "look at events.jsonl"
+            f"evaluation at {samples} samples: loss {loss}",
+            "the weights or activations are not finite",
+            "look at events.jsonl",
         )
     log.eval_accuracy(samples, loss)
     log.eval_stop(samples)

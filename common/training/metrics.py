@@ -36,8 +36,13 @@ class Events:
     def write(self, event: str, **values) -> None:
         if self.file is not None:
             # JSON has no NaN and no infinity: null stands for them.
-            values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()}
-            self.file.write((json.dumps({"event": event, **values}, allow_nan=False) + "\n").encode())
+            values = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in values.items()
+            }
+            self.file.write(
+                (json.dumps({"event": event, **values}, allow_nan=False) + "\n").encode()
+            )
 
 
 class Progress:
@@ -48,7 +53,9 @@ class Progress:
 
     def show(self, text: str) -> None:
         if self.enabled:
-            with contextlib.suppress(OSError):  # nobody looks on any more: the terminal was closed, or the reader of a pipe ended
+            with contextlib.suppress(
+                OSError
+            ):  # nobody looks on any more: the terminal was closed, or the reader of a pipe ended
                 print(text, file=self.stream, flush=True)
 
 
@@ -62,7 +69,9 @@ class StepClock:
     def mark(self) -> None:
         """Call at the start of training, after each step, and after each pause (evaluation) with `restart`."""
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
-        self.marks.append(torch.cuda.current_stream().record_event(event) if event else time.perf_counter())
+        self.marks.append(
+            torch.cuda.current_stream().record_event(event) if event else time.perf_counter()
+        )
 
     def restart(self) -> None:
         self.marks.clear()
@@ -86,7 +95,13 @@ class Rate:
     mfu: float | None  # None where no peak is known (CPU)
 
     @staticmethod
-    def of(step_time_ms: float, tokens_per_step: int, gpus: int, flops_per_token: int, peak_tflops: float | None) -> Rate:
+    def of(
+        step_time_ms: float,
+        tokens_per_step: int,
+        gpus: int,
+        flops_per_token: int,
+        peak_tflops: float | None,
+    ) -> Rate:
         tokens = tokens_per_step / gpus / (step_time_ms / 1e3)
         tflops = tokens * flops_per_token / 1e12
         return Rate(step_time_ms, tokens, tflops, tflops / peak_tflops if peak_tflops else None)
@@ -114,7 +129,9 @@ class Meter:
         self.tokens_per_step, self.samples_per_step = tokens_per_step, samples_per_step
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.clock = StepClock(processes.device)
-        self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # step, learning rate, loss of this rank's part, gradient norm
+        self.pending: list[
+            tuple[int, float, Tensor, Tensor]
+        ] = []  # step, learning rate, loss of this rank's part, gradient norm
         self.step_times_ms: list[float] = []
         self.rate: Rate | None = None
         self.samples = 0  # train sequences consumed: steps done x global batch
@@ -141,26 +158,54 @@ class Meter:
         losses = self.processes.sum(torch.stack([loss for _, _, loss, _ in self.pending])).tolist()
         norms = torch.stack([norm for _, _, _, norm in self.pending]).tolist()
         mean_ms = sum(times_ms) / len(times_ms)
-        self.rate = Rate.of(mean_ms, self.tokens_per_step, self.processes.world_size, self.flops_per_token, self.peak_tflops)
+        self.rate = Rate.of(
+            mean_ms,
+            self.tokens_per_step,
+            self.processes.world_size,
+            self.flops_per_token,
+            self.peak_tflops,
+        )
         self.step_times_ms += times_ms
         now = self.seconds()
         for index, (step, learning_rate, _, _) in enumerate(self.pending):
-            values = {"step": step, "samples": step * self.samples_per_step, "loss": losses[index], "grad_norm": norms[index]}
-            values |= {"learning_rate": learning_rate, "step_time_ms": times_ms[index], "time_s": now - sum(times_ms[index + 1 :]) / 1e3}
+            values = {
+                "step": step,
+                "samples": step * self.samples_per_step,
+                "loss": losses[index],
+                "grad_norm": norms[index],
+            }
+            values |= {
+                "learning_rate": learning_rate,
+                "step_time_ms": times_ms[index],
+                "time_s": now - sum(times_ms[index + 1 :]) / 1e3,
+            }
             if index == len(self.pending) - 1:
-                values |= {"tokens_per_s_per_gpu": self.rate.tokens_per_s_per_gpu, "tflops_per_gpu": self.rate.tflops_per_gpu}
+                values |= {
+                    "tokens_per_s_per_gpu": self.rate.tokens_per_s_per_gpu,
+                    "tflops_per_gpu": self.rate.tflops_per_gpu,
+                }
                 values |= {"mfu": self.rate.mfu, **memory_gib(self.processes.device)}
             self.events.write("step", **values)
             if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
                 what = f"step {step}: loss {losses[index]}, gradient norm {norms[index]}"
                 skipped = not math.isfinite(norms[index])  # by AdamW's `skip`
-                why = "this step did not update the weights" if skipped else "the gradient norm is finite: this step updated the weights"
+                why = (
+                    "this step did not update the weights"
+                    if skipped
+                    else "the gradient norm is finite: this step updated the weights"
+                )
                 do = f"look at events.jsonl before step {step}; a lower learning rate or a longer warm-up is the usual cure"
                 raise NonFinite(what, why, do)
         self.pending.clear()
 
 
-def make_meter(config: RunConfig, sequence_length: int, flops_per_token: int, processes: Processes, events: Events) -> Meter:
+def make_meter(
+    config: RunConfig,
+    sequence_length: int,
+    flops_per_token: int,
+    processes: Processes,
+    events: Events,
+) -> Meter:
     """Return the meter of a run with this config; without MFU where the peak of the GPU is unknown."""
     # No peak, so no MFU, where the run is elsewhere than its config says: the miniature on a GPU.
     known = processes.device.type == "cuda" and config.gpu in KINDS
@@ -178,4 +223,7 @@ def memory_gib(device: torch.device) -> dict[str, float | None]:
     """Peaks of what the allocator has reserved on this GPU, and of what of that is allocated, GiB; None on a CPU."""
     if device.type != "cuda":
         return {"memory_gib": None, "allocated_gib": None}
-    return {"memory_gib": torch.cuda.max_memory_reserved(device) / 2**30, "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+    return {
+        "memory_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+    }

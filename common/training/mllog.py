@@ -27,7 +27,13 @@ from common.records.mlperf_log import TOKEN
 
 # The RCP checker finds its events by these substrings anywhere in a line, not by key: a file or system name that
 # contains one is read as that event. The token is here because the parser strips a line up to its last token.
-RESERVED_SUBSTRINGS = ("global_batch_size", "submission_benchmark", "eval_accuracy", "eval_error", TOKEN)
+RESERVED_SUBSTRINGS = (
+    "global_batch_size",
+    "submission_benchmark",
+    "eval_accuracy",
+    "eval_error",
+    TOKEN,
+)
 
 POINT, START, END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 EMULATED = "emulated_block_format"  # a key of ours, only in the logs of such runs: no checker knows it, and no submission may have it
@@ -66,12 +72,24 @@ class RunLog:
         """Before the first part of the system builds the model."""
         self._write(START, "init_start", after="cache_clear", enter="init")
 
-    def submission(self, *, benchmark: str, org: str, platform: str, division: str, status: str) -> None:
+    def submission(
+        self, *, benchmark: str, org: str, platform: str, division: str, status: str
+    ) -> None:
         """`division` is closed, or miniature for the toy; `status` is onprem or cloud."""
-        pairs = {"benchmark": benchmark, "org": org, "division": division, "status": status, "platform": platform}
+        pairs = {
+            "benchmark": benchmark,
+            "org": org,
+            "division": division,
+            "status": status,
+            "platform": platform,
+        }
         for name, value in pairs.items():
             if not value.strip():
-                raise ConfigError(f"submission_{name} is empty", "the compliance checker refuses an empty text", f"name the {name}")
+                raise ConfigError(
+                    f"submission_{name} is empty",
+                    "the compliance checker refuses an empty text",
+                    f"name the {name}",
+                )
             self._write(POINT, f"submission_{name}", value, after="init")
         self._state = "submission"
 
@@ -105,11 +123,15 @@ class RunLog:
 
     def block_stop(self, samples: int, throughput: float | None = None) -> None:
         """`throughput`: training sequences per second over the block, of the whole system."""
-        assert type(samples) is int and samples >= self._samples, f"samples went from {self._samples} to {samples}"
+        assert type(samples) is int and samples >= self._samples, (
+            f"samples went from {self._samples} to {samples}"
+        )
         self._samples = samples
         self._count(END, "block_stop", samples, after="block", enter="running")
         if throughput is not None:  # what reviewers like to see besides; no checker reads it
-            self._count(POINT, "tracked_stats", samples, {"throughput": throughput}, after="running")
+            self._count(
+                POINT, "tracked_stats", samples, {"throughput": throughput}, after="running"
+            )
 
     def eval_start(self, samples: int) -> None:
         self._count(START, "eval_start", samples, after="running", enter="eval")
@@ -127,7 +149,9 @@ class RunLog:
         `status` is success (the target was reached) or aborted (it was not, for whatever reason).
         """
         assert status in ("success", "aborted"), status
-        stop_ms = self._count(END, "run_stop", samples, after="running", enter="stopped", status=status)
+        stop_ms = self._count(
+            END, "run_stop", samples, after="running", enter="stopped", status=status
+        )
         self._finish()
         return (stop_ms - self._run_start_ms) / 60_000
 
@@ -152,28 +176,65 @@ class RunLog:
 
     # Writing.
 
-    def _count(self, event_type: str, key: str, samples: int, value: Value = None, *, after: str, enter: str = "", **metadata: str) -> int:
+    def _count(
+        self,
+        event_type: str,
+        key: str,
+        samples: int,
+        value: Value = None,
+        *,
+        after: str,
+        enter: str = "",
+        **metadata: str,
+    ) -> int:
         """A line with samples_count, which is where training stands; see `_write`."""
-        assert samples == self._samples, f"{key} at {samples} samples, but training stands at {self._samples}"
-        return self._write(event_type, key, value, {"samples_count": samples, **metadata}, after=after, enter=enter)
+        assert samples == self._samples, (
+            f"{key} at {samples} samples, but training stands at {self._samples}"
+        )
+        return self._write(
+            event_type, key, value, {"samples_count": samples, **metadata}, after=after, enter=enter
+        )
 
-    def _write(self, event_type: str, key: str, value: Value = None, metadata: dict | None = None, *, after: str, enter: str = "") -> int:
+    def _write(
+        self,
+        event_type: str,
+        key: str,
+        value: Value = None,
+        metadata: dict | None = None,
+        *,
+        after: str,
+        enter: str = "",
+    ) -> int:
         """Write one line in the state `after` and enter the next one; return its time in milliseconds since the epoch."""
         assert self._state == after, f"the log is in state {self._state}, {key} belongs in {after}"
         elapsed_ns = time.monotonic_ns() - self._monotonic_at_anchor_ns
         time_ms = (self._wall_at_anchor_ns + elapsed_ns) // 1_000_000
-        record = {"namespace": "", "time_ms": time_ms, "event_type": event_type, "key": key, "value": value}
+        record = {
+            "namespace": "",
+            "time_ms": time_ms,
+            "event_type": event_type,
+            "key": key,
+            "value": value,
+        }
         line = _encode({**record, "metadata": {**(metadata or {}), **_caller()}})
         if self._file is not None:
             self._file.write(line)
-        self._state = enter or self._state  # between the two writes: the file holds the line, whatever becomes of stdout
+        self._state = (
+            enter or self._state
+        )  # between the two writes: the file holds the line, whatever becomes of stdout
         if self._copies:
             try:
                 json_lines.write_all(STDOUT_FD, line)
-            except OSError as error:  # its reader ended, or the terminal is closed: the file is the log
+            except (
+                OSError
+            ) as error:  # its reader ended, or the terminal is closed: the file is the log
                 self._copies = False
                 with contextlib.suppress(Exception):
-                    print(f"note: cannot write the log to stdout: {error.strerror}; the file goes on", file=sys.stderr, flush=True)
+                    print(
+                        f"note: cannot write the log to stdout: {error.strerror}; the file goes on",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         return time_ms
 
     def _finish(self) -> None:
@@ -192,7 +253,10 @@ class LineFile:
         try:
             self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            why, do = "a run never overwrites or continues the log of another", "give the run a directory of its own"
+            why, do = (
+                "a run never overwrites or continues the log of another",
+                "give the run a directory of its own",
+            )
             raise StorageError(f"{path} exists already", why, do) from None
         except OSError as error:
             raise _storage_error(path, error) from error
@@ -214,22 +278,36 @@ class LineFile:
 
 def _storage_error(path: Path, error: OSError) -> StorageError:
     why = f"{error.strerror} (errno {error.errno})"
-    return StorageError(f"cannot write the log to {path}", why, "free space, or set LOGDIR to a disk that takes the result")
+    return StorageError(
+        f"cannot write the log to {path}",
+        why,
+        "free space, or set LOGDIR to a disk that takes the result",
+    )
 
 
 def _encode(record: dict) -> bytes:
     """One ASCII line: JSON escapes newlines, control characters and everything that is not ASCII."""
     value = record["value"]
     for part in value.values() if isinstance(value, dict) else [value]:
-        assert part is None or type(part) in (bool, int, float, str), f"{record['key']}: {type(part).__name__} is no log value"
+        assert part is None or type(part) in (bool, int, float, str), (
+            f"{record['key']}: {type(part).__name__} is no log value"
+        )
         if isinstance(part, float) and not math.isfinite(part):
             why = "a number that is not finite cannot be compared with the target"
-            raise NonFinite(f"{record['key']} is {part}", why, "look for the first bad loss or gradient norm in events.jsonl")
+            raise NonFinite(
+                f"{record['key']} is {part}",
+                why,
+                "look for the first bad loss or gradient norm in events.jsonl",
+            )
     text = json.dumps(record, allow_nan=False)
     for word in RESERVED_SUBSTRINGS:
         if word in text and record["key"] != word:
             why = "the RCP checker finds its events by this text and would misread the line"
-            raise ConfigError(f"the log line of {record['key']} contains {word}", why, "rename the file, system or organisation")
+            raise ConfigError(
+                f"the log line of {record['key']} contains {word}",
+                why,
+                "rename the file, system or organisation",
+            )
     return f"{TOKEN} {text}\n".encode("ascii")
 
 

@@ -28,7 +28,9 @@ class BlockTimes:
 
     def __init__(self, blocks: Iterable[nn.Module]):
         self.marks: list[torch.cuda.Event] = []
-        for block in blocks:  # the optimizer's hook, which waits for the weights, was registered before
+        for (
+            block
+        ) in blocks:  # the optimizer's hook, which waits for the weights, was registered before
             block.register_forward_pre_hook(lambda *_: self._mark())
             block.register_forward_hook(lambda *_: self._mark())
 
@@ -40,7 +42,9 @@ class BlockTimes:
     def __call__(self) -> float:
         marks, self.marks = self.marks, []
         marks[-1].synchronize()
-        return statistics.fmean(begin.elapsed_time(end) for begin, end in zip(marks[::2], marks[1::2], strict=True))
+        return statistics.fmean(
+            begin.elapsed_time(end) for begin, end in zip(marks[::2], marks[1::2], strict=True)
+        )
 
 
 class RankComparison:
@@ -51,29 +55,41 @@ class RankComparison:
     their heat for one: the slower is named as well, since all wait for it.
     """
 
-    def __init__(self, processes: Processes, events: Events, progress: Progress, probe: Callable[[], float]):
+    def __init__(
+        self, processes: Processes, events: Events, progress: Progress, probe: Callable[[], float]
+    ):
         self.processes, self.events, self.progress, self.probe = processes, events, progress, probe
-        self.history: list[list[float]] = []  # each rank's time over the median rank's, of all comparisons
+        self.history: list[
+            list[float]
+        ] = []  # each rank's time over the median rank's, of all comparisons
         self.slow: list[int] = []
 
     def compare(self, step: int, samples: int, time_s: float) -> list[int]:
         """Probe, exchange, and tell. All ranks call it at the same step; returns the slow ones, the same list everywhere."""
-        times = torch.zeros(self.processes.world_size, dtype=torch.float64, device=self.processes.device)
+        times = torch.zeros(
+            self.processes.world_size, dtype=torch.float64, device=self.processes.device
+        )
         times[self.processes.rank] = self.probe()
         times_ms = self.processes.sum(times).tolist()
         self.history.append(over_median(times_ms))
         ratios, before, self.slow = median_ratios(self.history), self.slow, slow_ranks(self.history)
-        self.events.write("ranks", step=step, samples=samples, time_s=time_s, block_ms=times_ms, slow=self.slow)
+        self.events.write(
+            "ranks", step=step, samples=samples, time_s=time_s, block_ms=times_ms, slow=self.slow
+        )
         if self.slow and self.slow != before:
             self.progress.show(describe(ratios, self.slow))
         return self.slow
 
 
-def compare_ranks(processes: Processes, events: Events, progress: Progress, model: Llama) -> RankComparison | None:
+def compare_ranks(
+    processes: Processes, events: Events, progress: Progress, model: Llama
+) -> RankComparison | None:
     """None on a CPU, whose ranks share it, and where there is nobody to compare with."""
     if processes.device.type != "cuda" or processes.world_size == 1:
         return None
-    return RankComparison(processes, events, progress, BlockTimes(model.blocks[len(model.blocks) // 2 :: EVERY]))
+    return RankComparison(
+        processes, events, progress, BlockTimes(model.blocks[len(model.blocks) // 2 :: EVERY])
+    )
 
 
 def over_median(times_ms: list[float]) -> list[float]:
@@ -89,7 +105,11 @@ def median_ratios(history: list[list[float]]) -> list[float]:
 
 def slow_ranks(history: list[list[float]]) -> list[int]:
     """None before there are LOOKS comparisons."""
-    return [rank for rank, ratio in enumerate(median_ratios(history)) if ratio > SLOW] if len(history) >= LOOKS else []
+    return (
+        [rank for rank, ratio in enumerate(median_ratios(history)) if ratio > SLOW]
+        if len(history) >= LOOKS
+        else []
+    )
 
 
 def describe(ratios: list[float], slow: list[int]) -> str:

@@ -60,4 +60,6 @@ class Reports:
             return
         self.over = True
         self.log.abort(self.samples)
-        self.events.write("verdict", status="aborted", samples=self.samples, loss=None, minutes=None)
+        self.events.write(
+            "verdict", status="aborted", samples=self.samples, loss=None, minutes=None
+        )

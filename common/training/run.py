@@ -21,5 +21,7 @@ class Run:
     run_dir: Path  # results go here
     data_dir: Path
     checkpoint: str | None = None  # --checkpoint: when to save the state of training
-    continues: Path | None = None  # --continue: the run directory with the checkpoint to continue from
+    continues: Path | None = (
+        None  # --continue: the run directory with the checkpoint to continue from
+    )
     save: bool = False  # --save: write the trained model after the clock

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 
 
-def warmup_cosine(base: float, end: float, warmup_steps: int, max_steps: int) -> Callable[[int], float]:
+def warmup_cosine(
+    base: float, end: float, warmup_steps: int, max_steps: int
+) -> Callable[[int], float]:
     """lr_at(step), steps from 0: base*(s+1)/(W+1) for s <= W, then a half cosine from base to end over max_steps - W steps.
 
     Source: NeMo 2, core/optim/lr_scheduler.py (CosineAnnealing with linear warm-up), as the llama31_8b reference uses it.
@@ -18,7 +20,9 @@ def warmup_cosine(base: float, end: float, warmup_steps: int, max_steps: int) ->
             return base * (step + 1) / (warmup_steps + 1)
         if step >= max_steps:
             return end
-        return end + (base - end) * (1 + math.cos(math.pi * (step - warmup_steps) / decay_steps)) / 2
+        return (
+            end + (base - end) * (1 + math.cos(math.pi * (step - warmup_steps) / decay_steps)) / 2
+        )
 
     return lr_at
 
@@ -31,6 +35,10 @@ def cosine_to_zero(base: float, training_steps: int) -> Callable[[int], float]:
     """
 
     def lr_at(step: int) -> float:
-        return base * (1 + math.cos(math.pi * step / training_steps)) / 2 if step < training_steps else 0.0
+        return (
+            base * (1 + math.cos(math.pi * step / training_steps)) / 2
+            if step < training_steps
+            else 0.0
+        )
 
     return lr_at

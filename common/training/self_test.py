@@ -44,7 +44,11 @@ from common.training.reports import Reports
 # FP8 sum in some 14 bits on Hopper. Kernels round like their references but for ties.
 ATTENTION_DB, PRODUCT_DB, FP8_PRODUCT_DB, KERNEL_DB = 30.0, 40.0, 25.0, 40.0
 SLICE = 256  # rows and columns of a product that are compared
-SPLIT_K = (546, 9728, 2560)  # rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055)
+SPLIT_K = (
+    546,
+    9728,
+    2560,
+)  # rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055)
 CHUNK = 1 << 24  # elements compared at a time
 
 
@@ -79,13 +83,18 @@ class Result:
 
     @property
     def worst(self) -> Finding:
-        return min(self.findings, key=lambda finding: finding.db - finding.least if finding.good else -math.inf)
+        return min(
+            self.findings,
+            key=lambda finding: finding.db - finding.least if finding.good else -math.inf,
+        )
 
 
 Check = tuple[str, str, float, Callable[[], float]]  # op, shape, least dB, and what measures the dB
 
 
-def self_test(sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None) -> Result:
+def self_test(
+    sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
+) -> Result:
     """Runs every check; an op that raises becomes a finding. Leaves no memory behind. `on_op` is called before each op."""
     began, result = time.monotonic(), Result()
     draw = Draw(device)
@@ -114,7 +123,13 @@ def before_a_run(config: RunConfig, rules: Rules, processes: Processes, reports:
     result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
     require_sound(result, processes.device)
     used = {"attention": result.attention, "products": products_in_use()}
-    reports.events.write("self_test", **used, seconds=result.seconds, ops=len(result.findings), worst=str(result.worst))
+    reports.events.write(
+        "self_test",
+        **used,
+        seconds=result.seconds,
+        ops=len(result.findings),
+        worst=str(result.worst),
+    )
 
 
 def require_sound(result: Result, device: torch.device) -> None:
@@ -128,7 +143,10 @@ def require_sound(result: Result, device: torch.device) -> None:
     failures = [(finding.op, str(finding)) for finding in result.bad]
     known = known_issues.suspects(failures, kind, versions) if kind else []
     why = f"{arch} with {have}" + "".join(f"; perhaps {issue}" for issue in known)
-    do = "; or ".join(issue.cure for issue in known) or "try another version of torch or ROCm, and report it with these lines"
+    do = (
+        "; or ".join(issue.cure for issue in known)
+        or "try another version of torch or ROCm, and report it with these lines"
+    )
     raise PreflightError(f"the self-test failed: {result.bad[0]}{more}", why, do)
 
 
@@ -140,7 +158,13 @@ def decibels(truth: Tensor, value: Tensor) -> float:
         noise += float((a.double() - b.double()).square().sum())
     if not math.isfinite(noise) or not math.isfinite(signal):
         return math.nan
-    return 10 * math.log10(signal / noise) if noise and signal else math.inf if not noise else -math.inf
+    return (
+        10 * math.log10(signal / noise)
+        if noise and signal
+        else math.inf
+        if not noise
+        else -math.inf
+    )
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -153,7 +177,12 @@ def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check
 
     def forward() -> float:
         counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        leaves = [draw(sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype) for n in counts]
+        leaves = [
+            draw(
+                sizes.micro_batch_size, sizes.sequence_length, n, shape.head_dim, dtype=sizes.dtype
+            )
+            for n in counts
+        ]
         q, k, v = (leaf.requires_grad_() for leaf in leaves)
         with attention_backends(draw.device.type, sizes.dtype):
             result.attention = backend_in_use(q, k, v)
@@ -165,7 +194,9 @@ def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check
             x[-1, :, -n:] if _finite(x) else x.new_full((1,), math.nan)
             for x, n in zip((out, *gradients), (group, group, 1, 1), strict=True)
         )
-        kept["truth"] = _attention_truth(q[-1, :, -group:], k[-1, :, -1], v[-1, :, -1], d_out[-1, :, -group:])
+        kept["truth"] = _attention_truth(
+            q[-1, :, -group:], k[-1, :, -1], v[-1, :, -1], d_out[-1, :, -group:]
+        )
         return compared(0)
 
     def compared(index: int) -> float:
@@ -191,7 +222,9 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
     if chosen == SDPBackend.ERROR:
-        raise RuntimeError(f"none of the backends that are allowed takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads")
+        raise RuntimeError(
+            f"none of the backends that are allowed takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads"
+        )
     names = [chosen.name.lower().removesuffix("_attention")]
     if torch.version.hip:
         names.append(str(torch.backends.cuda.preferred_rocm_fa_library()).rpartition(".")[2])
@@ -201,7 +234,9 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _finite(x: Tensor) -> bool:
-    return all(math.isfinite(float(end)) for end in torch.aminmax(x.detach()))  # a NaN is both ends; no copy of x
+    return all(
+        math.isfinite(float(end)) for end in torch.aminmax(x.detach())
+    )  # a NaN is both ends; no copy of x
 
 
 def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
@@ -231,15 +266,31 @@ def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
         "down": (shape.ffn_hidden_size, shape.hidden_size),
     }
     quick = "FP8 product" if sizes.fp8 else "bf16 product"
-    for name, (inputs, outputs) in (linears | {"head": (shape.hidden_size, shape.vocab_size)}).items():
+    for name, (inputs, outputs) in (
+        linears | {"head": (shape.hidden_size, shape.vocab_size)}
+    ).items():
         op, fp8 = (quick, sizes.fp8) if name != "head" else ("bf16 product", False)
-        products = {"fprop": (tokens, outputs, inputs), "dgrad": (tokens, inputs, outputs), "wgrad": (outputs, inputs, tokens)}
+        products = {
+            "fprop": (tokens, outputs, inputs),
+            "dgrad": (tokens, inputs, outputs),
+            "wgrad": (outputs, inputs, tokens),
+        }
         for product, size in products.items():
             if trains or product != "wgrad":
                 least = FP8_PRODUCT_DB if fp8 else PRODUCT_DB
-                yield f"{op} {name} {product}", str(size), least, partial(_product, product, size, fp8, sizes, draw)
+                yield (
+                    f"{op} {name} {product}",
+                    str(size),
+                    least,
+                    partial(_product, product, size, fp8, sizes, draw),
+                )
     if draw.device.type == "cuda":
-        yield "bf16 product", str(SPLIT_K), PRODUCT_DB, partial(_product, "fprop", SPLIT_K, False, sizes, draw)
+        yield (
+            "bf16 product",
+            str(SPLIT_K),
+            PRODUCT_DB,
+            partial(_product, "fprop", SPLIT_K, False, sizes, draw),
+        )
 
 
 def products_in_use() -> str | list[str]:
@@ -251,34 +302,53 @@ def products_in_use() -> str | list[str]:
     return CHOICES
 
 
-def _product(product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, draw: Draw) -> float:
+def _product(
+    product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, draw: Draw
+) -> float:
     """dB of a [M, K] b [N, K]^T, both quantized as the step does: gradients in e5m2, and in the layouts that the step multiplies."""
     m, n, k = size
     quantizers: list[Quantizer | None] = [None, None]
     if fp8:
         scaling = DelayedScaling()
-        quantizers = [scaling.quantizer(gradient=product != "fprop", transposed=False), scaling.quantizer(transposed=False)]
+        quantizers = [
+            scaling.quantizer(gradient=product != "fprop", transposed=False),
+            scaling.quantizer(transposed=False),
+        ]
         scaling.allocate(draw.device)
     quantize = ENGINES[sizes.kernels].quantize
-    a, b = (quantize(draw(rows, k, dtype=sizes.dtype), quantizer) for rows, quantizer in zip((m, n), quantizers, strict=True))
-    transposed = fp8 and not takes_every_layout(draw.device)  # then all three are this product of rowwise operands
+    a, b = (
+        quantize(draw(rows, k, dtype=sizes.dtype), quantizer)
+        for rows, quantizer in zip((m, n), quantizers, strict=True)
+    )
+    transposed = fp8 and not takes_every_layout(
+        draw.device
+    )  # then all three are this product of rowwise operands
     if transposed or (product == "fprop" and (fp8 or MATMUL_ENGINE in os.environ)):
         found = matmul(a, b)
     elif product == "fprop":
-        found = torch.mm(a.rowwise, b.rowwise.t(), out=a.rowwise.new_full((m, n), math.nan))  # a store that is left out shows as NaN
+        found = torch.mm(
+            a.rowwise, b.rowwise.t(), out=a.rowwise.new_full((m, n), math.nan)
+        )  # a store that is left out shows as NaN
     elif product == "dgrad":
         found = dgrad(a, b._replace(rowwise=b.rowwise.t().contiguous()))
     else:
         found = wgrad(*(x._replace(rowwise=x.rowwise.t().contiguous()) for x in (a, b)))
     if not _finite(found):
         return math.nan
-    rows, columns = (torch.linspace(0, length - 1, min(SLICE, length), device=draw.device).long() for length in (m, n))
+    rows, columns = (
+        torch.linspace(0, length - 1, min(SLICE, length), device=draw.device).long()
+        for length in (m, n)
+    )
     exact = _double(a, rows) @ _double(b, columns).t()
     return decibels(exact, found[rows][:, columns])
 
 
 def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
-    return x.rowwise[rows].double() if x.scale is None else x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.scale
+    return (
+        x.rowwise[rows].double()
+        if x.scale is None
+        else x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.scale
+    )
 
 
 # --- Triton kernels ---------------------------------------------------------------------------------------------------
@@ -287,7 +357,12 @@ def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
 def kernel_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
     if sizes.kernels == "triton":
         for op, shape, case in kernel_cases(sizes, draw):
-            yield f"triton {op}", str(shape), KERNEL_DB, partial(against_reference, case, sizes, draw.device)
+            yield (
+                f"triton {op}",
+                str(shape),
+                KERNEL_DB,
+                partial(against_reference, case, sizes, draw.device),
+            )
 
 
 def against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
@@ -305,7 +380,15 @@ def against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
 
 def _output_db(truth: Output, found: Output) -> float:
     if isinstance(truth, QuantizedTensor) and isinstance(found, QuantizedTensor):
-        if found.columnwise is not None and not torch.equal(found.columnwise.view(torch.uint8), found.rowwise.view(torch.uint8).t()):
+        if found.columnwise is not None and not torch.equal(
+            found.columnwise.view(torch.uint8), found.rowwise.view(torch.uint8).t()
+        ):
             return -math.inf
-        return decibels(*(x.rowwise if x.scale is None else x.rowwise.float() * x.scale for x in (truth, found)))
-    return decibels(truth, found) if isinstance(truth, Tensor) and isinstance(found, Tensor) else math.inf
+        return decibels(
+            *(x.rowwise if x.scale is None else x.rowwise.float() * x.scale for x in (truth, found))
+        )
+    return (
+        decibels(truth, found)
+        if isinstance(truth, Tensor) and isinstance(found, Tensor)
+        else math.inf
+    )

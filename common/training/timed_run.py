@@ -85,7 +85,9 @@ def train(
     micro_batch_sizes = (config.micro_batch_size, config.eval_micro_batch_size)
     digest = warm_up(assembly, batching, micro_batch_sizes, processes, on_phase)
     reports.phase_done("warmup", state_digest=digest)
-    reports.meter = make_meter(config, rules.sequence_length, rules.flops_per_token, processes, reports.events)
+    reports.meter = make_meter(
+        config, rules.sequence_length, rules.flops_per_token, processes, reports.events
+    )
     step = checkpoints.load() if checkpoints else 0
     if run.continues is not None:  # the log says so even of a checkpoint that holds no step
         reports.meter.samples = step * config.global_batch_size
@@ -97,10 +99,17 @@ def train(
     on_phase("open data")
     batches, validation = open_data(step)
     size = config.global_batch_size
-    goal = Goal(rules.eval_interval(size), rules.first_evaluation(size), rules.target_loss, config.max_samples)
+    goal = Goal(
+        rules.eval_interval(size),
+        rules.first_evaluation(size),
+        rules.target_loss,
+        config.max_samples,
+    )
     reports.ranks = compare_ranks(processes, reports.events, reports.progress, assembly.model)
     try:
-        outcome = loop.train(assembly, lr_at, batches, validation, batching, goal, processes, reports, checkpoints)
+        outcome = loop.train(
+            assembly, lr_at, batches, validation, batching, goal, processes, reports, checkpoints
+        )
     except TargetMissed:
         reports.abort()
         reports.heartbeat.write(reports.step, "save")
@@ -123,16 +132,34 @@ def main(
 ) -> None:
     """Entry of a rank: `run` under the guard. Does not return. `saves`: the program takes --save."""
     program = f"python -m {benchmark}.train"
-    parser = argparse.ArgumentParser(prog=program, description="One rank of a timed run; ./run_and_time.sh starts it.")
-    parser.add_argument("--run-dir", type=Path, required=True, help="holds config.toml; results go here")
+    parser = argparse.ArgumentParser(
+        prog=program, description="One rank of a timed run; ./run_and_time.sh starts it."
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, help="holds config.toml; results go here"
+    )
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--config-name", required=True, help="name of the TOML, as it goes into the log")
+    parser.add_argument(
+        "--config-name", required=True, help="name of the TOML, as it goes into the log"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--checkpoint", metavar="WHEN", help="save the state of training: after N evaluations, or every Ns, seconds")
-    parser.add_argument("--continue", dest="continues", type=Path, metavar="RUN", help="go on from the checkpoint of this run")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="WHEN",
+        help="save the state of training: after N evaluations, or every Ns, seconds",
+    )
+    parser.add_argument(
+        "--continue",
+        dest="continues",
+        type=Path,
+        metavar="RUN",
+        help="go on from the checkpoint of this run",
+    )
     if saves:
-        parser.add_argument("--save", action="store_true", help="write the trained model when the clock has stopped")
+        parser.add_argument(
+            "--save", action="store_true", help="write the trained model when the clock has stopped"
+        )
     args = parser.parse_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     reports: Reports | None = None  # until the config was read

@@ -37,17 +37,26 @@ def warm_up(
     """
     device, model = processes.device, assembly.model
     batches, eval_batches = (
-        synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, size) for size in micro_batch_sizes
+        synthetic_batches(model.shape.vocab_size, model.max_sequence_length, processes, size)
+        for size in micro_batch_sizes
     )
     state = [tensor.detach() for tensor in assembly.state_tensors()]
     before = state_digest(state, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        values = [value for _ in range(TRAIN_STEPS) for value in train_step(assembly, batches, batching, 0.0, processes, on_phase)]
-        losses = [evaluate(model, [next(eval_batches)], processes, on_phase) for _ in range(EVAL_STEPS)]
+        values = [
+            value
+            for _ in range(TRAIN_STEPS)
+            for value in train_step(assembly, batches, batching, 0.0, processes, on_phase)
+        ]
+        losses = [
+            evaluate(model, [next(eval_batches)], processes, on_phase) for _ in range(EVAL_STEPS)
+        ]
     if not all(map(math.isfinite, [*map(float, values), *losses])):
         why = "training on real data would meet the same: a kernel, a tuned GEMM or a GPU computes wrong values, or loaded weights are not finite"
         raise NonFinite(
-            "the synthetic warm-up gave a loss or a gradient norm that is not finite", why, 'run preflight; try linear = "bf16"'
+            "the synthetic warm-up gave a loss or a gradient norm that is not finite",
+            why,
+            'run preflight; try linear = "bf16"',
         )
     assembly.reset()
     if (after := state_digest(state, device)) != before:
@@ -59,10 +68,17 @@ def warm_up(
     return after
 
 
-def synthetic_batches(vocab_size: int, sequence_length: int, processes: Processes, micro_batch_size: int) -> Iterator[Tensor]:
+def synthetic_batches(
+    vocab_size: int, sequence_length: int, processes: Processes, micro_batch_size: int
+) -> Iterator[Tensor]:
     """Endless random tokens and labels, int32 [micro batch, 2, sequence] on the device: four batches, made once, in turn."""
-    generator = np.random.default_rng(processes.rank)  # its own generator: torch's global one must stay as it is
+    generator = np.random.default_rng(
+        processes.rank
+    )  # its own generator: torch's global one must stay as it is
     shape = (micro_batch_size, 2, sequence_length)
-    batches = [torch.from_numpy(generator.integers(0, vocab_size, shape, np.int32)).to(processes.device) for _ in range(4)]
+    batches = [
+        torch.from_numpy(generator.integers(0, vocab_size, shape, np.int32)).to(processes.device)
+        for _ in range(4)
+    ]
     while True:
         yield from batches

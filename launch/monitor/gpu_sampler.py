@@ -48,9 +48,18 @@ def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
         yield
         return
     gpus = json.dumps([{"id": device.address, "name": device.name} for device in found.devices])
-    command = [sys.executable, "-m", "launch.monitor.gpu_sampler", str(run_dir / NAME), found.vendor, gpus]
+    command = [
+        sys.executable,
+        "-m",
+        "launch.monitor.gpu_sampler",
+        str(run_dir / NAME),
+        found.vendor,
+        gpus,
+    ]
     # In a session of its own: Ctrl-C is for the launcher, which then closes the pipe.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         yield
     finally:
@@ -65,20 +74,39 @@ def _end(process: subprocess.Popen) -> None:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with nvidia-smi
-        with contextlib.suppress(subprocess.TimeoutExpired):  # inside a driver call it may not even die
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # inside a driver call it may not even die
             process.wait(1.0)
         print_stderr("note: the GPU sampler hung and was killed: the driver may be in trouble")
         return
     if ended_early and process.returncode:
-        print_stderr(f"note: the GPU sampler ended early with code {process.returncode}; the run is not affected")
+        print_stderr(
+            f"note: the GPU sampler ended early with code {process.returncode}; the run is not affected"
+        )
 
 
 # --- the sampler ------------------------------------------------------------------------------------------------------
 
 
-def sample(file: int, vendor: str, gpus: list[dict], closed: Callable[[float], bool], clock: Callable[[], float] = time.monotonic) -> None:
+def sample(
+    file: int,
+    vendor: str,
+    gpus: list[dict],
+    closed: Callable[[float], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
     """Write samples to `file`, a descriptor, until `closed(seconds)`, which waits at most that long, says that our input is closed."""
-    append_line(file, {"event": "start", "source": SOURCES[vendor], "time": time.time(), "period_s": PERIOD_S, "gpus": gpus})
+    append_line(
+        file,
+        {
+            "event": "start",
+            "source": SOURCES[vendor],
+            "time": time.time(),
+            "period_s": PERIOD_S,
+            "gpus": gpus,
+        },
+    )
     began = due = clock()
     samples, noted = 0, set()
     before: list[dict] = []
@@ -109,7 +137,12 @@ def _input_closed(seconds: float) -> bool:
 def main(path: Path, vendor: str, gpus: list[dict]) -> int:
     os.nice(NICE)
     try:
-        sample(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644), vendor, gpus, _input_closed)
+        sample(
+            os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644),
+            vendor,
+            gpus,
+            _input_closed,
+        )
     except OSError as error:
         print(f"note: GPU samples end here: {error}", file=sys.stderr, flush=True)
         return 1

@@ -22,7 +22,12 @@ from common.records.json_lines import Tail
 from common.terminal import duration, inform, is_quiet, paint, print_stderr, sparkline
 from launch.monitor import gpu_sampler as sampler
 
-PHASES = {"init": "starting", "data": "training", "compute": "training", "optimizer": "training"}  # of a heartbeat, for people
+PHASES = {
+    "init": "starting",
+    "data": "training",
+    "compute": "training",
+    "optimizer": "training",
+}  # of a heartbeat, for people
 PLAIN_S = 60.0  # between lines where nothing can be rewritten; evaluations have a line each
 
 
@@ -43,12 +48,20 @@ class Screen:
         """`leads`: this is node 0, which shows the run."""
         self.run_dir, self.config, self.rules = run_dir, config, rules
         self.title = f"{benchmark} · {Path(config_name).stem}"
-        self.unit = "tok/s/GPU" if on_gpus else "tok/s" if config.world_size == 1 else "tok/s per process"
+        self.unit = (
+            "tok/s/GPU" if on_gpus else "tok/s" if config.world_size == 1 else "tok/s per process"
+        )
         self.stdout = open(os.devnull, "w") if sys.stdout.isatty() else None  # noqa: SIM115 - closed by __exit__
         self.stderr = open(os.memfd_create("stderr"), "w+b", buffering=0)  # noqa: SIM115 - a file that a full disk cannot take from the ranks
-        rewrites = sys.stderr.isatty() and not stat.S_ISFIFO(os.fstat(1).st_mode)  # a pipe may end on the same terminal: | tee
+        rewrites = sys.stderr.isatty() and not stat.S_ISFIFO(
+            os.fstat(1).st_mode
+        )  # a pipe may end on the same terminal: | tee
         self.rewrites = rewrites and not is_quiet() and leads
-        self.messages, self.events, self.samples = Tail(self.stderr.fileno()), Tail(run_dir / "events.jsonl"), Tail(run_dir / sampler.NAME)
+        self.messages, self.events, self.samples = (
+            Tail(self.stderr.fileno()),
+            Tail(run_dir / "events.jsonl"),
+            Tail(run_dir / sampler.NAME),
+        )
         self.step: dict = {}
         self.gpus: list[dict] = []
         self.losses: list[float] = []
@@ -83,7 +96,9 @@ class Screen:
         if self.rewrites:
             columns = 80
             with contextlib.suppress(OSError):  # the terminal was closed
-                columns = os.get_terminal_size(sys.stderr.fileno()).columns or columns  # 0: the terminal does not know
+                columns = (
+                    os.get_terminal_size(sys.stderr.fileno()).columns or columns
+                )  # 0: the terminal does not know
             lines = [line[: columns - 1] for line in self.lines()]
             lines[0] = paint(lines[0], "1")
             back = f"\x1b[{self.drawn}A\r\x1b[J" if self.drawn else ""
@@ -94,7 +109,9 @@ class Screen:
             print_stderr(*messages)
         if self.step and time.monotonic() - self.shown > PLAIN_S:
             self.shown = time.monotonic()
-            news.append(f"{self.progress()} · loss {self.losses[-1]:.4f} · {self.speed()} · {self.outlook()}")
+            news.append(
+                f"{self.progress()} · loss {self.losses[-1]:.4f} · {self.speed()} · {self.outlook()}"
+            )
         inform(*news)
 
     def _read_events(self) -> list[str]:
@@ -107,7 +124,9 @@ class Screen:
                 self.step = event if "tokens_per_s_per_gpu" in event else self.step
             elif event["event"] == "eval" and event["loss"] is not None:
                 self.evaluations.append(event)
-                after = f"after {duration(event['time_s'])}" + (f"; {self.speed()}" if self.step else "")
+                after = f"after {duration(event['time_s'])}" + (
+                    f"; {self.speed()}" if self.step else ""
+                )
                 loss = f"loss {event['loss']:.4f}, target {self.rules.target_loss}"
                 found.append(f"evaluation at {event['samples']:,} sequences: {loss}, {after}")
         for line in self.samples.lines():
@@ -122,7 +141,10 @@ class Screen:
         if not self.step:
             return [title]
         last = f" · last evaluation {self.evaluations[-1]['loss']:.4f}" if self.evaluations else ""
-        rows = {"loss": f"{self.losses[-1]:.4f} {sparkline(self.losses, target)} target {target}{last}", "speed": self.speed()}
+        rows = {
+            "loss": f"{self.losses[-1]:.4f} {sparkline(self.losses, target)} target {target}{last}",
+            "speed": self.speed(),
+        }
         rows |= {"progress": self.progress(), "outlook": self.outlook()} if phase != "done" else {}
         return [title, *(f"  {label:<9}{text}" for label, text in rows.items())]
 
@@ -137,7 +159,9 @@ class Screen:
         parts += [f"MFU {self.step['mfu']:.1%}"] if self.step["mfu"] else []
         parts += [f"{self.step['memory_gib']:.1f} GiB"] if self.step["memory_gib"] else []
         powers = [gpu["power_w"] for gpu in self.gpus if gpu.get("power_w")]
-        return " · ".join(parts + ([f"{sum(powers):,.0f} W on {len(powers)} GPUs"] if powers else []))
+        return " · ".join(
+            parts + ([f"{sum(powers):,.0f} W on {len(powers)} GPUs"] if powers else [])
+        )
 
     def progress(self) -> str:
         samples, batch, rules = self.step["samples"], self.config.global_batch_size, self.rules
@@ -150,12 +174,24 @@ class Screen:
         samples, config = self.step["samples"], self.config
         mean = rcp.mean_samples(self.rules, config.global_batch_size)
         expects = mean is not None and mean > samples
-        about = f"target in {self.time_of(mean - samples)}, at the reference's mean of {mean:,.0f} · " if expects else ""
+        about = (
+            f"target in {self.time_of(mean - samples)}, at the reference's mean of {mean:,.0f} · "
+            if expects
+            else ""
+        )
         return f"{about}gives up at {config.max_samples:,} sequences, in {self.time_of(config.max_samples - samples)}"
 
     def time_of(self, samples: float) -> str:
         """Of training so many sequences at the speed that is shown, and of the evaluations on the way."""
-        seconds = samples * self.rules.sequence_length / (self.step["tokens_per_s_per_gpu"] * self.config.world_size)
+        seconds = (
+            samples
+            * self.rules.sequence_length
+            / (self.step["tokens_per_s_per_gpu"] * self.config.world_size)
+        )
         if self.evaluations:
-            seconds += samples // self.rules.eval_interval(self.config.global_batch_size) * self.evaluations[-1]["seconds"]
+            seconds += (
+                samples
+                // self.rules.eval_interval(self.config.global_batch_size)
+                * self.evaluations[-1]["seconds"]
+            )
         return duration(seconds)

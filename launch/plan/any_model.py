@@ -44,11 +44,26 @@ class Request:
     lora_rank: int  # 0: all weights train
 
     def arrangements(self) -> list[Arrangement]:
-        return arrangements(self.shape, self.kind, self.gpus, self.batch, self.sequence_length, self.precision == "fp8", self.lora_rank)
+        return arrangements(
+            self.shape,
+            self.kind,
+            self.gpus,
+            self.batch,
+            self.sequence_length,
+            self.precision == "fp8",
+            self.lora_rank,
+        )
 
     def fitting(self) -> Arrangement | None:
         """The first that this package has, and that fits."""
-        return next((each for each in self.arrangements() if each.ours and plan.fits(each.memory, self.kind)), None)
+        return next(
+            (
+                each
+                for each in self.arrangements()
+                if each.ours and plan.fits(each.memory, self.kind)
+            ),
+            None,
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -63,13 +78,38 @@ def main(arguments: list[str]) -> int:
 
 def parser() -> Parser:
     parser = Parser("plan", __doc__)
-    parser.add_argument("--model", metavar="NAME|FILE", help=f"{', '.join(FAMILIES)}, or a Hugging Face config.json")
-    parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(KINDS)}; default that of this machine")
+    parser.add_argument(
+        "--model", metavar="NAME|FILE", help=f"{', '.join(FAMILIES)}, or a Hugging Face config.json"
+    )
+    parser.add_argument(
+        "--gpu", metavar="KIND", help=f"{', '.join(KINDS)}; default that of this machine"
+    )
     parser.add_argument("--gpus", type=count, default=1, metavar="N", help="default 1")
-    parser.add_argument("--lora", nargs="?", type=count, const=LORA_RANK, default=0, metavar="RANK", help=f"rank {LORA_RANK} unless given")
-    parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences on one GPU at once; default 1")
-    parser.add_argument("--seq", type=count, default=8192, metavar="N", help="tokens of a sequence; default 8192")
-    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the blocks' products; default bf16")
+    parser.add_argument(
+        "--lora",
+        nargs="?",
+        type=count,
+        const=LORA_RANK,
+        default=0,
+        metavar="RANK",
+        help=f"rank {LORA_RANK} unless given",
+    )
+    parser.add_argument(
+        "--batch",
+        type=count,
+        default=1,
+        metavar="N",
+        help="sequences on one GPU at once; default 1",
+    )
+    parser.add_argument(
+        "--seq", type=count, default=8192, metavar="N", help="tokens of a sequence; default 8192"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="of the blocks' products; default bf16",
+    )
     group = parser.add_argument_group("MFU of a measured step")
     group.add_argument("--mfu", action="store_true", help="calculate it instead")
     for name, text in {
@@ -91,17 +131,36 @@ def amount(text: str) -> float:
 
 def _request(options: argparse.Namespace) -> Request:
     if not options.model:
-        raise ConfigError("which model?", "plan without a benchmark needs --model", f"name {', '.join(FAMILIES)}, or a config.json")
+        raise ConfigError(
+            "which model?",
+            "plan without a benchmark needs --model",
+            f"name {', '.join(FAMILIES)}, or a config.json",
+        )
     if options.gpus > MAX_GPUS and options.gpus % MAX_GPUS:
-        raise ConfigError(f"--gpus {options.gpus}", f"more than {MAX_GPUS} are nodes of {MAX_GPUS}", f"use a multiple of {MAX_GPUS}")
+        raise ConfigError(
+            f"--gpus {options.gpus}",
+            f"more than {MAX_GPUS} are nodes of {MAX_GPUS}",
+            f"use a multiple of {MAX_GPUS}",
+        )
     shape, kind = shape_of(options.model), _kind(options.gpu) if options.gpu else _of_this_machine()
-    return Request(options.model, shape, kind, options.gpus, options.batch, options.seq, options.precision, options.lora)
+    return Request(
+        options.model,
+        shape,
+        kind,
+        options.gpus,
+        options.batch,
+        options.seq,
+        options.precision,
+        options.lora,
+    )
 
 
 def _kind(name: str) -> GpuKind:
     if name not in KINDS:
         raise ConfigError(
-            f"--gpu {name} is unknown", f"known are {', '.join(KINDS)}", "name one of them, or leave it out on the machine itself"
+            f"--gpu {name} is unknown",
+            f"known are {', '.join(KINDS)}",
+            "name one of them, or leave it out on the machine itself",
         )
     return KINDS[name]
 
@@ -109,7 +168,9 @@ def _kind(name: str) -> GpuKind:
 def _of_this_machine() -> GpuKind:
     kind = identify(probe(), os.environ.get("GPU_KIND", ""), any_kind=True)
     if kind is None:
-        raise ConfigError("which GPU?", "this machine has none", f"name one with --gpu: {', '.join(KINDS)}")
+        raise ConfigError(
+            "which GPU?", "this machine has none", f"name one with --gpu: {', '.join(KINDS)}"
+        )
     return kind
 
 
@@ -145,7 +206,15 @@ def arrangements_table(request: Request) -> str:
     rows = []
     for each in request.arrangements():
         fit = "yes" if plan.fits(each.memory, request.kind) else "NO"
-        rows.append([each.name, "yes" if each.ours else "no", f"{gib(each.memory.needed):.1f}", fit, str(each.largest_batch(request.kind))])
+        rows.append(
+            [
+                each.name,
+                "yes" if each.ours else "no",
+                f"{gib(each.memory.needed):.1f}",
+                fit,
+                str(each.largest_batch(request.kind)),
+            ]
+        )
     needed = f"GiB needed of {gib(plan.usable_bytes(request.kind)):.1f}"
     return table(["per GPU", "in this package", needed, "fits", "largest batch"], rows)
 
@@ -158,9 +227,21 @@ def verdict(request: Request, shown: Arrangement) -> str:
     most = sorted(shown.memory.parts.items(), key=lambda part: -part[1])[:2]
     why = " and ".join(f"{name} ({gib(size):.1f} GiB)" for name, size in most)
     ways = [way for way, changed in _changed(request) if changed.fitting()]
-    do = f"It would fit with {', or with '.join(ways)}." if ways else "No single change makes it fit."
-    others = [each.name for each in request.arrangements() if not each.ours and plan.fits(each.memory, request.kind)]
-    also = f" It would also fit as: {'; '.join(others)}; this package does not train so." if others else ""
+    do = (
+        f"It would fit with {', or with '.join(ways)}."
+        if ways
+        else "No single change makes it fit."
+    )
+    others = [
+        each.name
+        for each in request.arrangements()
+        if not each.ours and plan.fits(each.memory, request.kind)
+    ]
+    also = (
+        f" It would also fit as: {'; '.join(others)}; this package does not train so."
+        if others
+        else ""
+    )
     return f"It does NOT fit: {sizes}. Most of it is {why}. {do}{also}"
 
 
@@ -177,18 +258,27 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
     more = (replace(request, gpus=gpus) for gpus in range(request.gpus + 1, MAX_GPUS + 1))
     if enough := next((each for each in more if each.fitting()), None):
         yield f"--gpus {enough.gpus}", enough
-    larger = sorted((kind for kind in KINDS.values() if kind.memory_bytes > request.kind.memory_bytes), key=lambda kind: kind.memory_bytes)
+    larger = sorted(
+        (kind for kind in KINDS.values() if kind.memory_bytes > request.kind.memory_bytes),
+        key=lambda kind: kind.memory_bytes,
+    )
     if kind := next((kind for kind in larger if replace(request, kind=kind).fitting()), None):
         yield f"--gpu {kind.name}", replace(request, kind=kind)
     if not request.lora_rank:
         lora = replace(request, lora_rank=LORA_RANK)
         length = 0 if lora.fitting() else _longest(lora)
-        yield (f"--lora --seq {length}", replace(lora, sequence_length=length)) if length else ("--lora", lora)
+        yield (
+            (f"--lora --seq {length}", replace(lora, sequence_length=length))
+            if length
+            else ("--lora", lora)
+        )
 
 
 def _longest(request: Request) -> int:
     """The longest sequence that fits of those that are shorter, in steps of 64 tokens; 0 if none does."""
-    length = 64 * plan.largest(lambda steps: replace(request, sequence_length=64 * steps).fitting() is not None)
+    length = 64 * plan.largest(
+        lambda steps: replace(request, sequence_length=64 * steps).fitting() is not None
+    )
     return length if length < request.sequence_length else 0
 
 
@@ -198,12 +288,25 @@ def _longest(request: Request) -> int:
 def _mfu(options: argparse.Namespace) -> list[str]:
     shape = shape_of(options.model) if options.model else None
     if bool(shape) == bool(options.params):
-        raise ConfigError("--mfu needs the number of weights", "give --params or --model, and not both", "for example --params 405e9")
+        raise ConfigError(
+            "--mfu needs the number of weights",
+            "give --params or --model, and not both",
+            "for example --params 405e9",
+        )
     if not options.seconds or not (options.peak or options.gpu):
-        raise ConfigError("--mfu needs --seconds, and --peak or --gpu", "MFU is FLOP/s over a peak", "see plan --help")
+        raise ConfigError(
+            "--mfu needs --seconds, and --peak or --gpu",
+            "MFU is FLOP/s over a peak",
+            "see plan --help",
+        )
     kind = _kind(options.gpu) if options.gpu else None
-    peaks = {"bf16": kind.peak_bf16_tflops * 1e12, "fp8": kind.peak_fp8_tflops * 1e12} if kind else {}
-    peak, tokens = options.peak or peaks[options.precision], options.tokens or options.gpus * options.batch * options.seq
+    peaks = (
+        {"bf16": kind.peak_bf16_tflops * 1e12, "fp8": kind.peak_fp8_tflops * 1e12} if kind else {}
+    )
+    peak, tokens = (
+        options.peak or peaks[options.precision],
+        options.tokens or options.gpus * options.batch * options.seq,
+    )
     parameters = shape.num_parameters if shape else options.params
     more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}
     found = utilization(parameters, tokens, options.seconds, options.gpus, peak, more)

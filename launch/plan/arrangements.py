@@ -44,10 +44,23 @@ class Arrangement:
 
 
 def arrangements(
-    shape: ModelShape, kind: GpuKind, gpus: int, batch: int, sequence_length: int, fp8: bool, lora_rank: int
+    shape: ModelShape,
+    kind: GpuKind,
+    gpus: int,
+    batch: int,
+    sequence_length: int,
+    fp8: bool,
+    lora_rank: int,
 ) -> list[Arrangement]:
     """From the fastest to the one with the least memory, ours and others; `gpus` above 8 are nodes of 8."""
-    work = Workload(shape, sequence_length, eval_samples=0, eval_interval=1, first_evaluation=1, lora_rank=lora_rank)
+    work = Workload(
+        shape,
+        sequence_length,
+        eval_samples=0,
+        eval_interval=1,
+        first_evaluation=1,
+        lora_rank=lora_rank,
+    )
 
     def config(size: int, **changes) -> RunConfig:
         nodes = max(1, gpus // MAX_GPUS)
@@ -65,9 +78,13 @@ def arrangements(
         )
 
     def ours(name: str, **changes) -> Arrangement:
-        return Arrangement(name, True, batch, lambda size: plan.memory_peak(config(size, **changes), work))
+        return Arrangement(
+            name, True, batch, lambda size: plan.memory_peak(config(size, **changes), work)
+        )
 
-    def other(name: str, state: Callable[[RunConfig, Workload], dict[str, float]], **changes) -> Arrangement:
+    def other(
+        name: str, state: Callable[[RunConfig, Workload], dict[str, float]], **changes
+    ) -> Arrangement:
         def at(size: int) -> Memory:
             memory = plan.memory_peak(config(size, **changes), work)
             parts = memory.parts | state(config(size, **changes), work)
@@ -82,12 +99,32 @@ def arrangements(
     if lora_rank:
         return [
             *_of_lora(ours, shape, gpus, fp8),
-            Arrangement(f"{'base sharded, ' * (gpus > 1)}all layers recomputed", False, batch, recomputed),
+            Arrangement(
+                f"{'base sharded, ' * (gpus > 1)}all layers recomputed", False, batch, recomputed
+            ),
         ]
     all_layers = {"recompute_layers": shape.num_layers}
-    sharded = [other("parameters sharded too (FSDP, ZeRO-3)", partial(_fully_sharded, gpus))] if gpus > 1 else []
-    sharded += [other("parameters sharded too, all layers recomputed", partial(_fully_sharded, gpus), **all_layers)] if gpus > 1 else []
-    name = "optimizer sharded over a node, bf16 weights whole (ZeRO-2)" if gpus > 1 else "everything on one GPU"
+    sharded = (
+        [other("parameters sharded too (FSDP, ZeRO-3)", partial(_fully_sharded, gpus))]
+        if gpus > 1
+        else []
+    )
+    sharded += (
+        [
+            other(
+                "parameters sharded too, all layers recomputed",
+                partial(_fully_sharded, gpus),
+                **all_layers,
+            )
+        ]
+        if gpus > 1
+        else []
+    )
+    name = (
+        "optimizer sharded over a node, bf16 weights whole (ZeRO-2)"
+        if gpus > 1
+        else "everything on one GPU"
+    )
     return [
         other("plain data parallel, Adam in bf16 without fp32 masters", _plain_16_bit),
         *([other("plain data parallel, fp32 masters and Adam", _plain_fp32)] if gpus > 1 else []),
@@ -97,33 +134,62 @@ def arrangements(
     ]
 
 
-def _of_lora(ours: Callable[..., Arrangement], shape: ModelShape, gpus: int, fp8: bool) -> list[Arrangement]:
+def _of_lora(
+    ours: Callable[..., Arrangement], shape: ModelShape, gpus: int, fp8: bool
+) -> list[Arrangement]:
     offload = {"offload_layers": shape.num_layers}
-    whole = [ours("base whole on each GPU, W and W^T", frozen_base="replicated_both")] if fp8 else []
+    whole = (
+        [ours("base whole on each GPU, W and W^T", frozen_base="replicated_both")] if fp8 else []
+    )
     whole.append(ours("base whole on each GPU", frozen_base="replicated"))
-    whole += [ours("base whole on each GPU, SwiGLU inputs offloaded", frozen_base="replicated", **offload)] if fp8 else []
+    whole += (
+        [
+            ours(
+                "base whole on each GPU, SwiGLU inputs offloaded",
+                frozen_base="replicated",
+                **offload,
+            )
+        ]
+        if fp8
+        else []
+    )
     sharded = [ours("base sharded over a node")] if gpus > 1 else []
-    sharded += [ours("base sharded over a node, SwiGLU inputs offloaded", **offload)] if gpus > 1 and fp8 else []
+    sharded += (
+        [ours("base sharded over a node, SwiGLU inputs offloaded", **offload)]
+        if gpus > 1 and fp8
+        else []
+    )
     return whole + sharded
 
 
 def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
     """torch's DistributedDataParallel over a bf16 model: weights, gradients, two moments, and the buckets that gradients are reduced in."""
     count, size = work.shape.num_parameters, BYTES["bf16"]
-    state = {"weights": size * count, "gradients": size * count, "AdamW moments": 2 * size * count, "buckets": size * count}
+    state = {
+        "weights": size * count,
+        "gradients": size * count,
+        "AdamW moments": 2 * size * count,
+        "buckets": size * count,
+    }
     return state | {"gathered weights": 0.0, "gradients in flight": 0.0}
 
 
 def _plain_fp32(config: RunConfig, work: Workload) -> dict[str, float]:
     """Everything that ZeRO-2 shards, whole."""
     state = plan.state_bytes(config, work)
-    return {name: state[name] * config.gpus_per_node for name in ("weights", "gradients", "AdamW moments")}
+    return {
+        name: state[name] * config.gpus_per_node
+        for name in ("weights", "gradients", "AdamW moments")
+    }
 
 
 def _fully_sharded(gpus: int, config: RunConfig, work: Workload) -> dict[str, float]:
     """Masters, gradients and moments sharded over all GPUs; bf16 weights (and FP8 copies) of the embedding and of the gathered layers only."""
     shape, state = work.shape, plan.state_bytes(config, work)
     gathered = FROZEN_BUFFERS * shape.layer_parameters + shape.vocab_size * shape.hidden_size
-    per_gpu = {name: state[name] * config.gpus_per_node / gpus for name in ("weights", "gradients", "AdamW moments")}
+    per_gpu = {
+        name: state[name] * config.gpus_per_node / gpus
+        for name in ("weights", "gradients", "AdamW moments")
+    }
     copies = 2 * FROZEN_BUFFERS * shape.matrix_parameters if config.linear_format.in_fp8 else 0
     return per_gpu | {"gathered weights": BYTES["bf16"] * gathered, "quantized weights": copies}

@@ -12,4 +12,6 @@ def workload(benchmark: str, config: RunConfig) -> Workload:
     rules = rules_of(benchmark, config)
     batch = config.global_batch_size
     intervals = rules.eval_interval(batch), rules.first_evaluation(batch)
-    return Workload(rules.shape, rules.sequence_length, rules.eval_samples, *intervals, rules.lora_rank)
+    return Workload(
+        rules.shape, rules.sequence_length, rules.eval_samples, *intervals, rules.lora_rank
+    )

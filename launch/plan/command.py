@@ -52,9 +52,21 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
         loaded = {path.stem: config}
         lines = describe(benchmark, derived or str(path), config, _kind(config, machine))
     if options.json:
-        lines = [json.dumps({name: as_dict(benchmark, config, _kind(config, machine)) for name, config in loaded.items()}, indent=1)]
+        lines = [
+            json.dumps(
+                {
+                    name: as_dict(benchmark, config, _kind(config, machine))
+                    for name, config in loaded.items()
+                },
+                indent=1,
+            )
+        ]
     print("\n".join(lines))
-    return 0 if all(_fits(benchmark, config, machine) for config in loaded.values()) else OutOfMemory.exit_code
+    return (
+        0
+        if all(_fits(benchmark, config, machine) for config in loaded.values())
+        else OutOfMemory.exit_code
+    )
 
 
 def parser(benchmark: str = "") -> Parser:
@@ -62,13 +74,21 @@ def parser(benchmark: str = "") -> Parser:
     if not benchmark:
         return any_model.parser()
     parser = Parser(
-        f"{benchmark} plan", __doc__, [f"{benchmark} plan --all", f"{benchmark} plan --config configs/{benchmark}/H200_1x8.toml"]
+        f"{benchmark} plan",
+        __doc__,
+        [f"{benchmark} plan --all", f"{benchmark} plan --config configs/{benchmark}/H200_1x8.toml"],
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--config", metavar="FILE", help="this TOML")
     which.add_argument("--all", action="store_true", help="all configs of the benchmark")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value")
-    parser.add_argument("--json", action="store_true", help="for programs: a JSON object, each config's numbers by its name")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one value"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="for programs: a JSON object, each config's numbers by its name",
+    )
     return parser
 
 
@@ -78,11 +98,18 @@ def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
     if kind is None:
         return found
     memory = plan.memory_peak(config, workload(benchmark, config))
-    sizes = {"allocated": memory.allocated, "needed": memory.needed, "usable": plan.usable_bytes(kind), "fits": plan.fits(memory, kind)}
+    sizes = {
+        "allocated": memory.allocated,
+        "needed": memory.needed,
+        "usable": plan.usable_bytes(kind),
+        "fits": plan.fits(memory, kind),
+    }
     return found | {"memory": sizes, "estimate": asdict(estimate(benchmark, config, kind))}
 
 
-def _chosen(root: Path, benchmark: str, options: argparse.Namespace) -> tuple[Path | None, GpuKind | None]:
+def _chosen(
+    root: Path, benchmark: str, options: argparse.Namespace
+) -> tuple[Path | None, GpuKind | None]:
     """The one config to describe, which need not exist, and this machine's GPU where it was asked; None for all configs."""
     folder = root / "configs" / benchmark
     if options.config is not None:
@@ -102,7 +129,11 @@ def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:
     if machine and config.gpu == machine.name:
         return machine
     if config.gpu not in KINDS:
-        raise ConfigError(f"gpu = {config.gpu!r} is unknown", f"known are {', '.join(KINDS)}", "choose one of them")
+        raise ConfigError(
+            f"gpu = {config.gpu!r} is unknown",
+            f"known are {', '.join(KINDS)}",
+            "choose one of them",
+        )
     return KINDS[config.gpu]
 
 
@@ -112,7 +143,12 @@ def _fits(benchmark: str, config: RunConfig, machine: GpuKind | None) -> bool:
 
 
 def estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
-    return plan.estimate(config, workload(benchmark, config), kind, rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size))
+    return plan.estimate(
+        config,
+        workload(benchmark, config),
+        kind,
+        rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size),
+    )
 
 
 def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | None) -> list[str]:
@@ -128,7 +164,15 @@ def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | Non
         *(title, "", memory_table(memory), "", f"It {verdict(memory, config, work, kind)}."),
         *([host] if plan.offloaded_layers(config, work) else []),
         f"Largest micro-batch that fits, all else unchanged: {plan.largest_micro_batch(config, work, kind)}.",
-        *("", flops_line(work), "", kinds_table(benchmark, config), "", target_line(benchmark, config), SOURCES),
+        *(
+            "",
+            flops_line(work),
+            "",
+            kinds_table(benchmark, config),
+            "",
+            target_line(benchmark, config),
+            SOURCES,
+        ),
     ]
 
 
@@ -152,7 +196,11 @@ def expected_memory(benchmark: str, config: RunConfig) -> str:
 def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
     """What would make a config fit, the cheapest change first."""
     smallest = plan.with_micro_batch(config, 1)
-    options = ["micro_batch_size 1"] if config.micro_batch_size > 1 and plan.fits(plan.memory_peak(smallest, work), kind) else []
+    options = (
+        ["micro_batch_size 1"]
+        if config.micro_batch_size > 1 and plan.fits(plan.memory_peak(smallest, work), kind)
+        else []
+    )
     for key in ("offload_layers", "recompute_layers"):
         if (layers := plan.fewest_layers(config, work, kind, key)) is not None:
             options.append(f"{key} {layers}")
@@ -162,18 +210,25 @@ def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
 def flops_line(work: Workload) -> str:
     """FLOPs per token as MFU counts them, with their formula."""
     shape, length = work.shape, work.sequence_length
-    flops = shape.lora_flops_per_token(length, work.lora_rank) if work.lora_rank else shape.training_flops_per_token(length)
+    flops = (
+        shape.lora_flops_per_token(length, work.lora_rank)
+        if work.lora_rank
+        else shape.training_flops_per_token(length)
+    )
     formula = "4 N + 6 N_lora + 6 L S H" if work.lora_rank else "6 N + 6 L S H"
     return f"{flops / 1e9:.2f} GFLOP per token = {formula}, with N = {shape.matmul_parameters / 1e9:.3f}e9 weights in matrix products."
 
 
 def target_line(benchmark: str, config: RunConfig) -> str:
-    samples, batch = rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size), config.global_batch_size
-    if samples is None:
-        return f"The MLPerf reference was never run at global batch {batch}: no minutes to the target."
-    return (
-        f"Minutes to the target: {samples:,.0f} sequences, the mean of the MLPerf reference at global batch {batch}, and the evaluations."
+    samples, batch = (
+        rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size),
+        config.global_batch_size,
     )
+    if samples is None:
+        return (
+            f"The MLPerf reference was never run at global batch {batch}: no minutes to the target."
+        )
+    return f"Minutes to the target: {samples:,.0f} sequences, the mean of the MLPerf reference at global batch {batch}, and the evaluations."
 
 
 SPEED = ["tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
@@ -181,7 +236,12 @@ SPEED = ["tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
 
 def _speed(found: Estimate) -> list[str]:
     minutes = "-" if found.minutes is None else f"{found.minutes:,.1f}"
-    return [f"{found.tokens_per_s_per_gpu:,.0f}", f"{found.step_s * 1e3:,.0f}", f"{found.eval_s:.1f}", minutes]
+    return [
+        f"{found.tokens_per_s_per_gpu:,.0f}",
+        f"{found.step_s * 1e3:,.0f}",
+        f"{found.eval_s:.1f}",
+        minutes,
+    ]
 
 
 def kinds_table(benchmark: str, config: RunConfig) -> str:
@@ -194,15 +254,38 @@ def kinds_table(benchmark: str, config: RunConfig) -> str:
         here = replace(config, **changes)
         work = workload(benchmark, here)
         fit = "yes" if plan.fits(plan.memory_peak(here, work), kind) else "NO"
-        scores = [f"{r.score:.2f} (batch {r.batch})" for r in published.published(benchmark, kind.name, config.world_size) if r.score]
+        scores = [
+            f"{r.score:.2f} (batch {r.batch})"
+            for r in published.published(benchmark, kind.name, config.world_size)
+            if r.score
+        ]
         largest = str(plan.largest_micro_batch(here, work, kind))
-        rows.append([kind.name, fit, largest, *_speed(estimate(benchmark, here, kind)), (scores or ["-"])[0]])
+        rows.append(
+            [
+                kind.name,
+                fit,
+                largest,
+                *_speed(estimate(benchmark, here, kind)),
+                (scores or ["-"])[0],
+            ]
+        )
     return table(["GPU", "fits", "largest micro-batch", *SPEED, "best published score"], rows)
 
 
 def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
     """One row per config."""
-    head = ["config", "format", "micro-batch", "recomputed", "offloaded", "GiB allocated", "needed", "usable", "fits", *SPEED]
+    head = [
+        "config",
+        "format",
+        "micro-batch",
+        "recomputed",
+        "offloaded",
+        "GiB allocated",
+        "needed",
+        "usable",
+        "fits",
+        *SPEED,
+    ]
     return table(head, [_row(benchmark, name, config) for name, config in loaded.items()])
 
 
@@ -210,12 +293,22 @@ def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
     work, kind = workload(benchmark, config), _kind(config)
     counts = {"recompute_layers": config.recompute_layers, "offload_layers": config.offload_layers}
     layers = [str(count) if config.has_key(key) else "-" for key, count in counts.items()]
-    row = [name, "FP8" if config.linear_format.in_fp8 else config.precision, str(config.micro_batch_size), *layers]
+    row = [
+        name,
+        "FP8" if config.linear_format.in_fp8 else config.precision,
+        str(config.micro_batch_size),
+        *layers,
+    ]
     if kind is None:
         return [*row, *"-" * 8]
     memory, usable = plan.memory_peak(config, work), plan.usable_bytes(kind)
     sizes = [f"{gib(size):.1f}" for size in (memory.allocated, memory.needed, usable)]
-    return [*row, *sizes, "yes" if plan.fits(memory, kind) else "NO", *_speed(estimate(benchmark, config, kind))]
+    return [
+        *row,
+        *sizes,
+        "yes" if plan.fits(memory, kind) else "NO",
+        *_speed(estimate(benchmark, config, kind)),
+    ]
 
 
 if __name__ == "__main__":

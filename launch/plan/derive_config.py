@@ -32,7 +32,12 @@ HEADROOM = 0.96
 
 
 def load_or_derive(
-    root: Path, benchmark: str, path: Path, machine: GpuKind | None = None, overrides: dict[str, str] | None = None, layers: int = 0
+    root: Path,
+    benchmark: str,
+    path: Path,
+    machine: GpuKind | None = None,
+    overrides: dict[str, str] | None = None,
+    layers: int = 0,
 ) -> tuple[RunConfig, str]:
     """The config in `path` and ""; where that is a missing file in configs/, a derived config, and from what.
 
@@ -45,7 +50,9 @@ def load_or_derive(
     named = NAME.fullmatch(path.stem)
     kind = (KINDS | ({machine.name: machine} if machine else {})).get(named[1]) if named else None
     if named is None or kind is None:
-        return configs.load(config_path(root, benchmark, path.stem), config_class(benchmark), overrides), ""  # raises: there is none
+        return configs.load(
+            config_path(root, benchmark, path.stem), config_class(benchmark), overrides
+        ), ""  # raises: there is none
     gpus = int(named[2])
     file = nearest_file(root, benchmark, kind, gpus)
     config = _derive(benchmark, file, kind, gpus, overrides, layers)
@@ -59,13 +66,24 @@ def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
     def distance(name: str) -> tuple:
         gpu, count = re.split("_1x", name)
         other = KINDS[gpu]
-        return gpu != kind.name, other.vendor != kind.vendor, abs(other.memory_bytes - kind.memory_bytes), abs(int(count) - gpus)
+        return (
+            gpu != kind.name,
+            other.vendor != kind.vendor,
+            abs(other.memory_bytes - kind.memory_bytes),
+            abs(int(count) - gpus),
+        )
 
-    names = [name for name in config_names(root, benchmark) if (found := NAME.fullmatch(name)) and found[1] in KINDS]
+    names = [
+        name
+        for name in config_names(root, benchmark)
+        if (found := NAME.fullmatch(name)) and found[1] in KINDS
+    ]
     return config_path(root, benchmark, min(names, key=distance, default=f"{kind.name}_1x{gpus}"))
 
 
-def _derive(benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dict[str, str], layers: int) -> RunConfig:
+def _derive(
+    benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dict[str, str], layers: int
+) -> RunConfig:
     file = configs.load(path, config_class(benchmark))
     batch = overrides.get("global_batch_size", str(file.global_batch_size))
     if batch.isdigit() and int(batch) % gpus:
@@ -74,20 +92,32 @@ def _derive(benchmark: str, path: Path, kind: GpuKind, gpus: int, overrides: dic
     work = workload(benchmark, start)
     work = replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
     roomy = replace(kind, memory_bytes=int(kind.memory_bytes * HEADROOM))
-    config = fitting(start, file, work, roomy, overrides) or fitting(start, file, work, kind, overrides)
+    config = fitting(start, file, work, roomy, overrides) or fitting(
+        start, file, work, kind, overrides
+    )
     if config is None:
         raise _does_not_fit(benchmark, start, work, kind)
     return config
 
 
-def _start(benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int, overrides: dict[str, str]) -> RunConfig:
+def _start(
+    benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int, overrides: dict[str, str]
+) -> RunConfig:
     """The file on these GPUs, at micro-batch 1 and with no layers offloaded or recomputed."""
-    eval_samples, sizes = workload(benchmark, file).eval_samples, range(file.eval_micro_batch_size, 0, -1)
+    eval_samples, sizes = (
+        workload(benchmark, file).eval_samples,
+        range(file.eval_micro_batch_size, 0, -1),
+    )
     whole = next((size for size in sizes if eval_samples % (size * gpus) == 0), 1)  # of no padding
     linear = file.linear if kind.arch.startswith(WITH_FP8) else "bf16"
-    changes = moved(file, kind, gpus, linear) | {"micro_batch_size": 1, "eval_micro_batch_size": whole}
+    changes = moved(file, kind, gpus, linear) | {
+        "micro_batch_size": 1,
+        "eval_micro_batch_size": whole,
+    }
     changes |= {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
-    texts = {key: json.dumps(value) for key, value in changes.items()}  # strings and integers are written in TOML as in JSON
+    texts = {
+        key: json.dumps(value) for key, value in changes.items()
+    }  # strings and integers are written in TOML as in JSON
     return configs.load(path, config_class(benchmark), texts | overrides)
 
 
@@ -100,7 +130,9 @@ def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict
     if kind is not None:
         changes["gpu"] = kind.name
     if gpus == 1 or (kind is not None and kind.vendor != KINDS[file.gpu].vendor):
-        changes["reduce_scatter"] = "nccl"  # copy engines need another GPU, and were run on NVIDIA only
+        changes["reduce_scatter"] = (
+            "nccl"  # copy engines need another GPU, and were run on NVIDIA only
+        )
     if linear == "bf16":
         changes["offload_layers"] = 0
         if file.frozen_base == "replicated_both":
@@ -108,19 +140,29 @@ def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict
     return {key: value for key, value in changes.items() if file.has_key(key)}
 
 
-def _candidates(start: RunConfig, file: RunConfig, overrides: dict[str, str]) -> Iterator[list[RunConfig]]:
+def _candidates(
+    start: RunConfig, file: RunConfig, overrides: dict[str, str]
+) -> Iterator[list[RunConfig]]:
     """For each storage of a frozen base, the fastest first: the micro-batches, the largest first."""
     share = start.global_batch_size // start.world_size
-    sizes = [start.micro_batch_size] if "micro_batch_size" in overrides else range(file.micro_batch_size, 0, -1)
+    sizes = (
+        [start.micro_batch_size]
+        if "micro_batch_size" in overrides
+        else range(file.micro_batch_size, 0, -1)
+    )
     storages: list[dict] = [{}]
     if start.has_key("frozen_base") and "frozen_base" not in overrides:
         fastest = FROZEN_BASE_STORAGE.index(start.frozen_base)
         storages = [{"frozen_base": storage} for storage in FROZEN_BASE_STORAGE[fastest::-1]]
     for storage in storages:
-        yield [replace(start, micro_batch_size=size, **storage) for size in sizes if share % size == 0]
+        yield [
+            replace(start, micro_batch_size=size, **storage) for size in sizes if share % size == 0
+        ]
 
 
-def fitting(start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]) -> RunConfig | None:
+def fitting(
+    start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]
+) -> RunConfig | None:
     """The first of `_candidates` that fits, or else the first of their smallest that fits with layers offloaded or recomputed, as few as can be.
 
     `start`: with none of them. `file`: whose micro-batch is the most. `overrides`: keys that stay as they are.
@@ -133,7 +175,10 @@ def fitting(start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, ov
         if "eval_micro_batch_size" not in overrides:
             smallest = replace(smallest, eval_micro_batch_size=1)
         for key in SAVING_LAYERS:
-            if key not in overrides and (layers := plan.fewest_layers(smallest, work, kind, key)) is not None:
+            if (
+                key not in overrides
+                and (layers := plan.fewest_layers(smallest, work, kind, key)) is not None
+            ):
                 return replace(smallest, **{key: layers})  # type: ignore[arg-type]
     return None
 
@@ -141,15 +186,26 @@ def fitting(start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, ov
 def _changes(file: RunConfig, config: RunConfig, overrides: dict[str, str]) -> str:
     """What differs from the file, and always the micro-batch."""
     told = [f.name for f in fields(config) if f.name not in ("gpu", "gpus_per_node", *overrides)]
-    values = {name: getattr(config, name) for name in told if name == "micro_batch_size" or getattr(config, name) != getattr(file, name)}
-    return ", ".join(f"{name} {'none' if value == '' else value}" for name, value in values.items()) or "nothing else changes"
+    values = {
+        name: getattr(config, name)
+        for name in told
+        if name == "micro_batch_size" or getattr(config, name) != getattr(file, name)
+    }
+    return (
+        ", ".join(f"{name} {'none' if value == '' else value}" for name, value in values.items())
+        or "nothing else changes"
+    )
 
 
 def _cannot_be_shared(batch: int, gpus: int) -> ConfigError:
     counts = [str(count) for count in range(1, MAX_GPUS + 1) if batch % count == 0]
     more = -(-batch // gpus) * gpus
     do = f"set DGXNGPU to {' or '.join(counts)}; or choose a batch, such as --set global_batch_size={more}, and its learning rate"
-    return ConfigError(f"{gpus} GPUs cannot share a global batch of {batch}", "each must get as many whole sequences", do)
+    return ConfigError(
+        f"{gpus} GPUs cannot share a global batch of {batch}",
+        "each must get as many whole sequences",
+        do,
+    )
 
 
 def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKind) -> OutOfMemory:
@@ -157,18 +213,38 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
     gpus, all_layers = start.gpus_per_node, work.shape.num_layers
 
     def thrifty(layers: int) -> dict:
-        options = {"recompute_layers": layers, "offload_layers": layers if start.linear_format.stores_fp8 else 0, "frozen_base": "sharded"}
+        options = {
+            "recompute_layers": layers,
+            "offload_layers": layers if start.linear_format.stores_fp8 else 0,
+            "frozen_base": "sharded",
+        }
         return {key: value for key, value in options.items() if start.has_key(key)}
 
     def needed(count: int, layers: int) -> Memory:
         config = replace(start, gpus_per_node=count, eval_micro_batch_size=1, **thrifty(layers))
         return plan.memory_peak(config, replace(work, shape=replace(work.shape, num_layers=layers)))
 
-    options = ", ".join(f"{key} {value}" for key, value in {"micro_batch_size": start.micro_batch_size, **thrifty(all_layers)}.items())
+    options = ", ".join(
+        f"{key} {value}"
+        for key, value in {
+            "micro_batch_size": start.micro_batch_size,
+            **thrifty(all_layers),
+        }.items()
+    )
     sizes = f"{gib(needed(gpus, all_layers).needed):.1f} GiB of {gib(plan.usable_bytes(kind)):.1f} usable"
     share = start.global_batch_size // start.micro_batch_size
-    counts = (n for n in range(gpus + 1, MAX_GPUS + 1) if share % n == 0 and plan.fits(needed(n, all_layers), kind))
+    counts = (
+        n
+        for n in range(gpus + 1, MAX_GPUS + 1)
+        if share % n == 0 and plan.fits(needed(n, all_layers), kind)
+    )
     fewer = (n for n in range(all_layers - 1, 0, -1) if plan.fits(needed(gpus, n), kind))
-    ways = [f"use {count} GPUs" for count in islice(counts, 1)] + [f"measure fewer layers (bench --layers {n})" for n in islice(fewer, 1)]
+    ways = [f"use {count} GPUs" for count in islice(counts, 1)] + [
+        f"measure fewer layers (bench --layers {n})" for n in islice(fewer, 1)
+    ]
     do = "; or ".join([*ways, "run the miniature with --device cpu"])
-    return OutOfMemory(f"{benchmark} does not fit into {gpus} x {kind.name}", f"with {options} each GPU needs {sizes}", do)
+    return OutOfMemory(
+        f"{benchmark} does not fit into {gpus} x {kind.name}",
+        f"with {options} each GPU needs {sizes}",
+        do,
+    )

@@ -35,7 +35,9 @@ class Workload:
     eval_samples: int
     eval_interval: int
     first_evaluation: int
-    lora_rank: int = 0  # 0: all weights train; otherwise the base is frozen and adapters of this rank train
+    lora_rank: int = (
+        0  # 0: all weights train; otherwise the base is frozen and adapters of this rank train
+    )
 
 
 @dataclass(frozen=True)
@@ -66,26 +68,44 @@ def fits(memory: Memory, kind: GpuKind) -> bool:
 
 def memory_peak(config: RunConfig, work: Workload) -> Memory:
     """The largest of four moments: the head's backward, the last block's forward, its backward, an evaluation."""
-    shape, element, tokens = work.shape, BYTES[config.precision], config.micro_batch_size * work.sequence_length
+    shape, element, tokens = (
+        work.shape,
+        BYTES[config.precision],
+        config.micro_batch_size * work.sequence_length,
+    )
     state = state_bytes(config, work) | {"gathered weights": _gathered_bytes(config, work)}
     saved = block = _saved_bytes(config, work)
     # A module's gradient; and as much again of the modules before, whose reduction is not over. LoRA has no such gradients.
     gradient = 0 if work.lora_rank else 2 * element
     forward, backward = _working_bytes(config, work)
-    if _recomputed_layers(config, work) == shape.num_layers:  # the last block too: its forward runs within its backward
-        block = saved | {name: saved[name] + size for name, size in _activations(config, work, layers=1).items()}
+    if (
+        _recomputed_layers(config, work) == shape.num_layers
+    ):  # the last block too: its forward runs within its backward
+        block = saved | {
+            name: saved[name] + size for name, size in _activations(config, work, layers=1).items()
+        }
         backward = max(backward, forward + element * shape.hidden_size)
     head = _head_bytes_per_token(config, shape)
     table_in_flight = {"gradients in flight": shape.vocab_size * shape.hidden_size * gradient}
     layer_in_flight = {"gradients in flight": shape.layer_parameters * gradient}
-    if shape.tied_embedding and not work.lora_rank:  # autograd adds the embedding's gradient to the head's, which waits for it
+    if (
+        shape.tied_embedding and not work.lora_rank
+    ):  # autograd adds the embedding's gradient to the head's, which waits for it
         layer_in_flight["the tied head's gradient"] = shape.vocab_size * shape.hidden_size * element
-    evaluated = config.eval_micro_batch_size * work.sequence_length * max(head, sum(activation_bytes(config, work).values()) + forward)
+    evaluated = (
+        config.eval_micro_batch_size
+        * work.sequence_length
+        * max(head, sum(activation_bytes(config, work).values()) + forward)
+    )
     moments = {
         "the head's backward": state | saved | table_in_flight | {"logits and head": tokens * head},
         "a block's forward": state | block | {"a block's working set": tokens * forward},
-        "a block's backward": state | block | layer_in_flight | {"a block's working set": tokens * backward},
-        "an evaluation": state | {"gradients": 0, "logits and head": evaluated},  # the optimizer step has freed them
+        "a block's backward": state
+        | block
+        | layer_in_flight
+        | {"a block's working set": tokens * backward},
+        "an evaluation": state
+        | {"gradients": 0, "logits and head": evaluated},  # the optimizer step has freed them
     }
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     return Memory(moment, {name: size for name, size in parts.items() if size})
@@ -97,21 +117,40 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     Trained weights: fp32 master and gradient, 8 bytes, and AdamW's two moments, 8 or 4. Pre-training shards them over a node's GPUs
     (ZeRO-2); each GPU holds LoRA's adapters whole, and the frozen base as `frozen_bytes` says.
     """
-    shape, gpus, table = work.shape, config.gpus_per_node, work.shape.vocab_size * work.shape.hidden_size
-    trained = shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
+    shape, gpus, table = (
+        work.shape,
+        config.gpus_per_node,
+        work.shape.vocab_size * work.shape.hidden_size,
+    )
+    trained = (
+        shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
+    )
     moments = 2 * BYTES[config.moment_precision]
     # With copy engines: two buffers for what the other ranks send of the largest gradient (common/sharding/copy_engine.py).
-    received = 2 * (1 - 1 / gpus) * table * BYTES[config.precision] if config.reduce_scatter == "copy_engine" else 0
+    received = (
+        2 * (1 - 1 / gpus) * table * BYTES[config.precision]
+        if config.reduce_scatter == "copy_engine"
+        else 0
+    )
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
     # Tokens and labels, int32: the evaluation set, and three micro-batches of the prefetcher.
-    copies = config.linear_format.weight_copies * config.linear_format.operand_bytes(BYTES[config.precision])
-    resident = (-(-work.eval_samples // config.world_size) + 3 * config.micro_batch_size) * 2 * 4 * work.sequence_length
+    copies = config.linear_format.weight_copies * config.linear_format.operand_bytes(
+        BYTES[config.precision]
+    )
+    resident = (
+        (-(-work.eval_samples // config.world_size) + 3 * config.micro_batch_size)
+        * 2
+        * 4
+        * work.sequence_length
+    )
     return {
         "weights": 4 * trained + (frozen_bytes(config, shape) if work.lora_rank else 0),
         "gradients": 4 * trained,
         "AdamW moments": moments * trained,
         # Whole on each GPU: in FP8 a byte each, rowwise and columnwise.
-        "quantized weights": 0 if work.lora_rank else copies * shape.num_layers * shape.matrix_parameters,
+        "quantized weights": 0
+        if work.lora_rank
+        else copies * shape.num_layers * shape.matrix_parameters,
         "symmetric buffers": received,
         "buffers": rope + resident,
     }
@@ -124,9 +163,13 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
     """
     storage, gpus = config.frozen_base, config.gpus_per_node
     transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
-    per_value = (2 if transposed else 1) if config.linear_format.stores_fp8 else BYTES[config.precision]
+    per_value = (
+        (2 if transposed else 1) if config.linear_format.stores_fp8 else BYTES[config.precision]
+    )
     matrices = shape.num_layers * shape.matrix_parameters
-    return per_value * matrices / (gpus if storage == "sharded" else 1) + BYTES[config.precision] * (shape.num_parameters - matrices)
+    return per_value * matrices / (gpus if storage == "sharded" else 1) + BYTES[
+        config.precision
+    ] * (shape.num_parameters - matrices)
 
 
 def _gathered_bytes(config: RunConfig, work: Workload) -> float:
@@ -160,17 +203,26 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
     kept = {
         "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
         "qkv": shape.qkv_size * element,
-        "attention output": shape.attention_size * element + shape.num_heads * 4,  # with its log-sum-exp in fp32
-        "SwiGLU input": 2 * ffn * (1 if work.lora_rank and config.linear_format.stores_fp8 else element),
+        "attention output": shape.attention_size * element
+        + shape.num_heads * 4,  # with its log-sum-exp in fp32
+        "SwiGLU input": 2
+        * ffn
+        * (1 if work.lora_rank and config.linear_format.stores_fp8 else element),
     }
     if shape.qk_norm:
-        kept["queries and keys before their norm"] = (shape.num_heads + shape.num_kv_heads) * shape.head_dim * element
+        kept["queries and keys before their norm"] = (
+            (shape.num_heads + shape.num_kv_heads) * shape.head_dim * element
+        )
     if work.lora_rank:
         return kept | {"adapters": 2 * work.lora_rank * element}
     operand = config.linear_format.operand_bytes(element)
     # Where operands are not quantized by kernels the output projection reads the attention output itself.
     o = shape.attention_size * operand if config.linear_format.in_fp8 else 0
-    return kept | {"norm outputs": 2 * hidden * operand, "output projection's input": o, "SwiGLU output": ffn * operand}
+    return kept | {
+        "norm outputs": 2 * hidden * operand,
+        "output projection's input": o,
+        "SwiGLU output": ffn * operand,
+    }
 
 
 def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
@@ -179,13 +231,23 @@ def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
     Forward: operands that are not kept and products' results. Backward, at SwiGLU: the gradients of the block's result, of SwiGLU's
     result and, as an operand, of its input.
     """
-    hidden, ffn, element = work.shape.hidden_size, work.shape.ffn_hidden_size, BYTES[config.precision]
+    hidden, ffn, element = (
+        work.shape.hidden_size,
+        work.shape.ffn_hidden_size,
+        BYTES[config.precision],
+    )
     operand = config.linear_format.operand_bytes(element)
-    if work.lora_rank:  # operands are rowwise only; in FP8 the bf16 gate_up is there beside its 8 bits
-        forward = operand * ffn + (2 * ffn * element if config.linear_format.stores_fp8 else element * hidden)
+    if (
+        work.lora_rank
+    ):  # operands are rowwise only; in FP8 the bf16 gate_up is there beside its 8 bits
+        forward = operand * ffn + (
+            2 * ffn * element if config.linear_format.stores_fp8 else element * hidden
+        )
         return forward, element * (hidden + ffn) + operand * 2 * ffn
     if config.linear_format.in_fp8:  # rowwise operands, and columnwise gradients; SwiGLU's kept result is freed before its backward
-        return 3 * hidden + ffn + 2 * element * hidden, (element + 2) * hidden + (element + 4 - 1) * ffn
+        return 3 * hidden + ffn + 2 * element * hidden, (element + 2) * hidden + (
+            element + 4 - 1
+        ) * ffn
     return 2 * element * hidden, element * (hidden + 2 * ffn)
 
 
@@ -200,10 +262,20 @@ def _recomputed_layers(config: RunConfig, work: Workload) -> int:
 
 def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     """What all blocks keep on the GPU after the forward. A recomputed block keeps its input; one offloaded layer is on its way."""
-    recomputed, tokens = _recomputed_layers(config, work), config.micro_batch_size * work.sequence_length
+    recomputed, tokens = (
+        _recomputed_layers(config, work),
+        config.micro_batch_size * work.sequence_length,
+    )
     saved = _activations(config, work, work.shape.num_layers - recomputed)
-    saved["SwiGLU input"] -= _activations(config, work, max(0, offloaded_layers(config, work) - 1))["SwiGLU input"]
-    return saved | {"inputs of recomputed layers": recomputed * tokens * work.shape.hidden_size * BYTES[config.precision]}
+    saved["SwiGLU input"] -= _activations(config, work, max(0, offloaded_layers(config, work) - 1))[
+        "SwiGLU input"
+    ]
+    return saved | {
+        "inputs of recomputed layers": recomputed
+        * tokens
+        * work.shape.hidden_size
+        * BYTES[config.precision]
+    }
 
 
 def offloaded_layers(config: RunConfig, work: Workload) -> int:
@@ -242,8 +314,11 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
     """The least value of `key`, "recompute_layers" or "offload_layers", with which the config fits; None if there is none."""
     if not config.has_key(key) or (key == "offload_layers" and not config.linear_format.stores_fp8):
         return None  # the config refuses it
-    counts = range(work.shape.num_layers + 1)
-    return next((n for n in counts if fits(memory_peak(replace(config, **{key: n}), work), kind)), None)  # type: ignore[arg-type]
+    for count in range(work.shape.num_layers + 1):
+        changed = replace(config, **{key: count})  # type: ignore[arg-type]
+        if fits(memory_peak(changed, work), kind):
+            return count
+    return None
 
 
 # Time of a bf16 step over that of the same step in FP8: 15,829 against 11,223 tok/s/GPU, the 8B on 2 H200s. Assumed everywhere.
@@ -261,7 +336,9 @@ class Estimate:
     minutes: float | None
 
 
-def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0) -> float:
+def products_seconds_per_token(
+    work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0
+) -> float:
     """Time of one token's matrix products on one GPU at the dense peaks: FP8 for the linears, bf16 for attention, adapters and head.
 
     Training: forward, data gradient and, unless frozen, weight gradient. `recomputed`: share of the layers that run forward twice.
@@ -273,7 +350,9 @@ def products_seconds_per_token(work: Workload, kind: GpuKind, *, training: bool,
     adapters = 2 * shape.lora_parameters(work.lora_rank)
     passes = (2 if work.lora_rank else 3) if training else 1
     in_fp8 = linears * (passes + recomputed)
-    in_bf16 = adapters * (3 if training else 1) + attention * ((1 + ATTENTION_BACKWARD if training else 1) + recomputed)
+    in_bf16 = adapters * (3 if training else 1) + attention * (
+        (1 + ATTENTION_BACKWARD if training else 1) + recomputed
+    )
     in_bf16 += head * passes
     return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
 
@@ -283,11 +362,21 @@ def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | 
     slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
     recomputed = _recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
-    step_s = step_tokens * slowdown * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
+    step_s = (
+        step_tokens
+        * slowdown
+        * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
+    )
     per_pass = config.world_size * config.eval_micro_batch_size
-    eval_tokens = -(-work.eval_samples // per_pass) * config.eval_micro_batch_size * work.sequence_length  # of one GPU, padding included
+    eval_tokens = (
+        -(-work.eval_samples // per_pass) * config.eval_micro_batch_size * work.sequence_length
+    )  # of one GPU, padding included
     eval_s = eval_tokens * slowdown * products_seconds_per_token(work, kind, training=False)
-    minutes = None if samples is None else minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
+    minutes = (
+        None
+        if samples is None
+        else minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
+    )
     return Estimate(step_s, eval_s, step_tokens / step_s, minutes)
 
 

@@ -24,17 +24,28 @@ class Utilization:
 
 
 def utilization(
-    parameters: float, tokens: float, seconds: float, gpus: int, peak: float, more: dict[str, float] | None = None
+    parameters: float,
+    tokens: float,
+    seconds: float,
+    gpus: int,
+    peak: float,
+    more: dict[str, float] | None = None,
 ) -> list[Utilization]:
     """`tokens` of all GPUs in `seconds`; `peak`: dense FLOP/s of one GPU. `more`: FLOPs per token by further formulas."""
     formulas = {"full, 6 P": 6 * parameters, "LoRA, 4 P": 4 * parameters} | (more or {})
     rate = tokens / seconds / gpus
-    return [Utilization(formula, rate * flops / 1e12, rate * flops / peak) for formula, flops in formulas.items()]
+    return [
+        Utilization(formula, rate * flops / 1e12, rate * flops / peak)
+        for formula, flops in formulas.items()
+    ]
 
 
 def with_attention(shape: ModelShape, length: int, lora_rank: int) -> dict[str, float]:
     """FLOPs per token with attention over sequences of `length`. The causal ones are those that `bench` and a run print."""
-    full, lora = shape.training_flops_per_token(length), shape.lora_flops_per_token(length, lora_rank)
+    full, lora = (
+        shape.training_flops_per_token(length),
+        shape.lora_flops_per_token(length, lora_rank),
+    )
     masked = shape.attention_flops_per_token(length)  # as much again
     return {
         "full, 6 N + 6 L S H (causal)": full,

@@ -54,7 +54,9 @@ class Request:
     miniature: bool = False
     env: dict[str, str] = field(default_factory=dict)
     pinned_bytes: int = 0  # host memory that each process pins
-    benchmark: str = ""  # for the self-test, like config: "" and None where only the machine is checked
+    benchmark: str = (
+        ""  # for the self-test, like config: "" and None where only the machine is checked
+    )
     config: RunConfig | None = None
 
     @property
@@ -75,23 +77,47 @@ def examine(benchmark: str, rest: list[str]) -> None:
     answer = {"benchmark": options.benchmark, "verdict": verdict, "rows": rows, "ranks": ranks}
     print(json.dumps(answer, default=asdict, indent=1) if options.json else table(rows))
     if refused := ", ".join(row.check for row in rows if row.verdict == "refuse"):
-        raise PreflightError(f"this machine is not fit for the run: {refused}", "see these rows of the table", "do what each row says")
+        raise PreflightError(
+            f"this machine is not fit for the run: {refused}",
+            "see these rows of the table",
+            "do what each row says",
+        )
 
 
 def parser(benchmark: str = "") -> Parser:
-    parser = Parser(f"{benchmark} preflight".strip(), __doc__, ["preflight --quick", "preflight llama31_8b", "preflight --json"])
-    parser.add_argument("--config", metavar="FILE", help="this TOML instead of the one that fits the machine")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (cuda means ROCm's too)")
+    parser = Parser(
+        f"{benchmark} preflight".strip(),
+        __doc__,
+        ["preflight --quick", "preflight llama31_8b", "preflight --json"],
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="this TOML instead of the one that fits the machine"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="default: the GPUs if there are any (cuda means ROCm's too)",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SECONDS:g} s for each speed instead of {SECONDS:g}")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{QUICK_SECONDS:g} s for each speed instead of {SECONDS:g}",
+    )
     return parser
 
 
-def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[CheckRow], list[Measured]]:
+def check(
+    options: argparse.Namespace, environment: Mapping[str, str]
+) -> tuple[list[CheckRow], list[Measured]]:
     """All rows, and what the ranks measured. Raises ConfigError."""
     known = benchmarks.names()
     if options.benchmark and options.benchmark not in known:
-        raise ConfigError(f"unknown benchmark {options.benchmark}", f"there are: {', '.join(known)}", meant(options.benchmark, known))
+        raise ConfigError(
+            f"unknown benchmark {options.benchmark}",
+            f"there are: {', '.join(known)}",
+            meant(options.benchmark, known),
+        )
     try:
         found = Probe("none") if options.device == "cpu" else probe(environment)
         if options.device == "cuda" and not found.devices:
@@ -110,20 +136,30 @@ def check(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[
         found, kind = Probe("none"), None
     rows += host_rows(options.benchmark, request, environment)
     not_measured = skipped("health and speed of the GPUs", "a row above refuses the GPUs or torch")
-    ranks, measured_rows = measured(request, found, kind, options, environment) if fits else ([], [not_measured])
-    rows += [host.judge_software(), CheckRow("driver", "ok", found.driver)] if found.driver else [host.judge_software()]
+    ranks, measured_rows = (
+        measured(request, found, kind, options, environment) if fits else ([], [not_measured])
+    )
+    rows += (
+        [host.judge_software(), CheckRow("driver", "ok", found.driver)]
+        if found.driver
+        else [host.judge_software()]
+    )
     if kind:
         rows.append(host.judge_known_issues(kind, installed(found.driver), environment))
     return rows + measured_rows, ranks
 
 
-def requested_run(options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int) -> Request:
+def requested_run(
+    options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
+) -> Request:
     """Raises ConfigError for a named config that does not exist or cannot be read."""
     requested = requested_gpus(environment)
     if not options.benchmark:
         if options.config:
             raise ConfigError(
-                "--config without a benchmark", "a config is one of a benchmark's", f"name one: {', '.join(benchmarks.names())}"
+                "--config without a benchmark",
+                "a config is one of a benchmark's",
+                f"name one: {', '.join(benchmarks.names())}",
             )
         row = skipped("config", "no benchmark is named: only the machine itself is checked")
         return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
@@ -133,44 +169,88 @@ def requested_run(options: argparse.Namespace, environment: Mapping[str, str], k
     except (ConfigError, OutOfMemory) as error:
         if environment.get("DGXSYSTEM") or options.config or path.is_file():
             raise
-        row = CheckRow("config", "warn", error.what, "a config for this machine", "only the machine itself is checked")
+        row = CheckRow(
+            "config",
+            "warn",
+            error.what,
+            "a config for this machine",
+            "only the machine itself is checked",
+        )
         return Request(kind.name, requested or visible, row) if kind else Request("CPU", 1, row)
     require_by_rules(options.benchmark, config)
     row = CheckRow("config", "ok", derived or f"{path.name}: {config.gpus_per_node} x {config.gpu}")
     pinned = plan.host_bytes(config, workload(options.benchmark, config))
-    return Request(config.gpu, config.gpus_per_node, row, config.nodes, config.miniature, config.env, pinned, options.benchmark, config)
+    return Request(
+        config.gpu,
+        config.gpus_per_node,
+        row,
+        config.nodes,
+        config.miniature,
+        config.env,
+        pinned,
+        options.benchmark,
+        config,
+    )
 
 
 def host_rows(benchmark: str, request: Request, environment: Mapping[str, str]) -> list[CheckRow]:
     data_dir, log_dir = directories(benchmark, request.miniature, environment)
-    rows = host.judge(host.read(), request.count, request.device, request.nodes, request.pinned_bytes)
+    rows = host.judge(
+        host.read(), request.count, request.device, request.nodes, request.pinned_bytes
+    )
     if benchmark:
         rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
     if environment.get("MODEL"):
-        rows.append(host.judge_read_folder("MODEL", Path(environment["MODEL"]).absolute(), request.miniature))
+        rows.append(
+            host.judge_read_folder(
+                "MODEL", Path(environment["MODEL"]).absolute(), request.miniature
+            )
+        )
     rows.append(host.judge_log_folder(log_dir))
     if request.device == "cuda":
         rows.append(host.judge_tuning())
-    return rows if request.miniature or not benchmark else [*rows, host.judge_checkout(ROOT, environment)]
+    return (
+        rows
+        if request.miniature or not benchmark
+        else [*rows, host.judge_checkout(ROOT, environment)]
+    )
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
 def measured(
-    request: Request, found: Probe, kind: GpuKind | None, options: argparse.Namespace, environment: Mapping[str, str]
+    request: Request,
+    found: Probe,
+    kind: GpuKind | None,
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
 ) -> tuple[list[Measured], list[CheckRow]]:
     seconds = QUICK_SECONDS if options.quick else SECONDS
-    print(f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...", file=sys.stderr, flush=True)
+    print(
+        f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...",
+        file=sys.stderr,
+        flush=True,
+    )
     during: list[gpus.Stats] = []
 
     def read() -> gpus.Stats:
         with contextlib.suppress(DriverError):
-            return read_gpus(found.vendor, [device.address for device in found.devices], HEALTH) if kind else []
+            return (
+                read_gpus(found.vendor, [device.address for device in found.devices], HEALTH)
+                if kind
+                else []
+            )
         return []
 
     before = read()
-    ranks = run_ranks(request, seconds, environment, lambda: during.append(read()), cpus_of_ranks(found, request.count))
+    ranks = run_ranks(
+        request,
+        seconds,
+        environment,
+        lambda: during.append(read()),
+        cpus_of_ranks(found, request.count),
+    )
     after, seen = read(), [rank for rank in ranks if rank.memory_bytes]
     readings = [before, *during, after]
     loaded = [with_throttling(*pair) for pair in itertools.pairwise(readings)]
@@ -180,8 +260,17 @@ def measured(
     if kind is None:
         rows.append(skipped("health of the GPUs", "the run would be on the CPU"))
     elif len(seen) == request.count:
-        rows += [gpus.judge_torch(seen, kind), gpus.judge_memory_in_use(seen, found.vendor == "nvidia" and platform.machine() == "aarch64")]
-        rows += [gpus.judge_utilization(seen, before), gpus.judge_errors(seen, before, after), gpus.judge_throttling(seen, loaded)]
+        rows += [
+            gpus.judge_torch(seen, kind),
+            gpus.judge_memory_in_use(
+                seen, found.vendor == "nvidia" and platform.machine() == "aarch64"
+            ),
+        ]
+        rows += [
+            gpus.judge_utilization(seen, before),
+            gpus.judge_errors(seen, before, after),
+            gpus.judge_throttling(seen, loaded),
+        ]
     if rows[0].verdict == "ok":
         rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))
         rows += gpus.judge_speeds(ranks, request.device, request.kind)
@@ -193,14 +282,28 @@ def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
     reported = {rank.rank for rank in ranks}
     failed = [f"{rank.label} in {rank.phase!r}: {rank.error}" for rank in ranks if rank.error]
     silent = [f"GPU {k} never reported" for k in range(count) if k not in reported]
-    stopped = [f"{rank.label} stopped in {rank.phase!r}" for rank in ranks if rank.phase != "done" and not rank.error]
+    stopped = [
+        f"{rank.label} stopped in {rank.phase!r}"
+        for rank in ranks
+        if rank.phase != "done" and not rank.error
+    ]
     value = "; ".join(failed or silent or stopped)
     do = "out of memory: see who uses the GPU; else see the messages above, and the kernel log for this address"
-    return graded("measuring processes", value or "all finished", f"{count} of {count}", do, refuse=bool(value))
+    return graded(
+        "measuring processes",
+        value or "all finished",
+        f"{count} of {count}",
+        do,
+        refuse=bool(value),
+    )
 
 
 def run_ranks(
-    request: Request, seconds: float, environment: Mapping[str, str], meanwhile: Callable[[], object], cpus: Sequence[str] = ()
+    request: Request,
+    seconds: float,
+    environment: Mapping[str, str],
+    meanwhile: Callable[[], object],
+    cpus: Sequence[str] = (),
 ) -> list[Measured]:
     """One process per GPU, started by launch.processes.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S.
 
@@ -213,8 +316,12 @@ def run_ranks(
             (folder / "config.toml").write_text(request.config.as_toml())
             arguments.append(request.benchmark)
         command = torchrun(folder, request.count, arguments, cpus=cpus)
-        env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}  # torchrun leaves an empty folder there
-        ending = supervise(command, env, folder, stop=lambda: bool(meanwhile()), poll_s=SAMPLE_S, stdout=sys.stderr)
+        env = rank_environment(environment, request.env, 1) | {
+            "TMPDIR": name
+        }  # torchrun leaves an empty folder there
+        ending = supervise(
+            command, env, folder, stop=lambda: bool(meanwhile()), poll_s=SAMPLE_S, stdout=sys.stderr
+        )
         if ending.signal_number:
             raise Interrupted(ending.signal_number)
         return read_ranks(folder)

@@ -22,7 +22,9 @@ class CheckRow:
     do: str = ""  # what to do about it; "" if ok
 
 
-def graded(check: str, value: str, expected: str, do: str, *, refuse: bool = False, warn: bool = False) -> CheckRow:
+def graded(
+    check: str, value: str, expected: str, do: str, *, refuse: bool = False, warn: bool = False
+) -> CheckRow:
     """`refuse` takes precedence over `warn`; with neither the check is ok."""
     verdict = "refuse" if refuse else "warn" if warn else "ok"
     return CheckRow(check, verdict, value, expected, "" if verdict == "ok" else do)
@@ -35,7 +37,14 @@ def worst(amount: float, limits: Limits) -> str:
 
 def at_least(check: str, amount: float, limits: Limits, value: str, unit: str, do: str) -> CheckRow:
     """`limits`: below the first it warns, below the second it refuses."""
-    return graded(check, value, f">= {limits[0]:g} {unit}".rstrip(), do, refuse=amount < limits[1], warn=amount < limits[0])
+    return graded(
+        check,
+        value,
+        f">= {limits[0]:g} {unit}".rstrip(),
+        do,
+        refuse=amount < limits[1],
+        warn=amount < limits[0],
+    )
 
 
 def skipped(check: str, why: str, expected: str = "") -> CheckRow:
@@ -50,13 +59,24 @@ def overall(rows: Sequence[CheckRow]) -> str:
 
 def table(rows: Sequence[CheckRow]) -> str:
     """Columns verdict, check, value, expected; below a row that is not ok, what to do."""
-    cells = [("", "check", "value", "expected"), *((row.verdict, row.check, row.value, row.expected) for row in rows)]
+    cells = [
+        ("", "check", "value", "expected"),
+        *((row.verdict, row.check, row.value, row.expected) for row in rows),
+    ]
     head, *texts = text_tables.terminal(cells, "<<<<")
     lines = [head]
     indent = " " * head.index("value")
     for row, text in zip(rows, texts, strict=True):
         lines.append(text)
         if row.do:
-            lines += textwrap.wrap(f"do: {row.do}", WIDTH, initial_indent=indent, subsequent_indent=indent + "    ", break_long_words=False)
-    counts = ", ".join(f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS)
+            lines += textwrap.wrap(
+                f"do: {row.do}",
+                WIDTH,
+                initial_indent=indent,
+                subsequent_indent=indent + "    ",
+                break_long_words=False,
+            )
+    counts = ", ".join(
+        f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS
+    )
     return "\n".join([*lines, f"{overall(rows)}: {counts}"])

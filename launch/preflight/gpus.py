@@ -12,33 +12,60 @@ from common.hardware import WHOLE_CARD
 from launch.preflight.check_row import CheckRow, Limits, graded, skipped, worst
 from launch.preflight.measured import UNITS, Measured
 
-Stats = list[dict]  # common.gpu_stats.read_gpus: of each visible GPU, in the order of the ranks; [] if the driver does not answer
+Stats = list[
+    dict
+]  # common.gpu_stats.read_gpus: of each visible GPU, in the order of the ranks; [] if the driver does not answer
 USED_GIB = 2  # our own CUDA or HIP context takes some 0.5 GiB of an empty card
 BUSY_PERCENT = (1, 10)  # warn and refuse; an idle card says 0
 
 
-def judge_presence(kind: GpuKind | None, visible: int, kind_name: str, count: int) -> list[CheckRow]:
+def judge_presence(
+    kind: GpuKind | None, visible: int, kind_name: str, count: int
+) -> list[CheckRow]:
     name, do = kind.name if kind else "none", "drop --config or DGXSYSTEM, or use one for this GPU"
     is_unknown = kind is not None and kind.name not in KINDS
     if is_unknown and name == kind_name:
         do = "bench and throughput measure it; a run needs an entry for it in common/gpu_kinds.py (CONTRIBUTING.md)"
     return [
         graded("GPU kind", name, kind_name, do, refuse=name != kind_name, warn=is_unknown),
-        graded("GPU count", f"{visible} visible", str(count), "show more GPUs, or use a config for fewer", refuse=visible < count),
+        graded(
+            "GPU count",
+            f"{visible} visible",
+            str(count),
+            "show more GPUs, or use a config for fewer",
+            refuse=visible < count,
+        ),
     ]
 
 
-Finding = tuple[str, str] | None  # verdict and text of one GPU; None if the driver does not report it
+Finding = (
+    tuple[str, str] | None
+)  # verdict and text of one GPU; None if the driver does not report it
 
 
-def _per_gpu(check: str, expected: str, do: str, ranks: Sequence[Measured], findings: list[Finding], good: str) -> CheckRow:
+def _per_gpu(
+    check: str,
+    expected: str,
+    do: str,
+    ranks: Sequence[Measured],
+    findings: list[Finding],
+    good: str,
+) -> CheckRow:
     """One row from the findings on all GPUs; `good` is its text if all are ok."""
     if unknown := findings.count(None):
-        return skipped(check, f"the driver does not report it for {unknown} of {len(ranks)} GPUs", expected)
-    bad = {rank.label: finding for rank, finding in zip(ranks, findings, strict=True) if finding and finding[0] != "ok"}
+        return skipped(
+            check, f"the driver does not report it for {unknown} of {len(ranks)} GPUs", expected
+        )
+    bad = {
+        rank.label: finding
+        for rank, finding in zip(ranks, findings, strict=True)
+        if finding and finding[0] != "ok"
+    }
     verdicts = {verdict for verdict, _ in bad.values()}
     value = "; ".join(f"{label}: {text}" for label, (_, text) in bad.items())
-    return graded(check, value or good, expected, do, refuse="refuse" in verdicts, warn="warn" in verdicts)
+    return graded(
+        check, value or good, expected, do, refuse="refuse" in verdicts, warn="warn" in verdicts
+    )
 
 
 def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
@@ -63,8 +90,13 @@ def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> Ch
     """Is the memory free? On a Grace CPU the host's page cache may lie in it, which the kernel gives back: there it only warns."""
     used_gib = [rank.used_bytes / GIB for rank in ranks]
     verdict = "warn" if is_grace else "refuse"
-    findings: list[Finding] = [(verdict if gib >= USED_GIB else "ok", f"{gib:.1f} GiB") for gib in used_gib]
-    good, do = f"at most {max(used_gib):.1f} GiB, including our own context", "end the processes on these GPUs (nvidia-smi, rocm-smi)"
+    findings: list[Finding] = [
+        (verdict if gib >= USED_GIB else "ok", f"{gib:.1f} GiB") for gib in used_gib
+    ]
+    good, do = (
+        f"at most {max(used_gib):.1f} GiB, including our own context",
+        "end the processes on these GPUs (nvidia-smi, rocm-smi)",
+    )
     if is_grace:
         do += "; if there are none, it is page cache: drop it, or load the driver in CDMM mode (driver 580)"
     return _per_gpu("GPU memory in use", f"< {USED_GIB} GiB", do, ranks, findings, good)
@@ -72,38 +104,60 @@ def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> Ch
 
 def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
     percents = _of(ranks, before, "utilization_percent")
-    findings = [None if percent is None else (worst(percent, BUSY_PERCENT), f"{percent:g} %") for percent in percents]
+    findings = [
+        None if percent is None else (worst(percent, BUSY_PERCENT), f"{percent:g} %")
+        for percent in percents
+    ]
     do = "find the program that uses it; wait or end it"
-    return _per_gpu("GPU use before the test", f"< {BUSY_PERCENT[0]} %", do, ranks, findings, "idle")
+    return _per_gpu(
+        "GPU use before the test", f"< {BUSY_PERCENT[0]} %", do, ranks, findings, "idle"
+    )
 
 
 def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> CheckRow:
     """Uncorrected memory errors refuse. Corrected ones are common, but should not appear while we measure."""
     findings: list[Finding] = []
     corrected = [_of(ranks, stats, "corrected_errors") for stats in (before, after)]
-    for uncorrected, then, now in zip(_of(ranks, after, "uncorrected_errors"), *corrected, strict=True):
+    for uncorrected, then, now in zip(
+        _of(ranks, after, "uncorrected_errors"), *corrected, strict=True
+    ):
         rising = then is not None and (now or 0) > then
         finding = ("warn", f"{now:g} corrected, rising") if rising else ("ok", "")
         finding = ("refuse", f"{uncorrected:g} uncorrected") if uncorrected else finding
         findings.append(None if uncorrected is None else finding)
     do = "reset the GPU or restart the host; if they come back, have the card replaced"
-    return _per_gpu("memory errors (ECC)", "none uncorrected, none new", do, ranks, findings, "none")
+    return _per_gpu(
+        "memory errors (ECC)", "none uncorrected, none new", do, ranks, findings, "none"
+    )
 
 
 def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> CheckRow:
     findings: list[Finding] = []
     for rank in ranks:
-        reported = [reasons for stats in during for reasons in _of([rank], stats, "throttle") if reasons is not None]
+        reported = [
+            reasons
+            for stats in during
+            for reasons in _of([rank], stats, "throttle")
+            if reasons is not None
+        ]
         faults = [name for name in FAULTS if any(name in reasons for reasons in reported)]
         findings.append(("warn" if faults else "ok", ", ".join(faults)) if reported else None)
     do = "check the cooling and power supply of this GPU"
-    return _per_gpu("throttling under load", "none beyond the power limit", do, ranks, findings, "none")
+    return _per_gpu(
+        "throttling under load", "none beyond the power limit", do, ranks, findings, "none"
+    )
 
 
 # --- correct and fast -------------------------------------------------------------------------------------------------
 
-SIBLINGS = (0.98, 0.95)  # warn and refuse. Healthy GPUs of one host differ by < 1 %: MLPerf Training v5.1 logs, sd of 0.04 to 0.71 %
-TABLE = (0.95, 0.80)  # other hosts have other cooling and power: a few per cent are no fault, a fifth is
+SIBLINGS = (
+    0.98,
+    0.95,
+)  # warn and refuse. Healthy GPUs of one host differ by < 1 %: MLPerf Training v5.1 logs, sd of 0.04 to 0.71 %
+TABLE = (
+    0.95,
+    0.80,
+)  # other hosts have other cooling and power: a few per cent are no fault, a fifth is
 # One GPU while all GPUs of the host work. H200: measured by us, docs/results.md's machines; H100: one machine.
 EXPECTED: dict[str, dict[str, float]] = {
     "H200": {"bf16 GEMM": 679.0, "FP8 GEMM": 1287.0, "copy": 4.27},
@@ -111,7 +165,9 @@ EXPECTED: dict[str, dict[str, float]] = {
 }
 
 
-def judge_self_test(ranks: Sequence[Measured], kind: GpuKind | None, versions: Mapping[str, str]) -> CheckRow:
+def judge_self_test(
+    ranks: Sequence[Measured], kind: GpuKind | None, versions: Mapping[str, str]
+) -> CheckRow:
     """Does every op of the config compute right at its shapes? With what is known of these versions where one does not."""
     check, expected = "self-test", "every op right at the config's shapes"
     if not all(rank.self_test for rank in ranks):
@@ -137,13 +193,26 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
     """Two rows per measurement: against the other GPUs of this host, and against the table of this kind."""
     rows = []
     for name, unit in UNITS.items():
-        values, speed = [rank.speeds[name] for rank in ranks if name in rank.speeds], EXPECTED.get(kind, {}).get(name)
+        values, speed = (
+            [rank.speeds[name] for rank in ranks if name in rank.speeds],
+            EXPECTED.get(kind, {}).get(name),
+        )
         siblings, table = f"{name}, siblings", f"{name}, table"
         if device == "cpu":
-            rows.append(skipped(name, f"{_range(values, unit) if values else 'not measured'}: processes of a CPU share its cores"))
+            rows.append(
+                skipped(
+                    name,
+                    f"{_range(values, unit) if values else 'not measured'}: processes of a CPU share its cores",
+                )
+            )
             continue
         if len(values) < len(ranks):
-            rows.append(skipped(name, "takes two processes" if len(ranks) == 1 else "not measured by every process"))
+            rows.append(
+                skipped(
+                    name,
+                    "takes two processes" if len(ranks) == 1 else "not measured by every process",
+                )
+            )
             continue
         if len(values) == 1:
             rows.append(skipped(siblings, f"{_range(values, unit)}: one GPU has no sibling"))
@@ -152,21 +221,48 @@ def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[Chec
             expected = f"within {100 - 100 * SIBLINGS[0]:.0f} % of the others' median"
             rows.append(_not_slower(siblings, expected, ranks, name, medians, SIBLINGS))
         if speed is None:
-            rows.append(skipped(table, f"{_range(values, unit)}: we have no number of our own for {kind}"))
+            rows.append(
+                skipped(table, f"{_range(values, unit)}: we have no number of our own for {kind}")
+            )
         else:
-            rows.append(_not_slower(table, f">= {TABLE[0]:.0%} of {speed:g} {unit}", ranks, name, [speed] * len(values), TABLE))
+            rows.append(
+                _not_slower(
+                    table,
+                    f">= {TABLE[0]:.0%} of {speed:g} {unit}",
+                    ranks,
+                    name,
+                    [speed] * len(values),
+                    TABLE,
+                )
+            )
     return rows
 
 
-def _not_slower(check: str, expected: str, ranks: Sequence[Measured], name: str, references: list[float], limits: Limits) -> CheckRow:
+def _not_slower(
+    check: str,
+    expected: str,
+    ranks: Sequence[Measured],
+    name: str,
+    references: list[float],
+    limits: Limits,
+) -> CheckRow:
     """`limits`: warns and refuses at or below these shares of each rank's reference."""
     findings: list[Finding] = []
     for rank, reference in zip(ranks, references, strict=True):
-        slower = 1 - round(rank.speeds[name] / reference, 4)  # what is printed as 5.0 % counts as 5 %
+        slower = 1 - round(
+            rank.speeds[name] / reference, 4
+        )  # what is printed as 5.0 % counts as 5 %
         verdict = worst(round(slower, 4), (round(1 - limits[0], 4), round(1 - limits[1], 4)))
         findings.append((verdict, f"{rank.speeds[name]:.4g} {UNITS[name]}, {slower:.1%} slower"))
     do = "find out who else uses this GPU; check its clocks, power and temperature; then reset it or leave it out"
-    return _per_gpu(check, expected, do, ranks, findings, _range([rank.speeds[name] for rank in ranks], UNITS[name]))
+    return _per_gpu(
+        check,
+        expected,
+        do,
+        ranks,
+        findings,
+        _range([rank.speeds[name] for rank in ranks], UNITS[name]),
+    )
 
 
 def _range(values: Sequence[float], unit: str) -> str:

@@ -39,9 +39,13 @@ class Host:
 
 
 def read(root: Path = Path("/")) -> Host:
-    memlock, files = (resource.getrlimit(what)[0] for what in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
+    memlock, files = (
+        resource.getrlimit(what)[0] for what in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
+    )
     shm = root / "dev/shm"
-    return Host(available_memory(root), shutil.disk_usage(shm).free if shm.exists() else 0, memlock, files)
+    return Host(
+        available_memory(root), shutil.disk_usage(shm).free if shm.exists() else 0, memlock, files
+    )
 
 
 def available_memory(root: Path) -> int:
@@ -49,7 +53,10 @@ def available_memory(root: Path) -> int:
 
     Where memory of GPUs is a NUMA node of its own (Grace), MemAvailable would count it.
     """
-    machine = _available_beside_cpus(root) or key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
+    machine = (
+        _available_beside_cpus(root)
+        or key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
+    )
     group = root / "sys/fs/cgroup"
     limit, used = read_text(group / "memory.max"), read_text(group / "memory.current")
     if not limit.isdigit() or not used.isdigit():
@@ -66,17 +73,37 @@ def _available_beside_cpus(root: Path) -> int:
         return 0
     total = 0
     for node in with_cpus:  # lines such as `Node 0 MemFree:  1234 kB`
-        sizes = {words[2]: int(words[3]) for line in read_text(node / "meminfo").splitlines() if len(words := line.split()) >= 4}
-        total += sum(sizes.get(name, 0) for name in ("MemFree:", "Active(file):", "Inactive(file):"))
+        sizes = {
+            words[2]: int(words[3])
+            for line in read_text(node / "meminfo").splitlines()
+            if len(words := line.split()) >= 4
+        }
+        total += sum(
+            sizes.get(name, 0) for name in ("MemFree:", "Active(file):", "Inactive(file):")
+        )
     return total * 1024
 
 
-def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0) -> list[CheckRow]:
+def judge(
+    host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0
+) -> list[CheckRow]:
     """`pinned_bytes`: host memory that the config pins for each process (offload_layers), on top of what every run takes."""
     memory, shm = host.memory_bytes / GIB, host.shm_bytes / GIB
     warn, refuse = ((limit + pinned_bytes / GIB) * processes for limit in MEMORY_GIB[device])
-    do = "end other programs, or give the container or job more memory" + ", or set offload_layers lower" * bool(pinned_bytes)
-    rows = [at_least("host memory", memory, (warn, refuse), f"{memory:.1f} GiB available", f"GiB for {processes} processes", do)]
+    do = (
+        "end other programs, or give the container or job more memory"
+        + ", or set offload_layers lower" * bool(pinned_bytes)
+    )
+    rows = [
+        at_least(
+            "host memory",
+            memory,
+            (warn, refuse),
+            f"{memory:.1f} GiB available",
+            f"GiB for {processes} processes",
+            do,
+        )
+    ]
     if device == "cuda":
         do = "start the container with --shm-size 16g or --ipc host; on a bare host enlarge the tmpfs"
         limits = SHM_GIB if processes > 1 else (SHM_GIB[0], 0)
@@ -84,7 +111,16 @@ def judge(host: Host, processes: int, device: str, nodes: int, pinned_bytes: int
         # RDMA locks the memory it registers, so several nodes need it. On one node we know of no need: it only warns.
         value, is_low = _limit(host.memlock_bytes), host.memlock_bytes != UNLIMITED
         do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
-        rows.append(graded("memlock limit", value, "unlimited (bytes)", do, refuse=is_low and nodes > 1, warn=is_low))
+        rows.append(
+            graded(
+                "memlock limit",
+                value,
+                "unlimited (bytes)",
+                do,
+                refuse=is_low and nodes > 1,
+                warn=is_low,
+            )
+        )
     files = float("inf") if host.open_files == UNLIMITED else host.open_files
     do = f"ulimit -n {OPEN_FILES[0]}, or --ulimit nofile={OPEN_FILES[0]} for a container"
     return [*rows, at_least("open files", files, OPEN_FILES, _limit(host.open_files), "", do)]
@@ -98,7 +134,9 @@ def judge_tuning(root: Path = Path("/")) -> CheckRow:
     """The settings of system_tuning. AMD makes them, nobody has measured them: none of them is a reason to refuse."""
     advice, do = tuning.advice(root), "tuning check; or run with --tune"
     value = advice or f"{len(tuning.state(root))} settings as AMD makes them"
-    return graded("host tuning", value, "what `tuning apply` writes; gain not measured", do, warn=bool(advice))
+    return graded(
+        "host tuning", value, "what `tuning apply` writes; gain not measured", do, warn=bool(advice)
+    )
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
@@ -106,7 +144,11 @@ def judge_tuning(root: Path = Path("/")) -> CheckRow:
 
 def judge_read_folder(name: str, folder: Path, miniature: bool) -> CheckRow:
     """Does it hold files?"""
-    files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else []
+    files = (
+        [path for path in folder.iterdir() if path.is_file()]
+        if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+        else []
+    )
     if not files and miniature:
         return skipped(name, f"{folder}: the first run creates it")
     if not files:
@@ -120,7 +162,13 @@ def judge_log_folder(folder: Path) -> CheckRow:
     parent = next(place for place in (folder, *folder.parents) if place.exists())
     do = "free space, or set LOGDIR to another place"
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        return CheckRow("LOGDIR", "refuse", f"{parent} cannot be written by this user", "a writable folder", "set LOGDIR to another place")
+        return CheckRow(
+            "LOGDIR",
+            "refuse",
+            f"{parent} cannot be written by this user",
+            "a writable folder",
+            "set LOGDIR to another place",
+        )
     free = shutil.disk_usage(parent).free / GIB
     return at_least("LOGDIR", free, LOG_GIB, f"{folder}: {free:,.1f} GiB free", "GiB", do)
 
@@ -133,38 +181,75 @@ def judge_software() -> CheckRow:
     triton = next(filter(None, map(version_of, known_issues.PACKAGES["triton"])), "")
     text = f"Python {platform.python_version()}, torch {version_of('torch')}, triton {triton or 'missing'}"
     oldest = ".".join(map(str, OLDEST_TORCH))
-    is_old = tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2]) < OLDEST_TORCH
-    return graded("software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old)
+    is_old = (
+        tuple(int(part) for part in re.findall(r"\d+", version_of("torch") or "0")[:2])
+        < OLDEST_TORCH
+    )
+    return graded(
+        "software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old
+    )
 
 
-def judge_torch_build(found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]) -> CheckRow:
+def judge_torch_build(
+    found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]
+) -> CheckRow:
     """Whether torch is built for these GPUs and their driver."""
     check, expected = "torch build", "built for these GPUs and their driver"
     try:
         torch_build.require_fitting_torch(found, versions, environment)
     except PreflightError as error:
         return CheckRow(check, "refuse", f"{error.what} ({error.why})", expected, error.do)
-    library = next((f"{name} {versions[name]}" for name in ("rocm", "cuda") if name in versions), "CPU")
+    library = next(
+        (f"{name} {versions[name]}" for name in ("rocm", "cuda") if name in versions), "CPU"
+    )
     return CheckRow(check, "ok", library, expected)
 
 
 def judge_compiler(environment: Mapping[str, str]) -> CheckRow:
     """Whether Triton can compile the C file of its first launch."""
     missing = torch_build.missing_compiler(environment)
-    return graded("C compiler", missing or "found, with Python.h", "a C compiler and Python.h", "install them", refuse=bool(missing))
+    return graded(
+        "C compiler",
+        missing or "found, with Python.h",
+        "a C compiler and Python.h",
+        "install them",
+        refuse=bool(missing),
+    )
 
 
-def judge_known_issues(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]) -> CheckRow:
+def judge_known_issues(
+    kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]
+) -> CheckRow:
     """What common/known_issues.toml says of these versions on this GPU."""
     issues, unseen = known_issues.shown(kind, versions, environment), known_issues.unseen(versions)
-    do = "; ".join([*(issue.cure for issue in issues), *(["look whether something is known of it"] if unseen else [])])
-    value = "; ".join([*map(str, issues), *unseen]) or "none of " + ", ".join(f"{name} {text}" for name, text in versions.items())
+    do = "; ".join(
+        [
+            *(issue.cure for issue in issues),
+            *(["look whether something is known of it"] if unseen else []),
+        ]
+    )
+    value = "; ".join([*map(str, issues), *unseen]) or "none of " + ", ".join(
+        f"{name} {text}" for name, text in versions.items()
+    )
     refuse = any(issue.verdict == "refuse" for issue in issues)
-    return graded("known issues", value, "none that refuses or warns", do, refuse=refuse, warn=bool(issues or unseen))
+    return graded(
+        "known issues",
+        value,
+        "none that refuses or warns",
+        do,
+        refuse=refuse,
+        warn=bool(issues or unseen),
+    )
 
 
 def judge_checkout(root: Path, environment: Mapping[str, str]) -> CheckRow:
     """Whether runs that are started now can be submitted: the log must name a commit, whole, and an organization."""
     found = doubts(root, environment)
     do = "commit, ignore or remove the files, run as the owner of the checkout, set the variable: else package will refuse the runs"
-    return graded("checkout", "; ".join(found) or "a clean commit", "a clean commit, MLPERF_SUBMISSION_ORG", do, warn=bool(found))
+    return graded(
+        "checkout",
+        "; ".join(found) or "a clean commit",
+        "a clean commit, MLPERF_SUBMISSION_ORG",
+        do,
+        warn=bool(found),
+    )

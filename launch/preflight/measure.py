@@ -28,15 +28,22 @@ from common.training.self_test import Sizes, self_test
 from launch.plan.benchmark import workload
 from launch.preflight.measured import COLLECTIVES, UNITS, Measured, limit_s
 
-SIZES = {"cuda": (8192, 2**31, 2**29), "cpu": (128, 2**24, 2**22)}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
+SIZES = {
+    "cuda": (8192, 2**31, 2**29),
+    "cpu": (128, 2**24, 2**22),
+}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
 Work = tuple[Callable[[], object], float]  # amount / seconds of one call is in UNITS
 
 
 def main(folder: Path, device: str, seconds: float, benchmark: str = "") -> None:
     found = Measured(int(os.environ["RANK"]))
     found.write(folder)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch renames a collective; torch 2.9 has the old name only
-    faulthandler.dump_traceback_later(limit_s(seconds), exit=True)  # also if a collective or the driver hangs
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # newer torch renames a collective; torch 2.9 has the old name only
+    faulthandler.dump_traceback_later(
+        limit_s(seconds), exit=True
+    )  # also if a collective or the driver hangs
     try:
         measure(found, folder, device, seconds, benchmark)
     except Exception as error:
@@ -58,10 +65,14 @@ def measure(found: Measured, folder: Path, device: str, seconds: float, benchmar
     torch.manual_seed(found.rank)
     if int(os.environ["WORLD_SIZE"]) > 1:
         found.write(folder, "start of the process group")
-        dist.init_process_group("gloo" if device == "cpu" else "nccl", device_id=place if device == "cuda" else None)
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "nccl", device_id=place if device == "cuda" else None
+        )
     try:
         fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(found.arch)]
-        left_out = ("FP8 GEMM",) * (device == "cpu") + COLLECTIVES * (not dist.is_initialized())  # a CPU may take 12 s for one FP8 product
+        left_out = ("FP8 GEMM",) * (device == "cpu") + COLLECTIVES * (
+            not dist.is_initialized()
+        )  # a CPU may take 12 s for one FP8 product
         for name, prepare in works(place, fp8).items():
             if name not in left_out:
                 found.write(folder, name)
@@ -82,7 +93,11 @@ def look(found: Measured, device: str) -> torch.device:
     free, total = torch.cuda.mem_get_info(place)
     facts: Any = torch.cuda.get_device_properties(place)  # torch's type stub lacks the PCI address
     found.used_bytes = total - free
-    found.name, found.memory_bytes, found.compute_units = facts.name, facts.total_memory, facts.multi_processor_count
+    found.name, found.memory_bytes, found.compute_units = (
+        facts.name,
+        facts.total_memory,
+        facts.multi_processor_count,
+    )
     found.arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
     # torch for ROCm lacked some properties before 2.11; an address is only for the reader of the table.
     found.uuid = str(getattr(facts, "uuid", ""))
@@ -108,7 +123,12 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
 
     def fp8_gemm() -> Work:
         x, w = random(n, n).to(fp8), random(n, n).to(fp8)
-        options: Any = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        options: Any = {
+            "scale_a": one,
+            "scale_b": one,
+            "out_dtype": torch.bfloat16,
+            "use_fast_accum": True,
+        }
         return lambda: torch._scaled_mm(x, w.t(), **options), 2 * n**3 / 1e12
 
     def copy() -> Work:
@@ -118,7 +138,9 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
 
     def all_reduce() -> Work:  # MAX, since sums of sums would overflow after a hundred repeats
         whole, ranks = random(collective_bytes // 2), dist.get_world_size()
-        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * (ranks - 1) / ranks * whole.nbytes / 1e9
+        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * (
+            ranks - 1
+        ) / ranks * whole.nbytes / 1e9
 
     def all_gather() -> Work:
         ranks = dist.get_world_size()
@@ -133,7 +155,9 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
 def median_s(work: Callable[[], object], place: torch.device, seconds: float) -> float:
     """Median time of one `work`, repeated for about `seconds`, equally often on all ranks and starting together."""
     times_s(work, 3, place)  # libraries choose their kernels
-    count = torch.tensor(max(5, int(seconds / statistics.median(times_s(work, 5, place)))), device=place)
+    count = torch.tensor(
+        max(5, int(seconds / statistics.median(times_s(work, 5, place)))), device=place
+    )
     if dist.is_initialized():
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return statistics.median(times_s(work, int(count), place))

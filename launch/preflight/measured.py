@@ -8,7 +8,13 @@ from pathlib import Path
 
 from common.errors import write_whole
 
-UNITS = {"bf16 GEMM": "TFLOP/s", "FP8 GEMM": "TFLOP/s", "copy": "TB/s", "all-reduce": "GB/s", "all-gather": "GB/s"}
+UNITS = {
+    "bf16 GEMM": "TFLOP/s",
+    "FP8 GEMM": "TFLOP/s",
+    "copy": "TB/s",
+    "all-reduce": "GB/s",
+    "all-gather": "GB/s",
+}
 COLLECTIVES = ("all-reduce", "all-gather")
 START_S = 240.0  # imports, the first collective, compilation for the self-test; longer means that something hangs
 
@@ -35,7 +41,9 @@ class Measured:
     speeds: dict[str, float] = field(default_factory=dict)
     attention: str = ""  # the backend that runs it
     self_test_s: float = 0.0
-    self_test: list[tuple[str, str, bool]] = field(default_factory=list)  # op, finding, whether it is good (common/training/self_test.py)
+    self_test: list[tuple[str, str, bool]] = field(
+        default_factory=list
+    )  # op, finding, whether it is good (common/training/self_test.py)
 
     @property
     def label(self) -> str:

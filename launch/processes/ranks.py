@@ -17,19 +17,50 @@ from common.hardware import Probe
 from common.paths import ROOT
 
 # By no host name: none need resolve.
-ONE_NODE = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--nnodes", "1", "--local-addr", "127.0.0.1"]
+ONE_NODE = [
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "127.0.0.1:0",
+    "--nnodes",
+    "1",
+    "--local-addr",
+    "127.0.0.1",
+]
 CPUS = 8  # a rank has at least these to itself, for its threads (main, backward, data, NCCL's); else the ranks of a NUMA node share all
 
 
-def torchrun(folder: Path, processes: int, arguments: list[str], nodes: Sequence[str] = ONE_NODE, cpus: Sequence[str] = ()) -> list[str]:
+def torchrun(
+    folder: Path,
+    processes: int,
+    arguments: list[str],
+    nodes: Sequence[str] = ONE_NODE,
+    cpus: Sequence[str] = (),
+) -> list[str]:
     """Start `arguments` (-m MODULE ...) on so many ranks, on `cpus`, by way of launch.processes.torchrun, which leaves its findings in `folder`."""
     bound = ["-m", "launch.processes.ranks", "/".join(cpus), *arguments[1:]] if cpus else arguments
-    return [sys.executable, "-m", "launch.processes.torchrun", str(folder), *nodes, "--nproc-per-node", str(processes), *bound]
+    return [
+        sys.executable,
+        "-m",
+        "launch.processes.torchrun",
+        str(folder),
+        *nodes,
+        "--nproc-per-node",
+        str(processes),
+        *bound,
+    ]
 
 
-def rank_environment(environment: Mapping[str, str], config_env: Mapping[str, str], threads: int) -> dict[str, str]:
+def rank_environment(
+    environment: Mapping[str, str], config_env: Mapping[str, str], threads: int
+) -> dict[str, str]:
     """The user's variables, those of the config, and what finds the project's modules, and only those, from any directory."""
-    return {"OMP_NUM_THREADS": str(threads), **environment, **config_env, **finding_modules(environment)}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **environment,
+        **config_env,
+        **finding_modules(environment),
+    }
 
 
 def finding_modules(environment: Mapping[str, str]) -> dict[str, str]:
@@ -45,12 +76,19 @@ def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple
     Empty where nothing is gained or known: one NUMA node with CPUs of ours, or a GPU whose node the firmware does not tell (-1) or has none.
     """
     allowed, folders = os.sched_getaffinity(0), (sysfs / "devices/system/node").glob("node[0-9]*")
-    cpus = {folder.name[4:]: mine for folder in folders if (mine := allowed & numbers(read_text(folder / "cpulist")))}
+    cpus = {
+        folder.name[4:]: mine
+        for folder in folders
+        if (mine := allowed & numbers(read_text(folder / "cpulist")))
+    }
     if len(cpus) < 2 or not found.devices:
         return ()
     with contextlib.suppress(DriverError):
         addresses = [device.address for device in found.devices[:ranks]]
-        nodes = [read_text(folder / "numa_node") for folder in pci_folders(found.vendor, addresses, sysfs)]
+        nodes = [
+            read_text(folder / "numa_node")
+            for folder in pci_folders(found.vendor, addresses, sysfs)
+        ]
         if cpus.keys() >= set(nodes):
             shares = {node: _shares(cpus[node], nodes.count(node), sysfs) for node in set(nodes)}
             return tuple(text(shares[node].pop(0)) for node in nodes)
@@ -60,9 +98,18 @@ def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple
 def _shares(cpus: set[int], ranks: int, sysfs: Path) -> list[set[int]]:
     if len(cpus) < CPUS * ranks:
         return [cpus] * ranks
-    core = {cpu: min(numbers(read_text(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) | {cpu}) for cpu in cpus}
+    core = {
+        cpu: min(
+            numbers(read_text(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+            | {cpu}
+        )
+        for cpu in cpus
+    }
     order = sorted(cpus, key=lambda cpu: (core[cpu], cpu))
-    return [set(order[rank * len(order) // ranks : (rank + 1) * len(order) // ranks]) for rank in range(ranks)]
+    return [
+        set(order[rank * len(order) // ranks : (rank + 1) * len(order) // ranks])
+        for rank in range(ranks)
+    ]
 
 
 def numbers(cpulist: str) -> set[int]:
@@ -74,7 +121,10 @@ def numbers(cpulist: str) -> set[int]:
 def text(cpus: set[int]) -> str:
     """The inverse of `numbers`."""
     starts, ends = (sorted(cpu for cpu in cpus if cpu + step not in cpus) for step in (-1, 1))
-    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+    return ",".join(
+        str(start) if start == end else f"{start}-{end}"
+        for start, end in zip(starts, ends, strict=True)
+    )
 
 
 def main(cpus: str, arguments: list[str]) -> None:
@@ -83,7 +133,11 @@ def main(cpus: str, arguments: list[str]) -> None:
     try:
         os.sched_setaffinity(0, numbers(mine))
     except OSError as error:  # the container's CPUs were changed just now
-        print(f"note: a rank is not bound to the CPUs {mine}: {error.strerror}", file=sys.stderr, flush=True)
+        print(
+            f"note: a rank is not bound to the CPUs {mine}: {error.strerror}",
+            file=sys.stderr,
+            flush=True,
+        )
     os.execv(sys.executable, [sys.executable, "-u", "-m", *arguments])  # -u as torchrun has it
 
 

@@ -24,7 +24,9 @@ PRCTL = ctypes.CDLL(None).prctl
 POLL_S = 0.5
 GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own (KillWait) is 30 s
 STACK_S = 2.0  # for the ranks to write their stacks and collectives: they look every half second
-ORPHANS_S = 8.0  # for ranks to end by themselves when torchrun was killed (common/training/guard.py)
+ORPHANS_S = (
+    8.0  # for ranks to end by themselves when torchrun was killed (common/training/guard.py)
+)
 # A collective of the ranks times out after the same time, counted from a little later. The launcher must be first: it can name the culprit.
 BEFORE_COLLECTIVES = 0.9
 
@@ -47,7 +49,15 @@ class HangWatch:
     rank has finished a step (imports, kernel compilation, first collectives), then `step_s`.
     """
 
-    def __init__(self, folder: Path, ranks: range, local_ranks: range, startup_s: float, step_s: float, clock=time.monotonic):
+    def __init__(
+        self,
+        folder: Path,
+        ranks: range,
+        local_ranks: range,
+        startup_s: float,
+        step_s: float,
+        clock=time.monotonic,
+    ):
         self.folder, self.ranks, self.local_ranks, self.clock = folder, ranks, local_ranks, clock
         self.startup_s, self.step_s = startup_s, step_s
         self.last_change = clock()
@@ -58,12 +68,16 @@ class HangWatch:
         """True if the run hangs."""
         for rank in self.ranks:
             path = self.folder / f"rank_{rank}.heartbeat"
-            with contextlib.suppress(OSError, ValueError):  # not there yet, or just being written: the next look reads it
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # not there yet, or just being written: the next look reads it
                 modified = path.stat().st_mtime_ns
                 if modified != self.modified.get(rank):
                     self.modified[rank], self.last_change = modified, self.clock()
                     self.beats[rank] = json.loads(path.read_text())
-        started = len(self.beats) == len(self.ranks) and all(beat["step"] > 0 for beat in self.beats.values())
+        started = len(self.beats) == len(self.ranks) and all(
+            beat["step"] > 0 for beat in self.beats.values()
+        )
         return self.clock() - self.last_change > (self.step_s if started else self.startup_s)
 
     def explain(self) -> tuple[Hang, dict]:
@@ -76,10 +90,15 @@ class HangWatch:
             why = f"rank {', '.join(map(str, unheard))} never reported"
         else:
             # Ranks that wait for each other in one step reported in any order, so time decides last.
-            culprit = min(self.beats.values(), key=lambda beat: (self._answered(beat["rank"]), beat["step"], beat["time"]))
+            culprit = min(
+                self.beats.values(),
+                key=lambda beat: (self._answered(beat["rank"]), beat["step"], beat["time"]),
+            )
             why = f"rank {culprit['rank']} stopped reporting, at step {culprit['step']} in {culprit['phase']!r}"
         what = f"no rank made progress for {silent_s:.0f} s: rank {culprit['rank']} holds up the others"
-        return Hang(what, why, "see the stack of every rank in ranks/rank_*.stack; then start again"), culprit
+        return Hang(
+            what, why, "see the stack of every rank in ranks/rank_*.stack; then start again"
+        ), culprit
 
     def ask_for_stacks(self) -> None:
         """SIGUSR1, upon which a rank writes its stack."""
@@ -115,7 +134,14 @@ def supervise(
     """
     with signals_noted() as received:
         marked = environment | {LAUNCHED: str(run_dir)}
-        process = subprocess.Popen(command, env=marked, stdout=stdout, stderr=stderr, start_new_session=True, preexec_fn=end_with_parent)
+        process = subprocess.Popen(
+            command,
+            env=marked,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
         try:
             while not _ended(process, poll_s) and not received:
                 hangs, stopped = watch is not None and watch.look(), stop()
@@ -128,7 +154,9 @@ def supervise(
                 _stop(process, received)
             return Ending(process.poll() or 0, received[0] if received else 0)
         finally:
-            kill_processes_of(run_dir, ORPHANS_S if (process.poll() or 0) < 0 and not received else 0.0)
+            kill_processes_of(
+                run_dir, ORPHANS_S if (process.poll() or 0) < 0 and not received else 0.0
+            )
             process.wait()
 
 
@@ -156,7 +184,11 @@ def _stop(process: subprocess.Popen, received: list[int]) -> None:
 
 def handled_signals() -> list[int]:
     """SIGINT, SIGTERM and SIGHUP, except those that the launcher's parent ignores (nohup, a shell's background jobs)."""
-    return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    return [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
 
 
 def raise_at_signals() -> None:
@@ -173,7 +205,10 @@ def raise_at_signals() -> None:
 def signals_noted() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
     received: list[int] = []
-    before = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in handled_signals()}
+    before = {
+        number: signal.signal(number, lambda n, frame: received.append(n))
+        for number in handled_signals()
+    }
     try:
         yield received
     finally:

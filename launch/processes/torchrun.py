@@ -25,7 +25,10 @@ def main(folder: Path, arguments: list[str]) -> int:
         torch.distributed.run.main(arguments)
     except ChildFailedError as error:
         ended = error.failures.items()
-        failures = [{"rank": rank, "pid": end.pid, "exit_code": end.exitcode, "time": end.timestamp} for rank, end in ended]
+        failures = [
+            {"rank": rank, "pid": end.pid, "exit_code": end.exitcode, "time": end.timestamp}
+            for rank, end in ended
+        ]
         write_record(folder, "torchrun.json", json.dumps(failures))
         return 1
     except SignalException as error:
@@ -41,7 +44,10 @@ def _log_to(path: Path) -> None:
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
-    for name in ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]:
+    for name in [
+        "torch",
+        *(name for name in logging.root.manager.loggerDict if name.startswith("torch.")),
+    ]:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True

@@ -15,17 +15,27 @@ def test_same_documents_every_time(documents):
 
 def test_train_and_validation_share_nothing(documents):
     train, validation = corpus.split(documents)
-    assert len(train) + len(validation) == len(documents) == len({document.text for document in documents})
+    assert (
+        len(train) + len(validation)
+        == len(documents)
+        == len({document.text for document in documents})
+    )
     assert not set(train) & set(validation)
     source_of = {document.text: document.source for document in documents}
     assert not {source_of[text] for text in train} & {source_of[text] for text in validation}
-    assert corpus.VALIDATION_CHARACTERS <= sum(map(len, validation)) < 1.2 * corpus.VALIDATION_CHARACTERS
+    assert (
+        corpus.VALIDATION_CHARACTERS
+        <= sum(map(len, validation))
+        < 1.2 * corpus.VALIDATION_CHARACTERS
+    )
 
 
 def test_works_without_pydoc_data(documents, monkeypatch):
     modules = [document for document in documents if not document.source.startswith("pydoc_data")]
     assert 0 < len(modules) < len(documents)
-    monkeypatch.setattr(corpus, "module_documents", lambda root: iter(modules))  # to read them again takes seconds
+    monkeypatch.setattr(
+        corpus, "module_documents", lambda root: iter(modules)
+    )  # to read them again takes seconds
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)  # as on Debian's minimal Python
     assert corpus.documents() == modules
 
@@ -68,7 +78,12 @@ def test_vocabulary_is_deterministic_and_lossless(documents, tmp_path):
         corpus.train_sentencepiece(train, 2048, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     tokenizer = corpus.load_sentencepiece(tmp_path / "a")
-    assert (tokenizer.vocab_size(), tokenizer.unk_id(), tokenizer.bos_id(), tokenizer.eos_id()) == (2048, 0, 1, 2)
+    assert (tokenizer.vocab_size(), tokenizer.unk_id(), tokenizer.bos_id(), tokenizer.eos_id()) == (
+        2048,
+        0,
+        1,
+        2,
+    )
     for text in [*validation, "Ω naïve\n\n\tdef f():\n    x  =  1\r\n", " leading and trailing "]:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text and min(ids) > 2  # neither unk nor bos nor eos

@@ -27,11 +27,23 @@ class Hub(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, files: dict[str, bytes], repository=f"datasets/{prepare.DATA_REPOSITORY}", revision=COMMIT):
+    def __init__(
+        self,
+        files: dict[str, bytes],
+        repository=f"datasets/{prepare.DATA_REPOSITORY}",
+        revision=COMMIT,
+    ):
         super().__init__(("127.0.0.1", 0), Answer)
         self.listing = f"/api/{repository}/tree/{revision}"
         self.place = f"/{repository.removeprefix('models/')}/resolve/{revision}/"
-        self.files, self.pause_s, self.sent, self.damage, self.ranges, self.gated = files, 0.0, 0, False, 0, False
+        self.files, self.pause_s, self.sent, self.damage, self.ranges, self.gated = (
+            files,
+            0.0,
+            0,
+            False,
+            0,
+            False,
+        )
         self.oid: str | None = None  # in place of the sums of large files
         self.more = 0  # bytes that are sent beyond the size in the list
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -54,10 +66,18 @@ class Answer(http.server.BaseHTTPRequestHandler):
         if hub.gated:
             return self.send(401, {"X-Error-Code": "GatedRepo"}, b"")
         if path == hub.listing:
-            return self.send(200, {"Content-Type": "application/json"}, json.dumps([self.entry(name) for name in hub.files]).encode())
+            return self.send(
+                200,
+                {"Content-Type": "application/json"},
+                json.dumps([self.entry(name) for name in hub.files]).encode(),
+            )
         name = path.removeprefix(hub.place)
         if name in hub.files and "lfs" in self.entry(name):
-            return self.send(302, {"Location": f"http://127.0.0.1:{hub.server_address[1]}/storage/{name}"}, b"Found. Redirecting")
+            return self.send(
+                302,
+                {"Location": f"http://127.0.0.1:{hub.server_address[1]}/storage/{name}"},
+                b"Found. Redirecting",
+            )
         name = name.removeprefix("/storage/")
         if name not in hub.files:
             return self.send(404, {"X-Error-Code": "EntryNotFound"}, b"")
@@ -80,8 +100,18 @@ class Answer(http.server.BaseHTTPRequestHandler):
         if len(content) < 1000:
             return entry | {"oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
         if self.server.oid is not None:
-            return entry | {"oid": "0" * 40, "lfs": {"oid": self.server.oid, "size": len(content), "pointerSize": 134}}
-        return entry | {"oid": "0" * 40, "lfs": {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}}
+            return entry | {
+                "oid": "0" * 40,
+                "lfs": {"oid": self.server.oid, "size": len(content), "pointerSize": 134},
+            }
+        return entry | {
+            "oid": "0" * 40,
+            "lfs": {
+                "oid": hashlib.sha256(content).hexdigest(),
+                "size": len(content),
+                "pointerSize": 134,
+            },
+        }
 
     def send(self, status: int, headers: dict, content: bytes) -> None:
         self.send_response(status)
@@ -100,7 +130,10 @@ class Answer(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub():
     content = random.Random(1)
-    server = Hub({"README.md": b"x"} | {f"data/{name}": content.randbytes(300_000) for name in DATA_FILES.values()})
+    server = Hub(
+        {"README.md": b"x"}
+        | {f"data/{name}": content.randbytes(300_000) for name in DATA_FILES.values()}
+    )
     yield server
     server.shutdown()
     server.server_close()
@@ -112,11 +145,31 @@ OF_THE_8B = "from llama31_8b import prepare; prepare.DOWNLOAD_BYTES = 1; "
 
 def start(hub, folder, small_chunks=True, program=OF_LORA) -> subprocess.Popen:
     """`fetch --download`, with a home of its own."""
-    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}", "HF_HOME": str(folder / "home")}
-    environment |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    code = "import sys; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 8192\n" if small_chunks else "import sys\n"
+    environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
+        "HF_HOME": str(folder / "home"),
+    }
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "NO_PROXY": "127.0.0.1",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    code = (
+        "import sys; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 8192\n"
+        if small_chunks
+        else "import sys\n"
+    )
     code += f"{program} sys.exit(prepare.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "fetch", "--data-dir", str(folder / "data"), "--download"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "fetch",
+        "--data-dir",
+        str(folder / "data"),
+        "--download",
+    ]
     command += ["--weights", str(folder / "w")] * (program == OF_LORA)
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -142,7 +195,9 @@ def kill(process, folder, size: int) -> None:
     """When `size` bytes more than now are on disk, or it has ended."""
     size += on_disk(folder)  # nothing is writing yet
     while process.poll() is None:
-        with contextlib.suppress(FileNotFoundError):  # a part got its name between the listing and the stat
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # a part got its name between the listing and the stat
             if on_disk(folder) >= size:
                 break
         time.sleep(0.001)
@@ -154,16 +209,31 @@ def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
     hub.pause_s = 0.02
     process = start(hub, tmp_path)
     kill(process, tmp_path, 100_000)
-    assert process.returncode == -signal.SIGKILL and not whole(hub, tmp_path) and not list((tmp_path / "data").glob("*.parquet"))
+    assert (
+        process.returncode == -signal.SIGKILL
+        and not whole(hub, tmp_path)
+        and not list((tmp_path / "data").glob("*.parquet"))
+    )
     hub.pause_s = 0.0
     code, err = finish(start(hub, tmp_path))
     assert code == 0 and whole(hub, tmp_path), err
-    assert hub.ranges == 1 and "bytes, as regisss/" in err and "The weights have not been downloaded" in err
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [".download.lock", *sorted(DATA_FILES.values())]
+    assert (
+        hub.ranges == 1
+        and "bytes, as regisss/" in err
+        and "The weights have not been downloaded" in err
+    )
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        ".download.lock",
+        *sorted(DATA_FILES.values()),
+    ]
     assert finish(start(hub, tmp_path))[0] == 0, "what is there is verified"
     (tmp_path / "data" / DATA_FILES["train"]).write_bytes(b"another")
     code, err = finish(start(hub, tmp_path))
-    assert code == 17 and "nothing is overwritten" in err and (tmp_path / "data" / DATA_FILES["train"]).read_bytes() == b"another"
+    assert (
+        code == 17
+        and "nothing is overwritten" in err
+        and (tmp_path / "data" / DATA_FILES["train"]).read_bytes() == b"another"
+    )
 
 
 @pytest.mark.parametrize("way", ["damaged on the way", "no network", "no package"])
@@ -181,14 +251,22 @@ def test_without_the_files_it_says_what_to_do(hub, tmp_path, monkeypatch, way):
         "no network": (15, "could not be downloaded"),
         "no package": (18, "not installed"),
     }
-    assert code == expected[way][0] and expected[way][1] in err.splitlines()[-3] and "downloaded" in err, err
+    assert (
+        code == expected[way][0]
+        and expected[way][1] in err.splitlines()[-3]
+        and "downloaded" in err
+    ), err
     assert not list(tmp_path.rglob("*.parquet"))
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_8b_gets_its_tokenizer_or_is_told_of_its_license(tmp_path, gated):
     content = random.Random(1).randbytes(50_000)
-    server = Hub({"original/tokenizer.model": b"x", "tokenizer.json": content}, "models/meta-llama/Llama-3.1-8B", "main")
+    server = Hub(
+        {"original/tokenizer.model": b"x", "tokenizer.json": content},
+        "models/meta-llama/Llama-3.1-8B",
+        "main",
+    )
     server.gated = gated
     try:
         code, err = finish(start(server, tmp_path, small_chunks=False, program=OF_THE_8B))
@@ -197,7 +275,11 @@ def test_the_8b_gets_its_tokenizer_or_is_told_of_its_license(tmp_path, gated):
         server.server_close()
     assert "downloaded" in err, "it says what is left to do"
     if gated:
-        assert code == 15 and "accept its license" in err.splitlines()[-1] and not (tmp_path / "data/tokenizer.json").exists(), err
+        assert (
+            code == 15
+            and "accept its license" in err.splitlines()[-1]
+            and not (tmp_path / "data/tokenizer.json").exists()
+        ), err
     else:
         assert code == 0 and (tmp_path / "data/tokenizer.json").read_bytes() == content, err
 
@@ -221,7 +303,9 @@ def test_a_file_is_no_larger_than_its_list_says(hub, tmp_path):
 
 def test_a_server_that_sends_a_byte_now_and_then_is_given_up(hub, tmp_path):
     hub.pause_s = 1.5
-    process = start(hub, tmp_path, program="from common.data import hub; hub.SILENCE_S = 1.0; " + OF_LORA)
+    process = start(
+        hub, tmp_path, program="from common.data import hub; hub.SILENCE_S = 1.0; " + OF_LORA
+    )
     code, err = finish(process)
     assert code == 15 and "too slow" in err, err
 
@@ -235,7 +319,9 @@ def test_the_failure_of_a_download_is_what_the_command_ends_with(hub, tmp_path):
 
 
 def test_what_arrived_is_a_success_though_the_rest_would_not_fit(hub, tmp_path):
-    program = OF_LORA.replace("prepare.WEIGHTS_BYTES = prepare.DATA_BYTES = 1", "prepare.WEIGHTS_BYTES = 10**18")
+    program = OF_LORA.replace(
+        "prepare.WEIGHTS_BYTES = prepare.DATA_BYTES = 1", "prepare.WEIGHTS_BYTES = 10**18"
+    )
     code, err = finish(start(hub, tmp_path, small_chunks=False, program=program))
     assert code == 0 and whole(hub, tmp_path), err
 

@@ -23,7 +23,8 @@ def write(prefix, documents=DOCUMENTS, vocab_size=500):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "name", "code"), [(500, "uint16", 8), (65499, "uint16", 8), (65500, "int32", 4), (128256, "int32", 4)]
+    ("vocab_size", "name", "code"),
+    [(500, "uint16", 8), (65499, "uint16", 8), (65500, "int32", 4), (128256, "int32", 4)],
 )
 def test_round_trip_and_dtype(tmp_path, vocab_size, name, code):
     documents = [*DOCUMENTS, [vocab_size - 1]]
@@ -31,11 +32,19 @@ def test_round_trip_and_dtype(tmp_path, vocab_size, name, code):
     assert index.dtype.name == token_dtype(vocab_size).name == name
     assert (tmp_path / "a.b_text_document.idx").read_bytes()[17] == code
     assert (index.num_documents, index.num_sequences, index.num_tokens) == (4, 4, 10)
-    assert index.sequence_lengths.tolist() == [3, 1, 5, 1] and index.document_boundaries.tolist() == [0, 1, 2, 3, 4]
+    assert index.sequence_lengths.tolist() == [
+        3,
+        1,
+        5,
+        1,
+    ] and index.document_boundaries.tolist() == [0, 1, 2, 3, 4]
     with index.open_tokens() as tokens:
         assert tokens.read(0, 10).tolist() == [id for document in documents for id in document]
         assert tokens.read_sequence(2, 1, 3).tolist() == [0, 12, 13]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.b_text_document.bin", "a.b_text_document.idx"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "a.b_text_document.bin",
+        "a.b_text_document.idx",
+    ]
 
 
 def test_index_of_many_chunks(tmp_path, monkeypatch):
@@ -43,7 +52,9 @@ def test_index_of_many_chunks(tmp_path, monkeypatch):
     lengths = np.random.RandomState(0).randint(1, 9, 50)
     index = write(tmp_path / "c", [np.arange(n) for n in lengths])
     np.testing.assert_array_equal(index.sequence_lengths, lengths)
-    np.testing.assert_array_equal(index.sequence_offsets, np.concatenate(([0], np.cumsum(lengths)[:-1])) * 2)
+    np.testing.assert_array_equal(
+        index.sequence_offsets, np.concatenate(([0], np.cumsum(lengths)[:-1])) * 2
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [500, 128256])
@@ -51,7 +62,12 @@ def test_megatron_reads_our_files(megatron, tmp_path, vocab_size):
     write(tmp_path / "ours", vocab_size=vocab_size)
     theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
     assert [theirs[i].tolist() for i in range(len(theirs))] == DOCUMENTS
-    assert theirs.document_indices.tolist() == [0, 1, 2, 3] and theirs.sequence_lengths.tolist() == [3, 1, 5]
+    assert theirs.document_indices.tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ] and theirs.sequence_lengths.tolist() == [3, 1, 5]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
@@ -66,7 +82,9 @@ def test_we_read_megatrons_files(megatron, tmp_path, dtype):
     builder.finalize(str(tmp_path / "theirs.idx"))
     write(tmp_path / "ours", vocab_size=500 if dtype is np.uint16 else 128256)
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"theirs{suffix}").read_bytes() == (tmp_path / f"ours{suffix}").read_bytes()
+        assert (tmp_path / f"theirs{suffix}").read_bytes() == (
+            tmp_path / f"ours{suffix}"
+        ).read_bytes()
     with Index.read(tmp_path / "theirs").open_tokens() as tokens:
         assert tokens.read(0, 9).tolist() == [1, 2, 3, 7, 499, 0, 12, 13, 14]
 
@@ -92,16 +110,40 @@ DAMAGE = {
     "version": (lambda raw: raw.__setitem__(9, 2), "expected version 1, got version 2"),
     "dtype": (lambda raw: raw.__setitem__(17, 9), "got code 9"),
     "float": (lambda raw: raw.__setitem__(17, 7), "got code 7"),
-    "truncated": (lambda raw: raw[:-1], "expected 102 bytes for 3 sequences and 4 boundaries, got 101"),
+    "truncated": (
+        lambda raw: raw[:-1],
+        "expected 102 bytes for 3 sequences and 4 boundaries, got 101",
+    ),
     "header": (lambda raw: raw[:20], "a header of 34 bytes, got 20"),
     "multimodal": (lambda raw: raw + b"\0\0\0", "expected 102 bytes .*got 105 bytes"),
-    "count": (lambda raw: raw.__setitem__(slice(18, 26), struct.pack("<Q", 2**40)), "expected 13194139533378 bytes"),
-    "length": (lambda raw: raw.__setitem__(slice(38, 42), struct.pack("<i", -1)), "-1 for sequence 1"),
-    "first offset": (lambda raw: raw.__setitem__(slice(46, 54), struct.pack("<q", 2)), "sequence 0 at byte 0 .*got byte 2"),
-    "offset": (lambda raw: raw.__setitem__(slice(62, 70), struct.pack("<q", 6)), "sequence 2 at byte 8 .*got byte 6"),
-    "first boundary": (lambda raw: raw.__setitem__(slice(70, 78), struct.pack("<q", 1)), "boundaries from 0 to 3, got 1 to 3"),
-    "last boundary": (lambda raw: raw.__setitem__(slice(94, 102), struct.pack("<q", 4)), "boundaries from 0 to 3, got 0 to 4"),
-    "boundary order": (lambda raw: raw.__setitem__(slice(78, 86), struct.pack("<q", 3)), "3 then 2 at document 1"),
+    "count": (
+        lambda raw: raw.__setitem__(slice(18, 26), struct.pack("<Q", 2**40)),
+        "expected 13194139533378 bytes",
+    ),
+    "length": (
+        lambda raw: raw.__setitem__(slice(38, 42), struct.pack("<i", -1)),
+        "-1 for sequence 1",
+    ),
+    "first offset": (
+        lambda raw: raw.__setitem__(slice(46, 54), struct.pack("<q", 2)),
+        "sequence 0 at byte 0 .*got byte 2",
+    ),
+    "offset": (
+        lambda raw: raw.__setitem__(slice(62, 70), struct.pack("<q", 6)),
+        "sequence 2 at byte 8 .*got byte 6",
+    ),
+    "first boundary": (
+        lambda raw: raw.__setitem__(slice(70, 78), struct.pack("<q", 1)),
+        "boundaries from 0 to 3, got 1 to 3",
+    ),
+    "last boundary": (
+        lambda raw: raw.__setitem__(slice(94, 102), struct.pack("<q", 4)),
+        "boundaries from 0 to 3, got 0 to 4",
+    ),
+    "boundary order": (
+        lambda raw: raw.__setitem__(slice(78, 86), struct.pack("<q", 3)),
+        "3 then 2 at document 1",
+    ),
 }
 
 

@@ -23,7 +23,10 @@ def numbered(count: int | None = None):
 def test_batches_keep_order_values_and_dtype():
     batches = list(Prefetcher(numbered(50), CPU, depth=3))
     assert [int(batch[0, 0]) for batch in batches] == list(range(50))
-    assert all(batch.dtype == torch.int32 and batch.shape == (2, 3) and (batch == batch[0, 0]).all() for batch in batches)
+    assert all(
+        batch.dtype == torch.int32 and batch.shape == (2, 3) and (batch == batch[0, 0]).all()
+        for batch in batches
+    )
 
 
 def test_the_end_comes_after_the_last_batch_and_stays():

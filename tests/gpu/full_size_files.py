@@ -37,12 +37,16 @@ ANSWER = 8  # the last 1 / 8 of a validation sequence counts, as a summary does
 DOCUMENT = 2000  # tokens of a document of the 8B
 
 
-def write_base(folder: Path, shape: ModelShape, *, files: int = FILES, more: Path | None = None, keep: int = 0) -> int:
+def write_base(
+    folder: Path, shape: ModelShape, *, files: int = FILES, more: Path | None = None, keep: int = 0
+) -> int:
     """Write the checkpoint; returns its bytes. Values repeat: every tensor is cut out of one pool, each at another place."""
     shapes = tensor_shapes(shape, FUSED)
     sizes = {name: int(np.prod(size)) for name, size in shapes.items()}
     largest = max(sizes.values())
-    pool = torch.empty(largest + largest // 8, dtype=torch.bfloat16).normal_(0.0, STD, generator=torch.Generator().manual_seed(1))
+    pool = torch.empty(largest + largest // 8, dtype=torch.bfloat16).normal_(
+        0.0, STD, generator=torch.Generator().manual_seed(1)
+    )
     ones = torch.ones(shape.hidden_size, dtype=torch.bfloat16)
 
     def tensor(number: int, name: str) -> torch.Tensor:
@@ -67,7 +71,9 @@ def write_base(folder: Path, shape: ModelShape, *, files: int = FILES, more: Pat
 
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(write, paths, groups))
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": written}, "weight_map": weight_map}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": written}, "weight_map": weight_map})
+    )
     return written
 
 
@@ -86,7 +92,12 @@ def write_reports(data_dir: Path, rules: lora_rules.Rules) -> None:
     """Both splits of `llama2_70b_lora`."""
     data_dir.mkdir(parents=True, exist_ok=True)
     count, length = rules.train_samples + rules.eval_samples, rules.sequence_length
-    ids = np.frombuffer(text_bytes(count * length), np.uint8)[: count * length].astype(np.int32).reshape(count, length) + FIRST_BYTE
+    ids = (
+        np.frombuffer(text_bytes(count * length), np.uint8)[: count * length]
+        .astype(np.int32)
+        .reshape(count, length)
+        + FIRST_BYTE
+    )
     rows = np.stack((ids, ids), axis=1)
     rows[rules.train_samples :, 1, : -length // ANSWER] = IGNORE_INDEX
     write_rows(data_dir, "train", rows[: rules.train_samples])
@@ -97,7 +108,9 @@ def write_tokens(data_dir: Path, rules: pretraining_rules.Rules, tokens: int) ->
     """Both pairs of `llama31_8b`: `tokens` to train on, and enough to evaluate on."""
     data_dir.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(1)
-    pool = (rules.shape.vocab_size * random.random(min(tokens, 1 << 26) + DOCUMENT) ** 3).astype(np.int32)
+    pool = (rules.shape.vocab_size * random.random(min(tokens, 1 << 26) + DOCUMENT) ** 3).astype(
+        np.int32
+    )
     evaluated = (rules.eval_samples + 1) * rules.sequence_length
     for prefix, wanted in ((rules.train_prefix, tokens), (rules.validation_prefix, evaluated)):
         writer = Writer(data_dir / prefix, rules.shape.vocab_size)
@@ -107,14 +120,26 @@ def write_tokens(data_dir: Path, rules: pretraining_rules.Rules, tokens: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("benchmark", choices=["llama2_70b_lora", "llama31_8b"])
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--weights", type=Path, help="folder of the base; without it, no base is written")
-    parser.add_argument("--more-weights", type=Path, help="folder on another disk, for the files beyond --keep")
-    parser.add_argument("--keep", type=int, default=0, help="bytes in --weights before files go to --more-weights")
-    parser.add_argument("--layers", type=int, help="fewer than 80: a base for measurements of loading only")
-    parser.add_argument("--tokens", type=int, default=1_000_000_000, help="training tokens of the 8B; 4 bytes each")
+    parser.add_argument(
+        "--weights", type=Path, help="folder of the base; without it, no base is written"
+    )
+    parser.add_argument(
+        "--more-weights", type=Path, help="folder on another disk, for the files beyond --keep"
+    )
+    parser.add_argument(
+        "--keep", type=int, default=0, help="bytes in --weights before files go to --more-weights"
+    )
+    parser.add_argument(
+        "--layers", type=int, help="fewer than 80: a base for measurements of loading only"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1_000_000_000, help="training tokens of the 8B; 4 bytes each"
+    )
     args = parser.parse_args()
     began = time.monotonic()
     if args.benchmark == "llama31_8b":
@@ -123,7 +148,10 @@ def main() -> None:
         write_reports(args.data_dir, lora_rules.CLOSED)
         print(f"sequences: {time.monotonic() - began:.1f} s", flush=True)
         if args.weights:
-            shape = replace(lora_rules.CLOSED.shape, num_layers=args.layers or lora_rules.CLOSED.shape.num_layers)
+            shape = replace(
+                lora_rules.CLOSED.shape,
+                num_layers=args.layers or lora_rules.CLOSED.shape.num_layers,
+            )
             written = write_base(args.weights, shape, more=args.more_weights, keep=args.keep)
             print(f"base: {written:,} bytes", flush=True)
     print(f"written in {time.monotonic() - began:.1f} s")

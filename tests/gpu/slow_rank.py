@@ -59,10 +59,14 @@ class ExtraWork:
 
     def __init__(self, blocks, device: torch.device):
         self.count, self.device = 0, device
-        self.a = torch.randn(SIZE[device.type], SIZE[device.type], device=device, dtype=torch.bfloat16)
+        self.a = torch.randn(
+            SIZE[device.type], SIZE[device.type], device=device, dtype=torch.bfloat16
+        )
         self.out = torch.empty_like(self.a)
         for block in blocks:
-            block.register_forward_pre_hook(lambda *_: self.work(self.count) if torch.is_grad_enabled() else None)
+            block.register_forward_pre_hook(
+                lambda *_: self.work(self.count) if torch.is_grad_enabled() else None
+            )
 
     def work(self, count: int) -> None:
         for _ in range(count):
@@ -80,7 +84,9 @@ class ExtraWork:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--config", type=Path, help="default: that of so many H200s")
     for name, default in (("layers", 16), ("steps", 260), ("at", 180)):
@@ -91,11 +97,19 @@ def main() -> None:
     cpu = options.device == "cpu"
     name = "CPU_1x1" if cpu else f"H200_1x{world_size}"
     overrides = {"gpus_per_node": str(world_size), "micro_batch_size": "2"} if cpu else {}
-    config = configs.load(options.config or ROOT / f"configs/llama31_8b/{name}.toml", Config, overrides)
-    rules = MINIATURE if cpu else replace(CLOSED, shape=replace(CLOSED.shape, num_layers=options.layers))
+    config = configs.load(
+        options.config or ROOT / f"configs/llama31_8b/{name}.toml", Config, overrides
+    )
+    rules = (
+        MINIATURE
+        if cpu
+        else replace(CLOSED, shape=replace(CLOSED.shape, num_layers=options.layers))
+    )
     if cpu:
         torch.cuda.Event = HostEvent  # type: ignore[assignment, misc]
-    processes = start_processes(options.device, config.hang_timeout_s, trainer.high_priority_compute(config))
+    processes = start_processes(
+        options.device, config.hang_timeout_s, trainer.high_priority_compute(config)
+    )
     require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         watch(options, config, trainer.assemble(config, rules, processes, 1), processes, rules)
@@ -105,7 +119,9 @@ def main() -> None:
 def watch(options: argparse.Namespace, config: Config, assembly, processes, rules) -> None:
     model = assembly.model
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
-    source = synthetic_batches(model.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size)
+    source = synthetic_batches(
+        model.shape.vocab_size, rules.sequence_length, processes, config.micro_batch_size
+    )
     step = partial(train_step, assembly, source, batching, 1e-6, processes)
     say = partial(print, flush=True) if processes.rank == 0 else lambda *_: None
     for _ in range(5):
@@ -133,12 +149,18 @@ def watch(options: argparse.Namespace, config: Config, assembly, processes, rule
             continue
         slow = ranks.compare(number, number, 0.0)
         looks.append(ranks.history[-1])
-        say(f"step {number:>4}: " + "  ".join(f"{ratio:.4f}" for ratio in looks[-1]) + (f"  slow: {slow}" if slow else ""))
+        say(
+            f"step {number:>4}: "
+            + "  ".join(f"{ratio:.4f}" for ratio in looks[-1])
+            + (f"  slow: {slow}" if slow else "")
+        )
         named += [(number, slow)] * bool(slow)
         if number == options.at:
             means = [statistics.fmean(ratios) for ratios in zip(*looks, strict=True)]
             slowest = means.index(max(means))
-            extra.count = round(options.late / 100 * mine[0] / one_ms) if processes.rank == slowest else 0
+            extra.count = (
+                round(options.late / 100 * mine[0] / one_ms) if processes.rank == slowest else 0
+            )
             say(
                 f"from here on rank {slowest} has {options.late:g} % more to do in each block of {mine[0]:.3f} ms, products of {one_ms:.4f} ms"
             )
@@ -155,12 +177,18 @@ def time_of(step, count: int, processes) -> float:
     return 1e3 * (time.perf_counter() - began) / count
 
 
-def report(options: argparse.Namespace, looks: list[list[float]], named: list, slowest: int, say) -> None:
+def report(
+    options: argparse.Namespace, looks: list[list[float]], named: list, slowest: int, say
+) -> None:
     healthy = looks[: options.at // LOG_EVERY_STEPS]
     for rank, ratios in enumerate(zip(*healthy, strict=True)):
         mean, sd = statistics.fmean(ratios), statistics.stdev(ratios)
-        shifted = statistics.fmean((a - mean) * (b - mean) for a, b in pairwise(ratios)) / max(sd**2, 1e-12)
-        fives = [statistics.median(ratios[at : at + LOOKS]) for at in range(len(ratios) - LOOKS + 1)]
+        shifted = statistics.fmean((a - mean) * (b - mean) for a, b in pairwise(ratios)) / max(
+            sd**2, 1e-12
+        )
+        fives = [
+            statistics.median(ratios[at : at + LOOKS]) for at in range(len(ratios) - LOOKS + 1)
+        ]
         spread = max(fives) / min(fives) - 1
         say(
             f"healthy rank {rank}: {mean:.4f} of the median rank, sd of a comparison {sd:.2%}, with its neighbor {shifted:+.2f}, medians of five within {spread:.2%}"

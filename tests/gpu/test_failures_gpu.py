@@ -15,22 +15,42 @@ from common.errors import OutOfMemory
 from common.paths import ROOT
 from launch.flight_recorder import sentence, stuck
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def test_memory_of_the_miniature(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "launch", "llama31_8b", "profile", "--device", "cuda", "--memory", "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "llama31_8b",
+        "profile",
+        "--device",
+        "cuda",
+        "--memory",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     command += ["--config", str(ROOT / "configs/llama31_8b/CPU_1x1.toml"), "--set", "gpu=H200"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "out" / "memory.json").read_text())
     print(done.stdout)
     assert sum(made["kinds"].values()) == made["peak"] and made["fragmentation"] >= 0
-    assert made["peak_by_torch"] / 2 < made["peak"] <= made["peak_by_torch"], "torch counts whole blocks: 512 bytes, 2 MiB and more"
+    assert made["peak_by_torch"] / 2 < made["peak"] <= made["peak_by_torch"], (
+        "torch counts whole blocks: 512 bytes, 2 MiB and more"
+    )
     assert {"weights", "master weights", "AdamW moments", "activations"} <= made["kinds"].keys()
     assert any(row["place"].startswith("common/") for row in made["largest"])
-    assert (tmp_path / "out" / "snapshot.pickle").stat().st_size > 1000 and "uPlot" in (tmp_path / "out" / "memory.html").read_text()
+    assert (tmp_path / "out" / "snapshot.pickle").stat().st_size > 1000 and "uPlot" in (
+        tmp_path / "out" / "memory.html"
+    ).read_text()
 
 
 FILLS = """
@@ -50,9 +70,13 @@ def test_a_full_gpu_leaves_its_allocators_state(tmp_path):
     _, err = rank.communicate(timeout=120)
     assert rank.returncode == OutOfMemory.exit_code, err
     record = json.loads((tmp_path / "ranks" / "rank_0.json").read_text())
-    assert record["why"].startswith("1.00 GiB more were needed at ") and "lie in gaps" in record["why"], record
+    assert (
+        record["why"].startswith("1.00 GiB more were needed at ") and "lie in gaps" in record["why"]
+    ), record
     assert "Allocated memory" in (tmp_path / "ranks" / "rank_0.memory.txt").read_text()
-    assert (tmp_path / "ranks" / "rank_0.memory.pickle").stat().st_size > 100 and "memory_viz" in record["do"]
+    assert (
+        tmp_path / "ranks" / "rank_0.memory.pickle"
+    ).stat().st_size > 100 and "memory_viz" in record["do"]
 
 
 # Rank 1 does not come to the third sum; its GPU stays idle.

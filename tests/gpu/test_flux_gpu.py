@@ -17,9 +17,17 @@ FITS, TOO_MUCH = 4, 8  # batches: the last rank is left the memory midway betwee
 def outputs_and_gradients(model: Flux, device: str, dtype: torch.dtype) -> torch.Tensor:
     """fp32, all in one vector on the CPU; each tensor scaled to length 1, so that none outweighs the others."""
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randn(2, *size, generator=generator).to(device, dtype) for size in ((48, 64), (37, 128), (64,))]
+    drawn = [
+        torch.randn(2, *size, generator=generator).to(device, dtype)
+        for size in ((48, 64), (37, 128), (64,))
+    ]
     time = torch.rand(2, generator=generator).to(device)
-    out = model(*drawn, time, torch.ones_like(time), rope_table(image_positions(6, 8, 37), SMALL, torch.device(device)))
+    out = model(
+        *drawn,
+        time,
+        torch.ones_like(time),
+        rope_table(image_positions(6, 8, 37), SMALL, torch.device(device)),
+    )
     out.float().square().sum().backward()
     found = [out.detach(), *(parameter.grad for parameter in model.parameters())]
     return torch.cat([(tensor.float() / tensor.float().norm()).flatten().cpu() for tensor in found])
@@ -39,7 +47,9 @@ def compare_backends(device: str) -> tuple[float, float]:
     errors = []
     for backend in (attention_backends(device), sdpa_kernel(SDPBackend.MATH)):
         with backend:
-            found = outputs_and_gradients(copy_of(weights, device, torch.bfloat16), device, torch.bfloat16)
+            found = outputs_and_gradients(
+                copy_of(weights, device, torch.bfloat16), device, torch.bfloat16
+            )
         errors.append(float((found - truth).norm() / truth.norm()))
     return errors[0], errors[1]
 
@@ -55,7 +65,9 @@ def search(processes, folder):
     """From 4 images on the peak grows by about 1 GiB an image, so FITS has 2 GiB to spare, for what torch's cache cannot use, and TOO_MUCH lacks 2:
     counted on fake tensors, 11.9 GiB of one rank for 4 and 15.7 for 8. Below, the optimizer's gradients set it: 10.0 and 10.1 for 1 and 2.
     """
-    request = Request("cuda", FluxShape(1, 2), 64, 64, 512, batch=0, recompute_blocks=3, warmup=1, steps=2)
+    request = Request(
+        "cuda", FluxShape(1, 2), 64, 64, 512, batch=0, recompute_blocks=3, warmup=1, steps=2
+    )
     with attention_backends("cuda"):
         roomy = [try_batch(request, processes, size) for size in (FITS, TOO_MUCH)]
         free_memory(processes.device)
@@ -77,4 +89,6 @@ def test_the_search_ends_where_a_gpu_runs_out_of_memory(tmp_path, ranks):
     assert fits < too_much and FITS <= batch < TOO_MUCH
     assert all((peak is None) == (size > batch) for size, peak in tried.items())
     assert 0 < found[0]["memory_bytes"] < too_much
-    assert len(found[0]["times_ms"]) == 2 and all(of_rank["times_ms"] == found[0]["times_ms"] for of_rank in found)
+    assert len(found[0]["times_ms"]) == 2 and all(
+        of_rank["times_ms"] == found[0]["times_ms"] for of_rank in found
+    )

@@ -14,7 +14,10 @@ from llama31_8b.rules import MINIATURE as PRETRAINING
 def test_base_on_two_disks_is_one_checkpoint(tmp_path):
     size = write_base(tmp_path / "base", MINIATURE.shape, files=4, more=tmp_path / "more", keep=1)
     checkpoint = open_checkpoint(tmp_path / "base", MINIATURE.shape)
-    assert checkpoint.layout == "fused" and sum(stored.bytes for stored in checkpoint.tensors.values()) == size
+    assert (
+        checkpoint.layout == "fused"
+        and sum(stored.bytes for stored in checkpoint.tensors.values()) == size
+    )
     assert [path.is_symlink() for path in checkpoint.files] == [False, True, True, True]
     assert len(list((tmp_path / "more").iterdir())) == 3
 
@@ -30,5 +33,10 @@ def test_sequences_are_read_as_the_benchmarks_own(tmp_path):
 def test_tokens_are_read_as_megatrons(tmp_path):
     write_tokens(tmp_path, PRETRAINING, 50_000)
     assert Index.read(tmp_path / PRETRAINING.train_prefix).num_tokens >= 50_000
-    tokens = validation_tokens(tmp_path / PRETRAINING.validation_prefix, PRETRAINING.sequence_length, PRETRAINING.eval_samples, 2048)
+    tokens = validation_tokens(
+        tmp_path / PRETRAINING.validation_prefix,
+        PRETRAINING.sequence_length,
+        PRETRAINING.eval_samples,
+        2048,
+    )
     assert len(tokens) == PRETRAINING.eval_samples

@@ -22,11 +22,21 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
     """The whole block at the 8B's width. Both engines cast the same numbers to the same formats: Triton may not be 1 dB further from fp32
     than plain torch is, nor may the two differ by more than two such errors that know nothing of each other, 3 dB.
     """
-    shape = replace(TINY.shape, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_kv_heads=8, qk_norm=qk_norm)
+    shape = replace(
+        TINY.shape,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        qk_norm=qk_norm,
+    )
     torch.manual_seed(0)
     scalings = DelayedScaling(), DelayedScaling()
     truth = Block(shape).to("cuda")
-    engines = [FusedBlock(shape, name, scaling) for name, scaling in zip(("reference", "triton"), scalings, strict=True)]
+    engines = [
+        FusedBlock(shape, name, scaling)
+        for name, scaling in zip(("reference", "triton"), scalings, strict=True)
+    ]
     for scaling in scalings:
         scaling.allocate(torch.device("cuda"))
     for name, parameter in truth.named_parameters():
@@ -39,12 +49,21 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
 
     def results(block, seed):
         generator = torch.Generator("cuda").manual_seed(seed)
-        x, d_out = (torch.randn(2, 1024, 4096, generator=generator, device="cuda").bfloat16().to(block.down.weight.dtype) for _ in "xd")
+        x, d_out = (
+            torch.randn(2, 1024, 4096, generator=generator, device="cuda")
+            .bfloat16()
+            .to(block.down.weight.dtype)
+            for _ in "xd"
+        )
         x.requires_grad_()
         block.zero_grad()
         out = block(x, *tables)
         out.backward(1e-4 * d_out)
-        return {"output": out.detach(), "input": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+        return {
+            "output": out.detach(),
+            "input": x.grad,
+            **{name: p.grad for name, p in block.named_parameters()},
+        }
 
     for step in range(3):
         plain, triton = (results(block, step) for block in engines)
@@ -53,10 +72,15 @@ def test_on_a_gpu_the_kernels_are_as_near_to_the_truth_as_plain_torch(qk_norm):
     report, too_far = [], []
     for name, value in results(truth, 2).items():
         plain_db, triton_db, apart_db = (
-            sqnr_db(a.float(), b.float()) for a, b in ((plain[name], value), (triton[name], value), (triton[name], plain[name]))
+            sqnr_db(a.float(), b.float())
+            for a, b in ((plain[name], value), (triton[name], value), (triton[name], plain[name]))
         )
-        report.append(f"{name:24} triton {triton_db:5.1f} dB, plain torch {plain_db:5.1f}, apart {apart_db:5.1f}")
-        margin = 1 if value.ndim > 1 else 2  # of so few numbers the ratio itself is uncertain by 0.3 dB
+        report.append(
+            f"{name:24} triton {triton_db:5.1f} dB, plain torch {plain_db:5.1f}, apart {apart_db:5.1f}"
+        )
+        margin = (
+            1 if value.ndim > 1 else 2
+        )  # of so few numbers the ratio itself is uncertain by 0.3 dB
         if triton_db < plain_db - margin or apart_db < plain_db - 3:
             too_far.append(name)
     print("\n".join(report))
@@ -71,8 +95,13 @@ def test_both_engines_of_the_lora_block_compute_the_same(in_fp8):
     plain = lora.plain_block(lora.WIDE, torch.bfloat16).to("cuda")
     x, d_out, tables = lora.data(lora.WIDE, torch.bfloat16, sequence=256)
     x, d_out, tables = x.cuda(), d_out.cuda(), [table.cuda() for table in tables]
-    dropouts = tuple(Dropout(torch.tensor([seed], device="cuda"), lora.P) for seed in (31, 2**50 + 3))
-    blocks = [lora.fused_block(plain, lora.P, in_fp8, kernels=kernels).to("cuda") for kernels in ("reference", "triton")]
+    dropouts = tuple(
+        Dropout(torch.tensor([seed], device="cuda"), lora.P) for seed in (31, 2**50 + 3)
+    )
+    blocks = [
+        lora.fused_block(plain, lora.P, in_fp8, kernels=kernels).to("cuda")
+        for kernels in ("reference", "triton")
+    ]
     for block in blocks:
         block.draw_dropouts = lambda device: dropouts
     for step in range(3):

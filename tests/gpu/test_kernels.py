@@ -27,7 +27,10 @@ from common.model.linear_layers import DelayedScaling
 from common.model.shapes import ModelShape
 
 SLICE = 128  # rows and columns of a product that are compared
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def decibels(quantized: QuantizedTensor, truth: torch.Tensor) -> float:
@@ -72,7 +75,11 @@ def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
         (swiglu_quantized_triton, swiglu_quantized_backward_triton),
     ):
         scaling = DelayedScaling()
-        quantizer, gradient, kept_quantizer = scaling.quantizer(), scaling.quantizer(gradient=True), scaling.quantizer(transposed=False)
+        quantizer, gradient, kept_quantizer = (
+            scaling.quantizer(),
+            scaling.quantizer(gradient=True),
+            scaling.quantizer(transposed=False),
+        )
         scaling.allocate(device)
         for step in range(2):  # two passes, then one
             h, kept = forward(gate_up, quantizer, kept_quantizer if keeps else None)
@@ -85,11 +92,15 @@ def test_swiglu_stores_what_torch_computes(num_rows, ffn, keeps):
     (expected, kept, state), (got, kernel_kept, kernel_state) = results
     assert torch.allclose(state, kernel_state, rtol=1e-5, atol=0)
     for a, b, truth in zip(expected, got, truths, strict=True):
-        assert (a.rowwise.view(torch.uint8) != b.rowwise.view(torch.uint8)).sum() <= 1e-4 * a.rowwise.numel()
+        assert (
+            a.rowwise.view(torch.uint8) != b.rowwise.view(torch.uint8)
+        ).sum() <= 1e-4 * a.rowwise.numel()
         assert torch.equal(b.columnwise.view(torch.uint8), b.rowwise.view(torch.uint8).t())
         assert decibels(b, truth) > decibels(a, truth) - 1
     if keeps:
-        assert torch.equal(kept.rowwise.view(torch.uint8), kernel_kept.rowwise.view(torch.uint8)), "gate and up are only cast"
+        assert torch.equal(kept.rowwise.view(torch.uint8), kernel_kept.rowwise.view(torch.uint8)), (
+            "gate and up are only cast"
+        )
 
 
 @pytest.mark.parametrize("shape", [(16384, 4096), (8192, 8192), (8195, 4096), (37, 100)], ids=str)
@@ -101,9 +112,15 @@ def test_rms_norm_is_as_exact_as_plain_torch(shape, form):
     scaling = DelayedScaling()
     quantizers = [None] * 4
     if form != "plain":
-        quantizers = [scaling.quantizer(gradient=gradient, transposed=form != "rowwise") for gradient in (False, True, False, True)]
+        quantizers = [
+            scaling.quantizer(gradient=gradient, transposed=form != "rowwise")
+            for gradient in (False, True, False, True)
+        ]
         scaling.allocate(x.device)
-    for growth in (1, 2):  # in two passes; then in one, with values that saturate under the scale of the first
+    for growth in (
+        1,
+        2,
+    ):  # in two passes; then in one, with values that saturate under the scale of the first
         weight = weight * growth
         r_x, r_n, r_rstd = rms_norm.add_rms_norm_reference(x, branch, weight, 1e-5, quantizers[0])
         residual, n, rstd = rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, quantizers[2])
@@ -113,7 +130,9 @@ def test_rms_norm_is_as_exact_as_plain_torch(shape, form):
         r_d_x, r_g, r_d_weight = rms_norm.rms_norm_backward_reference(*gradients, quantizers[1])
         d_x, g, d_weight = rms_norm.rms_norm_backward_triton(*gradients, quantizers[3])
         again = rms_norm.rms_norm_backward_triton(*gradients, quantizers[3])
-        assert torch.equal(again[0], d_x) and torch.equal(again[2], d_weight), "the same in every run"
+        assert torch.equal(again[0], d_x) and torch.equal(again[2], d_weight), (
+            "the same in every run"
+        )
 
         leaves = [t.double().requires_grad_() for t in (residual, weight)]
         true_n = leaves[0] * (leaves[0].pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * leaves[1]
@@ -121,7 +140,9 @@ def test_rms_norm_is_as_exact_as_plain_torch(shape, form):
         true_d_x, true_d_weight = leaves[0].grad + d_residual.double(), leaves[1].grad
         assert error(d_x, true_d_x) <= 2 * error(r_d_x, true_d_x)
         engines = (rms_norm.rms_norm_backward_triton, rms_norm.rms_norm_backward_reference)
-        in_fp32, r_in_fp32 = (engine(d_n, residual, rstd, weight.float(), d_residual, None)[2] for engine in engines)
+        in_fp32, r_in_fp32 = (
+            engine(d_n, residual, rstd, weight.float(), d_residual, None)[2] for engine in engines
+        )
         assert error(in_fp32, true_d_weight) <= 2 * error(r_in_fp32, true_d_weight) + 1e-6
         assert error(d_weight, true_d_weight) <= 2 * error(r_d_weight, true_d_weight) + 1e-6
         if form == "plain":
@@ -134,20 +155,33 @@ def test_rms_norm_is_as_exact_as_plain_torch(shape, form):
             assert abs(decibels(ours, truth) - decibels(theirs, truth)) < 1
             assert (ours.columnwise is None) == (form == "rowwise")
             if ours.columnwise is not None:
-                assert torch.equal(ours.columnwise.view(torch.uint8), ours.rowwise.view(torch.uint8).t())
+                assert torch.equal(
+                    ours.columnwise.view(torch.uint8), ours.rowwise.view(torch.uint8).t()
+                )
         # Backward ran twice: it counted twice.
-        for reference, ours, runs in ((quantizers[0], quantizers[2], 1), (quantizers[1], quantizers[3], 2)):
+        for reference, ours, runs in (
+            (quantizers[0], quantizers[2], 1),
+            (quantizers[1], quantizers[3], 2),
+        ):
             for entry in (SCALE, AMAX):
-                torch.testing.assert_close(ours.state[entry], reference.state[entry], rtol=2**-8, atol=0)
-            torch.testing.assert_close(ours.state[CLIPPED], runs * reference.state[CLIPPED], rtol=1e-3, atol=2)
+                torch.testing.assert_close(
+                    ours.state[entry], reference.state[entry], rtol=2**-8, atol=0
+                )
+            torch.testing.assert_close(
+                ours.state[CLIPPED], runs * reference.state[CLIPPED], rtol=1e-3, atol=2
+            )
         assert growth == 1 or quantizers[2].state[CLIPPED] > 0
         scaling.step_done()
 
 
-@pytest.mark.parametrize("batch, sequence, heads, kv_heads", [(2, 8192, 32, 8), (1, 8192, 64, 8), (3, 100, 3, 1)])
+@pytest.mark.parametrize(
+    "batch, sequence, heads, kv_heads", [(2, 8192, 32, 8), (1, 8192, 64, 8), (3, 100, 3, 1)]
+)
 def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
     device, head_dim = torch.device("cuda"), 128
-    cos, sin = rope_tables(ModelShape(1, heads * head_dim, 256, heads, kv_heads, 71, 500000.0), sequence, device)
+    cos, sin = rope_tables(
+        ModelShape(1, heads * head_dim, 256, heads, kv_heads, 71, 500000.0), sequence, device
+    )
     all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
     qkv = torch.randn(batch * sequence, all_heads * head_dim, device=device, dtype=torch.bfloat16)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
@@ -159,9 +193,16 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
     errors = [(x.view_as(unpacked)[:1, :, :turned].double() - truth).norm() for x in (plain, ours)]
     assert errors[1] <= 2 * errors[0]
     assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:])
-    assert (ours != plain).sum() <= 1e-3 * ours.numel()  # a fused multiply-add rounds once where torch rounds twice
+    assert (
+        ours != plain
+    ).sum() <= 1e-3 * ours.numel()  # a fused multiply-add rounds once where torch rounds twice
 
-    upstream = torch.randn(batch, all_heads, sequence, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2) * 1e-4
+    upstream = (
+        torch.randn(
+            batch, all_heads, sequence, head_dim, device=device, dtype=torch.bfloat16
+        ).transpose(1, 2)
+        * 1e-4
+    )
     parts = upstream.split((heads, kv_heads, kv_heads), dim=2)
     results = []
     for function in (rope_packed_backward_reference, rope_packed_backward_triton):
@@ -174,10 +215,21 @@ def test_rope_is_as_exact_as_plain_torch(batch, sequence, heads, kv_heads):
         assert not scaling.scales[:, CLIPPED].any()
     (expected, state), (got, kernel_state) = results
     assert torch.allclose(state, kernel_state, rtol=1e-5, atol=0)
-    assert (expected.rowwise.view(torch.uint8) != got.rowwise.view(torch.uint8)).sum() <= 1e-4 * got.rowwise.numel()
+    assert (
+        expected.rowwise.view(torch.uint8) != got.rowwise.view(torch.uint8)
+    ).sum() <= 1e-4 * got.rowwise.numel()
     assert torch.equal(got.columnwise.view(torch.uint8), got.rowwise.view(torch.uint8).t())
-    truth = torch.cat((rope_reference(upstream[:1, :, :turned].double(), cos, -sin), upstream[:1, :, turned:].double()), dim=2).flatten()
-    errors = [(x.rowwise[:sequence].double() * x.scale).flatten().sub_(truth).norm() for x in (expected, got)]
+    truth = torch.cat(
+        (
+            rope_reference(upstream[:1, :, :turned].double(), cos, -sin),
+            upstream[:1, :, turned:].double(),
+        ),
+        dim=2,
+    ).flatten()
+    errors = [
+        (x.rowwise[:sequence].double() * x.scale).flatten().sub_(truth).norm()
+        for x in (expected, got)
+    ]
     assert errors[1] <= 1.12 * errors[0]  # 1 dB
 
 
@@ -198,28 +250,47 @@ def test_lora_adapter_kernels_is_as_exact_as_plain_torch(normed, p):
         normal(rows, outputs),
         normal(rows, inputs),
     )
-    norm = lora.Norm(torch.rand(rows, generator=generator, device="cuda") + 0.5, normal(inputs)) if normed else None
+    norm = (
+        lora.Norm(torch.rand(rows, generator=generator, device="cuda") + 0.5, normal(inputs))
+        if normed
+        else None
+    )
     dropout = Dropout(torch.tensor([2**40 + 7], device="cuda"), p) if p else None
     found = {}
-    for name, cast in (("reference", torch.bfloat16), ("triton", torch.bfloat16), ("truth", torch.float64)):
+    for name, cast in (
+        ("reference", torch.bfloat16),
+        ("triton", torch.bfloat16),
+        ("truth", torch.float64),
+    ):
         engine = lora.ENGINES["triton" if name == "triton" else "reference"]
         scaling = DelayedScaling()
         quantizer = scaling.quantizer(gradient=True, transposed=False)
         scaling.allocate(torch.device("cuda"))
         normal_form = lora.Norm(norm.rstd, norm.weight.to(cast)) if norm else None
         t = engine.down(x.to(cast), normal_form, a.to(cast), dropout)
-        p_out, d_b, quantized = engine.up_backward(g.to(cast), t, b.to(cast), 2.0, dropout, None if name == "truth" else quantizer)
+        p_out, d_b, quantized = engine.up_backward(
+            g.to(cast), t, b.to(cast), 2.0, dropout, None if name == "truth" else quantizer
+        )
         d_input = d_n.to(cast, copy=True)
         d_a = engine.down_backward_(d_input, x.to(cast), normal_form, p_out, a.to(cast), dropout)
         found[name] = {"t": t, "p": p_out, "d_b": d_b, "d_n": d_input, "d_a": d_a}
         found[name + " quantized"] = quantized.rowwise
-    assert torch.equal(found["reference quantized"].view(torch.uint8), found["triton quantized"].view(torch.uint8))
+    assert torch.equal(
+        found["reference quantized"].view(torch.uint8), found["triton quantized"].view(torch.uint8)
+    )
     for name, truth in found["truth"].items():
-        errors = [float((found[way][name].double() - truth).norm() / truth.norm()) for way in ("triton", "reference")]
-        assert errors[0] <= 2 * errors[1] + 1e-6, f"{name}: {errors[0]:.2e}, plain torch {errors[1]:.2e}"
+        errors = [
+            float((found[way][name].double() - truth).norm() / truth.norm())
+            for way in ("triton", "reference")
+        ]
+        assert errors[0] <= 2 * errors[1] + 1e-6, (
+            f"{name}: {errors[0]:.2e}, plain torch {errors[1]:.2e}"
+        )
 
 
-@pytest.mark.parametrize("size", [(8192, 6144, 4096), (4096, 14336, 8192), (304, 208, 128)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(8192, 6144, 4096), (4096, 14336, 8192), (304, 208, 128)], ids=str
+)
 def test_products_by_cublaslt_are_torchs(monkeypatch, size):
     """In FP8 bit for bit, whichever algorithm is the fastest; in bf16, in each layout, as exact as a result in bf16 can be."""
     m, n, k = size
@@ -241,11 +312,16 @@ def test_adamw_takes_more_elements_than_32_bits_count_and_no_host_sync():
     if torch.cuda.mem_get_info()[0] < 22 * size:
         pytest.skip("needs 48 GB of free GPU memory")
     weight, m, v = (torch.zeros(size, device="cuda") for _ in range(3))
-    gradient, rounded = torch.ones(size, device="cuda"), torch.empty(size, dtype=torch.bfloat16, device="cuda")
+    gradient, rounded = (
+        torch.ones(size, device="cuda"),
+        torch.empty(size, dtype=torch.bfloat16, device="cuda"),
+    )
     one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     try:
         torch.cuda.set_sync_debug_mode("error")
-        adamw.adamw_triton(weight, gradient, m, v, rounded, 0.1, adamw.Step(0.5, (0.9, 0.95), 1e-5, one, one, zero))
+        adamw.adamw_triton(
+            weight, gradient, m, v, rounded, 0.1, adamw.Step(0.5, (0.9, 0.95), 1e-5, one, one, zero)
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for tensor, value in ((weight, -0.5 / (1 + 1e-5)), (m, 0.1), (v, 0.05), (rounded, -0.5)):
@@ -260,7 +336,9 @@ def test_adamw_takes_more_elements_than_32_bits_count_and_no_host_sync():
 def test_cross_entropy_is_as_exact_as_plain_torch(shape):
     """Three sequences of 128,256 are past 2**31 logits, where 32-bit offsets end; 50,257 is no multiple of anything."""
     generator = torch.Generator("cuda").manual_seed(0)
-    original = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, 3, generator=generator)
+    original = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(
+        0, 3, generator=generator
+    )
     labels = torch.randint(shape[-1], shape[:-1], device="cuda", generator=generator)
     labels[:, ::100] = IGNORE_INDEX
     upstream = torch.tensor([1.0, -3.0, 1e-4], device="cuda")[: shape[0]]
@@ -273,7 +351,9 @@ def test_cross_entropy_is_as_exact_as_plain_torch(shape):
     before = torch.cuda.memory_allocated()
     loss_sum, count = cross_entropy_triton(logits, labels)
     (gradient,) = torch.autograd.grad(loss_sum, logits, upstream)
-    assert torch.cuda.max_memory_allocated() - before < 0.01 * original.nbytes, "memory beside the logits"
+    assert torch.cuda.max_memory_allocated() - before < 0.01 * original.nbytes, (
+        "memory beside the logits"
+    )
     assert gradient.data_ptr() == logits.data_ptr()
     assert torch.equal(evaluated, loss_sum)
     assert not gradient[labels == IGNORE_INDEX].any()
@@ -283,13 +363,20 @@ def test_cross_entropy_is_as_exact_as_plain_torch(shape):
     for sequence in range(shape[0]):
         for rows in torch.arange(shape[1], device="cuda").split(512):
             chunk = original[sequence, rows][None].float().requires_grad_()
-            losses, _ = cross_entropy_reference(chunk.transpose(0, 1), labels[sequence, rows][:, None])  # a sequence for each row
+            losses, _ = cross_entropy_reference(
+                chunk.transpose(0, 1), labels[sequence, rows][:, None]
+            )  # a sequence for each row
             truth_sum[sequence] += losses.detach().double().sum()
             (truth,) = torch.autograd.grad(losses.sum(), chunk, upstream[sequence])
             error = (gradient[sequence, rows].float() - truth[0]).norm()
             plain = (truth[0].bfloat16().float() - truth[0]).norm()
-            assert error <= 2 * plain, f"sequence {sequence}, rows from {rows[0]}: error {error:.3e}, plain torch {plain:.3e}"
-    assert ((loss_sum.double() - truth_sum).abs() <= 1e-5 * truth_sum).all(), (loss_sum.tolist(), truth_sum.tolist())
+            assert error <= 2 * plain, (
+                f"sequence {sequence}, rows from {rows[0]}: error {error:.3e}, plain torch {plain:.3e}"
+            )
+    assert ((loss_sum.double() - truth_sum).abs() <= 1e-5 * truth_sum).all(), (
+        loss_sum.tolist(),
+        truth_sum.tolist(),
+    )
 
 
 @pytest.mark.parametrize("shape", [(14336, 4096), (4097,)])
@@ -297,11 +384,17 @@ def test_accumulate_adds_what_the_reference_adds(shape):
     parts = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
     ours = theirs = None
     for part in parts:
-        ours, theirs = accumulate.accumulate_triton(ours, part), accumulate.accumulate_reference(theirs, part)
+        ours, theirs = (
+            accumulate.accumulate_triton(ours, part),
+            accumulate.accumulate_reference(theirs, part),
+        )
     assert torch.equal(ours, theirs)
     for others in (1, 3):
         more = torch.randn(others, *shape, device="cuda").bfloat16()
-        ours, theirs = accumulate.accumulate_triton(ours, parts[0], more), accumulate.accumulate_reference(theirs, parts[0], more)
+        ours, theirs = (
+            accumulate.accumulate_triton(ours, parts[0], more),
+            accumulate.accumulate_reference(theirs, parts[0], more),
+        )
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -310,8 +403,17 @@ def test_an_embeddings_rows_are_added_as_the_dense_gradient_is_and_always_in_one
     rows, tokens = 128256, 8192 * ranks
     ids = torch.randint(rows, (tokens,), device="cuda")
     ids[torch.rand(tokens, device="cuda") < 0.05] = rows // 2  # as a frequent word
-    gradient, first, count = torch.randn(tokens, 4096, device="cuda").bfloat16(), rows // 4, rows // 2
-    dense = torch.zeros(rows, 4096, device="cuda", dtype=torch.float64).index_add_(0, ids, gradient.double())[first : first + count] / ranks
+    gradient, first, count = (
+        torch.randn(tokens, 4096, device="cuda").bfloat16(),
+        rows // 4,
+        rows // 2,
+    )
+    dense = (
+        torch.zeros(rows, 4096, device="cuda", dtype=torch.float64).index_add_(
+            0, ids, gradient.double()
+        )[first : first + count]
+        / ranks
+    )
     totals = [torch.ones(count, 4096, device="cuda") for _ in range(5)]
     for total in totals:
         accumulate.add_rows_triton(total, ids, gradient, first, ranks)

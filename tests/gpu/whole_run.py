@@ -66,12 +66,18 @@ def wait_for(run_of, key: str, child: subprocess.Popen, seconds: float) -> None:
 def steps_line(run: Path, watch: Watch) -> list[str]:
     """The first three steps are left out; steps that a save stopped or ran beside are counted apart."""
     records, begin = read_attempt(run / "result.txt").records, time_of(run, "block_start")
-    steps = [(begin + event["time_s"], event["step_time_ms"]) for event in records if event["event"] == "step"][3:]
+    steps = [
+        (begin + event["time_s"], event["step_time_ms"])
+        for event in records
+        if event["event"] == "step"
+    ][3:]
     spans = [(first, watch.whole.get(name, float("inf"))) for name, first in watch.writing.items()]
     alone: list[float] = []
     beside: list[float] = []
     for at, ms in steps:
-        (beside if any(at > first and at - ms / 1e3 < last for first, last in spans) else alone).append(ms)
+        (
+            beside if any(at > first and at - ms / 1e3 < last for first, last in spans) else alone
+        ).append(ms)
     lines = [f"{len(ms):5} steps {name}: median {statistics.median(ms):.1f} ms, mean {statistics.mean(ms):.1f}, {min(ms):.1f} to {max(ms):.1f}"
              for name, ms in (("without a save", alone), ("beside a save", beside)) if ms]  # fmt: skip
     lines += [
@@ -88,7 +94,9 @@ def steps_line(run: Path, watch: Watch) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("benchmark", choices=["llama2_70b_lora", "llama31_8b"])
     parser.add_argument("--data-dir", type=Path, help="default: what ./run_and_time.sh takes")
     parser.add_argument("--log-dir", type=Path, required=True)
@@ -98,7 +106,11 @@ def main() -> None:
     own, _, options = " ".join(sys.argv[1:]).partition(" -- ")
     args = parser.parse_args(own.split())
     log_dir = args.log_dir.absolute()
-    environment = os.environ | {"LOGDIR": str(log_dir)} | ({"DATADIR": str(args.data_dir.absolute())} if args.data_dir else {})
+    environment = (
+        os.environ
+        | {"LOGDIR": str(log_dir)}
+        | ({"DATADIR": str(args.data_dir.absolute())} if args.data_dir else {})
+    )
     before = set(log_dir.glob(f"{args.benchmark}/*/"))
 
     def run_of() -> Path | None:
@@ -108,14 +120,23 @@ def main() -> None:
     watch.start()
     began = time.time()
     command = [str(ROOT / "run_and_time.sh"), args.benchmark, *options.split()]
-    child = subprocess.Popen(command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL
+    )
     hit = None
     if args.stop_after is not None or args.kill_rank is not None:
-        wait_for(run_of, "run_start", child, args.after if args.stop_after is None else args.stop_after)
+        wait_for(
+            run_of, "run_start", child, args.after if args.stop_after is None else args.stop_after
+        )
         if child.poll() is None:
             target, number = child.pid, signal.SIGTERM
             if args.kill_rank is not None:
-                target, number = json.loads((run_of() / f"ranks/rank_{args.kill_rank}.heartbeat").read_text())["pid"], signal.SIGKILL
+                target, number = (
+                    json.loads((run_of() / f"ranks/rank_{args.kill_rank}.heartbeat").read_text())[
+                        "pid"
+                    ],
+                    signal.SIGKILL,
+                )
             hit = time.time()
             os.kill(target, number)
     code = child.wait()
@@ -125,7 +146,8 @@ def main() -> None:
     watch.ended.set()
     watch.join()
     print(
-        f"\n{' '.join(command)}\nexit code {code} after {ended - began:.1f} s" + (f", {ended - hit:.1f} s after the signal" if hit else "")
+        f"\n{' '.join(command)}\nexit code {code} after {ended - began:.1f} s"
+        + (f", {ended - hit:.1f} s after the signal" if hit else "")
     )
     print(f"processes left: {sorted(left) or 'none'}")
     if run is None:
@@ -141,7 +163,8 @@ def main() -> None:
                 {
                     name: value
                     for name, value in event.items()
-                    if name in ("event", "name", "seconds", "ops", "base_bytes", "base_seconds", "loss")
+                    if name
+                    in ("event", "name", "seconds", "ops", "base_bytes", "base_seconds", "loss")
                 },
             )
     print(*steps_line(run, watch), sep="\n")
@@ -151,7 +174,9 @@ def main() -> None:
         + (f"; GPU memory reserved: {max(gpus):.1f} GiB" if gpus else "")
     )
     subprocess.run([str(ROOT / "run_and_time.sh"), "check", str(run / "result.txt")], check=False)
-    print((run / "failure.json").read_text() if (run / "failure.json").exists() else "no failure.json")
+    print(
+        (run / "failure.json").read_text() if (run / "failure.json").exists() else "no failure.json"
+    )
     print(*(log_dir / args.benchmark / "attempts.jsonl").read_text().splitlines()[-1:])
 
 

@@ -25,7 +25,9 @@ from typing import Any
 from common.data.preparation import locked
 from common.paths import ROOT
 
-HASHES = ROOT / "tests/kernels"  # triton-VERSION.txt: the hashes of the wheels of each of OTHER_TRITONS
+HASHES = (
+    ROOT / "tests/kernels"
+)  # triton-VERSION.txt: the hashes of the wheels of each of OTHER_TRITONS
 # Beside the Triton that torch brings: that of ROCm's images with torch 2.10, and the newest.
 OTHER_TRITONS = ("3.6.0", "3.9.0")
 # architecture -> (backend, its name there, threads of a warp, shared memory of one block in bytes).
@@ -61,17 +63,31 @@ def other_triton(version: str) -> Path:
 
     Raises AssertionError if pip cannot install it, e.g. without a network.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlperf-llama-training"
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlperf-llama-training"
+    )
     folder = cache / f"triton-{version}-{sys.implementation.cache_tag}"
     with locked(cache / f"{folder.name}.lock"):
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=cache) as unfinished:
                 uv = shutil.which("uv")  # which makes environments without pip
-                command = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
-                command += ["--require-hashes", "--no-deps", "--only-binary=:all:", "--target", f"{unfinished}/triton"]
+                command = (
+                    [uv, "pip", "install", "--python", sys.executable]
+                    if uv
+                    else [sys.executable, "-m", "pip", "install"]
+                )
+                command += [
+                    "--require-hashes",
+                    "--no-deps",
+                    "--only-binary=:all:",
+                    "--target",
+                    f"{unfinished}/triton",
+                ]
                 command += ["-r", str(HASHES / f"triton-{version}.txt")]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-                assert done.returncode == 0, f"triton {version} could not be installed:\n{done.stderr[-3000:]}"
+                assert done.returncode == 0, (
+                    f"triton {version} could not be installed:\n{done.stderr[-3000:]}"
+                )
                 Path(unfinished, "triton").rename(folder)
     return folder
 
@@ -79,7 +95,10 @@ def other_triton(version: str) -> Path:
 def kernel_modules() -> list[ModuleType]:
     import common.kernels
 
-    return [importlib.import_module(f"common.kernels.{found.name}") for found in pkgutil.iter_modules(common.kernels.__path__)]
+    return [
+        importlib.import_module(f"common.kernels.{found.name}")
+        for found in pkgutil.iter_modules(common.kernels.__path__)
+    ]
 
 
 class Recorder:
@@ -103,13 +122,17 @@ class Recorder:
                 constants[(index,)] = constant
             elif attribute:
                 attributes[(index,)] = attribute
-        options = {"num_warps": num_warps} | ({"waves_per_eu": waves_per_eu} if waves_per_eu else {})
+        options = {"num_warps": num_warps} | (
+            {"waves_per_eu": waves_per_eu} if waves_per_eu else {}
+        )
         form = f"{signature} {constants} {attributes} {options}"
         if form not in self.forms:
             self.forms.add(form)
             print(json.dumps(self.compiled(signature, constants, attributes, options)), flush=True)
 
-    def compiled(self, signature: dict, constants: dict, attributes: dict, options: dict) -> dict[str, Any]:
+    def compiled(
+        self, signature: dict, constants: dict, attributes: dict, options: dict
+    ) -> dict[str, Any]:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -134,7 +157,9 @@ class Recorder:
         from triton.backends.compiler import GPUTarget
 
         backend, name, width, _ = TARGETS[self.arch]
-        one_stage = triton.compile(source, target=GPUTarget(backend, name, width), options=options | {"num_stages": 1})
+        one_stage = triton.compile(
+            source, target=GPUTarget(backend, name, width), options=options | {"num_stages": 1}
+        )
         return one_stage.asm["ttgir"] != made.asm["ttgir"]
 
 
@@ -148,7 +173,11 @@ def specialization(value: Any, is_constexpr: bool, arch: str) -> tuple[str, Any,
     if is_constexpr or value is None:
         return "constexpr", value, []
     if isinstance(value, torch.Tensor):
-        attribute = [["tt.divisibility", 16]] if value.storage_offset() * value.element_size() % 16 == 0 else []
+        attribute = (
+            [["tt.divisibility", 16]]
+            if value.storage_offset() * value.element_size() % 16 == 0
+            else []
+        )
         if arch.startswith("gfx") and value.untyped_storage().nbytes() < 2**31:
             attribute.append(["tt.pointer_range", 32])
         return f"*{POINTERS[str(value.dtype)]}", None, attribute
@@ -157,7 +186,11 @@ def specialization(value: Any, is_constexpr: bool, arch: str) -> tuple[str, Any,
     assert isinstance(value, int) and not isinstance(value, bool), f"a launch passes {value!r}"
     if value == 1:
         return "constexpr", 1, []
-    return "i32" if abs(value) < 2**31 else "i64", None, [["tt.divisibility", 16]] if value % 16 == 0 else []
+    return (
+        "i32" if abs(value) < 2**31 else "i64",
+        None,
+        [["tt.divisibility", 16]] if value % 16 == 0 else [],
+    )
 
 
 POINTERS = {
@@ -195,7 +228,10 @@ def spills(asm: Any, backend: str) -> int:
 def wide_accesses(asm: Any, backend: str) -> list[int]:
     """How many loads and how many stores of 16 bytes a thread's code has."""
     if backend == "hip":
-        return [len(re.findall(rf"(?:buffer|global)_{what}_dwordx4 ", asm["amdgcn"])) for what in ("load", "store")]
+        return [
+            len(re.findall(rf"(?:buffer|global)_{what}_dwordx4 ", asm["amdgcn"]))
+            for what in ("load", "store")
+        ]
     return [len(re.findall(rf"\b{what}\.global\S*\.v4\.b32", asm["ptx"])) for what in ("ld", "st")]
 
 
@@ -210,7 +246,9 @@ def main(arch: str, version: str = "") -> None:
     import torch
     import triton
 
-    torch.version.hip = "7.2" if TARGETS[arch][0] == "hip" else None  # read when the kernels' modules are imported
+    torch.version.hip = (
+        "7.2" if TARGETS[arch][0] == "hip" else None
+    )  # read when the kernels' modules are imported
     import common.kernels.architecture as module
 
     assert not version or triton.__version__ == version, f"found triton {triton.__version__}"
@@ -224,7 +262,9 @@ def main(arch: str, version: str = "") -> None:
 
     from common.kernels import fp8
 
-    fp8.takes_every_layout = lambda device: False  # no product is made here, and both layouts are compiled for
+    fp8.takes_every_layout = lambda device: (
+        False
+    )  # no product is made here, and both layouts are compiled for
 
     launch_all()
     compile_one_that_spills(arch)
@@ -240,16 +280,24 @@ def compile_one_that_spills(arch: str) -> None:
 
     if arch == "gfx942":
         lora.down_backward_settings = lambda arch: Tile(64, 64, warps=4, stages=3, parts=16)
-        lora._down_backward_kernel = Recorder(arch, lora._down_backward_kernel.kernel, "_spilling_kernel")
+        lora._down_backward_kernel = Recorder(
+            arch, lora._down_backward_kernel.kernel, "_spilling_kernel"
+        )
         dropout = lora.Dropout(torch.empty(1, dtype=torch.int64, device=META), 0.1)
         norm = lora.Norm(torch.empty(8192, device=META), bf16(8192))
-        lora.down_backward_triton_(bf16(8192, 8192), bf16(8192, 8192), norm, bf16(8192, 16), bf16(16, 8192), dropout)
+        lora.down_backward_triton_(
+            bf16(8192, 8192), bf16(8192, 8192), norm, bf16(8192, 16), bf16(16, 8192), dropout
+        )
     else:
         # LLVM takes 21 s for a tile with twice the elements, 5 s for this one, of which gfx950 spills 83 registers.
         rows, columns = (2, 8192) if arch == "gfx950" else (4, 4096)
         rms_norm.add_rms_norm_settings = lambda arch, num_columns: Tile(rows, columns, warps=1)
-        rms_norm._add_rms_norm_kernel = Recorder(arch, rms_norm._add_rms_norm_kernel.kernel, "_spilling_kernel")
-        rms_norm.add_rms_norm_triton(bf16(64, columns), bf16(64, columns), bf16(columns), 1e-5, None)
+        rms_norm._add_rms_norm_kernel = Recorder(
+            arch, rms_norm._add_rms_norm_kernel.kernel, "_spilling_kernel"
+        )
+        rms_norm.add_rms_norm_triton(
+            bf16(64, columns), bf16(64, columns), bf16(columns), 1e-5, None
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from common.model.lora import AdapterSettings, adapter_parameters
 from common.model.shapes import ModelShape
 
 SMALL = ModelShape(1, 48, 80, 4, 2, 64, 10000.0)  # dimensions that no tile divides
-WIDE = ModelShape(2, 1024, 2048, 8, 2, 64, 10000.0)  # at its start the branches stand out of the residual stream's rounding
+WIDE = ModelShape(
+    2, 1024, 2048, 8, 2, 64, 10000.0
+)  # at its start the branches stand out of the residual stream's rounding
 NAMES = ("qkv", "o", "gate_up", "down")
 RANK, ALPHA, P = 4, 8.0, 0.25
 BATCH, SEQUENCE = 2, 19
@@ -27,7 +29,9 @@ class MemoryBase:
         self.calls = []
         quantizers = {name: scaling.quantizer(weight=True) for name in matrices}
         scaling.allocate(next(iter(matrices.values())).device)
-        self.operands = {name: quantize_reference(matrix, quantizers[name]) for name, matrix in matrices.items()}
+        self.operands = {
+            name: quantize_reference(matrix, quantizers[name]) for name, matrix in matrices.items()
+        }
 
     def forward_weights(self, layer):
         self.calls.append(f"forward {layer}")
@@ -37,7 +41,10 @@ class MemoryBase:
         self.calls.append(f"backward {layer}")
         empty = torch.empty(0, 0)
         return {
-            name: x if x.scale is None else QuantizedTensor(empty, x.rowwise.t().contiguous(), x.scale) for name, x in self.operands.items()
+            name: x
+            if x.scale is None
+            else QuantizedTensor(empty, x.rowwise.t().contiguous(), x.scale)
+            for name, x in self.operands.items()
         }
 
     def release(self, layer):
@@ -48,7 +55,9 @@ def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
     """A block with weights as at the start of training, and adapters of which B is already a little off zero."""
     torch.manual_seed(1)
     block = Block(shape)
-    std = 0.02 * (WIDE.hidden_size / shape.hidden_size) ** 0.5  # init_weights' 0.02; narrower, as large sums
+    std = (
+        0.02 * (WIDE.hidden_size / shape.hidden_size) ** 0.5
+    )  # init_weights' 0.02; narrower, as large sums
     for name, parameter in block.named_parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.1)
@@ -65,14 +74,23 @@ def plain_block(shape=SMALL, dtype=torch.float32, dropout=0.0):
 
 def fused_block(plain, dropout=0.0, fp8=False, layer=0, kernels="reference"):
     scaling = DelayedScaling() if fp8 else LinearLayers()
-    matrices = {name: getattr(plain, name).base.weight if name in ("qkv", "o") else getattr(plain, name).weight for name in NAMES}
-    block = FusedLoraBlock(plain.shape, layer, None, kernels, AdapterSettings(RANK, ALPHA, dropout), scaling)
+    matrices = {
+        name: getattr(plain, name).base.weight
+        if name in ("qkv", "o")
+        else getattr(plain, name).weight
+        for name in NAMES
+    }
+    block = FusedLoraBlock(
+        plain.shape, layer, None, kernels, AdapterSettings(RANK, ALPHA, dropout), scaling
+    )
     block.base = MemoryBase(matrices, scaling)
     block.base.scaling = scaling
     block.to(plain.attention_norm.weight.dtype)
     for name in ("qkv", "o"):
         setattr(block, name, getattr(block, name).float())
-    block.load_state_dict({name: t for name, t in plain.state_dict().items() if name in block.state_dict()})
+    block.load_state_dict(
+        {name: t for name, t in plain.state_dict().items() if name in block.state_dict()}
+    )
     return block
 
 
@@ -85,7 +103,9 @@ def lora_llama(source, rank, alpha, dropout=0.0):
         base = MemoryBase({name: getattr(block, name).weight.detach() for name in NAMES}, linear)
         blocks.append(FusedLoraBlock(shape, layer, base, "reference", settings, linear))
     model = Llama(shape, source.max_sequence_length, blocks, Head(shape, "reference"))
-    kept = {name: tensor for name, tensor in source.state_dict().items() if name in model.state_dict()}
+    kept = {
+        name: tensor for name, tensor in source.state_dict().items() if name in model.state_dict()
+    }
     model.load_state_dict(kept, strict=False)
     trained = adapter_parameters(model)
     for name, parameter in model.named_parameters():
@@ -95,7 +115,10 @@ def lora_llama(source, rank, alpha, dropout=0.0):
 
 def data(shape=SMALL, dtype=torch.float32, batch=BATCH, sequence=SEQUENCE):
     generator = torch.Generator().manual_seed(5)
-    x, d_out = (torch.randn(batch, sequence, shape.hidden_size, generator=generator).to(dtype) for _ in range(2))
+    x, d_out = (
+        torch.randn(batch, sequence, shape.hidden_size, generator=generator).to(dtype)
+        for _ in range(2)
+    )
     return x, d_out, rope_tables(shape, sequence, "cpu")
 
 
@@ -105,4 +128,6 @@ def results(block, x, d_out, tables):
     trained = {name: p for name, p in block.named_parameters() if p.requires_grad}
     out = block(leaf, *tables)
     gradients = torch.autograd.grad(out, [leaf, *trained.values()], d_out)
-    return {"output": out.detach(), "d_x": gradients[0]} | dict(zip(trained, gradients[1:], strict=True))
+    return {"output": out.detach(), "d_x": gradients[0]} | dict(
+        zip(trained, gradients[1:], strict=True)
+    )

@@ -28,7 +28,11 @@ def imported_names(path: Path, type_checking: bool = False) -> Iterator[str]:
     nodes: list[ast.AST] = [ast.parse(path.read_text())]
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not type_checking:
+        if (
+            isinstance(node, ast.If)
+            and "TYPE_CHECKING" in ast.unparse(node.test)
+            and not type_checking
+        ):
             nodes += node.orelse
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

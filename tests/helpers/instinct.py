@@ -33,7 +33,9 @@ CARDS = (
     Card("MI308X", ("",), 0x74A8, 90402, GFX942),
     Card("MI308X", ("",), 0x74BC, 90402, GFX942),
     Card("MI325X", ("AMD Radeon Graphics", "AMD Instinct MI325X"), 0x74A5, 90402, GFX942),
-    Card("MI325X", ("AMD Instinct Mi325X VF", ""), 0x74B9, 90402, GFX942),  # spelled so by amd-smi and rocm-smi in DigitalOcean's machines
+    Card(
+        "MI325X", ("AMD Instinct Mi325X VF", ""), 0x74B9, 90402, GFX942
+    ),  # spelled so by amd-smi and rocm-smi in DigitalOcean's machines
     Card("MI350X", ("", "AMD Instinct MI350X"), 0x75A0, 90500, GFX950),
     Card("MI350X", ("",), 0x75B0, 90500, GFX950),
     Card("MI355X", ("", "AMD Instinct MI355X"), 0x75A3, 90500, GFX950),
@@ -41,14 +43,25 @@ CARDS = (
 )
 
 
-def kfd_tree(sys: Path, count: int, name: str, device_id: int, gib: int, simd: int, target: int, mode: str = "SPX") -> None:
+def kfd_tree(
+    sys: Path,
+    count: int,
+    name: str,
+    device_id: int,
+    gib: int,
+    simd: int,
+    target: int,
+    mode: str = "SPX",
+) -> None:
     nodes = sys / "class/kfd/kfd/topology/nodes"
     (nodes / "0").mkdir(parents=True)
     (nodes / "0" / "properties").write_text("cpu_cores_count 96\nsimd_count 0\n")
     for i in range(1, count + 1):
         bank = nodes / str(i) / "mem_banks" / "0"
         bank.mkdir(parents=True)
-        bank.joinpath("properties").write_text(f"heap_type 1\nsize_in_bytes {gib * GIB}\nwidth 8192\n")
+        bank.joinpath("properties").write_text(
+            f"heap_type 1\nsize_in_bytes {gib * GIB}\nwidth 8192\n"
+        )
         minor = 120 + 8 * i
         (nodes / str(i) / "properties").write_text(
             f"simd_count {simd}\nsimd_per_cu 4\ngfx_target_version {target}\ndevice_id {device_id}\ndrm_render_minor {minor}\n"

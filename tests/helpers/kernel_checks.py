@@ -10,7 +10,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def normal(*shape, seed=0, dtype=torch.float32, size=1.0):
     """Seeded on the CPU, so that every device gets the same numbers."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(DEVICE, dtype)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(
+        DEVICE, dtype
+    )
 
 
 def error(value, truth):

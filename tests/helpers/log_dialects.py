@@ -13,18 +13,33 @@ from synthetic_log import find, write_records
 from submission.log_rules import DISCLOSURE_KEYS
 
 # What RunLog logs for llama2_70b_lora and others do not, and what is ours in both.
-OURS = {"llama2_70b_lora": ("max_sequence_length", "opt_name", "opt_adamw_beta_1", "opt_adamw_beta_2", "opt_adamw_epsilon", "lora_dropout")}
+OURS = {
+    "llama2_70b_lora": (
+        "max_sequence_length",
+        "opt_name",
+        "opt_adamw_beta_1",
+        "opt_adamw_beta_2",
+        "opt_adamw_epsilon",
+        "lora_dropout",
+    )
+}
 
 
 def srun(log: list[dict]) -> list[dict]:
     """One record less of ours, blocks by size, a float, a time that goes back, a key after run_stop."""
     benchmark = log[find(log, "submission_benchmark")]["value"]
-    changed = [dict(record) for record in log if record["key"] not in (*OURS.get(benchmark, ()), "target_accuracy")]
+    changed = [
+        dict(record)
+        for record in log
+        if record["key"] not in (*OURS.get(benchmark, ()), "target_accuracy")
+    ]
     last = 0
     for record in changed:
         samples = record["metadata"].get("samples_count")
         if record["key"] in ("block_start", "block_stop"):
-            stop = next(r for r in changed[changed.index(record) :] if r["key"] == "block_stop")["metadata"]["samples_count"]
+            stop = next(r for r in changed[changed.index(record) :] if r["key"] == "block_stop")[
+                "metadata"
+            ]["samples_count"]
             record["metadata"] = {**record["metadata"], "samples_count": stop - last}
         elif record["key"] == "eval_start":
             last = samples
@@ -52,10 +67,16 @@ def processes(log: list[dict]) -> list[dict]:
     return changed
 
 
-def write(path: Path, log: list[dict], prefix: str = "", newline: str = "\n", noise: str = "") -> Path:
+def write(
+    path: Path, log: list[dict], prefix: str = "", newline: str = "\n", noise: str = ""
+) -> Path:
     """`prefix` before each token, `noise` as a line before each record."""
     lines = write_records(path, log).read_text().splitlines()
-    path.write_bytes("".join(f"{noise + newline if noise else ''}{prefix}{line}{newline}" for line in lines).encode())
+    path.write_bytes(
+        "".join(
+            f"{noise + newline if noise else ''}{prefix}{line}{newline}" for line in lines
+        ).encode()
+    )
     return path
 
 

@@ -47,14 +47,20 @@ def fill(base: FrozenBase, shape: ModelShape, scale: float = 1.0) -> FrozenBase:
         for name in base.matrices:
             first, rows, columns = base.shard_rows(name)
             own = scale * matrix(shape, layer, name)[first : first + rows]
-            shards[name] = torch.cat((own, torch.full((rows - len(own), columns), 1e4, dtype=torch.bfloat16))).to(base.device)
+            shards[name] = torch.cat(
+                (own, torch.full((rows - len(own), columns), 1e4, dtype=torch.bfloat16))
+            ).to(base.device)
         base.add_layer(layer, shards)
     base.finalize()
     return base
 
 
 def lora_config(processes: Processes, **changes) -> Config:
-    return from_table({**TABLE, "gpus_per_node": processes.world_size, "micro_batch_size": 2, **changes}, Config, "test")
+    return from_table(
+        {**TABLE, "gpus_per_node": processes.world_size, "micro_batch_size": 2, **changes},
+        Config,
+        "test",
+    )
 
 
 def with_precision(config: Config, precision: str) -> Config:
@@ -64,7 +70,12 @@ def with_precision(config: Config, precision: str) -> Config:
 
 
 def few_steps(
-    processes: Processes, folder: Path | None = None, rules=RULES, one_batch: bool = False, precision: str = "", **changes
+    processes: Processes,
+    folder: Path | None = None,
+    rules=RULES,
+    one_batch: bool = False,
+    precision: str = "",
+    **changes,
 ) -> dict:
     """Losses and gradient norms, an evaluation whose last batch is padded, and what became of model and base.
 
@@ -79,18 +90,31 @@ def few_steps(
     def load(model: Llama, base: FrozenBase) -> None:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter_seed(5, name)))
+                full = torch.randn(
+                    parameter.shape,
+                    generator=torch.Generator().manual_seed(parameter_seed(5, name)),
+                )
                 parameter.copy_(0.1 * full if parameter.ndim == 2 else torch.ones(parameter.shape))
         fill(base, rules.shape, 0.1)
 
     assembly, base = assemble(config, rules, processes, 3, load)
-    model, optimizer, batching = assembly.model, assembly.optimizer, Batching(config.global_batch_size, config.gradient_accumulation_steps)
+    model, optimizer, batching = (
+        assembly.model,
+        assembly.optimizer,
+        Batching(config.global_batch_size, config.gradient_accumulation_steps),
+    )
     before = base_fingerprints(model, base)
-    sequences = torch.randint(61, (48, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    sequences = torch.randint(
+        61, (48, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
     sequences[:, 1, 11:] = -100
     steps = [sequences[:8]] * 3 if one_batch else list(sequences.split(8))
     own = [batch.chunk(processes.world_size)[processes.rank] for batch in steps]
-    batches, losses, norms = iter([part for batch in own for part in batch.split(config.micro_batch_size)]), [], []
+    batches, losses, norms = (
+        iter([part for batch in own for part in batch.split(config.micro_batch_size)]),
+        [],
+        [],
+    )
     for _ in own:
         if one_batch:
             assembly.linear.reset()
@@ -104,7 +128,10 @@ def few_steps(
         "evaluation": evaluation,
         "evaluates forward only": base.order == pass_order(rules.shape.num_layers, False, ROWWISE),
         "base unchanged": base_fingerprints(model, base) == before,
-        "adapters": {name: parameter.detach().clone() for name, parameter in adapter_parameters(model).items()},
+        "adapters": {
+            name: parameter.detach().clone()
+            for name, parameter in adapter_parameters(model).items()
+        },
         "parameters": [name for name, _ in model.named_parameters()],
         "trained": sum(p.numel() for p in optimizer.weights),
         "states": sum(t.numel() for t in optimizer.state_tensors()),

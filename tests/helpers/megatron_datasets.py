@@ -26,5 +26,13 @@ def megatron():
         pytest.fail(
             f"the witness is missing ({error}): pip install megatron-core=={WITNESS_VERSION}, or set MEGATRON_WITNESS=0 to go without"
         )
-    assert megatron.core.__version__ == WITNESS_VERSION, "the order was checked against this version: look at what changed"
-    return SimpleNamespace(helpers=helpers, GPTDataset=GPTDataset, Config=GPTDatasetConfig, IndexedDataset=IndexedDataset, Split=Split)
+    assert megatron.core.__version__ == WITNESS_VERSION, (
+        "the order was checked against this version: look at what changed"
+    )
+    return SimpleNamespace(
+        helpers=helpers,
+        GPTDataset=GPTDataset,
+        Config=GPTDatasetConfig,
+        IndexedDataset=IndexedDataset,
+        Split=Split,
+    )

@@ -26,7 +26,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        links = [value for name, value in attributes if name in ("href", "src", "xlink:href") and tag != "link"]
+        links = [
+            value
+            for name, value in attributes
+            if name in ("href", "src", "xlink:href") and tag != "link"
+        ]
         self.links += [link for link in links if tag != "a" or not link.startswith("#")]
         self.inside += [unquote(link[1:]) for link in links if tag == "a" and link.startswith("#")]
         self.ids += [value for name, value in attributes if name == "id"]

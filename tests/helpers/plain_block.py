@@ -25,7 +25,9 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, shape.qkv_size, bias=False)
         if shape.qk_norm:
-            self.rotation = nn.ModuleDict({name: RMSNorm(shape.head_dim, shape.norm_eps) for name in ("q_norm", "k_norm")})
+            self.rotation = nn.ModuleDict(
+                {name: RMSNorm(shape.head_dim, shape.norm_eps) for name in ("q_norm", "k_norm")}
+            )
         self.o = nn.Linear(shape.attention_size, shape.hidden_size, bias=False)
         self.ffn_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.ffn_hidden_size, bias=False)
@@ -36,12 +38,18 @@ class Block(nn.Module):
         return x_BSD + self.down(swiglu_reference(self.gate_up(self.ffn_norm(x_BSD))))
 
     def attention(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads, kv_heads, head_dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
+        heads, kv_heads, head_dim = (
+            self.shape.num_heads,
+            self.shape.num_kv_heads,
+            self.shape.head_dim,
+        )
         qkv = self.qkv(x_BSD).unflatten(-1, (heads + 2 * kv_heads, head_dim))
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
         if self.shape.qk_norm:
             q, k = self.rotation["q_norm"](q), self.rotation["k_norm"](k)
-        return self.o(causal_attention(rope_reference(q, cos, sin), rope_reference(k, cos, sin), v).flatten(2))
+        return self.o(
+            causal_attention(rope_reference(q, cos, sin), rope_reference(k, cos, sin), v).flatten(2)
+        )
 
 
 class LoRALinear(nn.Module):
@@ -56,9 +64,18 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         lora_a, lora_b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
-        return self.base(x) + F.linear(F.linear(self.drop(x, self.dropout, self.training), lora_a), lora_b) * self.scale
+        return (
+            self.base(x)
+            + F.linear(F.linear(self.drop(x, self.dropout, self.training), lora_a), lora_b)
+            * self.scale
+        )
 
 
 def plain_llama(shape: ModelShape, max_sequence_length: int) -> Llama:
     """A Llama of plain blocks, fp32 on the CPU, weights undefined."""
-    return Llama(shape, max_sequence_length, [Block(shape) for _ in range(shape.num_layers)], Head(shape, "reference"))
+    return Llama(
+        shape,
+        max_sequence_length,
+        [Block(shape) for _ in range(shape.num_layers)],
+        Head(shape, "reference"),
+    )

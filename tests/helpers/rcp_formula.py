@@ -21,7 +21,9 @@ from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 
 SIGNIFICANCE = 0.05  # one-sided
 TOLERANCE = 1e-4  # sequences; the official bisection stops there
-NOT_CONVERGED = 1e9  # what a run that never reaches the target counts as; being the slowest, it is dropped
+NOT_CONVERGED = (
+    1e9  # what a run that never reaches the target counts as; being the slowest, it is dropped
+)
 
 POINT_SETS = ("pruned", "full")  # package checker and summarizer judge by the pruned set
 
@@ -35,7 +37,9 @@ class Point:
     sigma: float  # population standard deviation, of all runs
     minimum: float  # the lowest mean of a submission that passes
     counted: int  # reference runs that the test counts: 18 of a measured point, 20 of an interpolated one
-    samples: tuple[int, ...] = ()  # of the reference runs, ascending; empty for an interpolated point
+    samples: tuple[
+        int, ...
+    ] = ()  # of the reference runs, ascending; empty for an interpolated point
 
     @property
     def max_speedup(self) -> float:
@@ -102,7 +106,10 @@ def _missing(batch: int) -> str:
 @cache
 def _points(benchmark: str, points: str) -> tuple[Point, ...]:
     assert points in POINT_SETS, points
-    measured = [_measured(batch, runs) for batch, runs in divisions(benchmark)["closed"].reference_runs.items()]
+    measured = [
+        _measured(batch, runs)
+        for batch, runs in divisions(benchmark)["closed"].reference_runs.items()
+    ]
     return tuple(pruned(measured) if points == "pruned" else measured)
 
 
@@ -118,7 +125,11 @@ def _interpolated(batch: int, low: Point, high: Point) -> Point:
     def between(start: float, stop: float) -> float:
         return (stop - start) / (high.batch - low.batch) * (batch - low.batch) + start
 
-    mean, sigma, counted = between(low.mean, high.mean), between(low.sigma, high.sigma), 2 * SUBMISSION_RUNS
+    mean, sigma, counted = (
+        between(low.mean, high.mean),
+        between(low.sigma, high.sigma),
+        2 * SUBMISSION_RUNS,
+    )
     return Point(batch, mean, sigma, _minimum(mean, sigma, counted), counted)
 
 
@@ -129,7 +140,10 @@ def pruned(points: list[Point]) -> list[Point]:
     kept = [point for point in points if point.batch >= fastest.batch]
     index = 1
     while index < len(kept) - 1:
-        if kept[index].mean > _interpolated(kept[index].batch, kept[index - 1], kept[index + 1]).mean:
+        if (
+            kept[index].mean
+            > _interpolated(kept[index].batch, kept[index - 1], kept[index + 1]).mean
+        ):
             del kept[index]
         else:
             index += 1
@@ -144,7 +158,9 @@ def _minimum(mean: float, sigma: float, counted: int) -> float:
     mean - t(0.95, counted + 8 - 2) * sigma * sqrt(1/counted + 1/8).
     """
     runs = SUBMISSION_RUNS - 2
-    margin = t_quantile(1 - SIGNIFICANCE, counted + runs - 2) * sigma * math.sqrt(1 / counted + 1 / runs)
+    margin = (
+        t_quantile(1 - SIGNIFICANCE, counted + runs - 2) * sigma * math.sqrt(1 / counted + 1 / runs)
+    )
     low, high = 0.0, mean
     middle = (low + high) / 2
     while high - low > TOLERANCE:
@@ -171,7 +187,12 @@ def t_quantile(probability: float, freedom: int) -> float:
 def t_tail(t: float, freedom: int) -> float:
     """P(T > t) for t >= 0: I_x(freedom/2, 1/2) / 2 at x = freedom / (freedom + t^2) (DLMF 8.17; Abramowitz, Stegun 26.7.1)."""
     square = t * t
-    return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + square), square / (freedom + square)) / 2
+    return (
+        _incomplete_beta(
+            freedom / 2, 0.5, freedom / (freedom + square), square / (freedom + square)
+        )
+        / 2
+    )
 
 
 def _incomplete_beta(a: float, b: float, x: float, y: float) -> float:
@@ -180,9 +201,16 @@ def _incomplete_beta(a: float, b: float, x: float, y: float) -> float:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side only
         return 1 - _incomplete_beta(b, a, y, x)
-    front = math.exp(a * math.log(x) + b * math.log(y) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)) / a
+    front = (
+        math.exp(
+            a * math.log(x) + b * math.log(y) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+        )
+        / a
+    )
     value = 1.0
-    for m in range(60, 0, -1):  # from the inside out; 60 pairs are far more than a double can tell apart here
+    for m in range(
+        60, 0, -1
+    ):  # from the inside out; 60 pairs are far more than a double can tell apart here
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
         value = 1 + even / (1 + odd / value)

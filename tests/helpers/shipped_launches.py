@@ -7,7 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.kernels import accumulate, adamw, cross_entropy, lora, qk_norm, quantize, rms_norm, rope, swiglu, transpose
+from common.kernels import (
+    accumulate,
+    adamw,
+    cross_entropy,
+    lora,
+    qk_norm,
+    quantize,
+    rms_norm,
+    rope,
+    swiglu,
+    transpose,
+)
 from common.model.families import shape_of
 from common.model.linear_layers import DelayedScaling
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
@@ -61,7 +72,8 @@ def launch_long_sequences(shape: ModelShape) -> None:
     cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
     sequences = 2**30 // (SEQUENCE * shape.num_heads * shape.head_dim)
     d_q, d_k, d_v = (
-        bf16(sequences, SEQUENCE, heads, shape.head_dim) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        bf16(sequences, SEQUENCE, heads, shape.head_dim)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
     assert d_q.untyped_storage().nbytes() >= 2**31 > d_k.untyped_storage().nbytes()
     rope.rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, None)
@@ -81,9 +93,14 @@ def launch_block(shape: ModelShape, quantizers: Quantizers, trains: bool) -> Non
     q, hidden, ffn = quantizers, shape.hidden_size, shape.ffn_hidden_size
     x, weight = bf16(TOKENS, hidden), bf16(hidden)
     cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
-    d_q, d_k, d_v = (bf16(1, SEQUENCE, heads, shape.head_dim) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads))
+    d_q, d_k, d_v = (
+        bf16(1, SEQUENCE, heads, shape.head_dim)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
     gate_up, d_h = bf16(TOKENS, 2 * ffn), bf16(TOKENS, ffn)
-    rope.rope_packed_triton_(bf16(TOKENS, shape.qkv_size), cos, sin, shape.num_heads, shape.num_kv_heads)
+    rope.rope_packed_triton_(
+        bf16(TOKENS, shape.qkv_size), cos, sin, shape.num_heads, shape.num_kv_heads
+    )
 
     def launch(forward, backward, kept) -> None:
         if forward is not None:
@@ -91,7 +108,11 @@ def launch_block(shape: ModelShape, quantizers: Quantizers, trains: bool) -> Non
             quantize.quantize_triton(x, backward)
         for branch in (None, x):
             _, _, rstd = rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, forward)
-        for d_residual, quantizer in ((x, backward), (x, None), (None, None)):  # a block's two norms; the head's
+        for d_residual, quantizer in (
+            (x, backward),
+            (x, None),
+            (None, None),
+        ):  # a block's two norms; the head's
             rms_norm.rms_norm_backward_triton(x, x, rstd, weight, d_residual, quantizer, trains)
         rope.rope_packed_backward_triton(d_q, d_k, d_v, cos, sin, backward)
         _, kept_gate_up = swiglu.swiglu_quantized_triton(gate_up, forward, kept)
@@ -107,13 +128,20 @@ def launch_qk_norm(shape: ModelShape, pretraining: Quantizers) -> None:
     """Both precisions of full training, and the adapters': they take the gradient in bf16 and train no norm."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     cos, sin = fp32(SEQUENCE, shape.head_dim // 2), fp32(SEQUENCE, shape.head_dim // 2)
-    weights, gradients = (bf16(shape.head_dim),) * 2, [bf16(1, SEQUENCE, count, shape.head_dim) for count in (heads, kv_heads, kv_heads)]
+    weights, gradients = (
+        (bf16(shape.head_dim),) * 2,
+        [bf16(1, SEQUENCE, count, shape.head_dim) for count in (heads, kv_heads, kv_heads)],
+    )
     for keep in (True, False):
-        qk_norm.qk_norm_rope_triton_(bf16(TOKENS, shape.qkv_size), weights, 1e-6, cos, sin, heads, kv_heads, keep)
+        qk_norm.qk_norm_rope_triton_(
+            bf16(TOKENS, shape.qkv_size), weights, 1e-6, cos, sin, heads, kv_heads, keep
+        )
     before = bf16(TOKENS, (heads + kv_heads) * shape.head_dim)
 
     def launch(quantizer, weight_grad) -> None:
-        qk_norm.qk_norm_rope_backward_triton(gradients, before, weights, 1e-6, cos, sin, quantizer, weight_grad)
+        qk_norm.qk_norm_rope_backward_triton(
+            gradients, before, weights, 1e-6, cos, sin, quantizer, weight_grad
+        )
 
     pretraining.in_all_modes(lambda: launch(pretraining.backward, True))
     launch(None, True)
@@ -123,32 +151,52 @@ def launch_qk_norm(shape: ModelShape, pretraining: Quantizers) -> None:
 def launch_weights() -> None:
     for shape in (LLAMA31_8B, LLAMA2_70B):
         for columns in (shape.hidden_size, shape.ffn_hidden_size):
-            quantize.quantize_triton(bf16(shape.hidden_size, columns), Quantizers(transposed=True).forward)
+            quantize.quantize_triton(
+                bf16(shape.hidden_size, columns), Quantizers(transposed=True).forward
+            )
     weight = torch.empty(6144, 4096, dtype=torch.uint8, device=META)
     transpose.transpose_triton(weight, weight.new_empty(4096, 6144))
 
 
 def launch_adapter(shape: ModelShape, quantizers: Quantizers) -> None:
     hidden, qkv = shape.hidden_size, shape.qkv_size
-    x, g, t, a, b = bf16(TOKENS, hidden), bf16(TOKENS, qkv), bf16(TOKENS, RANK), bf16(RANK, hidden), bf16(qkv, RANK)
+    x, g, t, a, b = (
+        bf16(TOKENS, hidden),
+        bf16(TOKENS, qkv),
+        bf16(TOKENS, RANK),
+        bf16(RANK, hidden),
+        bf16(qkv, RANK),
+    )
     dropout = lora.Dropout(torch.empty(1, dtype=torch.int64, device=META), 0.1)
     for norm in (None, lora.Norm(fp32(TOKENS), bf16(hidden))):
         for dropped in (None, dropout):
             lora.down_triton(x, norm, a, dropped)
             lora.down_backward_triton_(bf16(TOKENS, hidden), x, norm, t, a, dropped)
     for gradient in (None, quantizers.backward):
-        quantizers.in_all_modes(lambda gradient=gradient: lora.up_backward_triton(g, t, b, 2.0, dropout, gradient))
+        quantizers.in_all_modes(
+            lambda gradient=gradient: lora.up_backward_triton(g, t, b, 2.0, dropout, gradient)
+        )
 
 
 def launch_optimizer() -> None:
     """The matrices of the 8B whole on one GPU and in halves; the whole embedding on one GPU has fewer than 2^31 elements."""
     weight, one = fp32(14336, 4096), torch.empty((), dtype=torch.float32, device=META)
     step = adamw.Step(1e-4, (0.9, 0.95), 1e-5, one, one, one)
-    for moment, rounded in ((weight, None), (weight, bf16(14336, 4096)), (bf16(14336, 4096), bf16(14336, 4096))):
+    for moment, rounded in (
+        (weight, None),
+        (weight, bf16(14336, 4096)),
+        (bf16(14336, 4096), bf16(14336, 4096)),
+    ):
         adamw.adamw_triton(weight, weight, moment, moment, rounded, 0.1, step)
     for others in (None, bf16(1, 14336, 4096), bf16(3, 14336, 4096), bf16(7, 14336, 4096)):
         for total in (None, weight):
             accumulate.accumulate_triton(total, bf16(14336, 4096), others)
     for ranks in (1, 8):
         ids = torch.empty(ranks * TOKENS, dtype=torch.int64, device=META)
-        accumulate.add_rows_triton(fp32(128256 // ranks, 4096), ids, bf16(ranks * TOKENS, 4096), 128256 // ranks * (ranks - 1), ranks)
+        accumulate.add_rows_triton(
+            fp32(128256 // ranks, 4096),
+            ids,
+            bf16(ranks * TOKENS, 4096),
+            128256 // ranks * (ranks - 1),
+            ranks,
+        )

@@ -29,13 +29,39 @@ class Benchmark:
     train_samples: int
 
     def run_config(self, global_batch_size: int | None = None, **changes) -> config.RunConfig:
-        sizes = {"nodes": 1, "gpus_per_node": 8, "micro_batch_size": 1, "eval_micro_batch_size": 1, "max_samples": 1_000_000}
+        sizes = {
+            "nodes": 1,
+            "gpus_per_node": 8,
+            "micro_batch_size": 1,
+            "eval_micro_batch_size": 1,
+            "max_samples": 1_000_000,
+        }
         table = {"gpu": "MI355X", **sizes, **self.config, **changes}
-        return config.from_table(table | ({"global_batch_size": global_batch_size} if global_batch_size else {}), self.rules.Config, "test")
+        return config.from_table(
+            table | ({"global_batch_size": global_batch_size} if global_batch_size else {}),
+            self.rules.Config,
+            "test",
+        )
 
 
-PRETRAINING = Benchmark(rules, {"global_batch_size": 32, "opt_base_learning_rate": 8e-4, "opt_learning_rate_warmup_steps": 128}, 1_574_207)
-LORA = Benchmark(lora_rules, {"global_batch_size": 8, "opt_base_learning_rate": 4e-4, "opt_learning_rate_training_steps": 1024}, 3901)
+PRETRAINING = Benchmark(
+    rules,
+    {
+        "global_batch_size": 32,
+        "opt_base_learning_rate": 8e-4,
+        "opt_learning_rate_warmup_steps": 128,
+    },
+    1_574_207,
+)
+LORA = Benchmark(
+    lora_rules,
+    {
+        "global_batch_size": 8,
+        "opt_base_learning_rate": 4e-4,
+        "opt_learning_rate_training_steps": 1024,
+    },
+    3901,
+)
 BENCHMARKS = (PRETRAINING, LORA)
 
 
@@ -79,7 +105,13 @@ def initialize(
     """Log what comes between init_start and run_start."""
     benchmark = benchmark_of(rules_)
     train_samples = getattr(rules_, "train_samples", benchmark.train_samples)
-    log.submission(benchmark=benchmark.rules.BENCHMARK, org=org, platform=platform, division=rules_.division, status="onprem")
+    log.submission(
+        benchmark=benchmark.rules.BENCHMARK,
+        org=org,
+        platform=platform,
+        division=rules_.division,
+        status="onprem",
+    )
     log.seed(seed)
     log.hyperparameters(hyperparameters(config, rules_, train_samples, config_filename))
     log.init_stop()
@@ -92,14 +124,20 @@ def evaluate(log: RunLog, samples: int, loss: float) -> None:
     log.eval_stop(samples)
 
 
-def write_good(path: Path, rules_=rules.CLOSED, global_batch_size: int | None = None, evaluations: int = 4) -> Path:
+def write_good(
+    path: Path, rules_=rules.CLOSED, global_batch_size: int | None = None, evaluations: int = 4
+) -> Path:
     """A run that reaches the target at its last evaluation."""
     batch = benchmark_of(rules_).run_config(global_batch_size).global_batch_size
     first, interval = rules_.first_evaluation(batch), rules_.eval_interval(batch)
-    return write_evaluations(path, rules_, [first + interval * index for index in range(evaluations)], batch)
+    return write_evaluations(
+        path, rules_, [first + interval * index for index in range(evaluations)], batch
+    )
 
 
-def write_evaluations(path: Path, rules_, counts: list[int], global_batch_size: int | None = None) -> Path:
+def write_evaluations(
+    path: Path, rules_, counts: list[int], global_batch_size: int | None = None
+) -> Path:
     """The same, with evaluations at `counts` training sequences, be that by the rules or not."""
     log = start(path, rules_, global_batch_size)
     for number, (before, samples) in enumerate(zip([0, *counts], counts, strict=False), start=1):
@@ -139,11 +177,20 @@ class Timed:
     converged: bool = True
 
 
-def write_timed(path: Path, benchmark: Benchmark, run: Timed, seed: int, rules_=None, global_batch_size: int | None = None) -> Path:
+def write_timed(
+    path: Path,
+    benchmark: Benchmark,
+    run: Timed,
+    seed: int,
+    rules_=None,
+    global_batch_size: int | None = None,
+) -> Path:
     """The log of one run, with evaluations by the rules up to `run.samples`."""
     rules_ = rules_ or benchmark.rules.CLOSED
     batch = benchmark.run_config(global_batch_size).global_batch_size
-    counts = list(range(rules_.first_evaluation(batch), run.samples + 1, rules_.eval_interval(batch)))
+    counts = list(
+        range(rules_.first_evaluation(batch), run.samples + 1, rules_.eval_interval(batch))
+    )
     assert counts[-1] == run.samples, f"no evaluation at {run.samples}"
     path.parent.mkdir(parents=True, exist_ok=True)
     changed = json.loads(_template(rules_, batch, tuple(counts)))
@@ -159,7 +206,9 @@ def write_timed(path: Path, benchmark: Benchmark, run: Timed, seed: int, rules_=
 def _template(rules_, batch: int, counts: tuple[int, ...]) -> str:
     """Written once for all runs of the same length: RunLog waits for the disk."""
     with tempfile.TemporaryDirectory() as folder:
-        return json.dumps(records(write_evaluations(Path(folder) / "log", rules_, list(counts), batch)))
+        return json.dumps(
+            records(write_evaluations(Path(folder) / "log", rules_, list(counts), batch))
+        )
 
 
 def set_times(changed: list[dict], run: Timed) -> None:
@@ -169,12 +218,16 @@ def set_times(changed: list[dict], run: Timed) -> None:
     for record in changed:
         samples = record["metadata"].get("samples_count", 0)
         if record["key"] == "block_stop":
-            now += (samples - before) / run.samples_per_s * 1000 + (run.first_block_s * 1000 if before == 0 else 0)
+            now += (samples - before) / run.samples_per_s * 1000 + (
+                run.first_block_s * 1000 if before == 0 else 0
+            )
             before = samples
         elif record["key"] == "eval_accuracy":
             now += run.evaluation_s * 1000
         elif record["key"] == "run_stop" and run.minutes is not None:
-            assert start + run.minutes * 60_000 >= now, "the parts of the run take longer than the whole"
+            assert start + run.minutes * 60_000 >= now, (
+                "the parts of the run take longer than the whole"
+            )
             now = start + run.minutes * 60_000
         in_init = before == 0 and samples == 0 and record["key"] not in ("run_start", "block_start")
         record["time_ms"] = began if in_init else round(now)

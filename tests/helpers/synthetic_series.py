@@ -29,8 +29,24 @@ MS = 1_000_000  # ns
 
 # A complete system description that fits the runs; made up, as the runs are.
 DESCRIPTION = {
-    **dict.fromkeys(("hw_notes", "sw_notes", "host_processor_frequency", "host_processor_caches", "accelerator_frequency"), ""),
-    **dict.fromkeys(("host_processor_interconnect", "accelerator_on-chip_memories", "accelerator_interconnect_topology"), ""),
+    **dict.fromkeys(
+        (
+            "hw_notes",
+            "sw_notes",
+            "host_processor_frequency",
+            "host_processor_caches",
+            "accelerator_frequency",
+        ),
+        "",
+    ),
+    **dict.fromkeys(
+        (
+            "host_processor_interconnect",
+            "accelerator_on-chip_memories",
+            "accelerator_interconnect_topology",
+        ),
+        "",
+    ),
     "submitter": ORG,
     "division": "closed",
     "status": "Available on-premise",
@@ -86,7 +102,9 @@ class Plan:
     org: str = ORG
     platform: str = "1x8 MI355X"
     config_name: str = CONFIG
-    shape: int = 0  # evaluations to the target, of a run that does not get there; 0: as many as there are
+    shape: int = (
+        0  # evaluations to the target, of a run that does not get there; 0: as many as there are
+    )
 
 
 # kind of failure -> exit code, kind and reason in the ledger
@@ -114,14 +132,25 @@ def evaluations_near_reference(benchmark: synthetic_log.Benchmark) -> list[int]:
 
 
 def write(
-    log_dir: Path, benchmark: synthetic_log.Benchmark, attempts: list[Plan], rules=None, series: str = SERIES, goal: int = 10
+    log_dir: Path,
+    benchmark: synthetic_log.Benchmark,
+    attempts: list[Plan],
+    rules=None,
+    series: str = SERIES,
+    goal: int = 10,
 ) -> Path:
     """A series in LOGDIR/<benchmark>; returns that directory."""
     rules, name = rules or benchmark.rules.CLOSED, benchmark.rules.BENCHMARK
     folder, clock = log_dir / name, Clock()
     folder.mkdir(parents=True, exist_ok=True)
     good = sum(not plan.fails for plan in attempts)
-    begun = {"event": "series", "series": series, "started": "2026-10-01T12:00:00Z", "goal": goal, "facts": {"config": CONFIG}}
+    begun = {
+        "event": "series",
+        "series": series,
+        "started": "2026-10-01T12:00:00Z",
+        "goal": goal,
+        "facts": {"config": CONFIG},
+    }
     ledger.append(folder / ledger.NAME, begun)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mllog, "time", clock.module())
@@ -138,16 +167,32 @@ def _only_to_files(write_all):
     return lambda fd, line: write_all(fd, line) if fd >= 0 else None
 
 
-def _attempt(folder: Path, benchmark, rules, plan: Plan, number: int, series: str, clock: Clock) -> None:
+def _attempt(
+    folder: Path, benchmark, rules, plan: Plan, number: int, series: str, clock: Clock
+) -> None:
     name = benchmark.rules.BENCHMARK
     config = configs.load(ROOT / "configs" / name / CONFIG, benchmark.rules.Config)
     run_dir = folder / f"20261001-{number:06}_{Path(CONFIG).stem}_seed{plan.seed}"
     run_dir.mkdir()
     (run_dir / "config.toml").write_text(config.as_toml())
-    versions = {"python": "3.12.3", "packages": {"torch": "2.13.0", "numpy": "2.4.6"}, "commit": COMMIT, "dirty": False}
-    versions |= {"gpus": ["AMD Instinct MI355X, gfx950, 288 GiB"] * 8, "driver": "6.14"} | plan.changes
+    versions = {
+        "python": "3.12.3",
+        "packages": {"torch": "2.13.0", "numpy": "2.4.6"},
+        "commit": COMMIT,
+        "dirty": False,
+    }
+    versions |= {
+        "gpus": ["AMD Instinct MI355X, gfx950, 288 GiB"] * 8,
+        "driver": "6.14",
+    } | plan.changes
     (run_dir / "versions.json").write_text(json.dumps(versions))
-    start = {"event": "start", "series": series, "attempt": number, "run": run_dir.name, "seed": plan.seed}
+    start = {
+        "event": "start",
+        "series": series,
+        "attempt": number,
+        "run": run_dir.name,
+        "seed": plan.seed,
+    }
     start |= {
         "started": "2026-10-01T12:00:00Z",
         "config": plan.config_name,
@@ -159,10 +204,23 @@ def _attempt(folder: Path, benchmark, rules, plan: Plan, number: int, series: st
     samples = _run(run_dir, benchmark, rules, config, plan, clock)
     code, kind, reason = FAILURES.get(plan.fails, (0, "success", ""))
     if plan.fails:
-        failure = {"kind": kind, "exit_code": code, "what": reason, "why": "a test", "do": "nothing"}
+        failure = {
+            "kind": kind,
+            "exit_code": code,
+            "what": reason,
+            "why": "a test",
+            "do": "nothing",
+        }
         (run_dir / "failure.json").write_text(json.dumps(failure))
     minutes = None if plan.fails in ("killed", "early") else (clock.now_ns - began) / MS / 60_000
-    end = {"exit_code": code, "kind": kind, "reason": reason, "minutes": minutes, "samples": samples, "cache": "fadvise"}
+    end = {
+        "exit_code": code,
+        "kind": kind,
+        "reason": reason,
+        "minutes": minutes,
+        "samples": samples,
+        "cache": "fadvise",
+    }
     ledger.append(folder / ledger.NAME, start | {"event": "end"} | end)
     clock.pass_s(60)
 
@@ -176,7 +234,9 @@ def _run(run_dir: Path, benchmark, rules, config, plan: Plan, clock: Clock) -> i
     if plan.fails == "early":
         log.abort(0)
         return 0
-    synthetic_log.initialize(log, rules, config, plan.config_name, plan.org, plan.platform, plan.seed)
+    synthetic_log.initialize(
+        log, rules, config, plan.config_name, plan.org, plan.platform, plan.seed
+    )
     batch, before = config.global_batch_size, 0
     events = _Events(plan, rules, batch)
     for index in range(plan.evaluations):
@@ -219,7 +279,9 @@ class _Events:
         """Seconds that the block takes. Every twentieth step is recorded, and the first five."""
         elapsed = 0.0
         for step in range(before // self.batch + 1, samples // self.batch + 1):
-            time_ms = self.step_ms + abs(self.chance.gauss(0, 3)) + (self.chance.random() < 0.01) * 60
+            time_ms = (
+                self.step_ms + abs(self.chance.gauss(0, 3)) + (self.chance.random() < 0.01) * 60
+            )
             elapsed += time_ms / 1000
             if step % 20 == 0 or step <= 5:
                 self._record(step, time_ms, self.seconds["train"] + elapsed)
@@ -229,18 +291,45 @@ class _Events:
     def _record(self, step: int, time_ms: float, time_s: float) -> None:
         rate = self.batch * 8192 / 8 / time_ms * 1000
         loss = self._loss(step * self.batch) + self.chance.gauss(0, 0.03)
-        line = {"event": "step", "step": step, "samples": step * self.batch, "loss": loss, "grad_norm": 0.4, "learning_rate": 4e-4}
-        line |= {"step_time_ms": time_ms, "time_s": time_s, "tokens_per_s_per_gpu": rate, "tflops_per_gpu": rate * 51.47e-3}
-        self.lines.append(line | {"mfu": rate * 51.47e-3 / 2516.6, "memory_gib": 214.5 + self.chance.random()})
+        line = {
+            "event": "step",
+            "step": step,
+            "samples": step * self.batch,
+            "loss": loss,
+            "grad_norm": 0.4,
+            "learning_rate": 4e-4,
+        }
+        line |= {
+            "step_time_ms": time_ms,
+            "time_s": time_s,
+            "tokens_per_s_per_gpu": rate,
+            "tflops_per_gpu": rate * 51.47e-3,
+        }
+        self.lines.append(
+            line | {"mfu": rate * 51.47e-3 / 2516.6, "memory_gib": 214.5 + self.chance.random()}
+        )
 
     def evaluate(self, samples: int, reaches: bool) -> float:
         loss = self._loss(samples) + self.chance.gauss(0, 0.004)
-        loss = self.target - abs(self.chance.gauss(0, 0.004)) if reaches else max(loss, self.target + 0.006)
+        loss = (
+            self.target - abs(self.chance.gauss(0, 0.004))
+            if reaches
+            else max(loss, self.target + 0.006)
+        )
         self.seconds["eval"] += 21.5
-        line = {"event": "eval", "step": samples // self.batch, "samples": samples, "loss": loss, "seconds": 21.5}
+        line = {
+            "event": "eval",
+            "step": samples // self.batch,
+            "samples": samples,
+            "loss": loss,
+            "seconds": 21.5,
+        }
         self.lines.append(line | {"time_s": self.seconds["train"]})
         return loss
 
     def write(self, path: Path) -> None:
-        self.lines += [{"event": "phase", "name": name, "seconds": seconds, "time_s": 0.0} for name, seconds in self.seconds.items()]
+        self.lines += [
+            {"event": "phase", "name": name, "seconds": seconds, "time_s": 0.0}
+            for name, seconds in self.seconds.items()
+        ]
         path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))

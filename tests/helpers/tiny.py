@@ -37,7 +37,9 @@ from llama31_8b import train as trainer
 from llama31_8b.rules import MINIATURE, Config, Rules
 
 TINY_PROGRAM = Path(__file__).resolve()
-PYTHONPATH = os.pathsep.join(map(str, [ROOT, *sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())]))
+PYTHONPATH = os.pathsep.join(
+    map(str, [ROOT, *sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())])
+)
 # 61 rows of embedding do not divide by 2 ranks, 10 evaluation sequences not by ranks x micro-batch. The target is out of reach.
 TINY = replace(
     MINIATURE,
@@ -67,16 +69,23 @@ def run_config(**changes) -> Config:
     return config.from_table({**DEFAULTS, **changes}, Config, "test")
 
 
-def write_data(folder: Path, rules: Rules = TINY, train_documents: int = 80, validation_tokens: int = 200) -> Path:
+def write_data(
+    folder: Path, rules: Rules = TINY, train_documents: int = 80, validation_tokens: int = 200
+) -> Path:
     """Both pairs. A token decides its successor but for some noise, so that there is something to learn."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     vocab = rules.shape.vocab_size
-    lengths = {rules.train_prefix: random.integers(5, 60, train_documents), rules.validation_prefix: [validation_tokens]}
+    lengths = {
+        rules.train_prefix: random.integers(5, 60, train_documents),
+        rules.validation_prefix: [validation_tokens],
+    }
     for prefix, documents in lengths.items():
         writer = Writer(folder / prefix, vocab)
         for length in documents:
-            tokens = np.cumsum(1 + (random.random(length) < 0.2), dtype=np.int64) + random.integers(vocab)
+            tokens = np.cumsum(1 + (random.random(length) < 0.2), dtype=np.int64) + random.integers(
+                vocab
+            )
             writer.add(tokens % vocab)
         writer.finish()
     return folder
@@ -108,7 +117,9 @@ def run(
 ) -> Facts:
     """The trainer's `run` in this process, and `abort` where it fails, as run_guarded would call it."""
     rank = int(os.environ.get("RANK", "0"))
-    run_dir.mkdir(parents=True, exist_ok=True)  # another rank may have made it; what is in it is never overwritten
+    run_dir.mkdir(
+        parents=True, exist_ok=True
+    )  # another rank may have made it; what is in it is never overwritten
     configured = run_config(**changes)
     asked = Run(
         benchmark="llama31_8b",
@@ -143,10 +154,20 @@ def facts(run_dir: Path, error: RunError | None = None) -> Facts:
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     log = records(run_dir / "result.txt")
-    evaluations = [(record["metadata"]["samples_count"], record["value"]) for record in log if record["key"] == "eval_accuracy"]
-    status = next((record["metadata"]["status"] for record in log if record["key"] == "run_stop"), "")
-    losses, norms, rates = ([step[key] for step in steps] for key in ("loss", "grad_norm", "learning_rate"))
-    return Facts(losses, norms, rates, evaluations, status, error.kind if error else "", str(error or ""))
+    evaluations = [
+        (record["metadata"]["samples_count"], record["value"])
+        for record in log
+        if record["key"] == "eval_accuracy"
+    ]
+    status = next(
+        (record["metadata"]["status"] for record in log if record["key"] == "run_stop"), ""
+    )
+    losses, norms, rates = (
+        [step[key] for step in steps] for key in ("loss", "grad_norm", "learning_rate")
+    )
+    return Facts(
+        losses, norms, rates, evaluations, status, error.kind if error else "", str(error or "")
+    )
 
 
 # Processes of their own.
@@ -154,7 +175,13 @@ def facts(run_dir: Path, error: RunError | None = None) -> Facts:
 
 def rank_environment(rank: int, world_size: int, port: int, per_node: int = 0) -> dict[str, str]:
     per_node = per_node or world_size
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank % per_node, "WORLD_SIZE": world_size}
+    where = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "RANK": rank,
+        "LOCAL_RANK": rank % per_node,
+        "WORLD_SIZE": world_size,
+    }
     names = {**where, "LOCAL_WORLD_SIZE": per_node, "OMP_NUM_THREADS": 1, "PYTHONPATH": PYTHONPATH}
     return os.environ | {name: str(value) for name, value in names.items()}
 
@@ -170,18 +197,34 @@ def start_ranks(world_size: int, command: list[str]) -> list[subprocess.Popen]:
     port = free_port()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [
-        subprocess.Popen([sys.executable, *command], env=rank_environment(rank, world_size, port), **pipes) for rank in range(world_size)
+        subprocess.Popen(
+            [sys.executable, *command], env=rank_environment(rank, world_size, port), **pipes
+        )
+        for rank in range(world_size)
     ]
 
 
 def call_on_ranks(
-    world_size: int, function: str, folder: Path, timeout_s: float = 120.0, device: str = "cpu", ranks_per_node: int = 0
+    world_size: int,
+    function: str,
+    folder: Path,
+    timeout_s: float = 120.0,
+    device: str = "cpu",
+    ranks_per_node: int = 0,
 ) -> list:
     """What FUNCTION(processes, folder) returned on every rank; by default they are of one node."""
     # Importing torch's compiler asks for GPUs; what is forked after that cannot use one.
-    port, context = free_port(), rank_server() if device == "cpu" else multiprocessing.get_context("spawn")
-    environments = [rank_environment(rank, world_size, port, ranks_per_node) for rank in range(world_size)]
-    processes = [context.Process(target=call, args=(function, folder, device, environment)) for environment in environments]
+    port, context = (
+        free_port(),
+        rank_server() if device == "cpu" else multiprocessing.get_context("spawn"),
+    )
+    environments = [
+        rank_environment(rank, world_size, port, ranks_per_node) for rank in range(world_size)
+    ]
+    processes = [
+        context.Process(target=call, args=(function, folder, device, environment))
+        for environment in environments
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout_s
@@ -212,14 +255,18 @@ def call(function: str, folder: Path, device: str, environment: dict[str, str]) 
     os.environ.update(environment)
     with (folder / f"rank_{environment['RANK']}.err").open("w") as file:
         os.dup2(file.fileno(), 2)
-    sys.path += PYTHONPATH.split(os.pathsep)  # the server hands on that of pytest, which lacks the folders that were not collected
+    sys.path += PYTHONPATH.split(
+        os.pathsep
+    )  # the server hands on that of pytest, which lacks the folders that were not collected
     module, _, name = function.partition(":")
     processes = start_processes(device, 60.0)
     result = getattr(importlib.import_module(module), name)(processes, folder)
     torch.save(result, folder / f"rank_{processes.rank}.pt")
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then end an interpreter that is shutting down with std::terminate
+    os._exit(
+        0
+    )  # gloo's threads now and then end an interpreter that is shutting down with std::terminate
 
 
 def train_watched(opens: Path, arguments: list[str]) -> None:

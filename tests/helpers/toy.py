@@ -181,9 +181,15 @@ def shorten(root: Path, module: str, limit: str, instead: str) -> None:
 def make_project(root: Path, torchrun: str = "") -> Path:
     """The launcher and the toy in `root`; `torchrun` replaces launch/processes/torchrun.py."""
     for package in ("launch", "common", "system_tuning"):
-        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(ROOT / "run_and_time.sh", root)
-    config = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text().replace("gpus_per_node = 1", "gpus_per_node = 2")
+    config = (
+        (ROOT / "configs/llama31_8b/CPU_1x1.toml")
+        .read_text()
+        .replace("gpus_per_node = 1", "gpus_per_node = 2")
+    )
     config = re.sub("opt_learning_rate_warmup_steps = .*\n", "", config.replace("= 16\n", "= 8\n"))
     files = {
         "toy/__init__.py": "",
@@ -195,7 +201,9 @@ def make_project(root: Path, torchrun: str = "") -> Path:
         "submission/report.py": REPORT,
         "requirements.txt": "pytest\n",
         "requirements-logs.txt": "",
-        "configs/toy/CPU_1x1.toml": config.replace("global_batch_size = 8", "global_batch_size = 16")
+        "configs/toy/CPU_1x1.toml": config.replace(
+            "global_batch_size = 8", "global_batch_size = 16"
+        )
         + 'FROM_CONFIG = "yes"\n',  # the file ends with its [env]
     }
     for name, text in files.items():
@@ -209,12 +217,31 @@ def make_project(root: Path, torchrun: str = "") -> Path:
 def launch(project, cwd, *arguments, benchmark="toy", shell="", **variables):
     """Start run_and_time.sh from `cwd` on a machine without GPUs; without `benchmark` for a verb that takes none; by a line of bash."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    keep = {key: value for key, value in os.environ.items() if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")}
+    keep = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")
+    }
     environment = (
-        keep | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOGDIR": "out", "DATADIR": "data"} | variables
+        keep
+        | {
+            "PATH": path,
+            "CUDA_VISIBLE_DEVICES": "",
+            "HIP_VISIBLE_DEVICES": "",
+            "LOGDIR": "out",
+            "DATADIR": "data",
+        }
+        | variables
     )
-    command = [*(["bash", "-c", shell] if shell else []), str(project / "run_and_time.sh"), *filter(None, [benchmark]), *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        *(["bash", "-c", shell] if shell else []),
+        str(project / "run_and_time.sh"),
+        *filter(None, [benchmark]),
+        *arguments,
+    ]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(process):

@@ -27,7 +27,11 @@ def everything(processes: Processes, folder: Path) -> dict:
     for name, changes in RUNS.items():
         one = folder / f"{name}_{processes.rank}"
         runs[name] = asdict(run(one, folder / "data", gpus_per_node=2, **changes))
-    return {"runs": runs, **optimizer_step(processes), "evaluation": evaluation(processes, folder / "data")}
+    return {
+        "runs": runs,
+        **optimizer_step(processes),
+        "evaluation": evaluation(processes, folder / "data"),
+    }
 
 
 def optimizer_step(processes: Processes) -> dict:
@@ -35,7 +39,10 @@ def optimizer_step(processes: Processes) -> dict:
     assembly = assemble(run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7)
     model = assembly.model
     initial = whole(model)
-    sum((parameter * known_gradient(name, parameter.shape)).sum() for name, parameter in model.named_parameters()).backward()
+    sum(
+        (parameter * known_gradient(name, parameter.shape)).sum()
+        for name, parameter in model.named_parameters()
+    ).backward()
     norm = float(assembly.step(1e-2))
     return {"initial": initial, "norm": norm, "stepped": whole(model)}
 
@@ -50,11 +57,20 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def evaluation(processes: Processes, data_dir: Path) -> float:
     model = assemble(run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7).model
-    return evaluate(model, pad_for_ranks(evaluation_sequences(data_dir), processes, micro_batch_size=4), processes)
+    return evaluate(
+        model,
+        pad_for_ranks(evaluation_sequences(data_dir), processes, micro_batch_size=4),
+        processes,
+    )
 
 
 def evaluation_sequences(data_dir: Path):
-    windows = validation_tokens(data_dir / TINY.validation_prefix, TINY.sequence_length, TINY.eval_samples, TINY.shape.vocab_size)
+    windows = validation_tokens(
+        data_dir / TINY.validation_prefix,
+        TINY.sequence_length,
+        TINY.eval_samples,
+        TINY.shape.vocab_size,
+    )
     sequences = next_token_pairs(windows)
     sequences[3, 1, 5:] = -100  # a short one: it weighs as much as the others
     sequences[6, 1] = -100  # and one without any label: it has no weight

@@ -9,13 +9,19 @@ from common.kernels.accumulate import accumulate_reference, accumulate_triton
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("size, dtype", [(5000, torch.float16), (8192, torch.bfloat16), (7, torch.float32), (1, torch.float32)])
+@pytest.mark.parametrize(
+    "size, dtype",
+    [(5000, torch.float16), (8192, torch.bfloat16), (7, torch.float32), (1, torch.float32)],
+)
 def test_the_kernel_adds_what_the_reference_adds(size, dtype):
     ours = theirs = None
     for others in (0, 0, 0, 1, 3):
         part = torch.randn(size, device=DEVICE).to(dtype)
         more = torch.randn(others, size, device=DEVICE).to(dtype) if others else None
-        ours, theirs = accumulate_triton(ours, part, more), accumulate_reference(theirs, part.clone(), more)
+        ours, theirs = (
+            accumulate_triton(ours, part, more),
+            accumulate_reference(theirs, part.clone(), more),
+        )
         assert ours.dtype == torch.float32
         if others < 3:
             assert torch.equal(ours, theirs)

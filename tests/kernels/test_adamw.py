@@ -11,8 +11,16 @@ from common.kernels import adamw
 
 pytestmark = pytest.mark.quick
 
-STEPS, LEARNING_RATE, EPS = 5, 1e-2, 1e-5  # gradients are 0.01: eps is a thousandth of sqrt(v), and so seen
-CASES = [((0.9, 0.95), 0.1, 1.0), ((0.9, 0.999), 0.1, 3.7), ((0.9, 0.95), 0.0, 3.7)]  # betas, weight decay, divisor
+STEPS, LEARNING_RATE, EPS = (
+    5,
+    1e-2,
+    1e-5,
+)  # gradients are 0.01: eps is a thousandth of sqrt(v), and so seen
+CASES = [
+    ((0.9, 0.95), 0.1, 1.0),
+    ((0.9, 0.999), 0.1, 3.7),
+    ((0.9, 0.95), 0.0, 3.7),
+]  # betas, weight decay, divisor
 
 
 def start(shape, device):
@@ -36,7 +44,9 @@ def by_formula(weight, gradients, betas, weight_decay, divisor):
 
 def by_torch(weight, gradients, betas, weight_decay, divisor):
     weight = weight.clone()
-    optimizer = torch.optim.AdamW([weight], lr=LEARNING_RATE, betas=betas, eps=EPS, weight_decay=weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        [weight], lr=LEARNING_RATE, betas=betas, eps=EPS, weight_decay=weight_decay, fused=True
+    )
     optimizer.grad_scale = torch.tensor(divisor, device=weight.device)
     optimizer.found_inf = torch.tensor(0.0, device=weight.device)
     for gradient in gradients:
@@ -68,7 +78,9 @@ def error(value, truth):
 def check(engine, shape, device, dtype, case):
     problem = (*start(shape, device), *case)
     truth = by_formula(*problem)
-    for name, ours, theirs, true in zip("wmv", by_us(engine, *problem, dtype), by_torch(*problem), truth, strict=True):
+    for name, ours, theirs, true in zip(
+        "wmv", by_us(engine, *problem, dtype), by_torch(*problem), truth, strict=True
+    ):
         what = (engine, shape, case, name, error(ours, true), error(theirs, true))
         assert error(ours, true) < 2**-22, what  # a few roundings a step, of 2^-24 at most each
         # torch has 1 - b2 from b2 in fp32 on a GPU, wrong by 1.3e-5 for 0.999.
@@ -84,7 +96,10 @@ def check_skip(engine, device, dtype):
     before = [tensor.clone() for tensor in held]
     one, divisor = torch.ones((), device=device), torch.full((), torch.nan, device=device)
     adamw.ENGINES[engine](*held, 0.1, adamw.Step(0.1, (0.9, 0.95), EPS, one, divisor, one))
-    assert all(torch.equal(new.view(torch.uint8), old.view(torch.uint8)) for new, old in zip(held, before, strict=True)), engine
+    assert all(
+        torch.equal(new.view(torch.uint8), old.view(torch.uint8))
+        for new, old in zip(held, before, strict=True)
+    ), engine
 
 
 def check_rate_zero(engine, device):
@@ -93,16 +108,24 @@ def check_rate_zero(engine, device):
     weight[:2] = 0.0
     before, m, v = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
     one, zero = torch.ones((), device=device), torch.zeros((), device=device)
-    adamw.ENGINES[engine](weight, gradient, m, v, None, 0.1, adamw.Step(0.0, (0.9, 0.95), EPS, one, one, zero))
-    assert torch.equal(weight.view(torch.int32), before.view(torch.int32)) and m.any() and v.any(), engine
+    adamw.ENGINES[engine](
+        weight, gradient, m, v, None, 0.1, adamw.Step(0.0, (0.9, 0.95), EPS, one, one, zero)
+    )
+    assert (
+        torch.equal(weight.view(torch.int32), before.view(torch.int32)) and m.any() and v.any()
+    ), engine
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
 @pytest.mark.parametrize("t", [1, 2, 3, 4, 5, 1000, 100_000])
 def test_bias_corrections_are_exact_to_fp32(t, betas):
     first, second = (-math.expm1(t * math.log(beta)) for beta in betas)
-    found = adamw.Step(0.1, betas, EPS, torch.tensor(float(t)), torch.ones(()), torch.zeros(())).corrections
-    assert found.dtype == torch.float32 and found.tolist() == pytest.approx([1 / first, second**-0.5], rel=2**-24)
+    found = adamw.Step(
+        0.1, betas, EPS, torch.tensor(float(t)), torch.ones(()), torch.zeros(())
+    ).corrections
+    assert found.dtype == torch.float32 and found.tolist() == pytest.approx(
+        [1 / first, second**-0.5], rel=2**-24
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,7 +138,12 @@ def test_reference_skips():
     check_skip("reference", "cpu", torch.bfloat16)
 
 
-SHAPES = [((1,), None), ((5000,), torch.float16), ((8192,), torch.float32), ((37, 130), torch.float16)]
+SHAPES = [
+    ((1,), None),
+    ((5000,), torch.float16),
+    ((8192,), torch.float32),
+    ((37, 130), torch.float16),
+]
 if DEVICE.type == "cuda":  # Triton's interpreter truncates to bf16 instead of rounding
     SHAPES += [((14336, 4096), torch.bfloat16), ((4097,), torch.bfloat16)]
 
@@ -140,24 +168,48 @@ def test_an_empty_shard_is_nothing_to_do():
 
 def test_a_gradient_in_another_memory_order_is_refused():
     with pytest.raises(AssertionError):
-        by_us("triton", start((5, 7), DEVICE)[0], [torch.zeros(7, 5, device=DEVICE).t()] * STEPS, *CASES[0], None)
+        by_us(
+            "triton",
+            start((5, 7), DEVICE)[0],
+            [torch.zeros(7, 5, device=DEVICE).t()] * STEPS,
+            *CASES[0],
+            None,
+        )
 
 
 def test_a_learning_rate_is_not_compiled_in():
     parameters = inspect.signature(adamw._adamw_kernel.fn).parameters
-    assert not any("constexpr" in str(parameters[name].annotation) for name in ("learning_rate", "decay"))
+    assert not any(
+        "constexpr" in str(parameters[name].annotation) for name in ("learning_rate", "decay")
+    )
     assert "constexpr" in str(parameters["BETA1"].annotation)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float16], ids=str
+)
 def test_moments_in_16_bits_are_computed_in_fp32_and_rounded(dtype):
     weight, (gradient, *_) = start((5000,), DEVICE)
     one, zero = torch.ones((), device=DEVICE), torch.zeros((), device=DEVICE)
     found = []
     for engine in adamw.ENGINES.values():
-        w, m, v = weight.clone(), torch.full_like(weight, 0.01, dtype=dtype), torch.full_like(weight, 0.02, dtype=dtype)
-        engine(w, gradient, m, v, None, 0.1, adamw.Step(LEARNING_RATE, (0.9, 0.95), EPS, one, one, zero))
+        w, m, v = (
+            weight.clone(),
+            torch.full_like(weight, 0.01, dtype=dtype),
+            torch.full_like(weight, 0.02, dtype=dtype),
+        )
+        engine(
+            w,
+            gradient,
+            m,
+            v,
+            None,
+            0.1,
+            adamw.Step(LEARNING_RATE, (0.9, 0.95), EPS, one, one, zero),
+        )
         found.append((w, m, v))
     for theirs, ours in zip(*found, strict=True):
         assert theirs.dtype == ours.dtype
-        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2 * torch.finfo(ours.dtype).eps, atol=1e-7)
+        torch.testing.assert_close(
+            ours.float(), theirs.float(), rtol=2 * torch.finfo(ours.dtype).eps, atol=1e-7
+        )

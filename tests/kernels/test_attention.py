@@ -11,16 +11,25 @@ from common.training.self_test import backend_in_use
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(("hip", "first"), [(None, SDPBackend.CUDNN_ATTENTION), ("7.2", SDPBackend.FLASH_ATTENTION)])
+@pytest.mark.parametrize(
+    ("hip", "first"), [(None, SDPBackend.CUDNN_ATTENTION), ("7.2", SDPBackend.FLASH_ATTENTION)]
+)
 def test_math_is_no_choice_for_bf16_on_a_gpu(monkeypatch, hip, first):
     seen = []
     monkeypatch.setattr(attention, "sdpa_kernel", lambda order, set_priority: seen.append(order))
     monkeypatch.setattr(torch.version, "hip", hip)
-    for device, dtype in (("cuda", torch.bfloat16), ("cuda", torch.float32), ("cpu", torch.bfloat16)):
+    for device, dtype in (
+        ("cuda", torch.bfloat16),
+        ("cuda", torch.float32),
+        ("cpu", torch.bfloat16),
+    ):
         attention_backends(device, dtype)
     gpu, miniature_on_gpu, cpu = seen
     assert gpu[0] == miniature_on_gpu[0] == first and SDPBackend.MATH not in gpu
-    assert SDPBackend.MATH in miniature_on_gpu and cpu == [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    assert SDPBackend.MATH in miniature_on_gpu and cpu == [
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.MATH,
+    ]
 
 
 def test_what_would_run_is_named_and_none_is_an_error():

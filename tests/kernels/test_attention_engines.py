@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 
 def sdpa(q, k, v):
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
 
 
 class Aiter:
@@ -32,7 +34,17 @@ class Aiter:
     def __init__(self):
         self.calls = []
 
-    def flash_attn_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, return_lse=False, how_v3_bf16_cvt=1):
+    def flash_attn_func(
+        self,
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        return_lse=False,
+        how_v3_bf16_cvt=1,
+    ):
         assert causal and return_lse and not dropout_p and softmax_scale is None
         self.calls.append(("forward", how_v3_bf16_cvt))
         return sdpa(q, k, v), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
@@ -60,9 +72,22 @@ class Aiter:
         rng_state=None,
         gen=None,
     ):
-        assert is_causal and (window_size_left, window_size_right, dropout_p) == (-1, -1, 0.0) and softmax_scale == q.shape[-1] ** -0.5
-        assert rng_state.shape == (2,) and rng_state.dtype == torch.int64 and dout.is_contiguous() and not dq.any()
-        assert torch.equal(out, sdpa(q, k, v)) and softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        assert (
+            is_causal
+            and (window_size_left, window_size_right, dropout_p) == (-1, -1, 0.0)
+            and softmax_scale == q.shape[-1] ** -0.5
+        )
+        assert (
+            rng_state.shape == (2,)
+            and rng_state.dtype == torch.int64
+            and dout.is_contiguous()
+            and not dq.any()
+        )
+        assert torch.equal(out, sdpa(q, k, v)) and softmax_lse.shape == (
+            q.shape[0],
+            q.shape[2],
+            q.shape[1],
+        )
         self.calls.append(("backward", is_v3_atomic_fp32, deterministic, how_v3_bf16_cvt))
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
@@ -78,13 +103,28 @@ class FlashAttention4:
     def __init__(self):
         self.calls = []
 
-    def flash_attn_func(self, q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, return_lse=False):
+    def flash_attn_func(
+        self,
+        q,
+        k,
+        v,
+        qv=None,
+        gather_kv_indices=None,
+        softmax_scale=None,
+        causal=False,
+        return_lse=False,
+    ):
         assert causal and softmax_scale is None and all(x.stride(-1) == 1 for x in (q, k, v))
         self.calls.append(q.requires_grad)
-        return sdpa(q, k, v), torch.zeros(q.shape[0], q.shape[2], q.shape[1]) if q.requires_grad or return_lse else None
+        return sdpa(q, k, v), torch.zeros(
+            q.shape[0], q.shape[2], q.shape[1]
+        ) if q.requires_grad or return_lse else None
 
 
-STAND_INS = {"aiter": (aiter_attention, Aiter), "flash_attention_4": (flash_attention_4, FlashAttention4)}
+STAND_INS = {
+    "aiter": (aiter_attention, Aiter),
+    "flash_attention_4": (flash_attention_4, FlashAttention4),
+}
 
 
 def chosen(name, monkeypatch):
@@ -126,13 +166,21 @@ def test_flash_attention_4_takes_a_blocks_views_as_they_are(flash_attention, mon
     projection, called = torch.randn(2, 32, shape.qkv_size), flash_attention.flash_attn_func
     places = []
     monkeypatch.setattr(
-        flash_attention, "flash_attn_func", lambda *parts, **rest: places.append([x.data_ptr() for x in parts]) or called(*parts, **rest)
+        flash_attention,
+        "flash_attn_func",
+        lambda *parts, **rest: (
+            places.append([x.data_ptr() for x in parts]) or called(*parts, **rest)
+        ),
     )
     with attention_backends("cpu"):
         out, leaves = attend(shape, projection, keep=True)
         evaluated, _ = attend(shape, projection, keep=False)
     check(leaves, lambda *_: out)
-    assert torch.equal(evaluated, out) and not evaluated.requires_grad and flash_attention.calls == [True, False]
+    assert (
+        torch.equal(evaluated, out)
+        and not evaluated.requires_grad
+        and flash_attention.calls == [True, False]
+    )
     heads = (0, shape.num_heads, shape.num_heads + shape.num_kv_heads)
     assert places == 2 * [[projection[..., head * shape.head_dim :].data_ptr() for head in heads]]
 
@@ -155,8 +203,14 @@ def test_the_self_test_runs_it_and_names_it(each, monkeypatch):
     installed = {"amd-aiter": "0.1.9", "flash-attn-4": "4.0.0b36"}
     monkeypatch.setattr(self_test, "version_of", installed.__getitem__)
     result = self_test.Result()
-    decibels = [measure() for _, _, _, measure in self_test.attention_checks(SIZES, Draw(CPU), result)]
-    assert result.attention in ("aiter 0.1.9", "flash_attention_4 4.0.0b36") and len(decibels) == 4 and min(decibels) > 45
+    decibels = [
+        measure() for _, _, _, measure in self_test.attention_checks(SIZES, Draw(CPU), result)
+    ]
+    assert (
+        result.attention in ("aiter 0.1.9", "flash_attention_4 4.0.0b36")
+        and len(decibels) == 4
+        and min(decibels) > 45
+    )
     assert each.calls
 
 
@@ -195,11 +249,17 @@ def test_refused_on_other_gpus_and_in_other_dtypes(monkeypatch, name, arch, dtyp
     monkeypatch.setattr(attention_engines, "architecture", lambda device: arch)
     with pytest.raises(ConfigError) as caught:
         attention_backends("cuda", dtype)
-    assert name in caught.value.what and arch in caught.value.why and str(dtype)[6:] in caught.value.why
+    assert (
+        name in caught.value.what
+        and arch in caught.value.why
+        and str(dtype)[6:] in caught.value.why
+    )
     assert "ATTENTION_ENGINE" in caught.value.do
 
 
-@pytest.mark.parametrize(("name", "arch"), [("aiter", "gfx942"), ("aiter", "gfx950"), ("flash_attention_4", "sm_90")])
+@pytest.mark.parametrize(
+    ("name", "arch"), [("aiter", "gfx942"), ("aiter", "gfx950"), ("flash_attention_4", "sm_90")]
+)
 def test_taken_where_its_kernels_are(monkeypatch, name, arch):
     chosen(name, monkeypatch)
     monkeypatch.setattr(attention_engines, "architecture", lambda device: arch)

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from common import linear_formats
-from common.kernels.block_formats import E2M1, E4M3, FORMATS, HADAMARD_SIZE, Element, hadamard, quantize, round_to
+from common.kernels.block_formats import (
+    E2M1,
+    E4M3,
+    FORMATS,
+    HADAMARD_SIZE,
+    Element,
+    hadamard,
+    quantize,
+    round_to,
+)
 
 TORCHAO_ELEMENTS = {
     "mxfp8": torch.float8_e4m3fn,
@@ -27,7 +36,10 @@ def ours(x, name, **options):
 
 def by_torchao(x, name, block_size=None):
     """What torchao's own conversions give in fp32; x: [rows, columns], filled up with zeros, since it takes whole blocks only."""
-    from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx  # here: not every worker of pytest needs it
+    from torchao.prototype.mx_formats.mx_tensor import (
+        to_dtype,
+        to_mx,
+    )  # here: not every worker of pytest needs it
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
     size = block_size or FORMATS[name].block_size
@@ -50,14 +62,18 @@ def same_bits(a, b):
 def random(rows, columns, spread, seed=0):
     """Normal numbers times e^(spread * normal), so that blocks hold large and small ones."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator) * torch.exp(spread * torch.randn(rows, columns, generator=generator))
+    return torch.randn(rows, columns, generator=generator) * torch.exp(
+        spread * torch.randn(rows, columns, generator=generator)
+    )
 
 
 def numbers(element: Element):
     """All numbers of a format that are not negative, in order."""
     steps = torch.arange(2 << element.mantissa_bits).float()
     exponents = range(element.min_exponent, element.max_exponent + 1)
-    found = torch.cat([steps * 2.0 ** (exponent - element.mantissa_bits) for exponent in exponents]).unique()
+    found = torch.cat(
+        [steps * 2.0 ** (exponent - element.mantissa_bits) for exponent in exponents]
+    ).unique()
     return found[found <= element.largest]
 
 
@@ -69,8 +85,12 @@ def ties_and_neighbors(name):
     element, size = element_of(name), FORMATS[name].block_size
     exact = numbers(element)
     top = 2.0 ** (element.max_exponent + 1)
-    points = torch.cat((exact, (exact[1:] + exact[:-1]) / 2, torch.linspace(element.largest, top, 9)[:-1]))
-    points = torch.cat((points, points.nextafter(torch.tensor(0.0)), points.nextafter(torch.tensor(math.inf))))
+    points = torch.cat(
+        (exact, (exact[1:] + exact[:-1]) / 2, torch.linspace(element.largest, top, 9)[:-1])
+    )
+    points = torch.cat(
+        (points, points.nextafter(torch.tensor(0.0)), points.nextafter(torch.tensor(math.inf)))
+    )
     points = points[points < top]
     points = torch.cat((points, -points))
     points = torch.nn.functional.pad(points, (0, -len(points) % (size - 1))).view(-1, size - 1)
@@ -95,7 +115,9 @@ def test_random_matrices_and_ragged_ends(name, dtype, shape):
 def test_ties_go_to_even_and_large_numbers_saturate(name):
     x = ties_and_neighbors(name)
     made = ours(x, name)
-    assert (made.scales == 1).all() and same_bits(made.dequantize(torch.float32), by_torchao(x, name))
+    assert (made.scales == 1).all() and same_bits(
+        made.dequantize(torch.float32), by_torchao(x, name)
+    )
     assert made.elements.max() == element_of(name).largest and x.max() > element_of(name).largest
     assert set(made.elements.abs().flatten().tolist()) == set(numbers(element_of(name)).tolist()), (
         "every number of the format, and no other"
@@ -104,15 +126,27 @@ def test_ties_go_to_even_and_large_numbers_saturate(name):
 
 def test_ties_of_nvfp4():
     """A tensor whose scale is 1 and whose blocks' scales are numbers of e4m3: elements are at ties for certain."""
-    points = torch.tensor([0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -2.5, -5.0, 0.0, -0.0, 4.0])
+    points = torch.tensor(
+        [0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -2.5, -5.0, 0.0, -0.0, 4.0]
+    )
     scales = numbers(E4M3)[numbers(E4M3) >= 2.0**-6]
-    x = torch.cat((torch.full((len(scales), 1), 6.0), points.expand(len(scales), -1)), 1) * scales[:, None]
+    x = (
+        torch.cat((torch.full((len(scales), 1), 6.0), points.expand(len(scales), -1)), 1)
+        * scales[:, None]
+    )
     made = ours(x, "nvfp4")
     assert made.tensor_scale == 1 and torch.equal(made.scales.flatten(), scales)
     assert same_bits(made.dequantize(torch.float32), by_torchao(x, "nvfp4"))
-    expected = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 0.0, -2.0, -4.0, 0.0, 0.0, 4.0])
-    powers_of_two = scales.log2().frac() == 0  # 1 / the others is rounded, and 2.5 times them times that no tie any more
-    assert powers_of_two.sum() == 15 and (made.elements.flatten(1)[powers_of_two, 1:] == expected).all()
+    expected = torch.tensor(
+        [0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 0.0, -2.0, -4.0, 0.0, 0.0, 4.0]
+    )
+    powers_of_two = (
+        scales.log2().frac() == 0
+    )  # 1 / the others is rounded, and 2.5 times them times that no tie any more
+    assert (
+        powers_of_two.sum() == 15
+        and (made.elements.flatten(1)[powers_of_two, 1:] == expected).all()
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -141,7 +175,9 @@ def test_infinity_becomes_nan_as_everywhere_in_this_package(name, bad):
     x = random(4, 128, 1.0)
     x[1, 40] = bad
     made = ours(x, name).dequantize(torch.float32)
-    assert made[1, 32:64].isnan().all() and int(made.isnan().sum()) == (32 if name != "nvfp4" else x.numel())
+    assert made[1, 32:64].isnan().all() and int(made.isnan().sum()) == (
+        32 if name != "nvfp4" else x.numel()
+    )
     assert name == "nvfp4" or same_bits(made[2:], by_torchao(x, name)[2:])
 
 
@@ -171,29 +207,46 @@ def test_a_square_shares_its_scale(name):
     made = ours(x, name, square=True)
     whole = made.dequantize(torch.float32)
     assert made.scales.shape == (2, 1, 3, 1)
-    assert torch.equal(ours(x.t(), name, square=True).dequantize(torch.float32), whole.t()), "the same numbers in both layouts"
+    assert torch.equal(ours(x.t(), name, square=True).dequantize(torch.float32), whole.t()), (
+        "the same numbers in both layouts"
+    )
     if name != "nvfp4":  # torchao's blocks of NVFP4 have 16 elements
         expected = by_torchao(tiles.flatten(0, 1).flatten(1).contiguous(), name, size * size)
-        assert same_bits(whole.view(2, size, 3, size).transpose(1, 2).flatten(0, 1).flatten(1), expected)
+        assert same_bits(
+            whole.view(2, size, 3, size).transpose(1, 2).flatten(0, 1).flatten(1), expected
+        )
     else:
         amax = tiles.abs().amax((2, 3)) / 6 / made.tensor_scale
-        assert torch.equal(made.scales.flatten(), amax.clamp(2.0**-6, 448).to(torch.float8_e4m3fn).float().flatten())
-    assert ours(x[:-3, :-5], name, square=True).dequantize(torch.float32).shape == (2 * size - 3, 3 * size - 5)
+        assert torch.equal(
+            made.scales.flatten(),
+            amax.clamp(2.0**-6, 448).to(torch.float8_e4m3fn).float().flatten(),
+        )
+    assert ours(x[:-3, :-5], name, square=True).dequantize(torch.float32).shape == (
+        2 * size - 3,
+        3 * size - 5,
+    )
 
 
 @pytest.mark.parametrize("element", [E4M3, E2M1], ids=["e4m3", "e2m1"])
 def test_stochastic_rounding_is_right_in_the_mean_and_leaves_numbers_of_the_format(element):
     torch.manual_seed(0)
     exact = numbers(element)
-    assert torch.equal(round_to(torch.cat((exact, -exact)), element, stochastic=True), torch.cat((exact, -exact)))
+    assert torch.equal(
+        round_to(torch.cat((exact, -exact)), element, stochastic=True), torch.cat((exact, -exact))
+    )
     lower, upper = exact[:-1], exact[1:]
     for share in (0.25, 0.5, 0.9):
-        x = (lower + share * (upper - lower)).repeat(2) * torch.tensor([1.0, -1.0]).repeat_interleave(len(lower))
+        x = (lower + share * (upper - lower)).repeat(2) * torch.tensor(
+            [1.0, -1.0]
+        ).repeat_interleave(len(lower))
         draws = round_to(x.expand(4000, -1).contiguous(), element, stochastic=True)
         up = (draws.abs() == upper.repeat(2)).float()
         assert ((draws.abs() == lower.repeat(2)) | (up == 1)).all()
         assert (up.mean(0) - share).abs().max() < 0.05, "six standard errors"
-    assert round_to(torch.tensor([1e9, -1e9]), element, stochastic=True).tolist() == [element.largest, -element.largest]
+    assert round_to(torch.tensor([1e9, -1e9]), element, stochastic=True).tolist() == [
+        element.largest,
+        -element.largest,
+    ]
     assert round_to(torch.tensor([math.nan]), element, stochastic=True).isnan().all()
 
 
@@ -211,7 +264,11 @@ def test_the_transform_spreads_an_outlier_and_signs_change_it():
     x = torch.zeros(1, 16)
     x[0, 5] = 4.0
     plain, signed = hadamard(x, False), hadamard(x, True)
-    assert torch.equal(plain.abs(), torch.ones(1, 16)) and torch.equal(signed.abs(), torch.ones(1, 16))
+    assert torch.equal(plain.abs(), torch.ones(1, 16)) and torch.equal(
+        signed.abs(), torch.ones(1, 16)
+    )
     ones = torch.ones(1, 16)
-    assert torch.equal(hadamard(ones, False), torch.tensor([[4.0] + [0.0] * 15])), "a plain transform gathers a mean in one element"
+    assert torch.equal(hadamard(ones, False), torch.tensor([[4.0] + [0.0] * 15])), (
+        "a plain transform gathers a mean in one element"
+    )
     assert hadamard(ones, True).abs().max() < 4

@@ -20,14 +20,18 @@ def triton_functions(path: Path) -> list[str]:
     return [
         node.name
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if isinstance(node, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     ]
 
 
 def kernels() -> dict[str, str]:
     """Name of each Triton kernel -> its module."""
     return {
-        name: module.__name__ for module in kernel_modules() for name in triton_functions(Path(module.__file__)) if name.endswith("_kernel")
+        name: module.__name__
+        for module in kernel_modules()
+        for name in triton_functions(Path(module.__file__))
+        if name.endswith("_kernel")
     }
 
 
@@ -40,17 +44,24 @@ def arch(request):
 def forms(arch, tmp_path_factory):
     """Half a minute of a core, for the first of pytest's processes that asks; Triton's cache makes a second run short."""
     name = f"forms_{arch}"
-    folder = made_once(tmp_path_factory, name, lambda folder: (folder / name).write_text(json.dumps(compiled_forms(arch))))
+    folder = made_once(
+        tmp_path_factory,
+        name,
+        lambda folder: (folder / name).write_text(json.dumps(compiled_forms(arch))),
+    )
     return json.loads((folder / name).read_text())
 
 
 def check(arch, forms):
     """Raise AssertionError unless every kernel was compiled, without spills and within the shared memory of `arch`."""
     forms = [form for form in forms if form["kernel"] != SPILLS_ON_PURPOSE]
-    assert {form["kernel"] for form in forms} == kernels().keys(), "a kernel that tests/helpers/shipped_launches.py does not launch"
+    assert {form["kernel"] for form in forms} == kernels().keys(), (
+        "a kernel that tests/helpers/shipped_launches.py does not launch"
+    )
     wrong = [form for form in forms if form["spills"] or form["shared"] > TARGETS[arch][3]]
     assert not wrong, "\n".join(
-        f"{form['kernel']}: {form['spills']} spilled, {form['shared']} bytes shared: {form['form']}" for form in wrong
+        f"{form['kernel']}: {form['spills']} spilled, {form['shared']} bytes shared: {form['form']}"
+        for form in wrong
     )
 
 
@@ -78,7 +89,10 @@ def test_no_loop_is_pipelined_by_default_on(arch, forms):
 def test_cross_entropy_reads_and_writes_16_bytes_at_a_time_on(forms):
     """Its speed is that of memory. Forward: eight columns per thread and tile row; backward: two times eight."""
     found = {(form["kernel"], *form["wide"]) for form in forms if "cross_entropy" in form["kernel"]}
-    assert found == {("_cross_entropy_forward_kernel", 8, 0), ("_cross_entropy_backward_kernel", 2, 2)}
+    assert found == {
+        ("_cross_entropy_forward_kernel", 8, 0),
+        ("_cross_entropy_backward_kernel", 2, 2),
+    }
 
 
 def test_a_recorded_amax_is_compared_with_that_of_all_programs(arch, forms):
@@ -102,14 +116,24 @@ def test_adamw_exchanges_nothing_between_threads_on(forms):
 def test_every_kernel_has_settings_by_architecture():
     modules = {module.__name__: module for module in kernel_modules()}
     for kernel, name in kernels().items():
-        settings = getattr(modules[name], kernel.removeprefix("_").removesuffix("_kernel") + "_settings")
+        settings = getattr(
+            modules[name], kernel.removeprefix("_").removesuffix("_kernel") + "_settings"
+        )
         others = {parameter: 128 for parameter in list(inspect.signature(settings).parameters)[1:]}
         for arch in (*TARGETS, "sm_120", "gfx90a"):
             assert isinstance(settings(arch, **others), Tile), f"{kernel} on {arch}"
-        assert settings("gfx950", **others).stages == 1, f"{kernel}: Triton 3.7 and 3.8 get pipelined loops on gfx950 wrong"
+        assert settings("gfx950", **others).stages == 1, (
+            f"{kernel}: Triton 3.7 and 3.8 get pipelined loops on gfx950 wrong"
+        )
 
 
 def test_triton_kernels_are_in_common_kernels_alone():
-    elsewhere = {path for room in ("common", "llama31_8b", "llama2_70b_lora", "throughput") for path in (ROOT / room).rglob("*.py")}
+    elsewhere = {
+        path
+        for room in ("common", "llama31_8b", "llama2_70b_lora", "throughput")
+        for path in (ROOT / room).rglob("*.py")
+    }
     elsewhere -= set((ROOT / "common/kernels").iterdir())
-    assert len(elsewhere) > 20 and not [path for path in elsewhere if "triton.jit" in path.read_text()]
+    assert len(elsewhere) > 20 and not [
+        path for path in elsewhere if "triton.jit" in path.read_text()
+    ]

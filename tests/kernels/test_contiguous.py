@@ -4,7 +4,17 @@ import pytest
 import torch
 from kernel_checks import DEVICE, normal
 
-from common.kernels import accumulate, cross_entropy, lora, qk_norm, quantize, rms_norm, rope, swiglu, transpose
+from common.kernels import (
+    accumulate,
+    cross_entropy,
+    lora,
+    qk_norm,
+    quantize,
+    rms_norm,
+    rope,
+    swiglu,
+    transpose,
+)
 from common.model.linear_layers import DelayedScaling
 
 M, D = 16, 32
@@ -32,7 +42,11 @@ def of_quantize():
 
 
 def of_norm():
-    return lambda x, branch, weight: rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, None), [normal(M, D), normal(M, D), normal(D)]
+    return lambda x, branch, weight: rms_norm.add_rms_norm_triton(x, branch, weight, 1e-5, None), [
+        normal(M, D),
+        normal(M, D),
+        normal(D),
+    ]
 
 
 def of_norm_backward():
@@ -43,25 +57,39 @@ def of_norm_backward():
 
 
 def of_rope():
-    return lambda qkv, cos, sin: rope.rope_packed_triton_(qkv, cos, sin, HEADS, KV_HEADS), [normal(M, QKV), *tables()]
+    return lambda qkv, cos, sin: rope.rope_packed_triton_(qkv, cos, sin, HEADS, KV_HEADS), [
+        normal(M, QKV),
+        *tables(),
+    ]
 
 
 def of_rope_backward():
-    return lambda cos, sin: rope.rope_packed_backward_triton(*head_gradients(), cos, sin, None), [*tables()]
+    return lambda cos, sin: rope.rope_packed_backward_triton(*head_gradients(), cos, sin, None), [
+        *tables()
+    ]
 
 
 def of_head_norms():
     def call(qkv, q_weight, k_weight, cos, sin):
-        return qk_norm.qk_norm_rope_triton_(qkv, (q_weight, k_weight), 1e-5, cos, sin, HEADS, KV_HEADS, True)
+        return qk_norm.qk_norm_rope_triton_(
+            qkv, (q_weight, k_weight), 1e-5, cos, sin, HEADS, KV_HEADS, True
+        )
 
     return call, [normal(M, QKV), normal(HEAD_DIM), normal(HEAD_DIM), *tables()]
 
 
 def of_head_norms_backward():
     def call(before, q_weight, k_weight, cos, sin):
-        return qk_norm.qk_norm_rope_backward_triton(head_gradients(), before, (q_weight, k_weight), 1e-5, cos, sin, None)
+        return qk_norm.qk_norm_rope_backward_triton(
+            head_gradients(), before, (q_weight, k_weight), 1e-5, cos, sin, None
+        )
 
-    return call, [normal(M, (HEADS + KV_HEADS) * HEAD_DIM), normal(HEAD_DIM), normal(HEAD_DIM), *tables()]
+    return call, [
+        normal(M, (HEADS + KV_HEADS) * HEAD_DIM),
+        normal(HEAD_DIM),
+        normal(HEAD_DIM),
+        *tables(),
+    ]
 
 
 def of_swiglu():
@@ -69,11 +97,17 @@ def of_swiglu():
 
 
 def of_swiglu_backward():
-    return lambda d_h, gate_up: swiglu.swiglu_quantized_backward_triton(d_h, gate_up, None), [normal(M, D), normal(M, 2 * D)]
+    return lambda d_h, gate_up: swiglu.swiglu_quantized_backward_triton(d_h, gate_up, None), [
+        normal(M, D),
+        normal(M, 2 * D),
+    ]
 
 
 def of_transpose():
-    return transpose.transpose_triton, [torch.zeros(M, D, dtype=torch.uint8), torch.zeros(D, M, dtype=torch.uint8)]
+    return transpose.transpose_triton, [
+        torch.zeros(M, D, dtype=torch.uint8),
+        torch.zeros(D, M, dtype=torch.uint8),
+    ]
 
 
 def of_accumulate():
@@ -82,7 +116,10 @@ def of_accumulate():
 
 def of_rows():
     ids = torch.arange(M, device=DEVICE)
-    return lambda total, rows: accumulate.add_rows_triton(total, ids, rows, 0, 1), [normal(M, D), normal(M, D)]
+    return lambda total, rows: accumulate.add_rows_triton(total, ids, rows, 0, 1), [
+        normal(M, D),
+        normal(M, D),
+    ]
 
 
 def of_cross_entropy():
@@ -97,7 +134,11 @@ def of_adapter():
     return call, [normal(M, D), normal(M), normal(D), normal(16, D)]
 
 
-OPS = {name.removeprefix("of_"): made for name, made in list(globals().items()) if name.startswith("of_")}
+OPS = {
+    name.removeprefix("of_"): made
+    for name, made in list(globals().items())
+    if name.startswith("of_")
+}
 PLACES = [(op, place) for op, made in OPS.items() for place in range(len(made()[1]))]
 
 

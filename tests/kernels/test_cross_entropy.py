@@ -21,7 +21,9 @@ from common.kernels.cross_entropy import (
 
 pytestmark = [
     pytest.mark.quick,
-    pytest.mark.filterwarnings("ignore:.*(invalid value|overflow|divide by zero).*:RuntimeWarning"),  # numpy's, of inf - inf
+    pytest.mark.filterwarnings(
+        "ignore:.*(invalid value|overflow|divide by zero).*:RuntimeWarning"
+    ),  # numpy's, of inf - inf
 ]
 
 LANES = cross_entropy_forward_settings(DEFAULT).columns
@@ -47,7 +49,12 @@ def tensor(*values):
 
 
 def truth_of(logits, labels):
-    losses = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten().long(), ignore_index=IGNORE_INDEX, reduction="none")
+    losses = F.cross_entropy(
+        logits.double().flatten(0, 1),
+        labels.flatten().long(),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    )
     return losses.view_as(labels).sum(-1), (labels != IGNORE_INDEX).sum(-1)
 
 
@@ -59,22 +66,45 @@ def results(function, logits, labels, upstream):
 
 
 def compare(logits, labels, upstream, what=""):
-    truth, ours, plain = (results(f, logits, labels, upstream) for f in (truth_of, cross_entropy_triton, cross_entropy_reference))
+    truth, ours, plain = (
+        results(f, logits, labels, upstream)
+        for f in (truth_of, cross_entropy_triton, cross_entropy_reference)
+    )
     truth_gradient = results(truth_of, logits.double(), labels, upstream)[2]
     assert ours[0].dtype == ours[1].dtype == torch.float32 and ours[2].dtype == logits.dtype
     assert ours[1].tolist() == truth[1].tolist(), what
     # The loss of a confident token is log(1 + a little), and fp32 knows the sum of 1 and a little to some eps.
-    wrong = (ours[0] - truth[0]).abs() > 1e-5 * truth[0].abs() + 4 * torch.finfo(torch.float32).eps * truth[1]
-    assert not wrong.any(), f"{what}: loss {ours[0][wrong]}, truth {truth[0][wrong]}, plain torch {plain[0][wrong]}"
+    wrong = (ours[0] - truth[0]).abs() > 1e-5 * truth[0].abs() + 4 * torch.finfo(
+        torch.float32
+    ).eps * truth[1]
+    assert not wrong.any(), (
+        f"{what}: loss {ours[0][wrong]}, truth {truth[0][wrong]}, plain torch {plain[0][wrong]}"
+    )
     for sequence in range(len(labels)):
-        error, allowed = ((g[sequence].double() - truth_gradient[sequence]).norm() for g in (ours[2], plain[2]))
-        assert error <= 2 * allowed + 1e-6 * truth_gradient[sequence].norm(), f"{what}: gradient error {error:.3e}, plain {allowed:.3e}"
+        error, allowed = (
+            (g[sequence].double() - truth_gradient[sequence]).norm() for g in (ours[2], plain[2])
+        )
+        assert error <= 2 * allowed + 1e-6 * truth_gradient[sequence].norm(), (
+            f"{what}: gradient error {error:.3e}, plain {allowed:.3e}"
+        )
     return ours
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # not bfloat16: the interpreter truncates instead of rounding
 @pytest.mark.parametrize(
-    "shape", [(2, 3, 1000), (1, 2, TILE + 3000), (3, 1, 129), (2, 2, LANES), (2, 2, BLOCK + 1), (1, 4, 1), (2, 2, 2)], ids=str
+    "dtype", [torch.float32, torch.float16], ids=str
+)  # not bfloat16: the interpreter truncates instead of rounding
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 3, 1000),
+        (1, 2, TILE + 3000),
+        (3, 1, 129),
+        (2, 2, LANES),
+        (2, 2, BLOCK + 1),
+        (1, 4, 1),
+        (2, 2, 2),
+    ],
+    ids=str,
 )
 def test_it_is_as_exact_as_plain_torch(shape, dtype, randn, random_labels):
     labels = random_labels(shape[-1], *shape[:-1])
@@ -87,13 +117,19 @@ def test_it_is_as_exact_as_plain_torch(shape, dtype, randn, random_labels):
 
 
 def test_upstream_gradients_and_labels_may_lie_in_memory_as_they_like(randn, random_labels):
-    logits, batch, weights = randn(3, 4, 500), random_labels(500, 3, 2, 4), tensor(2.0, 9.0, 0.25, 9.0, -1.0, 9.0)
+    logits, batch, weights = (
+        randn(3, 4, 500),
+        random_labels(500, 3, 2, 4),
+        tensor(2.0, 9.0, 0.25, 9.0, -1.0, 9.0),
+    )
     labels = batch.unbind(1)[1]  # cut from the batch as the loop cuts them
     assert not labels.is_contiguous()
     compare(logits, labels, weights[:3], "contiguous")
     compare(logits, labels, weights[::2], "stride 2")
     compare(logits, labels, weights[2:3].expand(3), "stride 0")
-    as_int64, as_int32 = (results(cross_entropy_triton, logits, kind, weights[:3]) for kind in (labels, labels.int()))
+    as_int64, as_int32 = (
+        results(cross_entropy_triton, logits, kind, weights[:3]) for kind in (labels, labels.int())
+    )
     assert all(map(torch.equal, as_int64, as_int32))
 
 
@@ -137,7 +173,9 @@ def test_a_masked_label(randn):
 
 @pytest.mark.parametrize("above", [INF, NAN, 0.0])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_ignored_row_is_0_whatever_is_in_it_and_whatever_comes_from_above(engine, above, randn, random_labels):
+def test_an_ignored_row_is_0_whatever_is_in_it_and_whatever_comes_from_above(
+    engine, above, randn, random_labels
+):
     """NaN and inf among its logits; and a sequence without valid tokens, whose 1 / count is inf. The other rows are as without them."""
     logits, labels = randn(3, 4, 3000), random_labels(3000, 3, 4)
     labels[0, 1:3], labels[1] = IGNORE_INDEX, IGNORE_INDEX
@@ -146,7 +184,9 @@ def test_an_ignored_row_is_0_whatever_is_in_it_and_whatever_comes_from_above(eng
     logits[0, 1], logits[0, 2, 5], logits[1, 0, 2999], logits[1, 1] = INF, NAN, -INF, -INF
     loss_sum, count, gradient = results(ENGINES[engine], logits, labels, tensor(1.0, above, 3.0))
     assert loss_sum[1] == 0 and count.tolist() == [2, 0, 4]
-    assert torch.equal(gradient[labels == IGNORE_INDEX], torch.zeros(6, 3000, device=DEVICE)), "an ignored row's gradient"
+    assert torch.equal(gradient[labels == IGNORE_INDEX], torch.zeros(6, 3000, device=DEVICE)), (
+        "an ignored row's gradient"
+    )
     assert torch.equal(loss_sum, clean[0]) and torch.equal(gradient, clean[2])
 
 
@@ -165,7 +205,9 @@ def test_a_label_that_is_no_token_is_a_loss_of_nan(label, randn):
 
 
 def test_an_empty_batch(randn, random_labels):
-    assert [value.shape for value in cross_entropy_triton(randn(0, 4, 300), random_labels(300, 0, 4))] == [(0,), (0,)]
+    assert [
+        value.shape for value in cross_entropy_triton(randn(0, 4, 300), random_labels(300, 0, 4))
+    ] == [(0,), (0,)]
 
 
 # ---- autograd
@@ -199,7 +241,11 @@ def test_gradients_of_the_projection_with_and_without_recompute(head):
         (loss_sum / count).sum().backward()
         return [leaf.grad for leaf in ours]
 
-    found = gradients(cross_entropy_triton), gradients(cross_entropy_triton, True), gradients(cross_entropy_reference)
+    found = (
+        gradients(cross_entropy_triton),
+        gradients(cross_entropy_triton, True),
+        gradients(cross_entropy_reference),
+    )
     for ours, recomputed, plain in zip(*found, strict=True):
         assert torch.equal(ours, recomputed)
         assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-6)
@@ -212,7 +258,11 @@ def test_the_gradient_takes_the_memory_of_the_logits_and_a_second_backward_is_re
     loss_sum, _ = cross_entropy_triton(logits, labels)
     assert torch.equal(logits, before), "the forward does not write"
     (gradient,) = torch.autograd.grad(loss_sum.sum(), logits, retain_graph=True)
-    assert gradient.data_ptr() == address == logits.data_ptr() and torch.equal(gradient, logits) and not gradient.requires_grad
+    assert (
+        gradient.data_ptr() == address == logits.data_ptr()
+        and torch.equal(gradient, logits)
+        and not gradient.requires_grad
+    )
     assert not torch.equal(logits, before)
     with pytest.raises(RuntimeError, match="inplace"):
         loss_sum.sum().backward()
@@ -241,7 +291,9 @@ def changed_before_backward(logits, labels):
     return loss_sum.sum()
 
 
-@pytest.mark.parametrize("use", [two_losses, square_as_well, after_an_op_that_saved_its_output, changed_before_backward])
+@pytest.mark.parametrize(
+    "use", [two_losses, square_as_well, after_an_op_that_saved_its_output, changed_before_backward]
+)
 def test_whoever_would_read_the_logits_after_backward_is_refused(head, use):
     leaves, labels = head
     loss = use(F.linear(*leaves()), labels)
@@ -253,12 +305,16 @@ def test_a_gradient_of_the_gradient_is_refused(head):
     leaves, labels = head
     scale = torch.ones((), requires_grad=True, device=DEVICE)
     logits = F.linear(*leaves())
-    (gradient,) = torch.autograd.grad((cross_entropy_triton(logits, labels)[0] * scale).sum(), logits, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        (cross_entropy_triton(logits, labels)[0] * scale).sum(), logits, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("other, other_first", [(torch.neg, False), (torch.neg, True), (torch.square, False)])
+@pytest.mark.parametrize(
+    "other, other_first", [(torch.neg, False), (torch.neg, True), (torch.square, False)]
+)
 def test_another_use_of_the_logits_adds_its_gradient(head, other, other_first):
     """One that does not read them in backward, or whose turn comes before."""
     leaves, labels = head
@@ -269,7 +325,12 @@ def test_another_use_of_the_logits_adds_its_gradient(head, other, other_first):
         total = sum(loss() for loss in (reversed(losses) if other_first else losses))
         return torch.autograd.grad(total, logits)[0]
 
-    assert torch.allclose(gradient_of(cross_entropy_triton), gradient_of(cross_entropy_reference), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(
+        gradient_of(cross_entropy_triton),
+        gradient_of(cross_entropy_reference),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
@@ -278,14 +339,18 @@ def test_without_gradient_nothing_is_overwritten_and_nothing_kept(requires_grad,
         logits = randn(2, 3, VOCAB).requires_grad_(requires_grad)
         before, alive = logits.detach().clone(), weakref.ref(logits)
         loss_sum, count = cross_entropy_triton(logits, head[1])
-        assert torch.equal(logits, before) and not loss_sum.requires_grad and not count.requires_grad
+        assert (
+            torch.equal(logits, before) and not loss_sum.requires_grad and not count.requires_grad
+        )
         return alive, loss_sum
 
     gc.disable()
     try:
         with torch.set_grad_enabled(not requires_grad):
             alive, loss_sum = forward_only()
-        assert alive() is None and loss_sum.isfinite().all(), "the logits are kept after the forward"
+        assert alive() is None and loss_sum.isfinite().all(), (
+            "the logits are kept after the forward"
+        )
     finally:
         gc.enable()
 

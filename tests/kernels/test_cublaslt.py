@@ -21,7 +21,13 @@ class StandIn:
     """Algorithm i of `times` takes times[i] ms; those in `inexact` return another last bit."""
 
     def __init__(self, times=(3.0, 2.0, 1.0), inexact=(), status=0):
-        self.times, self.inexact, self.status, self.objects, self.launched = times, inexact, status, {}, []
+        self.times, self.inexact, self.status, self.objects, self.launched = (
+            times,
+            inexact,
+            status,
+            {},
+            [],
+        )
 
     def make(self, out, **facts):
         out._obj.value = len(self.objects) + 1
@@ -33,7 +39,9 @@ class StandIn:
         return self.make(out)
 
     def cublasLtMatrixLayoutCreate(self, out, dtype, rows, columns, stride):
-        return self.make(out, dtype=DTYPES[dtype], shape=(rows.value, columns.value), stride=stride.value)
+        return self.make(
+            out, dtype=DTYPES[dtype], shape=(rows.value, columns.value), stride=stride.value
+        )
 
     def cublasLtMatmulPreferenceCreate(self, out):
         return self.make(out)
@@ -46,7 +54,9 @@ class StandIn:
         self.objects[thing.value][attribute] = value._obj.value
         return 0
 
-    def cublasLtMatmulAlgoGetHeuristic(self, handle, operation, first, second, out, same, preference, asked, found, count):
+    def cublasLtMatmulAlgoGetHeuristic(
+        self, handle, operation, first, second, out, same, preference, asked, found, count
+    ):
         assert self.objects[preference.value] == {1: 0}, "no workspace"
         count._obj.value = min(asked, len(self.times))
         for number in range(count._obj.value):
@@ -59,10 +69,38 @@ class StandIn:
         (rows, columns), stride, dtype = facts["shape"], facts["stride"], facts["dtype"]
         size = ((columns - 1) * stride + rows) * dtype.itemsize
         memory = (ctypes.c_uint8 * size).from_address(address.value)
-        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided((rows, columns), (1, stride))
+        return (
+            torch.frombuffer(memory, dtype=torch.uint8)
+            .view(dtype)
+            .as_strided((rows, columns), (1, stride))
+        )
 
-    def cublasLtMatmul(self, handle, operation, one, a, a_layout, b, b_layout, zero, c, c_layout, d, d_layout, offer, space, size, stream):
-        assert (one._obj.value, zero._obj.value, space, size.value, stream.value) == (1.0, 0.0, None, 0, 7)
+    def cublasLtMatmul(
+        self,
+        handle,
+        operation,
+        one,
+        a,
+        a_layout,
+        b,
+        b_layout,
+        zero,
+        c,
+        c_layout,
+        d,
+        d_layout,
+        offer,
+        space,
+        size,
+        stream,
+    ):
+        assert (one._obj.value, zero._obj.value, space, size.value, stream.value) == (
+            1.0,
+            0.0,
+            None,
+            0,
+            7,
+        )
         facts, number = self.objects[operation.value], offer._obj.algorithm[0]
         first, second = self.matrix(a, a_layout).double(), self.matrix(b, b_layout).double()
         made = (first.t() if facts[3] else first) @ (second.t() if facts[4] else second)
@@ -126,11 +164,18 @@ def test_the_three_products_in_fp8_and_in_bf16_go_through_it(use):
     x, w, g = torch.randn(32, 16), 1e-2 * torch.randn(48, 16), 1e3 * torch.randn(32, 48)
     truths = x @ w.t(), g @ w, g.t() @ x
     for n, weight, gradient in (
-        [quantize_reference(t.bfloat16(), quantizer) for t, quantizer in zip((x, w, g), quantizers, strict=True)],
+        [
+            quantize_reference(t.bfloat16(), quantizer)
+            for t, quantizer in zip((x, w, g), quantizers, strict=True)
+        ],
         [fp8.QuantizedTensor(t.bfloat16()) for t in (x, w, g)],
     ):
         library.launched.clear()
-        for found, truth in zip((fp8.matmul(n, weight), fp8.dgrad(gradient, weight), fp8.wgrad(gradient, n)), truths, strict=True):
+        for found, truth in zip(
+            (fp8.matmul(n, weight), fp8.dgrad(gradient, weight), fp8.wgrad(gradient, n)),
+            truths,
+            strict=True,
+        ):
             assert found.dtype == torch.bfloat16 and sqnr_db(found, truth) > 22
         assert library.launched, "torch computed it"
 
@@ -139,7 +184,10 @@ def test_scales_are_those_of_each_call(use):
     use(StandIn())
     a, b = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 16).to(torch.float8_e5m2)
     for of_a, of_b in ((1.0, 1.0), (2.0, 8.0), (0.5, 4.0)):
-        assert (cublaslt.product(a, b.t(), torch.tensor([of_a]), torch.tensor([of_b])) == 16 * of_a * of_b).all()
+        assert (
+            cublaslt.product(a, b.t(), torch.tensor([of_a]), torch.tensor([of_b]))
+            == 16 * of_a * of_b
+        ).all()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +200,9 @@ def test_scales_are_those_of_each_call(use):
         ((9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0), (), 7),  # the first eight are asked for
     ],
 )
-def test_the_fastest_with_the_first_ones_bits_is_chosen_once_for_each_shape(use, times, inexact, chosen):
+def test_the_fastest_with_the_first_ones_bits_is_chosen_once_for_each_shape(
+    use, times, inexact, chosen
+):
     library = use(StandIn(times, inexact))
     a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 48).bfloat16()
     expected = (a.double() @ b.double()).bfloat16()
@@ -199,7 +249,9 @@ def test_what_it_cannot_compute_is_an_error(use):
         cublaslt.product(a.bfloat16(), a.bfloat16())
 
 
-@pytest.mark.parametrize(("name", "what"), [("cublaslt", "cannot be used here"), ("cutlass", "is no engine")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("cublaslt", "cannot be used here"), ("cutlass", "is no engine")]
+)
 def test_refused_without_a_gpu_and_by_another_name(monkeypatch, name, what):
     monkeypatch.setenv("MATMUL_ENGINE", name)
     cublaslt.library.cache_clear()

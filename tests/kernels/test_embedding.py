@@ -8,12 +8,18 @@ from common.kernels.accumulate import add_rows_reference, add_rows_triton
 
 pytestmark = pytest.mark.quick
 
-ROWS, COLUMNS, FIRST = 12, 600, 5  # of 20 rows this rank has 5 to 16; 600 columns are no multiple of a tile's
+ROWS, COLUMNS, FIRST = (
+    12,
+    600,
+    5,
+)  # of 20 rows this rank has 5 to 16; 600 columns are no multiple of a tile's
 
 
 def tokens(count, rows=20):
     """Ids of which one is 40 times there, more than a tile has rows."""
-    ids = torch.randint(rows, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int64)
+    ids = torch.randint(
+        rows, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int64
+    )
     ids[:40] = 7
     return ids.to(DEVICE)
 

@@ -33,8 +33,13 @@ def operands():
     scaling = DelayedScaling()
     made = (scaling.quantizer(), scaling.quantizer(weight=True), scaling.quantizer(gradient=True))
     scaling.allocate(CPU)
-    x, weight, g = (normal(*size, seed=seed).cpu() for seed, size in enumerate(((48, 64), (32, 64), (48, 32))))
-    return [quantize_reference(value, quantizer) for value, quantizer in zip((x, weight, g), made, strict=True)]
+    x, weight, g = (
+        normal(*size, seed=seed).cpu() for seed, size in enumerate(((48, 64), (32, 64), (48, 32)))
+    )
+    return [
+        quantize_reference(value, quantizer)
+        for value, quantizer in zip((x, weight, g), made, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("arch", ["sm_100", "sm_103"])
@@ -58,10 +63,14 @@ def test_other_gpus_are_not_asked(on, arch, monkeypatch):
 
 
 def refuses(*_, **__):
-    raise RuntimeError("Only multiplication of row-major and column-major matrices is supported by cuBLASLt")
+    raise RuntimeError(
+        "Only multiplication of row-major and column-major matrices is supported by cuBLASLt"
+    )
 
 
-@pytest.mark.parametrize("multiply", [refuses, lambda a, b, **_: torch.zeros(32, 32)], ids=["refused", "wrong"])
+@pytest.mark.parametrize(
+    "multiply", [refuses, lambda a, b, **_: torch.zeros(32, 32)], ids=["refused", "wrong"]
+)
 def test_one_product_decides(on, multiply, monkeypatch):
     on("sm_100")
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
@@ -74,9 +83,16 @@ def test_the_self_test_multiplies_in_the_layouts_of_the_step(on, monkeypatch):
     on("sm_100")
     called = []
     for name, right in (("dgrad", dgrad), ("wgrad", wgrad)):
-        monkeypatch.setattr(self_test, name, lambda *factors, name=name, right=right: called.append(name) or right(*factors))
+        monkeypatch.setattr(
+            self_test,
+            name,
+            lambda *factors, name=name, right=right: called.append(name) or right(*factors),
+        )
     for product in ("fprop", "dgrad", "wgrad"):
-        assert self_test._product(product, (64, 32, 48), True, sizes, Draw(CPU)) > self_test.FP8_PRODUCT_DB
+        assert (
+            self_test._product(product, (64, 32, 48), True, sizes, Draw(CPU))
+            > self_test.FP8_PRODUCT_DB
+        )
     assert called == ["dgrad", "wgrad"]
 
 
@@ -85,7 +101,10 @@ def test_a_frozen_base_stores_and_hands_out_its_weights_alone(on, processes, sto
     on("sm_100")
     shape = MINIATURE.shape
     base = FrozenBase(shape, processes, storage=storage)
-    matrices = {name: normal(each.rows, each.columns, seed=each.rows).cpu() for name, each in base.matrices.items()}
+    matrices = {
+        name: normal(each.rows, each.columns, seed=each.rows).cpu()
+        for name, each in base.matrices.items()
+    }
     for layer in range(shape.num_layers):
         base.add_layer(layer, matrices)
     assert base.orientations == (ROWWISE,) and base.buffers is None
@@ -96,7 +115,13 @@ def test_a_frozen_base_stores_and_hands_out_its_weights_alone(on, processes, sto
         assert torch.equal(weight.rowwise.view(torch.uint8), forward.rowwise.view(torch.uint8))
         g = quantize_reference(normal(16, weight.rowwise.shape[0]).cpu(), gradient_quantizer())
         found = dgrad(g, weight)
-        assert sqnr_db(found.float(), (g.rowwise.float() * g.scale) @ (weight.rowwise.float() * weight.scale)) > 50
+        assert (
+            sqnr_db(
+                found.float(),
+                (g.rowwise.float() * g.scale) @ (weight.rowwise.float() * weight.scale),
+            )
+            > 50
+        )
 
 
 def gradient_quantizer():

@@ -50,14 +50,29 @@ def value_of(quantized: QuantizedTensor) -> torch.Tensor:
 @pytest.mark.parametrize("gradient, bound", [(False, 31.0), (True, 25.0)], ids=["e4m3", "e5m2"])
 def test_a_cast_loses_what_its_format_loses(gradient, bound):
     _, (quantizer, _) = quantizers(gradient=gradient)
-    quantized = quantize_reference(normal(64, 96) * 1e-7, quantizer)  # tiny, as gradients are: without a scale all would be zero
+    quantized = quantize_reference(
+        normal(64, 96) * 1e-7, quantizer
+    )  # tiny, as gradients are: without a scale all would be zero
     assert sqnr_db(value_of(quantized), normal(64, 96) * 1e-7) > bound
-    assert torch.equal(quantized.columnwise.float(), quantized.rowwise.t().float()) and quantized.columnwise.is_contiguous()
+    assert (
+        torch.equal(quantized.columnwise.float(), quantized.rowwise.t().float())
+        and quantized.columnwise.is_contiguous()
+    )
 
 
-@pytest.mark.parametrize("arch, e4m3", [("gfx942", torch.float8_e4m3fnuz), ("gfx950", torch.float8_e4m3fn), ("sm_90", torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    "arch, e4m3",
+    [
+        ("gfx942", torch.float8_e4m3fnuz),
+        ("gfx950", torch.float8_e4m3fn),
+        ("sm_90", torch.float8_e4m3fn),
+    ],
+)
 def test_the_formats_are_those_of_the_gpu(monkeypatch, arch, e4m3):
-    assert fp8_dtypes(CPU) == (torch.float8_e4m3fn, torch.float8_e5m2) and architecture.architecture(CPU) == "sm_90"
+    assert (
+        fp8_dtypes(CPU) == (torch.float8_e4m3fn, torch.float8_e5m2)
+        and architecture.architecture(CPU) == "sm_90"
+    )
     monkeypatch.setattr(fp8, "architecture", lambda device: arch)
     assert fp8_dtypes(CPU)[0] == e4m3
 
@@ -70,10 +85,14 @@ def test_the_first_step_scales_by_the_tensor_itself_and_later_ones_by_history():
         quantize_reference(x, quantizer)
         quantize_reference(x, other)
         if step == 0:
-            assert quantizer.state[SCALE] == pytest.approx(448.0), "no history: the scale of this very tensor, without headroom"
+            assert quantizer.state[SCALE] == pytest.approx(448.0), (
+                "no history: the scale of this very tensor, without headroom"
+            )
         scaling.step_done()
         largest = max(sizes[max(0, step - HISTORY + 1) : step + 1])
-        assert quantizer.state[SCALE] == pytest.approx(448.0 / (HEADROOM * largest)), f"after step {step}"
+        assert quantizer.state[SCALE] == pytest.approx(448.0 / (HEADROOM * largest)), (
+            f"after step {step}"
+        )
         assert quantizer.state[INVERSE] == pytest.approx(1 / float(quantizer.state[SCALE]))
 
 
@@ -115,13 +134,21 @@ def test_a_tensor_that_begins_with_zeros_does_not_saturate_when_values_come(zero
     for step in range(zero_steps):
         quantized = quantize_reference(torch.zeros(3, 5), quantizer)
         quantize_reference(torch.ones(3, 5), other)
-        assert torch.isfinite(quantizer.state).all() and not quantized.rowwise.float().any(), f"step {step}"
+        assert torch.isfinite(quantizer.state).all() and not quantized.rowwise.float().any(), (
+            f"step {step}"
+        )
         scaling.step_done()
         assert quantizer.state[SCALE] == quantizer.state[INVERSE] == 1.0
     quantize_reference(normal(16, 16).clamp(-1, 1) * size, quantizer)
     assert scaling.take_clipped() == 0
     scaling.step_done()
-    assert sqnr_db(value_of(quantize_reference(normal(16, 16).clamp(-1, 1) * size, quantizer)), normal(16, 16).clamp(-1, 1) * size) > 30
+    assert (
+        sqnr_db(
+            value_of(quantize_reference(normal(16, 16).clamp(-1, 1) * size, quantizer)),
+            normal(16, 16).clamp(-1, 1) * size,
+        )
+        > 30
+    )
 
 
 def test_zeros_after_values_leave_the_scale():
@@ -144,10 +171,15 @@ def test_an_amax_that_gives_no_scale_leaves_the_old_one(bad):
             x[0, 0] = bad
         values = value_of(quantize_reference(x, quantizer))
         quantize_reference(torch.ones(4, 4), other)
-        assert values[1:].isfinite().all() and values[0, 0].isnan() == (step == 1 and not math.isfinite(bad)), f"step {step}"
+        assert values[1:].isfinite().all() and values[0, 0].isnan() == (
+            step == 1 and not math.isfinite(bad)
+        ), f"step {step}"
         scaling.step_done()
         assert quantizer.state[SCALE] == pytest.approx(448.0 / HEADROOM), f"after step {step}"
-        assert quantizer.state[INVERSE] == pytest.approx(HEADROOM / 448.0) and other.state[SCALE] == quantizer.state[SCALE]
+        assert (
+            quantizer.state[INVERSE] == pytest.approx(HEADROOM / 448.0)
+            and other.state[SCALE] == quantizer.state[SCALE]
+        )
 
 
 @pytest.mark.parametrize("bad", [INF, NAN], ids=str)
@@ -157,7 +189,9 @@ def test_a_first_tensor_that_is_not_finite_has_a_scale_all_the_same(bad):
     x = torch.ones(4, 4)
     x[0, 0] = bad
     values = value_of(quantize_reference(x, quantizer))
-    assert values[0, 0].isnan() and (values[1:] == 1.0).all(), "NaN reaches the loss, from this element alone"
+    assert values[0, 0].isnan() and (values[1:] == 1.0).all(), (
+        "NaN reaches the loss, from this element alone"
+    )
     for _ in range(HISTORY):
         scaling.step_done()
         assert quantizer.state[SCALE] == pytest.approx(1.0 if bad == INF else 448.0 / HEADROOM)
@@ -173,7 +207,11 @@ def test_reset_is_the_state_before_the_first_step():
     scaling.step_done()
     assert not quantizer.two_pass
     scaling.reset()
-    assert torch.equal(scaling.scales, fresh[0]) and torch.equal(scaling.history, fresh[1]) and quantizer.two_pass
+    assert (
+        torch.equal(scaling.scales, fresh[0])
+        and torch.equal(scaling.history, fresh[1])
+        and quantizer.two_pass
+    )
 
 
 def test_a_weight_is_cast_once_per_optimizer_step():
@@ -194,19 +232,38 @@ def test_a_weight_is_cast_once_per_optimizer_step():
 def test_products_read_what_casts_wrote():
     """>= 50 dB against fp32 products of the stored values (torchao's bound for its own), and the loss of two casts against the true ones."""
     scaling = DelayedScaling()
-    x_quantizer, w_quantizer, g_quantizer = scaling.quantizer(), scaling.quantizer(weight=True), scaling.quantizer(gradient=True)
+    x_quantizer, w_quantizer, g_quantizer = (
+        scaling.quantizer(),
+        scaling.quantizer(weight=True),
+        scaling.quantizer(gradient=True),
+    )
     scaling.allocate(CPU)
-    x, w, g = normal(48, 64).bfloat16(), normal(32, 64, seed=1).bfloat16(), normal(48, 32, seed=2).bfloat16()
-    n, weight, gradient = quantize_reference(x, x_quantizer), quantize_reference(w, w_quantizer), quantize_reference(g, g_quantizer)
+    x, w, g = (
+        normal(48, 64).bfloat16(),
+        normal(32, 64, seed=1).bfloat16(),
+        normal(48, 32, seed=2).bfloat16(),
+    )
+    n, weight, gradient = (
+        quantize_reference(x, x_quantizer),
+        quantize_reference(w, w_quantizer),
+        quantize_reference(g, g_quantizer),
+    )
     for ours, stored, true, bound in (
         (matmul(n, weight), value_of(n) @ value_of(weight).t(), x.float() @ w.float().t(), 27.0),
-        (dgrad(gradient, weight), value_of(gradient) @ value_of(weight), g.float() @ w.float(), 23.0),
+        (
+            dgrad(gradient, weight),
+            value_of(gradient) @ value_of(weight),
+            g.float() @ w.float(),
+            23.0,
+        ),
         (wgrad(gradient, n), value_of(gradient).t() @ value_of(n), g.float().t() @ x.float(), 23.0),
     ):
         assert sqnr_db(ours.float(), stored) > 50 and sqnr_db(ours.float(), true) > bound
     plain = QuantizedTensor(x), QuantizedTensor(w), QuantizedTensor(g)
     assert torch.equal(matmul(plain[0], plain[1]), x @ w.t())
-    assert torch.equal(dgrad(plain[2], plain[1]), g @ w) and torch.equal(wgrad(plain[2], plain[0]), g.t() @ x)
+    assert torch.equal(dgrad(plain[2], plain[1]), g @ w) and torch.equal(
+        wgrad(plain[2], plain[0]), g.t() @ x
+    )
 
 
 def test_what_is_saved_for_wgrad_has_one_layout_only():

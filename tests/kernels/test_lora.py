@@ -13,7 +13,9 @@ REFERENCE, KERNELS = ENGINES["reference"], ENGINES["triton"]
 
 
 def check(what, ours, plain, truth):
-    assert error(ours, truth) <= 2 * error(plain, truth) + 1e-6, f"{what}: {error(ours, truth):.2e}, plain torch {error(plain, truth):.2e}"
+    assert error(ours, truth) <= 2 * error(plain, truth) + 1e-6, (
+        f"{what}: {error(ours, truth):.2e}, plain torch {error(plain, truth):.2e}"
+    )
 
 
 # Rows and columns that fill no tile; rank 4 is padded to 16, and 24 to 32. The last ones need several row parts of several tiles.
@@ -31,12 +33,16 @@ CASES = [
 def test_the_kernels_are_as_exact_as_plain_torch(M, K, N, R, dtype, normed, dropped):
     random = torch.Generator().manual_seed(M)
     sizes = ((M, K), (M, N), (M, K), (R, K), (N, R), (K,))
-    x, g, d_n, a, b, weight = (torch.randn(size, generator=random).to(DEVICE, dtype) for size in sizes)
+    x, g, d_n, a, b, weight = (
+        torch.randn(size, generator=random).to(DEVICE, dtype) for size in sizes
+    )
     rstd = (torch.rand(M, generator=random) + 0.5).to(DEVICE)
     norm = Norm(rstd, weight) if normed else None
     dropout = Dropout(torch.tensor([2**40 + 77], device=DEVICE), 0.1) if dropped else None
     q = 1 - round(0.1 * 65536) / 65536 if dropped else 1.0
-    mask = keep_mask(M, K, dropout).double() if dropout else torch.ones(M, K, device=DEVICE).double()
+    mask = (
+        keep_mask(M, K, dropout).double() if dropout else torch.ones(M, K, device=DEVICE).double()
+    )
     n = x.double() * (rstd[:, None].double() * weight.double() if norm else 1)
 
     t_plain, t_ours = REFERENCE.down(x, norm, a, dropout), KERNELS.down(x, norm, a, dropout)
@@ -53,21 +59,32 @@ def test_the_kernels_are_as_exact_as_plain_torch(M, K, N, R, dtype, normed, drop
     check("dA", d_a_ours, d_a_plain, p_plain.double().t() @ (n * mask))
     check("d_n", d_n_ours, d_n_plain, d_n.double() + (p_plain.double() @ a.double()) * mask)
     assert d_a_ours.dtype == d_b_ours.dtype == torch.float32
-    assert torch.equal(d_a_ours, KERNELS.down_backward_(d_n.clone(), x, norm, p_plain, a, dropout)), "sums in a fixed order"
+    assert torch.equal(
+        d_a_ours, KERNELS.down_backward_(d_n.clone(), x, norm, p_plain, a, dropout)
+    ), "sums in a fixed order"
 
 
 def test_the_kernels_have_the_mask_of_the_reference_element_for_element():
     """P A adds exactly 1 wherever an element stays."""
     dropout = Dropout(torch.tensor([123456789123], device=DEVICE), 0.3)
     shown, ones = torch.zeros(45, 1003, device=DEVICE), torch.ones(45 + 1003, device=DEVICE)
-    KERNELS.down_backward_(shown, torch.zeros_like(shown), None, ones[:45, None].contiguous(), ones[None, 45:].contiguous(), dropout)
+    KERNELS.down_backward_(
+        shown,
+        torch.zeros_like(shown),
+        None,
+        ones[:45, None].contiguous(),
+        ones[None, 45:].contiguous(),
+        dropout,
+    )
     assert torch.equal(shown, keep_mask(45, 1003, dropout).float())
 
 
 def test_the_gradient_is_quantized_as_by_a_kernel_of_its_own():
     """The same bytes, scales and counts, in two passes and in one."""
     random = torch.Generator().manual_seed(0)
-    x, t, b = (torch.randn(size, generator=random).to(DEVICE) for size in ((70, 300), (70, 16), (300, 16)))
+    x, t, b = (
+        torch.randn(size, generator=random).to(DEVICE) for size in ((70, 300), (70, 16), (300, 16))
+    )
     scaling = DelayedScaling()
     fused, alone = (scaling.quantizer(gradient=True, transposed=False) for _ in range(2))
     scaling.allocate(DEVICE)
@@ -75,10 +92,18 @@ def test_the_gradient_is_quantized_as_by_a_kernel_of_its_own():
         g = x * (1 + step)  # the second step saturates
         p, d_b, quantized = KERNELS.up_backward(g, t, b, 2.0, None, fused)
         expected = quantize_triton(g, alone)
-        assert torch.equal(quantized.rowwise.view(torch.uint8), expected.rowwise.view(torch.uint8)) and quantized.columnwise is None
-        assert torch.equal(fused.state, alone.state) and quantized.scale.data_ptr() == fused.scale.data_ptr()
+        assert (
+            torch.equal(quantized.rowwise.view(torch.uint8), expected.rowwise.view(torch.uint8))
+            and quantized.columnwise is None
+        )
+        assert (
+            torch.equal(fused.state, alone.state)
+            and quantized.scale.data_ptr() == fused.scale.data_ptr()
+        )
         plain = REFERENCE.up_backward(g, t, b, 2.0, None, None)
-        assert torch.allclose(p, plain[0], atol=1e-3) and torch.allclose(d_b, plain[1], atol=1e-3), "two passes add nothing twice"
+        assert torch.allclose(p, plain[0], atol=1e-3) and torch.allclose(
+            d_b, plain[1], atol=1e-3
+        ), "two passes add nothing twice"
         scaling.step_done()
     assert fused.state[3] > 0, "the test must see saturation"
 
@@ -91,7 +116,11 @@ def test_the_mask_drops_the_share_it_should_everywhere():
     dropped = (~mask).double()
     for name, share, count in (
         ("all", dropped.mean(), rows * columns),
-        ("of each of the 8 numbers of a call", dropped.view(rows, -1, 8).mean((0, 1)), rows * columns / 8),
+        (
+            "of each of the 8 numbers of a call",
+            dropped.view(rows, -1, 8).mean((0, 1)),
+            rows * columns / 8,
+        ),
         ("in each row", dropped.mean(1), columns),
         ("in each column", dropped.mean(0), rows),
     ):
@@ -99,7 +128,12 @@ def test_the_mask_drops_the_share_it_should_everywhere():
         assert ((share - p).abs() < 5 * (p * (1 - p) / count) ** 0.5).all(), name
     # Neighbours in both directions, and other seeds (either half of the key), are independent: both dropped with p^2.
     others = [keep_mask(rows, columns, Dropout(seed + step, p)) for step in (1, 2**32)]
-    pairs = [(mask[1:], mask[:-1]), (mask[:, 1:], mask[:, :-1]), (mask[:, 2:], mask[:, :-2]), *((mask, other) for other in others)]
+    pairs = [
+        (mask[1:], mask[:-1]),
+        (mask[:, 1:], mask[:, :-1]),
+        (mask[:, 2:], mask[:, :-2]),
+        *((mask, other) for other in others),
+    ]
     for first, second in pairs:
         assert float((~first & ~second).double().mean()) == pytest.approx(p * p, rel=0.1)
 

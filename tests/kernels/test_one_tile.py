@@ -20,11 +20,15 @@ def qk_norm_backward(quantizer, size):
     cos, sin = (normal(SEQUENCE, HEAD_DIM // 2, seed=seed) for seed in (1, 2))
     weights = (normal(HEAD_DIM, seed=3), normal(HEAD_DIM, seed=4))
     before = normal(ROWS, (HEADS + KV_HEADS) * HEAD_DIM)
-    return qk_norm.qk_norm_rope_backward_triton(gradients(size), before, weights, 1e-5, cos, sin, quantizer)[0]
+    return qk_norm.qk_norm_rope_backward_triton(
+        gradients(size), before, weights, 1e-5, cos, sin, quantizer
+    )[0]
 
 
 def gradients(size):
-    return [normal(BATCH, SEQUENCE, heads, HEAD_DIM, size=size) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [
+        normal(BATCH, SEQUENCE, heads, HEAD_DIM, size=size) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
 
 
 def swiglu_backward(quantizer, size):
@@ -33,10 +37,14 @@ def swiglu_backward(quantizer, size):
 
 
 TILED = {
-    "quantize": lambda quantizer, size: quantize.quantize_triton(normal(ROWS, COLUMNS, size=size), quantizer),
+    "quantize": lambda quantizer, size: quantize.quantize_triton(
+        normal(ROWS, COLUMNS, size=size), quantizer
+    ),
     "RoPE backward": rope_backward,
     "norm and RoPE backward": qk_norm_backward,
-    "SwiGLU": lambda quantizer, size: swiglu.swiglu_quantized_triton(normal(ROWS, 2 * COLUMNS, size=size), quantizer)[0],
+    "SwiGLU": lambda quantizer, size: swiglu.swiglu_quantized_triton(
+        normal(ROWS, 2 * COLUMNS, size=size), quantizer
+    )[0],
     "SwiGLU backward": swiglu_backward,
 }
 
@@ -69,7 +77,9 @@ def test_whole_rows_leave_the_columns_to_a_second_kernel(monkeypatch):
     """A tile of the norm has one or two rows: columns of two bytes would be slower than a transpose."""
     monkeypatch.setattr(quantize, "BOTH_FROM_ONE_TILE", True)
     _, (quantizer,) = unrounded({})
-    _, normed, _ = rms_norm.add_rms_norm_triton(normal(ROWS, COLUMNS), None, torch.ones(COLUMNS, device=DEVICE), 1e-5, quantizer)
+    _, normed, _ = rms_norm.add_rms_norm_triton(
+        normal(ROWS, COLUMNS), None, torch.ones(COLUMNS, device=DEVICE), 1e-5, quantizer
+    )
     assert torch.equal(normed.columnwise, normed.rowwise.t())
 
 

@@ -16,7 +16,9 @@ def choices(source: str) -> list[str]:
     """Return "function: line" of each choice between pointers in the Triton functions of a module."""
     found = []
     for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in function.decorator_list):
+        if isinstance(function, ast.FunctionDef) and any(
+            "triton.jit" in ast.unparse(each) for each in function.decorator_list
+        ):
             found += [f"{function.name}: {line}" for line in Reader(function).found]
     return found
 
@@ -29,7 +31,11 @@ class Reader(ast.NodeVisitor):
         self.in_runtime_if = 0
         arguments = function.args.args
         self.pointers = {each.arg for each in arguments if each.arg.split("_")[-1] == "ptr"}
-        self.constants = {each.arg for each in arguments if each.annotation and "constexpr" in ast.unparse(each.annotation)}
+        self.constants = {
+            each.arg
+            for each in arguments
+            if each.annotation and "constexpr" in ast.unparse(each.annotation)
+        }
         for statement in function.body:
             self.visit(statement)
 
@@ -43,7 +49,11 @@ class Reader(ast.NodeVisitor):
                 return self.is_pointer(value.body) or self.is_pointer(value.orelse)
             case ast.Tuple():
                 return any(map(self.is_pointer, value.elts))
-            case ast.Call() if ast.unparse(value.func) in ("tl.where", "tl.multiple_of", "tl.broadcast_to"):
+            case ast.Call() if ast.unparse(value.func) in (
+                "tl.where",
+                "tl.multiple_of",
+                "tl.broadcast_to",
+            ):
                 return any(map(self.is_pointer, value.args))
         return False
 
@@ -87,13 +97,20 @@ class Reader(ast.NodeVisitor):
 
     def assigned(self, targets: list[ast.expr], value: ast.expr, node: ast.stmt) -> None:
         if self.is_pointer(value):
-            self.pointers |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+            self.pointers |= {
+                each.id
+                for target in targets
+                for each in ast.walk(target)
+                if isinstance(each, ast.Name)
+            }
             if self.in_runtime_if:
                 self.found.append(ast.unparse(node))
         self.generic_visit(node)
 
 
-@pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "module", kernel_modules(), ids=lambda module: module.__name__.rpartition(".")[2]
+)
 def test_no_kernel_chooses_between_pointers(module):
     assert choices(Path(module.__file__).read_text()) == []
 
@@ -110,7 +127,16 @@ BODIES = {  # of a kernel with the parameters (a_ptr, b_ptr, head, heads, HALF: 
 }
 
 
-@pytest.mark.parametrize(("body", "count"), BODIES.items(), ids=lambda value: str(value).splitlines()[0])
+@pytest.mark.parametrize(
+    ("body", "count"), BODIES.items(), ids=lambda value: str(value).splitlines()[0]
+)
 def test_choices_are_found(body, count):
     lines = "\n".join(f"    {line}" for line in body.splitlines())
-    assert len(choices(f"@triton.jit\ndef kernel(a_ptr, b_ptr, head, heads, HALF: tl.constexpr):\n{lines}\n")) == count
+    assert (
+        len(
+            choices(
+                f"@triton.jit\ndef kernel(a_ptr, b_ptr, head, heads, HALF: tl.constexpr):\n{lines}\n"
+            )
+        )
+        == count
+    )

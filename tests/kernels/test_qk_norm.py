@@ -25,7 +25,11 @@ def weights_of(head_dim, dtype):
 def truth_of(x, weights, cos, sin, heads):
     """The formula in fp64; x: [batch, sequence, heads + kv_heads, head_dim]."""
     x_hat = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
-    return rotated(torch.cat((x_hat[:, :, :heads] * weights[0], x_hat[:, :, heads:] * weights[1]), dim=2), cos, sin)
+    return rotated(
+        torch.cat((x_hat[:, :, :heads] * weights[0], x_hat[:, :, heads:] * weights[1]), dim=2),
+        cos,
+        sin,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -34,17 +38,26 @@ def test_forward_norms_and_rotates_queries_and_keys_alone(shape, dtype):
     batch, sequence, heads, kv_heads, head_dim = shape
     cos, sin = tables(sequence, head_dim // 2)
     all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
-    qkv, weights = normal(batch * sequence, all_heads * head_dim, dtype=dtype), weights_of(head_dim, dtype)
+    qkv, weights = (
+        normal(batch * sequence, all_heads * head_dim, dtype=dtype),
+        weights_of(head_dim, dtype),
+    )
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
-    truth = truth_of(unpacked[:, :, :turned].double(), [weight.double() for weight in weights], cos, sin, heads)
+    truth = truth_of(
+        unpacked[:, :, :turned].double(), [weight.double() for weight in weights], cos, sin, heads
+    )
     for function in FORWARDS:
         ours = qkv.clone()
         before = function(ours, weights, EPS, cos, sin, heads, kv_heads, True)
         assert torch.equal(before, unpacked[:, :, :turned].reshape(batch * sequence, -1))
-        assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:]), "the values stay"
+        assert torch.equal(ours.view_as(unpacked)[:, :, turned:], unpacked[:, :, turned:]), (
+            "the values stay"
+        )
         assert error(ours.view_as(unpacked)[:, :, :turned], truth) < HALF_PRECISION[dtype]
         again = qkv.clone()
-        assert function(again, weights, EPS, cos, sin, heads, kv_heads, False) is None and torch.equal(again, ours)
+        assert function(
+            again, weights, EPS, cos, sin, heads, kv_heads, False
+        ) is None and torch.equal(again, ours)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +75,9 @@ def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
     x, weights = normal(batch, sequence, turned, head_dim, dtype=dtype), weights_of(head_dim, dtype)
     upstream = normal(batch, sequence, turned + kv_heads, head_dim, seed=4, dtype=dtype)
     leaves = [tensor.double().requires_grad_() for tensor in (x, *weights)]
-    (truth_of(leaves[0], leaves[1:], cos, sin, heads) * upstream[:, :, :turned].double()).sum().backward()
+    (
+        truth_of(leaves[0], leaves[1:], cos, sin, heads) * upstream[:, :, :turned].double()
+    ).sum().backward()
     parts, before = parts_of(upstream, heads, kv_heads, kind), x.flatten(2).flatten(0, 1)
     plain, ours = (function(parts, before, weights, EPS, cos, sin, None) for function in BACKWARDS)
     for quantized, d_weights in (plain, ours):
@@ -72,7 +87,9 @@ def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
         assert torch.equal(d_qkv[:, :, turned:], parts[2]), "copied"
         for d_weight, leaf in zip(d_weights, leaves[1:], strict=True):
             assert d_weight.dtype == dtype and error(d_weight, leaf.grad) < HALF_PRECISION[dtype]
-    frozen, nothing = qk_norm.qk_norm_rope_backward_triton(parts, before, weights, EPS, cos, sin, None, weight_grad=False)
+    frozen, nothing = qk_norm.qk_norm_rope_backward_triton(
+        parts, before, weights, EPS, cos, sin, None, weight_grad=False
+    )
     assert nothing == () and torch.equal(frozen.rowwise, ours[0].rowwise)
 
 
@@ -80,7 +97,10 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation():
     """Two passes; one pass, in the third step with values beyond the headroom; nothing recorded. The weights' gradients are the same in all."""
     batch, sequence, heads, kv_heads, head_dim = SHAPES[0]
     cos, sin = tables(sequence, head_dim // 2)
-    before, weights = normal(batch * sequence, (heads + kv_heads) * head_dim), weights_of(head_dim, torch.float32)
+    before, weights = (
+        normal(batch * sequence, (heads + kv_heads) * head_dim),
+        weights_of(head_dim, torch.float32),
+    )
     upstream = normal(batch, sequence, heads + 2 * kv_heads, head_dim, seed=4)
     scaling, (quantizer,) = unrounded({"gradient": True})
     for step, size in enumerate((1.0, 1.0, 2.0, 3.0)):
@@ -107,11 +127,20 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation():
 def test_the_pass_for_the_amax_writes_nothing_else():
     batch, sequence, heads, kv_heads, head_dim = SHAPES[0]
     cos, sin = tables(sequence, head_dim // 2)
-    before, weights = normal(batch * sequence, (heads + kv_heads) * head_dim), weights_of(head_dim, torch.float32)
+    before, weights = (
+        normal(batch * sequence, (heads + kv_heads) * head_dim),
+        weights_of(head_dim, torch.float32),
+    )
     parts = parts_of(normal(batch, sequence, heads + 2 * kv_heads, head_dim), heads, kv_heads)
-    whole = qk_norm.qk_norm_rope_backward_triton(parts, before, weights, EPS, cos, sin, None)[0].rowwise
+    whole = qk_norm.qk_norm_rope_backward_triton(parts, before, weights, EPS, cos, sin, None)[
+        0
+    ].rowwise
     largest = whole.view(batch * sequence, -1, head_dim)[:, :heads].abs().max()  # of the queries
-    out, partial, (_, (quantizer,)) = torch.full_like(whole, 7.0), torch.full((heads, 1, head_dim), 7.0, device=DEVICE), unrounded({})
+    out, partial, (_, (quantizer,)) = (
+        torch.full_like(whole, 7.0),
+        torch.full((heads, 1, head_dim), 7.0, device=DEVICE),
+        unrounded({}),
+    )
     qk_norm._qk_norm_rope_backward_kernel[(heads, 1)](
         *(
             parts[0],
@@ -129,7 +158,11 @@ def test_the_pass_for_the_amax_writes_nothing_else():
         ),
         *(0, heads + kv_heads, heads + 2 * kv_heads, EPS, AMAX_ONLY, 2.0, head_dim // 2, 16, 3),
     )
-    assert (out == 7.0).all() and (partial == 7.0).all() and quantizer.state.tolist() == [0.0, 0.0, largest, 0.0]
+    assert (
+        (out == 7.0).all()
+        and (partial == 7.0).all()
+        and quantizer.state.tolist() == [0.0, 0.0, largest, 0.0]
+    )
 
 
 def test_without_its_norm_it_is_rope():
@@ -139,7 +172,9 @@ def test_without_its_norm_it_is_rope():
     qkv = normal(batch * sequence, heads + 2 * kv_heads, head_dim)
     qkv = (qkv / qkv.square().mean(-1, keepdim=True).sqrt()).flatten(1)
     ones = torch.ones(head_dim, device=DEVICE)
-    for function, turn in zip(FORWARDS, (rope.rope_packed_reference_, rope.rope_packed_triton_), strict=True):
+    for function, turn in zip(
+        FORWARDS, (rope.rope_packed_reference_, rope.rope_packed_triton_), strict=True
+    ):
         ours, expected = qkv.clone(), turn(qkv.clone(), cos, sin, heads, kv_heads)
         function(ours, (ones, ones), 0.0, cos, sin, heads, kv_heads, False)
         assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-5)
@@ -150,4 +185,6 @@ def test_a_strided_head_dim_is_refused():
     d_q, d_k, d_v = parts_of(normal(2, 24, 5, 16), 3, 1)
     strided = d_q.transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(AssertionError, match="contiguous along head_dim"):
-        qk_norm.qk_norm_rope_backward_triton((strided, d_k, d_v), normal(48, 64), weights_of(16, torch.float32), EPS, cos, sin, None)
+        qk_norm.qk_norm_rope_backward_triton(
+            (strided, d_k, d_v), normal(48, 64), weights_of(16, torch.float32), EPS, cos, sin, None
+        )

@@ -32,7 +32,9 @@ def test_the_kernel_does_what_the_reference_does(shape, dtype, transposed):
     assert kernel_state[CLIPPED] > 0 or shape == (1, 7)
     for a, b in zip(expected, found, strict=True):
         assert torch.allclose(a.rowwise, b.rowwise, rtol=1e-6, atol=0)
-        assert (b.columnwise is None) == (not transposed) and (not transposed or torch.equal(b.columnwise, b.rowwise.t()))
+        assert (b.columnwise is None) == (not transposed) and (
+            not transposed or torch.equal(b.columnwise, b.rowwise.t())
+        )
 
 
 def test_without_a_quantizer_the_tensor_itself_comes_back():
@@ -58,7 +60,9 @@ def test_what_exceeds_the_history_saturates_and_is_counted(engine):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("first_step", [True, False], ids=["first step", "later step"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(engine, first_step, bad):
+def test_a_number_that_is_not_finite_becomes_nan_and_changes_no_other_element(
+    engine, first_step, bad
+):
     """A run that computes nonsense must stop: at inf as at NaN, instead of going on with the largest number of the format."""
     scaling, (quantizer,) = unrounded({})
     x = torch.full((3, 5), 0.5, device=DEVICE)
@@ -100,4 +104,6 @@ def test_inf_is_nan_in_fp8_too(gradient):
     x = torch.ones(16, 16, device=DEVICE)
     x[3, 3] = float("inf")
     quantized = quantize_reference(x, quantizer)
-    assert torch.equal(quantized.rowwise.float().isnan(), x.isinf()) and torch.equal(quantized.columnwise.float().isnan(), x.isinf())
+    assert torch.equal(quantized.rowwise.float().isnan(), x.isinf()) and torch.equal(
+        quantized.columnwise.float().isnan(), x.isinf()
+    )

@@ -15,7 +15,11 @@ from common.training import self_test
 from common.training.kernel_cases import Draw, Sizes
 from llama31_8b.rules import MINIATURE
 
-SHAPES = [(2, 33, 4, 2, 16), (1, 64, 8, 1, 32), (3, 7, 2, 2, 8)]  # batch, sequence, heads, key heads, head dimension
+SHAPES = [
+    (2, 33, 4, 2, 16),
+    (1, 64, 8, 1, 32),
+    (3, 7, 2, 2, 8),
+]  # batch, sequence, heads, key heads, head dimension
 
 
 def packed_leaves(shape, dtype):
@@ -35,7 +39,9 @@ def grouped_sdpa(backend):
     def compute(q, k, v):
         with sdpa_kernel(backend):
             parts = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2)
+            return F.scaled_dot_product_attention(
+                *parts, is_causal=True, enable_gqa=True
+            ).transpose(1, 2)
 
     return compute
 
@@ -60,12 +66,16 @@ def test_the_backward_gets_equal_heads_and_equal_strides(monkeypatch):
     seen = []
 
     class Aten:
-        _scaled_dot_product_flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_flash_attention_for_cpu = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        )
 
         @staticmethod
         def _scaled_dot_product_flash_attention_for_cpu_backward(d_out, q, k, v, *rest):
             seen.extend((x.shape, x.stride()) for x in (d_out, q, k, v))
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, q, k, v, *rest)
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                d_out, q, k, v, *rest
+            )
 
     monkeypatch.setattr(repeated, "aten", Aten)
     leaves = packed_leaves(SHAPES[0], torch.float32)
@@ -91,7 +101,9 @@ def test_a_group_is_summed_in_fp32():
         (None, "cuda", torch.bfloat16, "repeated_heads", "repeated_heads"),
     ],
 )
-def test_it_is_what_amd_takes_unless_another_is_named(monkeypatch, hip, device, dtype, variable, engine):
+def test_it_is_what_amd_takes_unless_another_is_named(
+    monkeypatch, hip, device, dtype, variable, engine
+):
     monkeypatch.setattr(torch.version, "hip", hip)
     if variable:
         monkeypatch.setenv(ATTENTION_ENGINE, variable)
@@ -102,10 +114,17 @@ def test_the_self_test_runs_it_and_names_it(monkeypatch):
     monkeypatch.setattr(repeated, "GPUS", ("no GPU",))
     monkeypatch.setenv(ATTENTION_ENGINE, "repeated_heads")
     called = []
-    monkeypatch.setattr(repeated, "causal_attention", lambda *parts: called.append(1) or repeated.RepeatedHeadsAttention.apply(*parts))
+    monkeypatch.setattr(
+        repeated,
+        "causal_attention",
+        lambda *parts: called.append(1) or repeated.RepeatedHeadsAttention.apply(*parts),
+    )
     sizes = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
     result = self_test.Result()
-    decibels = [measure() for _, _, _, measure in self_test.attention_checks(sizes, Draw(torch.device("cpu")), result)]
+    decibels = [
+        measure()
+        for _, _, _, measure in self_test.attention_checks(sizes, Draw(torch.device("cpu")), result)
+    ]
     assert len(decibels) == 4 and min(decibels) > 45 and called
     assert result.attention == "repeated_heads, flash"
 
@@ -124,15 +143,27 @@ def test_sdpa_can_be_named_everywhere(monkeypatch):
     monkeypatch.setenv(ATTENTION_ENGINE, "sdpa")
     leaves = packed_leaves(SHAPES[0], torch.float32)
     with attention_backends("cpu", torch.float32):
-        assert torch.equal(causal_attention(*leaves), grouped_sdpa(SDPBackend.FLASH_ATTENTION)(*leaves))
+        assert torch.equal(
+            causal_attention(*leaves), grouped_sdpa(SDPBackend.FLASH_ATTENTION)(*leaves)
+        )
 
 
 @pytest.mark.parametrize(
-    ("asked", "library", "refused"), [("1", "AOTriton", True), ("1", "Ck", False), ("0", "AOTriton", False), (None, "AOTriton", False)]
+    ("asked", "library", "refused"),
+    [
+        ("1", "AOTriton", True),
+        ("1", "Ck", False),
+        ("0", "AOTriton", False),
+        (None, "AOTriton", False),
+    ],
 )
 def test_ck_is_refused_where_this_torch_lacks_it(monkeypatch, asked, library, refused):
     monkeypatch.setattr(torch.version, "hip", "7.2")
-    monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", lambda: getattr(torch._C._ROCmFABackend, library))
+    monkeypatch.setattr(
+        torch.backends.cuda,
+        "preferred_rocm_fa_library",
+        lambda: getattr(torch._C._ROCmFABackend, library),
+    )
     if asked is not None:
         monkeypatch.setenv(attention.PREFER_CK, asked)
     if not refused:

@@ -88,7 +88,10 @@ def by_autograd(x, branch, weight, d_n, d_residual):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     "forward, backward",
-    [(add_rms_norm_triton, rms_norm_backward_triton), (add_rms_norm_reference, rms_norm_backward_reference)],
+    [
+        (add_rms_norm_triton, rms_norm_backward_triton),
+        (add_rms_norm_reference, rms_norm_backward_reference),
+    ],
     ids=["triton", "reference"],
 )
 def test_unquantized_it_is_as_exact_as_plain_torch(forward, backward, shape, dtype, with_residual):
@@ -96,14 +99,18 @@ def test_unquantized_it_is_as_exact_as_plain_torch(forward, backward, shape, dty
     if not with_residual:
         branch = d_residual = None
     residual, n, rstd = forward(x, branch, weight, EPS, None)
-    assert residual is x if branch is None else torch.equal(residual, x + branch), "the residual is torch's sum"
+    assert residual is x if branch is None else torch.equal(residual, x + branch), (
+        "the residual is torch's sum"
+    )
     d_x, none, d_weight = backward(d_n, residual, rstd, weight, d_residual, None)
     assert none is None and n.columnwise is None and n.scale is None
     assert n.rowwise.dtype == d_x.dtype == d_weight.dtype == dtype and rstd.dtype == torch.float32
     plain = by_autograd(x, branch, weight, d_n, d_residual)
     truth = by_autograd(residual.double(), None, *cast((weight, d_n, d_residual), torch.float64))
     in_fp32 = by_autograd(residual.float(), None, *cast((weight, d_n, d_residual), torch.float32))
-    torch.testing.assert_close(rstd.double(), (residual.double().pow(2).mean(-1) + EPS).rsqrt(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        rstd.double(), (residual.double().pow(2).mean(-1) + EPS).rsqrt(), rtol=1e-6, atol=0
+    )
     check("n", n.rowwise, plain[0], truth[0])
     check("d_x", d_x, plain[1], truth[1])
     exact = backward(d_n, residual, rstd, weight.float(), d_residual, None)[2]
@@ -118,18 +125,35 @@ def check_quantized(quantized, value, quantizer, before):
     amax = value.abs().max()
     scale = quantizer.largest / amax if quantizer.two_pass else before[SCALE]
     assert torch.equal(quantizer.state[SCALE], scale)
-    assert torch.equal(quantized.rowwise, (value * scale).clamp(-quantizer.largest, quantizer.largest))
+    assert torch.equal(
+        quantized.rowwise, (value * scale).clamp(-quantizer.largest, quantizer.largest)
+    )
     assert (quantized.columnwise is not None) == quantizer.transposed
     if quantizer.transposed:
-        assert torch.equal(quantized.columnwise, quantized.rowwise.t()) and quantized.columnwise.is_contiguous()
+        assert (
+            torch.equal(quantized.columnwise, quantized.rowwise.t())
+            and quantized.columnwise.is_contiguous()
+        )
     assert quantized.scale.data_ptr() == quantizer.state[INVERSE:].data_ptr()
-    assert quantizer.state[AMAX] == (torch.maximum(before[AMAX], amax) if quantizer.recording else before[AMAX])
-    clipped = ((value * scale).abs() > quantizer.largest).sum() if quantizer.recording and not quantizer.two_pass else 0
+    assert quantizer.state[AMAX] == (
+        torch.maximum(before[AMAX], amax) if quantizer.recording else before[AMAX]
+    )
+    clipped = (
+        ((value * scale).abs() > quantizer.largest).sum()
+        if quantizer.recording and not quantizer.two_pass
+        else 0
+    )
     assert quantizer.state[CLIPPED] == before[CLIPPED] + clipped
     return int(clipped)
 
 
-OPTIONS = [{}, {"transposed": False}, {"two_pass": True}, {"recording": False}, {"two_pass": True, "recording": False}]
+OPTIONS = [
+    {},
+    {"transposed": False},
+    {"two_pass": True},
+    {"recording": False},
+    {"two_pass": True, "recording": False},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -142,10 +166,20 @@ def test_quantized_it_stores_the_same_values(shape, options):
     quantized = add_rms_norm_triton(x, branch, weight, EPS, quantizer)
     assert torch.equal(quantized[0], residual) and torch.equal(quantized[2], rstd)
     clipped = check_quantized(quantized[1], plain.rowwise, quantizer, before)
-    assert clipped > 0 or not quantizer.recording or quantizer.two_pass or shape == (1, 8), "the test must see saturation"
+    assert clipped > 0 or not quantizer.recording or quantizer.two_pass or shape == (1, 8), (
+        "the test must see saturation"
+    )
 
-    x_half, _, *half = inputs(shape, torch.float16)  # for backward: what is rounded, and only then quantized
-    saved = [half[1], x_half, add_rms_norm_triton(x_half, None, half[0], EPS, None)[2], half[0], half[2]]
+    x_half, _, *half = inputs(
+        shape, torch.float16
+    )  # for backward: what is rounded, and only then quantized
+    saved = [
+        half[1],
+        x_half,
+        add_rms_norm_triton(x_half, None, half[0], EPS, None)[2],
+        half[0],
+        half[2],
+    ]
     d_x, _, d_weight = rms_norm_backward_triton(*saved, None)
     quantizer = quantizer_with(**options)
     quantized = rms_norm_backward_triton(*saved, quantizer)
@@ -154,13 +188,19 @@ def test_quantized_it_stores_the_same_values(shape, options):
 
     for reference, triton, arguments in (
         (add_rms_norm_reference, add_rms_norm_triton, (x, branch, weight, EPS)),
-        (rms_norm_backward_reference, rms_norm_backward_triton, (d_n, residual, rstd, weight, d_residual)),
+        (
+            rms_norm_backward_reference,
+            rms_norm_backward_triton,
+            (d_n, residual, rstd, weight, d_residual),
+        ),
     ):
         quantizers = [quantizer_with(**options), quantizer_with(**options)]
         a, b = reference(*arguments, quantizers[0])[1], triton(*arguments, quantizers[1])[1]
         torch.testing.assert_close(a.rowwise, b.rowwise, rtol=1e-5, atol=1e-6)
         for entry in (SCALE, INVERSE, AMAX):
-            torch.testing.assert_close(quantizers[0].state[entry], quantizers[1].state[entry], rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                quantizers[0].state[entry], quantizers[1].state[entry], rtol=1e-6, atol=0
+            )
         assert (a.columnwise is None) == (b.columnwise is None)
 
 
@@ -175,18 +215,33 @@ def test_the_pass_for_the_amax_writes_nothing_else(monkeypatch):
     d_x, _, _ = rms_norm_backward_triton(d_n, residual, rstd, weight, d_residual, None)
     monkeypatch.setattr(rms_norm, "quantize_with", amax_only)
     for run, value in (
-        (lambda quantizer: add_rms_norm_triton(x, branch, weight, EPS, quantizer)[1], plain.rowwise),
-        (lambda quantizer: rms_norm_backward_triton(d_n, residual, rstd, weight, d_residual, quantizer)[1], d_x),
+        (
+            lambda quantizer: add_rms_norm_triton(x, branch, weight, EPS, quantizer)[1],
+            plain.rowwise,
+        ),
+        (
+            lambda quantizer: rms_norm_backward_triton(
+                d_n, residual, rstd, weight, d_residual, quantizer
+            )[1],
+            d_x,
+        ),
     ):
         quantizer = quantizer_with()
         assert (run(quantizer).rowwise == 99).all()
-        assert quantizer.state[AMAX] == max(0.25, value.abs().max()) and quantizer.state[CLIPPED] == 7 and quantizer.state[SCALE] == 3
+        assert (
+            quantizer.state[AMAX] == max(0.25, value.abs().max())
+            and quantizer.state[CLIPPED] == 7
+            and quantizer.state[SCALE] == 3
+        )
 
 
 def test_a_nan_reaches_its_row_and_no_other():
     x, _, weight, *_ = inputs((37, 100), torch.float32)
     x[2, 5] = float("nan")
-    assert torch.equal(add_rms_norm_triton(x, None, weight, EPS, None)[1].rowwise.isnan().any(1).cpu(), torch.arange(37) == 2)
+    assert torch.equal(
+        add_rms_norm_triton(x, None, weight, EPS, None)[1].rowwise.isnan().any(1).cpu(),
+        torch.arange(37) == 2,
+    )
 
 
 def test_under_autograd_it_is_the_same_norm():

@@ -21,7 +21,9 @@ MEMORY_ORDERS = ["contiguous", "heads first", "position first", "part of somethi
 
 
 def tables(sequence, half):
-    angles = torch.outer(torch.arange(sequence).double(), 100.0 ** (-torch.arange(half).double() / half))
+    angles = torch.outer(
+        torch.arange(sequence).double(), 100.0 ** (-torch.arange(half).double() / half)
+    )
     return angles.cos().float().to(DEVICE), angles.sin().float().to(DEVICE)
 
 
@@ -40,12 +42,16 @@ def in_memory_order(kind, x):
     if kind == "position first":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if kind == "part of something":
-        return x.new_full((batch, sequence, heads + 3, head_dim + 5), 6e4)[:, :, 1:-2, 2:-3].copy_(x)
+        return x.new_full((batch, sequence, heads + 3, head_dim + 5), 6e4)[:, :, 1:-2, 2:-3].copy_(
+            x
+        )
     return x.contiguous()
 
 
 def parts_of(upstream, heads, kv_heads, kind="contiguous"):
-    return [in_memory_order(kind, part) for part in upstream.split((heads, kv_heads, kv_heads), dim=2)]
+    return [
+        in_memory_order(kind, part) for part in upstream.split((heads, kv_heads, kv_heads), dim=2)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -56,7 +62,9 @@ def test_forward_rotates_queries_and_keys_alone(shape, dtype):
     all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
     qkv = normal(batch * sequence, all_heads * head_dim, dtype=dtype)
     unpacked = qkv.view(batch, sequence, all_heads, head_dim)
-    expected = torch.cat((rope_reference(unpacked[:, :, :turned], cos, sin), unpacked[:, :, turned:]), dim=2)
+    expected = torch.cat(
+        (rope_reference(unpacked[:, :, :turned], cos, sin), unpacked[:, :, turned:]), dim=2
+    )
     truth = rotated(unpacked[:, :, :turned].double(), cos, sin)
     plain = error(expected[:, :, :turned], truth)
     assert plain < (1e-6 if dtype == torch.float32 else 1e-3)
@@ -64,10 +72,16 @@ def test_forward_rotates_queries_and_keys_alone(shape, dtype):
         ours = qkv.clone()
         assert function(ours, cos, sin, heads, kv_heads) is ours
         ours = ours.view_as(unpacked)
-        assert torch.equal(ours[:, :, turned:], unpacked[:, :, turned:]), "the values are not rotated"
-        assert torch.equal(ours[:, 0], unpacked[:, 0]) and not torch.equal(ours[:, 1], unpacked[:, 1]), "position 0 of each sequence"
+        assert torch.equal(ours[:, :, turned:], unpacked[:, :, turned:]), (
+            "the values are not rotated"
+        )
+        assert torch.equal(ours[:, 0], unpacked[:, 0]) and not torch.equal(
+            ours[:, 1], unpacked[:, 1]
+        ), "position 0 of each sequence"
         assert error(ours[:, :, :turned], truth) <= 2 * plain
-        assert torch.allclose(ours, expected, rtol=2e-3 if dtype == torch.float16 else 1e-6, atol=1e-6)
+        assert torch.allclose(
+            ours, expected, rtol=2e-3 if dtype == torch.float16 else 1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", MEMORY_ORDERS)
@@ -79,19 +93,29 @@ def test_backward_is_the_gradient_in_every_memory_order(shape, dtype, kind):
     all_heads, turned = heads + 2 * kv_heads, heads + kv_heads
     leaf = normal(batch, sequence, all_heads, head_dim, dtype=dtype).double().requires_grad_()
     upstream = normal(batch, sequence, all_heads, head_dim, seed=4, dtype=dtype)
-    (torch.cat((rotated(leaf[:, :, :turned], cos, sin), leaf[:, :, turned:]), dim=2) * upstream.double()).sum().backward()
+    (
+        torch.cat((rotated(leaf[:, :, :turned], cos, sin), leaf[:, :, turned:]), dim=2)
+        * upstream.double()
+    ).sum().backward()
     truth = leaf.grad.view(batch * sequence, -1)
     parts = parts_of(upstream, heads, kv_heads, kind)
     plain = rope_packed_backward_reference(*parts, cos, sin, None)
     ours = rope_packed_backward_triton(*parts, cos, sin, None)
-    assert ours.rowwise.shape == truth.shape and ours.rowwise.dtype == dtype and ours.columnwise is None and ours.scale is None
+    assert (
+        ours.rowwise.shape == truth.shape
+        and ours.rowwise.dtype == dtype
+        and ours.columnwise is None
+        and ours.scale is None
+    )
     assert error(plain.rowwise, truth) < (1e-6 if dtype == torch.float32 else 1e-3)
     assert error(ours.rowwise, truth) <= 2 * error(plain.rowwise, truth)
     assert torch.equal(ours.rowwise.view_as(leaf)[:, :, turned:], parts[2]), "copied, not rotated"
 
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["both layouts", "rowwise"])
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)  # with one tile of rows, and with a ragged second one
+@pytest.mark.parametrize(
+    "shape", SHAPES[:2], ids=str
+)  # with one tile of rows, and with a ragged second one
 def test_quantized_in_the_first_step_later_ones_and_an_evaluation(shape, transposed):
     """Two passes; one pass, in the third step with values beyond the headroom; nothing recorded."""
     batch, sequence, heads, kv_heads, head_dim = shape
@@ -106,14 +130,20 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation(shape, transpo
         scaled = exact * quantizer.state[SCALE]
         assert torch.equal(quantized.rowwise, scaled.clamp(-2.0, 2.0))
         assert (quantized.columnwise is not None) == transposed
-        assert not transposed or (torch.equal(quantized.columnwise, quantized.rowwise.t()) and quantized.columnwise.is_contiguous())
+        assert not transposed or (
+            torch.equal(quantized.columnwise, quantized.rowwise.t())
+            and quantized.columnwise.is_contiguous()
+        )
         assert torch.equal(quantized.scale, 1 / quantizer.state[SCALE : SCALE + 1])
         assert quantizer.state[AMAX] == (exact.abs().max() if step < 3 else 0.0)
         assert quantizer.state[CLIPPED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)
         assert step != 2 or quantizer.state[CLIPPED] > 0, "the test must see saturation"
         before = scaling.scales.clone()
         reference = rope_packed_backward_reference(*parts, cos, sin, quantizer)
-        assert torch.allclose(reference.rowwise, quantized.rowwise, rtol=1e-5, atol=1e-6) and (reference.columnwise is None) != transposed
+        assert (
+            torch.allclose(reference.rowwise, quantized.rowwise, rtol=1e-5, atol=1e-6)
+            and (reference.columnwise is None) != transposed
+        )
         scaling.scales.copy_(before)
         scaling.scales[:, CLIPPED] = 0.0
         if step < 3:
@@ -151,4 +181,6 @@ def test_a_strided_head_dim_is_refused():
     cos, sin = tables(24, 8)
     d_q, d_k, d_v = parts_of(normal(2, 24, 5, 16), 3, 1)
     with pytest.raises(AssertionError, match="contiguous along head_dim"):
-        rope_packed_backward_triton(d_q.transpose(2, 3).contiguous().transpose(2, 3), d_k, d_v, cos, sin, None)
+        rope_packed_backward_triton(
+            d_q.transpose(2, 3).contiguous().transpose(2, 3), d_k, d_v, cos, sin, None
+        )

@@ -38,7 +38,10 @@ def check_stored(quantized, values, quantizer, recorded):
     scaled = values * quantizer.state[SCALE]
     assert torch.equal(quantized.rowwise, scaled.clamp(-2.0, 2.0))
     assert (quantized.columnwise is not None) == quantizer.transposed
-    assert not quantizer.transposed or (torch.equal(quantized.columnwise, quantized.rowwise.t()) and quantized.columnwise.is_contiguous())
+    assert not quantizer.transposed or (
+        torch.equal(quantized.columnwise, quantized.rowwise.t())
+        and quantized.columnwise.is_contiguous()
+    )
     assert torch.equal(quantized.scale, 1 / quantizer.state[SCALE : SCALE + 1])
     assert quantizer.state[AMAX] == (values.abs().max() if recorded else 0.0)
 
@@ -46,14 +49,22 @@ def check_stored(quantized, values, quantizer, recorded):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(37, 100), (64, 64), (130, 72), (1, 1)], ids=str)
 def test_unquantized_it_is_as_exact_as_plain_torch(shape, dtype):
-    gate_up, d_h = normal(shape[0], 2 * shape[1], dtype=dtype, size=1.5), normal(*shape, seed=1, dtype=dtype, size=1.5)
+    gate_up, d_h = (
+        normal(shape[0], 2 * shape[1], dtype=dtype, size=1.5),
+        normal(*shape, seed=1, dtype=dtype, size=1.5),
+    )
     results = []
     for forward, backward in (
         (swiglu_quantized_reference, swiglu_quantized_backward_reference),
         (swiglu_quantized_triton, swiglu_quantized_backward_triton),
     ):
         h, kept = forward(gate_up, None)
-        assert kept is gate_up and h.columnwise is None and h.scale is None and h.rowwise.dtype == dtype
+        assert (
+            kept is gate_up
+            and h.columnwise is None
+            and h.scale is None
+            and h.rowwise.dtype == dtype
+        )
         results.append((h.rowwise, backward(d_h, kept, None).rowwise))
     for truth, plain, ours in zip(truth_of(gate_up, d_h), *results, strict=True):
         assert ours.dtype == dtype and ours.shape == truth.shape
@@ -62,11 +73,18 @@ def test_unquantized_it_is_as_exact_as_plain_torch(shape, dtype):
 
 
 def test_far_from_zero_the_sigmoid_is_0_or_1_and_nan_stays_nan():
-    gate_up = torch.tensor([[-3e4, -200.0, 200.0, 3e4, float("nan"), 2.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
+    gate_up = torch.tensor(
+        [[-3e4, -200.0, 200.0, 3e4, float("nan"), 2.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE
+    )
     h, _ = swiglu_quantized_triton(gate_up, None)
     assert h.rowwise[0, :4].tolist() == [0.0, 0.0, 400.0, 6e4] and h.rowwise[0, 4].isnan()
     d = swiglu_quantized_backward_triton(torch.ones(1, 5, device=DEVICE), gate_up, None).rowwise[0]
-    assert d.tolist()[:4] == [0.0, 0.0, 2.0, 2.0] and d.tolist()[5:9] == [0.0, 0.0, 200.0, 3e4] and d[4].isnan() and d[9].isnan()
+    assert (
+        d.tolist()[:4] == [0.0, 0.0, 2.0, 2.0]
+        and d.tolist()[5:9] == [0.0, 0.0, 200.0, 3e4]
+        and d[4].isnan()
+        and d[9].isnan()
+    )
 
 
 @pytest.mark.parametrize("transposed", [True, False], ids=["both layouts", "rowwise"])
@@ -79,22 +97,37 @@ def test_quantized_in_the_first_step_later_ones_and_an_evaluation(transposed):
     for step, size in enumerate((1.0, 1.0, 2.0, 3.0)):
         x, g, recording = gate_up * size, d_h * size, step < 3
         scaling.start_pass(recording)
-        h_exact, d_exact = swiglu_quantized_triton(x, None)[0].rowwise, swiglu_quantized_backward_triton(g, x, None).rowwise
+        h_exact, d_exact = (
+            swiglu_quantized_triton(x, None)[0].rowwise,
+            swiglu_quantized_backward_triton(g, x, None).rowwise,
+        )
         h, kept = swiglu_quantized_triton(x, quantizer, kept_quantizer)
         check_stored(h, h_exact, quantizer, recording)
         check_stored(kept, x, kept_quantizer, recording)
-        assert torch.equal(swiglu_quantized_triton(x, quantizer)[0].rowwise, h.rowwise), "the kept copy changes nothing in h"
+        assert torch.equal(swiglu_quantized_triton(x, quantizer)[0].rowwise, h.rowwise), (
+            "the kept copy changes nothing in h"
+        )
         d = swiglu_quantized_backward_triton(g, x, gradient)
         check_stored(d, d_exact, gradient, recording)
         before = scaling.scales.clone()
         reference, reference_kept = swiglu_quantized_reference(x, quantizer, kept_quantizer)
-        assert torch.allclose(reference.rowwise, h.rowwise, rtol=1e-5, atol=1e-6) and torch.equal(reference_kept.rowwise, kept.rowwise)
+        assert torch.allclose(reference.rowwise, h.rowwise, rtol=1e-5, atol=1e-6) and torch.equal(
+            reference_kept.rowwise, kept.rowwise
+        )
         reference_d = swiglu_quantized_backward_reference(g, x, gradient)
-        assert torch.allclose(reference_d.rowwise, d.rowwise, rtol=1e-5, atol=1e-6) and (reference_d.columnwise is None) != transposed
+        assert (
+            torch.allclose(reference_d.rowwise, d.rowwise, rtol=1e-5, atol=1e-6)
+            and (reference_d.columnwise is None) != transposed
+        )
         scaling.scales.copy_(before)
-        saturated = [((x * q.state[SCALE]).abs() > 2).sum() for x, q in ((h_exact, quantizer), (d_exact, gradient), (x, kept_quantizer))]
+        saturated = [
+            ((x * q.state[SCALE]).abs() > 2).sum()
+            for x, q in ((h_exact, quantizer), (d_exact, gradient), (x, kept_quantizer))
+        ]
         counts = [2 * saturated[0], saturated[1], saturated[2]]  # h was made twice
-        assert scaling.scales[:, CLIPPED].tolist() == [float(c) if step in (1, 2) else 0.0 for c in counts], step
+        assert scaling.scales[:, CLIPPED].tolist() == [
+            float(c) if step in (1, 2) else 0.0 for c in counts
+        ], step
         assert step != 2 or min(counts) > 0, "the test must see saturation"
         scaling.scales[:, CLIPPED] = 0.0
         if recording:
@@ -114,10 +147,14 @@ def test_backward_computes_the_gradient_at_the_values_that_were_kept(dtype):
         assert error(swiglu_quantized_backward_triton(d_h, kept, None).rowwise, truth) < 1e-6
         assert error(swiglu_quantized_backward_reference(d_h, kept, None).rowwise, truth) < 1e-6
         scaling.step_done()
-    assert values.abs().max() < gate_up.abs().max() * 3, "the second one saturated, and backward saw it so"
+    assert values.abs().max() < gate_up.abs().max() * 3, (
+        "the second one saturated, and backward saw it so"
+    )
 
 
-@pytest.mark.parametrize("two_pass, kept_two_pass", list(itertools.product((None, False, True), repeat=2)))
+@pytest.mark.parametrize(
+    "two_pass, kept_two_pass", list(itertools.product((None, False, True), repeat=2))
+)
 def test_two_quantizers_take_two_launches_at_most(monkeypatch, two_pass, kept_two_pass):
     kernel, launches = swiglu._swiglu_quantized_kernel, []
 
@@ -132,7 +169,11 @@ def test_two_quantizers_take_two_launches_at_most(monkeypatch, two_pass, kept_tw
     scaling.scales[:] = torch.tensor([0.25, 4.0, 0.0, 0.0])
     quantizer.two_pass, kept_quantizer.two_pass = bool(two_pass), bool(kept_two_pass)
     monkeypatch.setattr(swiglu, "_swiglu_quantized_kernel", Counting())
-    h, kept = swiglu_quantized_triton(gate_up, None if two_pass is None else quantizer, None if kept_two_pass is None else kept_quantizer)
+    h, kept = swiglu_quantized_triton(
+        gate_up,
+        None if two_pass is None else quantizer,
+        None if kept_two_pass is None else kept_quantizer,
+    )
     assert len(launches) == 1 + bool(two_pass or kept_two_pass)
     if two_pass is None:
         assert torch.equal(h.rowwise, h_exact)
@@ -151,8 +192,13 @@ def test_the_first_step_records_the_amax_of_all_its_micro_batches_and_no_evaluat
     for recording, size in ((True, 1.0), (True, 0.5), (False, 2.0)):
         scaling.start_pass(recording)
         _, kept = swiglu_quantized_triton(gate_up * size, quantizer, kept_quantizer)
-        assert quantizer.state[AMAX] == h_exact.abs().max() and kept_quantizer.state[AMAX] == gate_up.abs().max()
-        assert torch.equal(kept.rowwise, (gate_up * size * kept_quantizer.state[SCALE]).clamp(-2.0, 2.0))
+        assert (
+            quantizer.state[AMAX] == h_exact.abs().max()
+            and kept_quantizer.state[AMAX] == gate_up.abs().max()
+        )
+        assert torch.equal(
+            kept.rowwise, (gate_up * size * kept_quantizer.state[SCALE]).clamp(-2.0, 2.0)
+        )
         assert kept.rowwise.abs().max() > 1.999
 
 
@@ -161,8 +207,22 @@ def test_the_pass_for_the_amax_writes_nothing_else():
     _, (quantizer, kept_quantizer, gradient) = unrounded({}, KEPT, {"gradient": True})
     h, kept, d = (torch.full((37, columns), 7.0, device=DEVICE) for columns in (100, 200, 200))
     tail = (37, 100, AMAX_ONLY, 2.0)
-    swiglu._swiglu_quantized_kernel[(2, 1)](gate_up, h, h.t(), quantizer.state, kept, kept_quantizer.state, *tail, AMAX_ONLY, 2.0, 64, 64)
-    swiglu._swiglu_quantized_backward_kernel[(2, 1)](d_h, gate_up, None, d, d.t(), gradient.state, *tail, 64, 64)
+    swiglu._swiglu_quantized_kernel[(2, 1)](
+        gate_up,
+        h,
+        h.t(),
+        quantizer.state,
+        kept,
+        kept_quantizer.state,
+        *tail,
+        AMAX_ONLY,
+        2.0,
+        64,
+        64,
+    )
+    swiglu._swiglu_quantized_backward_kernel[(2, 1)](
+        d_h, gate_up, None, d, d.t(), gradient.state, *tail, 64, 64
+    )
     assert all((x == 7.0).all() for x in (h, kept, d))
     for state, value in (
         (quantizer.state, swiglu_quantized_triton(gate_up, None)[0].rowwise),

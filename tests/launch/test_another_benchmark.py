@@ -16,7 +16,16 @@ from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 
 NAME = "toy_benchmark"
-FOLDERS = ("common", "configs", "launch", "llama2_70b_lora", "llama31_8b", "submission", "system_tuning", "throughput")
+FOLDERS = (
+    "common",
+    "configs",
+    "launch",
+    "llama2_70b_lora",
+    "llama31_8b",
+    "submission",
+    "system_tuning",
+    "throughput",
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +58,9 @@ def launch(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def run_dir(project) -> Path:
-    done = launch(project, NAME, "--device", "cpu", "--set", "gpus_per_node=2", "--set", "micro_batch_size=4")
+    done = launch(
+        project, NAME, "--device", "cpu", "--set", "gpus_per_node=2", "--set", "micro_batch_size=4"
+    )
     assert done.returncode == 0, done.stderr
     (folder,) = (path for path in (project / "results" / NAME).iterdir() if path.is_dir())
     return folder
@@ -57,7 +68,10 @@ def run_dir(project) -> Path:
 
 def events(run_dir: Path) -> dict[str, object]:
     lines = (run_dir / "result.txt").read_text().splitlines()
-    return {event["key"]: event["value"] for event in (json.loads(line.removeprefix(":::MLLOG ")) for line in lines)}
+    return {
+        event["key"]: event["value"]
+        for event in (json.loads(line.removeprefix(":::MLLOG ")) for line in lines)
+    }
 
 
 def test_it_trains_to_its_target(run_dir):
@@ -71,9 +85,15 @@ def test_it_trains_to_its_target(run_dir):
 def test_its_log_is_checked_by_its_own_rules(project, run_dir, tmp_path):
     log = run_dir / "result.txt"
     assert launch(project, "check", str(log)).returncode == 0
-    for wrong in ('"train_samples", "value": 511', '"opt_adamw_beta_2", "value": 0.999', '"eval_samples", "value": 16'):
+    for wrong in (
+        '"train_samples", "value": 511',
+        '"opt_adamw_beta_2", "value": 0.999',
+        '"eval_samples", "value": 16',
+    ):
         key = wrong.split(",")[0]
-        lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
+        lines = [
+            json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()
+        ]
         for line in lines:
             if f'"{line["key"]}"' == key:
                 line["value"] = json.loads(wrong.rpartition(" ")[2])
@@ -85,7 +105,12 @@ def test_its_log_is_checked_by_its_own_rules(project, run_dir, tmp_path):
 def test_the_other_commands_know_it(project):
     assert NAME in launch(project, "--help").stdout
     assert launch(project, NAME, "plan", "--all").returncode == 0
-    assert launch(project, NAME, "bench", "--steps", "1", "--warmup", "0", "--device", "cpu").returncode == 0
+    assert (
+        launch(
+            project, NAME, "bench", "--steps", "1", "--warmup", "0", "--device", "cpu"
+        ).returncode
+        == 0
+    )
     assert launch(project, NAME, "--save", "--device", "cpu").returncode == ConfigError.exit_code
     assert launch(project, NAME, "merge").returncode == ConfigError.exit_code
     assert NAME in launch(project, "completion", "bash").stdout

@@ -86,7 +86,10 @@ def test_an_error_names_the_wrong_word_and_a_better_one(line):
     [
         ("configs/llama31_8b/H200_1X8.toml", "did you mean H200_1x8?"),  # as DGXSYSTEM names it
         ("configs/llama31_8b/MI355_1x8.toml", "did you mean MI355X_1x8?"),
-        ("configs/llama2_70b_lora/H200_1x8.tml", "H200_1x8.toml?"),  # as --config does, of another benchmark
+        (
+            "configs/llama2_70b_lora/H200_1x8.tml",
+            "H200_1x8.toml?",
+        ),  # as --config does, of another benchmark
         ("configs/H200_1x8.toml", "name one of the files under configs/"),
     ],
 )
@@ -114,7 +117,10 @@ def test_the_name_of_a_config(path, meant):
         ("check a b --werror", "submission.check a b --werror"),
         ("tuning check", "system_tuning check"),
         ("throughput gemm --shape 8x8x8", "throughput gemm --shape 8x8x8"),
-        ("llama31_8b gemms check --device cpu", "throughput.gemm_tuning.cli llama31_8b check --device cpu"),
+        (
+            "llama31_8b gemms check --device cpu",
+            "throughput.gemm_tuning.cli llama31_8b check --device cpu",
+        ),
     ],
 )
 def test_what_reaches_the_module(line, words):
@@ -122,24 +128,41 @@ def test_what_reaches_the_module(line, words):
 
 
 def test_reading_logs_and_planning_need_fewer_packages_than_a_run():
-    assert [cli.read(line.split())[0] for line in ("plan --model x", "tuning check", "completion bash")] == ["", "", ""]
-    assert cli.read(["check", "x"])[0] == "requirements-logs.txt" and cli.read(["llama31_8b"])[0] == "requirements.txt"
+    assert [
+        cli.read(line.split())[0] for line in ("plan --model x", "tuning check", "completion bash")
+    ] == ["", "", ""]
+    assert (
+        cli.read(["check", "x"])[0] == "requirements-logs.txt"
+        and cli.read(["llama31_8b"])[0] == "requirements.txt"
+    )
 
 
 def test_switches_are_taken_anywhere_and_handed_on(monkeypatch):
     for name in cli.SWITCHES.values():
         monkeypatch.setenv(name, "")
-    assert cli.read(["--no-color", "llama31_8b", "--quiet", "--print"])[1] == ["-m", "launch.commands", "run", "llama31_8b", "--print"]
+    assert cli.read(["--no-color", "llama31_8b", "--quiet", "--print"])[1] == [
+        "-m",
+        "launch.commands",
+        "run",
+        "llama31_8b",
+        "--print",
+    ]
     assert all(os.environ[name] == "1" for name in cli.SWITCHES.values())
 
 
-@pytest.mark.parametrize("line", ["--help", "-h", "help", "help bench", "--version", "llama31_8b --version"])
+@pytest.mark.parametrize(
+    "line", ["--help", "-h", "help", "help bench", "--version", "llama31_8b --version"]
+)
 def test_help_and_version_end_well(line, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.read(line.split())
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    assert text.startswith("mlperf-llama-training ") if "version" in line else all(name in text for name in cli.VERBS)
+    assert (
+        text.startswith("mlperf-llama-training ")
+        if "version" in line
+        else all(name in text for name in cli.VERBS)
+    )
 
 
 @pytest.mark.parametrize("name", cli.VERBS)
@@ -159,7 +182,9 @@ def test_every_option_says_what_it_is(name, benchmark):
     while queue:
         parser = queue.pop()
         queue += [each for action in parser._actions for each in parser.subcommands(action)]
-        silent = [action.dest for action in parser._actions if not action.help and not action.choices]
+        silent = [
+            action.dest for action in parser._actions if not action.help and not action.choices
+        ]
         assert silent == [], parser.prog
 
 
@@ -167,11 +192,19 @@ def test_the_examples_of_help_are_understood(monkeypatch):
     """Those that argparse prints under `examples:`."""
     seen = 0
     for name in cli.VERBS:
-        for benchmark in ["llama31_8b"] if cli.VERBS[name].benchmark == cli.ALWAYS else ["", "llama31_8b"][: cli.VERBS[name].benchmark + 1]:
+        for benchmark in (
+            ["llama31_8b"]
+            if cli.VERBS[name].benchmark == cli.ALWAYS
+            else ["", "llama31_8b"][: cli.VERBS[name].benchmark + 1]
+        ):
             parser = cli.parser_of(name, benchmark) if name != "merge" else None
             for example in (parser.epilog or "").splitlines() if parser else []:
                 if example.strip().startswith(RUN):
-                    cli.read(example.partition(" > ")[0].replace('"', "").split()[1:] if '"' not in example else ["score", "a"])
+                    cli.read(
+                        example.partition(" > ")[0].replace('"', "").split()[1:]
+                        if '"' not in example
+                        else ["score", "a"]
+                    )
                     seen += 1
     assert seen > 10
 
@@ -179,8 +212,16 @@ def test_the_examples_of_help_are_understood(monkeypatch):
 def test_a_command_line_is_read_without_any_package():
     """By a Python without site-packages: before pip has run."""
     program = "import sys; from launch import cli; [cli.parser_of(n, 'llama31_8b') or n for n in cli.VERBS]; "
-    program += "print([n for n in cli.VERBS if n != 'merge' and not cli.parser_of(n, 'llama31_8b')])"
-    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    program += (
+        "print([n for n in cli.VERBS if n != 'merge' and not cli.parser_of(n, 'llama31_8b')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+    )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
@@ -195,7 +236,10 @@ COMPLETED = {
     "run_and_time.sh prepare llama31": "llama31_8b",
 }
 # What each shell is started with, and how it calls a completion function: zsh's bashcompinit does so in its sh mode.
-SHELLS = {"bash": (["--norc"], ""), "zsh": (["-f"], "emulate sh; setopt kshglob noshglob braceexpand;")}
+SHELLS = {
+    "bash": (["--norc"], ""),
+    "zsh": (["-f"], "emulate sh; setopt kshglob noshglob braceexpand;"),
+}
 
 
 @pytest.mark.parametrize("words", COMPLETED)
@@ -208,5 +252,9 @@ def test_completion(shell, words):
     program = f"compdef() {{ :; }}\n{completion.script(shell)}\n{mode} COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}"
     program += "\n_run_and_time; echo ${COMPREPLY[*]}"
     done = subprocess.run([shell, *options, "-c", program], capture_output=True, text=True)
-    fitting = [word for word in done.stdout.split() if word.startswith(last)]  # as zsh's line editor chooses; bash's compgen has done so
-    assert (" ".join(fitting), done.stderr) == (COMPLETED[words], "") and (shell == "zsh" or fitting == done.stdout.split())
+    fitting = [
+        word for word in done.stdout.split() if word.startswith(last)
+    ]  # as zsh's line editor chooses; bash's compgen has done so
+    assert (" ".join(fitting), done.stderr) == (COMPLETED[words], "") and (
+        shell == "zsh" or fitting == done.stdout.split()
+    )

@@ -20,17 +20,27 @@ def test_the_header_names_config_data_and_results_and_that_a_miniature_is_no_res
     options = argparse.Namespace(config=None, set=[], device=None)
     selection = select_config(ROOT, "llama31_8b", options, {}, Probe("none"))
     lines = console.header("llama31_8b", selection, MINIATURE, (Path("/data"), Path("/results")))
-    assert lines[0] == "No GPU found." and "NOT a benchmark" in lines[1] and len(lines[1]) < 80, "a line of the narrowest terminal"
+    assert lines[0] == "No GPU found." and "NOT a benchmark" in lines[1] and len(lines[1]) < 80, (
+        "a line of the narrowest terminal"
+    )
     text = "\n".join(lines[2:])
-    assert all(words in text for words in ("llama31_8b", "CPU_1x1.toml", str(MINIATURE.target_loss), "/data", "/results"))
+    assert all(
+        words in text
+        for words in ("llama31_8b", "CPU_1x1.toml", str(MINIATURE.target_loss), "/data", "/results")
+    )
     assert "/data" not in "\n".join(console.header("llama31_8b", selection, MINIATURE, None))
 
 
 def test_the_header_says_from_what_a_config_was_derived():
     options = argparse.Namespace(config=None, set=[], device=None)
     found = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304),) * 2)
-    lines = console.header("llama31_8b", select_config(ROOT, "llama31_8b", options, {}, found), CLOSED, None)
-    assert "config     derived for 2 x MI300X from MI300X_1x8.toml: micro_batch_size 2, because 2 x MI300X found" in lines
+    lines = console.header(
+        "llama31_8b", select_config(ROOT, "llama31_8b", options, {}, found), CLOSED, None
+    )
+    assert (
+        "config     derived for 2 x MI300X from MI300X_1x8.toml: micro_batch_size 2, because 2 x MI300X found"
+        in lines
+    )
     assert any(line.startswith("NOTE") and "not for submission" in line for line in lines)
 
 
@@ -38,41 +48,78 @@ def test_bench_and_profile_take_an_unknown_gpu_and_a_run_does_not(monkeypatch, c
     for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA R100", "sm_103", 180 * GIB),) * 2))
+    monkeypatch.setattr(
+        job, "probe", lambda: Probe("nvidia", (Device("NVIDIA R100", "sm_103", 180 * GIB),) * 2)
+    )
     for name in ("bench", "profile"):
-        assert commands.start("llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print"])) == 0
+        assert (
+            commands.start(
+                "llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print"])
+            )
+            == 0
+        )
         assert "--config DIR/NVIDIA_R100_1x2+derived.toml --device cuda" in capsys.readouterr().out
     with pytest.raises(PreflightError, match="no peak"):
-        commands.start("llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print"]))
+        commands.start(
+            "llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print"])
+        )
 
 
 def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch, capsys, tmp_path):
     for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "MLPERF_SUBMISSION_ORG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4))
+    monkeypatch.setattr(
+        job, "probe", lambda: Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4)
+    )
     note = "NOTE       MLPERF_SUBMISSION_ORG is not set: package will refuse these runs"
-    assert commands.start("llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print"])) == 0
+    assert (
+        commands.start(
+            "llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print"])
+        )
+        == 0
+    )
     assert note in capsys.readouterr().err.splitlines()
     for name, arguments in (("bench", []), ("run", ["--device", "cpu"])):
-        commands.start("llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print", *arguments]))
+        commands.start(
+            "llama31_8b",
+            name,
+            commands.parser(name, "llama31_8b").parse_args(["--print", *arguments]),
+        )
         assert "package will refuse" not in capsys.readouterr().err
 
 
-def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(monkeypatch, capsys, tmp_path):
+def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(
+    monkeypatch, capsys, tmp_path
+):
     """In a run and in a bench; not on a CPU."""
     for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    monkeypatch.setattr(job, "probe", lambda: Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 2))
     monkeypatch.setattr(
-        job, "cpus_of_ranks", lambda found, ranks: [f"{12 * k}-{12 * k + 11}" for k in range(min(ranks, len(found.devices)))]
+        job, "probe", lambda: Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 2)
+    )
+    monkeypatch.setattr(
+        job,
+        "cpus_of_ranks",
+        lambda found, ranks: [
+            f"{12 * k}-{12 * k + 11}" for k in range(min(ranks, len(found.devices)))
+        ],
     )
     for name, program in (("run", "llama31_8b.train"), ("bench", "throughput.bench")):
-        assert commands.start("llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print"])) == 0
+        assert (
+            commands.start(
+                "llama31_8b", name, commands.parser(name, "llama31_8b").parse_args(["--print"])
+            )
+            == 0
+        )
         said = capsys.readouterr()
         assert f"--nproc-per-node 2 -m launch.processes.ranks 0-11/12-23 {program} " in said.out
         assert "CPUs " in said.err and " 12 of them" in said.err
-    commands.start("llama31_8b", "run", commands.parser("run", "llama31_8b").parse_args(["--print", "--device", "cpu"]))
+    commands.start(
+        "llama31_8b",
+        "run",
+        commands.parser("run", "llama31_8b").parse_args(["--print", "--device", "cpu"]),
+    )
     said = capsys.readouterr()
     assert "launch.processes.ranks" not in said.out and "CPUs " not in said.err

@@ -46,7 +46,9 @@ HABITS = (
 
 def tool(name: str) -> str:
     """A linter of requirements-test.txt, beside the Python that runs this."""
-    path = shutil.which(name, path=os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"])))
+    path = shutil.which(
+        name, path=os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
+    )
     assert path, f"{name} is missing: see requirements-test.txt"
     return path
 
@@ -59,61 +61,100 @@ def test_shell_scripts_are_clean(script):
 
 
 def test_every_shell_script_is_looked_at():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    starts = {name: (ROOT / name).open("rb").readline() for name in tracked if (ROOT / name).is_file()}
-    assert {name for name, line in starts.items() if line.startswith(b"#!") and b"bash" in line} <= set(SCRIPTS)
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    starts = {
+        name: (ROOT / name).open("rb").readline() for name in tracked if (ROOT / name).is_file()
+    }
+    assert {
+        name for name, line in starts.items() if line.startswith(b"#!") and b"bash" in line
+    } <= set(SCRIPTS)
 
 
 # --- the image --------------------------------------------------------------------------------------------------------
 
 
 def instructions() -> list[str]:
-    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if not line.lstrip().startswith("#")
+    ]
     return [line for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def test_the_dockerfile_is_clean():
-    done = subprocess.run([tool("hadolint"), "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [tool("hadolint"), "Dockerfile"], cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def install_steps(text: str) -> list[str]:
     """Calls of launch.environment, and of anything else that could install."""
     steps = re.findall(r"python3 -m (launch\.environment) (\S+?)[) ]", text)
-    return [" ".join(step) for step in steps] + re.findall(r"\b(?:pip3?|apt|apt-get|conda|curl|wget|uv|dpkg|make) (?:-\S+ )*\S+", text)
+    return [" ".join(step) for step in steps] + re.findall(
+        r"\b(?:pip3?|apt|apt-get|conda|curl|wget|uv|dpkg|make) (?:-\S+ )*\S+", text
+    )
 
 
 def test_the_image_is_built_by_the_steps_that_ci_runs():
     ci = (ROOT / ".ci/run").read_text()
     assert "./run_and_time.sh" in ci and not install_steps((ROOT / "run_and_time.sh").read_text())
     steps = install_steps("\n".join(instructions()))
-    assert steps[0] == f"launch.environment {cli.ALL}" and {step.split()[0] for step in steps[1:]} <= {"apt-get"}
+    assert steps[0] == f"launch.environment {cli.ALL}" and {
+        step.split()[0] for step in steps[1:]
+    } <= {"apt-get"}
 
 
 def test_a_base_without_torch_gets_the_locked_one_only_where_it_is_asked_for():
     """Otherwise a base that lost ROCm's torch would get one for CUDA."""
     (step,) = [line for line in instructions() if line.startswith("RUN")]
     asked, _, otherwise = step.partition(" fi;")
-    assert 'if [ "$TORCH" = cuda ]' in asked and "launch.setup --for cuda" in asked and "launch.setup" not in otherwise
+    assert (
+        'if [ "$TORCH" = cuda ]' in asked
+        and "launch.setup --for cuda" in asked
+        and "launch.setup" not in otherwise
+    )
     assert "ARG TORCH=base" in instructions()
-    base = re.search(r"^# CUDA_13_BASE=nvidia/cuda:13\.\S+-devel-\S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    base = re.search(
+        r"^# CUDA_13_BASE=nvidia/cuda:13\.\S+-devel-\S+$",
+        (ROOT / "Dockerfile").read_text(),
+        re.MULTILINE,
+    )
     assert base, "a devel image: Triton needs a C compiler"
 
 
 def test_the_image_has_a_pinned_base_an_ordinary_user_and_nothing_foreign():
     text, lines = "\n".join(instructions()), instructions()
     assert lines[0].startswith("ARG BASE=rocm/pytorch:rocm") and lines[1] == "FROM ${BASE}"
-    bases = [lines[0].partition("=")[2], *re.findall(r"^# CUDA_BASE=(.+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)]
-    assert len(bases) == 2 and all(re.fullmatch(r"\S+:\S*\d+\.\d+\.\d+\S*@sha256:[0-9a-f]{64}", base) for base in bases)
-    assert not re.search(r"clone|patch|chmod|sudo|token|secret|password|https?://", text, re.IGNORECASE)
+    bases = [
+        lines[0].partition("=")[2],
+        *re.findall(r"^# CUDA_BASE=(.+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE),
+    ]
+    assert len(bases) == 2 and all(
+        re.fullmatch(r"\S+:\S*\d+\.\d+\.\d+\S*@sha256:[0-9a-f]{64}", base) for base in bases
+    )
+    assert not re.search(
+        r"clone|patch|chmod|sudo|token|secret|password|https?://", text, re.IGNORECASE
+    )
     user = next(line.split()[1] for line in lines if line.startswith("USER"))
-    assert int(user.partition(":")[0]) > 0 and lines.index(f"USER {user}") < next(i for i, line in enumerate(lines) if "ENTRYPOINT" in line)
+    assert int(user.partition(":")[0]) > 0 and lines.index(f"USER {user}") < next(
+        i for i, line in enumerate(lines) if "ENTRYPOINT" in line
+    )
 
 
 def test_the_image_says_what_it_is_and_of_which_commit_and_base():
-    labels = dict(re.findall(r'org\.opencontainers\.image\.([a-z.]+)="([^"]+)"', " ".join(instructions())))
+    labels = dict(
+        re.findall(r'org\.opencontainers\.image\.([a-z.]+)="([^"]+)"', " ".join(instructions()))
+    )
     assert labels.keys() == {"title", "description", "licenses", "revision", "base.name"}
-    assert (labels["revision"], labels["base.name"], labels["licenses"]) == ("${REVISION}", "${BASE}", "Apache-2.0")
+    assert (labels["revision"], labels["base.name"], labels["licenses"]) == (
+        "${REVISION}",
+        "${BASE}",
+        "Apache-2.0",
+    )
     assert {f"ARG {labels['revision'][2:-1]}=unknown", "ARG BASE"} <= set(instructions())
 
 
@@ -122,21 +163,30 @@ def test_the_workflow_builds_the_image():
     for image_argument in re.findall(r"--build-arg ([A-Z]+)=", job):
         assert any(line.startswith(f"ARG {image_argument}") for line in instructions())
     assert "docker build -t llama-training" in job and "./run_with_docker.sh llama31_8b" in job
-    pinned = dict(re.findall(r"^(torch|triton)==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    pinned = dict(
+        re.findall(r"^(torch|triton)==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    )
     assert dict(re.findall(r"(torch|triton)==([\d.]+)", job)) == pinned, "its base for CPUs"
 
 
 def test_the_build_sees_what_git_tracks_and_nothing_it_ignores():
-    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    patterns = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     ignored = {line for line in (ROOT / ".gitignore").read_text().splitlines() if line}
     assert ignored <= {pattern.removeprefix("**/") for pattern in patterns}
     assert {".git/config", ".git/hooks"} <= set(patterns), "may hold secrets, and programs"
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     hidden = [
         name
         for name in tracked
         for pattern in patterns
-        if fnmatch.fnmatch(name, pattern.rstrip("/")) or any(fnmatch.fnmatch(f"{p}", pattern.rstrip("/")) for p in Path(name).parents)
+        if fnmatch.fnmatch(name, pattern.rstrip("/"))
+        or any(fnmatch.fnmatch(f"{p}", pattern.rstrip("/")) for p in Path(name).parents)
     ]
     assert not hidden, "the image's commit would be called dirty"
 
@@ -145,22 +195,30 @@ def test_the_build_sees_what_git_tracks_and_nothing_it_ignores():
 
 
 def environment(**variables) -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key not in HABITS} | {key: str(value) for key, value in variables.items()}
+    return {key: value for key, value in os.environ.items() if key not in HABITS} | {
+        key: str(value) for key, value in variables.items()
+    }
 
 
 def printed(*arguments, script="run_with_docker.sh", **variables) -> list[str]:
     command = ["bash", str(ROOT / script), *arguments, "--print"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(**variables), cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(**variables), cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return shlex.split(done.stdout)
 
 
 def container(vendor, engine, *arguments, **variables) -> list[str]:
-    return printed("llama31_8b", *arguments, GPU_VENDOR=vendor, CONTAINER_ENGINE=engine, **variables)
+    return printed(
+        "llama31_8b", *arguments, GPU_VENDOR=vendor, CONTAINER_ENGINE=engine, **variables
+    )
 
 
 def devices(words):
-    return [word for word in words if word.startswith(("--device", "--gpus", "--group-add", "--user"))]
+    return [
+        word for word in words if word.startswith(("--device", "--gpus", "--group-add", "--user"))
+    ]
 
 
 def test_more_options_reach_the_engine(tmp_path):
@@ -168,9 +226,15 @@ def test_more_options_reach_the_engine(tmp_path):
     wanted = ["--cap-add=SYS_PTRACE", "--security-opt=seccomp=unconfined", "--ipc=host"]
     words = container("amd", "docker", CONTAINER_OPTIONS=" ".join(wanted))
     image = words.index("llama-training")
-    assert [word for word in words[:image] if word in wanted] == wanted and "--shm-size=16g" not in words
+    assert [
+        word for word in words[:image] if word in wanted
+    ] == wanted and "--shm-size=16g" not in words
     words = container("amd", "podman", CONTAINER_OPTIONS=wanted[0])
-    assert wanted[0] in words and "--shm-size=16g" in words and words.index("--cap-drop=ALL") < words.index(wanted[0])
+    assert (
+        wanted[0] in words
+        and "--shm-size=16g" in words
+        and words.index("--cap-drop=ALL") < words.index(wanted[0])
+    )
     assert "--shm-size=16g" in container("amd", "docker") and "" not in container("amd", "docker")
 
 
@@ -182,14 +246,22 @@ def test_paths_are_resolved_without_gnu_tools(tmp_path):
     (tmp_path / "real" / "logs").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real")
     path = f"{tmp_path}/bin:{os.environ['PATH']}"
-    for logdir, found in (("link/logs", "real/logs"), ("link/../link/new/er", "real/new/er"), ("new", "new")):
+    for logdir, found in (
+        ("link/logs", "real/logs"),
+        ("link/../link/new/er", "real/new/er"),
+        ("new", "new"),
+    ):
         words = container("none", "docker", LOGDIR=f"{tmp_path}/{logdir}", PATH=path)
         assert f"{tmp_path.resolve()}/{found}:{tmp_path.resolve()}/{found}:rw" in words
 
 
 def test_amd_with_docker():
     words = devices(container("amd", "docker"))
-    assert words[:3] == [f"--user={os.getuid()}:{os.getgid()}", "--device=/dev/kfd", "--device=/dev/dri"]
+    assert words[:3] == [
+        f"--user={os.getuid()}:{os.getgid()}",
+        "--device=/dev/kfd",
+        "--device=/dev/dri",
+    ]
     assert len(words) > 3 and all(word.startswith("--group-add=") for word in words[3:])
     if not Path("/dev/kfd").exists() and not list(Path("/dev").glob("dri/renderD*")):
         assert words[3:] == ["--group-add=video", "--group-add=render"]
@@ -197,12 +269,23 @@ def test_amd_with_docker():
 
 def test_amd_with_rootless_podman():
     words = devices(container("amd", "podman"))
-    assert words == ["--userns=keep-id", "--device=/dev/kfd", "--device=/dev/dri", "--group-add=keep-groups"]
+    assert words == [
+        "--userns=keep-id",
+        "--device=/dev/kfd",
+        "--device=/dev/dri",
+        "--group-add=keep-groups",
+    ]
 
 
 def test_nvidia():
-    assert devices(container("nvidia", "docker")) == [f"--user={os.getuid()}:{os.getgid()}", "--gpus=all"]
-    assert devices(container("nvidia", "podman")) == ["--userns=keep-id", "--device=nvidia.com/gpu=all"]
+    assert devices(container("nvidia", "docker")) == [
+        f"--user={os.getuid()}:{os.getgid()}",
+        "--gpus=all",
+    ]
+    assert devices(container("nvidia", "podman")) == [
+        "--userns=keep-id",
+        "--device=nvidia.com/gpu=all",
+    ]
 
 
 def test_without_a_gpu_no_device():
@@ -213,8 +296,19 @@ def test_without_a_gpu_no_device():
 @pytest.mark.parametrize("engine", ["docker", "podman"])
 def test_no_more_rights_than_needed(vendor, engine):
     words = container(vendor, engine, MLPERF_SUBMISSION_ORG="Us", MASTER_ADDR="host7")
-    assert {"--cap-drop=ALL", "--security-opt=no-new-privileges", "--shm-size=16g", "--ulimit=memlock=-1", "--rm", "--init"} <= set(words)
-    assert not [word for word in words if re.search(r"privileged|unconfined|cap-add|SYS_|docker\.sock|--pid|--ipc|--uts", word)]
+    assert {
+        "--cap-drop=ALL",
+        "--security-opt=no-new-privileges",
+        "--shm-size=16g",
+        "--ulimit=memlock=-1",
+        "--rm",
+        "--init",
+    } <= set(words)
+    assert not [
+        word
+        for word in words
+        if re.search(r"privileged|unconfined|cap-add|SYS_|docker\.sock|--pid|--ipc|--uts", word)
+    ]
     mounts = [words[i + 1] for i, word in enumerate(words) if word == "--volume"]
     assert mounts == [f"{ROOT}/results:{ROOT}/results:rw", f"{ROOT}/data:/workspace/data:rw"]
     assert "Us" not in words, "values are not for everybody's eyes"
@@ -227,16 +321,31 @@ def test_network_of_the_host_for_several_nodes_only():
 
 def test_mounts_and_variables(tmp_path):
     places = {"DATADIR": tmp_path / "a b", "MODEL": tmp_path / "m", "LOGDIR": tmp_path / "out"}
-    words = container("amd", "docker", **places, NEXP=3, SEED=7, CONT="image:1", DGXSYSTEM="MI300X_1x8", HF_TOKEN="hf_secret")
+    words = container(
+        "amd",
+        "docker",
+        **places,
+        NEXP=3,
+        SEED=7,
+        CONT="image:1",
+        DGXSYSTEM="MI300X_1x8",
+        HF_TOKEN="hf_secret",
+    )
     mounts = [words[i + 1] for i, word in enumerate(words) if word == "--volume"]
     a, m, out = places.values()
     assert mounts == [f"{out}:{out}:rw", f"{a}:{a}:ro", f"{m}:{m}:ro"]
     names = [words[i + 1] for i, word in enumerate(words) if word == "--env"]
-    assert {"SEED", "NEXP", "DATADIR", "MODEL", "LOGDIR", "DGXSYSTEM", "CONT"} <= set(names) and "HF_TOKEN" not in names
+    assert {"SEED", "NEXP", "DATADIR", "MODEL", "LOGDIR", "DGXSYSTEM", "CONT"} <= set(
+        names
+    ) and "HF_TOKEN" not in names
     assert not [name for name in names if "=" in name]
     assert words[-2:] == ["image:1", "llama31_8b"]
     prepare = container("amd", "docker", "prepare", "verify", **places)
-    assert f"{a}:{a}:rw" in prepare and f"{m}:{m}:ro" in prepare and prepare[-3:] == ["llama31_8b", "prepare", "verify"]
+    assert (
+        f"{a}:{a}:rw" in prepare
+        and f"{m}:{m}:ro" in prepare
+        and prepare[-3:] == ["llama31_8b", "prepare", "verify"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,7 +360,12 @@ def test_mounts_and_variables(tmp_path):
 )
 def test_what_cannot_be_run(tmp_path, arguments, variables, words):
     known = {"GPU_VENDOR": "none", "CONTAINER_ENGINE": "docker", "LOGDIR": tmp_path} | variables
-    done = subprocess.run([str(ROOT / "run_with_docker.sh"), *arguments], env=environment(**known), capture_output=True, text=True)
+    done = subprocess.run(
+        [str(ROOT / "run_with_docker.sh"), *arguments],
+        env=environment(**known),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and words in done.stderr and not done.stdout
 
 
@@ -275,10 +389,18 @@ def engine(tmp_path, **variables) -> subprocess.Popen:
     (tmp_path / "bin/docker").chmod(0o755)
     (tmp_path / "data").mkdir()
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    places = {"DATADIR": tmp_path / "data", "LOGDIR": tmp_path / "out", "PLAY": tmp_path, "GPU_VENDOR": "none", "PATH": path}
+    places = {
+        "DATADIR": tmp_path / "data",
+        "LOGDIR": tmp_path / "out",
+        "PLAY": tmp_path,
+        "GPU_VENDOR": "none",
+        "PATH": path,
+    }
     command = [str(ROOT / "run_with_docker.sh"), "llama31_8b"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment(**places, **variables), start_new_session=True, **pipes)
+    return subprocess.Popen(
+        command, env=environment(**places, **variables), start_new_session=True, **pipes
+    )
 
 
 def calls(tmp_path) -> list[list[str]]:
@@ -290,10 +412,14 @@ def test_exit_code_and_streams_are_those_of_the_container(tmp_path):
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (20, "out\n") and "err" in err
     run, remove = calls(tmp_path)
-    assert remove == ["rm", "--force", run[run.index("--name") + 1]], "its own container, and only this one"
+    assert remove == ["rm", "--force", run[run.index("--name") + 1]], (
+        "its own container, and only this one"
+    )
 
 
-@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGTERM, "TERM", 42), (signal.SIGINT, "INT", 43)])
+@pytest.mark.parametrize(
+    ("number", "name", "code"), [(signal.SIGTERM, "TERM", 42), (signal.SIGINT, "INT", 43)]
+)
 def test_signals_reach_the_container_once(tmp_path, number, name, code):
     process = engine(tmp_path)
     wait_until((tmp_path / "pid").exists)
@@ -323,24 +449,49 @@ def test_slurm_without_a_container():
 
 
 def test_slurm_with_an_image(tmp_path):
-    words = printed("llama31_8b", script="run.sub", CONT="/images/x.sqsh", DATADIR="/d", MODEL="/m", LOGDIR=tmp_path)
+    words = printed(
+        "llama31_8b",
+        script="run.sub",
+        CONT="/images/x.sqsh",
+        DATADIR="/d",
+        MODEL="/m",
+        LOGDIR=tmp_path,
+    )
     assert "--container-image=/images/x.sqsh" in words and "--container-workdir=/workspace" in words
-    assert f"--container-mounts={tmp_path}:{tmp_path},/d:/d:ro,/m:/m:ro" in words and "--no-container-mount-home" in words
+    assert (
+        f"--container-mounts={tmp_path}:{tmp_path},/d:/d:ro,/m:/m:ro" in words
+        and "--no-container-mount-home" in words
+    )
 
 
 def slurm(tmp_path, *arguments):
     """run.sub within a job of two nodes, with stand-ins for Slurm's commands."""
-    for name, text in {"scontrol": "printf 'n07\\nn11\\n'", "srun": 'echo "$MASTER_ADDR $MASTER_PORT $*"; exit 14'}.items():
+    for name, text in {
+        "scontrol": "printf 'n07\\nn11\\n'",
+        "srun": 'echo "$MASTER_ADDR $MASTER_PORT $*"; exit 14',
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": 12345, "SLURM_JOB_NODELIST": "n[07,11]", "SLURM_SUBMIT_DIR": ROOT, "LOGDIR": tmp_path}
+    job = {
+        "SLURM_JOB_ID": 12345,
+        "SLURM_JOB_NODELIST": "n[07,11]",
+        "SLURM_SUBMIT_DIR": ROOT,
+        "LOGDIR": tmp_path,
+    }
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(["bash", str(ROOT / "run.sub"), *arguments], env=environment(**job, PATH=path), capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", str(ROOT / "run.sub"), *arguments],
+        env=environment(**job, PATH=path),
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_the_first_host_is_node_0_and_the_exit_code_is_sruns(tmp_path):
     done = slurm(tmp_path, "llama31_8b")
-    assert done.returncode == 14 and done.stdout.startswith("n07 30190 --ntasks-per-node=1"), done.stderr
+    assert done.returncode == 14 and done.stdout.startswith("n07 30190 --ntasks-per-node=1"), (
+        done.stderr
+    )
 
 
 def test_slurm_needs_a_job(tmp_path):

@@ -25,7 +25,13 @@ def continued(found, request):
 
 
 def job(benchmark="llama31_8b", **options):
-    given = {"device": "cpu", "config": None, "set": [], "checkpoint": None, "continues": None} | options
+    given = {
+        "device": "cpu",
+        "config": None,
+        "set": [],
+        "checkpoint": None,
+        "continues": None,
+    } | options
     return job_from(benchmark, argparse.Namespace(**given), any_kind=False)
 
 
@@ -34,7 +40,15 @@ def before(tmp_path):
     """A run of seed 77 with a checkpoint."""
     folder = tmp_path / "a run" / FOLDER / "step_00000012"
     folder.mkdir(parents=True)
-    facts = {"benchmark": "llama31_8b", "seed": 77, "config": asdict(job().config), "step": 12, "samples": 192, "ranks": 1, "digest": "x"}
+    facts = {
+        "benchmark": "llama31_8b",
+        "seed": 77,
+        "config": asdict(job().config),
+        "step": 12,
+        "samples": 192,
+        "ranks": 1,
+        "digest": "x",
+    }
     (folder / FACTS).write_text(json.dumps(facts))
     (folder / "rank_0.safetensors").touch()
     return tmp_path / "a run"
@@ -43,9 +57,14 @@ def before(tmp_path):
 def test_the_seed_is_that_of_the_run_before_and_the_ranks_get_both_options(before, capsys):
     found = job(checkpoint="600s", continues=before)
     request = continued(found, request_from({}, None, False))
-    assert request == Request(1, 0, 77) == continued(found, request_from({"SEED": "77"}, None, False))
+    assert (
+        request == Request(1, 0, 77) == continued(found, request_from({"SEED": "77"}, None, False))
+    )
     command = trainer_command(found, Path("DIR"), 77)
-    assert command[-4:] == ["--checkpoint", "600s", "--continue", str(before)] and command[command.index("--seed") + 1] == "77"
+    assert (
+        command[-4:] == ["--checkpoint", "600s", "--continue", str(before)]
+        and command[command.index("--seed") + 1] == "77"
+    )
     assert "192 samples" in capsys.readouterr().err
     assert not {"--checkpoint", "--continue"} & set(trainer_command(job(), Path("DIR"), 1))
 
@@ -86,8 +105,28 @@ def test_options_that_cannot_be_are_refused_before_that():
 
 
 def test_the_command_line(before):
-    command = [sys.executable, "-m", "launch", "llama31_8b", "--device", "cpu", "--print", "--checkpoint", "1", "--continue"]
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "llama31_8b",
+        "--device",
+        "cpu",
+        "--print",
+        "--checkpoint",
+        "1",
+        "--continue",
+    ]
     done = subprocess.run([*command, str(before)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and f"--checkpoint 1 --continue {shlex.quote(str(before))}\n" in done.stdout and "continues" in done.stderr
+    assert (
+        done.returncode == 0
+        and f"--checkpoint 1 --continue {shlex.quote(str(before))}\n" in done.stdout
+        and "continues" in done.stderr
+    )
     done = subprocess.run([*command, "nowhere"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 3 and f"{ROOT}/nowhere" in done.stderr
+    assert (
+        done.returncode == 2
+        and not done.stdout
+        and len(done.stderr.splitlines()) == 3
+        and f"{ROOT}/nowhere" in done.stderr
+    )

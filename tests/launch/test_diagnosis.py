@@ -15,7 +15,11 @@ pytestmark = pytest.mark.quick
 
 
 def mllog(key, time_ms, **metadata):
-    return ":::MLLOG " + json.dumps({"key": key, "time_ms": time_ms, "value": None, "metadata": metadata}) + "\n"
+    return (
+        ":::MLLOG "
+        + json.dumps({"key": key, "time_ms": time_ms, "value": None, "metadata": metadata})
+        + "\n"
+    )
 
 
 def test_result_is_read_from_the_log(tmp_path):
@@ -23,7 +27,9 @@ def test_result_is_read_from_the_log(tmp_path):
     assert diagnosis.read_result(log).status == ""
     log.write_text(mllog("run_start", 1000) + "noise\n:::MLLOG {broken\n")
     assert diagnosis.read_result(log).seconds is None
-    log.write_text(mllog("run_start", 1000) + mllog("run_stop", 61000, status="success", samples_count=48))
+    log.write_text(
+        mllog("run_start", 1000) + mllog("run_stop", 61000, status="success", samples_count=48)
+    )
     result = diagnosis.read_result(log)
     assert (result.seconds, result.status, result.samples) == (60.0, "success", 48)
     log.write_text(mllog("run_stop", 61000, status=["success"], samples_count="48"))
@@ -38,30 +44,50 @@ def folder(tmp_path):
 
 
 def exits(run_dir, *entries):
-    listed = [{"rank": rank, "pid": 100 + rank, "exit_code": code, "time": 10} for rank, code in entries]
+    listed = [
+        {"rank": rank, "pid": 100 + rank, "exit_code": code, "time": 10} for rank, code in entries
+    ]
     (run_dir / "torchrun.json").write_text(json.dumps(listed))
 
 
 def test_the_earliest_failure_counts_and_not_its_victims(tmp_path):
     write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True, time=1.0)
-    write_rank_record(tmp_path, 2, "failed", TargetMissed("too slow", "why", "do"), step=5, time=3.0)
+    write_rank_record(
+        tmp_path, 2, "failed", TargetMissed("too slow", "why", "do"), step=5, time=3.0
+    )
     write_rank_record(tmp_path, 1, "failed", RunError("boom"), step=4, time=2.0)
     error, facts = diagnosis.diagnose(tmp_path, 4)
     assert (error.what, error.exit_code, facts["step"]) == ("rank 1: boom", 1, 4)
     diagnosis.write_failure(tmp_path, error, facts)
     failure = json.loads((tmp_path / "failure.json").read_text())
-    assert set(failure) == {"kind", "exit_code", "what", "why", "do", "rank", "step", "time"} and failure["rank"] == 1
+    assert (
+        set(failure) == {"kind", "exit_code", "what", "why", "do", "rank", "step", "time"}
+        and failure["rank"] == 1
+    )
 
 
 def test_a_missed_target_is_no_single_ranks_failure(tmp_path):
     for rank in (0, 1):
-        write_rank_record(tmp_path, rank, "failed", TargetMissed("target 0.925 not reached", "why", "do"), step=5, time=3.0 - rank)
+        write_rank_record(
+            tmp_path,
+            rank,
+            "failed",
+            TargetMissed("target 0.925 not reached", "why", "do"),
+            step=5,
+            time=3.0 - rank,
+        )
     assert diagnosis.diagnose(tmp_path, 2)[0].what == "target 0.925 not reached"
 
 
 @pytest.mark.parametrize(
     ("code", "exit_code", "words"),
-    [(-9, 14, "SIGKILL"), (-11, 14, "SIGSEGV"), (0, 14, "exit code 0"), (1, 1, "exit code 1"), (12, 12, "12")],
+    [
+        (-9, 14, "SIGKILL"),
+        (-11, 14, "SIGSEGV"),
+        (0, 14, "exit code 0"),
+        (1, 1, "exit code 1"),
+        (12, 12, "12"),
+    ],
 )
 def test_a_rank_without_a_record_is_the_culprit(tmp_path, code, exit_code, words):
     write_rank_record(tmp_path, 0, "failed", RankLost("peer is gone"), secondary=True)
@@ -83,10 +109,30 @@ def test_nothing_known_is_said_so(tmp_path):
     [
         ("done", "done", "done done", True),
         ("failed", "done", "save done", True),  # its model was not saved
-        ("", "interrupted", "save done", True),  # killed while it saved, upon which torchrun ended the other one
-        ("failed", "failed", "checkpoint checkpoint", True),  # the last checkpoint was not saved: all ranks are told
-        ("failed", "", "checkpoint checkpoint", True),  # the other one was killed while both saved it
-        ("failed", "done", "done done", False),  # after its log said success: what it did for the run was not over
+        (
+            "",
+            "interrupted",
+            "save done",
+            True,
+        ),  # killed while it saved, upon which torchrun ended the other one
+        (
+            "failed",
+            "failed",
+            "checkpoint checkpoint",
+            True,
+        ),  # the last checkpoint was not saved: all ranks are told
+        (
+            "failed",
+            "",
+            "checkpoint checkpoint",
+            True,
+        ),  # the other one was killed while both saved it
+        (
+            "failed",
+            "done",
+            "done done",
+            False,
+        ),  # after its log said success: what it did for the run was not over
         ("done", "failed", "save done", False),
         ("done", "", "save done", False),
         ("failed", "failed", "checkpoint evaluation", False),
@@ -105,19 +151,27 @@ FULL, HOST = "the GPU's memory is full", "the host gave no more memory, processe
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "said"), [("H200_1x8", FULL, "; plan expects a peak of "), ("H200_1x8", HOST, ""), ("CPU_1x1", FULL, "")]
+    ("name", "what", "said"),
+    [
+        ("H200_1x8", FULL, "; plan expects a peak of "),
+        ("H200_1x8", HOST, ""),
+        ("CPU_1x1", FULL, ""),
+    ],
 )
 def test_a_full_gpu_is_told_what_plan_expects(tmp_path, name, what, said):
     write_rank_record(tmp_path, 0, "failed", OutOfMemory(what, "why", "do"), step=5)
     job = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")[name])
-    error, _ = run.judge(job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.Result())
+    error, _ = run.judge(
+        job, mock.Mock(lost={}, failed=False), tmp_path, Ending(1), diagnosis.Result()
+    )
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert error.exit_code == 12 and failure["do"] == error.do and failure["rank"] == 0
     assert error.do.startswith("do" + said) and ("usable on H200" in error.do) == bool(said)
 
 
 @pytest.mark.parametrize(
-    ("device", "user", "size"), [("cuda", {}, "2000"), ("cuda", {"TORCH_FR_BUFFER_SIZE": "0"}, "0"), ("cpu", {}, None)]
+    ("device", "user", "size"),
+    [("cuda", {}, "2000"), ("cuda", {"TORCH_FR_BUFFER_SIZE": "0"}, "0"), ("cpu", {}, None)],
 )
 def test_collectives_on_gpus_are_recorded_unless_the_user_says_no(device, user, size):
     given = mock.Mock(config=load_all(ROOT, "llama31_8b")["H200_1x8"], environment=user)

@@ -40,7 +40,9 @@ def test_a_complete_python_is_used_as_it_is(tmp_path):
 def test_old_torch_does_not_do(monkeypatch):
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: True)
     for version, good in (("2.8.0", False), ("2.9.0a0+git", True), ("2.13.0+cpu", True)):
-        monkeypatch.setattr(environment.importlib.metadata, "version", lambda name, version=version: version)
+        monkeypatch.setattr(
+            environment.importlib.metadata, "version", lambda name, version=version: version
+        )
         assert environment.has_package("torch") == good
 
 
@@ -67,11 +69,15 @@ def pip(monkeypatch, tmp_path):
     fake = argparse.Namespace(commands=[], lists=[], code=0, builds=("cpu", "cuda", "cuda12"))
     (tmp_path / environment.LOCK).write_text(LOCK)
     find = environment.importlib.util.find_spec  # Debian's Python alone has no ensurepip
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: name == "ensurepip" or find(name))
+    monkeypatch.setattr(
+        environment.importlib.util, "find_spec", lambda name: name == "ensurepip" or find(name)
+    )
 
     def run(command, *_, **__):
         fake.commands.append(command)
-        fake.lists.append([line.split()[0] for line in Path(command[-1]).read_text().splitlines() if "==" in line])
+        fake.lists.append(
+            [line.split()[0] for line in Path(command[-1]).read_text().splitlines() if "==" in line]
+        )
         return Ending(fake.code)
 
     def create(folder, with_pip):
@@ -83,7 +89,11 @@ def pip(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "answers_at", lambda url: False)
     monkeypatch.setattr(environment, "supervise", run)
     which = shutil.which  # uv, where it is installed, would be taken
-    monkeypatch.setattr(environment.shutil, "which", lambda name, **options: None if name == "uv" else which(name, **options))
+    monkeypatch.setattr(
+        environment.shutil,
+        "which",
+        lambda name, **options: None if name == "uv" else which(name, **options),
+    )
     monkeypatch.setattr(environment, "suitable_builds", lambda env: fake.builds)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     return fake
@@ -106,8 +116,12 @@ def test_environment_is_made_once_and_repaired(tmp_path, pip):
     wanted.write_text("no-such-package==2.0\n")
     with pytest.raises(PreflightError, match=r"lacks no-such-package==2\.0") as caught:
         environment.python_for(wanted, folder)
-    assert caught.value.do == "python3 -m tests.tools.lock" and len(pip.commands) == count, "no package without its hash"
-    (tmp_path / environment.LOCK).write_text(LOCK.replace("no-such-package==1.0", "no-such-package==2.0"))
+    assert caught.value.do == "python3 -m tests.tools.lock" and len(pip.commands) == count, (
+        "no package without its hash"
+    )
+    (tmp_path / environment.LOCK).write_text(
+        LOCK.replace("no-such-package==1.0", "no-such-package==2.0")
+    )
     environment.python_for(wanted, folder)
     assert len(pip.commands) == count + 1, "new versions are installed"
     lock = (tmp_path / environment.LOCK).read_text()
@@ -116,18 +130,26 @@ def test_environment_is_made_once_and_repaired(tmp_path, pip):
     assert len(pip.commands) == count + 1, "of no concern to this file"
     (tmp_path / environment.LOCK).write_text(lock.replace("no-such-need==3.0", "no-such-need==3.1"))
     environment.python_for(wanted, folder)
-    assert len(pip.commands) == count + 2 and "no-such-need==3.1" in pip.lists[-1], "what a package needs has changed in the lock alone"
+    assert len(pip.commands) == count + 2 and "no-such-need==3.1" in pip.lists[-1], (
+        "what a package needs has changed in the lock alone"
+    )
 
 
 def test_a_small_file_of_packages_is_met_by_the_large_one(tmp_path, pip):
     """`check` after a run installs nothing; a run after `check` does."""
-    small, large, folder = tmp_path / "requirements-logs.txt", tmp_path / "requirements.txt", tmp_path / ".venv"
+    small, large, folder = (
+        tmp_path / "requirements-logs.txt",
+        tmp_path / "requirements.txt",
+        tmp_path / ".venv",
+    )
     small.write_text("no-such-package==1.0\n")
     large.write_text("-r requirements-logs.txt\nno-other-package==1.0\n")
     environment.python_for(small, folder)
     assert pip.lists[-1][-1] == "no-such-package==1.0"
     environment.python_for(large, folder)
-    assert len(pip.commands) == 2 and {"no-such-package==1.0", "no-other-package==1.0"} <= set(pip.lists[-1])
+    assert len(pip.commands) == 2 and {"no-such-package==1.0", "no-other-package==1.0"} <= set(
+        pip.lists[-1]
+    )
     (tmp_path / "requirements-test.txt").write_text("-r requirements.txt\nno-tool==1.0\n")
     environment.python_for(tmp_path / "requirements-test.txt", folder)
     assert "no-tool==1.0" in pip.lists[-1] and pip.commands.pop()
@@ -138,9 +160,17 @@ def test_a_small_file_of_packages_is_met_by_the_large_one(tmp_path, pip):
 
 def test_uv_installs_where_it_is_there(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
-    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/uv" if name == "uv" else None)
+    monkeypatch.setattr(
+        environment.shutil, "which", lambda name: "/usr/bin/uv" if name == "uv" else None
+    )
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
-    assert pip.commands[-1][:5] == ["/usr/bin/uv", "pip", "install", "--python", str(tmp_path / ".venv/bin/python")]
+    assert pip.commands[-1][:5] == [
+        "/usr/bin/uv",
+        "pip",
+        "install",
+        "--python",
+        str(tmp_path / ".venv/bin/python"),
+    ]
 
 
 @pytest.mark.parametrize("torch", [True, False])
@@ -149,13 +179,19 @@ def test_what_the_packages_need_is_taken_from_the_lock(tmp_path, pip, monkeypatc
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
     monkeypatch.setattr(environment, "has_package", lambda name: name == "torch" and torch)
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
-    assert pip.lists == [["no-such-need==3.0", "no-such-package==1.0"] + ["numpy==2.4.6"] * (not torch)] and "--no-deps" in pip.commands[0]
+    assert (
+        pip.lists
+        == [["no-such-need==3.0", "no-such-package==1.0"] + ["numpy==2.4.6"] * (not torch)]
+        and "--no-deps" in pip.commands[0]
+    )
 
 
 CUDA = ["cuda-thing==1.0", "nvidia-thing==1.0", "torch==2.13.0"]
 
 
-def test_torch_is_the_one_for_cpus_where_there_is_no_gpu_and_an_index_has_it(tmp_path, pip, monkeypatch):
+def test_torch_is_the_one_for_cpus_where_there_is_no_gpu_and_an_index_has_it(
+    tmp_path, pip, monkeypatch
+):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
     monkeypatch.setattr(environment, "has_package", lambda name: False)
     wheels = tmp_path / "wheels"
@@ -165,15 +201,23 @@ def test_torch_is_the_one_for_cpus_where_there_is_no_gpu_and_an_index_has_it(tmp
     def options(answers: bool, folders: str = "") -> list[str]:
         monkeypatch.setattr(environment, "answers_at", lambda url: answers)
         monkeypatch.setenv("PIP_FIND_LINKS", folders)
-        environment.python_for(tmp_path / "r.txt", tmp_path / f"{answers}{folders and len(list(wheels.iterdir()))}")
+        environment.python_for(
+            tmp_path / "r.txt", tmp_path / f"{answers}{folders and len(list(wheels.iterdir()))}"
+        )
         return pip.commands[-1][pip.commands[-1].index("--no-deps") + 1 : -2]
 
-    assert options(True) == ["--extra-index-url", environment.CPU_TORCH] and pip.lists[-1] == ["torch==2.13.0+cpu"]
+    assert options(True) == ["--extra-index-url", environment.CPU_TORCH] and pip.lists[-1] == [
+        "torch==2.13.0+cpu"
+    ]
     assert options(False) == [] and pip.lists[-1] == CUDA
-    (wheels / f"torch-2.12.0+cpu-cp{version}-cp{version}-linux_x86_64.whl").write_text("another version")
+    (wheels / f"torch-2.12.0+cpu-cp{version}-cp{version}-linux_x86_64.whl").write_text(
+        "another version"
+    )
     assert options(False, str(wheels)) == []
     (wheels / f"torch-2.13.0+cpu-cp{version}-cp{version}-linux_x86_64.whl").write_text("")
-    assert options(False, f"{tmp_path} {wheels}") == ["--find-links", str(wheels)] and pip.lists[-1] == ["torch==2.13.0+cpu"]
+    assert options(False, f"{tmp_path} {wheels}") == ["--find-links", str(wheels)] and pip.lists[
+        -1
+    ] == ["torch==2.13.0+cpu"]
 
 
 def test_an_nvidia_gpu_gets_torch_for_cuda(tmp_path, pip, monkeypatch):
@@ -185,10 +229,14 @@ def test_an_nvidia_gpu_gets_torch_for_cuda(tmp_path, pip, monkeypatch):
     assert pip.lists == [CUDA] and "--extra-index-url" not in pip.commands[0]
 
 
-def test_a_driver_too_old_for_cuda_13_gets_torch_for_cuda_12_from_its_own_lock(tmp_path, pip, monkeypatch):
+def test_a_driver_too_old_for_cuda_13_gets_torch_for_cuda_12_from_its_own_lock(
+    tmp_path, pip, monkeypatch
+):
     (tmp_path / "r.txt").write_text("torch==2.13.0\nno-such-package==1.0\n")
     (tmp_path / environment.CUDA12).write_text("torch==2.10.0\n")
-    (tmp_path / environment.CUDA12_LOCK).write_text(LOCK.replace("torch==2.13.0", "torch==2.10.0").replace("cuda-thing", "cuda-12-thing"))
+    (tmp_path / environment.CUDA12_LOCK).write_text(
+        LOCK.replace("torch==2.13.0", "torch==2.10.0").replace("cuda-thing", "cuda-12-thing")
+    )
     monkeypatch.setattr(environment, "has_package", lambda name: False)
     pip.builds = ("cuda12",)
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
@@ -211,7 +259,9 @@ def test_torch_for_cpus_is_exchanged_on_a_machine_with_gpus(tmp_path, pip, monke
     environment.python_for(logs, folder)
     assert len(pip.commands) == 2, "no torch, no matter which"
     environment.python_for(torch, folder)
-    assert pip.lists[-1] == CUDA and not (folder / "left-over").exists(), "made anew: pip would keep torch 2.13.0+cpu"
+    assert pip.lists[-1] == CUDA and not (folder / "left-over").exists(), (
+        "made anew: pip would keep torch 2.13.0+cpu"
+    )
     pip.builds = ("cpu", "cuda", "cuda12")
     environment.python_for(torch, folder)
     assert len(pip.commands) == 3, "torch for CUDA serves a CPU"
@@ -219,10 +269,17 @@ def test_torch_for_cpus_is_exchanged_on_a_machine_with_gpus(tmp_path, pip, monke
 
 def test_set_up_for_another_machine(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("torch==2.13.0\n")
-    monkeypatch.setattr(environment, "has_package", lambda name: True)  # a complete Python, whose torch is for CPUs
+    monkeypatch.setattr(
+        environment, "has_package", lambda name: True
+    )  # a complete Python, whose torch is for CPUs
     monkeypatch.setattr(environment, "installed_build", lambda: "cpu")
-    assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cpu") == Path(sys.executable)
-    assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cuda") == tmp_path / ".venv/bin/python"
+    assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cpu") == Path(
+        sys.executable
+    )
+    assert (
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "cuda")
+        == tmp_path / ".venv/bin/python"
+    )
     assert pip.lists == [CUDA]
     with pytest.raises(PreflightError, match="AMD"):
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", "rocm")
@@ -243,7 +300,11 @@ def test_an_environment_of_another_processor_is_left_alone_but_by_setup(tmp_path
 def without_ensurepip(tmp_path, monkeypatch, digest: str) -> Path:
     """A Python as Debian's, a lock that names this pip, and the site-packages that it shall go to."""
     find, wheel = environment.importlib.util.find_spec, tmp_path / "pip-26.3-py3-none-any.whl"
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name == "ensurepip" else find(name))
+    monkeypatch.setattr(
+        environment.importlib.util,
+        "find_spec",
+        lambda name: None if name == "ensurepip" else find(name),
+    )
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("pip/__main__.py", "")
     digest = digest or hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -278,7 +339,10 @@ def test_the_lock_has_every_requirement_at_its_version_with_hashes():
         wanted = environment.requirements(ROOT / name)
         found = environment.locked_entries(wanted, ROOT / environment.LOCK, own_torch=False)
         assert found.keys() >= {name for name, _ in wanted}
-        assert all(re.search(r"^    --hash=sha256:[0-9a-f]{64}", entry, re.MULTILINE) for entry in found.values())
+        assert all(
+            re.search(r"^    --hash=sha256:[0-9a-f]{64}", entry, re.MULTILINE)
+            for entry in found.values()
+        )
     assert found.keys() == entries(text).keys(), "and nothing that no requirement needs"
     assert re.search(r"^# pip: https://\S+\.whl#sha256=[0-9a-f]{64}$", text, re.MULTILINE)
 
@@ -298,10 +362,18 @@ def test_a_dry_run_finds_a_wheel_of_each_package(tmp_path):
 
 def test_torch_of_the_lock_has_the_wheels_for_cpus():
     text = (ROOT / environment.LOCK).read_text()
-    version, entry = re.search(r"^torch==(\S+) (.*?)^ +# via", text, re.MULTILINE | re.DOTALL).groups()
-    hashes = dict(re.findall(rf"^# torch {version}\+cpu, (\S+ \S+): (sha256:\w+)$", text, re.MULTILINE))
-    assert {f"3.{minor} x86_64" for minor in (11, 12, 13, 14)} <= hashes.keys() and all(each in entry for each in hashes.values())
-    assert lock.with_cpu_hashes(text, [f"# x: {each}" for each in hashes.values()]) == text, "each once"
+    version, entry = re.search(
+        r"^torch==(\S+) (.*?)^ +# via", text, re.MULTILINE | re.DOTALL
+    ).groups()
+    hashes = dict(
+        re.findall(rf"^# torch {version}\+cpu, (\S+ \S+): (sha256:\w+)$", text, re.MULTILINE)
+    )
+    assert {f"3.{minor} x86_64" for minor in (11, 12, 13, 14)} <= hashes.keys() and all(
+        each in entry for each in hashes.values()
+    )
+    assert lock.with_cpu_hashes(text, [f"# x: {each}" for each in hashes.values()]) == text, (
+        "each once"
+    )
 
 
 def test_the_lock_reads_the_pages_of_the_indices():
@@ -316,14 +388,25 @@ def test_the_lock_reads_the_pages_of_the_indices():
         ]
     )
     lines = lock.cpu_lines(page, "2.13.0")
-    assert lines == [f"# torch 2.13.0+cpu, 3.11 aarch64: sha256:{'5' * 64}", f"# torch 2.13.0+cpu, 3.12 x86_64: sha256:{'2' * 64}"]
+    assert lines == [
+        f"# torch 2.13.0+cpu, 3.11 aarch64: sha256:{'5' * 64}",
+        f"# torch 2.13.0+cpu, 3.12 x86_64: sha256:{'2' * 64}",
+    ]
     added = lock.with_cpu_hashes(f"torch==2.13.0 \\\n    --hash=sha256:{'6' * 64}\n", lines)
     assert re.findall(r"sha256:(\d)", added) == ["5", "2", "6"]
-    wheels = [f'<a href="https://x/pip-{version}-py3-none-any.whl#sha256={SHA}">' for version in ("9.0.3", "26.3", "25.10", "27.0b1")]
-    assert lock.pip_line("\n".join(wheels)) == f"# pip: https://x/pip-26.3-py3-none-any.whl#sha256={SHA}"
+    wheels = [
+        f'<a href="https://x/pip-{version}-py3-none-any.whl#sha256={SHA}">'
+        for version in ("9.0.3", "26.3", "25.10", "27.0b1")
+    ]
+    assert (
+        lock.pip_line("\n".join(wheels))
+        == f"# pip: https://x/pip-26.3-py3-none-any.whl#sha256={SHA}"
+    )
 
 
-def test_the_words_of_pip_go_to_a_file_and_after_a_failure_to_the_terminal(tmp_path, pip, monkeypatch, capsys):
+def test_the_words_of_pip_go_to_a_file_and_after_a_failure_to_the_terminal(
+    tmp_path, pip, monkeypatch, capsys
+):
     def install(command, *_, stdout, **__):
         stdout.write("Collecting no-such-package\n" + "no matching distribution\n" * pip.code)
         return Ending(pip.code)
@@ -333,7 +416,10 @@ def test_the_words_of_pip_go_to_a_file_and_after_a_failure_to_the_terminal(tmp_p
     pip.code = 1
     with pytest.raises(PreflightError, match="could not install") as caught:
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
-    assert "no matching distribution" in capsys.readouterr().err and str(tmp_path / ".venv" / environment.PIP_LOG) in caught.value.do
+    assert (
+        "no matching distribution" in capsys.readouterr().err
+        and str(tmp_path / ".venv" / environment.PIP_LOG) in caught.value.do
+    )
     pip.code = 0
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     lines = capsys.readouterr().err.splitlines()
@@ -363,10 +449,19 @@ def test_no_cuda_torch_on_an_amd_machine(tmp_path, pip, monkeypatch):
 def test_of_two_first_starts_one_waits(tmp_path, pip, monkeypatch):
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
     create = environment.venv.create
-    monkeypatch.setattr(environment.venv, "create", lambda *arguments, **options: (time.sleep(0.5), create(*arguments, **options)))
+    monkeypatch.setattr(
+        environment.venv,
+        "create",
+        lambda *arguments, **options: (time.sleep(0.5), create(*arguments, **options)),
+    )
     found = []
     starts = [
-        threading.Thread(target=lambda: found.append(environment.python_for(tmp_path / "r.txt", tmp_path / ".venv"))) for _ in range(2)
+        threading.Thread(
+            target=lambda: found.append(
+                environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+            )
+        )
+        for _ in range(2)
     ]
     for start in starts:
         start.start()
@@ -380,7 +475,9 @@ def test_a_checkout_that_cannot_be_written(tmp_path, pip):
     (tmp_path / ".venv.lock").mkdir()  # refuses to be opened for writing, to root as well
     with pytest.raises(PreflightError, match="cannot be made") as caught:
         environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
-    assert "no-such-package" in caught.value.why and "writable" in caught.value.do and not pip.commands
+    assert (
+        "no-such-package" in caught.value.why and "writable" in caught.value.do and not pip.commands
+    )
 
 
 INSTALLING = """
@@ -404,20 +501,34 @@ sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
 def test_a_signal_while_pip_installs_ends_pip_and_what_it_started(tmp_path, number, code):
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
     program = INSTALLING.format(pid=tmp_path / "pid", root=str(tmp_path))
     (tmp_path / environment.LOCK).write_text(LOCK)
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     wait_until((tmp_path / "pid").exists)
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (code, "") and ("stopped by signal" in err) == (code > 0) and "Traceback" not in err
+    assert (
+        (process.returncode, out) == (code, "")
+        and ("stopped by signal" in err) == (code > 0)
+        and "Traceback" not in err
+    )
     installer, started = (tmp_path / "pid").read_text().split()
     wait_until(lambda: gone(installer))
     if code > 0:
         wait_until(lambda: gone(started))
     else:
-        os.kill(int(started), signal.SIGKILL)  # what pip starts is left to pip where nobody is left to end it
+        os.kill(
+            int(started), signal.SIGKILL
+        )  # what pip starts is left to pip where nobody is left to end it
     assert not list(tmp_path.glob(".venv/*.sha256")), "the next start makes it anew"

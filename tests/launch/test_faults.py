@@ -29,9 +29,15 @@ def data(miniature_data):
 class Started:
     """A run by run_and_time.sh, in the background, with its files at hand."""
 
-    def __init__(self, tmp_path, data, *settings, environment=None, arguments=(), before=(), ranks=1):
+    def __init__(
+        self, tmp_path, data, *settings, environment=None, arguments=(), before=(), ranks=1
+    ):
         self.log_dir = tmp_path / "results"
-        options = [part for setting in (*SMALL, f"gpus_per_node={ranks}", *settings) for part in ("--set", setting)]
+        options = [
+            part
+            for setting in (*SMALL, f"gpus_per_node={ranks}", *settings)
+            for part in ("--set", setting)
+        ]
         hidden = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")
         variables = {key: value for key, value in os.environ.items() if key not in hidden}
         variables |= {
@@ -79,7 +85,10 @@ class Started:
         return [json.loads(line.removeprefix(":::MLLOG "))["key"] for line in lines]
 
     def status(self) -> str | None:
-        lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in (self.run_dir / "result.txt").read_text().splitlines()]
+        lines = [
+            json.loads(line.removeprefix(":::MLLOG "))
+            for line in (self.run_dir / "result.txt").read_text().splitlines()
+        ]
         stops = [line for line in lines if line["key"] == "run_stop"]
         assert len(stops) <= 1
         return stops[0]["metadata"]["status"] if stops else None
@@ -90,7 +99,9 @@ def expect(run: Started, code: int, kind: str, *words: str, status: str | None) 
     assert returned == code, err
     failure = run.failure()
     assert failure["kind"] == kind and failure["exit_code"] == code
-    assert failure["what"] and failure["why"] and failure["do"], "a failure says what, why and what to do"
+    assert failure["what"] and failure["why"] and failure["do"], (
+        "a failure says what, why and what to do"
+    )
     for word in words:
         assert word in json.dumps(failure), f"{word!r} is not in {failure}"
         assert failure["what"] in err, "what happened stands on the terminal"
@@ -103,14 +114,22 @@ def expect(run: Started, code: int, kind: str, *words: str, status: str | None) 
 def damaged(data: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "damaged"
     shutil.copytree(data, copy)
-    (copy / "miniature.json").unlink()  # else the launcher would see the damage and build the files again
+    (
+        copy / "miniature.json"
+    ).unlink()  # else the launcher would see the damage and build the files again
     return copy
 
 
 def test_real_data_missing_is_said_before_anything_starts(tmp_path):
     run = Started(tmp_path, tmp_path / "nothing", "miniature=false", "max_samples=12288")
     code, out, err = run.end()
-    assert code == 15 and "there is no" in err and "prepare" in err and out == "" and not run.log_dir.exists()
+    assert (
+        code == 15
+        and "there is no" in err
+        and "prepare" in err
+        and out == ""
+        and not run.log_dir.exists()
+    )
 
 
 def test_truncated_token_file(tmp_path, data):
@@ -125,16 +144,34 @@ def test_id_beyond_the_vocabulary(tmp_path, data):
     tokens = np.memmap(copy / f"{MINIATURE.validation_prefix}.bin", np.uint16, "r+")
     tokens[100] = MINIATURE.shape.vocab_size
     tokens.flush()
-    expect(Started(tmp_path, copy), 15, "data", MINIATURE.validation_prefix, str(MINIATURE.shape.vocab_size), status="aborted")
+    expect(
+        Started(tmp_path, copy),
+        15,
+        "data",
+        MINIATURE.validation_prefix,
+        str(MINIATURE.shape.vocab_size),
+        status="aborted",
+    )
 
 
 @pytest.mark.parametrize(
-    "setting, word", [("learning_rate=1", "unknown key"), ("global_batch_size=5", "multiple"), ("linear=fp4", "linear")]
+    "setting, word",
+    [
+        ("learning_rate=1", "unknown key"),
+        ("global_batch_size=5", "multiple"),
+        ("linear=fp4", "linear"),
+    ],
 )
 def test_config_error_names_the_key_and_starts_nothing(tmp_path, data, setting, word):
     run = Started(tmp_path, data, setting)
     code, out, err = run.end()
-    assert code == 2 and word in err and setting.partition("=")[0] in err and out == "" and not run.log_dir.exists()
+    assert (
+        code == 2
+        and word in err
+        and setting.partition("=")[0] in err
+        and out == ""
+        and not run.log_dir.exists()
+    )
 
 
 R100 = "GPU-1, NVIDIA R100 SXM7, 275040, 10.3, Disabled, 580.0"
@@ -156,7 +193,9 @@ def test_unknown_gpu_is_never_guessed(tmp_path, data, script, words):
     path = f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     run = Started(tmp_path, data, environment={"PATH": path})
     code, out, err = run.end()
-    assert code == 18 and all(word in err for word in words) and out == "" and not run.log_dir.exists()
+    assert (
+        code == 18 and all(word in err for word in words) and out == "" and not run.log_dir.exists()
+    )
     assert [line.split(":")[0].strip() for line in err.splitlines()] == ["error", "why", "do"]
 
 
@@ -165,7 +204,9 @@ def test_nan_loss_stops_the_run_at_the_step(tmp_path, data):
     expect(run, 11, "non_finite", "step", status="aborted")
     steps = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
     last = [event for event in steps if event["event"] == "step"][-1]
-    assert last["loss"] is None or last["grad_norm"] is None, "the bad step is the last one in the events; null stands for NaN"
+    assert last["loss"] is None or last["grad_norm"] is None, (
+        "the bad step is the last one in the events; null stands for NaN"
+    )
 
 
 @pytest.mark.slow
@@ -181,7 +222,10 @@ def test_target_not_reached(tmp_path, data):
 
 
 # The interrupt of a toy run is in test_series.py and test_outside.py.
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number, code",
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_signal_while_training(tmp_path, data, number, code):
     run = Started(tmp_path, data)
     run.wait_for_step(3)
@@ -207,14 +251,21 @@ def test_rank_that_hangs_is_named_and_every_stack_is_kept(tmp_path, data):
     code, _, err = run.end()
     assert code == 13, err
     failure = run.failure()
-    assert failure["kind"] == "hang" and failure["rank"] == 1 and "rank 1" in err and "run_start" in run.logged_keys()
+    assert (
+        failure["kind"] == "hang"
+        and failure["rank"] == 1
+        and "rank 1" in err
+        and "run_start" in run.logged_keys()
+    )
     assert "train_step" in (run.run_dir / "ranks" / "rank_0.stack").read_text()
     (stuck,) = failure["collectives"]
     assert (stuck["entered"], stuck["unknown"]) == ([0], [1]) and "rank 1" in failure["why"]
 
 
 NO_NAMES = ["unshare", "--map-root-user", "--mount", "--uts", "bash", "-c"]
-NO_NAMES.append('hostname nobody-knows && mount --bind /dev/null /etc/hosts && mount --bind /dev/null /etc/resolv.conf && exec "$0" "$@"')
+NO_NAMES.append(
+    'hostname nobody-knows && mount --bind /dev/null /etc/hosts && mount --bind /dev/null /etc/resolv.conf && exec "$0" "$@"'
+)
 
 
 def test_no_host_name_is_needed_on_one_node(tmp_path, data):
@@ -232,21 +283,35 @@ def test_no_host_name_is_needed_on_one_node(tmp_path, data):
 def test_disk_full_while_training(tmp_path, data):
     results = tmp_path / "results"
     results.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", results], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", results], capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount")
     try:
         run = Started(tmp_path, data)
         run.wait_for_step(3)
-        with pytest.raises(OSError, match="No space"), (results / "filler").open("wb", buffering=0) as file:
+        with (
+            pytest.raises(OSError, match="No space"),
+            (results / "filler").open("wb", buffering=0) as file,
+        ):
             while True:
                 file.write(bytes(512))
         code, _, err = run.end()
         assert code == 17, err
         failure = run.failure()
-        assert failure["kind"] == "storage" and failure["rank"] == 0 and "No space left" in failure["why"] and failure["what"] in err
+        assert (
+            failure["kind"] == "storage"
+            and failure["rank"] == 0
+            and "No space left" in failure["why"]
+            and failure["what"] in err
+        )
         assert run.logged_keys()[0] == "cache_clear", "every line that was written before is whole"
         (end,) = [
-            line for line in map(json.loads, (run.run_dir.parent / "attempts.jsonl").read_text().splitlines()) if line["event"] == "end"
+            line
+            for line in map(
+                json.loads, (run.run_dir.parent / "attempts.jsonl").read_text().splitlines()
+            )
+            if line["event"] == "end"
         ]
         assert end["kind"] == "storage"
     finally:

@@ -56,21 +56,35 @@ def test_what_fails_before_an_attempt_is_told_by_its_family(monkeypatch, capsys,
         with pytest.raises(ValueError, match="a defect"):
             program.main(["run", "llama31_8b"])
     else:
-        assert program.main(["run", "llama31_8b"]) == code and len(capsys.readouterr().err.splitlines()) == 3
+        assert (
+            program.main(["run", "llama31_8b"]) == code
+            and len(capsys.readouterr().err.splitlines()) == 3
+        )
 
 
 def test_a_good_run(project, tmp_path):
-    code, out, err = finish(launch(project, tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5"))
+    code, out, err = finish(
+        launch(project, tmp_path, TOY="good", MLPERF_SUBMISSION_ORG="Us", SEED="5")
+    )
     assert code == 0, err
     other = [line for line in out.splitlines() if not line.startswith(":::MLLOG")]
-    assert [line.partition(" AT ")[0].partition(",,")[0] for line in other] == ["STARTING TIMING RUN", "ENDING TIMING RUN", "RESULT,TOY"]
+    assert [line.partition(" AT ")[0].partition(",,")[0] for line in other] == [
+        "STARTING TIMING RUN",
+        "ENDING TIMING RUN",
+        "RESULT,TOY",
+    ]
     assert ",Us,20" in other[2]
     assert err.startswith("No GPU found.\nTHIS IS THE MINIATURE") and "32 sequences" in err
     assert err.count("progress line") == 2 and "prepared" in err
     run_dir = only_run(tmp_path)
     assert "seed5" in run_dir.name and not (run_dir / "failure.json").exists()
-    assert {"config.toml", "versions.json", "result.txt", "report.html", "check.txt"} <= {path.name for path in run_dir.iterdir()}
-    assert json.loads((run_dir / "versions.json").read_text())["rank_cpus"] == [] and "\nadvice of the toy\n" in err
+    assert {"config.toml", "versions.json", "result.txt", "report.html", "check.txt"} <= {
+        path.name for path in run_dir.iterdir()
+    }
+    assert (
+        json.loads((run_dir / "versions.json").read_text())["rank_cpus"] == []
+        and "\nadvice of the toy\n" in err
+    )
     assert "CPU_1x1.toml" in out
 
 
@@ -86,29 +100,58 @@ def test_findings_are_no_success(project, tmp_path):
     code, _, err = finish(launch(project, tmp_path, TOY="good", FINDINGS="20"))
     assert code == 20 and "one finding" in err
     end = json.loads((tmp_path / "out/toy/attempts.jsonl").read_text().splitlines()[-1])
-    assert (end["event"], end["exit_code"], end["kind"], end["samples"]) == ("end", 20, "check_failed", 32)
+    assert (end["event"], end["exit_code"], end["kind"], end["samples"]) == (
+        "end",
+        20,
+        "check_failed",
+        32,
+    )
 
 
 @pytest.mark.parametrize(
-    ("mode", "code", "words"), [("unsaved", 17, "the model was not saved"), ("killed in save", 14, "died without a message")]
+    ("mode", "code", "words"),
+    [("unsaved", 17, "the model was not saved"), ("killed in save", 14, "died without a message")],
 )
-def test_what_fails_in_saving_ends_the_command_and_not_the_run(project, tmp_path, mode, code, words):
+def test_what_fails_in_saving_ends_the_command_and_not_the_run(
+    project, tmp_path, mode, code, words
+):
     seen, _, err = finish(launch(project, tmp_path, "--save", TOY=mode))
     assert seen == code and words in err and "32 sequences" in err and "log is clean" in err
     end = next(
-        line for line in map(json.loads, reversed((tmp_path / "out/toy/attempts.jsonl").read_text().splitlines())) if line["event"] == "end"
+        line
+        for line in map(
+            json.loads, reversed((tmp_path / "out/toy/attempts.jsonl").read_text().splitlines())
+        )
+        if line["event"] == "end"
     )
-    assert (end["exit_code"], end["kind"], end["samples"]) == (0, "success", 32) and words in end["reason"]
-    assert not (only_run(tmp_path) / "failure.json").exists() and (only_run(tmp_path) / "check.txt").is_file()
+    assert (end["exit_code"], end["kind"], end["samples"]) == (0, "success", 32) and words in end[
+        "reason"
+    ]
+    assert (
+        not (only_run(tmp_path) / "failure.json").exists()
+        and (only_run(tmp_path) / "check.txt").is_file()
+    )
 
 
 def test_a_run_without_saving_that_fails_after_its_end_has_failed(project, tmp_path):
     code, _, _ = finish(launch(project, tmp_path, TOY="late"))
-    assert code == 17 and json.loads((only_run(tmp_path) / "failure.json").read_text())["kind"] == "storage"
+    assert (
+        code == 17
+        and json.loads((only_run(tmp_path) / "failure.json").read_text())["kind"] == "storage"
+    )
 
 
 def test_only_a_benchmark_that_can_save_takes_the_option():
-    command = [sys.executable, "-m", "launch", "llama2_70b_lora", "--device", "cpu", "--save", "--print"]
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "llama2_70b_lora",
+        "--device",
+        "cpu",
+        "--save",
+        "--print",
+    ]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert answer.returncode == 2 and "--save" in answer.stderr and not answer.stdout
     command[3] = "llama31_8b"
@@ -120,14 +163,29 @@ def test_verbs_of_submission_get_the_rest_of_the_line_and_no_torch(project, tmp_
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     (project / "submission/score.py").write_text(STUB + "import sys; print('score', sys.argv[1:])")
     for name in ("describe", "package"):
-        (project / f"submission/{name}.py").write_text(STUB + f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)")
-    code, out, err = finish(launch(project, tmp_path, verb, str(tmp_path), "--some", "option", benchmark="", PYTHONPATH=str(tmp_path)))
+        (project / f"submission/{name}.py").write_text(
+            STUB + f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)"
+        )
+    code, out, err = finish(
+        launch(
+            project,
+            tmp_path,
+            verb,
+            str(tmp_path),
+            "--some",
+            "option",
+            benchmark="",
+            PYTHONPATH=str(tmp_path),
+        )
+    )
     wanted = {
         "check": (0, "one finding"),
         "report": (0, "report.html\nadvice of the toy"),
         "score": (0, f"score ['{tmp_path}', '--some', 'option']"),
     }
-    assert (code, out.strip()) == wanted.get(verb, (20, f"{verb} ['{tmp_path}', '--some', 'option']")), err
+    assert (code, out.strip()) == wanted.get(
+        verb, (20, f"{verb} ['{tmp_path}', '--some', 'option']")
+    ), err
 
 
 def test_a_signal_reaches_the_module_of_a_verb(project, tmp_path):
@@ -162,7 +220,10 @@ def test_sigterm_to_the_launcher(project, tmp_path):
     code, _, err = finish(process)
     run_dir = only_run(tmp_path)
     assert code == 143 and time.monotonic() - began < 10
-    assert json.loads((run_dir / "failure.json").read_text())["kind"] == "interrupted" and "stopped by signal" in err
+    assert (
+        json.loads((run_dir / "failure.json").read_text())["kind"] == "interrupted"
+        and "stopped by signal" in err
+    )
     assert diagnosis.read_result(run_dir / "result.txt").status == "aborted"
     assert not alive(run_dir)
 
@@ -199,12 +260,18 @@ def test_a_signal_while_data_is_prepared_ends_that_too(project, tmp_path, number
 def test_errors_before_anything_starts(project, tmp_path, arguments, code, words):
     seen, out, err = finish(launch(project, tmp_path, *arguments))
     assert (seen, out) == (code, "") and words in err and "Traceback" not in err
-    assert "usage" in err or [line.split(":")[0].strip() for line in err.splitlines()[-3:]] == ["error", "why", "do"]
+    assert "usage" in err or [line.split(":")[0].strip() for line in err.splitlines()[-3:]] == [
+        "error",
+        "why",
+        "do",
+    ]
     assert not (tmp_path / "out").exists()
 
 
 def test_a_limit_of_the_system_is_said_before_anything_starts(project, tmp_path):
-    code, out, err = finish(launch(project, tmp_path, TOY="good", shell='ulimit -v 4000000; exec "$0" "$@"'))
+    code, out, err = finish(
+        launch(project, tmp_path, TOY="good", shell='ulimit -v 4000000; exec "$0" "$@"')
+    )
     assert (code, out) == (12, "") and "ulimit -v" in err and not (tmp_path / "out").exists(), err
     assert [line.split(":")[0].strip() for line in err.splitlines()[-3:]] == ["error", "why", "do"]
 
@@ -218,22 +285,37 @@ def test_a_project_in_a_path_with_a_colon(project, tmp_path):
 
 @pytest.mark.parametrize("script", ["run_and_time.sh", "run_tests.sh"])
 @pytest.mark.parametrize(
-    ("system", "words"), [("Darwin", 'docker run --rm -it -v "$PWD:/llama" -w /llama python:3.12 ./run'), ("MINGW64_NT-10.0", "use WSL 2")]
+    ("system", "words"),
+    [
+        ("Darwin", 'docker run --rm -it -v "$PWD:/llama" -w /llama python:3.12 ./run'),
+        ("MINGW64_NT-10.0", "use WSL 2"),
+    ],
 )
 def test_a_mac_or_windows_gets_one_clear_message(tmp_path, script, system, words):
     """Before anything that a Mac's bash 3.2 or its tools lack."""
     for name, text in (("uname", f"echo {system}"), ("readlink", "exit 1"), ("python3", "exit 1")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    answer = subprocess.run([ROOT / script], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True)
-    assert (answer.returncode, answer.stdout, len(answer.stderr.splitlines())) == (18, "", 3) and words in answer.stderr
+    answer = subprocess.run(
+        [ROOT / script],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (answer.returncode, answer.stdout, len(answer.stderr.splitlines())) == (
+        18,
+        "",
+        3,
+    ) and words in answer.stderr
 
 
 def _flip(content: bytes) -> bytes:
     return content[:5] + bytes([content[5] ^ 1]) + content[6:]
 
 
-@pytest.mark.parametrize("change", [_flip, lambda content: bytes(8) + content[8:], lambda content: content[:-2]])
+@pytest.mark.parametrize(
+    "change", [_flip, lambda content: bytes(8) + content[8:], lambda content: content[:-2]]
+)
 @pytest.mark.parametrize("name", ["t.bin", "tokenizer.model", "miniature.json"])
 def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, capfd, name, change):
     """By the manifest that `prepare` left; without one the files are the user's own."""
@@ -244,7 +326,13 @@ def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, c
     good.write(tmp_path / "miniature.json")
     rules = argparse.Namespace(manifests=("miniature.json",))
     config = argparse.Namespace(miniature=True)
-    asked = argparse.Namespace(benchmark="toy", data_dir=tmp_path, data_files=[tmp_path / "t.bin"], rules=rules, config=config)
+    asked = argparse.Namespace(
+        benchmark="toy",
+        data_dir=tmp_path,
+        data_files=[tmp_path / "t.bin"],
+        rules=rules,
+        config=config,
+    )
     builds = []
 
     def repair(command, **options):
@@ -261,14 +349,18 @@ def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, c
     ensure_data(asked)
     assert len(builds) == 1 and "again" in capfd.readouterr().err
     (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
-    monkeypatch.setattr(job.subprocess, "run", lambda command, **options: argparse.Namespace(returncode=0))
+    monkeypatch.setattr(
+        job.subprocess, "run", lambda command, **options: argparse.Namespace(returncode=0)
+    )
     with pytest.raises(DataError, match="built"):
         ensure_data(asked)
 
 
 @pytest.mark.parametrize("forbidden", [".", "t.bin"])
 def test_data_that_this_user_may_not_read(forbidden):
-    with tempfile.TemporaryDirectory() as name:  # not in pytest's folder, which nobody else may enter
+    with (
+        tempfile.TemporaryDirectory() as name
+    ):  # not in pytest's folder, which nobody else may enter
         folder = Path(name)
         folder.chmod(0o755)
         (folder / "t.bin").write_text("x")
@@ -282,28 +374,44 @@ def test_data_that_this_user_may_not_read(forbidden):
         finally:
             os.seteuid(user)
             folder.chmod(0o755)
-    assert "t.bin" in caught.value.what and caught.value.why == "Permission denied" and "DATADIR" in caught.value.do
+    assert (
+        "t.bin" in caught.value.what
+        and caught.value.why == "Permission denied"
+        and "DATADIR" in caught.value.do
+    )
 
 
 def test_version(project, tmp_path):
     (project / "pyproject.toml").write_text('[project]\nname = "toy"\nversion = "7.8"\n')
     code, out, _ = finish(launch(project, tmp_path, "--version", benchmark=""))
     assert (code, out) == (0, "toy 7.8\n"), "the copy is no git repository"
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert f", commit {commit}" in version()
 
 
 def test_unknown_benchmark_lists_the_known(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for arguments in (["gpt5"], [], ["bench"]):
-        answer = subprocess.run([sys.executable, "-m", "launch", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        answer = subprocess.run(
+            [sys.executable, "-m", "launch", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         assert answer.returncode == 2 and "llama31_8b" in answer.stderr and not answer.stdout
 
 
 def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
-    code, out, _ = finish(launch(project, tmp_path, "bench", "--print", "--steps", "5", "--set", "micro_batch_size=4"))
+    code, out, _ = finish(
+        launch(project, tmp_path, "bench", "--print", "--steps", "5", "--set", "micro_batch_size=4")
+    )
     assert code == 0 and not (tmp_path / "out").exists()
-    assert out.endswith("-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n")
+    assert out.endswith(
+        "-m throughput.bench --benchmark toy --config DIR/CPU_1x1+modified.toml --device cpu --steps 5\n"
+    )
     assert (
         "-m launch.processes.torchrun DIR --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nnodes 1 --local-addr 127.0.0.1 --nproc-per-node 2"
         in out
@@ -311,4 +419,7 @@ def test_print_shows_the_command_and_starts_nothing(project, tmp_path):
 
 
 def test_hardware_of_this_machine_is_readable():
-    assert hardware.probe({"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""}).vendor in ("none", "amd")
+    assert hardware.probe({"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""}).vendor in (
+        "none",
+        "amd",
+    )

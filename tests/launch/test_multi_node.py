@@ -67,8 +67,12 @@ def project(tmp_path_factory):
     shorten(root, "launch/multi_node.py", "LOST_S = 30.0", "LOST_S = 4.0")
     (root / "toy/train.py").write_text(TRAINER)
     config = (root / "configs/toy/CPU_1x1.toml").read_text()
-    config = config.replace("nodes = 1", "nodes = 2").replace("micro_batch_size = 8\neval", "micro_batch_size = 4\neval")
-    (root / "configs/toy/CPU_2x2.toml").write_text(config.replace("hang_timeout_s = 60.0", "hang_timeout_s = 2.0"))
+    config = config.replace("nodes = 1", "nodes = 2").replace(
+        "micro_batch_size = 8\neval", "micro_batch_size = 4\neval"
+    )
+    (root / "configs/toy/CPU_2x2.toml").write_text(
+        config.replace("hang_timeout_s = 60.0", "hang_timeout_s = 2.0")
+    )
     return root
 
 
@@ -89,11 +93,27 @@ def launch(project, cwd, node, port, *arguments, benchmark="toy", **variables):
     """run_and_time.sh of one node, with its own LOGDIR."""
     names = ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXNGPU", "SLURM_NODEID")
     keep = {key: value for key, value in os.environ.items() if key not in names}
-    ours = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node), "DGXSYSTEM": "CPU_2x2"}
+    ours = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+    }
+    ours |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": str(node),
+        "DGXSYSTEM": "CPU_2x2",
+    }
     ours |= {"LOGDIR": f"out{node}", "DATADIR": "data"}
     command = [str(project / "run_and_time.sh"), benchmark, *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=keep | ours | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=keep | ours | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def both(project, cwd, *arguments, **variables):
@@ -106,7 +126,10 @@ def runs(cwd, node):
 
 
 def ledger(cwd, node=0):
-    return [json.loads(line) for line in (cwd / f"out{node}/toy/attempts.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (cwd / f"out{node}/toy/attempts.jsonl").read_text().splitlines()
+    ]
 
 
 # --- everything real --------------------------------------------------------------------------------------------------
@@ -131,7 +154,11 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
         file.write(SMALL)
     config = project / "configs/llama31_8b/CPU_2x2.toml"
     config.parent.mkdir(parents=True)
-    config.write_text(tiny.run_config(nodes=2, gpus_per_node=2, micro_batch_size=1, hang_timeout_s=120.0).as_toml())
+    config.write_text(
+        tiny.run_config(
+            nodes=2, gpus_per_node=2, micro_batch_size=1, hang_timeout_s=120.0
+        ).as_toml()
+    )
     arguments = {"benchmark": "llama31_8b", "SEED": "5", "DATADIR": str(tiny_data)}
     launched = both(project, tmp_path, **arguments)
     try:
@@ -139,19 +166,29 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
     finally:
         torch.distributed.destroy_process_group()
         ends = [process.communicate(timeout=150) for process in launched]
-    assert [process.returncode for process in launched] == [10, 10], ends  # the target is out of reach
+    assert [process.returncode for process in launched] == [10, 10], (
+        ends
+    )  # the target is out of reach
     (run_dir,) = [path for path in (tmp_path / "out0/llama31_8b").iterdir() if path.is_dir()]
     failure = json.loads((run_dir / "failure.json").read_text())
-    assert (failure["kind"], failure["exit_code"]) == ("target_missed", 10) and (run_dir / "report.html").is_file()
-    assert failure["what"].startswith("target ") and "96 samples" in failure["what"] and failure["what"] in ends[0][1], (
-        "on the terminal of node 0"
-    )
+    assert (failure["kind"], failure["exit_code"]) == ("target_missed", 10) and (
+        run_dir / "report.html"
+    ).is_file()
+    assert (
+        failure["what"].startswith("target ")
+        and "96 samples" in failure["what"]
+        and failure["what"] in ends[0][1]
+    ), "on the terminal of node 0"
     two = tiny.facts(run_dir)
     assert two.status == "aborted"
     assert len(one.losses) == 12 and len(one.evaluations) == 3
-    assert two.losses == pytest.approx(one.losses, abs=1e-6) and two.norms == pytest.approx(one.norms, rel=1e-5)
+    assert two.losses == pytest.approx(one.losses, abs=1e-6) and two.norms == pytest.approx(
+        one.norms, rel=1e-5
+    )
     assert dict(two.evaluations) == pytest.approx(dict(one.evaluations), abs=1e-6)
-    assert {path.name for path in (run_dir / "ranks").glob("*.json")} == {f"rank_{rank}.json" for rank in range(4)}
+    assert {path.name for path in (run_dir / "ranks").glob("*.json")} == {
+        f"rank_{rank}.json" for rank in range(4)
+    }
 
 
 # Four ranks on two nodes, without launchers: what test_adapters.py and test_loop.py say of two ranks on one node.
@@ -160,7 +197,9 @@ def test_two_nodes_of_two_ranks_train_as_one_process_does(tmp_path, tiny_data):
 def on_four_ranks(processes, folder):
     from lora_ranks import few_steps
 
-    assert processes.mesh.mesh_dim_names == ("replicate", "shard") and tuple(processes.mesh.shape) == (2, 2)
+    assert processes.mesh.mesh_dim_names == ("replicate", "shard") and tuple(
+        processes.mesh.shape
+    ) == (2, 2)
     import torch
 
     sizes = [float(processes.sum(torch.ones(()))), processes.shard_group.size()]
@@ -182,7 +221,9 @@ def test_lora_on_two_nodes_trains_as_on_one_process(tmp_path, processes):
     one = few_steps(processes, micro_batch_size=8)
     for two in call_on_ranks(4, "test_multi_node:on_four_ranks", tmp_path, ranks_per_node=2):
         assert two["sizes"] == [4, 2], "all ranks; the shards of one node"
-        assert two["losses"] == pytest.approx(one["losses"], abs=1e-6) and two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        assert two["losses"] == pytest.approx(one["losses"], abs=1e-6) and two[
+            "norms"
+        ] == pytest.approx(one["norms"], rel=1e-5)
         for name, adapter in one["adapters"].items():
             torch.testing.assert_close(two["adapters"][name], adapter, atol=1e-6, rtol=1e-5)
 
@@ -194,17 +235,32 @@ def test_node_0_decides_and_has_the_results(project, tmp_path):
     ends = [finish(process) for process in both(project, tmp_path, NEXP="2")]
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert "STARTING TIMING RUN" in ends[0][1] and not ends[1][1], "one log, one stdout"
-    assert [line["event"] for line in ledger(tmp_path)] == ["series", "start", "end", "start", "end", "closed"]
+    assert [line["event"] for line in ledger(tmp_path)] == [
+        "series",
+        "start",
+        "end",
+        "start",
+        "end",
+        "closed",
+    ]
     assert not (tmp_path / "out1/toy/attempts.jsonl").exists()
     assert [path.name for path in runs(tmp_path, 0)] == [path.name for path in runs(tmp_path, 1)]
     seeds = []
     for here, there in zip(runs(tmp_path, 0), runs(tmp_path, 1), strict=True):
-        seeds.append({path.read_text() for path in [*here.glob("seed_*"), *there.glob("node_1/seed_*")]})
+        seeds.append(
+            {path.read_text() for path in [*here.glob("seed_*"), *there.glob("node_1/seed_*")]}
+        )
         assert {"result.txt", "check.txt", "report.html"} <= {path.name for path in here.iterdir()}
-        assert [path.name for path in there.iterdir()] == ["node_1"], "nothing but its own ranks' files"
-        assert {f"rank_{rank}.json" for rank in range(4)} <= {path.name for path in (here / "ranks").iterdir()}
+        assert [path.name for path in there.iterdir()] == ["node_1"], (
+            "nothing but its own ranks' files"
+        )
+        assert {f"rank_{rank}.json" for rank in range(4)} <= {
+            path.name for path in (here / "ranks").iterdir()
+        }
     assert [len(each) for each in seeds] == [1, 1] and seeds[0] != seeds[1]
-    assert seeds[0] | seeds[1] == {str(line["seed"]) for line in ledger(tmp_path) if line["event"] == "start"}
+    assert seeds[0] | seeds[1] == {
+        str(line["seed"]) for line in ledger(tmp_path) if line["event"] == "start"
+    }
 
 
 def test_other_code_on_a_node_is_refused(project, tmp_path):
@@ -212,7 +268,10 @@ def test_other_code_on_a_node_is_refused(project, tmp_path):
     with (other / "common/training/loop.py").open("a") as file:
         file.write("# changed\n")
     port = free_ports()
-    ends = [finish(process) for process in [launch(project, tmp_path, 0, port), launch(other, tmp_path, 1, port)]]
+    ends = [
+        finish(process)
+        for process in [launch(project, tmp_path, 0, port), launch(other, tmp_path, 1, port)]
+    ]
     assert [code for code, _, _ in ends] == [2, 2]
     assert "code_sha256" in ends[0][2] and "is not like node 0" in ends[1][2]
     assert not list(tmp_path.glob("out*/toy/2*")), "no run was begun"
@@ -237,9 +296,13 @@ def test_impossible_nodes(environment, count, words):
 
 
 def test_nodes():
-    assert node_from({"MASTER_ADDR": "elsewhere", "MASTER_PORT": "7"}, 1) == Node(), "a batch system may set what one node ignores"
+    assert node_from({"MASTER_ADDR": "elsewhere", "MASTER_PORT": "7"}, 1) == Node(), (
+        "a batch system may set what one node ignores"
+    )
     assert node_from({"NODE_RANK": "1", "MASTER_ADDR": "a"}, 2) == Node(1, 2, "a", 29500)
-    assert node_from({"SLURM_NODEID": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7000"}, 4) == Node(3, 4, "a", 7000)
+    assert node_from({"SLURM_NODEID": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7000"}, 4) == Node(
+        3, 4, "a", 7000
+    )
 
 
 def test_the_command_of_a_node(project, tmp_path):
@@ -275,20 +338,41 @@ def test_a_rank_of_node_1_fails_and_is_named_on_node_0(project, tmp_path, mode, 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_node_ends_the_other(project, tmp_path, victim):
     launched = both(project, tmp_path, TOY="wait", NEXP="3")
-    wait_until(lambda: len(list(tmp_path.glob("out*/toy/*/waiting_*")) + list(tmp_path.glob("out*/toy/*/node_1/waiting_*"))) == 4)
+    wait_until(
+        lambda: (
+            len(
+                list(tmp_path.glob("out*/toy/*/waiting_*"))
+                + list(tmp_path.glob("out*/toy/*/node_1/waiting_*"))
+            )
+            == 4
+        )
+    )
     launched[victim].kill()
     launched[victim].communicate()
     code, _, err = finish(launched[1 - victim])
     assert code == 14 and f"error: node {victim}" in err and "is gone" in err
     wait_until(lambda: not alive(tmp_path))
     if victim:
-        assert [line["event"] for line in ledger(tmp_path)] == ["series", "start", "end"], "no further attempt without the node"
-        assert (ledger(tmp_path)[-1]["kind"], ledger(tmp_path)[-1]["exit_code"]) == ("rank_lost", 14)
+        assert [line["event"] for line in ledger(tmp_path)] == ["series", "start", "end"], (
+            "no further attempt without the node"
+        )
+        assert (ledger(tmp_path)[-1]["kind"], ledger(tmp_path)[-1]["exit_code"]) == (
+            "rank_lost",
+            14,
+        )
 
 
 def test_sigterm_to_node_0_ends_both(project, tmp_path):
     launched = both(project, tmp_path, TOY="wait")
-    wait_until(lambda: len(list(tmp_path.glob("out*/toy/*/waiting_*")) + list(tmp_path.glob("out*/toy/*/node_1/waiting_*"))) == 4)
+    wait_until(
+        lambda: (
+            len(
+                list(tmp_path.glob("out*/toy/*/waiting_*"))
+                + list(tmp_path.glob("out*/toy/*/node_1/waiting_*"))
+            )
+            == 4
+        )
+    )
     launched[0].send_signal(signal.SIGTERM)
     assert [finish(process)[0] for process in launched] == [143, 143]
     assert not alive(tmp_path)
@@ -306,12 +390,22 @@ def test_another_node_writes_the_files_of_its_own_ranks_only(tmp_path, leader):
     (tmp_path / "ranks").mkdir()
     leader.announce("run", 1)
     leader.put("ready/1/1", "no")
-    assert leader.ready("fadvise") == "no", "the log must say so if the data stayed in the page cache of any node"
-    files = {"../result.txt": "forged", "rank_0.json": "{}", "rank_1.json": "{}", "rank_1.json/../../x": "", "config.toml": ""}
+    assert leader.ready("fadvise") == "no", (
+        "the log must say so if the data stayed in the page cache of any node"
+    )
+    files = {
+        "../result.txt": "forged",
+        "rank_0.json": "{}",
+        "rank_1.json": "{}",
+        "rank_1.json/../../x": "",
+        "config.toml": "",
+    }
     files |= {"rank_1.collectives.json": "{}", "rank_0.collectives.json": "{}"}
     leader.put("status/1/1", {"time": 1.0, "files": files, "exit_code": 0})
     leader.finish(tmp_path, stop=False)
-    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    written = sorted(
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()
+    )
     assert written == ["ranks/rank_1.collectives.json", "ranks/rank_1.json"]
     assert not leader.failed and not leader.lost
 
@@ -334,17 +428,23 @@ def knows_nobody(*arguments, **options):
 
 
 def no_way_there(*arguments, **options):
-    return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("255.255.255.255", 7000))]  # the system refuses to send to all
+    return [
+        (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("255.255.255.255", 7000))
+    ]  # the system refuses to send to all
 
 
 @pytest.mark.parametrize(
-    ("resolver", "words"), [(hangs, "no name server"), (knows_nobody, "not known"), (no_way_there, "Permission denied")]
+    ("resolver", "words"),
+    [(hangs, "no name server"), (knows_nobody, "not known"), (no_way_there, "Permission denied")],
 )
 def test_a_node_0_that_cannot_be_reached_is_said_at_once(monkeypatch, resolver, words):
     monkeypatch.setattr(multi_node, "ANSWER_S", 0.2)
     monkeypatch.setattr(socket, "getaddrinfo", resolver)
     for rank in (0, 1):
-        with pytest.raises(ConfigError, match="MASTER_ADDR=node0") as caught, Nodes(Node(rank, 2, "node0", 7000), 1):
+        with (
+            pytest.raises(ConfigError, match="MASTER_ADDR=node0") as caught,
+            Nodes(Node(rank, 2, "node0", 7000), 1),
+        ):
             pass
         assert words in caught.value.why
 
@@ -352,7 +452,9 @@ def test_a_node_0_that_cannot_be_reached_is_said_at_once(monkeypatch, resolver, 
 def test_no_limit_of_the_store_counts_the_import_of_torch(monkeypatch):
     """Calls of the store are made in threads that have a limit."""
     seen = []
-    monkeypatch.setattr(multi_node, "_import_torch", lambda: seen.append(threading.current_thread()))
+    monkeypatch.setattr(
+        multi_node, "_import_torch", lambda: seen.append(threading.current_thread())
+    )
     with Nodes(Node(0, 2, "127.0.0.1", free_ports()), 1) as nodes:
         nodes.put("left/1", "")
     assert seen == [threading.main_thread()]
@@ -362,7 +464,9 @@ def test_another_program_where_node_0_should_listen(monkeypatch):
     """It takes the connection and says nothing."""
     monkeypatch.setattr(multi_node, "ANSWER_S", 1.0)
     node = Node(1, 2, "127.0.0.1", free_ports())
-    refused = pytest.raises(ConfigError, match=f"port {node.port + 1} of 127.0.0.1 is not answered by a launcher")
+    refused = pytest.raises(
+        ConfigError, match=f"port {node.port + 1} of 127.0.0.1 is not answered by a launcher"
+    )
     with socket.create_server(("127.0.0.1", node.port + 1)), refused, Nodes(node, 1):
         pass
 
@@ -370,10 +474,18 @@ def test_another_program_where_node_0_should_listen(monkeypatch):
 def test_the_port_of_torchrun_is_in_use(leader):
     """Both nodes end, with the port's number."""
     port = leader.node.port
-    with socket.create_server(("", port)), pytest.raises(ConfigError, match=f"port {port} .MASTER_PORT. cannot be used") as caught:
+    with (
+        socket.create_server(("", port)),
+        pytest.raises(ConfigError, match=f"port {port} .MASTER_PORT. cannot be used") as caught,
+    ):
         leader.compare(dict)
-    with pytest.raises(LeaderEnded, match="exit code 2") as other, Nodes(Node(1, 2, "127.0.0.1", port), 1) as node:
-        leader.put("end", {"exit_code": caught.value.exit_code, "why": str(caught.value)})  # as __exit__
+    with (
+        pytest.raises(LeaderEnded, match="exit code 2") as other,
+        Nodes(Node(1, 2, "127.0.0.1", port), 1) as node,
+    ):
+        leader.put(
+            "end", {"exit_code": caught.value.exit_code, "why": str(caught.value)}
+        )  # as __exit__
         node.compare(dict)
     assert str(port) in other.value.why
 
@@ -389,7 +501,10 @@ def test_a_node_that_is_not_started_is_named(leader, monkeypatch):
 
 
 def test_the_others_end_with_the_exit_code_of_node_0(leader):
-    with pytest.raises(LeaderEnded) as caught, Nodes(Node(1, 2, "127.0.0.1", leader.node.port), 1) as other:
+    with (
+        pytest.raises(LeaderEnded) as caught,
+        Nodes(Node(1, 2, "127.0.0.1", leader.node.port), 1) as other,
+    ):
         leader.put("end", {"exit_code": 17, "why": "disk full"})
         other.next_run()
     assert (caught.value.exit_code, caught.value.why) == (17, "disk full")

@@ -44,7 +44,9 @@ def the_end(running, code: int, kind: str) -> dict:
 # --- readers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "code", "kind"), [(None, 0, "success"), (signal.SIGINT, 130, "interrupted")])
+@pytest.mark.parametrize(
+    ("number", "code", "kind"), [(None, 0, "success"), (signal.SIGINT, 130, "interrupted")]
+)
 def test_the_readers_of_stdout_and_stderr_end(project, tmp_path, number, code, kind):
     """As `| head -1`, and as Ctrl-C upon `2>&1 | tee`, or a terminal that is closed."""
     running = Running(project, tmp_path, held=(1,))
@@ -59,7 +61,10 @@ def test_the_readers_of_stdout_and_stderr_end(project, tmp_path, number, code, k
     assert running.process.wait(60) == code
     the_end(running, code, kind)
     lines = (run_dir / "result.txt").read_text().splitlines()
-    assert all(json.loads(line.removeprefix(":::MLLOG ")) for line in lines) and "run_stop" in lines[-1]
+    assert (
+        all(json.loads(line.removeprefix(":::MLLOG ")) for line in lines)
+        and "run_stop" in lines[-1]
+    )
 
 
 def test_stdout_and_stderr_are_closed_from_the_beginning(project, tmp_path):
@@ -71,7 +76,9 @@ def test_stdout_and_stderr_are_closed_from_the_beginning(project, tmp_path):
     for path in (tmp_path / "out/toy").rglob("*.*"):
         if path.is_file():
             content = path.read_bytes()
-            assert b"STARTING" not in content and (b":::MLLOG" in content) == (path.name == "result.txt"), path
+            assert b"STARTING" not in content and (b":::MLLOG" in content) == (
+                path.name == "result.txt"
+            ), path
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------
@@ -81,14 +88,19 @@ def test_stdout_and_stderr_are_closed_from_the_beginning(project, tmp_path):
 def small_disk(tmp_path):
     """out/ is a disk of 1 MiB."""
     (tmp_path / "out").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "out"], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "out"], capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount")
     yield tmp_path
     subprocess.run(["umount", "-l", tmp_path / "out"], check=True)
 
 
 def fill_up(folder: Path) -> None:
-    with pytest.raises(OSError, match="No space"), (folder / "filler").open("wb", buffering=0) as file:
+    with (
+        pytest.raises(OSError, match="No space"),
+        (folder / "filler").open("wb", buffering=0) as file,
+    ):
         while True:
             file.write(bytes(512))
 
@@ -100,7 +112,12 @@ def test_a_disk_that_is_full_while_training(project, small_disk):
     running.release(1)
     code, _, err = finish(running.process)
     failure = json.loads((run_dir / "failure.json").read_text())
-    assert code == 17 and "No space left" in err and failure["kind"] == "storage" and failure["rank"] == 0, err
+    assert (
+        code == 17
+        and "No space left" in err
+        and failure["kind"] == "storage"
+        and failure["rank"] == 0
+    ), err
     the_end(running, 17, "storage")
 
 
@@ -125,7 +142,11 @@ def test_the_directory_of_a_run_is_taken_away(project, tmp_path, where, way):
     else:
         shutil.rmtree(victim) if victim.is_dir() else victim.unlink()
     code, _, err = finish(running.process)
-    assert code == 17 and f"error: {run_dir / (where or 'ranks')} is gone" in err and "Traceback" not in err, err
+    assert (
+        code == 17
+        and f"error: {run_dir / (where or 'ranks')} is gone" in err
+        and "Traceback" not in err
+    ), err
     the_end(running, 17, "storage")
     assert run_dir.exists() == bool(where), "what was taken away is not begun anew"
 
@@ -145,7 +166,9 @@ def test_torchrun_is_killed(project, tmp_path):
     running = Running(project, tmp_path, held=(1,))
     run_dir = running.run_dir(1)
     rank = int((run_dir / "pid_0").read_text())
-    os.kill(int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    os.kill(
+        int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL
+    )
     code, _, err = finish(running.process)
     assert code == 14 and "torchrun" in err and "SIGKILL" in err, err
     assert json.loads((run_dir / "failure.json").read_text())["kind"] == "rank_lost"
@@ -160,7 +183,9 @@ def test_a_signal_while_a_good_run_is_checked(project, tmp_path):
     running.process.send_signal(signal.SIGTERM)
     (tmp_path / "hold_check").unlink()
     code, _, err = finish(running.process)
-    assert code == 143 and "target reached" in err and "log is clean" in err and "1 of 3 good" in err, err
+    assert (
+        code == 143 and "target reached" in err and "log is clean" in err and "1 of 3 good" in err
+    ), err
     assert "signal 15" in the_end(running, 0, "success")["reason"]
     assert not list((tmp_path / "out").rglob("failure.json"))
 
@@ -168,15 +193,29 @@ def test_a_signal_while_a_good_run_is_checked(project, tmp_path):
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left on device", "check.txt"), StorageError, "check.txt: No space"),
-        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), OutOfMemory, "processes"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "check.txt"),
+            StorageError,
+            "check.txt: No space",
+        ),
+        (
+            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+            OutOfMemory,
+            "processes",
+        ),
         (MemoryError(), OutOfMemory, "memory"),
-        (PermissionError(errno.EPERM, "Operation not permitted", "nvidia-smi"), RunError, "PermissionError: [Errno 1]"),
+        (
+            PermissionError(errno.EPERM, "Operation not permitted", "nvidia-smi"),
+            RunError,
+            "PermissionError: [Errno 1]",
+        ),
         (ZeroDivisionError("division by zero"), RunError, "ZeroDivisionError: division by zero"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(tmp_path, capfd, error, kind, words):
+def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(
+    tmp_path, capfd, error, kind, words
+):
     record = ledger.Record("s", 1, {"commit": None})
     selection = type("Selection", (), {"log_name": "a.toml", "path": Path("a.toml")})
     line = series.Series(tmp_path, record, selection)
@@ -188,7 +227,11 @@ def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(tmp_path, cap
     code = series.make_attempts(line, tmp_path.parent, tmp_path.name, series.Request(1, 0), execute)
     (read,) = ledger.read(tmp_path / ledger.NAME)
     (end,) = read.failed
-    assert code == end["exit_code"] == kind.exit_code and words in end["reason"] and not read.open_starts
+    assert (
+        code == end["exit_code"] == kind.exit_code
+        and words in end["reason"]
+        and not read.open_starts
+    )
     assert json.loads((tmp_path / end["run"] / "failure.json").read_text())["kind"] == kind.kind
     assert ("Traceback" in capfd.readouterr().err) == (kind is RunError), "the place of a defect"
 
@@ -210,14 +253,31 @@ def test_few_processes_and_threads(monkeypatch):
     wait_until(lambda: threading.active_count() <= threads)
 
 
-@pytest.mark.parametrize(("name", "value", "words"), [("RLIMIT_NPROC", 16, "ulimit -u"), ("RLIMIT_AS", 4 * 2**30, "ulimit -v")])
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("RLIMIT_NPROC", 16, "ulimit -u"), ("RLIMIT_AS", 4 * 2**30, "ulimit -v")],
+)
 def test_limits_of_the_system(name, value, words):
     """As ulimit sets them; root has no limit of processes."""
     code = "from common.command_line import exit_code_of; from launch.limits import require_limits; import sys\n"
     code += "sys.exit(exit_code_of(lambda: require_limits(8)))"
     user = {"user": 65534, "group": 65534} if os.geteuid() == 0 and name == "RLIMIT_NPROC" else {}
     limit = lambda: resource.setrlimit(getattr(resource, name), (value, value))  # noqa: E731
-    if user and subprocess.run(["test", "-r", str(ROOT / "launch"), "-a", "-x", sys.executable], **user).returncode:
+    if (
+        user
+        and subprocess.run(
+            ["test", "-r", str(ROOT / "launch"), "-a", "-x", sys.executable], **user
+        ).returncode
+    ):
         pytest.skip("nobody may not read this checkout")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, **user)
-    assert done.returncode == 12 and words in done.stderr and len(done.stderr.splitlines()) == 3, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        **user,
+    )
+    assert done.returncode == 12 and words in done.stderr and len(done.stderr.splitlines()) == 3, (
+        done.stderr
+    )

@@ -15,7 +15,18 @@ from common.paths import ROOT
 from launch import commands as program
 from launch import profilers
 
-TORCHRUN = [sys.executable, "-m", "launch.processes.torchrun", "DIR", "--nproc-per-node", "2", "-m", "throughput.bench", "--device", "cuda"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "launch.processes.torchrun",
+    "DIR",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "throughput.bench",
+    "--device",
+    "cuda",
+]
 EXPECTED = {
     "nsys": "nsys profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi "
     "--capture-range-end=stop --output=/out/nsys --stats=true",
@@ -32,9 +43,16 @@ def test_rank_0_becomes_the_tool_and_the_others_the_program(name):
     assert command[:start] == TORCHRUN[:start]
     assert command[start : start + 3] == ["--no-python", "sh", "-c"]
     assert command[start + 4 :] == ["sh", sys.executable, *TORCHRUN[start:]]
-    assert command[start + 3] == f'if [ "$RANK" = 0 ]; then exec {EXPECTED[name]} "$@"; else exec "$@"; fi'
+    assert (
+        command[start + 3]
+        == f'if [ "$RANK" = 0 ]; then exec {EXPECTED[name]} "$@"; else exec "$@"; fi'
+    )
     told = profilers.guide(name, Path("/out"))
-    assert "/out: " in told and profilers.TOOLS[name].result in told and profilers.TOOLS[name].opens in told
+    assert (
+        "/out: " in told
+        and profilers.TOOLS[name].result in told
+        and profilers.TOOLS[name].opens in told
+    )
 
 
 def test_what_cannot_be_profiled_is_refused(monkeypatch):
@@ -72,16 +90,48 @@ def test_a_tool_on_path_is_called_around_rank_0(tmp_path):
     fake = tmp_path / "nsys"
     fake.write_text(FAKE.format(python=sys.executable))
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    small = ["--layers", "1", "--steps", "1", "--warmup", "1", "--set", "micro_batch_size=2", "--set", "gpus_per_node=2"]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "FAKE_OUT": f"{tmp_path}/argv.json"}
+    small = [
+        "--layers",
+        "1",
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+        "--set",
+        "micro_batch_size=2",
+        "--set",
+        "gpus_per_node=2",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "FAKE_OUT": f"{tmp_path}/argv.json",
+    }
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    command = [sys.executable, "-m", "launch", "llama31_8b", "profile", "--device", "cpu", "--out", f"{tmp_path}/out", *small]
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "llama31_8b",
+        "profile",
+        "--device",
+        "cpu",
+        "--out",
+        f"{tmp_path}/out",
+        *small,
+    ]
     command += ["--with", "nsys --stats=true"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     called = json.loads((tmp_path / "argv.json").read_text())
-    assert shlex.join(["nsys", *called]).startswith(EXPECTED["nsys"].replace("/out/", f"{tmp_path}/out/"))
-    assert called[called.index("-m") + 1] == "throughput.bench" and called[-2:] == ["--of", "outside"]
+    assert shlex.join(["nsys", *called]).startswith(
+        EXPECTED["nsys"].replace("/out/", f"{tmp_path}/out/")
+    )
+    assert called[called.index("-m") + 1] == "throughput.bench" and called[-2:] == [
+        "--of",
+        "outside",
+    ]
     assert done.stdout.count("BENCH llama31_8b") == 1 and "nsys-ui" in done.stderr
     assert not (tmp_path / "torn_down").exists()
 
@@ -91,7 +141,9 @@ def verb(tmp_path, monkeypatch):
     """The verb in this process."""
     monkeypatch.setattr(program, "outlive_readers", lambda: None)
     monkeypatch.setattr(program, "raise_at_signals", lambda: None)
-    return lambda *arguments: program.main(["profile", "llama31_8b", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments])
+    return lambda *arguments: program.main(
+        ["profile", "llama31_8b", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,10 +158,19 @@ def verb(tmp_path, monkeypatch):
     ],
 )
 def test_nothing_is_started_for_what_cannot_be(tmp_path, verb, capsys, arguments, code, words):
-    assert verb(*arguments) == code and words in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        verb(*arguments) == code
+        and words in capsys.readouterr().err
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_print_shows_a_command_that_a_shell_takes(verb, capsys):
     assert verb("--with", "rocprofv3", "--print") == 0
     words = shlex.split(capsys.readouterr().out)
-    assert words[words.index("-c") + 1].startswith('if [ "$RANK" = 0 ]; then exec rocprofv3 --kernel-trace') and words[-1] == "outside"
+    assert (
+        words[words.index("-c") + 1].startswith(
+            'if [ "$RANK" = 0 ]; then exec rocprofv3 --kernel-trace'
+        )
+        and words[-1] == "outside"
+    )

@@ -43,7 +43,12 @@ def test_facts(tmp_path, monkeypatch):
     run_directory.write_facts(tmp_path, config, run_directory.versions(ROOT, H200X4))
     assert load(tmp_path / "config.toml", Config) == config
     facts = json.loads((tmp_path / "versions.json").read_text())
-    assert facts["driver"] == "580.95.05" and len(facts["gpus"]) == 4 and facts["packages"] == installed and "dirty" in facts
+    assert (
+        facts["driver"] == "580.95.05"
+        and len(facts["gpus"]) == 4
+        and facts["packages"] == installed
+        and "dirty" in facts
+    )
     assert "hf_secret" not in (tmp_path / "versions.json").read_text()
 
 

@@ -41,8 +41,16 @@ def test_the_gpu_decides():
 
 
 def test_no_gpu_is_the_miniature():
-    for chosen in (select(NOTHING), select(H200X4, device="cpu"), select(H200X4, {"DGXSYSTEM": "CPU_1x1"})):
-        assert (chosen.log_name, chosen.device, chosen.config.miniature) == ("CPU_1x1.toml", "cpu", True)
+    for chosen in (
+        select(NOTHING),
+        select(H200X4, device="cpu"),
+        select(H200X4, {"DGXSYSTEM": "CPU_1x1"}),
+    ):
+        assert (chosen.log_name, chosen.device, chosen.config.miniature) == (
+            "CPU_1x1.toml",
+            "cpu",
+            True,
+        )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +76,9 @@ def test_cuda_without_a_gpu():
 
 
 def test_forced_and_changed_configs_say_so():
-    forced = select(H200X4, config=str(ROOT / "configs/llama31_8b/MI300X_1x8.toml"), set=["gpus_per_node=4"])
+    forced = select(
+        H200X4, config=str(ROOT / "configs/llama31_8b/MI300X_1x8.toml"), set=["gpus_per_node=4"]
+    )
     assert forced.log_name == "MI300X_1x8+forced+modified.toml"
     assert len(forced.notes) == 2 and all("not for submission" in note for note in forced.notes)
     # The RCP checker would take these words in config_filename for events.
@@ -87,24 +97,45 @@ def test_two_gpus_without_a_file_get_a_derived_config():
     chosen = select(some(MI300X, 2))
     assert chosen.log_name == "MI300X_1x2+derived.toml" and chosen.device == "cuda"
     assert chosen.derived == "derived for 2 x MI300X from MI300X_1x8.toml: micro_batch_size 2"
-    assert (chosen.config.gpu, chosen.config.gpus_per_node, chosen.config.gradient_accumulation_steps) == ("MI300X", 2, 4)
+    assert (
+        chosen.config.gpu,
+        chosen.config.gpus_per_node,
+        chosen.config.gradient_accumulation_steps,
+    ) == ("MI300X", 2, 4)
     assert len(chosen.notes) == 1 and "not for submission" in chosen.notes[0]
-    assert select(MI300X, {"DGXNGPU": "2"}).config == chosen.config == select(MI300X, {"DGXSYSTEM": "MI300X_1x2"}).config
+    assert (
+        select(MI300X, {"DGXNGPU": "2"}).config
+        == chosen.config
+        == select(MI300X, {"DGXSYSTEM": "MI300X_1x2"}).config
+    )
     assert select(MI300X).derived == "" and not select(MI300X).notes, "a file wins"
-    assert select(some(MI300X, 2), set=["micro_batch_size=1"]).log_name == "MI300X_1x2+derived+modified.toml"
+    assert (
+        select(some(MI300X, 2), set=["micro_batch_size=1"]).log_name
+        == "MI300X_1x2+derived+modified.toml"
+    )
 
 
 def test_a_batch_of_the_command_line_lets_other_counts_share_it():
-    chosen = select(MI300X, {"DGXNGPU": "3"}, set=["global_batch_size=18", "opt_base_learning_rate=5e-4"])
-    assert (chosen.config.gpus_per_node, chosen.config.micro_batch_size, chosen.config.gradient_accumulation_steps) == (3, 2, 3)
-    assert chosen.config.opt_base_learning_rate == 5e-4 and "global_batch_size" not in chosen.derived, "that is not what was derived"
+    chosen = select(
+        MI300X, {"DGXNGPU": "3"}, set=["global_batch_size=18", "opt_base_learning_rate=5e-4"]
+    )
+    assert (
+        chosen.config.gpus_per_node,
+        chosen.config.micro_batch_size,
+        chosen.config.gradient_accumulation_steps,
+    ) == (3, 2, 3)
+    assert (
+        chosen.config.opt_base_learning_rate == 5e-4 and "global_batch_size" not in chosen.derived
+    ), "that is not what was derived"
 
 
 @pytest.mark.parametrize("count", [3, 5, 6, 7])
 def test_what_cannot_share_the_batch_is_told_what_can(count):
     with pytest.raises(ConfigError) as caught:
         select(some(MI300X, count))
-    assert "DGXNGPU to 1 or 2 or 4 or 8" in caught.value.do and "global_batch_size=" in caught.value.do
+    assert (
+        "DGXNGPU to 1 or 2 or 4 or 8" in caught.value.do and "global_batch_size=" in caught.value.do
+    )
 
 
 # GPUs that common/gpu_kinds.py lacks.
@@ -120,14 +151,21 @@ def test_an_unknown_gpu_is_refused_for_a_run_and_benched_with_its_own_memory(fou
         select(found)
     chosen = select(found, any_kind=True)
     assert chosen.config.gpu not in KINDS and chosen.config.gpu in chosen.derived
-    assert chosen.config.reduce_scatter == ("copy_engine" if found is Z300 else "nccl"), "as in the nearest file of the same maker"
-    assert CONFIG_NAME.fullmatch(chosen.log_name) and chosen.found.startswith(f"{len(found.devices)} x ")
+    assert chosen.config.reduce_scatter == ("copy_engine" if found is Z300 else "nccl"), (
+        "as in the nearest file of the same maker"
+    )
+    assert CONFIG_NAME.fullmatch(chosen.log_name) and chosen.found.startswith(
+        f"{len(found.devices)} x "
+    )
 
 
 def test_an_unknown_gpu_takes_the_file_of_its_maker_with_the_nearest_memory():
     assert "from MI300X_1x8.toml" in select(MI300A, any_kind=True).derived
     assert "from GB200_1x4.toml" in select(Z300, any_kind=True).derived
-    assert select(Z300, any_kind=True).config.linear == "fp8" and select(Z300, any_kind=True).config.recompute_layers == 0
+    assert (
+        select(Z300, any_kind=True).config.linear == "fp8"
+        and select(Z300, any_kind=True).config.recompute_layers == 0
+    )
 
 
 @pytest.mark.parametrize("found", [A100, Z300, MI300A])
@@ -139,7 +177,9 @@ def test_the_miniature_runs_on_any_gpu(found):
 def test_a_gpu_without_fp8_computes_in_bf16():
     chosen = select(A100, any_kind=True)
     assert chosen.config.linear == "bf16" and "linear bf16" in chosen.derived
-    with pytest.raises(OutOfMemory) as caught:  # 80 layers keep 115 GiB for backward, and only FP8 can offload them
+    with pytest.raises(
+        OutOfMemory
+    ) as caught:  # 80 layers keep 115 GiB for backward, and only FP8 can offload them
         select(A100, benchmark="llama2_70b_lora", any_kind=True)
     assert "offload_layers 0, frozen_base sharded" in caught.value.why
 
@@ -149,7 +189,9 @@ def test_a_gpu_that_is_too_small_measures_fewer_layers():
         select(L40S, any_kind=True)
     layers = int(re.search(r"--layers (\d+)", caught.value.do)[1])
     given = argparse.Namespace(config=None, set=[], device=None, layers=layers)
-    assert select_config(ROOT, "llama31_8b", given, {}, L40S, any_kind=True).config.gpus_per_node == 1
+    assert (
+        select_config(ROOT, "llama31_8b", given, {}, L40S, any_kind=True).config.gpus_per_node == 1
+    )
     given.layers += 1
     with pytest.raises(OutOfMemory, match="not fit"):
         select_config(ROOT, "llama31_8b", given, {}, L40S, any_kind=True)
@@ -164,11 +206,20 @@ def test_a_config_that_only_bears_our_name_is_modified(tmp_path):
     assert changed.log_name == "H200_1x4+modified.toml" and "differs" in changed.notes[0]
 
 
-def test_versions_known_to_compute_wrongly_are_refused_for_a_run_and_named_for_a_measurement(monkeypatch):
-    monkeypatch.setattr("common.known_issues.installed", lambda driver: {"rocm": "7.13.26183", "driver": driver})
+def test_versions_known_to_compute_wrongly_are_refused_for_a_run_and_named_for_a_measurement(
+    monkeypatch,
+):
+    monkeypatch.setattr(
+        "common.known_issues.installed", lambda driver: {"rocm": "7.13.26183", "driver": driver}
+    )
     mi355x = Probe("amd", (Device("AMD Instinct MI355X", "gfx950", 288 * GIB, 256),) * 8)
-    with pytest.raises(PreflightError, match=re.escape("rocm 7.13.26183 is known to compute wrongly on MI355X")):
+    with pytest.raises(
+        PreflightError, match=re.escape("rocm 7.13.26183 is known to compute wrongly on MI355X")
+    ):
         select(mi355x)
-    for chosen in (select(mi355x, any_kind=True), select(mi355x, {"ALLOW_KNOWN_ISSUES": "rocm-7.12-bf16-nan"})):
+    for chosen in (
+        select(mi355x, any_kind=True),
+        select(mi355x, {"ALLOW_KNOWN_ISSUES": "rocm-7.12-bf16-nan"}),
+    ):
         assert "rocm-7.12-bf16-nan" in chosen.notes[0]
     assert select(MI300X).notes == () and select(mi355x, device="cpu").notes == ()

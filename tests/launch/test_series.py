@@ -22,8 +22,15 @@ from launch import series
 from launch.diagnosis import read_result
 
 # Reaches the miniature's target in two thirds of the sequences that its config needs.
-QUICK = ("global_batch_size=4", "micro_batch_size=4", "opt_base_learning_rate=3e-3", "opt_learning_rate_warmup_steps=40")
-SMALL_DISK = 70_000  # bytes: enough for the ledger and the reserve of an attempt, not for the log of the toy
+QUICK = (
+    "global_batch_size=4",
+    "micro_batch_size=4",
+    "opt_base_learning_rate=3e-3",
+    "opt_learning_rate_warmup_steps=40",
+)
+SMALL_DISK = (
+    70_000  # bytes: enough for the ledger and the reserve of an attempt, not for the log of the toy
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +45,15 @@ class Running:
         self.cwd = cwd
         for attempt in held:
             (cwd / f"hold_{attempt}").write_text("")
-        self.process = launch(project, cwd, *arguments, shell=shell, **({"TOY": "held"} | variables))
+        self.process = launch(
+            project, cwd, *arguments, shell=shell, **({"TOY": "held"} | variables)
+        )
 
     def lines(self, event):
         path = self.cwd / "out/toy/attempts.jsonl"
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        found = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        )
         return [line for line in found if line["event"] == event]
 
     def run_dir(self, attempt: int) -> Path:
@@ -50,11 +61,23 @@ class Running:
 
         def started():
             assert self.process.poll() is None, self.process.communicate()
-            folders = [self.cwd / "out/toy" / line["run"] for line in self.lines("start") if line["attempt"] == attempt]
-            return folders and all((folders[-1] / f"pid_{rank}").is_file() and (folders[-1] / f"pid_{rank}").read_text() for rank in (0, 1))
+            folders = [
+                self.cwd / "out/toy" / line["run"]
+                for line in self.lines("start")
+                if line["attempt"] == attempt
+            ]
+            return folders and all(
+                (folders[-1] / f"pid_{rank}").is_file()
+                and (folders[-1] / f"pid_{rank}").read_text()
+                for rank in (0, 1)
+            )
 
         wait_until(started, 60)
-        return self.cwd / "out/toy" / next(line["run"] for line in self.lines("start") if line["attempt"] == attempt)
+        return (
+            self.cwd
+            / "out/toy"
+            / next(line["run"] for line in self.lines("start") if line["attempt"] == attempt)
+        )
 
     def release(self, attempt: int) -> None:
         (self.cwd / f"hold_{attempt}").unlink()
@@ -80,21 +103,42 @@ def test_as_many_good_runs_as_asked_for_though_two_fail(project, tmp_path):
     code, out, err = finish(running.process)
     assert code == 0, err
     starts, ends = running.lines("start"), running.lines("end")
-    assert [line["attempt"] for line in starts] == [line["attempt"] for line in ends] == list(range(1, 7))
-    assert {line["attempt"]: (line["exit_code"], line["kind"]) for line in ends if line["exit_code"]} == {
+    assert (
+        [line["attempt"] for line in starts]
+        == [line["attempt"] for line in ends]
+        == list(range(1, 7))
+    )
+    assert {
+        line["attempt"]: (line["exit_code"], line["kind"]) for line in ends if line["exit_code"]
+    } == {
         2: (14, "rank_lost"),
         5: (17, "storage"),
     }
     assert len({line["seed"] for line in ends}) == 6 and max(line["seed"] for line in ends) > 2**24
-    assert len({line["run"] for line in ends}) == 6 and len({line["series"] for line in ends}) == 1 == len(running.lines("closed"))
+    assert len({line["run"] for line in ends}) == 6 and len(
+        {line["series"] for line in ends}
+    ) == 1 == len(running.lines("closed"))
     for line in ends:
-        assert set(line) >= {"started", "reason", "minutes", "samples", "config", "modified", "commit"} and line["cache"] == "fadvise"
+        assert (
+            set(line) >= {"started", "reason", "minutes", "samples", "config", "modified", "commit"}
+            and line["cache"] == "fadvise"
+        )
         folder = tmp_path / "out/toy" / line["run"]
-        assert (folder / "failure.json").is_file() == bool(line["exit_code"]) and f"seed{line['seed']}" in folder.name
+        assert (folder / "failure.json").is_file() == bool(
+            line["exit_code"]
+        ) and f"seed{line['seed']}" in folder.name
         assert (read_result(folder / "result.txt").status == "success") == (line["exit_code"] == 0)
-        assert (line["minutes"] is None) == (line["attempt"] == 5), "nobody was left to write run_stop: an empty field, no guess"
-    assert not list(tmp_path.rglob("result_*.txt")) and not list(tmp_path.rglob("*.lock")), "no glob of a tool finds the failures"
-    assert "6 attempts, 4 of 4 good, 2 failed" in err and "attempt  5  exit code 17 (storage)" in err and "attempts.jsonl" in err
+        assert (line["minutes"] is None) == (line["attempt"] == 5), (
+            "nobody was left to write run_stop: an empty field, no guess"
+        )
+    assert not list(tmp_path.rglob("result_*.txt")) and not list(tmp_path.rglob("*.lock")), (
+        "no glob of a tool finds the failures"
+    )
+    assert (
+        "6 attempts, 4 of 4 good, 2 failed" in err
+        and "attempt  5  exit code 17 (storage)" in err
+        and "attempts.jsonl" in err
+    )
     assert out.count("STARTING TIMING RUN") == 6
 
 
@@ -108,7 +152,11 @@ def test_enough_is_enough(project, tmp_path):
             running.release(2)
     code, _, err = finish(running.process)
     assert code == 14 and "3 attempts, 1 of 3 good, 2 failed" in err and "--resume" in err
-    assert [line["exit_code"] for line in running.lines("end")] == [14, 0, 14] and not running.lines("closed")
+    assert [line["exit_code"] for line in running.lines("end")] == [
+        14,
+        0,
+        14,
+    ] and not running.lines("closed")
     code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 0 and "5 attempts, 3 of 3 good" in err, err
 
@@ -125,18 +173,33 @@ def test_a_launcher_that_is_killed_is_resumed(project, tmp_path):
         (["--set", "max_samples=99"], "config was CPU_1x1.toml, now CPU_1x1+modified.toml"),
         ([], "NEXP was 3, now 2"),
     ):
-        code, _, err = finish(launch(project, tmp_path, "--resume", *arguments, TOY="good", NEXP="" if arguments else "2"))
-        assert code == 2 and words in err and (tmp_path / "out/toy/attempts.jsonl").read_bytes() == ledger_before
+        code, _, err = finish(
+            launch(
+                project, tmp_path, "--resume", *arguments, TOY="good", NEXP="" if arguments else "2"
+            )
+        )
+        assert (
+            code == 2
+            and words in err
+            and (tmp_path / "out/toy/attempts.jsonl").read_bytes() == ledger_before
+        )
     log_of_the_lost = (lost / "result.txt").read_bytes()
     code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 0 and "4 attempts, 3 of 3 good, 1 failed" in err, err
     ends = running.lines("end")
-    assert [(line["attempt"], line["kind"]) for line in ends] == [(1, "success"), (2, "lost"), (3, "success"), (4, "success")]
+    assert [(line["attempt"], line["kind"]) for line in ends] == [
+        (1, "success"),
+        (2, "lost"),
+        (3, "success"),
+        (4, "success"),
+    ]
     assert len({line["seed"] for line in ends}) == 4 and len({line["series"] for line in ends}) == 1
-    assert (tmp_path / "out/toy/attempts.jsonl").read_bytes().startswith(ledger_before), "only ever appended to"
-    assert (lost / "result.txt").read_bytes().startswith(log_of_the_lost) and json.loads((lost / "failure.json").read_text())[
-        "kind"
-    ] == "lost"
+    assert (tmp_path / "out/toy/attempts.jsonl").read_bytes().startswith(ledger_before), (
+        "only ever appended to"
+    )
+    assert (lost / "result.txt").read_bytes().startswith(log_of_the_lost) and json.loads(
+        (lost / "failure.json").read_text()
+    )["kind"] == "lost"
     assert not alive(lost)
     code, _, err = finish(launch(project, tmp_path, "--resume", TOY="good"))
     assert code == 2 and "nothing to resume" in err
@@ -150,12 +213,17 @@ def test_a_signal_ends_the_series(project, tmp_path):
     running.process.send_signal(signal.SIGINT)
     code, _, err = finish(running.process)
     assert code == 130 and "1 attempts, 0 of 3 good" in err
-    assert [(line["exit_code"], line["kind"]) for line in running.lines("end")] == [(130, "interrupted")]
+    assert [(line["exit_code"], line["kind"]) for line in running.lines("end")] == [
+        (130, "interrupted")
+    ]
 
 
 def test_two_series_in_one_place_do_not_mix(project, tmp_path):
     both = []
-    for count in (1, 2):  # the second when the first has made the data: what is being written is in the page cache
+    for count in (
+        1,
+        2,
+    ):  # the second when the first has made the data: what is being written is in the page cache
         both.append(Running(project, tmp_path, held=(1,), NEXP="2"))
         wait_until(lambda count=count: len(list(tmp_path.glob("out/toy/*/pid_1"))) == count, 60)
     both[0].release(1)
@@ -202,7 +270,9 @@ def test_what_cannot_be_requested(environment, max_failures, resume):
 def test_seeds_are_drawn_anew_until_one_is_new(tmp_path, monkeypatch):
     record = ledger.Record("s", 10, {}, {1: {"seed": 7}})
     drawn = iter([7, 7, 8])
-    monkeypatch.setattr(series.secrets, "randbits", lambda bits: next(drawn) if bits == 32 else None)
+    monkeypatch.setattr(
+        series.secrets, "randbits", lambda bits: next(drawn) if bits == 32 else None
+    )
     assert series.Series(tmp_path, record, None).seed() == 8
 
 
@@ -210,9 +280,15 @@ def test_resume_says_everything_that_changed(tmp_path):
     record = ledger.Record("s", 10, {"commit": "a", "gpus": "8 x MI355X", "config": "x"})
     with pytest.raises(ConfigError) as caught:
         series.resume_series(
-            series.Series(tmp_path, record, None), {"commit": "b", "gpus": "4 x H200", "config": "x"}, series.Request(0, 2)
+            series.Series(tmp_path, record, None),
+            {"commit": "b", "gpus": "4 x H200", "config": "x"},
+            series.Request(0, 2),
         )
-    assert "commit" in caught.value.what and "gpus was" in caught.value.what and "config" not in caught.value.what
+    assert (
+        "commit" in caught.value.what
+        and "gpus was" in caught.value.what
+        and "config" not in caught.value.what
+    )
 
 
 # --- the real thing ---------------------------------------------------------------------------------------------------
@@ -228,10 +304,19 @@ def test_a_killed_run_of_the_miniature_is_followed_by_a_good_one(tmp_path, minia
         "LOGDIR": str(tmp_path / "results"),
         "NEXP": "1",
     }
-    command = [str(ROOT / "run_and_time.sh"), "llama31_8b", "--device", "cpu", "--max-failures", "1"]
+    command = [
+        str(ROOT / "run_and_time.sh"),
+        "llama31_8b",
+        "--device",
+        "cpu",
+        "--max-failures",
+        "1",
+    ]
     for setting in QUICK:
         command += ["--set", setting]
-    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
     def heartbeat():
         beats = list(tmp_path.glob("results/llama31_8b/*/ranks/rank_0.heartbeat"))
@@ -247,8 +332,16 @@ def test_a_killed_run_of_the_miniature_is_followed_by_a_good_one(tmp_path, minia
     os.kill(heartbeat()["pid"], signal.SIGKILL)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    lines = [json.loads(line) for line in (tmp_path / "results/llama31_8b/attempts.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "results/llama31_8b/attempts.jsonl").read_text().splitlines()
+    ]
     killed, good = [line for line in lines if line["event"] == "end"]
-    assert (killed["exit_code"], killed["kind"], good["exit_code"], good["modified"]) == (14, "rank_lost", 0, True)
+    assert (killed["exit_code"], killed["kind"], good["exit_code"], good["modified"]) == (
+        14,
+        "rank_lost",
+        0,
+        True,
+    )
     assert killed["seed"] != good["seed"] and good["minutes"] > 0 and good["samples"] % 1024 == 0
     assert "2 attempts, 1 of 1 good, 1 failed" in err

@@ -12,7 +12,12 @@ from common.gpu_kinds import GIB
 from common.hardware import Device, Probe
 from common.paths import ROOT
 from launch import torch_build
-from launch.torch_build import missing_compiler, nvidia_builds, require_fitting_torch, suitable_builds
+from launch.torch_build import (
+    missing_compiler,
+    nvidia_builds,
+    require_fitting_torch,
+    suitable_builds,
+)
 from throughput import options
 
 
@@ -37,16 +42,27 @@ def fake_nvidia_smi(folder: Path, script: str) -> dict[str, str]:
     ],
 )
 def test_the_driver_decides_the_build(tmp_path, driver, capability, builds):
-    environment = fake_nvidia_smi(tmp_path, f"echo '{driver}, {capability}'; echo '{driver}, {capability}'")
+    environment = fake_nvidia_smi(
+        tmp_path, f"echo '{driver}, {capability}'; echo '{driver}, {capability}'"
+    )
     assert suitable_builds(environment, tmp_path, tmp_path) == builds
 
 
-@pytest.mark.parametrize(("driver", "capability"), [("570.124.06", "10.3"), ("550.54.15", "10.0"), ("515.1", "9.0"), ("570.1", "12.1")])
-def test_a_driver_that_is_too_old_is_refused_before_anything_is_installed(tmp_path, driver, capability):
+@pytest.mark.parametrize(
+    ("driver", "capability"),
+    [("570.124.06", "10.3"), ("550.54.15", "10.0"), ("515.1", "9.0"), ("570.1", "12.1")],
+)
+def test_a_driver_that_is_too_old_is_refused_before_anything_is_installed(
+    tmp_path, driver, capability
+):
     environment = fake_nvidia_smi(tmp_path, f"echo '{driver}, {capability}'")
     with pytest.raises(PreflightError, match=driver) as caught:
         suitable_builds(environment, tmp_path, tmp_path)
-    assert capability in caught.value.what and "580" in caught.value.do and "cuda-compat" in caught.value.do
+    assert (
+        capability in caught.value.what
+        and "580" in caught.value.do
+        and "cuda-compat" in caught.value.do
+    )
 
 
 def test_torch_for_cuda_12_exists_for_x86_only():
@@ -68,7 +84,9 @@ def test_a_machine_without_gpus_and_one_of_amd(tmp_path):
     environment = fake_nvidia_smi(tmp_path, "echo 'No devices were found'; exit 6")
     assert suitable_builds(environment, tmp_path, tmp_path)[0] == "cpu"
     environment = fake_nvidia_smi(tmp_path, "echo 'Driver/library version mismatch'; exit 18")
-    assert suitable_builds(environment, tmp_path, tmp_path)[0] == "cuda", "the run is refused, not the packages"
+    assert suitable_builds(environment, tmp_path, tmp_path)[0] == "cuda", (
+        "the run is refused, not the packages"
+    )
     (tmp_path / "class/kfd").mkdir(parents=True)
     (tmp_path / "kfd").write_text("")
     assert suitable_builds(environment, tmp_path, tmp_path) == ("rocm",)
@@ -111,13 +129,32 @@ def test_torch_must_be_built_for_the_gpus_found(found, versions, refused):
 H200_ROW = "GPU-1, NVIDIA H200, 143771, 9.0, Disabled, 580.95.05"
 
 
-@pytest.mark.parametrize("words", [["llama31_8b", "bench"], ["llama31_8b"], ["throughput", "gemm"]], ids=" ".join)
-@pytest.mark.skipif(torch_build.installed_build() != "cpu", reason="this torch is not the one for CPUs")
+@pytest.mark.parametrize(
+    "words", [["llama31_8b", "bench"], ["llama31_8b"], ["throughput", "gemm"]], ids=" ".join
+)
+@pytest.mark.skipif(
+    torch_build.installed_build() != "cpu", reason="this torch is not the one for CPUs"
+)
 def test_torch_for_cpus_beside_a_gpu_is_refused_before_anything_starts(tmp_path, words):
     """The failure was AttributeError: module 'torch._C' has no attribute '_cuda_setDevice', in each rank."""
-    environment = os.environ | fake_nvidia_smi(tmp_path, f"echo '{H200_ROW}'") | {"LOGDIR": str(tmp_path / "out")}
-    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 18 and "setup --for cuda" in done.stderr and "Traceback" not in done.stderr
+    environment = (
+        os.environ
+        | fake_nvidia_smi(tmp_path, f"echo '{H200_ROW}'")
+        | {"LOGDIR": str(tmp_path / "out")}
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (
+        done.returncode == 18
+        and "setup --for cuda" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -129,10 +166,17 @@ def test_a_measurement_on_the_cpu_asks_for_no_torch_of_the_gpu():
 
 
 def test_compiler_and_header_are_asked_for_by_their_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_build.sysconfig, "get_config_var", lambda name: str(tmp_path / "include"))
+    monkeypatch.setattr(
+        torch_build.sysconfig, "get_config_var", lambda name: str(tmp_path / "include")
+    )
     bare = {"PATH": str(tmp_path)}
     text = missing_compiler(bare)
-    assert "C compiler" in text and "Python.h" in text and "gcc" in text and f"python3.{sys.version_info.minor}-dev" in text
+    assert (
+        "C compiler" in text
+        and "Python.h" in text
+        and "gcc" in text
+        and f"python3.{sys.version_info.minor}-dev" in text
+    )
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").write_text("")
     assert "Python.h not" not in missing_compiler(bare)
@@ -140,4 +184,6 @@ def test_compiler_and_header_are_asked_for_by_their_packages(tmp_path, monkeypat
         (tmp_path / program).write_text("#!/bin/sh\n")
         (tmp_path / program).chmod(0o755)
     assert missing_compiler(bare) == ""
-    assert missing_compiler(bare | {"CC": "icx"}) == "" and "nowhere" in missing_compiler(bare | {"CC": "nowhere"})
+    assert missing_compiler(bare | {"CC": "icx"}) == "" and "nowhere" in missing_compiler(
+        bare | {"CC": "nowhere"}
+    )

@@ -29,7 +29,9 @@ def host(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(tuning, "HOLD", [sys.executable, "-c", HOLD.format(words=["hold"], root=str(tmp_path))])
+    monkeypatch.setattr(
+        tuning, "HOLD", [sys.executable, "-c", HOLD.format(words=["hold"], root=str(tmp_path))]
+    )
     monkeypatch.setattr(tuning.os, "geteuid", lambda: 0)
     return tmp_path
 
@@ -39,10 +41,16 @@ def values(host):
 
 
 def test_settings_hold_inside_and_are_put_back_after_an_error(host):
-    assert tuning.state(host) == {"numa_balancing": tuning.BETTER, "nmi_watchdog": "good"} and "numa_balancing" in tuning.advice(host)
+    assert tuning.state(host) == {
+        "numa_balancing": tuning.BETTER,
+        "nmi_watchdog": "good",
+    } and "numa_balancing" in tuning.advice(host)
     with pytest.raises(ZeroDivisionError), tuning.tuned(ROOT):
         assert values(host) == ["0", "0"]
-        assert tuning.state(host) == {"numa_balancing": "good", "nmi_watchdog": "good"} and not tuning.advice(host)
+        assert tuning.state(host) == {
+            "numa_balancing": "good",
+            "nmi_watchdog": "good",
+        } and not tuning.advice(host)
         raise ZeroDivisionError
     assert values(host) == ["1", "0"]
 
@@ -57,7 +65,9 @@ def test_a_setting_that_cannot_be_made_ends_the_command_and_leaves_nothing(host,
         pytest.fail("the run started")
 
 
-def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_better(monkeypatch, capsys):
+def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_better(
+    monkeypatch, capsys
+):
     order = []
 
     @contextlib.contextmanager
@@ -77,12 +87,20 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
     )
     for name, value in {
         **{"job_from": lambda *_, **__: given, "header": lambda *_: [], "doubts": lambda *_: []},
-        **{"run_all": lambda *_: order.append("runs") or 0, "outlive_readers": lambda: None, "raise_at_signals": lambda: None},
+        **{
+            "run_all": lambda *_: order.append("runs") or 0,
+            "outlive_readers": lambda: None,
+            "raise_at_signals": lambda: None,
+        },
     }.items():
         monkeypatch.setattr(program, name, value)
     monkeypatch.setattr(tuning, "tuned", tuned)
     monkeypatch.setattr(tuning, "advice", lambda: "governor could be better")
-    assert program.main(["run", "llama31_8b", "--tune"]) == 0 and order == ["made", "runs", "put back"]
+    assert program.main(["run", "llama31_8b", "--tune"]) == 0 and order == [
+        "made",
+        "runs",
+        "put back",
+    ]
     assert "could be better" not in capsys.readouterr().err
     assert program.main(["run", "llama31_8b"]) == 0 and order[3:] == ["runs"]
     assert "tuning check" in capsys.readouterr().err
@@ -98,8 +116,15 @@ def test_they_are_put_back_when_the_launcher_is_killed(host, number):
     """SIGINT reaches all of a terminal's processes; who holds the settings waits for the launcher's end."""
     words = f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\nfrom launch import tuning\ntuning.HOLD = {tuning.HOLD!r}\n"
     words += "tuning.os.geteuid = lambda: 0\n"
-    words += f"with tuning.tuned({str(ROOT)!r}):\n    print('running', flush=True)\n    time.sleep(60)\n"
-    launcher = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    words += (
+        f"with tuning.tuned({str(ROOT)!r}):\n    print('running', flush=True)\n    time.sleep(60)\n"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     assert launcher.stdout.readline() == b"running\n" and values(host) == ["0", "0"]
     if number == signal.SIGKILL:
         launcher.kill()

@@ -25,7 +25,13 @@ from llama2_70b_lora.rules import CLOSED, DATA_FILES
 pytestmark = pytest.mark.quick
 
 VOCAB, LENGTH, ROWS = 61, 12, 10
-RULES = replace(CLOSED, shape=ModelShape(1, 32, 48, 4, 2, VOCAB, 10000.0), sequence_length=LENGTH, train_samples=ROWS, eval_samples=3)
+RULES = replace(
+    CLOSED,
+    shape=ModelShape(1, 32, 48, 4, 2, VOCAB, 10000.0),
+    sequence_length=LENGTH,
+    train_samples=ROWS,
+    eval_samples=3,
+)
 
 
 def write(folder, train=None, validation=None):
@@ -67,9 +73,15 @@ def test_seeds_differ_and_repeat():
 def test_a_global_batch_is_the_same_for_any_ranks(tmp_path, world, micro):
     """Six steps of 4 of 10 rows: batches hold the end of one epoch and the beginning of the next."""
     rows = train_rows(tmp_path)
-    per_rank = [numbers(train_batches(rows, 7, 4, micro, rank, world), 24 // (world * micro)) for rank in range(world)]
+    per_rank = [
+        numbers(train_batches(rows, 7, 4, micro, rank, world), 24 // (world * micro))
+        for rank in range(world)
+    ]
     passes = 4 // (world * micro)
-    steps = [[n for rank in per_rank for part in rank[s * passes : (s + 1) * passes] for n in part] for s in range(6)]
+    steps = [
+        [n for rank in per_rank for part in rank[s * passes : (s + 1) * passes] for n in part]
+        for s in range(6)
+    ]
     expected = list(islice(row_order(ROWS, 7), 24))
     assert steps == [expected[i : i + 4] for i in range(0, 24, 4)]
 
@@ -95,8 +107,18 @@ def test_the_loss_is_that_of_hugging_face(tmp_path):
     transformers = pytest.importorskip("transformers")
     shape = ModelShape(1, 32, 48, 4, 2, VOCAB, 10000.0)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, rms_norm_eps=1e-5, initializer_range=0.5, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCAB, rms_norm_eps=1e-5, initializer_range=0.5, **sizes
+        )
+    )
     theirs.save_pretrained(tmp_path / "model")
     ours = fused_llama(shape, LENGTH)
     load_base(ours, tmp_path / "model")
@@ -106,7 +128,10 @@ def test_the_loss_is_that_of_hugging_face(tmp_path):
     pairs = torch.from_numpy(next_token_labels(rows.astype(np.int32)))
     with torch.no_grad():
         loss_sum, count = ours(*pairs.unbind(1))
-        expected = [theirs(torch.tensor(ids)[None], labels=torch.tensor(labels)[None]).loss for ids, labels in rows]
+        expected = [
+            theirs(torch.tensor(ids)[None], labels=torch.tensor(labels)[None]).loss
+            for ids, labels in rows
+        ]
     torch.testing.assert_close(loss_sum / count, torch.stack(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -119,18 +144,29 @@ def test_the_ignored_label_is_that_of_the_loss():
 
 def test_reading_needs_no_torch():
     code = "import sys; import llama2_70b_lora.data; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
     assert done.stdout.strip() == "False", done.stderr
 
 
 # What MLCommons' files are, in types that other writers choose.
 @pytest.mark.parametrize(
-    "kind", [pyarrow.list_(pyarrow.int64()), pyarrow.large_list(pyarrow.int16()), pyarrow.list_(pyarrow.int32(), LENGTH)], ids=str
+    "kind",
+    [
+        pyarrow.list_(pyarrow.int64()),
+        pyarrow.large_list(pyarrow.int16()),
+        pyarrow.list_(pyarrow.int32(), LENGTH),
+    ],
+    ids=str,
 )
 def test_every_type_of_integer_lists_is_read(tmp_path, kind):
     rows = np.repeat(np.random.default_rng(0).integers(VOCAB, size=(ROWS, 1, LENGTH)), 2, axis=1)
     rows[3, 1, :6] = -100
-    columns = {name: pyarrow.array([list(map(int, row[i])) for row in rows], kind) for i, name in enumerate(data.COLUMNS)}
+    columns = {
+        name: pyarrow.array([list(map(int, row[i])) for row in rows], kind)
+        for i, name in enumerate(data.COLUMNS)
+    }
     parquet.write_table(pyarrow.table(columns), tmp_path / DATA_FILES["train"], row_group_size=4)
     assert np.array_equal(read_rows(tmp_path, "train", RULES), rows)
 
@@ -142,23 +178,46 @@ def rewritten(path):
 
 
 def other_columns(ids, labels):
-    return lambda path: parquet.write_table(pyarrow.table({"input_ids": ids, "labels": labels}), path)
+    return lambda path: parquet.write_table(
+        pyarrow.table({"input_ids": ids, "labels": labels}), path
+    )
 
 
 FILES = {
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 40), "cannot be read as GovReport"),
+    "truncated": (
+        lambda path: os.truncate(path, path.stat().st_size - 40),
+        "cannot be read as GovReport",
+    ),
     "empty": (lambda path: os.truncate(path, 0), "cannot be read as GovReport"),
     "overwritten": (rewritten, "cannot be read as GovReport|position|tokens|input_ids"),
     "text": (lambda path: path.write_text("input_ids,labels\n"), "cannot be read as GovReport"),
     "missing": (lambda path: path.unlink(), "cannot be read as GovReport: .*No such file"),
-    "no labels": (lambda path: parquet.write_table(parquet.read_table(path).drop_columns("labels"), path), "cannot be read as GovReport"),
+    "no labels": (
+        lambda path: parquet.write_table(parquet.read_table(path).drop_columns("labels"), path),
+        "cannot be read as GovReport",
+    ),
     "text column": (other_columns(["a"], ["b"]), "cannot be read as GovReport"),
-    "texts": (other_columns([["1"] * LENGTH], [["1"] * LENGTH]), "input_ids has values of type string"),
+    "texts": (
+        other_columns([["1"] * LENGTH], [["1"] * LENGTH]),
+        "input_ids has values of type string",
+    ),
     "holes": (other_columns([[None] * LENGTH], [[1] * LENGTH]), "input_ids has values of type"),
-    "missing rows": (other_columns([None, [1] * LENGTH], [[1] * LENGTH] * 2), "row 0: expected 12 input_ids, got nan"),
-    "unequal": (other_columns([[1] * LENGTH], [[1] * (LENGTH - 1)]), "row 0: expected 12 labels, got 11"),
-    "too wide": (other_columns([[2**32 + 1] * LENGTH], [[1] * LENGTH]), "cannot be read as GovReport: Integer value 4294967297"),
-    "too few": (other_columns([[1] * LENGTH] * 9, [[1] * LENGTH] * 9), "expected 10 sequences, got 9"),
+    "missing rows": (
+        other_columns([None, [1] * LENGTH], [[1] * LENGTH] * 2),
+        "row 0: expected 12 input_ids, got nan",
+    ),
+    "unequal": (
+        other_columns([[1] * LENGTH], [[1] * (LENGTH - 1)]),
+        "row 0: expected 12 labels, got 11",
+    ),
+    "too wide": (
+        other_columns([[2**32 + 1] * LENGTH], [[1] * LENGTH]),
+        "cannot be read as GovReport: Integer value 4294967297",
+    ),
+    "too few": (
+        other_columns([[1] * LENGTH] * 9, [[1] * LENGTH] * 9),
+        "expected 10 sequences, got 9",
+    ),
 }
 
 
@@ -173,12 +232,36 @@ def test_a_damaged_file_is_named(tmp_path, kind):
 
 
 ROWS_WRONG = {
-    "id too high": ((slice(None), 3), VOCAB, "row 4, position 3: expected a token id from 0 to 60, got 61"),
-    "id negative": ((slice(None), 3), -1, "row 4, position 3: expected a token id from 0 to 60, got -1"),
-    "label of another token": ((1, 3), 2, "row 4, position 3: expected the token id of the same position or -100 as label, got 2"),
-    "label negative": ((1, 3), -1, "row 4, position 3: expected the token id of the same position or -100 as label, got -1"),
-    "all masked": ((1, slice(None)), -100, "all labels are masked in 1 sequences, the first is row 4"),
-    "all masked but the first": ((1, slice(1, None)), -100, "all labels are masked in 1 sequences, the first is row 4"),
+    "id too high": (
+        (slice(None), 3),
+        VOCAB,
+        "row 4, position 3: expected a token id from 0 to 60, got 61",
+    ),
+    "id negative": (
+        (slice(None), 3),
+        -1,
+        "row 4, position 3: expected a token id from 0 to 60, got -1",
+    ),
+    "label of another token": (
+        (1, 3),
+        2,
+        "row 4, position 3: expected the token id of the same position or -100 as label, got 2",
+    ),
+    "label negative": (
+        (1, 3),
+        -1,
+        "row 4, position 3: expected the token id of the same position or -100 as label, got -1",
+    ),
+    "all masked": (
+        (1, slice(None)),
+        -100,
+        "all labels are masked in 1 sequences, the first is row 4",
+    ),
+    "all masked but the first": (
+        (1, slice(1, None)),
+        -100,
+        "all labels are masked in 1 sequences, the first is row 4",
+    ),
 }
 
 

@@ -22,10 +22,15 @@ def sittings(processes, folder):
 def test_it_continues_bit_for_bit(processes, tmp_path):
     whole, rest = sittings(processes, tmp_path)
     begin = len(whole["losses"]) - len(rest["losses"])
-    assert 0 < begin < len(whole["losses"]) and len(whole["evaluations"]) > len(rest["evaluations"]) > 0
+    assert (
+        0 < begin < len(whole["losses"])
+        and len(whole["evaluations"]) > len(rest["evaluations"]) > 0
+    )
     for key in ("losses", "norms", "rates"):
         assert rest[key] == whole[key][begin:], key
     assert rest["evaluations"] == whole["evaluations"][-len(rest["evaluations"]) :]
     files = list((tmp_path / "run" / FOLDER).rglob("*.safetensors"))
     base = (tmp_path / "rank_0/run/data/base").rglob("*.safetensors")
-    assert len(files) == 1 and sum(path.stat().st_size for path in files) < sum(path.stat().st_size for path in base)
+    assert len(files) == 1 and sum(path.stat().st_size for path in files) < sum(
+        path.stat().st_size for path in base
+    )

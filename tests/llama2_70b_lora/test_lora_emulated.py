@@ -10,7 +10,11 @@ def test_every_storage_of_a_base_in_fp8_gives_the_same_bits(processes):
     plain = few_steps(processes, **FORMAT)
     for storage in ({"frozen_base": "replicated_both"}, {"offload_layers": 1}):
         found = few_steps(processes, **FORMAT, **storage)
-        assert (found["losses"], found["norms"], found["evaluation"]) == (plain["losses"], plain["norms"], plain["evaluation"])
+        assert (found["losses"], found["norms"], found["evaluation"]) == (
+            plain["losses"],
+            plain["norms"],
+            plain["evaluation"],
+        )
     assert plain["base unchanged"] and plain["losses"][-1] < plain["losses"][0]
     assert plain["losses"] != few_steps(processes, linear="fp8")["losses"]
 
@@ -19,5 +23,8 @@ def test_every_storage_of_a_base_in_fp8_gives_the_same_bits(processes):
 def test_after_healing_it_goes_on_in_what_the_base_is_stored_in(processes, then):
     healed = few_steps(processes, linear=f"mxfp4 until step 3, then {then}")
     unhealed = few_steps(processes, linear=f"mxfp4 until step 9999, then {then}")
-    assert healed["losses"][:3] == unhealed["losses"][:3] and healed["losses"][3] != unhealed["losses"][3]
+    assert (
+        healed["losses"][:3] == unhealed["losses"][:3]
+        and healed["losses"][3] != unhealed["losses"][3]
+    )
     assert len(healed["losses"]) == 6 and healed["base unchanged"] and RULES.lora_dropout == 0

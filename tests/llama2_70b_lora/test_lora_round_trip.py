@@ -42,18 +42,30 @@ TINY = replace(
 )
 
 
-def start(folder, rules, processes, layout="fused", run_dir=None, checkpoint="", continues=None, **changes):
+def start(
+    folder, rules, processes, layout="fused", run_dir=None, checkpoint="", continues=None, **changes
+):
     """A whole run of the LoRA trainer in this process; the run directory, `folder`/run if not given, and the RunError that ended it."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     splits = {"train": rules.train_samples, "validation": rules.eval_samples}
-    write(folder / "data", **{split: np.repeat(random.integers(VOCAB, size=(rows, 1, LENGTH)), 2, 1) for split, rows in splits.items()})
+    write(
+        folder / "data",
+        **{
+            split: np.repeat(random.integers(VOCAB, size=(rows, 1, LENGTH)), 2, 1)
+            for split, rows in splits.items()
+        },
+    )
     base = fused_llama(SHAPE, LENGTH)
     init_weights(base, SHAPE.num_layers, 1, 0.2, copy_weight)
     write_checkpoint(base, folder / "data" / "base", layout=layout)
     run_dir = run_dir or folder / "run"
     run_dir.mkdir(exist_ok=True)
-    config = from_table(TABLE | {"gpus_per_node": processes.world_size, "micro_batch_size": 8} | changes, Config, "test")
+    config = from_table(
+        TABLE | {"gpus_per_node": processes.world_size, "micro_batch_size": 8} | changes,
+        Config,
+        "test",
+    )
     asked = Run(
         benchmark="llama2_70b_lora",
         config=config,
@@ -88,15 +100,24 @@ def test_peft_and_the_merged_checkpoint_give_the_logits_of_the_run(tmp_path, pro
     run_dir, error = start(tmp_path, TINY, processes, layout)
     assert error is None
     saved = load_file(run_dir / "adapter" / "adapter_model.safetensors")
-    assert any(tensor.any() for name, tensor in saved.items() if "lora_B" in name), "the adapters have learned something"
+    assert any(tensor.any() for name, tensor in saved.items() if "lora_B" in name), (
+        "the adapters have learned something"
+    )
     base, ordinary = tmp_path / "data" / "base", tmp_path / "ordinary"
     model = fused_llama(SHAPE, LENGTH)
     load_base(model, base)
     write_checkpoint(model, ordinary, layout="ordinary")  # what transformers can read
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
-    peft = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(ordinary, dtype=torch.float32), run_dir / "adapter").eval()
+    peft = PeftModel.from_pretrained(
+        LlamaForCausalLM.from_pretrained(ordinary, dtype=torch.float32), run_dir / "adapter"
+    ).eval()
     merged = tmp_path / "merged"
-    assert merge.main(["--base", str(base), "--adapter", str(run_dir / "adapter"), "--out", str(merged)]) == 0
+    assert (
+        merge.main(
+            ["--base", str(base), "--adapter", str(run_dir / "adapter"), "--out", str(merged)]
+        )
+        == 0
+    )
     ours = fused_llama(SHAPE, LENGTH)
     load_base(ours, merged)
     with torch.no_grad():
@@ -109,18 +130,33 @@ def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, 
     """Real rules and loop; a scripted step and evaluation stand in for the compute of 1,920 sequences of 8192 tokens."""
     losses = iter([0.93, 0.925])
     closed = replace(CLOSED, shape=SHAPE, sequence_length=LENGTH)
-    monkeypatch.setattr("common.training.loop.train_step", lambda *args: (torch.tensor(1.2), torch.tensor(0.1)))
+    monkeypatch.setattr(
+        "common.training.loop.train_step", lambda *args: (torch.tensor(1.2), torch.tensor(0.1))
+    )
     monkeypatch.setattr("common.training.loop.evaluate", lambda *args: next(losses))
     monkeypatch.setattr("common.training.timed_run.warm_up", lambda *args: None)
-    monkeypatch.setattr("common.training.timed_run.hyperparameters", lambda config, rules, *rest: hyperparameters(config, CLOSED, *rest))
+    monkeypatch.setattr(
+        "common.training.timed_run.hyperparameters",
+        lambda config, rules, *rest: hyperparameters(config, CLOSED, *rest),
+    )
     monkeypatch.setenv("CACHE_CLEARED", "fadvise")
     run_dir, error = start(
-        tmp_path, closed, processes, miniature=False, opt_base_learning_rate=4e-4, opt_learning_rate_training_steps=1024, max_samples=6144
+        tmp_path,
+        closed,
+        processes,
+        miniature=False,
+        opt_base_learning_rate=4e-4,
+        opt_learning_rate_training_steps=1024,
+        max_samples=6144,
     )
     assert error is None
     log = run_dir / "result.txt"
     text = log.read_text()
-    assert '"samples_count": 1536' in text and '"samples_count": 1920' in text and '"samples_count": 1152' not in text
+    assert (
+        '"samples_count": 1536' in text
+        and '"samples_count": 1920' in text
+        and '"samples_count": 1152' not in text
+    )
     assert [closed_verdict(log, ruleset).passed for ruleset in CLOSED_RULESETS] == [True] * 3
     assert examine(log, project_root=ROOT).findings == ()
 
@@ -141,7 +177,11 @@ def test_no_data_file_is_opened_before_the_clock(tmp_path, processes, monkeypatc
 def test_a_missing_base_ends_the_run_before_the_clock(tmp_path, processes):
     with mock.patch.object(train, "base_folder", lambda config, data: (tmp_path / "nowhere", None)):
         run_dir, error = start(tmp_path, TINY, processes)
-    assert error is not None and error.exit_code == 16 and "run_start" not in (run_dir / "result.txt").read_text()
+    assert (
+        error is not None
+        and error.exit_code == 16
+        and "run_start" not in (run_dir / "result.txt").read_text()
+    )
 
 
 def test_a_base_that_changed_fails_the_run(tmp_path, processes):
@@ -154,12 +194,18 @@ def test_a_base_that_changed_fails_the_run(tmp_path, processes):
 
 def test_a_run_that_missed_its_target_leaves_its_adapter(tmp_path, processes):
     run_dir, error = start(tmp_path, replace(TINY, target_loss=0.1), processes)
-    assert error is not None and error.kind == "target_missed" and read_result(run_dir / "result.txt").status == "aborted"
+    assert (
+        error is not None
+        and error.kind == "target_missed"
+        and read_result(run_dir / "result.txt").status == "aborted"
+    )
     assert load_file(run_dir / "adapter" / "adapter_model.safetensors")
 
 
 def test_a_run_whose_adapter_cannot_be_saved_stands(tmp_path, processes):
-    with mock.patch.object(train, "save_peft_adapter", side_effect=StorageError("the disk is full")):
+    with mock.patch.object(
+        train, "save_peft_adapter", side_effect=StorageError("the disk is full")
+    ):
         run_dir, error = start(tmp_path, TINY, processes)
     assert error is not None and error.exit_code == 17
     assert read_result(run_dir / "result.txt").status == "success" and finished(run_dir, 1)

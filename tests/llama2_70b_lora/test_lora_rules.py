@@ -24,22 +24,39 @@ EVALUATIONS = [
 
 @pytest.mark.parametrize(("batch", "interval", "skipped", "first"), EVALUATIONS)
 def test_when_to_evaluate(batch, interval, skipped, first):
-    assert (CLOSED.eval_interval(batch), CLOSED.skipped_evaluations(batch), CLOSED.first_evaluation(batch)) == (interval, skipped, first)
+    assert (
+        CLOSED.eval_interval(batch),
+        CLOSED.skipped_evaluations(batch),
+        CLOSED.first_evaluation(batch),
+    ) == (interval, skipped, first)
 
 
 def test_skipped_evaluations_are_those_of_the_formula_for_every_batch():
-    assert all(CLOSED.skipped_evaluations(batch) == math.floor(0.125 * batch + 2) for batch in range(1, 1025))
+    assert all(
+        CLOSED.skipped_evaluations(batch) == math.floor(0.125 * batch + 2)
+        for batch in range(1, 1025)
+    )
 
 
 def test_the_adapters_of_the_rules_have_44_million_parameters():
     """80 x (16 x 8192 + 16 x 10240 + 16 x 8192 + 16 x 8192): mlcommons/training, llama2_70b_lora."""
     shape, rank = CLOSED.shape, CLOSED.lora_rank
-    per_layer = rank * (shape.hidden_size + shape.qkv_size) + rank * (shape.hidden_size + shape.hidden_size)
+    per_layer = rank * (shape.hidden_size + shape.qkv_size) + rank * (
+        shape.hidden_size + shape.hidden_size
+    )
     assert shape.num_layers * per_layer == 44_564_480
 
 
 def test_the_miniature_differs_only_in_size():
-    own = {"division", "shape", "sequence_length", "train_samples", "eval_samples", "eval_interval_samples", "target_loss"}
+    own = {
+        "division",
+        "shape",
+        "sequence_length",
+        "train_samples",
+        "eval_samples",
+        "eval_interval_samples",
+        "target_loss",
+    }
     own |= {"base_files", "manifests", "reference_runs", "reference_learning_rates"}
     assert {name for name, value in vars(CLOSED).items() if value != vars(MINIATURE)[name]} == own
 
@@ -47,7 +64,9 @@ def test_the_miniature_differs_only_in_size():
 def test_learning_rate_at_its_corners():
     lr_at = cosine_to_zero(4e-4, 1024)
     assert lr_at(0) == 4e-4 and lr_at(512) == pytest.approx(2e-4, rel=1e-12)
-    assert lr_at(384) == pytest.approx(2.765e-4, rel=1e-3)  # where a run at global batch 8 typically stops
+    assert lr_at(384) == pytest.approx(
+        2.765e-4, rel=1e-3
+    )  # where a run at global batch 8 typically stops
     assert lr_at(1023) > 0 and lr_at(1024) == lr_at(1025) == lr_at(100_000) == 0.0
 
 

@@ -37,7 +37,12 @@ RUNS = {
 
 def on_two_ranks(processes, folder):
     loaded = {layout: load(processes, folder, layout) for layout in ("fused", "ordinary")}
-    return {"loaded": loaded, "steps": {name: few_steps(processes, one_batch=True, **changes) for name, changes in RUNS.items()}}
+    return {
+        "loaded": loaded,
+        "steps": {
+            name: few_steps(processes, one_batch=True, **changes) for name, changes in RUNS.items()
+        },
+    }
 
 
 def load(processes, folder, layout):
@@ -66,7 +71,11 @@ def load(processes, folder, layout):
         for name, operand in base.backward_weights(layer).items():
             operands[f"{layer} {name} columns"] = operand.columnwise.view(torch.uint8).clone()
         base.release(layer)
-    rest = {name: parameter.detach().clone() for name, parameter in assembly.model.named_parameters() if ".lora_" not in name}
+    rest = {
+        name: parameter.detach().clone()
+        for name, parameter in assembly.model.named_parameters()
+        if ".lora_" not in name
+    }
     return {"operands": operands, "rest": rest, "ranges": ranges, "bytes": reports[0].bytes}
 
 
@@ -100,7 +109,11 @@ def whole_expected(folder, layout):
             expected[f"{layer} {name} columns"] = operand.columnwise.view(torch.uint8)
             expected[f"{layer} {name} scale"] = operand.scale
     matrices = [f".{name}.weight" for name in ("qkv", "o", "gate_up", "down")]
-    rest = {n: p.detach() for n, p in model.named_parameters() if not (n.startswith("blocks") and n.endswith(tuple(matrices)))}
+    rest = {
+        n: p.detach()
+        for n, p in model.named_parameters()
+        if not (n.startswith("blocks") and n.endswith(tuple(matrices)))
+    }
     return expected, rest
 
 
@@ -122,7 +135,9 @@ def test_loading_gives_the_same_operands_on_one_and_two_ranks(processes, checkpo
 def test_two_ranks_read_each_matrix_once(processes, checkpoints, pair):
     rest = sum(t.numel() for t in whole_expected(checkpoints, "fused")[1].values())
     both = [rank["loaded"]["fused"] for rank in pair]
-    assert sum(found["bytes"] for found in both) == 4 * (MODEL.num_parameters + rest), "fp32; the small rest is read by both"
+    assert sum(found["bytes"] for found in both) == 4 * (MODEL.num_parameters + rest), (
+        "fp32; the small rest is read by both"
+    )
     once, twice = ({tuple(r) for r in found["ranges"]} for found in both)
     assert sum(size for _, _, size in once & twice) == 4 * rest
 
@@ -132,24 +147,42 @@ def test_training_on_two_ranks_follows_one(processes, pair, name):
     alone = few_steps(processes, one_batch=True, **RUNS[name])
     first, second = (rank["steps"][name] for rank in pair)
     for found in (alone, first, second):
-        assert found["base unchanged"] and found["evaluates forward only"] and found["losses"][-1] < found["losses"][0]
-        assert not any(".weight" in name and "blocks" in name and "norm" not in name for name in found["parameters"])
+        assert (
+            found["base unchanged"]
+            and found["evaluates forward only"]
+            and found["losses"][-1] < found["losses"][0]
+        )
+        assert not any(
+            ".weight" in name and "blocks" in name and "norm" not in name
+            for name in found["parameters"]
+        )
         # The micro-batches are the same, so are their scales: what differs is the order of the sums of the gradients.
-        assert found["losses"] == pytest.approx(alone["losses"], rel=2e-3) and found["norms"] == pytest.approx(alone["norms"], rel=2e-2)
+        assert found["losses"] == pytest.approx(alone["losses"], rel=2e-3) and found[
+            "norms"
+        ] == pytest.approx(alone["norms"], rel=2e-2)
         assert found["evaluation"] == pytest.approx(alone["evaluation"], rel=2e-3)
     assert_same(first["adapters"], second["adapters"])
 
 
 def test_storage_changes_no_bit(pair):
     runs = pair[0]["steps"]
-    for name, same in (("replicated", "sharded"), ("replicated_both", "sharded"), ("bf16, replicated", "bf16")):
-        assert runs[name]["losses"] == runs[same]["losses"] and runs[name]["evaluation"] == runs[same]["evaluation"]
+    for name, same in (
+        ("replicated", "sharded"),
+        ("replicated_both", "sharded"),
+        ("bf16, replicated", "bf16"),
+    ):
+        assert (
+            runs[name]["losses"] == runs[same]["losses"]
+            and runs[name]["evaluation"] == runs[same]["evaluation"]
+        )
 
 
 def test_offloading_changes_no_bit(processes):
     five = replace(RULES, shape=replace(RULES.shape, num_layers=5), lora_dropout=0.1)
     here = few_steps(processes, rules=five, **FP8)
-    with mock.patch.object(ActivationOffloader, "offload", autospec=True, side_effect=ActivationOffloader.offload) as offload:
+    with mock.patch.object(
+        ActivationOffloader, "offload", autospec=True, side_effect=ActivationOffloader.offload
+    ) as offload:
         there = few_steps(processes, rules=five, **FP8, offload_layers=3)
     assert offload.call_count == 6 * 4 * 3, "6 steps of 4 micro-batches, 3 layers each"
     assert there["losses"] == here["losses"] and there["evaluation"] == here["evaluation"]
@@ -166,16 +199,24 @@ def test_fp8_follows_bf16(pair):
 # ---- refused
 
 
-def test_what_is_wrong_with_a_checkpoint_is_said_before_a_layer_is_held(processes, checkpoints, tmp_path):
+def test_what_is_wrong_with_a_checkpoint_is_said_before_a_layer_is_held(
+    processes, checkpoints, tmp_path
+):
     base, model = FrozenBase(MODEL, processes), fused_llama(MODEL, 16)
     index = json.loads((checkpoints / "fused" / checkpoint_names.INDEX).read_text())
     (tmp_path / checkpoint_names.INDEX).write_text(json.dumps(index))
-    with mock.patch.object(base, "add_layer", side_effect=AssertionError), pytest.raises(WeightsError, match="safetensors"):
+    with (
+        mock.patch.object(base, "add_layer", side_effect=AssertionError),
+        pytest.raises(WeightsError, match="safetensors"),
+    ):
         load_base(model, tmp_path, None, base)
     source = fused_llama(MODEL, 16)
     init_weights(source, MODEL.num_layers, 5, 0.5, copy_weight)
     write_checkpoint(source, tmp_path / "double", dtype=torch.float64)
-    with mock.patch.object(base, "add_layer", side_effect=AssertionError), pytest.raises(WeightsError, match="BF16"):
+    with (
+        mock.patch.object(base, "add_layer", side_effect=AssertionError),
+        pytest.raises(WeightsError, match="BF16"),
+    ):
         load_base(model, tmp_path / "double", None, base)
 
 

@@ -26,7 +26,13 @@ from llama2_70b_lora.data import next_token_labels, read_rows, write_rows
 from llama2_70b_lora.rules import CLOSED, DATA_FILES, MINIATURE
 
 HELD_OUT = ("json.decoder", "textwrap")
-SMALL = replace(CLOSED, shape=ModelShape(1, 32, 48, 4, 2, 61, 10000.0), sequence_length=12, train_samples=9, eval_samples=3)
+SMALL = replace(
+    CLOSED,
+    shape=ModelShape(1, 32, 48, 4, 2, 61, 10000.0),
+    sequence_length=12,
+    train_samples=9,
+    eval_samples=3,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +44,10 @@ def small_rules(monkeypatch):
 def govreport_rows():
     """{split: int64 [rows, 2, length]}: training counts every token, validation about half of them."""
     random = np.random.default_rng(1)
-    rows = {"train": random.integers(61, size=(9, 1, 12)), "validation": random.integers(61, size=(3, 1, 12))}
+    rows = {
+        "train": random.integers(61, size=(9, 1, 12)),
+        "validation": random.integers(61, size=(3, 1, 12)),
+    }
     rows = {split: np.repeat(ids, 2, axis=1) for split, ids in rows.items()}
     rows["validation"][:, 1][random.random((3, 12)) < 0.5] = -100
     rows["validation"][:, 1, 5] = rows["validation"][:, 0, 5]
@@ -53,7 +62,11 @@ def write_parquet(folder, rows):
 
 
 def tree(folder):
-    return {path: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in folder.rglob("*") if path.is_file()}
+    return {
+        path: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def assert_nothing_to_use(folder):
@@ -65,9 +78,15 @@ def assert_nothing_to_use(folder):
 
 def as_dicts(array, kind):
     """Rows as AMD's converter stores them (lists), or with arrays or numpy numbers inside."""
-    wrap = {"lists": list, "arrays": np.asarray, "numbers": lambda row: [np.int64(x) for x in row]}[kind]
+    wrap = {"lists": list, "arrays": np.asarray, "numbers": lambda row: [np.int64(x) for x in row]}[
+        kind
+    ]
     return [
-        {"input_ids": wrap([int(x) for x in ids]), "loss_mask": wrap([int(x != -100) for x in labels]), "seq_start_id": [0]}
+        {
+            "input_ids": wrap([int(x) for x in ids]),
+            "loss_mask": wrap([int(x != -100) for x in labels]),
+            "seq_start_id": [0],
+        }
         for ids, labels in array
     ]
 
@@ -75,7 +94,11 @@ def as_dicts(array, kind):
 def write_npy(folder, rows, kind="lists"):
     folder.mkdir(parents=True, exist_ok=True)
     for split, array in rows.items():
-        np.save(folder / f"{split}.npy", np.array(as_dicts(array, kind), dtype=object), allow_pickle=True)
+        np.save(
+            folder / f"{split}.npy",
+            np.array(as_dicts(array, kind), dtype=object),
+            allow_pickle=True,
+        )
     return folder
 
 
@@ -103,7 +126,10 @@ def test_packed_rows_that_the_rules_refuse(tmp_path, capsys, split):
     rows = govreport_rows()
     rows[split][2, :, 3] = 61
     assert convert_npy(write_npy(tmp_path / "n", rows), tmp_path / "d") == DataError.exit_code
-    assert f"{split}.npy: row 2, position 3: expected a token id from 0 to 60, got 61" in capsys.readouterr().err
+    assert (
+        f"{split}.npy: row 2, position 3: expected a token id from 0 to 60, got 61"
+        in capsys.readouterr().err
+    )
     assert_nothing_to_use(tmp_path / "d")
 
 
@@ -113,7 +139,9 @@ def test_a_file_of_numpy_1_is_read(tmp_path):
     raw = source.read_bytes()
     assert b"numpy._core.multiarray" in raw
     source.write_bytes(
-        raw.replace(b"\x8c\x16numpy._core.multiarray", b"\x8c\x15numpy.core.multiarray").replace(b"cnumpy._core.", b"cnumpy.core.")
+        raw.replace(b"\x8c\x16numpy._core.multiarray", b"\x8c\x15numpy.core.multiarray").replace(
+            b"cnumpy._core.", b"cnumpy.core."
+        )
     )
     assert b"numpy.core.multiarray" in source.read_bytes()
     shift = source.read_bytes()
@@ -143,7 +171,11 @@ PAYLOADS = {
     "open": lambda marker: Payload(open, str(marker), "w"),
     "eval": lambda marker: Payload(eval, f"open({str(marker)!r}, 'w')"),
     "path": lambda marker: Payload(Path.touch, marker),
-    "exec in a row": lambda marker: {"input_ids": Payload(exec, f"open({str(marker)!r}, 'w')"), "loss_mask": [1], "seq_start_id": [0]},
+    "exec in a row": lambda marker: {
+        "input_ids": Payload(exec, f"open({str(marker)!r}, 'w')"),
+        "loss_mask": [1],
+        "seq_start_id": [0],
+    },
     "numpy function": lambda marker: Payload(np.save, str(marker), [1]),
     "subclass": lambda marker: np.zeros(3).view(Loaded),
     "structured array": lambda marker: np.zeros(3, [("a", "i4")]),
@@ -157,7 +189,9 @@ def test_a_payload_is_refused_and_not_executed(tmp_path, kind, protocol, capsys)
     source, marker = write_npy(tmp_path / "n", govreport_rows()), tmp_path / "marker"
     content = np.array([PAYLOADS[kind](marker), None], dtype=object)
     with (source / "train.npy").open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (2,)})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "|O", "fortran_order": False, "shape": (2,)}
+        )
         pickle.dump(content, file, protocol=protocol)
     assert convert_npy(source, tmp_path / "d") == DataError.exit_code
     assert "nothing was executed" in capsys.readouterr().err
@@ -194,9 +228,16 @@ def test_nested_pairs_as_a_key_are_refused_in_time(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(packed_npy, "LOAD_S", 1.0)
     source = write_npy(tmp_path / "n", govreport_rows())
     leaf = b"K\x01K\x01\x86q\x00"
-    pickled = b"\x80\x02}" + leaf + b"".join(b"0h%ch%c\x86q%c" % (n, n, n + 1) for n in range(60)) + b"K\x01s."
+    pickled = (
+        b"\x80\x02}"
+        + leaf
+        + b"".join(b"0h%ch%c\x86q%c" % (n, n, n + 1) for n in range(60))
+        + b"K\x01s."
+    )
     with (source / "train.npy").open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (1,)})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "|O", "fortran_order": False, "shape": (1,)}
+        )
         file.write(pickled)
     assert convert_npy(source, tmp_path / "d") == DataError.exit_code
     assert "cannot be read in" in capsys.readouterr().err
@@ -213,7 +254,9 @@ def test_a_pipe_is_refused(tmp_path, capsys):
 def test_a_bare_payload_without_an_array(tmp_path, capsys):
     source, marker = write_npy(tmp_path / "n", govreport_rows()), tmp_path / "marker"
     with (source / "train.npy").open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": ()})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "|O", "fortran_order": False, "shape": ()}
+        )
         file.write(f"cos\nsystem\n(S'touch {marker}'\ntR.".encode())
     assert convert_npy(source, tmp_path / "d") == DataError.exit_code
     assert "contains os.system" in capsys.readouterr().err or not marker.exists()
@@ -228,13 +271,31 @@ NPY = {
     "truncated": (lambda path: os.truncate(path, path.stat().st_size - 10), "not a packed array"),
     "no npy": (lambda path: path.write_bytes(b"PK\x03\x04" * 10), "not a packed array"),
     "missing": (lambda path: path.unlink(), "not a packed array: FileNotFoundError"),
-    "plain numbers": (lambda path: np.save(path, np.zeros(3)), "expected an array of dicts, got one of float64"),
-    "no dicts": (lambda path: np.save(path, np.array([1, None], dtype=object), allow_pickle=True), "expected an array of dicts"),
+    "plain numbers": (
+        lambda path: np.save(path, np.zeros(3)),
+        "expected an array of dicts, got one of float64",
+    ),
+    "no dicts": (
+        lambda path: np.save(path, np.array([1, None], dtype=object), allow_pickle=True),
+        "expected an array of dicts",
+    ),
     "no mask": (dicts(input_ids=[1] * 12), "row 0: loss_mask is no list of 12 whole numbers"),
-    "text": (dicts(input_ids=["a"] * 12, loss_mask=[1] * 12), "input_ids is no list of 12 whole numbers"),
-    "ragged": (dicts(input_ids=[1, [2]], loss_mask=[1] * 12), "input_ids is no list of 12 whole numbers"),
-    "fractions": (dicts(input_ids=[0.5] * 12, loss_mask=[1] * 12), "input_ids is no list of 12 whole numbers"),
-    "too short": (dicts(input_ids=[1] * 11, loss_mask=[1] * 11), "input_ids is no list of 12 whole numbers"),
+    "text": (
+        dicts(input_ids=["a"] * 12, loss_mask=[1] * 12),
+        "input_ids is no list of 12 whole numbers",
+    ),
+    "ragged": (
+        dicts(input_ids=[1, [2]], loss_mask=[1] * 12),
+        "input_ids is no list of 12 whole numbers",
+    ),
+    "fractions": (
+        dicts(input_ids=[0.5] * 12, loss_mask=[1] * 12),
+        "input_ids is no list of 12 whole numbers",
+    ),
+    "too short": (
+        dicts(input_ids=[1] * 11, loss_mask=[1] * 11),
+        "input_ids is no list of 12 whole numbers",
+    ),
     "mask of 2": (dicts(input_ids=[1] * 12, loss_mask=[2] * 12), "loss_mask has the values [2]"),
 }
 
@@ -265,7 +326,10 @@ def test_an_error_of_the_weights_names_the_command_that_helps(tmp_path, capsys):
     """The checkpoint reader is shared and knows no benchmark."""
     weights = tmp_path / "empty"
     weights.mkdir()
-    for options in (["write-manifest", "--output", str(tmp_path / "m.json")], ["verify", "--data-dir", str(tmp_path / "d")]):
+    for options in (
+        ["write-manifest", "--output", str(tmp_path / "m.json")],
+        ["verify", "--data-dir", str(tmp_path / "d")],
+    ):
         if options[0] == "verify":
             write_parquet(tmp_path / "d", govreport_rows())
         assert prepare.main([*options, "--weights", str(weights)]) == WeightsError.exit_code
@@ -286,9 +350,13 @@ def test_verify_of_good_data_and_weights(whole, capsys):
     weights = ["--weights", str(whole / "w")]
     assert verify(whole) == 0 and verify(whole, *weights) == 0
     err = capsys.readouterr().err
-    assert "9 and 3 sequences of 12" in err and "10 tensors" in err and "--manifest is needed" in err
+    assert (
+        "9 and 3 sequences of 12" in err and "10 tensors" in err and "--manifest is needed" in err
+    )
     assert prepare.main(["write-manifest", *weights, "--output", str(whole / "m.json")]) == 0
-    assert set(Manifest.read(whole / "m.json").files) == {path.name for path in (whole / "w").glob("*.safetensors")}
+    assert set(Manifest.read(whole / "m.json").files) == {
+        path.name for path in (whole / "w").glob("*.safetensors")
+    }
     manifest = ["--manifest", str(whole / "m.json")]
     assert verify(whole, *weights, *manifest) == 0
     assert "--full" in capsys.readouterr().err
@@ -310,12 +378,27 @@ def changed(split, place, value):
 
 
 DAMAGE = {
-    "label": (changed("train", (0, 1, 0), 1), "row 0, position 0: expected the token id of the same position or -100 as label, got 1"),
-    "id": (changed("train", (1, slice(None), 2), 61), "row 1, position 2: expected a token id from 0 to 60, got 61"),
-    "truncated": (lambda d: os.truncate(d / DATA_FILES["validation"], 100), "cannot be read as GovReport"),
+    "label": (
+        changed("train", (0, 1, 0), 1),
+        "row 0, position 0: expected the token id of the same position or -100 as label, got 1",
+    ),
+    "id": (
+        changed("train", (1, slice(None), 2), 61),
+        "row 1, position 2: expected a token id from 0 to 60, got 61",
+    ),
+    "truncated": (
+        lambda d: os.truncate(d / DATA_FILES["validation"], 100),
+        "cannot be read as GovReport",
+    ),
     "missing": (lambda d: (d / DATA_FILES["train"]).unlink(), "cannot be read as GovReport"),
-    "leak": (changed("train", 2, lambda rows: rows["validation"][1, 0]), "row 1 of the validation data is row 2 of the training data"),
-    "all masked": (changed("validation", (2, 1), -100), "all labels are masked in 1 sequences, the first is row 2"),
+    "leak": (
+        changed("train", 2, lambda rows: rows["validation"][1, 0]),
+        "row 1 of the validation data is row 2 of the training data",
+    ),
+    "all masked": (
+        changed("validation", (2, 1), -100),
+        "all labels are masked in 1 sequences, the first is row 2",
+    ),
 }
 
 
@@ -345,7 +428,12 @@ def test_fetch_downloads_nothing_and_says_what_to_get(tmp_path, monkeypatch, cap
     assert fetch(tmp_path) == 0
     err = capsys.readouterr().err
     assert "downloaded" in err and "Community License" in err and "| bash" not in err
-    for text in (prepare.DATA_REPOSITORY, prepare.DATA_REVISION, prepare.WEIGHTS_REPOSITORY, prepare.WEIGHTS_REVISION):
+    for text in (
+        prepare.DATA_REPOSITORY,
+        prepare.DATA_REVISION,
+        prepare.WEIGHTS_REPOSITORY,
+        prepare.WEIGHTS_REVISION,
+    ):
         assert text in err
     assert list(tmp_path.iterdir()) == []
 
@@ -377,12 +465,19 @@ def built(documents, tmp_path_factory):
 
 @pytest.fixture
 def copy(built, tmp_path, monkeypatch):
-    monkeypatch.setattr(miniature, "train_base", lambda *args: pytest.fail("the base must not be trained again"))
+    monkeypatch.setattr(
+        miniature, "train_base", lambda *args: pytest.fail("the base must not be trained again")
+    )
     return Path(shutil.copytree(built, tmp_path / "copy"))
 
 
 def test_the_miniature_serves_the_training(built, capsys):
-    assert prepare.main(["verify", "--miniature", "--data-dir", str(built), "--weights", str(built / "base")]) == 0
+    assert (
+        prepare.main(
+            ["verify", "--miniature", "--data-dir", str(built), "--weights", str(built / "base")]
+        )
+        == 0
+    )
     model = fused_llama(MINIATURE.shape, MINIATURE.sequence_length)
     report = load_base(model, built / "base", built / "base" / "manifest.json")
     assert report.layout == "fused" and report.bytes == 2 * MINIATURE.shape.num_parameters
@@ -408,12 +503,17 @@ def test_damaged_data_are_built_again_without_training(built, copy, name, capsys
     flip(copy / name, 100)
     assert prepare.main(["miniature", "--data-dir", str(copy)]) == 0
     assert f"{name} is missing or damaged" in capsys.readouterr().err
-    assert (copy / name).read_bytes() == (built / name).read_bytes() and (copy / "mine.txt").read_text() == "keep me"
+    assert (copy / name).read_bytes() == (built / name).read_bytes() and (
+        copy / "mine.txt"
+    ).read_text() == "keep me"
 
 
 def test_a_foreign_checkpoint_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "base").mkdir()
-    for name, message in (("model.safetensors", "exists already"), ("model-00001-of-00015.safetensors", "has other weights")):
+    for name, message in (
+        ("model.safetensors", "exists already"),
+        ("model-00001-of-00015.safetensors", "has other weights"),
+    ):
         (tmp_path / "base" / name).write_text("somebody's")
         assert prepare.main(["miniature", "--data-dir", str(tmp_path)]) == StorageError.exit_code
         assert message in capsys.readouterr().err
@@ -436,13 +536,25 @@ def test_packing_is_that_of_the_reference():
     head = list(map(ord, miniature_task.PROMPT.format(source="xy")))
     long = len(head) + 10
     ids = [*[1, *head, *map(ord, "abc"), 2], *[1, *head, *map(ord, "de"), 2]]
-    masked = [*[-100] * (1 + len(head)), *map(ord, "abc"), -100, *[-100] * (1 + len(head)), *map(ord, "de"), -100]
+    masked = [
+        *[-100] * (1 + len(head)),
+        *map(ord, "abc"),
+        -100,
+        *[-100] * (1 + len(head)),
+        *map(ord, "de"),
+        -100,
+    ]
     pairs = [("xy", "abc"), ("xy", "far too long" * 9), ("xy", "de")]
     rows = len(ids) // long
     packed = miniature_task.pack(pairs, Letters(), long, mask_prompts=True)
     assert packed.dtype == np.int32
-    assert packed[:, 0].ravel().tolist() == ids[: rows * long] and packed[:, 1].ravel().tolist() == masked[: rows * long]
-    assert miniature_task.pack(pairs, Letters(), long, mask_prompts=False)[0, 1].tolist() == ids[:long]
+    assert (
+        packed[:, 0].ravel().tolist() == ids[: rows * long]
+        and packed[:, 1].ravel().tolist() == masked[: rows * long]
+    )
+    assert (
+        miniature_task.pack(pairs, Letters(), long, mask_prompts=False)[0, 1].tolist() == ids[:long]
+    )
 
 
 def test_code_of_held_out_modules_is_not_in_training(monkeypatch):
@@ -451,11 +563,14 @@ def test_code_of_held_out_modules_is_not_in_training(monkeypatch):
     assert not {source for source, _ in texts.train} & {source for source, _ in texts.validation}
     library = Path(textwrap.__file__).parent
     trees = [
-        (name, "", ast.parse((library / f"{name.replace('.', '/')}.py").read_text())) for name in (*HELD_OUT, "json.encoder", "shutil")
+        (name, "", ast.parse((library / f"{name.replace('.', '/')}.py").read_text()))
+        for name in (*HELD_OUT, "json.encoder", "shutil")
     ]
     monkeypatch.setattr(corpus, "modules", lambda: iter(trees))
     train, validation = miniature_task.documented_code(set(HELD_OUT))
-    assert len(validation) > 5 and any(source.startswith("def shorten(") for source, _ in validation)
+    assert len(validation) > 5 and any(
+        source.startswith("def shorten(") for source, _ in validation
+    )
     assert any(source.startswith("def copyfile(") for source, _ in train)
     assert not {source for source, _ in train} & {source for source, _ in validation}
     assert all('"""' not in source.split("\n")[1] for source, _ in validation)

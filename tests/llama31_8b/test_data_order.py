@@ -15,7 +15,14 @@ import tiny
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import Writer
 from common.errors import DataError
-from llama31_8b.data import TrainData, build_order, sequences_in, train_batches, validation_tokens, whole_sequences
+from llama31_8b.data import (
+    TrainData,
+    build_order,
+    sequences_in,
+    train_batches,
+    validation_tokens,
+    whole_sequences,
+)
 from llama31_8b.rules import CLOSED
 
 VOCAB = 500
@@ -31,7 +38,9 @@ def write_corpus(prefix, lengths, seed=0, vocab_size=VOCAB):
 
 
 def witness(megatron, prefix, sequence_length, num_samples, seed, cache, split="train"):
-    tokenizer = SimpleNamespace(vocab_size=VOCAB, unique_identifiers={"tokenizer": "none"}, pad=-1, eod=-2)
+    tokenizer = SimpleNamespace(
+        vocab_size=VOCAB, unique_identifiers={"tokenizer": "none"}, pad=-1, eod=-2
+    )
     config = megatron.Config(
         random_seed=seed,
         sequence_length=sequence_length,
@@ -45,7 +54,9 @@ def witness(megatron, prefix, sequence_length, num_samples, seed, cache, split="
     )
     low = megatron.IndexedDataset(str(prefix))
     documents = np.arange(len(low), dtype=np.int32)
-    return megatron.GPTDataset(low, str(prefix), documents, num_samples, megatron.Split[split], config)
+    return megatron.GPTDataset(
+        low, str(prefix), documents, num_samples, megatron.Split[split], config
+    )
 
 
 CORPORA = {
@@ -59,8 +70,29 @@ CORPORA = {
 
 def requests(one_pass):
     """Numbers of samples around the turns of the rule: within a pass, over its end, below and above 80 % of the last pass."""
-    wanted = [1, one_pass // 2, one_pass, one_pass + 1, int(1.5 * one_pass), int(1.79 * one_pass), int(1.81 * one_pass)]
-    return sorted({n for n in [*wanted, 2 * one_pass, 2 * one_pass + 1, 3 * one_pass, int(3.3 * one_pass), 5 * one_pass + 2] if n > 0})
+    wanted = [
+        1,
+        one_pass // 2,
+        one_pass,
+        one_pass + 1,
+        int(1.5 * one_pass),
+        int(1.79 * one_pass),
+        int(1.81 * one_pass),
+    ]
+    return sorted(
+        {
+            n
+            for n in [
+                *wanted,
+                2 * one_pass,
+                2 * one_pass + 1,
+                3 * one_pass,
+                int(3.3 * one_pass),
+                5 * one_pass + 2,
+            ]
+            if n > 0
+        }
+    )
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
@@ -71,16 +103,23 @@ def test_order_and_tokens_equal_megatron(megatron, tmp_path, corpus, seed):
     separate_seen = set()
     for sequence_length in (16, 33):
         for num_samples in requests(whole_sequences(int(lengths.sum()), sequence_length)):
-            theirs = witness(megatron, prefix, sequence_length, num_samples, seed, tmp_path / "cache")
+            theirs = witness(
+                megatron, prefix, sequence_length, num_samples, seed, tmp_path / "cache"
+            )
             ours = TrainData(prefix, sequence_length, num_samples, seed, VOCAB)
             assert len(ours) == len(theirs) >= num_samples
             np.testing.assert_array_equal(ours.document_order, theirs.document_index)
             np.testing.assert_array_equal(ours.sample_starts, theirs.sample_index)
             np.testing.assert_array_equal(ours.sample_order, theirs.shuffle_index)
-            assert ours.document_order.dtype == theirs.document_index.dtype and ours.sample_order.dtype == theirs.shuffle_index.dtype
+            assert (
+                ours.document_order.dtype == theirs.document_index.dtype
+                and ours.sample_order.dtype == theirs.shuffle_index.dtype
+            )
             for i in {0, 1, len(ours) // 2, len(ours) - 2, len(ours) - 1} & set(range(len(ours))):
                 text = theirs[i]
-                np.testing.assert_array_equal(ours[i], np.append(text["tokens"].numpy(), text["labels"].numpy()[-1]))
+                np.testing.assert_array_equal(
+                    ours[i], np.append(text["tokens"].numpy(), text["labels"].numpy()[-1])
+                )
             separate_seen.add(_has_separate_final_epoch(lengths, sequence_length, num_samples))
     assert separate_seen == {False, True}, "the requests must reach both branches"
 
@@ -99,7 +138,10 @@ def test_order_of_empty_documents_equals_megatrons_tokens(megatron, tmp_path):
     lengths = np.random.RandomState(3).randint(0, 3, 300)
     prefix = write_corpus(tmp_path / "full", lengths[lengths > 0])
     write_empty_documents_into(prefix, lengths)
-    theirs, ours = witness(megatron, prefix, 16, 40, 7, tmp_path / "cache"), TrainData(prefix, 16, 40, 7, VOCAB)
+    theirs, ours = (
+        witness(megatron, prefix, 16, 40, 7, tmp_path / "cache"),
+        TrainData(prefix, 16, 40, 7, VOCAB),
+    )
     for i in range(len(ours)):
         np.testing.assert_array_equal(ours[i][:-1], theirs[i]["tokens"].numpy())
 
@@ -108,8 +150,15 @@ def write_empty_documents_into(prefix, lengths):
     from common.data.indexed_dataset import HEADER, MAGIC, index_path
 
     ends = np.cumsum(lengths, dtype=np.int64) * 2
-    parts = [lengths.astype("<i4"), np.concatenate(([0], ends[:-1])).astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")]
-    index_path(prefix).write_bytes(HEADER.pack(MAGIC, 1, 8, len(lengths), len(lengths) + 1) + b"".join(p.tobytes() for p in parts))
+    parts = [
+        lengths.astype("<i4"),
+        np.concatenate(([0], ends[:-1])).astype("<i8"),
+        np.arange(len(lengths) + 1, dtype="<i8"),
+    ]
+    index_path(prefix).write_bytes(
+        HEADER.pack(MAGIC, 1, 8, len(lengths), len(lengths) + 1)
+        + b"".join(p.tobytes() for p in parts)
+    )
 
 
 @pytest.mark.parametrize("seed", [1, 1234])
@@ -122,9 +171,15 @@ def test_the_references_code_shuffles_its_evaluation_set(megatron, tmp_path, see
     for i in range(one_pass):
         np.testing.assert_array_equal(ours[i][:-1], theirs[i]["tokens"].numpy())
     by_seed = next(train_batches(ours, one_pass // 5, one_pass // 5, 0, 1))
-    np.testing.assert_array_equal(by_seed[:, :-1], np.stack([theirs[i]["tokens"].numpy() for i in range(one_pass // 5)]))
+    np.testing.assert_array_equal(
+        by_seed[:, :-1], np.stack([theirs[i]["tokens"].numpy() for i in range(one_pass // 5)])
+    )
     in_file_order = validation_tokens(prefix, 16, one_pass // 5, VOCAB)[:, :-1]
-    assert not (np.stack([theirs[i]["tokens"].numpy() for i in range(one_pass // 5)]) == in_file_order).all(axis=1).any()
+    assert (
+        not (np.stack([theirs[i]["tokens"].numpy() for i in range(one_pass // 5)]) == in_file_order)
+        .all(axis=1)
+        .any()
+    )
 
 
 def test_a_rule_takes_the_references_order_for_the_evaluations(tmp_path, processes):
@@ -132,7 +187,10 @@ def test_a_rule_takes_the_references_order_for_the_evaluations(tmp_path, process
     assert CLOSED.eval_order_samples(16) == 1563 * 1024
     data = tiny.write_data(tmp_path / "data")
     losses = [
-        tiny.run(tmp_path / f"run_{by_seed}", data, replace(tiny.TINY, eval_by_seed=by_seed)).evaluations[0][1] for by_seed in (False, True)
+        tiny.run(
+            tmp_path / f"run_{by_seed}", data, replace(tiny.TINY, eval_by_seed=by_seed)
+        ).evaluations[0][1]
+        for by_seed in (False, True)
     ]
     assert losses[0] != losses[1], "evaluated on the same sequences"
 
@@ -142,7 +200,9 @@ def test_one_epoch_reads_each_token_once(tmp_path):
     data = TrainData(prefix, 16, sequences_in(prefix, 16), 5, VOCAB)
     starts = data.sample_starts[:, 0] * 21 + data.sample_starts[:, 1]
     np.testing.assert_array_equal(starts, 16 * np.arange(len(starts)))
-    assert sorted(data.sample_order) == list(range(len(data))) and sorted(data.document_order) == list(range(64))
+    assert sorted(data.sample_order) == list(range(len(data))) and sorted(
+        data.document_order
+    ) == list(range(64))
 
 
 def test_global_batches_do_not_depend_on_ranks_or_micro_batches(tmp_path):
@@ -154,7 +214,9 @@ def test_global_batches_do_not_depend_on_ranks_or_micro_batches(tmp_path):
         ranks = [list(train_batches(data, 8, micro, rank, world)) for rank in range(world)]
         accumulation = 8 // (micro * world)
         for step, batch in enumerate(one):
-            here = [b for rank in ranks for b in rank[step * accumulation : (step + 1) * accumulation]]
+            here = [
+                b for rank in ranks for b in rank[step * accumulation : (step + 1) * accumulation]
+            ]
             np.testing.assert_array_equal(np.concatenate(here), batch)
 
 
@@ -198,7 +260,13 @@ def test_too_little_data_is_refused(tmp_path):
 def test_order_of_two_million_documents_is_vectorized(tmp_path):
     """45 million take about 3 s; a Python loop over documents would need seconds for these 2 million already."""
     lengths = np.random.RandomState(0).randint(50, 800, 2_000_000).astype("<i4")
-    index = Index(tmp_path / "none", np.dtype("<i4"), lengths, np.cumsum(lengths, dtype=np.int64) * 4 - 4 * lengths, np.arange(2))
+    index = Index(
+        tmp_path / "none",
+        np.dtype("<i4"),
+        lengths,
+        np.cumsum(lengths, dtype=np.int64) * 4 - 4 * lengths,
+        np.arange(2),
+    )
     began = time.process_time()
     _, starts, order = build_order(index, 8192, 1000, 0)
     assert time.process_time() - began < 2.0

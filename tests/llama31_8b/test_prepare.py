@@ -26,7 +26,10 @@ from llama31_8b import verify as verification
 from llama31_8b.data import TrainData, sequences_in, validation_tokens
 from llama31_8b.rules import CLOSED, MINIATURE
 
-TEXTS = [f"document {i}: " + "the quick brown fox jumps over the lazy dog, " * (i % 7) + "é" * (i % 3) for i in range(1500)]
+TEXTS = [
+    f"document {i}: " + "the quick brown fox jumps over the lazy dog, " * (i % 7) + "é" * (i % 3)
+    for i in range(1500)
+]
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +47,10 @@ def copy(built, tmp_path):
 
 
 def tree(folder):
-    return {path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in folder.iterdir()}
+    return {
+        path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in folder.iterdir()
+    }
 
 
 # ---- miniature
@@ -56,7 +62,9 @@ def test_miniature_serves_the_training(built):
     data = TrainData(built / MINIATURE.train_prefix, length, 5000, 1, vocab_size)
     tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
     assert "the" in tokenizer.decode(np.concatenate([data[i] for i in range(8)]).tolist())
-    rows = validation_tokens(built / MINIATURE.validation_prefix, length, MINIATURE.eval_samples, vocab_size)
+    rows = validation_tokens(
+        built / MINIATURE.validation_prefix, length, MINIATURE.eval_samples, vocab_size
+    )
     assert rows.shape == (64, 129) and len(np.unique(rows)) > 500
 
 
@@ -69,9 +77,17 @@ def test_miniature_is_built_once(built, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer.model", f"{MINIATURE.train_prefix}.bin", f"{MINIATURE.validation_prefix}.idx", "miniature.json"]
+    "name",
+    [
+        "tokenizer.model",
+        f"{MINIATURE.train_prefix}.bin",
+        f"{MINIATURE.validation_prefix}.idx",
+        "miniature.json",
+    ],
 )
-def test_damaged_miniature_is_built_again_and_the_same(built, documents, copy, name, monkeypatch, capsys):
+def test_damaged_miniature_is_built_again_and_the_same(
+    built, documents, copy, name, monkeypatch, capsys
+):
     monkeypatch.setattr(corpus, "documents", lambda: documents)
     (copy / "mine.txt").write_text("keep me")
     flip(copy / name, 0)
@@ -84,7 +100,8 @@ def test_damaged_miniature_is_built_again_and_the_same(built, documents, copy, n
 
 def test_miniature_after_a_kill(built, documents, tmp_path, monkeypatch):
     process = subprocess.Popen(
-        [sys.executable, "-m", "llama31_8b.prepare", "miniature", "--data-dir", str(tmp_path)], stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "llama31_8b.prepare", "miniature", "--data-dir", str(tmp_path)],
+        stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "tokenizer.model").exists() and time.monotonic() < deadline:
@@ -121,11 +138,17 @@ def write_inputs(folder):
 def stored_documents(prefix):
     index = Index.read(prefix)
     with index.open_tokens() as tokens:
-        return [tokens.read_sequence(i, 0, int(n)).tolist() for i, n in enumerate(index.sequence_lengths)]
+        return [
+            tokens.read_sequence(i, 0, int(n)).tolist()
+            for i, n in enumerate(index.sequence_lengths)
+        ]
 
 
 def same_bytes(a, b):
-    return all((a.parent / f"{a.name}{s}").read_bytes() == (b.parent / f"{b.name}{s}").read_bytes() for s in (".bin", ".idx"))
+    return all(
+        (a.parent / f"{a.name}{s}").read_bytes() == (b.parent / f"{b.name}{s}").read_bytes()
+        for s in (".bin", ".idx")
+    )
 
 
 def test_convert_stores_each_document_without_bos_or_eos(built, tmp_path):
@@ -140,7 +163,9 @@ def test_convert_stores_each_document_without_bos_or_eos(built, tmp_path):
         str(tmp_path / "out" / "p"),
     ]
     assert prepare.main(arguments) == 0
-    assert stored_documents(tmp_path / "out" / "p") == corpus.load_sentencepiece(built / "tokenizer.model").encode(TEXTS)
+    assert stored_documents(tmp_path / "out" / "p") == corpus.load_sentencepiece(
+        built / "tokenizer.model"
+    ).encode(TEXTS)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".p.lock", "p.bin", "p.idx"]
     assert prepare.main(arguments) == StorageError.exit_code  # nothing is overwritten
 
@@ -149,7 +174,11 @@ def test_convert_of_plain_text_takes_blocks(built, tmp_path):
     (tmp_path / "t.txt").write_bytes(b"\n\none\ntwo\n\n \nthree\r\n\r\nfour")
     convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "t", "text")
     tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
-    assert [tokenizer.decode(ids) for ids in stored_documents(tmp_path / "t")] == ["one\ntwo", "three", "four"]
+    assert [tokenizer.decode(ids) for ids in stored_documents(tmp_path / "t")] == [
+        "one\ntwo",
+        "three",
+        "four",
+    ]
 
 
 def test_a_killed_conversion_starts_again(built, tmp_path, monkeypatch):
@@ -164,9 +193,15 @@ def test_a_killed_conversion_starts_again(built, tmp_path, monkeypatch):
 
     for kind, moment in ((Writer, "add"), (Writer, "finish"), (Path, "replace")):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(kind, moment, once if kind is Path else lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+            patch.setattr(
+                kind,
+                moment,
+                once if kind is Path else lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()),
+            )
             convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
-        assert not (tmp_path / "killed.idx").exists() and (tmp_path / "killed.bin").exists() == (kind is Path)
+        assert not (tmp_path / "killed.idx").exists() and (tmp_path / "killed.bin").exists() == (
+            kind is Path
+        )
     (tmp_path / "killed.bin.partial").write_bytes(b"half a docum")  # what a kill may leave behind
     convert.convert(inputs, tokenizer, tmp_path / "killed", "text")
     assert same_bytes(tmp_path / "killed", tmp_path / "whole")
@@ -206,7 +241,9 @@ def test_broken_input_is_named(built, tmp_path, name, capsys):
 def test_unknown_and_missing_input(built, tmp_path, capsys):
     rest = ["--tokenizer", str(built / "tokenizer.model"), "--output-prefix", str(tmp_path / "p")]
     assert prepare.main(["convert", "--input", str(tmp_path / "a.parquet"), *rest]) == 2
-    assert prepare.main(["convert", "--input", str(tmp_path / "a.txt"), *rest]) == DataError.exit_code
+    assert (
+        prepare.main(["convert", "--input", str(tmp_path / "a.txt"), *rest]) == DataError.exit_code
+    )
     assert "kind of input" in capsys.readouterr().err
 
 
@@ -214,7 +251,16 @@ def test_unknown_and_missing_input(built, tmp_path, capsys):
 
 
 def verify(folder, *options):
-    return prepare.main(["verify", "--data-dir", str(folder), "--manifest", str(folder / "miniature.json"), *options])
+    return prepare.main(
+        [
+            "verify",
+            "--data-dir",
+            str(folder),
+            "--manifest",
+            str(folder / "miniature.json"),
+            *options,
+        ]
+    )
 
 
 def test_verify_of_good_data(copy, capsys):
@@ -230,8 +276,14 @@ def flip(path, position):
 
 TRAIN = MINIATURE.train_prefix
 VERIFY_DAMAGE = {
-    "missing": (lambda d: (d / f"{TRAIN}.bin").unlink(), f"{TRAIN}.bin: expected a file, got No such file"),
-    "truncated bin": (lambda d: os.truncate(d / f"{TRAIN}.bin", 1000), f"{TRAIN}.bin: size: expected"),
+    "missing": (
+        lambda d: (d / f"{TRAIN}.bin").unlink(),
+        f"{TRAIN}.bin: expected a file, got No such file",
+    ),
+    "truncated bin": (
+        lambda d: os.truncate(d / f"{TRAIN}.bin", 1000),
+        f"{TRAIN}.bin: size: expected",
+    ),
     "truncated idx": (lambda d: os.truncate(d / f"{TRAIN}.idx", 1000), f"{TRAIN}.idx: expected"),
     "flipped": (lambda d: flip(d / f"{TRAIN}.bin", 4000), f"{TRAIN}.bin: sha256: expected"),
     "dtype": (lambda d: flip(d / f"{TRAIN}.idx", 17), f"{TRAIN}.idx: expected a dtype code"),
@@ -269,7 +321,10 @@ def test_verify_with_the_shipped_manifest_says_what_is_wrong_and_what_is_unknown
 
 def test_shipped_manifest_states_what_the_reference_states():
     manifest = Manifest.read(prepare.SHIPPED_MANIFEST)
-    assert manifest.vocab_size == CLOSED.shape.vocab_size and set(manifest.pairs) == {CLOSED.train_prefix, CLOSED.validation_prefix}
+    assert manifest.vocab_size == CLOSED.shape.vocab_size and set(manifest.pairs) == {
+        CLOSED.train_prefix,
+        CLOSED.validation_prefix,
+    }
     validation = manifest.pairs[CLOSED.validation_prefix]
     assert (validation.dtype, validation.documents, validation.tokens) == ("int32", 91205, 47186855)
     assert (47186855 - 1) // CLOSED.sequence_length == 5760  # the README's count of sequences
@@ -278,15 +333,29 @@ def test_shipped_manifest_states_what_the_reference_states():
 def test_write_manifest_then_find_a_flipped_bit(tmp_path, capsys):
     closed_like(tmp_path, 5, 7)
     shipped = Manifest.read(prepare.SHIPPED_MANIFEST)
-    no_counts = Manifest("test", shipped.vocab_size, shipped.files, {name: PairFacts("int32") for name in shipped.pairs})
+    no_counts = Manifest(
+        "test",
+        shipped.vocab_size,
+        shipped.files,
+        {name: PairFacts("int32") for name in shipped.pairs},
+    )
     no_counts.write(tmp_path / "known.json")
     rest = ["verify", "--data-dir", str(tmp_path), "--manifest"]
-    assert prepare.main([*rest, str(tmp_path / "known.json"), "--write-manifest", str(tmp_path / "found.json")]) == 0
-    assert Manifest.read(tmp_path / "found.json").pairs[CLOSED.train_prefix] == PairFacts("int32", 5, 35)
+    assert (
+        prepare.main(
+            [*rest, str(tmp_path / "known.json"), "--write-manifest", str(tmp_path / "found.json")]
+        )
+        == 0
+    )
+    assert Manifest.read(tmp_path / "found.json").pairs[CLOSED.train_prefix] == PairFacts(
+        "int32", 5, 35
+    )
     assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0
     flip(tmp_path / f"{CLOSED.train_prefix}.bin", 8)  # 128255 -> 128254: still a token id
     assert prepare.main([*rest, str(tmp_path / "known.json"), "--full"]) == 0
-    assert prepare.main([*rest, str(tmp_path / "found.json")]) == 0  # without --full nothing is hashed
+    assert (
+        prepare.main([*rest, str(tmp_path / "found.json")]) == 0
+    )  # without --full nothing is hashed
     assert "not checked: SHA-256 and ids" in capsys.readouterr().err
     assert prepare.main([*rest, str(tmp_path / "found.json"), "--full"]) == DataError.exit_code
     assert "sha256: expected" in capsys.readouterr().err
@@ -307,7 +376,13 @@ def test_verify_looks_at_every_id_with_full(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"source": "x"}', '{"source": "x", "vocab_size": 1, "files": {"a": {"md5": "0"}}, "pairs": {}}']
+    "content",
+    [
+        "",
+        "[]",
+        '{"source": "x"}',
+        '{"source": "x", "vocab_size": 1, "files": {"a": {"md5": "0"}}, "pairs": {}}',
+    ],
 )
 def test_broken_manifest(tmp_path, content):
     (tmp_path / "m.json").write_text(content)
@@ -322,7 +397,9 @@ def test_fetch_downloads_nothing_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "DOWNLOAD_BYTES", 1)
     assert prepare.main(["fetch", "--data-dir", str(tmp_path / "new")]) == 0
     err = capsys.readouterr().err
-    assert "downloaded" in err and prepare.DATA_URI in err and "| bash" not in err and "<(" not in err
+    assert (
+        "downloaded" in err and prepare.DATA_URI in err and "| bash" not in err and "<(" not in err
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -362,12 +439,13 @@ def test_interrupt_and_full_disk_have_their_exit_codes(capsys):
 
 
 def test_lock_makes_a_second_process_wait(tmp_path):
-    program = (
-        "import sys; from pathlib import Path; from common.data.preparation import locked\nwith locked(Path(sys.argv[1])): print('in')"
-    )
+    program = "import sys; from pathlib import Path; from common.data.preparation import locked\nwith locked(Path(sys.argv[1])): print('in')"
     with preparation.locked(tmp_path / "lock"):
         process = subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path / "lock")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, str(tmp_path / "lock")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert "waiting" in process.stderr.readline() and process.poll() is None
     assert process.communicate(timeout=20)[0] == "in\n"

@@ -22,7 +22,9 @@ def convert_on_and_on(folder, tokenizer, ready):
     number = next(n for n in range(10**6) if not index_path(folder / f"p{n}").exists())
     while True:
         ready.touch()
-        convert([folder / "a.jsonl", folder / "b.json.gz"], tokenizer, folder / f"p{number}", "text")
+        convert(
+            [folder / "a.jsonl", folder / "b.json.gz"], tokenizer, folder / f"p{number}", "text"
+        )
         number += 1
 
 
@@ -67,9 +69,14 @@ def test_no_kill_of_convert_leaves_half_a_pair_that_looks_whole(miniature_data, 
     expected = [path(tmp_path / "right").read_bytes() for path in (tokens_path, index_path)]
     for _ in kills(convert_on_and_on, tmp_path / "ready", tmp_path, tokenizer):
         whole = [tmp_path / path.stem for path in tmp_path.glob("p*.idx")]
-        assert all([path(prefix).read_bytes() for path in (tokens_path, index_path)] == expected for prefix in whole)
+        assert all(
+            [path(prefix).read_bytes() for path in (tokens_path, index_path)] == expected
+            for prefix in whole
+        )
         partial += any(tmp_path.glob("p*.partial"))
-    assert len(whole) > 5, "conversions came to an end between the kills, and those that were killed began anew"
+    assert len(whole) > 5, (
+        "conversions came to an end between the kills, and those that were killed began anew"
+    )
     assert partial > KILLS // 4, "kills hit conversions in the middle"
 
 
@@ -84,4 +91,6 @@ def test_no_kill_of_save_leaves_half_a_model_that_looks_whole(tmp_path, monkeypa
             assert names in ([], [save.PARTIAL], [save.FOLDER])
             assert names != [save.FOLDER] or contents(run / save.FOLDER) == expected
     ended = [[path.name for path in run.iterdir()] for run in tmp_path.glob("run_*")]
-    assert ended.count([save.FOLDER]) > 5 and ended.count([save.PARTIAL]) > KILLS // 4, "kills hit saves in the middle, and others ended"
+    assert ended.count([save.FOLDER]) > 5 and ended.count([save.PARTIAL]) > KILLS // 4, (
+        "kills hit saves in the middle, and others ended"
+    )

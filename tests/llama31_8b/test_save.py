@@ -48,12 +48,21 @@ def saved_run(processes, folder):
     run_dir = folder / f"run_{processes.rank}"
     with mock.patch.object(train, "assemble", assemble):
         facts = run(
-            run_dir, folder / "data", RULES, save=True, gpus_per_node=processes.world_size, global_batch_size=12, micro_batch_size=2
+            run_dir,
+            folder / "data",
+            RULES,
+            save=True,
+            gpus_per_node=processes.world_size,
+            global_batch_size=12,
+            micro_batch_size=2,
         )
     assert not facts.error, facts.message
     with torch.no_grad():
         logits = made[0].model(TOKENS)
-    return {"logits": logits, "files": sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.safetensors"))}
+    return {
+        "logits": logits,
+        "files": sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.safetensors")),
+    }
 
 
 ASSEMBLE = train.assemble
@@ -75,21 +84,38 @@ def test_transformers_computes_the_logits_of_the_trained_model(processes, tmp_pa
     else:
         write_data(tmp_path / "data", RULES)
         found = call_on_ranks(ranks, "test_save:saved_run", tmp_path)
-    assert [rank["files"] for rank in found] == [["model/model-00001-of-00001.safetensors"], [], []][:ranks], "rank 0 alone writes"
-    torch.testing.assert_close(their_logits(tmp_path / "run_0/model"), found[0]["logits"], rtol=1e-4, atol=1e-4)
+    assert [rank["files"] for rank in found] == [
+        ["model/model-00001-of-00001.safetensors"],
+        [],
+        [],
+    ][:ranks], "rank 0 alone writes"
+    torch.testing.assert_close(
+        their_logits(tmp_path / "run_0/model"), found[0]["logits"], rtol=1e-4, atol=1e-4
+    )
     assert shape_of(str(tmp_path / "run_0/model")) == SHAPE
 
 
 def missed(processes, folder):
     """Of a run with --save that misses its target: the kind of its error, how its log ends, and whether the model is there when this rank ends."""
-    changes = {"gpus_per_node": processes.world_size, "global_batch_size": 12, "micro_batch_size": 2, "max_samples": 36}
+    changes = {
+        "gpus_per_node": processes.world_size,
+        "global_batch_size": 12,
+        "micro_batch_size": 2,
+        "max_samples": 36,
+    }
 
     def takes_a_second(*arguments, **options):
         time.sleep(1.0)
         return WRITE(*arguments, **options)
 
     with mock.patch.object(save, "write_checkpoint", takes_a_second):
-        found = run(folder / f"run_{processes.rank}", folder / "data", replace(RULES, target_loss=0.1), save=True, **changes)
+        found = run(
+            folder / f"run_{processes.rank}",
+            folder / "data",
+            replace(RULES, target_loss=0.1),
+            save=True,
+            **changes,
+        )
     return found.error, found.status, (folder / "run_0" / save.FOLDER).exists()
 
 
@@ -98,13 +124,18 @@ WRITE = save.write_checkpoint
 
 def test_a_run_that_missed_its_target_is_saved_and_no_rank_ends_before(tmp_path):
     write_data(tmp_path / "data", RULES)
-    assert call_on_ranks(2, "test_save:missed", tmp_path) == [("target_missed", "aborted", True), ("target_missed", "", True)]
+    assert call_on_ranks(2, "test_save:missed", tmp_path) == [
+        ("target_missed", "aborted", True),
+        ("target_missed", "", True),
+    ]
     assert (tmp_path / "run_0/events.jsonl").read_text().count('"verdict"') == 1
 
 
 def test_a_run_that_does_not_ask_writes_no_weights(processes, tmp_path):
     assert not run(tmp_path / "run", write_data(tmp_path / "data", RULES), RULES).error
-    assert not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "run" / save.FOLDER).exists()
+    assert (
+        not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "run" / save.FOLDER).exists()
+    )
 
 
 def random_model(dtype=torch.bfloat16):
@@ -113,21 +144,37 @@ def random_model(dtype=torch.bfloat16):
     return model
 
 
-def test_many_files_hold_each_tensor_once_and_none_is_larger_than_its_share_and_a_tensor(tmp_path, monkeypatch):
+def test_many_files_hold_each_tensor_once_and_none_is_larger_than_its_share_and_a_tensor(
+    tmp_path, monkeypatch
+):
     safetensors = pytest.importorskip("safetensors.torch")
     monkeypatch.setattr(save, "FILE_BYTES", 500_000)
     model, beats = random_model(), []
     folder = save.save_model(model, tmp_path, lambda: beats.append(1))
     files = sorted(folder.glob("*.safetensors"))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    loaded = {name: (file.name, tensor) for file in files for name, tensor in safetensors.load_file(file).items()}
-    assert index["weight_map"] == {name: file for name, (file, _) in loaded.items()} and len(loaded) == len(beats) == 4 * 9 + 3
+    loaded = {
+        name: (file.name, tensor)
+        for file in files
+        for name, tensor in safetensors.load_file(file).items()
+    }
+    assert (
+        index["weight_map"] == {name: file for name, (file, _) in loaded.items()}
+        and len(loaded) == len(beats) == 4 * 9 + 3
+    )
     assert index["metadata"]["total_size"] == 2 * SHAPE.num_parameters
-    assert len(files) > 3 and max(file.stat().st_size for file in files) <= 500_000 + 2 * 2047 * 128 + 8192
+    assert (
+        len(files) > 3
+        and max(file.stat().st_size for file in files) <= 500_000 + 2 * 2047 * 128 + 8192
+    )
     query = loaded["model.layers.3.self_attn.q_proj.weight"][1]
     assert query.dtype == torch.bfloat16 and torch.equal(query, model.blocks[3].qkv.weight[:128])
-    assert torch.equal(loaded["model.layers.3.mlp.up_proj.weight"][1], model.blocks[3].gate_up.weight[384:])
-    assert {file.name for file in open_checkpoint(folder, SHAPE).files} == {file.name for file in files}
+    assert torch.equal(
+        loaded["model.layers.3.mlp.up_proj.weight"][1], model.blocks[3].gate_up.weight[384:]
+    )
+    assert {file.name for file in open_checkpoint(folder, SHAPE).files} == {
+        file.name for file in files
+    }
 
 
 # --- what goes wrong
@@ -159,7 +206,9 @@ def test_what_a_kill_leaves_does_not_look_like_a_checkpoint(tmp_path, point):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == [save.PARTIAL]
-    assert (tmp_path / save.PARTIAL / "model.safetensors.index.json").exists() == (point == "rename"), "the index comes last"
+    assert (tmp_path / save.PARTIAL / "model.safetensors.index.json").exists() == (
+        point == "rename"
+    ), "the index comes last"
     if point not in ("index", "rename"):  # only then all weights are there
         with pytest.raises(WeightsError):
             open_checkpoint(tmp_path / save.PARTIAL, SHAPE)
@@ -176,20 +225,29 @@ def test_a_full_disk_is_said_and_leaves_its_space(tmp_path):
             save.save_model(model, tmp_path, lambda: None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert failure.value.exit_code == 17 and "GB" in failure.value.why and not list(tmp_path.iterdir())
+    assert (
+        failure.value.exit_code == 17 and "GB" in failure.value.why and not list(tmp_path.iterdir())
+    )
 
 
 def test_a_run_that_cannot_be_saved_was_a_success(processes, tmp_path):
     data = write_data(tmp_path / "data", RULES)
-    with mock.patch.object(save, "write_checkpoint", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+    with mock.patch.object(
+        save, "write_checkpoint", side_effect=OSError(errno.ENOSPC, "No space left on device")
+    ):
         facts = run(tmp_path / "run", data, RULES, save=True)
     assert facts.error == "storage" and facts.status == "success"
     assert records(tmp_path / "run/result.txt")[-1]["key"] == "run_stop"
-    assert json.loads((tmp_path / "run/events.jsonl").read_text().splitlines()[-1])["status"] == "success"
+    assert (
+        json.loads((tmp_path / "run/events.jsonl").read_text().splitlines()[-1])["status"]
+        == "success"
+    )
 
 
 def test_an_existing_folder_is_refused_before_anything_starts(tmp_path):
     (tmp_path / save.FOLDER).mkdir()
-    asked = SimpleNamespace(config=run_config(), run_dir=tmp_path, data_dir=tmp_path, seed=1, save=True)
+    asked = SimpleNamespace(
+        config=run_config(), run_dir=tmp_path, data_dir=tmp_path, seed=1, save=True
+    )
     with pytest.raises(ConfigError, match="model exists"):
         train.run(asked, mock.Mock())

@@ -16,9 +16,20 @@ from llama31_8b.rules import CLOSED
 pytestmark = pytest.mark.quick
 
 VOCAB = CLOSED.shape.vocab_size
-SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{i}|>" for i in range(254))]
-TEXTS = [f"document {i}: the quick brown fox jumps over {i * 37} lazy dogs, naïvely 🙂.\n" * (1 + i % 5) for i in range(600)]
-TEXTS += ["it says <|end_of_text|> in the middle", "", "word " * 700]  # the last is longer than the file's truncation
+SPECIAL = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(254)),
+]
+TEXTS = [
+    f"document {i}: the quick brown fox jumps over {i * 37} lazy dogs, naïvely 🙂.\n" * (1 + i % 5)
+    for i in range(600)
+]
+TEXTS += [
+    "it says <|end_of_text|> in the middle",
+    "",
+    "word " * 700,
+]  # the last is longer than the file's truncation
 
 
 @pytest.fixture(scope="module")
@@ -26,27 +37,44 @@ def files(tmp_path_factory):
     """tokenizer.json with byte-level BPE, split and template as in Llama 3.1's; small.json is the same before it is filled up to 128,256."""
     folder = tmp_path_factory.mktemp("tokenizer")
     small = Tokenizer(models.BPE(ignore_merges=True))
-    words = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
-    small.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    words = pre_tokenizers.Split(
+        Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated"
+    )
+    small.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     small.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    small.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    small.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
     small.save(str(folder / "small.json"))
     table = json.loads(small.to_str())
     vocab = table["model"]["vocab"]
     vocab.update({f"unused_{i}": i for i in range(len(vocab), VOCAB - len(SPECIAL))})
     full = Tokenizer.from_str(json.dumps(table))
     full.add_special_tokens(SPECIAL)
-    full.post_processor = processors.TemplateProcessing(single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], VOCAB - len(SPECIAL))])
+    full.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], VOCAB - len(SPECIAL))]
+    )
     full.enable_truncation(512)
     full.enable_padding(length=16, pad_id=VOCAB - 1, pad_token=SPECIAL[-1])
     full.save(str(folder / "tokenizer.json"))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    )
     return folder
 
 
 def convert(files, tokenizer, prefix):
-    arguments = ["--input", files / "texts.jsonl", "--tokenizer", files / tokenizer, "--output-prefix", prefix]
+    arguments = [
+        "--input",
+        files / "texts.jsonl",
+        "--tokenizer",
+        files / tokenizer,
+        "--output-prefix",
+        prefix,
+    ]
     return prepare.main(["convert", *map(str, arguments)])
 
 
@@ -55,11 +83,19 @@ def test_ids_are_those_of_transformers_and_the_trainer_reads_them(files, tmp_pat
 
     assert convert(files, "tokenizer.json", tmp_path / "p") == 0
     peer = PreTrainedTokenizerFast(tokenizer_file=str(files / "tokenizer.json"))
-    expected = [peer.convert_tokens_to_ids(peer.tokenize(text)) for text in TEXTS if text]  # NeMo's AutoTokenizer.text_to_ids
+    expected = [
+        peer.convert_tokens_to_ids(peer.tokenize(text)) for text in TEXTS if text
+    ]  # NeMo's AutoTokenizer.text_to_ids
     index = Index.read(tmp_path / "p")
-    assert index.sequence_lengths.tolist() == [len(ids) for ids in expected] and index.dtype == np.dtype("<i4")
+    assert index.sequence_lengths.tolist() == [
+        len(ids) for ids in expected
+    ] and index.dtype == np.dtype("<i4")
     flat = np.concatenate(expected)
-    assert len(np.unique(flat)) > 100 and VOCAB - len(SPECIAL) not in flat and (flat == VOCAB - len(SPECIAL) + 1).sum() == 1
+    assert (
+        len(np.unique(flat)) > 100
+        and VOCAB - len(SPECIAL) not in flat
+        and (flat == VOCAB - len(SPECIAL) + 1).sum() == 1
+    )
     rows = validation_tokens(tmp_path / "p", 16, (len(flat) - 1) // 16, VOCAB)
     np.testing.assert_array_equal(rows[:, :-1].ravel(), flat[: rows[:, :-1].size])
 

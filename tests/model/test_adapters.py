@@ -20,7 +20,9 @@ def one_rank(processes):
 
 def test_only_the_adapters_train_and_have_optimizer_state(one_rank):
     expected = RULES.shape.lora_parameters(RULES.lora_rank)
-    assert one_rank["trained"] == expected and 2 * expected < one_rank["states"] < 2 * expected + 20, "two moments, and step counts"
+    assert (
+        one_rank["trained"] == expected and 2 * expected < one_rank["states"] < 2 * expected + 20
+    ), "two moments, and step counts"
     assert one_rank["base unchanged"]
     assert one_rank["losses"][-1] < one_rank["losses"][0], "they do learn"
 
@@ -44,19 +46,25 @@ def test_dropout_is_on_in_training(processes):
     torch.manual_seed(0)
     with_dropout = few_steps(processes, rules=replace(RULES, lora_dropout=0.1))
     without = few_steps(processes)
-    assert with_dropout["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), "B is zero at first: the adapter adds nothing"
+    assert with_dropout["losses"][0] == pytest.approx(without["losses"][0], rel=1e-6), (
+        "B is zero at first: the adapter adds nothing"
+    )
     assert with_dropout["losses"][2:] != without["losses"][2:]
 
 
 def test_adapters_start_as_kaiming_and_zero():
-    model = lora_llama(fused_llama(replace(RULES.shape, hidden_size=256, num_heads=4), 16), 16, 32, 0.1)
+    model = lora_llama(
+        fused_llama(replace(RULES.shape, hidden_size=256, num_heads=4), 16), 16, 32, 0.1
+    )
     init_adapters(model, 1)
     assert len([parameter for parameter in model.parameters() if parameter.requires_grad]) == 8
     for block in model.blocks:
         assert block.scale == 2.0
         for adapter in (block.qkv, block.o):
             bound = adapter.lora_a.shape[1] ** -0.5
-            assert adapter.lora_a.abs().max() <= bound and float(adapter.lora_a.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+            assert adapter.lora_a.abs().max() <= bound and float(
+                adapter.lora_a.detach().std()
+            ) == pytest.approx(bound / 3**0.5, rel=0.05)
             assert not adapter.lora_b.any()
 
 

@@ -16,7 +16,16 @@ from common.model.fused_lora_block import FusedLoraBlock
 from common.model.linear_layers import DelayedScaling, LinearLayers, linear_layers
 from common.model.lora import AdapterSettings
 
-RECIPES = ["mxfp8", "mxfp8_hybrid", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "mxfp4+square_weights", "nvfp4+square_weights"]
+RECIPES = [
+    "mxfp8",
+    "mxfp8_hybrid",
+    "mxfp6_e2m3",
+    "mxfp6_e3m2",
+    "mxfp4",
+    "nvfp4",
+    "mxfp4+square_weights",
+    "nvfp4+square_weights",
+]
 WGRAD = {"mxfp4+hadamard": False, "nvfp4+random_hadamard": True}
 
 
@@ -42,14 +51,18 @@ class ThreeProducts(torch.autograd.Function):
 def along_rows(x, recipe, gradient=False, weight=False):
     form = FORMATS[recipe.split("+")[0]]
     square = weight and "square_weights" in recipe
-    return quantize(x, form, form.gradient_element if gradient else form.element, square=square).dequantize(x.dtype)
+    return quantize(
+        x, form, form.gradient_element if gradient else form.element, square=square
+    ).dequantize(x.dtype)
 
 
 def quantizing(linear, recipe):
     """A linear layer of a plain block, from now on in `recipe`."""
 
     def forward(x):
-        return ThreeProducts.apply(x.flatten(0, -2), linear.weight, recipe).unflatten(0, x.shape[:-1])
+        return ThreeProducts.apply(x.flatten(0, -2), linear.weight, recipe).unflatten(
+            0, x.shape[:-1]
+        )
 
     linear.forward = forward
 
@@ -74,16 +87,22 @@ def fused(layers, dtype=torch.float32, recompute=False, shape=SHAPE):
 
 
 def equal(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], value) for name, value in expected.items()
+    )
 
 
 def near(found, expected):
     """fp32 sums in another order, which may round an element the other way."""
     assert found.keys() == expected.keys()
-    return all((found[name] - value).norm() < 1e-3 * value.norm() for name, value in expected.items())
+    return all(
+        (found[name] - value).norm() < 1e-3 * value.norm() for name, value in expected.items()
+    )
 
 
-@pytest.mark.parametrize(("recipe", "shape"), [*((recipe, SHAPE) for recipe in (*RECIPES, *WGRAD)), ("mxfp4", QK_NORM)])
+@pytest.mark.parametrize(
+    ("recipe", "shape"), [*((recipe, SHAPE) for recipe in (*RECIPES, *WGRAD)), ("mxfp4", QK_NORM)]
+)
 def test_a_block_quantizes_the_factors_of_all_its_products(recipe, shape):
     block, plain = fused(layers_of(recipe), shape=shape), Block(shape)
     plain.load_state_dict(block.state_dict())
@@ -94,7 +113,9 @@ def test_a_block_quantizes_the_factors_of_all_its_products(recipe, shape):
     assert near(found, expected)
     noise = {name: sqnr_db(found[name], exact[name]) for name in ("down.weight", "qkv.weight")}
     assert all(value < 40 for value in noise.values()), f"not quantized: {noise}"
-    assert recipe != "mxfp4" or all(value < 20 for value in noise.values()), f"too near for 4 bits: {noise}"
+    assert recipe != "mxfp4" or all(value < 20 for value in noise.values()), (
+        f"too near for 4 bits: {noise}"
+    )
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES[:5], "mxfp4+square_weights"])
@@ -103,9 +124,13 @@ def test_a_lora_block_reads_its_frozen_weights_in_the_format(recipe):
     layers = layers_of(recipe)
     linears = {name: getattr(plain, name) for name in ("qkv", "o", "gate_up", "down")}
     linears = {name: getattr(linear, "base", linear) for name, linear in linears.items()}
-    base = layers.frozen_base(MemoryBase({name: linear.weight for name, linear in linears.items()}, LinearLayers()))
+    base = layers.frozen_base(
+        MemoryBase({name: linear.weight for name, linear in linears.items()}, LinearLayers())
+    )
     block = FusedLoraBlock(SMALL, 0, base, "reference", AdapterSettings(RANK, 8.0, 0.0), layers)
-    block.load_state_dict({name: t for name, t in plain.state_dict().items() if name in block.state_dict()})
+    block.load_state_dict(
+        {name: t for name, t in plain.state_dict().items() if name in block.state_dict()}
+    )
     start(layers, block)
     for linear in linears.values():
         quantizing(linear, recipe)
@@ -115,17 +140,26 @@ def test_a_lora_block_reads_its_frozen_weights_in_the_format(recipe):
 
 def test_a_base_in_fp8_is_read_in_the_format_and_after_healing_as_it_is():
     layers, of_base = layers_of("mxfp4", "step 1"), DelayedScaling()
-    stored = MemoryBase({"o": torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()}, of_base)
+    stored = MemoryBase(
+        {"o": torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()}, of_base
+    )
     base = layers.frozen_base(stored)
     layers.allocate(torch.device("cpu"))
     whole = stored.operands["o"].rowwise.float() * stored.operands["o"].scale
     forward, backward = base.forward_weights(0)["o"], base.backward_weights(0)["o"]
-    assert forward.scale is None and torch.equal(forward.rowwise, along_rows(whole, "mxfp4").bfloat16())
-    assert backward.scale is None and torch.equal(backward.columnwise, along_rows(whole.t(), "mxfp4").bfloat16())
+    assert forward.scale is None and torch.equal(
+        forward.rowwise, along_rows(whole, "mxfp4").bfloat16()
+    )
+    assert backward.scale is None and torch.equal(
+        backward.columnwise, along_rows(whole.t(), "mxfp4").bfloat16()
+    )
     base.release(0)
     assert stored.calls == ["forward 0", "backward 0", "release 0"]
     layers.step_done()
-    assert torch.equal(base.forward_weights(0)["o"].rowwise.view(torch.uint8), stored.operands["o"].rowwise.view(torch.uint8))
+    assert torch.equal(
+        base.forward_weights(0)["o"].rowwise.view(torch.uint8),
+        stored.operands["o"].rowwise.view(torch.uint8),
+    )
     assert base.backward_weights(0)["o"].scale is stored.operands["o"].scale
 
 
@@ -140,7 +174,9 @@ def test_gradients_are_rounded_stochastically_and_nothing_else_is():
     assert not any(torch.equal(first[name], second[name]) for name in first if name != "output")
     draws = [run(block)["down.weight"] for _ in range(16)]
     exact = run(fused(LinearLayers()))["down.weight"]
-    assert sqnr_db(torch.stack(draws).mean(0), exact) > sqnr_db(nearest["down.weight"], exact), "the mean is nearer than the nearest"
+    assert sqnr_db(torch.stack(draws).mean(0), exact) > sqnr_db(nearest["down.weight"], exact), (
+        "the mean is nearer than the nearest"
+    )
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4+hadamard", "nvfp4"])
@@ -161,23 +197,35 @@ def test_after_the_step_of_healing_a_block_computes_as_one_that_never_was_in_the
         layers.step_done()
     assert layers.healed
     for step in range(3):
-        found, expected = run(block, torch.bfloat16, seed=step), run(plain, torch.bfloat16, seed=step)
+        found, expected = (
+            run(block, torch.bfloat16, seed=step),
+            run(plain, torch.bfloat16, seed=step),
+        )
         assert equal(found, expected)
         layers.step_done()
         reference.step_done()
     assert not equal(in_format, found)
     layers.reset()
-    assert not layers.healed and equal(run(block, torch.bfloat16, seed=1), in_format), "as before the first step: the warm-up's end"
+    assert not layers.healed and equal(run(block, torch.bfloat16, seed=1), in_format), (
+        "as before the first step: the warm-up's end"
+    )
 
 
 def test_healing_at_a_loss_waits_for_an_evaluation_that_reaches_it():
     layers = layers_of("mxfp4+hadamard", "loss 3.6")
     fused(layers)
-    assert layers.evaluated(3.7) == {"linear_format": "mxfp4, emulated", "clipped_elements": 0} and not layers.healed
+    assert (
+        layers.evaluated(3.7) == {"linear_format": "mxfp4, emulated", "clipped_elements": 0}
+        and not layers.healed
+    )
     layers.step_done()
-    assert layers.evaluated(3.6)["linear_format"] == "mxfp4, emulated" and layers.healed, "this evaluation was still in the format"
+    assert layers.evaluated(3.6)["linear_format"] == "mxfp4, emulated" and layers.healed, (
+        "this evaluation was still in the format"
+    )
     layers.step_done()
-    assert layers.evaluated(9.9)["linear_format"] == "fp8" and layers.steps == 1, "it stays healed, and its FP8 history goes on"
+    assert layers.evaluated(9.9)["linear_format"] == "fp8" and layers.steps == 1, (
+        "it stays healed, and its FP8 history goes on"
+    )
 
 
 @pytest.mark.parametrize("until", ["step 2", "loss 3.6", ""])

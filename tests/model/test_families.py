@@ -24,11 +24,22 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-4b": 4_022_468_096,
 }
-LLAMA = dict(model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=61)
+LLAMA = dict(
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=61,
+)
 MISTRAL = LLAMA | dict(model_type="mistral", num_key_value_heads=2)
 QWEN3 = MISTRAL | dict(model_type="qwen3", head_dim=32)
 LLAMA3_ROPE = dict(
-    rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    rope_type="llama3",
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
 )  # as Llama 3.2 has it
 
 
@@ -40,14 +51,24 @@ def test_every_family_has_its_published_number_of_parameters():
 def test_a_head_dim_of_its_own_changes_projections_and_attention_and_not_the_rest():
     plain = ModelShape(2, 64, 96, 4, 2, 61, 10000.0)
     wide = replace(plain, explicit_head_dim=32)
-    assert (wide.head_dim, wide.attention_size, wide.qkv_size) == (32, 128, 256) and plain.attention_size == 64
+    assert (wide.head_dim, wide.attention_size, wide.qkv_size) == (
+        32,
+        128,
+        256,
+    ) and plain.attention_size == 64
     assert wide.num_parameters - plain.num_parameters == 2 * 64 * (256 - 128 + 128 - 64)
     assert wide.attention_flops_per_token(10) == 2 * plain.attention_flops_per_token(10)
     assert wide.lora_parameters(3) == 2 * 3 * (64 + 256 + 128 + 64)
     assert replace(plain, hidden_size=128).head_dim == 32, "derived again"
     tied, normed = replace(plain, tied_embedding=True), replace(plain, qk_norm=True)
-    assert plain.num_parameters - tied.num_parameters == 61 * 64 and tied.matmul_parameters == plain.matmul_parameters
-    assert normed.num_parameters - plain.num_parameters == 2 * 2 * 16 and normed.matmul_parameters == plain.matmul_parameters
+    assert (
+        plain.num_parameters - tied.num_parameters == 61 * 64
+        and tied.matmul_parameters == plain.matmul_parameters
+    )
+    assert (
+        normed.num_parameters - plain.num_parameters == 2 * 2 * 16
+        and normed.matmul_parameters == plain.matmul_parameters
+    )
 
 
 def written(folder, config: dict) -> str:
@@ -58,12 +79,25 @@ def written(folder, config: dict) -> str:
 @pytest.mark.parametrize(
     ("config", "expected"),
     {
-        "old llama: as many kv heads": (LLAMA, ModelShape(2, 64, 96, 4, 4, 61, 10000.0, norm_eps=1e-6)),
+        "old llama: as many kv heads": (
+            LLAMA,
+            ModelShape(2, 64, 96, 4, 4, 61, 10000.0, norm_eps=1e-6),
+        ),
         "llama 3.2": (
-            LLAMA | dict(num_key_value_heads=2, rope_theta=5e5, rms_norm_eps=1e-5, rope_scaling=LLAMA3_ROPE, tie_word_embeddings=True),
+            LLAMA
+            | dict(
+                num_key_value_heads=2,
+                rope_theta=5e5,
+                rms_norm_eps=1e-5,
+                rope_scaling=LLAMA3_ROPE,
+                tie_word_embeddings=True,
+            ),
             ModelShape(2, 64, 96, 4, 2, 61, 5e5, RopeScaling(factor=32.0), tied_embedding=True),
         ),
-        "mistral": (MISTRAL | dict(head_dim=16), ModelShape(2, 64, 96, 4, 2, 61, 10000.0, norm_eps=1e-6)),
+        "mistral": (
+            MISTRAL | dict(head_dim=16),
+            ModelShape(2, 64, 96, 4, 2, 61, 10000.0, norm_eps=1e-6),
+        ),
         "qwen3": (
             QWEN3 | dict(rope_theta=1e6),
             ModelShape(2, 64, 96, 4, 2, 61, 1e6, norm_eps=1e-6, explicit_head_dim=32, qk_norm=True),
@@ -79,20 +113,40 @@ def test_a_config_json_is_read(tmp_path, config, expected):
 def test_a_config_json_that_transformers_writes_is_read(tmp_path, kind):
     import transformers
 
-    sizes = dict(vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     rope = dict(rope_theta=5e5) | (LLAMA3_ROPE if kind == "Llama" else dict(rope_type="default"))
-    made = getattr(transformers, f"{kind}Config")(**sizes, head_dim=32, rope_parameters=rope, tie_word_embeddings=kind == "Qwen3")
+    made = getattr(transformers, f"{kind}Config")(
+        **sizes, head_dim=32, rope_parameters=rope, tie_word_embeddings=kind == "Qwen3"
+    )
     made.save_pretrained(tmp_path)
     expected = ModelShape(2, 64, 96, 4, 2, 61, 5e5, norm_eps=1e-6, explicit_head_dim=32)
     expected = replace(expected, rope_scaling=RopeScaling(factor=32.0) if kind == "Llama" else None)
-    assert shape_of(str(tmp_path)) == replace(expected, qk_norm=kind == "Qwen3", tied_embedding=kind == "Qwen3")
+    assert shape_of(str(tmp_path)) == replace(
+        expected, qk_norm=kind == "Qwen3", tied_embedding=kind == "Qwen3"
+    )
     assert family_of(str(tmp_path)).sliding_window == (4096 if kind == "Mistral" else None)
 
 
 def test_only_mistral_v01_has_a_window(tmp_path):
-    assert {name: family.sliding_window for name, family in FAMILIES.items() if family.sliding_window} == {"mistral-7b-v0.1": 4096}
-    assert family_of(written(tmp_path, MISTRAL | dict(sliding_window=None))).sliding_window is None  # v0.3
-    assert family_of(written(tmp_path, QWEN3 | dict(sliding_window=4096, use_sliding_window=False))).sliding_window is None
+    assert {
+        name: family.sliding_window for name, family in FAMILIES.items() if family.sliding_window
+    } == {"mistral-7b-v0.1": 4096}
+    assert (
+        family_of(written(tmp_path, MISTRAL | dict(sliding_window=None))).sliding_window is None
+    )  # v0.3
+    assert (
+        family_of(
+            written(tmp_path, QWEN3 | dict(sliding_window=4096, use_sliding_window=False))
+        ).sliding_window
+        is None
+    )
 
 
 @pytest.mark.parametrize(

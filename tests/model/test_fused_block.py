@@ -32,7 +32,9 @@ def pair(dtype=torch.float32, fp8=False, recompute=False, shape=SHAPE):
     scaling.allocate(torch.device("cpu"))
     for name, parameter in plain.named_parameters():
         # Heads after their norms are as large as without: 0.05 * sqrt(64). Larger ones sharpen the softmax, which amplifies the noise of FP8.
-        torch.nn.init.normal_(parameter, 0.4 if "rotation" in name else 1.0 if "norm" in name else 0.0, 0.05)
+        torch.nn.init.normal_(
+            parameter, 0.4 if "rotation" in name else 1.0 if "norm" in name else 0.0, 0.05
+        )
     fused.load_state_dict(plain.state_dict())
     return plain.to(dtype), fused.to(dtype), scaling
 
@@ -40,12 +42,20 @@ def pair(dtype=torch.float32, fp8=False, recompute=False, shape=SHAPE):
 def run(block, dtype=torch.float32, seed=1):
     """Output, gradient of the input, gradients of the weights by name."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(BATCH, SEQUENCE, SHAPE.hidden_size, generator=generator).to(dtype).requires_grad_()
+    x = (
+        torch.randn(BATCH, SEQUENCE, SHAPE.hidden_size, generator=generator)
+        .to(dtype)
+        .requires_grad_()
+    )
     d_out = (1e-4 * torch.randn(BATCH, SEQUENCE, SHAPE.hidden_size, generator=generator)).to(dtype)
     block.zero_grad()
     out = block(x, *rope_tables(block.shape, SEQUENCE, "cpu"))
     out.backward(d_out)
-    return {"output": out.detach(), "input": x.grad, **{name: p.grad for name, p in block.named_parameters()}}
+    return {
+        "output": out.detach(),
+        "input": x.grad,
+        **{name: p.grad for name, p in block.named_parameters()},
+    }
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -54,7 +64,9 @@ def test_it_computes_what_the_plain_block_computes(family):
     expected, got = run(plain), run(fused)
     assert expected.keys() == got.keys() and len(got) == {"llama": 8, "qwen3": 10}[family]
     for name, value in expected.items():
-        assert torch.allclose(got[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max())), name
+        assert torch.allclose(got[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max())), (
+            name
+        )
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -71,7 +83,10 @@ def test_recompute_changes_no_bit_and_counts_nothing_twice(fp8, family):
     for plain, recomputed in zip(results[:2], results[2:], strict=True):
         assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
     half = len(states) // 2
-    assert all(torch.equal(a, b) for a, b in zip(states[:half], states[half:], strict=True)) and (half > 0) == fp8
+    assert (
+        all(torch.equal(a, b) for a, b in zip(states[:half], states[half:], strict=True))
+        and (half > 0) == fp8
+    )
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -85,7 +100,9 @@ def test_fp8_is_as_near_as_its_casts(family):
         truth = run(plain.float(), torch.float32, seed=step)
         for name, value in truth.items():
             assert sqnr_db(got[name].float(), value) > 18, f"step {step}: {name}"
-        assert sqnr_db(got["o.weight"].float(), truth["o.weight"]) < 40, "these products are not in FP8"
+        assert sqnr_db(got["o.weight"].float(), truth["o.weight"]) < 40, (
+            "these products are not in FP8"
+        )
         scaling.step_done()
 
 
@@ -96,7 +113,9 @@ def test_weights_are_cast_once_per_step():
     first = run(fused, torch.bfloat16)["output"]
     with torch.no_grad():
         fused.down.weight.mul_(2)
-    assert torch.equal(run(fused, torch.bfloat16)["output"], first), "the cast weights are kept until the step is done"
+    assert torch.equal(run(fused, torch.bfloat16)["output"], first), (
+        "the cast weights are kept until the step is done"
+    )
     scaling.step_done()
     assert not torch.equal(run(fused, torch.bfloat16)["output"], first)
 
@@ -117,7 +136,9 @@ def fp8_llama():
 
 def test_without_gradient_nothing_is_kept_and_no_scale_moves():
     model, scaling = fp8_llama()
-    tokens = torch.randint(0, SHAPE.vocab_size, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, SHAPE.vocab_size, (1, SEQUENCE), generator=torch.Generator().manual_seed(0)
+    )
     loss, count = model(tokens, tokens)
     (loss / count).sum().backward()
     scaling.step_done()
@@ -149,7 +170,16 @@ def test_backward_lets_go_of_what_it_has_used():
     assert context.saved.h is not None
     saved = context.saved
     out.sum().backward()
-    assert context.saved is None and not vars(saved).keys() & {"n_1", "qk_before_norm", "attention", "o", "residual", "n_2", "gate_up", "h"}
+    assert context.saved is None and not vars(saved).keys() & {
+        "n_1",
+        "qk_before_norm",
+        "attention",
+        "o",
+        "residual",
+        "n_2",
+        "gate_up",
+        "h",
+    }
 
 
 def test_heads_that_triton_cannot_hold_are_refused_before_it_compiles():

@@ -35,7 +35,11 @@ def test_it_computes_what_autograd_does(dropout, monkeypatch):
         fix_masks(plain, fused, monkeypatch)
     x, d_out, tables = data()
     expected, found = results(plain, x, d_out, tables), results(fused, x, d_out, tables)
-    assert set(found) == {"output", "d_x", "qkv.lora_a", "qkv.lora_b", "o.lora_a", "o.lora_b"} == set(expected)
+    assert (
+        set(found)
+        == {"output", "d_x", "qkv.lora_a", "qkv.lora_b", "o.lora_a", "o.lora_b"}
+        == set(expected)
+    )
     for name, value in expected.items():
         assert found[name].dtype == torch.float32 and found[name].shape == value.shape
         assert (found[name] - value).norm() < 1e-5 * value.norm(), name
@@ -65,7 +69,12 @@ def test_fp8_stays_near_bf16(fnuz, monkeypatch):
         "no product reads a transposed activation or gradient"
     )
     e4m3, e5m2 = formats if fnuz else (torch.float8_e4m3fn, torch.float8_e5m2)
-    assert block.quantizers.h.dtype == block.quantizers.stored_gate_up.dtype == block.base.operands["down"].rowwise.dtype == e4m3
+    assert (
+        block.quantizers.h.dtype
+        == block.quantizers.stored_gate_up.dtype
+        == block.base.operands["down"].rowwise.dtype
+        == e4m3
+    )
     assert block.quantizers.d_out.dtype == e5m2
     assert block.base.scaling.take_clipped() == 0, "the same numbers again: nothing saturates"
 
@@ -82,7 +91,11 @@ def test_an_evaluation_stores_no_copy_in_8_bits_and_computes_the_same():
     block.ops = replace(block.ops, swiglu=watched)
     with torch.no_grad():
         outputs = [block.train(training)(x, *tables) for training in (True, False)]
-    assert torch.equal(*outputs) and asked == [block.quantizers.stored_gate_up, None] and asked[0] is not None
+    assert (
+        torch.equal(*outputs)
+        and asked == [block.quantizers.stored_gate_up, None]
+        and asked[0] is not None
+    )
 
 
 def test_backward_runs_once():
@@ -107,7 +120,9 @@ def test_dropout_is_drawn_anew_each_time_and_only_in_training():
     with torch.no_grad():
         assert torch.equal(block(x, *tables), without)
     assert torch.equal(block.eval()(x, *tables), without)
-    assert torch.equal(torch.get_rng_state(), state), "evaluation draws nothing: training goes on as without it"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "evaluation draws nothing: training goes on as without it"
+    )
 
 
 def test_evaluation_keeps_nothing(monkeypatch):
@@ -115,7 +130,9 @@ def test_evaluation_keeps_nothing(monkeypatch):
     block = fused_block(plain_block()).eval()
     kept = []
     run = block.run
-    monkeypatch.setattr(block, "run", lambda *arguments, **named: kept.append(run(*arguments, **named)) or kept[-1])
+    monkeypatch.setattr(
+        block, "run", lambda *arguments, **named: kept.append(run(*arguments, **named)) or kept[-1]
+    )
     with torch.no_grad():
         assert block(x, *tables).grad_fn is None
     assert kept[0][1] is None
@@ -137,7 +154,9 @@ def storages(saved):
         node = graph.pop()
         nodes.append(node)
         graph += [function for function, _ in node.next_functions if function is not None]
-    held = [getattr(node, name) for node in nodes for name in dir(node) if name.startswith("_saved_")]
+    held = [
+        getattr(node, name) for node in nodes for name in dir(node) if name.startswith("_saved_")
+    ]
     found, values = {}, [*vars(saved).values(), *held]
     while values:
         value = values.pop()
@@ -154,7 +173,9 @@ def test_it_keeps_as_many_bytes_as_it_says(in_fp8):
     block = fused_block(plain_block(dtype=torch.bfloat16), P, in_fp8)
     _, saved = block.run(x, *tables, True)
     found = storages(saved)
-    for constant in (block.base.scaling.scales, saved.dropouts[0].seed) if in_fp8 else (saved.dropouts[0].seed,):
+    for constant in (
+        (block.base.scaling.scales, saved.dropouts[0].seed) if in_fp8 else (saved.dropouts[0].seed,)
+    ):
         found.pop(constant.untyped_storage().data_ptr(), None)
     assert sum(found.values()) == 256 * saved_bytes_per_token(SMALL, RANK, in_fp8)
 
@@ -164,8 +185,13 @@ def test_bytes_of_the_70b():
     assert saved_bytes_per_token(LLAMA2_70B, 16, False) == 127_304 + 57_344
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the blocks here are on the CPU, where kernels need Triton's interpreter")
-@pytest.mark.parametrize("expanded", [False, True], ids=["", "one number, expanded, as sum() hands it back"])
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="the blocks here are on the CPU, where kernels need Triton's interpreter",
+)
+@pytest.mark.parametrize(
+    "expanded", [False, True], ids=["", "one number, expanded, as sum() hands it back"]
+)
 def test_both_engines_agree_with_the_same_seed(expanded):
     plain = plain_block(ModelShape(1, 64, 96, 4, 2, 64, 10000.0))
     x, d_out, tables = data(plain.shape)

@@ -25,12 +25,19 @@ TOLERANCE = 1e-5  # of logits, in fp32: L2 norm of the difference to that of the
 def random_adapters(shape: ModelShape = SHAPE, rank: int = RANK) -> dict[str, torch.Tensor]:
     """As large as the weights they add to, so that a wrong row or factor shows."""
     generator = torch.Generator().manual_seed(1)
-    sizes = {"qkv": (shape.hidden_size, shape.qkv_size), "o": (shape.attention_size, shape.hidden_size)}
+    sizes = {
+        "qkv": (shape.hidden_size, shape.qkv_size),
+        "o": (shape.attention_size, shape.hidden_size),
+    }
     tensors = {}
     for layer in range(shape.num_layers):
         for part, (inputs, outputs) in sizes.items():
-            tensors[f"blocks.{layer}.{part}.lora_a"] = 0.2 * torch.randn(rank, inputs, generator=generator)
-            tensors[f"blocks.{layer}.{part}.lora_b"] = 0.2 * torch.randn(outputs, rank, generator=generator)
+            tensors[f"blocks.{layer}.{part}.lora_a"] = 0.2 * torch.randn(
+                rank, inputs, generator=generator
+            )
+            tensors[f"blocks.{layer}.{part}.lora_b"] = 0.2 * torch.randn(
+                outputs, rank, generator=generator
+            )
     return tensors
 
 
@@ -54,13 +61,21 @@ def save_fused(folder, state: dict[str, torch.Tensor]) -> None:
     fused = {}
     for name, tensor in state.items():
         if ".q_proj." in name:
-            fused[name.replace("q_proj", "qkv_proj")] = torch.cat([state[name.replace("q_proj", part)] for part in adapter.SPLIT])
+            fused[name.replace("q_proj", "qkv_proj")] = torch.cat(
+                [state[name.replace("q_proj", part)] for part in adapter.SPLIT]
+            )
         elif ".k_proj." not in name and ".v_proj." not in name:
             fused[name] = tensor.clone()
-    shards = {f"model-0000{number + 1}-of-00002.safetensors": list(fused)[number::2] for number in range(2)}
+    shards = {
+        f"model-0000{number + 1}-of-00002.safetensors": list(fused)[number::2]
+        for number in range(2)
+    }
     for shard, names in shards.items():
         save_file({name: fused[name] for name in names}, folder / shard, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: shard for shard, names in shards.items() for name in names}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: shard for shard, names in shards.items() for name in names},
+    }
     (folder / checkpoint_names.INDEX).write_text(json.dumps(index))
 
 
@@ -72,7 +87,9 @@ def test_a_full_disk_is_said_and_leaves_no_half_adapter(tmp_path):
             save(tmp_path / "adapter", random_adapters())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert failure.value.exit_code == 17 and "MB" in failure.value.why and not list(tmp_path.iterdir())
+    assert (
+        failure.value.exit_code == 17 and "MB" in failure.value.why and not list(tmp_path.iterdir())
+    )
     (tmp_path / "adapter.partial").mkdir()  # as a kill leaves it
     (tmp_path / "adapter.partial/adapter_model.safetensors").write_text("half")
     save(tmp_path / "adapter", random_adapters())
@@ -93,7 +110,9 @@ def made(tmp_path_factory):
     save_fused(folder / "fused", theirs.state_dict())
     tensors = random_adapters()
     save(folder / "adapter", tensors)
-    tokens = torch.randint(SHAPE.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(
+        SHAPE.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(2)
+    )
     with torch.no_grad():
         logits = with_adapters(ours, tensors)(tokens)
     return folder, theirs, tensors, tokens, logits
@@ -102,7 +121,14 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def merged(made):
     for layout in ("ordinary", "fused"):
-        command = ["--base", made[0] / layout, "--adapter", made[0] / "adapter", "--out", made[0] / f"merged_{layout}"]
+        command = [
+            "--base",
+            made[0] / layout,
+            "--adapter",
+            made[0] / "adapter",
+            "--out",
+            made[0] / f"merged_{layout}",
+        ]
         assert merge.main([str(word) for word in command]) == 0
     return made[0]
 
@@ -112,7 +138,11 @@ def assert_near(logits, expected) -> None:
 
 
 def all_tensors(folder) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def test_peft_loads_the_adapter_onto_the_base_with_our_logits(made):
@@ -125,10 +155,20 @@ def test_peft_loads_the_adapter_onto_the_base_with_our_logits(made):
         plain = base(tokens).logits
         loaded = peft.PeftModel.from_pretrained(base, folder / "adapter")
         assert_near(loaded.eval()(tokens).logits, logits)
-    assert (plain - logits).norm() > 0.1 * logits.norm(), "the adapters change nothing: the test shows nothing"
+    assert (plain - logits).norm() > 0.1 * logits.norm(), (
+        "the adapters change nothing: the test shows nothing"
+    )
     config = loaded.peft_config["default"]
-    assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (RANK, ALPHA, 0.1, "none")
-    assert config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"} and config.base_model_name_or_path == "base"
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (
+        RANK,
+        ALPHA,
+        0.1,
+        "none",
+    )
+    assert (
+        config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        and config.base_model_name_or_path == "base"
+    )
 
 
 def test_the_merged_checkpoint_has_our_logits(made, merged):
@@ -136,22 +176,42 @@ def test_the_merged_checkpoint_has_our_logits(made, merged):
 
     _, _, _, tokens, logits = made
     with torch.no_grad():
-        assert_near(LlamaForCausalLM.from_pretrained(merged / "merged_ordinary", attn_implementation="eager")(tokens).logits, logits)
+        assert_near(
+            LlamaForCausalLM.from_pretrained(
+                merged / "merged_ordinary", attn_implementation="eager"
+            )(tokens).logits,
+            logits,
+        )
 
 
 def test_both_layouts_are_merged_to_the_same_bits(merged):
     ordinary, fused = all_tensors(merged / "merged_ordinary"), all_tensors(merged / "merged_fused")
     for name, tensor in fused.items():
-        parts = [ordinary[name.replace("qkv_proj", part)] for part in adapter.SPLIT] if "qkv_proj" in name else [ordinary[name]]
+        parts = (
+            [ordinary[name.replace("qkv_proj", part)] for part in adapter.SPLIT]
+            if "qkv_proj" in name
+            else [ordinary[name]]
+        )
         assert torch.equal(tensor, torch.cat(parts))
     before = all_tensors(merged / "fused")
-    changed = {name.split(".")[-2] for name, tensor in fused.items() if not torch.equal(tensor, before[name])}
+    changed = {
+        name.split(".")[-2]
+        for name, tensor in fused.items()
+        if not torch.equal(tensor, before[name])
+    }
     assert changed == {"qkv_proj", "o_proj"} and fused.keys() == before.keys()
 
 
 def test_a_merge_keeps_shards_index_and_small_files_and_copies_no_other_weights(merged):
-    before, after = ({path.name for path in (merged / name).iterdir()} for name in ("ordinary", "merged_ordinary"))
-    assert before - after == {"pytorch_model.bin"} and after <= before and len(list(merged.glob("ordinary/*.safetensors"))) > 2
+    before, after = (
+        {path.name for path in (merged / name).iterdir()}
+        for name in ("ordinary", "merged_ordinary")
+    )
+    assert (
+        before - after == {"pytorch_model.bin"}
+        and after <= before
+        and len(list(merged.glob("ordinary/*.safetensors"))) > 2
+    )
     assert (merged / "merged_ordinary" / "tokenizer.model").read_bytes() == b"words"
     for path in (merged / "ordinary").glob("*.safetensors"):
         assert load_file(path).keys() == load_file(merged / "merged_ordinary" / path.name).keys()
@@ -159,7 +219,9 @@ def test_a_merge_keeps_shards_index_and_small_files_and_copies_no_other_weights(
 
 def test_bf16_is_rounded_once(made, tmp_path):
     _, theirs, tensors, _, _ = made
-    save_fused(tmp_path / "base", {name: tensor.bfloat16() for name, tensor in theirs.state_dict().items()})
+    save_fused(
+        tmp_path / "base", {name: tensor.bfloat16() for name, tensor in theirs.state_dict().items()}
+    )
     merge.merge(tmp_path / "base", made[0] / "adapter", tmp_path / "out")
     before, after = all_tensors(tmp_path / "base"), all_tensors(tmp_path / "out")
     for layer in range(SHAPE.num_layers):
@@ -206,19 +268,47 @@ FAULTS = [
     ("another method", _edit_config(peft_type="LOHA"), "peft_type LOHA"),
     ("another rank", _edit_config(r=8), "has rank 8"),
     ("no rank", _edit_config(r=None), "r is None"),
-    ("broken configuration", lambda base, saved: (saved / adapter.CONFIG).write_text("{"), adapter.CONFIG),
+    (
+        "broken configuration",
+        lambda base, saved: (saved / adapter.CONFIG).write_text("{"),
+        adapter.CONFIG,
+    ),
     ("no adapter", lambda base, saved: (saved / adapter.WEIGHTS).unlink(), adapter.WEIGHTS),
-    ("half an adapter", _edit_tensors(lambda tensors: tensors.pop(KEY)), "only one of them has .*k_proj.lora_B"),
-    ("a layer too many", _edit_tensors(lambda t: t.update({KEY.replace("1", "7"): t[KEY].clone()})), "only one of them has .*layers.7"),
-    ("other rows", _edit_tensors(lambda t: t.update({KEY: t[KEY][:-1].clone()})), "the adapter of .*qkv_proj"),
-    ("another module", _edit_tensors(lambda t: t.update({KEY.replace("k_proj", "up_proj"): t[KEY].clone()})), "up_proj"),
+    (
+        "half an adapter",
+        _edit_tensors(lambda tensors: tensors.pop(KEY)),
+        "only one of them has .*k_proj.lora_B",
+    ),
+    (
+        "a layer too many",
+        _edit_tensors(lambda t: t.update({KEY.replace("1", "7"): t[KEY].clone()})),
+        "only one of them has .*layers.7",
+    ),
+    (
+        "other rows",
+        _edit_tensors(lambda t: t.update({KEY: t[KEY][:-1].clone()})),
+        "the adapter of .*qkv_proj",
+    ),
+    (
+        "another module",
+        _edit_tensors(lambda t: t.update({KEY.replace("k_proj", "up_proj"): t[KEY].clone()})),
+        "up_proj",
+    ),
     (
         "missing shard",
         lambda base, saved: min(base.glob("*.safetensors")).unlink(),
         "tensors of model.safetensors.index.json are in no file",
     ),
-    ("truncated shard", lambda base, saved: _truncate(min(base.glob("*.safetensors"))), "model-00001-of-00002"),
-    ("no checkpoint", lambda base, saved: [path.unlink() for path in base.glob("*.safetensors")], "has no safetensors files"),
+    (
+        "truncated shard",
+        lambda base, saved: _truncate(min(base.glob("*.safetensors"))),
+        "model-00001-of-00002",
+    ),
+    (
+        "no checkpoint",
+        lambda base, saved: [path.unlink() for path in base.glob("*.safetensors")],
+        "has no safetensors files",
+    ),
     ("integer weights", lambda base, saved: _integers(base), "the base has it as I8"),
 ]
 
@@ -232,7 +322,9 @@ def _integers(base):
         save_file({name: tensor.to(torch.int8) for name, tensor in load_file(path).items()}, path)
 
 
-@pytest.mark.parametrize(("spoil", "message"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("spoil", "message"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
+)
 def test_what_does_not_fit_is_refused_before_anything_is_written(made, tmp_path, spoil, message):
     save_fused(tmp_path / "base", made[1].state_dict())
     save(tmp_path / "adapter", made[2])
@@ -243,6 +335,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(made, tmp_path,
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    command = ["--base", str(tmp_path), "--adapter", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]
+    command = [
+        "--base",
+        str(tmp_path),
+        "--adapter",
+        str(tmp_path / "nothing"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert merge.main(command) == WeightsError.exit_code
     assert "adapter_config.json" in capsys.readouterr().err

@@ -28,10 +28,16 @@ SHAPES = {  # shape, rank, alpha
     "groups of 2": (ModelShape(3, 32, 48, 4, 2, 61, 10000.0), 4, 10),
     "one kv head, odd sizes": (ModelShape(2, 30, 35, 3, 1, 53, 10000.0), 3, 3),
     "qwen3, wide heads, tied": (
-        ModelShape(2, 40, 48, 4, 2, 61, 10000.0, explicit_head_dim=16, qk_norm=True, tied_embedding=True),
+        ModelShape(
+            2, 40, 48, 4, 2, 61, 10000.0, explicit_head_dim=16, qk_norm=True, tied_embedding=True
+        ),
         *(4, 10),
     ),
-    "no groups, rank and alpha of the rules": (ModelShape(2, 64, 40, 4, 4, 67, 10000.0), CLOSED.lora_rank, CLOSED.lora_alpha),
+    "no groups, rank and alpha of the rules": (
+        ModelShape(2, 64, 40, 4, 4, 67, 10000.0),
+        CLOSED.lora_rank,
+        CLOSED.lora_alpha,
+    ),
 }
 LENGTH, SEQUENCES = 19, 4
 STEPS, LEARNING_RATE, CURVE_TOLERANCE = 20, 3e-3, 1e-4
@@ -52,7 +58,10 @@ def adapted_pair(name: str, fresh: bool = False, tied: bool = True):
     else:
         put(ours, random_adapters(shape, rank))
     targets = [*adapter.SPLIT, adapter.OUTPUT]
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"))
+    theirs = peft.get_peft_model(
+        theirs,
+        peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"),
+    )
     for layer in theirs.base_model.model.model.layers if tied else []:
         for module in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             module.lora_A["default"].weight = layer.self_attn.q_proj.lora_A["default"].weight
@@ -67,12 +76,16 @@ def put(model: Llama, adapters: dict[str, torch.Tensor]) -> None:
 
 
 def trained(model: Llama) -> dict[str, torch.nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def batch_of(vocab_size: int, seed: int) -> torch.Tensor:
     """[sequences, 2, length]: tokens and labels; every sequence has another number of labels that do not count."""
-    windows = torch.randint(vocab_size, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    windows = torch.randint(
+        vocab_size, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
+    )
     batch = torch.stack((windows[:, :-1], windows[:, 1:]), dim=1)
     for number, labels in enumerate(batch[:, 1]):
         labels[: 5 * number] = IGNORE_INDEX
@@ -82,7 +95,9 @@ def batch_of(vocab_size: int, seed: int) -> torch.Tensor:
 def their_loss(model, batch: torch.Tensor) -> torch.Tensor:
     """Mean over the sequences of each one's mean over the labels that count."""
     tokens, labels = batch.unbind(1)
-    losses = torch.nn.functional.cross_entropy(model(tokens).logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        model(tokens).logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
+    )
     return (losses.sum(1) / (labels != IGNORE_INDEX).sum(1)).mean()
 
 
@@ -92,7 +107,10 @@ def their_adapters(model, shape: ModelShape, gradients: bool) -> dict[str, torch
     for number, layer in enumerate(model.base_model.model.model.layers):
         attention = layer.self_attn
         value = lambda parameter: (parameter.grad if gradients else parameter).detach()  # noqa: E731
-        rows = [value(module.lora_B["default"].weight) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        rows = [
+            value(module.lora_B["default"].weight)
+            for module in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
         found[f"blocks.{number}.qkv.lora_a"] = value(attention.q_proj.lora_A["default"].weight)
         found[f"blocks.{number}.qkv.lora_b"] = torch.cat(rows)
         found[f"blocks.{number}.o.lora_a"] = value(attention.o_proj.lora_A["default"].weight)
@@ -118,7 +136,9 @@ def test_logits_loss_and_adapter_gradients_agree_with_peft(name):
     assert trained(ours).keys() == gradients.keys(), "adapters train, and nothing else"
     for parameter_name, parameter in trained(ours).items():
         assert_near(parameter.grad, gradients[parameter_name], parameter_name)
-    assert all(parameter.grad is None for parameter in ours.parameters() if not parameter.requires_grad)
+    assert all(
+        parameter.grad is None for parameter in ours.parameters() if not parameter.requires_grad
+    )
 
 
 def test_separate_adapters_of_peft_give_the_sum_of_their_gradients_to_our_a():
@@ -129,7 +149,9 @@ def test_separate_adapters_of_peft_give_the_sum_of_their_gradients_to_our_a():
     (loss_sum / count).mean().backward()
     their_loss(theirs, batch).backward()
     for number, layer in enumerate(theirs.base_model.model.model.layers):
-        parts = [getattr(layer.self_attn, part).lora_A["default"].weight.grad for part in adapter.SPLIT]
+        parts = [
+            getattr(layer.self_attn, part).lora_A["default"].weight.grad for part in adapter.SPLIT
+        ]
         assert_near(ours.blocks[number].qkv.lora_a.grad, sum(parts), f"A of block {number}")
 
 
@@ -137,18 +159,30 @@ def test_twenty_steps_follow_a_loop_of_peft_and_torch(processes):
     name = "no groups, rank and alpha of the rules"
     shape = SHAPES[name][0]
     ours, theirs = adapted_pair(name, fresh=True)
-    batches = [batch_of(shape.vocab_size, seed=step % 2) for step in range(STEPS)]  # two in turn: there is something to learn
+    batches = [
+        batch_of(shape.vocab_size, seed=step % 2) for step in range(STEPS)
+    ]  # two in turn: there is something to learn
 
     update = UPDATES["adamw"](CLOSED, "reference", torch.float32)
-    assembly = Assembly(ours, ReplicatedOptimizer(trained(ours).values(), processes, update), LinearLayers())
+    assembly = Assembly(
+        ours, ReplicatedOptimizer(trained(ours).values(), processes, update), LinearLayers()
+    )
     micro_batches = itertools.chain.from_iterable(batch.split(2) for batch in batches)
     lr_at, batching = cosine_to_zero(LEARNING_RATE, 2 * STEPS), Batching(SEQUENCES, SEQUENCES // 2)
-    curve = [train_step(assembly, micro_batches, batching, lr_at(step), processes) for step in range(STEPS)]
+    curve = [
+        train_step(assembly, micro_batches, batching, lr_at(step), processes)
+        for step in range(STEPS)
+    ]
 
     expected = their_curve(theirs, batches)
     for index, what in enumerate(("loss", "gradient norm")):
-        assert [float(step[index]) for step in curve] == pytest.approx([step[index] for step in expected], rel=CURVE_TOLERANCE), what
-    assert expected[-1][0] < 0.9 * expected[1][0] and max(norm for _, norm in expected) > CLOSED.gradient_clip_norm
+        assert [float(step[index]) for step in curve] == pytest.approx(
+            [step[index] for step in expected], rel=CURVE_TOLERANCE
+        ), what
+    assert (
+        expected[-1][0] < 0.9 * expected[1][0]
+        and max(norm for _, norm in expected) > CLOSED.gradient_clip_norm
+    )
     for parameter_name, reached in their_adapters(theirs, shape, gradients=False).items():
         error = (trained(ours)[parameter_name] - reached).norm() / reached.norm()
         assert error < 10 * CURVE_TOLERANCE, parameter_name
@@ -159,7 +193,9 @@ def their_curve(model, batches: list[torch.Tensor]) -> list[tuple[float, float]]
     from transformers import get_cosine_schedule_with_warmup
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-4
+    )
     schedule = get_cosine_schedule_with_warmup(optimizer, 0, 2 * len(batches))
     curve = []
     for batch in batches:

@@ -11,13 +11,19 @@ from two_ranks import whole
 from common.model.shapes import ModelShape
 from llama31_8b.train import assemble
 
-SHAPE = ModelShape(2, 40, 48, 4, 2, 61, 10000.0, explicit_head_dim=16, qk_norm=True, tied_embedding=True)  # 61 rows do not divide by 2
+SHAPE = ModelShape(
+    2, 40, 48, 4, 2, 61, 10000.0, explicit_head_dim=16, qk_norm=True, tied_embedding=True
+)  # 61 rows do not divide by 2
 RULES = replace(TINY, shape=SHAPE)
 SEQUENCES = 8
 
 
 def windows():
-    return torch.randint(SHAPE.vocab_size, (SEQUENCES, RULES.sequence_length + 1), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        SHAPE.vocab_size,
+        (SEQUENCES, RULES.sequence_length + 1),
+        generator=torch.Generator().manual_seed(2),
+    )
 
 
 def one_step(processes, folder=None):
@@ -30,7 +36,10 @@ def one_step(processes, folder=None):
         loss_sum, count = model(micro_batch[:, :-1], micro_batch[:, 1:])
         ((loss_sum / count).sum() / SEQUENCES * processes.world_size).backward()
     optimizer.finish_reduction()
-    gradients = {name: optimizer.shard_of[parameter].gradient.clone() for name, parameter in model.named_parameters()}
+    gradients = {
+        name: optimizer.shard_of[parameter].gradient.clone()
+        for name, parameter in model.named_parameters()
+    }
     assembly.step(1e-2)
     tied = model.head.output.weight.data_ptr() == model.embedding.weight.data_ptr()
     return {"initial": initial, "gradients": gradients, "stepped": whole(model), "tied": tied}
@@ -41,12 +50,18 @@ def expected_gradients(initial):
     parameters = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, weight in initial.items():
-            for its, rows in zip(their_names(name), weight.split([len(parameters[its]) for its in their_names(name)]), strict=True):
+            for its, rows in zip(
+                their_names(name),
+                weight.split([len(parameters[its]) for its in their_names(name)]),
+                strict=True,
+            ):
                 parameters[its].copy_(rows)
     tokens = windows()
     logits = theirs(tokens[:, :-1]).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    return {name: torch.cat([parameters[its].grad for its in their_names(name)]) for name in initial}
+    return {
+        name: torch.cat([parameters[its].grad for its in their_names(name)]) for name in initial
+    }
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +73,9 @@ def test_the_gradient_is_that_of_both_uses(one_rank):
     assert one_rank["tied"] and "head.output.weight" not in one_rank["initial"]
     for name, expected in expected_gradients(one_rank["initial"]).items():
         assert_near(one_rank["gradients"][name], expected, name)
-    assert not torch.equal(one_rank["stepped"]["embedding.weight"], one_rank["initial"]["embedding.weight"])
+    assert not torch.equal(
+        one_rank["stepped"]["embedding.weight"], one_rank["initial"]["embedding.weight"]
+    )
 
 
 def test_two_ranks_do_what_one_does(one_rank, tmp_path):

@@ -82,7 +82,9 @@ def test_dtypes_are_converted_once(stored, tmp_path, stored_as, wanted):
     write_checkpoint(source, tmp_path, dtype=stored_as)
     model = model_of(wanted)
     load_base(model, tmp_path)
-    assert_same(values(model), {name: tensor.to(stored_as).to(wanted) for name, tensor in stored[1].items()})
+    assert_same(
+        values(model), {name: tensor.to(stored_as).to(wanted) for name, tensor in stored[1].items()}
+    )
 
 
 def test_small_pieces_and_a_single_file(stored, tmp_path, monkeypatch):
@@ -90,7 +92,9 @@ def test_small_pieces_and_a_single_file(stored, tmp_path, monkeypatch):
     tensors = {}
     for file in (stored[0] / "ordinary").glob("*.safetensors"):
         tensors.update(load_file(file))
-    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # old checkpoints carry it
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(
+        4
+    )  # old checkpoints carry it
     save_file(tensors, tmp_path / "model.safetensors")
     for chunk in (300, 1):
         monkeypatch.setattr(checkpoint_loader, "CHUNK", chunk)
@@ -102,7 +106,9 @@ def test_small_pieces_and_a_single_file(stored, tmp_path, monkeypatch):
 def test_transformers_computes_the_same_from_the_same_files(stored):
     transformers = pytest.importorskip("transformers")
     tokens = torch.randint(SHAPE.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
-    theirs = transformers.LlamaForCausalLM.from_pretrained(stored[0] / "ordinary", dtype=torch.float32)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(
+        stored[0] / "ordinary", dtype=torch.float32
+    )
     model = model_of()
     load_base(model, stored[0] / "fused")
     with torch.no_grad():
@@ -120,9 +126,14 @@ def test_the_base_is_loaded_and_adapters_are_not(stored, processes):
         assert all((parameter == 7.0).all() for parameter in adapter_parameters(model).values())
 
     assembly, base = assemble(lora_config(processes), RULES, processes, 1, load)
-    found = {name: tensor for name, tensor in values(assembly.model).items() if ".lora_" not in name}
+    found = {
+        name: tensor for name, tensor in values(assembly.model).items() if ".lora_" not in name
+    }
     for layer in range(SHAPE.num_layers):
-        found |= {f"blocks.{layer}.{name}.weight": weight.rowwise for name, weight in base.forward_weights(layer).items()}
+        found |= {
+            f"blocks.{layer}.{name}.weight": weight.rowwise
+            for name, weight in base.forward_weights(layer).items()
+        }
     assert_same(found, stored[1])
 
 
@@ -165,7 +176,9 @@ def change_tensors(folder, change):
     change(tensors)
     save_file(tensors, file)
     index = json.loads((folder / checkpoint_names.INDEX).read_text())
-    index["weight_map"] = {name: shard for name, shard in index["weight_map"].items() if shard != file.name}
+    index["weight_map"] = {
+        name: shard for name, shard in index["weight_map"].items() if shard != file.name
+    }
     index["weight_map"] |= dict.fromkeys(tensors, file.name)
     (folder / checkpoint_names.INDEX).write_text(json.dumps(index))
 
@@ -196,16 +209,32 @@ def only_pickles(folder):
 
 
 DAMAGE = {
-    "missing shard": (lambda d: (d / LAST).unlink(), "tensors of model.safetensors.index.json are in no file: "),
-    "missing shard and index": (lambda d: [(d / name).unlink() for name in (LAST, checkpoint_names.INDEX)], "of 17 tensors are missing: "),
-    "two checkpoints": (lambda d: shutil.copy(d / FIRST, d / checkpoint_names.SINGLE), f"{EMBEDDING} is in model-00001-of-00003"),
-    "missing tensor": (lambda d: change_tensors(d, lambda t: t.pop(EMBEDDING)), f"1 of 17 tensors are missing: {EMBEDDING}"),
+    "missing shard": (
+        lambda d: (d / LAST).unlink(),
+        "tensors of model.safetensors.index.json are in no file: ",
+    ),
+    "missing shard and index": (
+        lambda d: [(d / name).unlink() for name in (LAST, checkpoint_names.INDEX)],
+        "of 17 tensors are missing: ",
+    ),
+    "two checkpoints": (
+        lambda d: shutil.copy(d / FIRST, d / checkpoint_names.SINGLE),
+        f"{EMBEDDING} is in model-00001-of-00003",
+    ),
+    "missing tensor": (
+        lambda d: change_tensors(d, lambda t: t.pop(EMBEDDING)),
+        f"1 of 17 tensors are missing: {EMBEDDING}",
+    ),
     "unknown tensor": (
-        lambda d: change_tensors(d, lambda t: t.update({"model.layers.0.self_attn.qkv_proj.bias": torch.ones(4)})),
+        lambda d: change_tensors(
+            d, lambda t: t.update({"model.layers.0.self_attn.qkv_proj.bias": torch.ones(4)})
+        ),
         "unknown tensor model.layers.0.self_attn.qkv_proj.bias",
     ),
     "one layer too many": (
-        lambda d: change_tensors(d, lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(32)})),
+        lambda d: change_tensors(
+            d, lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(32)})
+        ),
         "unknown tensor model.layers.2.input_layernorm.weight",
     ),
     "wrong shape": (
@@ -213,15 +242,21 @@ DAMAGE = {
         f"{EMBEDDING}: expected shape [61, 32], got [62, 32]",
     ),
     "wrong dtype": (
-        lambda d: change_tensors(d, lambda t: t.update({EMBEDDING: torch.ones(61, 32, dtype=torch.int8)})),
+        lambda d: change_tensors(
+            d, lambda t: t.update({EMBEDDING: torch.ones(61, 32, dtype=torch.int8)})
+        ),
         f"{EMBEDDING}: expected a dtype of BF16, F16, F32, got I8",
     ),
     "fp8": (
-        lambda d: change_tensors(d, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.float8_e4m3fn)})),
+        lambda d: change_tensors(
+            d, lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.float8_e4m3fn)})
+        ),
         "got F8_E4M3",
     ),
     "mixed layouts": (
-        lambda d: change_tensors(d, lambda t: t.update({"model.layers.1.self_attn.q_proj.weight": torch.ones(32, 32)})),
+        lambda d: change_tensors(
+            d, lambda t: t.update({"model.layers.1.self_attn.q_proj.weight": torch.ones(32, 32)})
+        ),
         "unknown tensor model.layers.1.self_attn.q_proj.weight",
     ),
     "no Llama": (
@@ -241,16 +276,28 @@ DAMAGE = {
     "empty": (lambda d: truncate(d / FIRST, 0), "no valid safetensors file"),
     "header no JSON": (lambda d: flip(d / FIRST, 8), "no valid safetensors file"),
     "holes": (lambda d: change_header(d, shift_offsets), "no valid safetensors file"),
-    "negative shape": (lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[-61, -32])), "no valid safetensors file"),
-    "bytes and shape": (lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[10**9, 32])), "no valid safetensors file"),
-    "heads": (lambda d: change_json(d / "config.json", "num_attention_heads", 2), "num_attention_heads is 2, this model has 4"),
+    "negative shape": (
+        lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[-61, -32])),
+        "no valid safetensors file",
+    ),
+    "bytes and shape": (
+        lambda d: change_header(d, lambda h: h[EMBEDDING].update(shape=[10**9, 32])),
+        "no valid safetensors file",
+    ),
+    "heads": (
+        lambda d: change_json(d / "config.json", "num_attention_heads", 2),
+        "num_attention_heads is 2, this model has 4",
+    ),
     "rotation": (
         lambda d: change_json(d / "config.json", "rope_parameters", {"rope_theta": 500000.0}),
         "rope_theta is 500000.0, this model has 10000.0",
     ),
     "pickles only": (only_pickles, "has no safetensors files"),
     "index no JSON": (lambda d: (d / checkpoint_names.INDEX).write_text("{"), "no valid JSON"),
-    "index without a map": (lambda d: (d / checkpoint_names.INDEX).write_text("{}"), "are in no file"),
+    "index without a map": (
+        lambda d: (d / checkpoint_names.INDEX).write_text("{}"),
+        "are in no file",
+    ),
 }
 
 
@@ -268,13 +315,22 @@ def save_json_index(folder, tensors):
     for name in (SECOND, LAST):
         (folder / name).unlink()
     save_file(tensors, folder / FIRST)
-    (folder / checkpoint_names.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, FIRST)}))
+    (folder / checkpoint_names.INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, FIRST)})
+    )
 
 
 def shift_offsets(header):
-    first = min((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][0])
+    first = min(
+        (name for name in header if name != "__metadata__"),
+        key=lambda name: header[name]["data_offsets"][0],
+    )
     begin, end = header[first]["data_offsets"]
-    header[first] = header[first] | {"shape": [end - begin - 1], "dtype": "I8", "data_offsets": [begin + 1, end]}
+    header[first] = header[first] | {
+        "shape": [end - begin - 1],
+        "dtype": "I8",
+        "data_offsets": [begin + 1, end],
+    }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -333,9 +389,16 @@ def test_what_is_written(stored):
     checkpoint = open_checkpoint(stored[0] / "fused", SHAPE)
     assert checkpoint.layout == "fused" and len(checkpoint.files) == 3
     sizes = [file.stat().st_size for file in checkpoint.files]
-    assert max(sizes) < 2 * min(sizes) and all(file.stat().st_mode & 0o777 == 0o644 for file in checkpoint.files)
+    assert max(sizes) < 2 * min(sizes) and all(
+        file.stat().st_mode & 0o777 == 0o644 for file in checkpoint.files
+    )
     index = json.loads((stored[0] / "fused" / checkpoint_names.INDEX).read_text())
     assert index["metadata"]["total_size"] == 4 * SHAPE.num_parameters
-    fused = load_file(checkpoint.tensors["model.layers.0.self_attn.qkv_proj.weight"].file)["model.layers.0.self_attn.qkv_proj.weight"]
-    assert hashlib.sha256(fused.numpy().tobytes()).digest() == hashlib.sha256(stored[1]["blocks.0.qkv.weight"].numpy().tobytes()).digest()
+    fused = load_file(checkpoint.tensors["model.layers.0.self_attn.qkv_proj.weight"].file)[
+        "model.layers.0.self_attn.qkv_proj.weight"
+    ]
+    assert (
+        hashlib.sha256(fused.numpy().tobytes()).digest()
+        == hashlib.sha256(stored[1]["blocks.0.qkv.weight"].numpy().tobytes()).digest()
+    )
     assert len(tensor_shapes(SHAPE, "ordinary")) == 3 + 9 * SHAPE.num_layers

@@ -14,7 +14,13 @@ SERIES = {"event": "series", "series": "s", "goal": 2, "facts": {}}
 
 
 def opened(path, number=1, **more):
-    return {"event": "start", "series": "s", "attempt": number, "run": f"r{number}", "seed": number} | more
+    return {
+        "event": "start",
+        "series": "s",
+        "attempt": number,
+        "run": f"r{number}",
+        "seed": number,
+    } | more
 
 
 def test_a_line_cut_short_spoils_itself_only(tmp_path):
@@ -47,7 +53,13 @@ def test_lines_of_a_wrong_shape_are_skipped(tmp_path):
     lines = [SERIES, *BAD, opened(path, 2), [1], None, 7]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "[" * 100_000 + "\n")
     (record,) = ledger.read(path)
-    assert record.id == "s" and record.goal == 2 and sorted(record.starts) == [2] and not record.ends and not record.closed
+    assert (
+        record.id == "s"
+        and record.goal == 2
+        and sorted(record.starts) == [2]
+        and not record.ends
+        and not record.closed
+    )
 
 
 def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path):

@@ -12,7 +12,14 @@ from common.records.mlperf_log import BadLine, Event
 
 pytestmark = pytest.mark.quick
 
-RECORD = {"namespace": "n", "time_ms": 17, "event_type": "POINT_IN_TIME", "key": "seed", "value": 3, "metadata": {"samples_count": 64}}
+RECORD = {
+    "namespace": "n",
+    "time_ms": 17,
+    "event_type": "POINT_IN_TIME",
+    "key": "seed",
+    "value": 3,
+    "metadata": {"samples_count": 64},
+}
 LINE = f":::MLLOG {json.dumps(RECORD)}"
 
 
@@ -23,22 +30,36 @@ def records(path, text) -> list:
 
 @pytest.mark.parametrize("prefix", ["", "0: ", " 12: [rank0] ", "[1,0]<stdout>:", ":::MLLOG {} "])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_a_record_has_its_fields_whatever_stands_before_it_and_however_lines_end(tmp_path, prefix, end):
-    expected = [Event(line, 17, "seed", 3, {"samples_count": 64}, "n", "POINT_IN_TIME", prefix) for line in (2, 4)]
-    assert records(tmp_path / "log", end.join(["epoch 1", prefix + LINE, "", prefix + LINE, ""])) == expected
+def test_a_record_has_its_fields_whatever_stands_before_it_and_however_lines_end(
+    tmp_path, prefix, end
+):
+    expected = [
+        Event(line, 17, "seed", 3, {"samples_count": 64}, "n", "POINT_IN_TIME", prefix)
+        for line in (2, 4)
+    ]
+    assert (
+        records(tmp_path / "log", end.join(["epoch 1", prefix + LINE, "", prefix + LINE, ""]))
+        == expected
+    )
     assert expected[0].samples == 64
 
 
 def test_a_byte_order_mark_is_no_prefix(tmp_path):
-    assert [record.prefix for record in records(tmp_path / "log", b"\xef\xbb\xbf" + LINE.encode())] == [""]
+    assert [
+        record.prefix for record in records(tmp_path / "log", b"\xef\xbb\xbf" + LINE.encode())
+    ] == [""]
 
 
 def test_returns_of_a_progress_bar_do_not_count_as_lines(tmp_path):
-    assert [record.line for record in records(tmp_path / "log", f"start\n10 %\r20 %\r{LINE}\n{LINE}\n")] == [2, 3]
+    assert [
+        record.line for record in records(tmp_path / "log", f"start\n10 %\r20 %\r{LINE}\n{LINE}\n")
+    ] == [2, 3]
 
 
 def test_bytes_that_are_no_utf_8_and_a_file_without_a_last_line_end_are_read(tmp_path):
-    assert [record.key for record in records(tmp_path / "log", b"\xff\xfe?\n" + LINE.encode())] == ["seed"]
+    assert [record.key for record in records(tmp_path / "log", b"\xff\xfe?\n" + LINE.encode())] == [
+        "seed"
+    ]
 
 
 def without(key: str) -> str:
@@ -60,7 +81,9 @@ def without(key: str) -> str:
         (LINE.replace('"seed"', "[1]"), "wrong type"),
     ],
 )
-def test_a_line_that_holds_no_record_is_named_with_its_reason_and_the_others_are_read(tmp_path, line, reason):
+def test_a_line_that_holds_no_record_is_named_with_its_reason_and_the_others_are_read(
+    tmp_path, line, reason
+):
     bad, good = records(tmp_path / "log", f"{line}\n{LINE}\n")
     assert isinstance(bad, BadLine) and bad.line == 1 and reason in bad.reason
     assert good.line == 2
@@ -68,7 +91,11 @@ def test_a_line_that_holds_no_record_is_named_with_its_reason_and_the_others_are
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [(gzip.compress(LINE.encode()), "compressed (gzip)"), (b"", "is empty"), (b"PK\x03\x04", "zip")],
+    [
+        (gzip.compress(LINE.encode()), "compressed (gzip)"),
+        (b"", "is empty"),
+        (b"PK\x03\x04", "zip"),
+    ],
 )
 def test_a_file_that_is_no_text_is_refused_for_what_it_is(tmp_path, content, what):
     with pytest.raises(ConfigError) as error:
@@ -83,7 +110,9 @@ def test_metadata_that_is_no_object_is_empty(tmp_path, metadata):
 
 
 def test_nul_bytes_are_read_over(tmp_path):
-    assert [record.key for record in records(tmp_path / "log", b"\0\0\n" + LINE.encode())] == ["seed"]
+    assert [record.key for record in records(tmp_path / "log", b"\0\0\n" + LINE.encode())] == [
+        "seed"
+    ]
 
 
 def test_a_directory_or_nothing_at_all_is_refused(tmp_path):
@@ -96,7 +125,9 @@ def test_read_keeps_the_keys_that_are_named_the_first_of_any_other_and_all_bad_l
     other = LINE.replace("seed", "other")
     records(tmp_path / "log", f"{LINE}\n{other}\n:::MLLOG\n{LINE}\n{other}\n")
     found = mlperf_log.read(tmp_path / "log", {"seed"})
-    assert [event.line for event in found.events] == [1, 2, 4] and [event.line for event in found.all("seed")] == [1, 4]
+    assert [event.line for event in found.events] == [1, 2, 4] and [
+        event.line for event in found.all("seed")
+    ] == [1, 4]
     assert (
         found.value("seed") == 3 == found.value("other") == found.last("other")
         and found.value("none") is None

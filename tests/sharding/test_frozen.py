@@ -17,14 +17,24 @@ from common.kernels.quantize import quantize_reference
 from common.model.fused_block import fused_llama
 from common.model.shapes import LLAMA2_70B, ModelShape
 from common.sharding import frozen_base as frozen
-from common.sharding.frozen_base import COLUMNWISE, ROWWISE, FrozenBase, LayerKey, PrefetchBuffers, layer_layout, pass_order
+from common.sharding.frozen_base import (
+    COLUMNWISE,
+    ROWWISE,
+    FrozenBase,
+    LayerKey,
+    PrefetchBuffers,
+    layer_layout,
+    pass_order,
+)
 from common.sharding.side_stream import SideStream
 from launch.plan import estimate as plan
 from llama2_70b_lora import train
 from llama2_70b_lora.rules import Config
 
 SHAPE = ModelShape(5, 32, 48, 4, 2, 61, 10000.0)
-ODD = ModelShape(2, 18, 7, 3, 1, 5, 10000.0)  # nothing is a multiple of anything: 30 rows of qkv, 14 of gate and up
+ODD = ModelShape(
+    2, 18, 7, 3, 1, 5, 10000.0
+)  # nothing is a multiple of anything: 30 rows of qkv, 14 of gate and up
 
 
 def expected_operand(shape, layer, name, dtype):
@@ -36,17 +46,33 @@ def expected_operand(shape, layer, name, dtype):
 def wrong(base, shape, key, operands=None):
     """The weights that differ from quantizing the whole matrix here."""
     if operands is None:
-        operands = base.forward_weights(key.layer) if key.orientation == ROWWISE else base.backward_weights(key.layer)
+        operands = (
+            base.forward_weights(key.layer)
+            if key.orientation == ROWWISE
+            else base.backward_weights(key.layer)
+        )
     differences = []
     for name in ("qkv", "o", "gate_up", "down"):
         expected, got = expected_operand(shape, key.layer, name, base.dtype), operands[name]
         same = got.scale.shape == (1,) and torch.equal(got.scale.cpu(), expected.scale)
         if key.orientation == ROWWISE:
-            same &= got.columnwise is None and got.rowwise.is_contiguous() and got.rowwise.dtype == base.dtype
-            same &= torch.equal(got.rowwise.cpu().view(torch.uint8), expected.rowwise.view(torch.uint8))
+            same &= (
+                got.columnwise is None
+                and got.rowwise.is_contiguous()
+                and got.rowwise.dtype == base.dtype
+            )
+            same &= torch.equal(
+                got.rowwise.cpu().view(torch.uint8), expected.rowwise.view(torch.uint8)
+            )
         else:
-            same &= got.rowwise.numel() == 0 and got.columnwise.is_contiguous() and got.columnwise.dtype == base.dtype
-            same &= torch.equal(got.columnwise.cpu().view(torch.uint8), expected.columnwise.view(torch.uint8))
+            same &= (
+                got.rowwise.numel() == 0
+                and got.columnwise.is_contiguous()
+                and got.columnwise.dtype == base.dtype
+            )
+            same &= torch.equal(
+                got.columnwise.cpu().view(torch.uint8), expected.columnwise.view(torch.uint8)
+            )
         if not same:
             differences.append(f"{key} {name}")
     return differences
@@ -68,7 +94,11 @@ def ask_all(base, shape):
         if isinstance(step, bool):
             base.start_pass(step)
             continue
-        operands = base.forward_weights(step.layer) if step.orientation == ROWWISE else base.backward_weights(step.layer)
+        operands = (
+            base.forward_weights(step.layer)
+            if step.orientation == ROWWISE
+            else base.backward_weights(step.layer)
+        )
         differences += wrong(base, shape, step, operands)
         base.release(step.layer)
     return differences
@@ -87,7 +117,9 @@ def test_operands_are_those_of_the_whole_matrices(processes, storage, shape):
 
 
 def test_formats_of_other_gpus(processes):
-    with mock.patch.object(fp8, "fp8_dtypes", lambda device: (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)):
+    with mock.patch.object(
+        fp8, "fp8_dtypes", lambda device: (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    ):
         base = fill(FrozenBase(SHAPE, processes), SHAPE)
     assert base.dtype == torch.float8_e4m3fnuz and ask_all(base, SHAPE) == []
     largest = base.forward_weights(1)["down"].rowwise.float().abs().max()
@@ -96,7 +128,12 @@ def test_formats_of_other_gpus(processes):
 
 def test_the_bytes_of_the_70b():
     found, size = layer_layout(LLAMA2_70B, 8, 1)
-    assert [matrix[1:] for matrix in found.values()] == [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)]
+    assert [matrix[1:] for matrix in found.values()] == [
+        (10240, 8192),
+        (8192, 8192),
+        (57344, 8192),
+        (8192, 28672),
+    ]
     assert size == 8192 * (10240 + 8192 + 3 * 28672) == 855_638_016
 
 
@@ -114,7 +151,11 @@ def test_the_digest_covers_every_byte_and_scale(processes):
     model = fused_llama(SHAPE, 16).requires_grad_(False)
     before = train.base_fingerprints(model, base)
     assert sum(t.nbytes for t in base.tensors()) == base.stored.nbytes + base.scales.nbytes
-    for tensor in (base.stored.view(-1)[-1:], base.stored.view(-1)[:1], base.scales[-1, -1:].view(torch.uint8).view(-1)[:1]):
+    for tensor in (
+        base.stored.view(-1)[-1:],
+        base.stored.view(-1)[:1],
+        base.scales[-1, -1:].view(torch.uint8).view(-1)[:1],
+    ):
         tensor ^= 1
         assert train.base_fingerprints(model, base) != before
         tensor ^= 1
@@ -133,7 +174,9 @@ def buffers_with(streams):
         out[: len(out) // 2] = code(key)
         out[len(out) // 2 :] = code(key)
 
-    return PrefetchBuffers([torch.zeros(4, dtype=torch.uint8) for _ in range(frozen.NUM_BUFFERS)], fetch, streams)
+    return PrefetchBuffers(
+        [torch.zeros(4, dtype=torch.uint8) for _ in range(frozen.NUM_BUFFERS)], fetch, streams
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -146,7 +189,9 @@ def test_no_buffer_is_read_before_its_fetch_or_overwritten_before_its_release(or
     for at, key in enumerate(keys):
         memory = buffers.acquire(key, keys[at + 1 : at + 1 + ahead])
         for _ in range(3):  # a block is several kernels
-            streams.compute(lambda memory=memory, key=key: seen.append((memory == code(key)).all().item()))
+            streams.compute(
+                lambda memory=memory, key=key: seen.append((memory == code(key)).all().item())
+            )
         buffers.release(key.layer)
     streams.execute(ORDERS[order])
     assert len(seen) == 3 * len(keys) and all(seen)
@@ -186,7 +231,9 @@ def count_fetches(base, num_layers):
 def test_transposes_are_made_ahead_and_once(processes):
     found = count_fetches(fill(FrozenBase(SHAPE, processes), SHAPE), 5)
     assert found["late"] == 0 and found["count"][0] == 5 and found["count"][2] == 0
-    assert all(4 <= found["count"][again] <= 5 for again in (1, 3)), "one may still be there from the pass before"
+    assert all(4 <= found["count"][again] <= 5 for again in (1, 3)), (
+        "one may still be there from the pass before"
+    )
 
 
 # ---- two ranks
@@ -214,11 +261,17 @@ def unquantized(processes, dtype):
     for training in (True, False, True):
         base.start_pass(training)
         for request in (base.forward_weights, base.backward_weights)[: 1 + training]:
-            layers = range(SHAPE.num_layers) if request == base.forward_weights else reversed(range(SHAPE.num_layers))
+            layers = (
+                range(SHAPE.num_layers)
+                if request == base.forward_weights
+                else reversed(range(SHAPE.num_layers))
+            )
             for layer in layers:
                 for name, weight in request(layer).items():
                     same = weight.scale is None and weight.rowwise.dtype == dtype
-                    same = same and torch.equal(weight.rowwise, matrix(SHAPE, layer, name).to(dtype))
+                    same = same and torch.equal(
+                        weight.rowwise, matrix(SHAPE, layer, name).to(dtype)
+                    )
                     wrong += [] if same else [f"{layer} {name}"]
                 base.release(layer)
     return {"wrong": wrong, "bytes": base.stored.nbytes}
@@ -236,19 +289,30 @@ def test_two_ranks_get_the_same_operands_and_keep_their_half(pair, case):
     for rank in pair:
         assert rank[case]["wrong"] == []
         assert (
-            rank[case]["bytes"] == copies * shape.num_layers * layer_layout(shape, 2 if copies == 1 and case != "replicated" else 1, 1)[1]
+            rank[case]["bytes"]
+            == copies
+            * shape.num_layers
+            * layer_layout(shape, 2 if copies == 1 and case != "replicated" else 1, 1)[1]
         )
 
 
 def on_four_ranks(processes, folder):
     base = fill(FrozenBase(SHAPE, processes), SHAPE)
-    return {"wrong": ask_all(base, SHAPE), "bytes": base.stored.nbytes, "shards": base.shards, "share": base.shard_rows("qkv")}
+    return {
+        "wrong": ask_all(base, SHAPE),
+        "bytes": base.stored.nbytes,
+        "shards": base.shards,
+        "share": base.shard_rows("qkv"),
+    }
 
 
 def test_two_nodes_share_within_a_node(tmp_path):
     found = call_on_ranks(4, "test_frozen:on_four_ranks", tmp_path, ranks_per_node=2)
     size = SHAPE.num_layers * layer_layout(SHAPE, 2, 1)[1]
-    assert found == [{"wrong": [], "bytes": size, "shards": 2, "share": (32 * (rank % 2), 32, 32)} for rank in range(4)]
+    assert found == [
+        {"wrong": [], "bytes": size, "shards": 2, "share": (32 * (rank % 2), 32, 32)}
+        for rank in range(4)
+    ]
 
 
 def test_gathers_are_ahead_and_none_is_made_twice(pair):
@@ -262,7 +326,10 @@ def test_an_unquantized_base_stores_the_matrices_themselves_once(processes, pair
     alone, size = unquantized(processes, dtype), dtype.itemsize
     assert alone["wrong"] == pair[0]["unquantized"][dtype]["wrong"] == []
     assert alone["bytes"] == SHAPE.num_layers * layer_layout(SHAPE, 1, size)[1]
-    assert pair[0]["unquantized"][dtype]["bytes"] == SHAPE.num_layers * layer_layout(SHAPE, 2, size)[1] // 2
+    assert (
+        pair[0]["unquantized"][dtype]["bytes"]
+        == SHAPE.num_layers * layer_layout(SHAPE, 2, size)[1] // 2
+    )
 
 
 @pytest.mark.parametrize("storage", FROZEN_BASE_STORAGE)
@@ -271,7 +338,11 @@ def test_bytes_are_as_planned(processes, pair, storage, ranks):
     work = plan.Workload(SHAPE, 16, 4, 8, 8, lora_rank=4)
     table = {**TABLE, "linear": "fp8", "micro_batch_size": 2}
     config = from_table(table | {"gpus_per_node": ranks, "frozen_base": storage}, Config, "test")
-    held = pair[0][storage]["bytes"] if ranks == 2 else FrozenBase(SHAPE, processes, storage=storage).stored.nbytes
+    held = (
+        pair[0][storage]["bytes"]
+        if ranks == 2
+        else FrozenBase(SHAPE, processes, storage=storage).stored.nbytes
+    )
     rest = 2 * ((2 * SHAPE.num_layers + 1) * 32 + 2 * 61 * 32)
     assert plan.state_bytes(config, work)["weights"] == held + rest + 4 * SHAPE.lora_parameters(4)
     prefetch = FrozenBase(SHAPE, processes, storage=storage).buffers
@@ -282,9 +353,16 @@ def test_bytes_are_as_planned(processes, pair, storage, ranks):
 def test_the_plan_of_the_70b():
     """Gigabytes on each of 4 GPUs: 2 x 68.45 / 4 in FP8, 1.05 in bf16, 0.18 of adapters; and 2.57 of prefetch buffers."""
     table = {**TABLE, "linear": "fp8", "micro_batch_size": 1, "gpus_per_node": 4}
-    config, work = from_table(table, Config, "test"), plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16)
-    assert plan.state_bytes(config, work)["weights"] / 1e9 == pytest.approx(34.23 + 1.05 + 0.18, abs=0.01)
-    assert plan.memory_peak(config, work).parts["gathered weights"] / 1e9 == pytest.approx(2.57, abs=0.01)
+    config, work = (
+        from_table(table, Config, "test"),
+        plan.Workload(LLAMA2_70B, 8192, 173, 384, 384, lora_rank=16),
+    )
+    assert plan.state_bytes(config, work)["weights"] / 1e9 == pytest.approx(
+        34.23 + 1.05 + 0.18, abs=0.01
+    )
+    assert plan.memory_peak(config, work).parts["gathered weights"] / 1e9 == pytest.approx(
+        2.57, abs=0.01
+    )
 
 
 # ---- GPUs
@@ -313,16 +391,25 @@ def under_load(base, shape):
                 (
                     key,
                     {
-                        name: fp8.QuantizedTensor(o.rowwise.clone(), None if o.columnwise is None else o.columnwise.clone(), o.scale)
+                        name: fp8.QuantizedTensor(
+                            o.rowwise.clone(),
+                            None if o.columnwise is None else o.columnwise.clone(),
+                            o.scale,
+                        )
                         for name, o in operands.items()
                     },
                 )
             )
             base.release(key.layer)
-    return [difference for key, operands in copies for difference in wrong(base, shape, key, operands)]
+    return [
+        difference for key, operands in copies for difference in wrong(base, shape, key, operands)
+    ]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_on_two_gpus_the_weights_are_those_of_the_whole_matrices(tmp_path):
-    assert call_on_ranks(2, "test_frozen:on_two_gpus", tmp_path, timeout_s=300, device="cuda") == [[], []]
+    assert call_on_ranks(2, "test_frozen:on_two_gpus", tmp_path, timeout_s=300, device="cuda") == [
+        [],
+        [],
+    ]

@@ -63,7 +63,9 @@ def test_nothing_is_overwritten_before_it_is_copied_or_read_before_it_is_back(or
             before = holds()
             x = offloader.reload()
             free_of(before, x)
-            streams.compute(lambda x=x, value=10 * micro_batch + layer: seen.append(x.tolist() == [value] * 4))
+            streams.compute(
+                lambda x=x, value=10 * micro_batch + layer: seen.append(x.tolist() == [value] * 4)
+            )
             memory.free.append(x)
     streams.execute(ORDERS[order])
     assert seen == [True] * 10
@@ -86,10 +88,14 @@ def test_last_in_first_out_and_what_was_left_is_forgotten():
 
 
 def test_memory_that_the_host_has_not_is_a_clear_error():
-    full = mock.patch.object(offload.torch, "empty", side_effect=RuntimeError("CUDA error: out of memory\nmore"))
+    full = mock.patch.object(
+        offload.torch, "empty", side_effect=RuntimeError("CUDA error: out of memory\nmore")
+    )
     with full, pytest.raises(ConfigError, match=r"17\.5 GiB") as error:
         ActivationOffloader(40, (8192, 57344), torch.float8_e4m3fn, CPU)
-    assert error.value.why == "CUDA error: out of memory" and "offload_layers lower" in error.value.do
+    assert (
+        error.value.why == "CUDA error: out of memory" and "offload_layers lower" in error.value.do
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,9 +108,15 @@ def test_layers_are_spaced_evenly_and_the_last_one_stays(count, num_layers, expe
 
 @pytest.mark.parametrize("count", random.Random(0).sample(range(1, 90), 20))
 def test_as_many_layers_as_asked_for_and_as_the_plan_counts(count):
-    config = load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", Config, {"offload_layers": str(count)})
+    config = load(
+        ROOT / "configs/llama2_70b_lora/H200_1x1.toml", Config, {"offload_layers": str(count)}
+    )
     found = layers_to_offload(count, 80)
-    assert len(found) == plan.offloaded_layers(config, workload("llama2_70b_lora", config)) == min(count, 79)
+    assert (
+        len(found)
+        == plan.offloaded_layers(config, workload("llama2_70b_lora", config))
+        == min(count, 79)
+    )
     assert all(0 <= layer < 79 for layer in found)
 
 
@@ -113,15 +125,24 @@ def test_offloading_takes_from_the_gpu_what_it_puts_on_the_host():
     work = workload("llama2_70b_lora", config)
     more = load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", Config, {"offload_layers": "40"})
     layer = 8192 * 2 * 28672
-    assert plan.memory_peak(config, work).allocated - plan.memory_peak(more, work).allocated == 39 * layer, "one is on its way"
-    assert plan.host_bytes(more, work) == 40 * 2**29 > 40 * layer and plan.host_bytes(config, work) == 0
+    assert (
+        plan.memory_peak(config, work).allocated - plan.memory_peak(more, work).allocated
+        == 39 * layer
+    ), "one is on its way"
+    assert (
+        plan.host_bytes(more, work) == 40 * 2**29 > 40 * layer
+        and plan.host_bytes(config, work) == 0
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_bytes_come_back_though_their_memory_is_used_again():
     device, shape = torch.device("cuda", torch.cuda.current_device()), (64, 1 << 20)
-    offloader, differ = ActivationOffloader(6, shape, torch.uint8, device), torch.zeros((), dtype=torch.int64, device=device)
+    offloader, differ = (
+        ActivationOffloader(6, shape, torch.uint8, device),
+        torch.zeros((), dtype=torch.int64, device=device),
+    )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     for _ in range(3):

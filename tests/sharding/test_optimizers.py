@@ -18,14 +18,22 @@ from llama31_8b.rules import CLOSED
 
 pytestmark = pytest.mark.quick
 
-BETAS, EPS, DECAY, CLIP = (CLOSED.adam_beta_1, CLOSED.adam_beta_2), CLOSED.adam_epsilon, CLOSED.weight_decay, CLOSED.gradient_clip_norm
+BETAS, EPS, DECAY, CLIP = (
+    (CLOSED.adam_beta_1, CLOSED.adam_beta_2),
+    CLOSED.adam_epsilon,
+    CLOSED.weight_decay,
+    CLOSED.gradient_clip_norm,
+)
 LEARNING_RATES = [0.0, 1e-3, 3e-3, 2e-3, 1e-2, 1e-3, 5e-4, 1e-3, 2e-3, 4e-3]
 
 
 def parameters() -> list[nn.Parameter]:
     """Two matrices, a norm, and a parameter of four dimensions; weights of ordinary size."""
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((7, 5), (3, 11), (13,), (2, 2, 2, 3))]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator))
+        for shape in ((7, 5), (3, 11), (13,), (2, 2, 2, 3))
+    ]
 
 
 SETTINGS = AdamWSettings(BETAS, EPS, DECAY, CLIP)
@@ -65,7 +73,10 @@ class Adamw64:
             g = grads[index].double() * min(1.0, CLIP / norm)
             self.m[index] = BETAS[0] * self.m[index] + (1 - BETAS[0]) * g
             self.v[index] = BETAS[1] * self.v[index] + (1 - BETAS[1]) * g * g
-            m, v = self.m[index] / (1 - BETAS[0] ** self.t), self.v[index] / (1 - BETAS[1] ** self.t)
+            m, v = (
+                self.m[index] / (1 - BETAS[0] ** self.t),
+                self.v[index] / (1 - BETAS[1] ** self.t),
+            )
             decay = DECAY if weight.ndim >= 2 else 0.0
             weight -= lr * decay * weight + lr * m / (v.sqrt() + EPS)
         return norm
@@ -78,10 +89,14 @@ def test_ten_steps_agree_with_adamw_in_fp64(optimizer_of, norm):
     for step, lr in enumerate(LEARNING_RATES):
         grads = gradients(step, norm)
         set_gradients(weights, grads)
-        assert float(optimizer.step(lr)) == pytest.approx(truth.step(grads, lr), rel=1e-6)  # an fp32 sum of 105 squares
+        assert float(optimizer.step(lr)) == pytest.approx(
+            truth.step(grads, lr), rel=1e-6
+        )  # an fp32 sum of 105 squares
     for weight, expected in zip(weights, truth.weights, strict=True):
         error = (weight.detach().double() - expected).norm() / expected.norm()
-        assert error <= 1e-6  # ten fp32 roundings of 6e-8 each on the weight, and the update's own, times lr
+        assert (
+            error <= 1e-6
+        )  # ten fp32 roundings of 6e-8 each on the weight, and the update's own, times lr
 
 
 def test_clipping_makes_the_step_that_of_the_shortened_gradient(optimizer_of):
@@ -102,7 +117,9 @@ def test_norms_do_not_decay_and_matrices_do(optimizer_of):
     set_gradients(weights, [torch.zeros_like(weight) for weight in weights])
     optimizer.step(0.5)
     for weight, old in zip(weights, before, strict=True):
-        torch.testing.assert_close(weight.detach(), old if weight.ndim == 1 else old * (1 - 0.5 * DECAY), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            weight.detach(), old if weight.ndim == 1 else old * (1 - 0.5 * DECAY), rtol=1e-6, atol=0
+        )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -111,13 +128,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_shows_in_the_norm(opt
     optimizer = optimizer_of(weights)
     set_gradients(weights, gradients(0, 2.0))
     optimizer.step(1e-2)
-    before = [tensor.clone() for tensor in (*(weight.detach() for weight in weights), *optimizer.state_tensors())]
+    before = [
+        tensor.clone()
+        for tensor in (*(weight.detach() for weight in weights), *optimizer.state_tensors())
+    ]
     grads = gradients(1, 2.0)
     grads[2][4] = bad
     set_gradients(weights, grads)
     assert not math.isfinite(float(optimizer.step(1e-2)))
     after = [*(weight.detach() for weight in weights), *optimizer.state_tensors()]
-    assert all(torch.equal(old.view(torch.int32), new.view(torch.int32)) for old, new in zip(before, after, strict=True))
+    assert all(
+        torch.equal(old.view(torch.int32), new.view(torch.int32))
+        for old, new in zip(before, after, strict=True)
+    )
 
 
 def test_a_step_at_learning_rate_zero_changes_no_bit_of_a_weight(optimizer_of):
@@ -129,7 +152,10 @@ def test_a_step_at_learning_rate_zero_changes_no_bit_of_a_weight(optimizer_of):
     for step in range(2):
         set_gradients(weights, gradients(step, 30.0))
         optimizer.step(0.0)
-    assert all(torch.equal(old.view(torch.int32), new.detach().view(torch.int32)) for old, new in zip(before, weights, strict=True))
+    assert all(
+        torch.equal(old.view(torch.int32), new.detach().view(torch.int32))
+        for old, new in zip(before, weights, strict=True)
+    )
 
 
 def test_reset_state_makes_the_next_step_the_first_one_again(optimizer_of):
@@ -150,7 +176,9 @@ def test_the_new_weights_are_also_written_rounded():
     weights = [weight.detach() for weight in parameters()]
     rounded = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
     UPDATE(weights, rounded).update(gradients(0, 2.0), torch.tensor(2.0), 1e-2)
-    assert all(torch.equal(weight.bfloat16(), one) for weight, one in zip(weights, rounded, strict=True))
+    assert all(
+        torch.equal(weight.bfloat16(), one) for weight, one in zip(weights, rounded, strict=True)
+    )
 
 
 @pytest.mark.parametrize("norm", [0.3, 25.0], ids=["below the clip", "clipped"])
@@ -176,7 +204,9 @@ def test_a_weight_without_a_gradient_is_left_alone(optimizer_of):
     before, optimizer = weights[1].detach().clone(), optimizer_of(weights)
     set_gradients(weights, gradients(0, 5.0))
     weights[1].grad = None
-    expected = math.sqrt(sum(float(weight.grad.square().sum()) for weight in weights if weight.grad is not None))
+    expected = math.sqrt(
+        sum(float(weight.grad.square().sum()) for weight in weights if weight.grad is not None)
+    )
     assert float(optimizer.step(1e-2)) == pytest.approx(expected, rel=1e-6)
     assert torch.equal(weights[1], before) and all(weight.grad is None for weight in weights)
 
@@ -191,15 +221,28 @@ def test_a_second_optimizer_on_the_same_weights_is_refused(optimizer_of):
 def test_a_model_with_a_weight_that_its_optimizer_does_not_update_is_refused(optimizer_of):
     model = fused_llama(TINY.shape, 16)
     with pytest.raises(ValueError, match=r"head\.output\.weight trains, but"):
-        Assembly(model, optimizer_of([p for name, p in model.named_parameters() if name != "head.output.weight"]), LinearLayers())
+        Assembly(
+            model,
+            optimizer_of(
+                [p for name, p in model.named_parameters() if name != "head.output.weight"]
+            ),
+            LinearLayers(),
+        )
 
 
 def test_norm_and_step_of_two_ranks_are_those_of_the_whole(two_ranks, processes):
     one = optimizer_step(processes)
-    total = sum(float(known_gradient(name, tensor.shape).double().square().sum()) for name, tensor in one["stepped"].items())
+    total = sum(
+        float(known_gradient(name, tensor.shape).double().square().sum())
+        for name, tensor in one["stepped"].items()
+    )
     assert one["norm"] == pytest.approx(math.sqrt(total), rel=1e-6)
     for rank in two_ranks:
-        assert rank["norm"] == pytest.approx(math.sqrt(total), rel=1e-6)  # both sum 19,000 squares in fp32, in another order
+        assert rank["norm"] == pytest.approx(
+            math.sqrt(total), rel=1e-6
+        )  # both sum 19,000 squares in fp32, in another order
         for name, tensor in one["stepped"].items():
-            torch.testing.assert_close(rank["stepped"][name], tensor, rtol=0, atol=1e-7, msg=name)  # weights of 0.02 moved by 0.01
+            torch.testing.assert_close(
+                rank["stepped"][name], tensor, rtol=0, atol=1e-7, msg=name
+            )  # weights of 0.02 moved by 0.01
     assert two_ranks[0]["norm"] == two_ranks[1]["norm"]

@@ -40,15 +40,23 @@ def test_the_buffers_of_all_ranks_are_mapped_without_multicast(monkeypatch):
 
 
 def test_each_rank_starts_with_the_next_one():
-    assert [ring_order(rank, 3) for rank in range(3)] == [[1, 2], [2, 0], [0, 1]] and ring_order(0, 1) == []
+    assert [ring_order(rank, 3) for rank in range(3)] == [[1, 2], [2, 0], [0, 1]] and ring_order(
+        0, 1
+    ) == []
 
 
 def test_gpus_that_cannot_access_each_other_are_refused_with_a_way_out(monkeypatch):
     monkeypatch.setattr(symmetric, "empty", allocate)
-    monkeypatch.setattr(symmetric, "rendezvous", mock.Mock(side_effect=RuntimeError("no peer access\nmore")))
+    monkeypatch.setattr(
+        symmetric, "rendezvous", mock.Mock(side_effect=RuntimeError("no peer access\nmore"))
+    )
     with pytest.raises(ConfigError, match="copy_engine") as refused:
         SymmetricBuffers(GROUP, CPU, 2, 8)
-    assert "no peer access" in refused.value.why and "more" not in refused.value.why and "nccl" in refused.value.do
+    assert (
+        "no peer access" in refused.value.why
+        and "more" not in refused.value.why
+        and "nccl" in refused.value.do
+    )
 
 
 def test_a_cpu_has_no_copy_engines():

@@ -34,7 +34,9 @@ class Weights(torch.nn.Module):
     def __init__(self, names):
         super().__init__()
         for name in names:
-            self.register_parameter(name, torch.nn.Parameter(torch.empty(ROWS[name], 3, dtype=torch.bfloat16)))
+            self.register_parameter(
+                name, torch.nn.Parameter(torch.empty(ROWS[name], 3, dtype=torch.bfloat16))
+            )
 
     def forward(self, scale):
         return sum((parameter.float() * scale).square().sum() for parameter in self.parameters())
@@ -50,7 +52,10 @@ class FileBuffers:
     def __init__(self, folder, seconds, group, count, num_bytes):
         self.rank, self.ranks, self.group, self.seconds = group.rank(), group.size(), group, seconds
         mapped = partial(torch.from_file, shared=True, size=count * num_bytes, dtype=torch.uint8)
-        self.buffers = {rank: mapped(str(folder / f"{rank}.buffers_{count}")).view(count, num_bytes) for rank in range(self.ranks)}
+        self.buffers = {
+            rank: mapped(str(folder / f"{rank}.buffers_{count}")).view(count, num_bytes)
+            for rank in range(self.ranks)
+        }
 
     def barrier(self):
         time.sleep(random.Random().uniform(0, self.seconds))
@@ -59,7 +64,12 @@ class FileBuffers:
 
 
 def copy_engines(folder, seconds, dtype, group, modules):
-    return CopyEngineReduceScatter(partial(FileBuffers, folder, seconds, group), modules, dtype, accumulate.ENGINES["reference"])
+    return CopyEngineReduceScatter(
+        partial(FileBuffers, folder, seconds, group),
+        modules,
+        dtype,
+        accumulate.ENGINES["reference"],
+    )
 
 
 def zero(modules, processes, reduce_scatter=None, dtype=torch.float32):
@@ -84,20 +94,29 @@ def on_two_ranks(processes, folder):
     }.items():  # fmt: skip
         modules = [Weights(["even", "ragged"]), Weights(["single"])]
         optimizer = zero(modules, place, reduce_scatter)
-        named = {name: parameter for module in modules for name, parameter in module.named_parameters()}
+        named = {
+            name: parameter for module in modules for name, parameter in module.named_parameters()
+        }
         filled = {key: parameter.detach().clone() for key, parameter in named.items()}
         for micro_batch in (1.0, 2.0):
             sum(module(micro_batch + processes.rank) for module in modules).backward()
-            assert all(parameter.grad is None for parameter in named.values()), "a whole gradient was kept"
+            assert all(parameter.grad is None for parameter in named.values()), (
+                "a whole gradient was kept"
+            )
         optimizer.finish_reduction()
-        gradients = {key: optimizer.shard_of[parameter].gradient.clone() for key, parameter in named.items()}
+        gradients = {
+            key: optimizer.shard_of[parameter].gradient.clone() for key, parameter in named.items()
+        }
         norm = float(optimizer.step(LEARNING_RATE))
         found[way] = {
             "filled": filled,
             "gradients": gradients,
             "norm": norm,
             "stepped": {key: parameter.detach().clone() for key, parameter in named.items()},
-            "masters": {key: optimizer.shard_of[parameter].master.clone() for key, parameter in named.items()},
+            "masters": {
+                key: optimizer.shard_of[parameter].master.clone()
+                for key, parameter in named.items()
+            },
         }
     return found
 
@@ -112,14 +131,17 @@ def mean_gradient(name):
     weight = full(name, 1).bfloat16().float()
     scales = [[1.0, 2.0], [2.0, 3.0]]  # of the two micro-batches, by rank
     return sum(
-        ((2 * weight * a * a).bfloat16().float() + (2 * weight * b * b).bfloat16().float()) / 2 for a, b in zip(*scales, strict=True)
+        ((2 * weight * a * a).bfloat16().float() + (2 * weight * b * b).bfloat16().float()) / 2
+        for a, b in zip(*scales, strict=True)
     )
 
 
 def after_first_step(name):
     """AdamW's first update is lr * g / (|g| + eps), after decay."""
     start, gradient = full(name, 1), mean_gradient(name)
-    return start - LEARNING_RATE * (SETTINGS.weight_decay * start + gradient / (gradient.abs() + SETTINGS.eps))
+    return start - LEARNING_RATE * (
+        SETTINGS.weight_decay * start + gradient / (gradient.abs() + SETTINGS.eps)
+    )
 
 
 @pytest.mark.parametrize("way", ["one node", "two nodes", "copy engines"])
@@ -130,13 +152,17 @@ def test_masters_take_the_mean_gradient_and_every_rank_gets_every_row(two_ranks,
         assert torch.equal(rank["filled"][name], full(name, 1).bfloat16())
         assert torch.equal(rank["stepped"][name], pieces[0]["stepped"][name])
     rows = ROWS[name]
-    both = {key: torch.cat([rank[key][name] for rank in pieces]) for key in ("gradients", "masters")}
+    both = {
+        key: torch.cat([rank[key][name] for rank in pieces]) for key in ("gradients", "masters")
+    }
     if way == "two nodes":  # a node's only rank has all rows
         both = {key: pieces[1][key][name] for key in both}
         assert all(torch.equal(pieces[0][key][name], tensor) for key, tensor in both.items())
     assert torch.equal(both["gradients"][:rows], mean_gradient(name))
     torch.testing.assert_close(both["masters"][:rows], after_first_step(name), rtol=1e-5, atol=1e-6)
-    assert torch.equal(pieces[0]["stepped"][name], both["masters"][:rows].bfloat16()), "what the model reads is the rounded master"
+    assert torch.equal(pieces[0]["stepped"][name], both["masters"][:rows].bfloat16()), (
+        "what the model reads is the rounded master"
+    )
     assert not both["masters"][rows:].any(), "rows of padding stay zero"
 
 
@@ -148,7 +174,9 @@ def test_the_norm_is_that_of_the_whole_gradient(two_ranks, way):
 
 def test_reducing_in_bf16_rounds_the_mean_and_adds_up_in_fp32(tmp_path):
     for rank in call_on_ranks(2, "test_zero:reduce_in_bf16", tmp_path):
-        assert rank["dtype"] == "torch.float32" and rank["sum"] == 1.0 + 2.0**-9, "added up in bf16 it would be 1.0"
+        assert rank["dtype"] == "torch.float32" and rank["sum"] == 1.0 + 2.0**-9, (
+            "added up in bf16 it would be 1.0"
+        )
 
 
 def reduce_in_bf16(processes, folder):
@@ -165,16 +193,23 @@ def reduce_with_late_ranks(processes, folder):
     found = []
     group = processes.shard_group
     by_nccl = NcclReduceScatter(group, None, torch.bfloat16, accumulate.ENGINES["reference"])
-    for make in (lambda modules: by_nccl, partial(copy_engines, folder, 0.02, torch.bfloat16, group)):
+    for make in (
+        lambda modules: by_nccl,
+        partial(copy_engines, folder, 0.02, torch.bfloat16, group),
+    ):
         modules = [Weights(["even", "ragged"]) for _ in range(5)]
         optimizer = zero(modules, processes, make)
         random_numbers = torch.Generator().manual_seed(processes.rank)
         for micro_batch in range(6):
             if micro_batch == 3:
                 optimizer.finish_reduction()
-            values = torch.randint(-8, 9, (len(modules),), generator=random_numbers)  # whose means are exact in bf16
+            values = torch.randint(
+                -8, 9, (len(modules),), generator=random_numbers
+            )  # whose means are exact in bf16
             sum(
-                (parameter * value).sum() for module, value in zip(modules, values, strict=True) for parameter in module.parameters()
+                (parameter * value).sum()
+                for module, value in zip(modules, values, strict=True)
+                for parameter in module.parameters()
             ).backward()
         optimizer.finish_reduction()
         found.append([shard.gradient.tolist() for shard in optimizer.shards])
@@ -200,7 +235,9 @@ def embedding_gradients(processes, folder):
         for _ in range(2):
             ids = torch.randint(11, (2, 8), generator=random_numbers)
             # Whose sums are exact in bf16, to which a dense gradient is rounded.
-            (module(ids) * torch.randint(-4, 5, (2, 8, 3), generator=random_numbers)).sum().backward()
+            (
+                module(ids) * torch.randint(-4, 5, (2, 8, 3), generator=random_numbers)
+            ).sum().backward()
             assert module.weight.grad is None
         optimizer.finish_reduction()
         found.append(optimizer.shards[0].gradient.tolist())
@@ -220,7 +257,11 @@ def test_an_embeddings_gradient_by_rows_is_the_dense_one(tmp_path):
 def test_a_weight_that_was_never_set_is_refused(processes):
     module = Weights(["even", "ragged"])
     optimizer = ZeroOptimizer(
-        [module], processes, UPDATE, "reference", partial(make_reduce_scatter, "nccl", processes, torch.float32, "reference")
+        [module],
+        processes,
+        UPDATE,
+        "reference",
+        partial(make_reduce_scatter, "nccl", processes, torch.float32, "reference"),
     )
     with torch.no_grad():
         module.even.normal_()  # past the optimizer: the master would not have it
@@ -242,7 +283,9 @@ def test_what_it_trains_is_what_the_model_reads(processes):
     before = module.even.detach().clone()
     module(1.0).backward()
     optimizer.step(LEARNING_RATE)
-    assert not torch.equal(module.even, before) and torch.equal(module.even, optimizer.weights[0].bfloat16())
+    assert not torch.equal(module.even, before) and torch.equal(
+        module.even, optimizer.weights[0].bfloat16()
+    )
 
 
 def test_its_memory_is_free_again_once_nothing_refers_to_the_model(processes):
@@ -252,14 +295,22 @@ def test_its_memory_is_free_again_once_nothing_refers_to_the_model(processes):
     module(1.0).backward()
     optimizer.step(LEARNING_RATE)
     module(1.0).backward()
-    held = [*module.parameters(), *optimizer.weights, *(shard.gradient for shard in optimizer.shards)]
+    held = [
+        *module.parameters(),
+        *optimizer.weights,
+        *(shard.gradient for shard in optimizer.shards),
+    ]
     gone = [weakref.ref(tensor) for tensor in held]
     del module, optimizer, held
     gc.collect()
     assert len(gone) == 6 and not any(reference() is not None for reference in gone)
 
 
-WRONG_WAYS = [{"gpu": "CPU", "gpus_per_node": 2}, {"gpu": "H200", "gpus_per_node": 2, "nodes": 2}, {"gpu": "H200"}]
+WRONG_WAYS = [
+    {"gpu": "CPU", "gpus_per_node": 2},
+    {"gpu": "H200", "gpus_per_node": 2, "nodes": 2},
+    {"gpu": "H200"},
+]
 
 
 @pytest.mark.parametrize("changes", WRONG_WAYS, ids=str)

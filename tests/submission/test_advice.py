@@ -43,10 +43,21 @@ class Planted:
         self.events = events()
         for event in self.events:
             if event["event"] == "step":
-                event |= {"tokens_per_s_per_gpu": noise.gauss(0.95 * PLANNED, 100), "memory_gib": 118.0, "allocated_gib": 114.0}
-        times = [[noise.gauss(5.4 + 0.05 * (rank % 3), 0.02) for rank in range(8)] for _ in range(20)]
-        self.events += [{"event": "ranks", "step": 10 * k, "samples": 320 * k, "block_ms": ms, "slow": []} for k, ms in enumerate(times)]
-        self.samples = [[healthy_gpu(gpu, second, noise) for gpu in range(8)] for second in range(60)]
+                event |= {
+                    "tokens_per_s_per_gpu": noise.gauss(0.95 * PLANNED, 100),
+                    "memory_gib": 118.0,
+                    "allocated_gib": 114.0,
+                }
+        times = [
+            [noise.gauss(5.4 + 0.05 * (rank % 3), 0.02) for rank in range(8)] for _ in range(20)
+        ]
+        self.events += [
+            {"event": "ranks", "step": 10 * k, "samples": 320 * k, "block_ms": ms, "slow": []}
+            for k, ms in enumerate(times)
+        ]
+        self.samples = [
+            [healthy_gpu(gpu, second, noise) for gpu in range(8)] for second in range(60)
+        ]
 
     def gpu(self, number: int, seconds: int = 60, **values) -> None:
         for gpus in self.samples[:seconds]:
@@ -57,9 +68,26 @@ class Planted:
             event |= values if event["event"] == "step" else {}
 
     def symptoms(self) -> list[str]:
-        start = next(record for record in records(self.folder / "result.txt") if record["key"] == "run_start")["time_ms"] / 1e3
-        lines: list[dict] = [{"event": "start", "source": "nvidia-smi", "time": start, "gpus": [{"id": "", "name": "NVIDIA H200"}] * 8}]
-        lines += [{"event": "sample", "time_s": second, "gpus": gpus} for second, gpus in enumerate(self.samples)]
+        start = (
+            next(
+                record
+                for record in records(self.folder / "result.txt")
+                if record["key"] == "run_start"
+            )["time_ms"]
+            / 1e3
+        )
+        lines: list[dict] = [
+            {
+                "event": "start",
+                "source": "nvidia-smi",
+                "time": start,
+                "gpus": [{"id": "", "name": "NVIDIA H200"}] * 8,
+            }
+        ]
+        lines += [
+            {"event": "sample", "time_s": second, "gpus": gpus}
+            for second, gpus in enumerate(self.samples)
+        ]
         for name, content in (("gpu_samples.jsonl", lines), ("events.jsonl", self.events)):
             (self.folder / name).write_text("".join(json.dumps(line) + "\n" for line in content))
         return [each.symptom for each in advice(read_attempt(self.folder / "result.txt"))]
@@ -78,7 +106,9 @@ def test_a_healthy_run_gets_no_advice(run, capsys):
 
 def test_a_low_power_limit_that_is_reached(run):
     run.gpu(2, power_limit_w=500.0, power_w=497.0, clock_mhz=1600)
-    assert run.symptoms() == ["GPU 2: its power limit, 500 W where the board has 700, is reached in 100% of the samples"]
+    assert run.symptoms() == [
+        "GPU 2: its power limit, 500 W where the board has 700, is reached in 100% of the samples"
+    ]
     run.gpu(2, power_w=300.0)  # it was never near
     assert run.symptoms() == []
 
@@ -99,12 +129,16 @@ def test_a_clock_far_below_the_others(run):
     assert said.startswith("GPU 7: median clock 1,400 MHz, 14% below the median GPU's")
     run.gpu(0, seconds=1, clock_mhz=1980)  # between two steps
     (found,) = advice(read_attempt(run.folder / "result.txt"))
-    assert found.worth.startswith("at most 15% of a step"), "the fastest median, not the highest sample"
+    assert found.worth.startswith("at most 15% of a step"), (
+        "the fastest median, not the highest sample"
+    )
 
 
 def test_fragmentation(run):
     run.steps(memory_gib=134.0, allocated_gib=110.0)
-    assert run.symptoms() == ["memory is fragmented: 134 GiB reserved, 110 GiB allocated at the peak"]
+    assert run.symptoms() == [
+        "memory is fragmented: 134 GiB reserved, 110 GiB allocated at the peak"
+    ]
     run.steps(memory_gib=116.0)  # what torch takes where it can
     assert run.symptoms() == []
 
@@ -121,7 +155,12 @@ def test_gpus_that_wait_for_their_host(run):
     assert run.symptoms() == []  # the steps are as fast as they should be
     run.steps(tokens_per_s_per_gpu=0.7 * PLANNED)
     said = run.symptoms()
-    assert said[0].startswith("the GPUs wait for their host: 71 % of the time a kernel runs, and steps are 3") and len(said) == 2
+    assert (
+        said[0].startswith(
+            "the GPUs wait for their host: 71 % of the time a kernel runs, and steps are 3"
+        )
+        and len(said) == 2
+    )
 
 
 def test_a_slow_rank(run):
@@ -142,7 +181,9 @@ def test_each_advice_has_all_its_parts_on_the_page_and_in_the_terminal(run, caps
     assert len(symptoms) == 6 and all(all(each) for each in found)
     assert report.main([str(run.folder)]) == 0
     lines, page = capsys.readouterr().out.splitlines(), (run.folder / "report.html").read_text()
-    assert len(lines) == 7 and all(symptom in line for symptom, line in zip(symptoms, lines[1:], strict=True))
+    assert len(lines) == 7 and all(
+        symptom in line for symptom, line in zip(symptoms, lines[1:], strict=True)
+    )
     assert "rank 0 takes" in page and "expandable_segments" in page and "thermal (hardware)" in page
 
 

@@ -25,12 +25,28 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as draw  # noqa: E402
 
 NAME = LORA.rules.BENCHMARK
-SETTINGS = {"deadline": None, "derandomize": True, "suppress_health_check": list(hypothesis.HealthCheck)}
+SETTINGS = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": list(hypothesis.HealthCheck),
+}
 KNOWN = {0, 2, 16, 17, 18, 20}
 
-plain = draw.none() | draw.booleans() | draw.integers() | draw.floats() | draw.text(max_size=8) | draw.just("\ud800") | draw.just("success")
+plain = (
+    draw.none()
+    | draw.booleans()
+    | draw.integers()
+    | draw.floats()
+    | draw.text(max_size=8)
+    | draw.just("\ud800")
+    | draw.just("success")
+)
 values = draw.recursive(
-    plain, lambda inner: draw.lists(inner, max_size=3) | draw.dictionaries(draw.text(max_size=5), inner, max_size=3), max_leaves=5
+    plain,
+    lambda inner: (
+        draw.lists(inner, max_size=3) | draw.dictionaries(draw.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
 )
 
 
@@ -40,7 +56,14 @@ def good(tmp_path_factory):
     folder = synthetic.write(tmp_path_factory.mktemp("good"), LORA, synthetic.plans([3]), goal=2)
     log = synthetic_log.records(next(folder.glob("*/result.txt")))
     lines = [json.loads(line) for line in (folder / ledger.NAME).read_text().splitlines()]
-    return log, lines, {path.name: path.read_bytes() for path in next(folder.glob("*/result.txt")).parent.iterdir()}
+    return (
+        log,
+        lines,
+        {
+            path.name: path.read_bytes()
+            for path in next(folder.glob("*/result.txt")).parent.iterdir()
+        },
+    )
 
 
 @draw.composite
@@ -52,7 +75,9 @@ def harmed(draws, records: list[dict]) -> list[object]:
             break
         at = draws(draw.integers(0, len(changed) - 1))
         record = changed[at]
-        way = draws(draw.sampled_from(("field", "inner", "drop", "double", "move", "anything", "cut")))
+        way = draws(
+            draw.sampled_from(("field", "inner", "drop", "double", "move", "anything", "cut"))
+        )
         if way == "drop":
             del changed[at]
         elif way == "double":
@@ -82,9 +107,25 @@ def commands(folder: Path, run: Path) -> list[int]:
     """Exit codes of every command that reads a series. A traceback would come through."""
     system = folder / f"{synthetic.SYSTEM}.json"
     system.write_text(json.dumps(synthetic.DESCRIPTION))
-    asked = ["--benchmark", f"{NAME}={folder}", "--system", str(system), "--out", str(folder / "out"), "--org", synthetic.ORG]
-    codes = [check.main([str(run / "result.txt")]), check.main([str(run / "result.txt"), "--json", "--werror"])]
-    codes += [score.main([str(folder)]), score.main([str(folder), "--json"]), score.main([str(run / "result.txt")])]
+    asked = [
+        "--benchmark",
+        f"{NAME}={folder}",
+        "--system",
+        str(system),
+        "--out",
+        str(folder / "out"),
+        "--org",
+        synthetic.ORG,
+    ]
+    codes = [
+        check.main([str(run / "result.txt")]),
+        check.main([str(run / "result.txt"), "--json", "--werror"]),
+    ]
+    codes += [
+        score.main([str(folder)]),
+        score.main([str(folder), "--json"]),
+        score.main([str(run / "result.txt")]),
+    ]
     codes += [report.main([str(run)]), report.main([str(folder)]), package.main(asked)]
     return [*codes, resume(folder)]
 
@@ -102,7 +143,13 @@ def resume(folder: Path) -> int:
 
 
 def synthetic_table() -> dict:
-    sizes = {"nodes": 1, "gpus_per_node": 8, "micro_batch_size": 1, "eval_micro_batch_size": 1, "max_samples": 1_000_000}
+    sizes = {
+        "nodes": 1,
+        "gpus_per_node": 8,
+        "micro_batch_size": 1,
+        "eval_micro_batch_size": 1,
+        "max_samples": 1_000_000,
+    }
     return {"gpu": "MI355X", **sizes, **LORA.config}
 
 
@@ -121,7 +168,9 @@ def try_one(draws, good) -> None:
         write_lines(run / "result.txt", harmed_log, TOKEN, noise if which == "log" else b"")
         write_lines(folder / ledger.NAME, harmed_ledger, "", noise if which == "ledger" else b"")
         if which == "file":
-            file = draws.draw(draw.sampled_from(("versions.json", "config.toml", "events.jsonl", "failure.json")))
+            file = draws.draw(
+                draw.sampled_from(("versions.json", "config.toml", "events.jsonl", "failure.json"))
+            )
             (run / file).write_text(json.dumps(draws.draw(values)))
         assert set(commands(folder, run)) <= KNOWN
 

@@ -9,7 +9,16 @@ import sys
 
 import pytest
 from log_dialects import DIALECTS, write
-from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, project_root, records, write_good, write_records
+from synthetic_log import (
+    BENCHMARKS,
+    LORA,
+    PRETRAINING,
+    find,
+    project_root,
+    records,
+    write_good,
+    write_records,
+)
 
 from common.command_line import PIPE_CLOSED
 from common.errors import PreflightError
@@ -20,7 +29,9 @@ from submission.log_rules import DISCLOSURE_KEYS
 pytestmark = pytest.mark.quick
 
 pytest.importorskip("mlperf_logging")
-EACH = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
+EACH = pytest.mark.parametrize(
+    "benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK
+)
 
 
 def dialect(path, name, benchmark=PRETRAINING, spoil=None):
@@ -36,44 +47,78 @@ def dialect(path, name, benchmark=PRETRAINING, spoil=None):
 def run(*paths, **options) -> subprocess.CompletedProcess:
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "submission.check", *map(str, paths)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, **options)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, **options
+    )
 
 
 def test_a_finding_names_severity_file_line_rule_and_source(tmp_path, capsys):
-    path = dialect(tmp_path / "result_0.txt", "srun", spoil=lambda log: log[find(log, "seed")].update(value="x"))
+    path = dialect(
+        tmp_path / "result_0.txt",
+        "srun",
+        spoil=lambda log: log[find(log, "seed")].update(value="x"),
+    )
     assert check.main([str(path)]) == 20
     output = capsys.readouterr().out
     assert re.search(r"error +result_0.txt:\d+ +seed +seed is 'x'.*\[SEED.*\]", output)
-    assert "llama31_8b, closed division, held to 6.1.0 by its keys; official checker: passed" in output
+    assert (
+        "llama31_8b, closed division, held to 6.1.0 by its keys; official checker: passed" in output
+    )
     assert "NOT CLEAN: 1 error, 0 warnings" in output
 
 
 def test_what_the_tools_accept_against_the_text_is_accepted_with_breaks(tmp_path, capsys):
-    path = dialect(tmp_path / "result_0.txt", "srun", spoil=lambda log: log[find(log, "cache_clear")].update(value=False))
+    path = dialect(
+        tmp_path / "result_0.txt",
+        "srun",
+        spoil=lambda log: log[find(log, "cache_clear")].update(value=False),
+    )
     assert check.main([str(path)]) == 0
     output = capsys.readouterr().out
-    assert re.search(r"warning +result_0.txt:1 +cache_clear +.*restarted.*\[TR Data State.*\]", output)
+    assert re.search(
+        r"warning +result_0.txt:1 +cache_clear +.*restarted.*\[TR Data State.*\]", output
+    )
     assert "ACCEPTED, with 1 break of the rules' text" in output
-    assert check.main([str(path), "--werror"]) == 20 and "NOT CLEAN: 1 error" in capsys.readouterr().out
+    assert (
+        check.main([str(path), "--werror"]) == 20
+        and "NOT CLEAN: 1 error" in capsys.readouterr().out
+    )
 
 
 def test_a_note_leaves_a_log_clean(tmp_path, capsys):
-    path = dialect(tmp_path / "result_0.txt", "srun", spoil=lambda log: [log[find(log, key)].update(value=value) for key, value in RATES])
+    path = dialect(
+        tmp_path / "result_0.txt",
+        "srun",
+        spoil=lambda log: [log[find(log, key)].update(value=value) for key, value in RATES],
+    )
     assert check.main([str(path), "--werror"]) == 0
     output = capsys.readouterr().out
-    assert re.search(r"note +result_0.txt:\d+ +learning_rate", output) and "  CLEAN: 0 errors, 0 warnings" in output
+    assert (
+        re.search(r"note +result_0.txt:\d+ +learning_rate", output)
+        and "  CLEAN: 0 errors, 0 warnings" in output
+    )
 
 
 RATES = (("opt_base_learning_rate", 1e-3), ("opt_end_learning_rate", 1e-4))
 
 
 def test_findings_for_programs(tmp_path, capsys):
-    bad = dialect(tmp_path / "result_0.txt", "ours", spoil=lambda log: log[find(log, "cache_clear")].update(value=False))
+    bad = dialect(
+        tmp_path / "result_0.txt",
+        "ours",
+        spoil=lambda log: log[find(log, "cache_clear")].update(value=False),
+    )
     good = dialect(tmp_path / "result_1.txt", "srun")
-    accepted = dialect(tmp_path / "result_2.txt", "srun", spoil=lambda log: log[find(log, "cache_clear")].update(value=False))
+    accepted = dialect(
+        tmp_path / "result_2.txt",
+        "srun",
+        spoil=lambda log: log[find(log, "cache_clear")].update(value=False),
+    )
     assert check.main([str(bad), str(good), str(accepted), "--json"]) == 20
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["verdict"] for each in found] == ["NOT CLEAN", "CLEAN", "ACCEPTED"] and found[1]["path"] == str(good)
+    assert [each["verdict"] for each in found] == ["NOT CLEAN", "CLEAN", "ACCEPTED"] and found[1][
+        "path"
+    ] == str(good)
     assert [each["clean"] for each in found] == [False, True, True]
     row = next(each for each in found[0]["findings"] if each["rule"] == "cache_clear")
     assert (row["line"], row["severity"], row["warning"]) == (1, "error", False)
@@ -86,16 +131,30 @@ def test_a_good_log_is_clean(tmp_path, capsys):
 
 
 # which keys a log has -> the round it is held to
-ROUNDS = [("ours", (), "6.1.0"), ("srun", (), "6.1.0"), ("srun", DISCLOSURE_KEYS[:4], "6.0.0"), ("older", (), "5.1.0")]
+ROUNDS = [
+    ("ours", (), "6.1.0"),
+    ("srun", (), "6.1.0"),
+    ("srun", DISCLOSURE_KEYS[:4], "6.0.0"),
+    ("older", (), "5.1.0"),
+]
 ROUNDS += [("v4.0", (), "4.0.0"), ("v4.1", (), "4.1.0"), ("v5.0", (), "5.0.0")]
-ROUNDS += [("older", ("submission_org", "submission_platform"), "5.0.0"), ("ours", DISCLOSURE_KEYS[:4], "6.1.0")]
+ROUNDS += [
+    ("older", ("submission_org", "submission_platform"), "5.0.0"),
+    ("ours", DISCLOSURE_KEYS[:4], "6.1.0"),
+]
 
 
-MADE = {"v4.0": 1_715_000_000_000, "v4.1": 1_728_000_000_000, "v5.0": 1_745_000_000_000}  # May and October 2024, April 2025
+MADE = {
+    "v4.0": 1_715_000_000_000,
+    "v4.1": 1_728_000_000_000,
+    "v5.0": 1_745_000_000_000,
+}  # May and October 2024, April 2025
 
 
 @pytest.mark.parametrize(("name", "without", "ruleset"), ROUNDS)
-def test_the_round_comes_from_the_keys_of_the_log_unless_it_is_asked_for(tmp_path, name, without, ruleset):
+def test_the_round_comes_from_the_keys_of_the_log_unless_it_is_asked_for(
+    tmp_path, name, without, ruleset
+):
     def spoil(log):
         log[:] = [record for record in log if record["key"] not in without]
 
@@ -113,7 +172,11 @@ def test_the_round_comes_from_the_keys_of_the_log_unless_it_is_asked_for(tmp_pat
 
 
 def test_werror_is_asked_for_and_said(tmp_path, capsys):
-    path = dialect(tmp_path / "result_0.txt", "processes", spoil=lambda log: log.append(dict(log[find(log, "run_start")])))
+    path = dialect(
+        tmp_path / "result_0.txt",
+        "processes",
+        spoil=lambda log: log.append(dict(log[find(log, "run_start")])),
+    )
     assert check.main([str(path)]) == 0
     assert "1 warning" in capsys.readouterr().out
     assert check.main([str(path), "--werror"]) == 20
@@ -127,7 +190,9 @@ def test_a_miniature_is_held_to_its_own_rules_unless_asked_otherwise(tmp_path, c
     path = write_records(tmp_path / "result.txt", log)
     assert check.main([str(path)]) == 0 and "a miniature" in capsys.readouterr().out
     assert check.main([str(path), "--ruleset", "6.1.0"]) == 20
-    closed = {(finding.line, finding.rule) for finding in check.examine(path, "6.1.0", None).findings}
+    closed = {
+        (finding.line, finding.rule) for finding in check.examine(path, "6.1.0", None).findings
+    }
     assert {(find(log, "submission_division") + 1, "constant"), (1, "cache_clear")} <= closed
     assert (find(log, "eval_accuracy") + 1, "eval_interval") in closed
 
@@ -136,10 +201,18 @@ def test_folders_and_several_logs(tmp_path, capsys):
     for run_name in ("a", "b"):
         (tmp_path / run_name).mkdir()
         dialect(tmp_path / run_name / "result.txt", "srun")
-    other = dialect(tmp_path / "b" / "result_10.txt", "older", spoil=lambda log: log[find(log, "seed")].update(value="x"))
+    other = dialect(
+        tmp_path / "b" / "result_10.txt",
+        "older",
+        spoil=lambda log: log[find(log, "seed")].update(value="x"),
+    )
     assert check.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 20
     output = capsys.readouterr().out
-    assert output.count("  CLEAN") == 2 and output.count("NOT CLEAN") == 1 and "3 logs: 2 clean, 0 accepted, 1 not clean" in output
+    assert (
+        output.count("  CLEAN") == 2
+        and output.count("NOT CLEAN") == 1
+        and "3 logs: 2 clean, 0 accepted, 1 not clean" in output
+    )
     other.write_bytes(gzip.compress(b"x"))
     assert check.main([str(tmp_path)]) == 2  # the others are still looked at
     said = capsys.readouterr()
@@ -165,7 +238,9 @@ def test_what_is_no_log_is_one_clear_error(tmp_path, name):
 
 
 def test_deep_nesting_is_a_finding(tmp_path):
-    (tmp_path / "result_1.txt").write_text(":::MLLOG " + "[" * 40_000 + "\n")  # Python 3.12 reads 3,000
+    (tmp_path / "result_1.txt").write_text(
+        ":::MLLOG " + "[" * 40_000 + "\n"
+    )  # Python 3.12 reads 3,000
     done = run(tmp_path)
     assert done.returncode == 20 and "Traceback" not in done.stderr
     assert "RecursionError" in done.stdout
@@ -179,8 +254,22 @@ def test_a_byte_order_mark_and_other_line_ends_change_nothing(tmp_path, name):
 
 
 def test_junk_never_crashes(tmp_path):
-    counted = {"time_ms": 1, "event_type": "POINT_IN_TIME", "value": {"a": 1}, "metadata": {"samples_count": "x", "status": 1}}
-    keys = ("eval_accuracy", "block_start", "run_stop", "global_batch_size", "seed", "opt_base_learning_rate", "init_start", "init_stop")
+    counted = {
+        "time_ms": 1,
+        "event_type": "POINT_IN_TIME",
+        "value": {"a": 1},
+        "metadata": {"samples_count": "x", "status": 1},
+    }
+    keys = (
+        "eval_accuracy",
+        "block_start",
+        "run_stop",
+        "global_batch_size",
+        "seed",
+        "opt_base_learning_rate",
+        "init_start",
+        "init_stop",
+    )
     keys += (
         "opt_learning_rate_decay_steps",
         "opt_learning_rate_training_steps",
@@ -208,13 +297,21 @@ def test_a_nul_byte_is_no_reason_to_refuse_what_the_official_tools_read(tmp_path
 @pytest.mark.parametrize("metadata", ["", None, [], 7])
 def test_metadata_that_is_no_object_is_read_as_empty(tmp_path, metadata):
     """As the official parser takes it: the record counts, and so does the round that it shows."""
-    path = dialect(tmp_path / "result_0.txt", "srun", spoil=lambda log: log[find(log, "tensor_parallelism")].update(metadata=metadata))
+    path = dialect(
+        tmp_path / "result_0.txt",
+        "srun",
+        spoil=lambda log: log[find(log, "tensor_parallelism")].update(metadata=metadata),
+    )
     examined = check.examine(path, project_root=None)
     assert examined.verdict.rules == "6.1.0" and examined.findings == ()
 
 
 def test_an_evaluation_without_its_count_is_a_finding(tmp_path):
-    path = dialect(tmp_path / "result_0.txt", "srun", spoil=lambda log: log[find(log, "eval_accuracy")].update(metadata=""))
+    path = dialect(
+        tmp_path / "result_0.txt",
+        "srun",
+        spoil=lambda log: log[find(log, "eval_accuracy")].update(metadata=""),
+    )
     assert "count" in [finding.rule for finding in check.examine(path, project_root=None).errors()]
 
 
@@ -222,7 +319,9 @@ def test_the_label_of_a_launcher_is_one_warning_in_a_log_of_ours(tmp_path, capsy
     path = dialect(tmp_path / "result.txt", "ours", LORA)
     path.write_text("".join(f"0: {line}\n" for line in path.read_text().splitlines()))
     found = check.examine(path, project_root=None).findings
-    assert [(finding.rule, finding.severity) for finding in found] == [("line_format", "warning")] and "more like it" in found[0].message
+    assert [(finding.rule, finding.severity) for finding in found] == [
+        ("line_format", "warning")
+    ] and "more like it" in found[0].message
 
 
 def test_two_swapped_lines_are_one_finding_each_with_a_count(tmp_path):
@@ -237,27 +336,48 @@ def test_two_swapped_lines_are_one_finding_each_with_a_count(tmp_path):
 
 def test_a_misnamed_disclosure_key_gets_the_nearest_name(tmp_path):
     path = dialect(
-        tmp_path / "result_0.txt", "srun", spoil=lambda log: log[find(log, "tensor_parallelism")].update(key="tensor_paralelism")
+        tmp_path / "result_0.txt",
+        "srun",
+        spoil=lambda log: log[find(log, "tensor_parallelism")].update(key="tensor_paralelism"),
     )
-    messages = [finding.message for finding in check.examine(path, project_root=None).findings if finding.rule == "disclosure"]
-    assert any("tensor_paralelism" in message and "tensor_parallelism" in message for message in messages)
+    messages = [
+        finding.message
+        for finding in check.examine(path, project_root=None).findings
+        if finding.rule == "disclosure"
+    ]
+    assert any(
+        "tensor_paralelism" in message and "tensor_parallelism" in message for message in messages
+    )
 
 
 def test_a_closed_pipe_is_no_traceback(tmp_path):
     for number in range(3):
-        dialect(tmp_path / f"result_{number}.txt", "older", LORA, lambda log: log.extend([log[0]] * 400))
+        dialect(
+            tmp_path / f"result_{number}.txt", "older", LORA, lambda log: log.extend([log[0]] * 400)
+        )
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "submission.check", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
         process.stdout.close()
         said = process.stderr.read()
-    assert "Traceback" not in said and "output was closed" in said and process.returncode == PIPE_CLOSED
+    assert (
+        "Traceback" not in said
+        and "output was closed" in said
+        and process.returncode == PIPE_CLOSED
+    )
 
 
 def test_check_imports_no_torch(tmp_path):
     path = dialect(tmp_path / "result_0.txt", "srun")
     code = f"import sys; from submission import check; code = check.main([{str(path)!r}]); sys.exit(code or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("ruleset", ["3.1.0", "6.1"])
@@ -268,7 +388,10 @@ def test_an_unknown_ruleset_is_a_usage_error_with_the_list(tmp_path, capsys, rul
 
 
 def test_what_is_not_there_is_a_usage_error(tmp_path, capsys):
-    assert check.main([str(tmp_path / "nothing.txt")]) == 2 and "cannot read" in capsys.readouterr().err
+    assert (
+        check.main([str(tmp_path / "nothing.txt")]) == 2
+        and "cannot read" in capsys.readouterr().err
+    )
     assert check.main([str(tmp_path)]) == 2 and "no log" in capsys.readouterr().err
 
 
@@ -281,12 +404,20 @@ def test_without_the_official_checker_it_ends_with_its_own_code(tmp_path, monkey
 
 
 def test_an_unknown_benchmark_is_left_to_the_official_checker(tmp_path):
-    path = dialect(tmp_path / "result_0.txt", "srun", spoil=lambda log: log[find(log, "submission_benchmark")].update(value="flux1"))
+    path = dialect(
+        tmp_path / "result_0.txt",
+        "srun",
+        spoil=lambda log: log[find(log, "submission_benchmark")].update(value="flux1"),
+    )
     examined = check.examine(path, project_root=None)
-    assert ("benchmark", "note") in {(finding.rule, finding.severity) for finding in examined.findings} and not examined.verdict.passed
+    assert ("benchmark", "note") in {
+        (finding.rule, finding.severity) for finding in examined.findings
+    } and not examined.verdict.passed
 
 
 def test_the_config_that_a_log_of_ours_names_must_be_in_the_project(tmp_path):
     path = write_good(tmp_path / "result.txt")
     assert check.examine(path, project_root=project_root(tmp_path)).findings == ()
-    assert [finding.rule for finding in check.examine(path).findings] == ["config_filename"]  # A_TEST_1x8.toml
+    assert [finding.rule for finding in check.examine(path).findings] == [
+        "config_filename"
+    ]  # A_TEST_1x8.toml

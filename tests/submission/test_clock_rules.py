@@ -2,7 +2,17 @@
 
 import pytest
 from log_dialects import srun
-from synthetic_log import BENCHMARKS, LORA, PRETRAINING, evaluate, find, records, start, write_good, write_records
+from synthetic_log import (
+    BENCHMARKS,
+    LORA,
+    PRETRAINING,
+    evaluate,
+    find,
+    records,
+    start,
+    write_good,
+    write_records,
+)
 
 from submission import check, result_set
 
@@ -17,7 +27,10 @@ def of_others(tmp_path, change=lambda log: None, benchmark=LORA, name="result_0.
 
 
 def found(path, ours=None) -> dict[str, str]:
-    return {finding.rule: finding.severity for finding in check.examine(path, project_root=None, ours=ours).findings}
+    return {
+        finding.rule: finding.severity
+        for finding in check.examine(path, project_root=None, ours=ours).findings
+    }
 
 
 def stop_first(log):
@@ -56,7 +69,9 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(("rule", "change"), [(rule, change) for rule, changes in BREAKS.items() for change in changes])
+@pytest.mark.parametrize(
+    ("rule", "change"), [(rule, change) for rule, changes in BREAKS.items() for change in changes]
+)
 def test_a_break_of_the_clock_is_an_error_in_anybody_s_log(tmp_path, rule, change):
     assert found(of_others(tmp_path)) == {}
     path = of_others(tmp_path, change)
@@ -70,20 +85,26 @@ def test_lines_within_a_second_of_each_other_are_no_break(tmp_path):
     assert found(of_others(tmp_path, change)) == {}
 
 
-@pytest.mark.parametrize(("late_s", "ours", "expected"), [(60, None, None), (61, None, "warning"), (61, True, "error")])
+@pytest.mark.parametrize(
+    ("late_s", "ours", "expected"), [(60, None, None), (61, None, "warning"), (61, True, "error")]
+)
 def test_a_pause_before_the_clock(tmp_path, late_s, ours, expected):
     def change(log):
         begin = find(log, "run_start")
         for record in log[begin:]:
             record["time_ms"] += late_s * 1000 - (
-                log[begin]["time_ms"] - log[find(log, "init_stop")]["time_ms"] if record is log[begin] else 0
+                log[begin]["time_ms"] - log[find(log, "init_stop")]["time_ms"]
+                if record is log[begin]
+                else 0
             )
 
     assert found(of_others(tmp_path, change), ours).get("late_start") == expected
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
-def test_breaks_of_the_text_that_were_accepted_are_warnings_for_others_and_errors_for_us(tmp_path, benchmark):
+def test_breaks_of_the_text_that_were_accepted_are_warnings_for_others_and_errors_for_us(
+    tmp_path, benchmark
+):
     batch = 32 if benchmark is PRETRAINING else 8
 
     def short(log):
@@ -115,7 +136,10 @@ def test_a_wrong_interval_says_what_it_may_gain(tmp_path):
         log.run_stop(before, "success")
         others = write_records(path, srun(records(path)))
         (finding,) = check.examine(others, project_root=None).findings
-        assert (finding.rule, finding.severity) == ("eval_interval", "warning") and words in finding.message
+        assert (finding.rule, finding.severity) == (
+            "eval_interval",
+            "warning",
+        ) and words in finding.message
 
 
 # A result set.
@@ -144,7 +168,10 @@ def test_equal_seeds_and_a_wrong_number_of_logs_fail_the_set(tmp_path, capsys):
     folder = write_set(tmp_path / "set", [1, 2, 3, 2])
     assert check.main([str(folder)]) == 20
     printed = capsys.readouterr().out
-    assert "4 logs; a result set is 10" in printed and "result_1.txt and result_3.txt have the same seed 2" in printed
+    assert (
+        "4 logs; a result set is 10" in printed
+        and "result_1.txt and result_3.txt have the same seed 2" in printed
+    )
     assert check.main([str(folder / "result_0.txt")]) == 0, "a log by name is no set"
 
 
@@ -152,6 +179,8 @@ def test_a_line_that_the_seed_checker_refuses_fails_the_set(tmp_path):
     folder = write_set(tmp_path / "set", range(10))
     with (folder / "result_3.txt").open("a") as file:
         file.write(":::MLLOG {cut of\n")
-    examined = [check.examine(path, project_root=None) for path in sorted(folder.glob("result_*.txt"))]
+    examined = [
+        check.examine(path, project_root=None) for path in sorted(folder.glob("result_*.txt"))
+    ]
     (finding,) = result_set.findings(examined)
     assert finding.rule == "seed" and "result_3.txt" in finding.message

@@ -38,7 +38,14 @@ def test_a_pipe_is_one_error(tmp_path, main, capsys):
     assert "no regular file" in capsys.readouterr().err
 
 
-SHAPES = ["[]", "7", '{"packages": []}', '{"packages": {"torch": []}, "gpus": 7, "commit": {}}', "[" * 100_000, '"']
+SHAPES = [
+    "[]",
+    "7",
+    '{"packages": []}',
+    '{"packages": {"torch": []}, "gpus": 7, "commit": {}}',
+    "[" * 100_000,
+    '"',
+]
 
 
 @pytest.mark.parametrize("text", SHAPES)
@@ -52,7 +59,9 @@ def test_versions_of_a_wrong_shape_are_a_note(tmp_path, text, capsys):
 
 @pytest.mark.parametrize("value", [["llama2_70b_lora"], {"a": 1}, 7, None, ""])
 def test_a_benchmark_of_a_wrong_type_is_no_traceback(tmp_path, value, capsys):
-    log = synthetic_log.records(synthetic_log.write_good(tmp_path / "result.txt", LORA.rules.CLOSED))
+    log = synthetic_log.records(
+        synthetic_log.write_good(tmp_path / "result.txt", LORA.rules.CLOSED)
+    )
     log[synthetic_log.find(log, "submission_benchmark")]["value"] = value
     synthetic_log.write_records(tmp_path / "result.txt", log)
     assert check.main([str(tmp_path / "result.txt")]) == 20
@@ -62,8 +71,12 @@ def test_a_benchmark_of_a_wrong_type_is_no_traceback(tmp_path, value, capsys):
 
 @pytest.mark.parametrize("key", ["init_stop", "run_start", "eval_accuracy", "run_stop"])
 def test_the_score_of_a_cut_log_is_json(tmp_path, key, capsys):
-    log = synthetic_log.records(synthetic_log.write_good(tmp_path / "result.txt", LORA.rules.CLOSED))
-    path = synthetic_log.write_records(tmp_path / "result_0.txt", log[: synthetic_log.find(log, key)])
+    log = synthetic_log.records(
+        synthetic_log.write_good(tmp_path / "result.txt", LORA.rules.CLOSED)
+    )
+    path = synthetic_log.write_records(
+        tmp_path / "result_0.txt", log[: synthetic_log.find(log, key)]
+    )
     assert score.main([str(path), "--json"]) == 20
     assert json.loads(capsys.readouterr().out)["result"]["score"] is None
 

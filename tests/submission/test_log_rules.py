@@ -2,7 +2,18 @@
 
 import pytest
 from log_dialects import processes, srun
-from synthetic_log import BENCHMARKS, LORA, PRETRAINING, evaluate, find, records, start, write_evaluations, write_good, write_records
+from synthetic_log import (
+    BENCHMARKS,
+    LORA,
+    PRETRAINING,
+    evaluate,
+    find,
+    records,
+    start,
+    write_evaluations,
+    write_good,
+    write_records,
+)
 
 from common.records.mlperf_log import read
 from llama31_8b import rules
@@ -35,7 +46,9 @@ SIZES = [(PRETRAINING, 16), (PRETRAINING, 32), (LORA, 8), (LORA, 16), (LORA, 64)
 @pytest.mark.parametrize(("benchmark", "global_batch_size"), SIZES)
 def test_a_good_closed_log_is_clean(tmp_path, benchmark, global_batch_size):
     found = found_in(write_good(tmp_path / "result.txt", benchmark.rules.CLOSED, global_batch_size))
-    assert [rule for _, rule in found if rule != "learning_rate"] == []  # the test's rate is the reference's at one batch only
+    assert [
+        rule for _, rule in found if rule != "learning_rate"
+    ] == []  # the test's rate is the reference's at one batch only
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
@@ -93,7 +106,8 @@ LORA_VALUES = [
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "key", "value", "rule"), [(PRETRAINING, *row) for row in VALUES] + [(LORA, *row) for row in LORA_VALUES]
+    ("benchmark", "key", "value", "rule"),
+    [(PRETRAINING, *row) for row in VALUES] + [(LORA, *row) for row in LORA_VALUES],
 )
 def test_a_wrong_value_is_found(tmp_path, benchmark, key, value, rule):
     log = records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED))
@@ -104,7 +118,11 @@ def test_a_wrong_value_is_found(tmp_path, benchmark, key, value, rule):
 
 
 def test_lr_unlike_the_reference_is_asked_about_only_where_there_is_one(tmp_path):
-    for batch, expected in ((32, []), (16, ["learning_rate"]), (48, [])):  # the test's config says 8e-4; 16 has 4e-4
+    for batch, expected in (
+        (32, []),
+        (16, ["learning_rate"]),
+        (48, []),
+    ):  # the test's config says 8e-4; 16 has 4e-4
         log = records(write_good(tmp_path / f"{batch}.txt", global_batch_size=batch))
         log[find(log, "opt_base_learning_rate")]["value"] = 8e-4
         log[find(log, "opt_end_learning_rate")]["value"] = 8e-5
@@ -116,8 +134,14 @@ def test_every_key_of_ours_must_be_there_once(tmp_path, benchmark):
     log = records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED))
     first, last = find(log, "global_batch_size"), find(log, "config_filename")
     without = write_records(tmp_path / "without.txt", log[:first] + log[last + 1 :])
-    missing = {finding.message.split()[0] for finding in rule_findings(read(without), True) if finding.rule == "once"}
-    assert missing == {record["key"] for record in log[first : last + 1]} - {"target_accuracy"}  # by convention only
+    missing = {
+        finding.message.split()[0]
+        for finding in rule_findings(read(without), True)
+        if finding.rule == "once"
+    }
+    assert missing == {record["key"] for record in log[first : last + 1]} - {
+        "target_accuracy"
+    }  # by convention only
     twice = [record for record in log for _ in range(1 + (record["key"] == "max_sequence_length"))]
     assert found(tmp_path, twice) == [(find(log, "max_sequence_length") + 2, "once")]
 
@@ -126,9 +150,13 @@ def test_every_key_of_ours_must_be_there_once(tmp_path, benchmark):
 
 
 def test_a_wrong_interval_is_found_at_the_first_wrong_evaluation(tmp_path):
-    changed = records(write_evaluations(tmp_path / "result.txt", rules.CLOSED, [24576, 49152, 73728]))  # as some accepted logs do
+    changed = records(
+        write_evaluations(tmp_path / "result.txt", rules.CLOSED, [24576, 49152, 73728])
+    )  # as some accepted logs do
     for log, ours in ((changed, True), (srun(changed), False), (processes(changed), False)):
-        assert [row for row in found(tmp_path, log, ours) if row[1] != "disclosure"] == [(find(log, "eval_accuracy") + 1, "eval_interval")]
+        assert [row for row in found(tmp_path, log, ours) if row[1] != "disclosure"] == [
+            (find(log, "eval_accuracy") + 1, "eval_interval")
+        ]
 
 
 # Global batch, evaluations, which of them is wrong. By the rules 8 begins at 1536 and 16 at 1920, and both go on by 384.
@@ -144,9 +172,15 @@ LORA_EVALUATIONS = [
 
 
 @pytest.mark.parametrize(("global_batch_size", "counts", "wrong"), LORA_EVALUATIONS)
-def test_lora_evaluates_first_after_the_skipped_ones_and_then_at_every_interval(tmp_path, global_batch_size, counts, wrong):
+def test_lora_evaluates_first_after_the_skipped_ones_and_then_at_every_interval(
+    tmp_path, global_batch_size, counts, wrong
+):
     path = write_evaluations(tmp_path / "result.txt", LORA.rules.CLOSED, counts, global_batch_size)
-    expected = [] if wrong is None else [(find(records(path), "eval_accuracy", wrong) + 1, "eval_interval")]
+    expected = (
+        []
+        if wrong is None
+        else [(find(records(path), "eval_accuracy", wrong) + 1, "eval_interval")]
+    )
     assert found_in(path, ours=False) == expected
 
 
@@ -163,7 +197,9 @@ def test_lora_that_stops_before_its_first_evaluation_has_none_left_out(tmp_path)
         log = start(tmp_path / f"{samples}.txt", LORA.rules.CLOSED)
         log.block_start(0)
         log.abort(samples)
-        assert [rule for _, rule in found_in(tmp_path / f"{samples}.txt")].count("eval_interval") == expected
+        assert [rule for _, rule in found_in(tmp_path / f"{samples}.txt")].count(
+            "eval_interval"
+        ) == expected
 
 
 def test_a_skipped_evaluation_is_found_at_the_next_one(tmp_path, good):
@@ -183,13 +219,17 @@ def test_success_without_the_target_is_found(tmp_path, good):
 def test_samples_that_are_no_whole_batch_are_found(tmp_path, good):
     index = find(good, "run_stop")
     good[index]["metadata"]["samples_count"] -= 1
-    assert (index + 1, "samples_count") in found(tmp_path, good) and found(tmp_path, good, ours=False) == []
+    assert (index + 1, "samples_count") in found(tmp_path, good) and found(
+        tmp_path, good, ours=False
+    ) == []
 
 
 def test_time_going_backwards_is_found(tmp_path, good):
     index = find(good, "eval_start", 1)
     good[index]["time_ms"] -= 3_600_000
-    assert found(tmp_path, good) == [(index + 1, "time")] and found(tmp_path, good, ours=False) == []
+    assert (
+        found(tmp_path, good) == [(index + 1, "time")] and found(tmp_path, good, ours=False) == []
+    )
 
 
 def moved(key, before):
@@ -212,42 +252,82 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("change", "key"), [row[1:] for row in ORDERS], ids=[row[0] for row in ORDERS])
+@pytest.mark.parametrize(
+    ("change", "key"), [row[1:] for row in ORDERS], ids=[row[0] for row in ORDERS]
+)
 def test_a_wrong_order_is_found(tmp_path, good, change, key):
     change(good)
     lines = [index + 1 for index, record in enumerate(good) if record["key"] == key]
     result = [line for line, rule in found(tmp_path, good) if rule == "order"]
-    assert result and result[0] in lines and "order" not in [rule for _, rule in found(tmp_path, good, ours=False)]
+    assert (
+        result
+        and result[0] in lines
+        and "order" not in [rule for _, rule in found(tmp_path, good, ours=False)]
+    )
 
 
 def test_anything_after_run_stop_is_found(tmp_path, good):
-    good.append({**good[0], "time_ms": good[-1]["time_ms"], "key": "tracked_stats", "value": {"loss": 1.0}})
+    good.append(
+        {**good[0], "time_ms": good[-1]["time_ms"], "key": "tracked_stats", "value": {"loss": 1.0}}
+    )
     assert (len(good), "order") in found(tmp_path, good) and found(tmp_path, good, ours=False) == []
 
 
 def test_a_wrong_event_type_is_found(tmp_path, good):
     good[find(good, "run_stop")]["event_type"] = "POINT_IN_TIME"
-    assert found(tmp_path, good) == [(len(good), "event_type")] and found(tmp_path, good, ours=False) == []
+    assert (
+        found(tmp_path, good) == [(len(good), "event_type")]
+        and found(tmp_path, good, ours=False) == []
+    )
 
 
 def test_a_resumed_log_is_said_to_be_one_and_may_begin_where_the_other_sitting_ended(tmp_path):
-    for benchmark, at in ((PRETRAINING, 12288), (PRETRAINING, 12288 + 320), (LORA, 8), (LORA, 1920)):
-        log = records(write_good(tmp_path / f"good_{benchmark.rules.BENCHMARK}_{at}.txt", benchmark.rules.CLOSED))
-        first = next(
-            index for index, record in enumerate(log) if record["key"] == "block_stop" and record["metadata"]["samples_count"] > at
+    for benchmark, at in (
+        (PRETRAINING, 12288),
+        (PRETRAINING, 12288 + 320),
+        (LORA, 8),
+        (LORA, 1920),
+    ):
+        log = records(
+            write_good(
+                tmp_path / f"good_{benchmark.rules.BENCHMARK}_{at}.txt", benchmark.rules.CLOSED
+            )
         )
-        begin = {**log[first], "key": "block_start", "event_type": "INTERVAL_START", "metadata": {"samples_count": at}}
+        first = next(
+            index
+            for index, record in enumerate(log)
+            if record["key"] == "block_stop" and record["metadata"]["samples_count"] > at
+        )
+        begin = {
+            **log[first],
+            "key": "block_start",
+            "event_type": "INTERVAL_START",
+            "metadata": {"samples_count": at},
+        }
         del log[find(log, "block_start") : first]
-        line = {**log[find(log, "seed")], "key": "resumed", "value": at, "metadata": {"run": "20261122-101112_A_TEST_1x8_seed3"}}
+        line = {
+            **log[find(log, "seed")],
+            "key": "resumed",
+            "value": at,
+            "metadata": {"run": "20261122-101112_A_TEST_1x8_seed3"},
+        }
         log.insert(find(log, "run_start") + 1, begin)
         log.insert(find(log, "seed") + 1, line)
         path = write_records(tmp_path / "resumed.txt", log)
         (finding,) = list(rule_findings(read(path), True))
-        assert (finding.line, finding.rule, finding.warning) == (find(log, "resumed") + 1, "resumed", True) and str(at) in finding.message
+        assert (finding.line, finding.rule, finding.warning) == (
+            find(log, "resumed") + 1,
+            "resumed",
+            True,
+        ) and str(at) in finding.message
         log[find(log, "resumed")]["value"] = 0
-        assert {"samples_count"} <= {rule for _, rule in found(tmp_path, log)}, "without that line it is no log of a run"
+        assert {"samples_count"} <= {rule for _, rule in found(tmp_path, log)}, (
+            "without that line it is no log of a run"
+        )
 
 
 def test_what_others_may_write_is_a_finding_in_a_log_of_ours(tmp_path, good_lora):
     log = srun(good_lora)
-    assert found(tmp_path, log, ours=False) == [] and {"once", "order", "samples_count"} <= {rule for _, rule in found(tmp_path, log)}
+    assert found(tmp_path, log, ours=False) == [] and {"once", "order", "samples_count"} <= {
+        rule for _, rule in found(tmp_path, log)
+    }

@@ -28,14 +28,21 @@ def ledger_lines(folder) -> list[dict]:
 
 def killed_launcher(folder, run) -> None:
     """The ledger has a start, and nobody was left to write an end."""
-    kept = [line for line in ledger_lines(folder) if (line["event"], line.get("attempt")) != ("end", FIFTH + 1)]
+    kept = [
+        line
+        for line in ledger_lines(folder)
+        if (line["event"], line.get("attempt")) != ("end", FIFTH + 1)
+    ]
     (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 def resumed(folder, run) -> None:
     """--resume entered the attempt as lost."""
     lost = {"exit_code": 14, "kind": "lost", "reason": "its launcher ended without a word"}
-    lines = [line | lost if (line["event"], line.get("attempt")) == ("end", FIFTH + 1) else line for line in ledger_lines(folder)]
+    lines = [
+        line | lost if (line["event"], line.get("attempt")) == ("end", FIFTH + 1) else line
+        for line in ledger_lines(folder)
+    ]
     (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -72,7 +79,11 @@ CASES = {
     "a whole log that --resume calls lost": (nothing, resumed, GOOD),
     "no run_stop and a start without an end": (log_without("run_stop"), killed_launcher, LOST),
     "no run_stop and lost by --resume": (log_without("run_stop"), resumed, LOST),
-    "killed in init, and a start without an end": (log_without("init_stop"), killed_launcher, NOT_STARTED),
+    "killed in init, and a start without an end": (
+        log_without("init_stop"),
+        killed_launcher,
+        NOT_STARTED,
+    ),
     "killed in init, and lost by --resume": (log_without("init_stop"), resumed, NOT_STARTED),
     "no log, and a start without an end": (no_log, killed_launcher, LOST),
     "no log, and lost by --resume": (no_log, resumed, LOST),
@@ -85,7 +96,9 @@ CASES = {
 @pytest.fixture(params=CASES.values(), ids=CASES)
 def case(request, tmp_path):
     """Folder of a series of twelve attempts, each slower than the one before, with what happened to the fifth; and its state."""
-    plans = synthetic.plans([evaluations for evaluations in synthetic.evaluations_near_reference(LORA)] + [7, 8])
+    plans = synthetic.plans(
+        [evaluations for evaluations in synthetic.evaluations_near_reference(LORA)] + [7, 8]
+    )
     folder = synthetic.write(tmp_path, LORA, plans)
     spoil, forget, state = request.param
     run = folder / ledger_lines(folder)[1 + 2 * FIFTH]["run"]
@@ -115,14 +128,23 @@ def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
     system.write_text(json.dumps(synthetic.DESCRIPTION))
     assert describe.problems(synthetic.DESCRIPTION) == []
     request = package.Request({NAME: folder}, system, tmp_path / "out", synthetic.ORG)
-    with pytest.raises(CheckFailed) as refused:  # this repository has no such commit: the last thing that is looked at
+    with pytest.raises(
+        CheckFailed
+    ) as refused:  # this repository has no such commit: the last thing that is looked at
         package.package(request)
     printed = capsys.readouterr().out
     no_log = state == LOST and not (series.runs[FIFTH].path).exists()
     assert ("left no log" in refused.value.what) == no_log
     taken = tuple(run.number for run in chosen.runs)
     assert f"attempts {taken[0]} to {taken[-1]}: {chosen.rank:.4f} min" in printed
-    marked = [int(line.split()[2]) for line in printed.splitlines() if line.startswith("  * attempt")]
+    marked = [
+        int(line.split()[2]) for line in printed.splitlines() if line.startswith("  * attempt")
+    ]
     assert marked == list(taken)
     assert (FIFTH + 1 in taken) == (state != NOT_STARTED)
-    assert state != NOT_STARTED or taken == (2, 3, 4, *range(6, 13))  # of two windows the slower one
+    assert state != NOT_STARTED or taken == (
+        2,
+        3,
+        4,
+        *range(6, 13),
+    )  # of two windows the slower one

@@ -112,15 +112,33 @@ COMMON, LATEST, RCP, OWN = "/common.yaml", "training_6.1.0/common.yaml", "RCP rc
 # what, how (returns the line), rule, how its source begins or ends; and where a log of others differs: its rule and severity
 ERROR, WARNING, NOTE = "error", "warning", "note"
 MUTATIONS = [
-    ("precision word bf16", put("lowest_numerical_precision_in_linear", "bf16"), "value", LATEST, ERROR),
-    ("aborted though the target was reached", stopped_as("aborted"), "status", "TR Run Results", ERROR),
+    (
+        "precision word bf16",
+        put("lowest_numerical_precision_in_linear", "bf16"),
+        "value",
+        LATEST,
+        ERROR,
+    ),
+    (
+        "aborted though the target was reached",
+        stopped_as("aborted"),
+        "status",
+        "TR Run Results",
+        ERROR,
+    ),
     ("no status that a tool knows", stopped_as("fine"), "status", "TR Run Results", ERROR),
     ("run_stop missing", drop("run_stop"), "missing", COMMON, ERROR),
     ("run_stop before run_start", run_stop_before_run_start, "value", COMMON, ERROR),
     ("NaN at an evaluation", put("eval_accuracy", float("nan"), 1), "finite", OWN, WARNING),
     ("NaN at the last evaluation", put("eval_accuracy", float("nan"), 3), "finite", OWN, WARNING),
     ("NaN after the target", nan_after_the_target, "finite", OWN, WARNING),
-    ("an evaluation after the target", target_reached_early, "after_target", "TR Run Results", WARNING),
+    (
+        "an evaluation after the target",
+        target_reached_early,
+        "after_target",
+        "TR Run Results",
+        WARNING,
+    ),
     ("run_start twice, same value", insert_after("run_start"), "repeated", COMMON, WARNING),
     ("cache_clear false", put("cache_clear", False), "cache_clear", "TR Data State", WARNING),
     ("cache_clear absent", drop("cache_clear"), "missing", COMMON, ERROR),
@@ -135,31 +153,99 @@ MUTATIONS = [
         RCP,
         ERROR,
     ),
-    ("custom key that names the loss", insert_after("run_start", **CUSTOM, value={"best_eval_accuracy": 7}), "reserved_word", RCP, ERROR),
-    ("custom key of its own that names it", insert_after("run_start", **CUSTOM | {"key": "my_eval_error"}), "reserved_word", RCP, ERROR),
-    ("evaluation as a text", put("eval_accuracy", "3.9", 1), "eval_value", "CC eval_accuracy", ERROR),
+    (
+        "custom key that names the loss",
+        insert_after("run_start", **CUSTOM, value={"best_eval_accuracy": 7}),
+        "reserved_word",
+        RCP,
+        ERROR,
+    ),
+    (
+        "custom key of its own that names it",
+        insert_after("run_start", **CUSTOM | {"key": "my_eval_error"}),
+        "reserved_word",
+        RCP,
+        ERROR,
+    ),
+    (
+        "evaluation as a text",
+        put("eval_accuracy", "3.9", 1),
+        "eval_value",
+        "CC eval_accuracy",
+        ERROR,
+    ),
     ("two runs in one file", two_runs_in_one_file, "value", COMMON, ERROR),
-    ("samples_count one step behind", evaluations_one_step_behind, "samples_count", "TR RCP Rules", WARNING),
-    ("evaluation interval", evaluations_twice_as_far_apart, "eval_interval", "TR Quality measure", WARNING),
+    (
+        "samples_count one step behind",
+        evaluations_one_step_behind,
+        "samples_count",
+        "TR RCP Rules",
+        WARNING,
+    ),
+    (
+        "evaluation interval",
+        evaluations_twice_as_far_apart,
+        "eval_interval",
+        "TR Quality measure",
+        WARNING,
+    ),
     ("batch of -5", put("global_batch_size", -5), "batch", RCP, ERROR),
     ("no seed", drop("seed"), "seed", "SEED", ERROR),
     ("seed that is no number", put("seed", "abc"), "seed", "SEED", ERROR),
     ("seed of 15 bits as a text", put("seed", "31415"), "odd_seed", "SEED", WARNING),
     ("seed without its line of code", seed_without_its_file, "seed", "SEED", ERROR),
     ("two seeds", insert_after("seed", value=99_999), "many_seeds", "SEED", WARNING),
-    ("learning rate unlike the reference's", put("opt_base_learning_rate", 5e-4), "learning_rate", "RCP Hyperparams", NOTE),
-    ("config changed with --set", put("config_filename", "A_TEST_1x8+modified.toml"), "config_filename", OWN, ERROR),
-    ("config derived, not a file", put("config_filename", "A_TEST_1x2+derived.toml"), "config_filename", OWN, ERROR),
-    ("config of another GPU", put("config_filename", "A_TEST_1x8+forced.toml"), "config_filename", OWN, ERROR),
+    (
+        "learning rate unlike the reference's",
+        put("opt_base_learning_rate", 5e-4),
+        "learning_rate",
+        "RCP Hyperparams",
+        NOTE,
+    ),
+    (
+        "config changed with --set",
+        put("config_filename", "A_TEST_1x8+modified.toml"),
+        "config_filename",
+        OWN,
+        ERROR,
+    ),
+    (
+        "config derived, not a file",
+        put("config_filename", "A_TEST_1x2+derived.toml"),
+        "config_filename",
+        OWN,
+        ERROR,
+    ),
+    (
+        "config of another GPU",
+        put("config_filename", "A_TEST_1x8+forced.toml"),
+        "config_filename",
+        OWN,
+        ERROR,
+    ),
     *((f"{key} absent", drop(key), "missing", LATEST, WARNING) for key in DISCLOSURE_KEYS),
 ]
-OTHERS_RULE = {f"{key} absent": "disclosure" for key in DISCLOSURE_KEYS}  # they are held to 6.0.0 then
+OTHERS_RULE = {
+    f"{key} absent": "disclosure" for key in DISCLOSURE_KEYS
+}  # they are held to 6.0.0 then
 ALWAYS_NOTE = ("learning rate unlike the reference's",)
 # Of one benchmark only.
 OF_ONE = [
     (PRETRAINING, "clip 5", put("opt_gradient_clip_norm", 5.0), "value", "closed_llama31_8b.yaml"),
-    (PRETRAINING, "end learning rate", put("opt_end_learning_rate", 8e-6), "end_learning_rate", "TR Hyperparameters"),
-    (PRETRAINING, "decay steps", put("opt_learning_rate_decay_steps", 1_200_000), "value", "closed_llama31_8b.yaml"),
+    (
+        PRETRAINING,
+        "end learning rate",
+        put("opt_end_learning_rate", 8e-6),
+        "end_learning_rate",
+        "TR Hyperparameters",
+    ),
+    (
+        PRETRAINING,
+        "decay steps",
+        put("opt_learning_rate_decay_steps", 1_200_000),
+        "value",
+        "closed_llama31_8b.yaml",
+    ),
     (LORA, "clip 5", put("opt_gradient_clip_norm", 5.0), "constant", "TR Hyperparameters"),
     (LORA, "alpha 64", put("lora_alpha", 64), "constant", "TR Hyperparameters"),
     (LORA, "decay 0.1", put("opt_adamw_weight_decay", 0.1), "constant", "TR Hyperparameters"),
@@ -167,7 +253,9 @@ OF_ONE = [
     (LORA, "3900 sequences", put("train_samples", 3900), "constant", "TR Hyperparameters"),
     (LORA, "170 sequences evaluated", put("eval_samples", 170), "constant", "TR Hyperparameters"),
 ]
-CASES = [(benchmark, *row) for benchmark in BENCHMARKS for row in MUTATIONS] + [(*row, ERROR) for row in OF_ONE]
+CASES = [(benchmark, *row) for benchmark in BENCHMARKS for row in MUTATIONS] + [
+    (*row, ERROR) for row in OF_ONE
+]
 IDS = [f"{benchmark.rules.BENCHMARK}: {name}" for benchmark, name, *_ in CASES]
 
 
@@ -178,12 +266,18 @@ def spoiled(tmp_path, benchmark, dialect, spoil):
     line = spoil(log)
     path = write(tmp_path / "result_0.txt", log, **options)
     found = examine(path, project_root=project_root(tmp_path)).findings
-    return line, [(finding.line, finding.rule, finding.severity, finding.source) for finding in found]
+    return line, [
+        (finding.line, finding.rule, finding.severity, finding.source) for finding in found
+    ]
 
 
 @pytest.mark.parametrize("dialect", ["ours", "srun"])
-@pytest.mark.parametrize(("benchmark", "name", "spoil", "rule", "source", "severity_of_others"), CASES, ids=IDS)
-def test_a_spoiled_log_is_refused_or_warned_about(tmp_path, dialect, benchmark, name, spoil, rule, source, severity_of_others):
+@pytest.mark.parametrize(
+    ("benchmark", "name", "spoil", "rule", "source", "severity_of_others"), CASES, ids=IDS
+)
+def test_a_spoiled_log_is_refused_or_warned_about(
+    tmp_path, dialect, benchmark, name, spoil, rule, source, severity_of_others
+):
     line, found = spoiled(tmp_path, benchmark, dialect, spoil)
     severity = NOTE if name in ALWAYS_NOTE else ERROR
     if dialect != "ours" or name == "config_filename absent":  # by that key a log is known as ours
@@ -199,26 +293,43 @@ LINES = [
     ("text before the token", "rank 0: {line}", "line_format", None, None),
     ("a second event on the line", "{line}{line}", "line_format", "line_format", WARNING),
     ("cut in the middle", "{cut}", "line_format", "line_format", ERROR),
-    ("the token before something else", TOKEN + " load_state_dict", "line_format", "line_format", ERROR),
+    (
+        "the token before something else",
+        TOKEN + " load_state_dict",
+        "line_format",
+        "line_format",
+        ERROR,
+    ),
 ]
 
 
 @pytest.mark.parametrize("dialect", ["ours", "srun"])
 @pytest.mark.parametrize("benchmark", BOTH, ids=lambda benchmark: benchmark.rules.BENCHMARK)
 @pytest.mark.parametrize(
-    ("spoil", "rule", "rule_of_others", "severity_of_others"), [row[1:] for row in LINES], ids=[row[0] for row in LINES]
+    ("spoil", "rule", "rule_of_others", "severity_of_others"),
+    [row[1:] for row in LINES],
+    ids=[row[0] for row in LINES],
 )
 @pytest.mark.parametrize("key", ["eval_stop", "run_stop"])
-def test_a_spoiled_line_is_found(tmp_path, dialect, benchmark, key, spoil, rule, rule_of_others, severity_of_others):
+def test_a_spoiled_line_is_found(
+    tmp_path, dialect, benchmark, key, spoil, rule, rule_of_others, severity_of_others
+):
     change, options = DIALECTS[dialect]
     log = change(records(write_good(tmp_path / "good.txt", benchmark.rules.CLOSED)))
     path = write(tmp_path / "result_0.txt", log, **options)
     lines, index = path.read_text().splitlines(), find(log, key)
     lines[index] = spoil.format(line=lines[index], cut=lines[index][:60])
     path.write_text("\n".join(lines) + "\n")
-    found = [(f.line, f.rule, f.severity) for f in examine(path, project_root=project_root(tmp_path)).findings]
+    found = [
+        (f.line, f.rule, f.severity)
+        for f in examine(path, project_root=project_root(tmp_path)).findings
+    ]
     ours = WARNING if spoil.startswith("rank 0") else ERROR
-    expected = (index + 1, rule, ours) if dialect == "ours" else (index + 1, rule_of_others, severity_of_others)
+    expected = (
+        (index + 1, rule, ours)
+        if dialect == "ours"
+        else (index + 1, rule_of_others, severity_of_others)
+    )
     assert expected in found if expected[1] else found == []
 
 
@@ -226,4 +337,6 @@ def test_a_spoiled_line_is_found(tmp_path, dialect, benchmark, key, spoil, rule,
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
 def test_the_good_log_is_clean_in_every_dialect(tmp_path, benchmark, dialect):
     _, found = spoiled(tmp_path, benchmark, dialect, lambda log: 0)
-    assert [row for row in found if row[1] != "repeated"] == [] and all(row[2] == WARNING for row in found)
+    assert [row for row in found if row[1] != "repeated"] == [] and all(
+        row[2] == WARNING for row in found
+    )

@@ -9,7 +9,16 @@ import sys
 
 import pytest
 from log_dialects import DIALECTS, write
-from synthetic_log import BENCHMARKS, LORA, PRETRAINING, find, records, write_evaluations, write_good, write_records
+from synthetic_log import (
+    BENCHMARKS,
+    LORA,
+    PRETRAINING,
+    find,
+    records,
+    write_evaluations,
+    write_good,
+    write_records,
+)
 
 from common.errors import PreflightError
 from llama31_8b import rules
@@ -24,13 +33,18 @@ yaml = pytest.importorskip("yaml")
 
 
 @pytest.mark.parametrize("ruleset", official_tools.CLOSED_RULESETS)
-@pytest.mark.parametrize(("benchmark", "global_batch_size"), [(PRETRAINING, 16), (PRETRAINING, 32), (LORA, 8), (LORA, 16)])
+@pytest.mark.parametrize(
+    ("benchmark", "global_batch_size"),
+    [(PRETRAINING, 16), (PRETRAINING, 32), (LORA, 8), (LORA, 16)],
+)
 def test_a_good_log_passes_all_rounds(tmp_path, ruleset, benchmark, global_batch_size):
     path = write_good(tmp_path / "result.txt", benchmark.rules.CLOSED, global_batch_size)
     assert official_tools.closed_verdict(path, ruleset) == official_tools.Verdict(ruleset, True)
 
 
-EACH = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
+EACH = pytest.mark.parametrize(
+    "benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK
+)
 
 
 @EACH
@@ -38,7 +52,9 @@ def test_a_miniature_passes_its_own_rules_and_no_closed_ones(tmp_path, benchmark
     path = write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE)
     assert official_tools.miniature_verdict(path, benchmark.rules.BENCHMARK).passed
     verdict = official_tools.closed_verdict(path, "6.1.0")
-    assert not verdict.passed and [complaint.rule for complaint in verdict.complaints] == ["broke_off"]
+    assert not verdict.passed and [complaint.rule for complaint in verdict.complaints] == [
+        "broke_off"
+    ]
 
 
 @pytest.mark.parametrize(("benchmark", "own"), [(PRETRAINING, ["max_steps"]), (LORA, [])])
@@ -51,20 +67,34 @@ def test_a_closed_log_is_no_miniature(tmp_path, benchmark, own):
 
 def test_the_miniature_of_one_benchmark_is_not_that_of_the_other(tmp_path):
     path = write_good(tmp_path / "result.txt", LORA.rules.MINIATURE)
-    assert "submission_benchmark is" in " ".join(official_tools.miniature_verdict(path, PRETRAINING.rules.BENCHMARK).messages)
+    assert "submission_benchmark is" in " ".join(
+        official_tools.miniature_verdict(path, PRETRAINING.rules.BENCHMARK).messages
+    )
 
 
-@pytest.mark.parametrize(("benchmark", "closed_keys", "ours"), [(PRETRAINING, 38, 0), (LORA, 31, 7)])
-def test_the_miniature_rules_demand_every_key_of_the_log_and_no_other(tmp_path, benchmark, closed_keys, ours):
+@pytest.mark.parametrize(
+    ("benchmark", "closed_keys", "ours"), [(PRETRAINING, 38, 0), (LORA, 31, 7)]
+)
+def test_the_miniature_rules_demand_every_key_of_the_log_and_no_other(
+    tmp_path, benchmark, closed_keys, ours
+):
     """So that a key which the closed rules demand cannot be forgotten in the miniature.
 
     `closed_keys` of the official 6.1.0 rules, the pair of eval_start and eval_stop, which is optional there, and `ours`, which the
     closed division fixes for LoRA but no checker wants: sequence length, optimizer, betas, epsilon, warm-up factor, dropout.
     """
-    logged = {record["key"] for record in records(write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE))}
+    logged = {
+        record["key"]
+        for record in records(write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE))
+    }
     entries = yaml.safe_load(official_tools.miniature_rules(benchmark.rules.BENCHMARK))
     demanded = [entry["KEY"]["NAME"] for entry in entries if "KEY" in entry]
-    assert set(demanded) == logged - {"seed", "submission_status", "target_accuracy", "tracked_stats"}
+    assert set(demanded) == logged - {
+        "seed",
+        "submission_status",
+        "target_accuracy",
+        "tracked_stats",
+    }
     assert len(demanded) == len(set(demanded)) == closed_keys + 2 + ours
 
 
@@ -73,7 +103,10 @@ def test_the_miniature_template_has_no_constant_of_its_own(benchmark):
     names = set(official_tools.miniature_template(benchmark.rules.BENCHMARK).get_identifiers())
     own = {"max_steps"} if benchmark is PRETRAINING else {"lora_rank", "lora_alpha", "lora_dropout"}
     assert {"sequence_length", "eval_samples", "target_loss", "init_limit_ms", *own} <= names
-    assert f"v['value'] <= {benchmark.rules.MINIATURE.target_loss}" in official_tools.miniature_rules(benchmark.rules.BENCHMARK)
+    assert (
+        f"v['value'] <= {benchmark.rules.MINIATURE.target_loss}"
+        in official_tools.miniature_rules(benchmark.rules.BENCHMARK)
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,11 +127,20 @@ def test_the_miniature_template_has_no_constant_of_its_own(benchmark):
 def test_the_miniature_rules_refuse_a_wrong_value(tmp_path, benchmark, key, occurrence, value):
     log = records(write_good(tmp_path / "result.txt", benchmark.rules.MINIATURE))
     log[find(log, key, occurrence)]["value"] = value
-    assert not official_tools.miniature_verdict(write_records(tmp_path / "changed.txt", log), benchmark.rules.BENCHMARK).passed
+    assert not official_tools.miniature_verdict(
+        write_records(tmp_path / "changed.txt", log), benchmark.rules.BENCHMARK
+    ).passed
 
 
 def as_a_program(path, ruleset, folder) -> bool:
-    command = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--ruleset", ruleset, str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mlperf_logging.compliance_checker",
+        "--ruleset",
+        ruleset,
+        str(path),
+    ]
     return subprocess.run(command, capture_output=True, cwd=folder, timeout=60).returncode == 0
 
 
@@ -129,7 +171,9 @@ def test_the_verdict_is_that_of_the_program(tmp_path, dialect, spoil):
     log = change(records(write_good(tmp_path / "good.txt")))
     spoil(log)
     path = write(tmp_path / "result_0.txt", log, **options)
-    assert official_tools.closed_verdict(path, "6.0.0").passed is as_a_program(path, "6.0.0", tmp_path)
+    assert official_tools.closed_verdict(path, "6.0.0").passed is as_a_program(
+        path, "6.0.0", tmp_path
+    )
 
 
 @pytest.mark.parametrize("dialect", ["ours", "processes"])
@@ -138,15 +182,30 @@ def test_a_complaint_names_the_line_of_the_file(tmp_path, dialect):
     log = change(records(write_good(tmp_path / "good.txt")))
     log[find(log, "max_steps")]["value"] = 7
     path = write(tmp_path / "result_0.txt", log, **options)
-    (complaint,) = [c for c in official_tools.closed_verdict(path, "6.0.0").complaints if not c.warning]
-    line = next(number for number, text in enumerate(path.read_bytes().decode().split("\n"), start=1) if '"max_steps"' in text)
-    assert (complaint.line, complaint.rule) == (line, "value") and "max_steps is 7" in complaint.message and "1200000" in complaint.message
+    (complaint,) = [
+        c for c in official_tools.closed_verdict(path, "6.0.0").complaints if not c.warning
+    ]
+    line = next(
+        number
+        for number, text in enumerate(path.read_bytes().decode().split("\n"), start=1)
+        if '"max_steps"' in text
+    )
+    assert (
+        (complaint.line, complaint.rule) == (line, "value")
+        and "max_steps is 7" in complaint.message
+        and "1200000" in complaint.message
+    )
     assert complaint.source == "CC training_6.0.0/closed_llama31_8b.yaml"
 
 
 def test_a_recursion_error_in_the_checker_is_its_refusal(tmp_path):
     path = write_good(tmp_path / "result_0.txt")
-    deep = '{"namespace": "", "time_ms": 1, "event_type": "", "key": "x", "value": ' + "[" * 40_000 + "]" * 40_000 + ', "metadata": {}}'
+    deep = (
+        '{"namespace": "", "time_ms": 1, "event_type": "", "key": "x", "value": '
+        + "[" * 40_000
+        + "]" * 40_000
+        + ', "metadata": {}}'
+    )
     path.write_text(path.read_text() + ":::MLLOG " + deep + "\n")
     examined = examine(path, project_root=None)
     assert not examined.verdict.passed and "RecursionError" in examined.verdict.messages[0]
@@ -161,16 +220,24 @@ def test_the_checker_prints_nothing_and_leaves_the_root_logger_as_it_was(tmp_pat
     del log[find(log, "max_steps")]
     path = write_records(tmp_path / "result_0.txt", log)
     path.write_text(path.read_text() + ":::MLLOG no record\n")
-    assert {complaint.rule for complaint in official_tools.closed_verdict(path, "6.1.0").complaints} == {"missing", "line_format"}
+    assert {
+        complaint.rule for complaint in official_tools.closed_verdict(path, "6.1.0").complaints
+    } == {"missing", "line_format"}
     assert capfd.readouterr() == ("", "") and logging.getLogger().handlers == before
 
 
 def test_only_6_1_demands_the_nine_keys(tmp_path):
     log = records(write_good(tmp_path / "good.txt"))
-    path = write_records(tmp_path / "changed.txt", [record for record in log if record["key"] not in DISCLOSURE_KEYS])
-    verdicts = [official_tools.closed_verdict(path, ruleset) for ruleset in official_tools.CLOSED_RULESETS]
+    path = write_records(
+        tmp_path / "changed.txt", [record for record in log if record["key"] not in DISCLOSURE_KEYS]
+    )
+    verdicts = [
+        official_tools.closed_verdict(path, ruleset) for ruleset in official_tools.CLOSED_RULESETS
+    ]
     assert [verdict.passed for verdict in verdicts] == [True, True, False]
-    assert [complaint.rule for complaint in verdicts[-1].complaints] == ["missing"] * len(DISCLOSURE_KEYS)
+    assert [complaint.rule for complaint in verdicts[-1].complaints] == ["missing"] * len(
+        DISCLOSURE_KEYS
+    )
 
 
 WRONG_EVALUATIONS = [  # global batch, evaluations
@@ -182,11 +249,17 @@ WRONG_EVALUATIONS = [  # global batch, evaluations
 ]
 
 
-@pytest.mark.parametrize(("global_batch_size", "counts"), [row[1:] for row in WRONG_EVALUATIONS], ids=[row[0] for row in WRONG_EVALUATIONS])
+@pytest.mark.parametrize(
+    ("global_batch_size", "counts"),
+    [row[1:] for row in WRONG_EVALUATIONS],
+    ids=[row[0] for row in WRONG_EVALUATIONS],
+)
 def test_only_we_see_that_lora_evaluates_at_wrong_samples(tmp_path, global_batch_size, counts):
     path = write_evaluations(tmp_path / "result.txt", LORA.rules.CLOSED, counts, global_batch_size)
     examined = examine(path, project_root=None)
-    assert examined.verdict.passed and [finding.rule for finding in examined.findings] == ["eval_interval"]
+    assert examined.verdict.passed and [finding.rule for finding in examined.findings] == [
+        "eval_interval"
+    ]
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
@@ -196,7 +269,9 @@ def test_the_reference_learning_rates_are_those_of_the_installed_files(benchmark
     name = benchmark.rules.BENCHMARK
     folder = importlib.resources.files(rcp_checker)
     for ruleset in official_tools.CLOSED_RULESETS:
-        points = json.loads((folder / f"training_{ruleset}" / f"rcps_{name}.json").read_text()).values()
+        points = json.loads(
+            (folder / f"training_{ruleset}" / f"rcps_{name}.json").read_text()
+        ).values()
         rates = {point["BS"]: point["Hyperparams"]["opt_base_learning_rate"] for point in points}
         assert rates == benchmark.rules.CLOSED.reference_learning_rates
 

@@ -27,7 +27,16 @@ NAMES = [benchmark.rules.BENCHMARK for benchmark in (PRETRAINING, LORA)]
 
 
 def git(folder, *arguments) -> str:
-    command = ["git", "-C", str(folder), "-c", "user.name=T", "-c", "user.email=t@example.org", *arguments]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "-c",
+        "user.name=T",
+        "-c",
+        "user.email=t@example.org",
+        *arguments,
+    ]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -62,7 +71,9 @@ def project(tmp_path_factory):
 
 def plans(benchmark, project, **changes):
     evaluations = synthetic.evaluations_near_reference(benchmark)
-    return synthetic.plans(evaluations, changes={"commit": git(project, "rev-parse", "HEAD")}, **changes)
+    return synthetic.plans(
+        evaluations, changes={"commit": git(project, "rev-parse", "HEAD")}, **changes
+    )
 
 
 def described(folder, **changes) -> Path:
@@ -77,7 +88,10 @@ def submission(project, tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     for benchmark in (PRETRAINING, LORA):
         synthetic.write(folder / "logs", benchmark, plans(benchmark, project))
-    sources = {PRETRAINING.rules.BENCHMARK: folder / "logs" / PRETRAINING.rules.BENCHMARK, LORA.rules.BENCHMARK: folder / "logs"}
+    sources = {
+        PRETRAINING.rules.BENCHMARK: folder / "logs" / PRETRAINING.rules.BENCHMARK,
+        LORA.rules.BENCHMARK: folder / "logs",
+    }
     request = Request(sources, described(folder), folder / "out", synthetic.ORG, root=project)
     return request, package.package(request)
 
@@ -94,7 +108,10 @@ def test_official_tools_accept_both_benchmarks_for_all_rulesets(submission, caps
         assert package.judge(replace(request, ruleset=ruleset)) == 0
     for ruleset in official_tools.CLOSED_RULESETS:
         text = (request.out / f"package_checker_{ruleset}.txt").read_text()
-        assert text.count("RCP Test Passed") == 2 and "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text
+        assert (
+            text.count("RCP Test Passed") == 2
+            and "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" in text
+        )
         verdict = json.loads((request.out / f"verdict_{ruleset}.json").read_text())
         assert verdict["passed"] and set(verdict["scores_minutes"]) == set(NAMES)
 
@@ -109,14 +126,32 @@ def test_our_score_of_the_window_is_the_official_one(submission):
 
 def test_the_tree_is_what_the_rules_want(submission, org_dir):
     assert {path.name for path in org_dir.iterdir()} == {"systems", "results", "benchmarks"}
-    assert {path.name for path in submission[0].out.parent.iterdir()} == {"logs", "out", f"{synthetic.SYSTEM}.json"}  # no partial trees
+    assert {path.name for path in submission[0].out.parent.iterdir()} == {
+        "logs",
+        "out",
+        f"{synthetic.SYSTEM}.json",
+    }  # no partial trees
     for name in NAMES:
         results = org_dir / "results" / synthetic.SYSTEM / name
-        assert {path.name for path in results.iterdir()} - {"scaling.json"} == {f"result_{index}.txt" for index in range(10)}
+        assert {path.name for path in results.iterdir()} - {"scaling.json"} == {
+            f"result_{index}.txt" for index in range(10)
+        }
         code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
-        for file in ("README.md", "run_and_time.sh", "requirements.txt", f"configs/{name}/{synthetic.CONFIG}", f"{name}/train.py"):
+        for file in (
+            "README.md",
+            "run_and_time.sh",
+            "requirements.txt",
+            f"configs/{name}/{synthetic.CONFIG}",
+            f"{name}/train.py",
+        ):
             assert (code / file).is_file(), file
-        for file in ("README.md", "setup.sh", "init_datasets.sh", "run_and_time.sh", f"{synthetic.SYSTEM}_torch_native.json"):
+        for file in (
+            "README.md",
+            "setup.sh",
+            "init_datasets.sh",
+            "run_and_time.sh",
+            f"{synthetic.SYSTEM}_torch_native.json",
+        ):
             assert (code / synthetic.SYSTEM / file).is_file(), file
         others = {path.name for path in code.rglob("*")}
         assert not others & {"tests", "__pycache__", "x.pyc", "notes.txt", ".gitignore"}
@@ -135,11 +170,25 @@ def test_logs_are_copied_in_the_order_of_the_attempts(submission, org_dir):
 def test_the_readme_of_the_tree_is_of_the_series(submission, org_dir, name):
     code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
     text = (code / "README.md").read_text()
-    assert text.startswith(f"# {name} on {synthetic.SYSTEM}") and "1 x 8 MI355X" in text and f"configs/{name}/{synthetic.CONFIG}" in text
+    assert (
+        text.startswith(f"# {name} on {synthetic.SYSTEM}")
+        and "1 x 8 MI355X" in text
+        and f"configs/{name}/{synthetic.CONFIG}" in text
+    )
     assert "No" + "thing was run on an AMD GPU" not in text
-    rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `") and row.count("|") == 4}
-    run = read_series([submission[0].sources[name] if name == NAMES[0] else submission[0].sources[name] / name]).runs[0]
-    for key, origin in (("opt_base_learning_rate", "config"), ("opt_gradient_clip_norm", "rules"), ("global_batch_size", "config")):
+    rows = {
+        row.split("`")[1]: row
+        for row in text.splitlines()
+        if row.startswith("| `") and row.count("|") == 4
+    }
+    run = read_series(
+        [submission[0].sources[name] if name == NAMES[0] else submission[0].sources[name] / name]
+    ).runs[0]
+    for key, origin in (
+        ("opt_base_learning_rate", "config"),
+        ("opt_gradient_clip_norm", "rules"),
+        ("global_batch_size", "config"),
+    ):
         assert f"| {run.log.value(key)} | {origin} |" in rows[key]
     assert name == NAMES[0] or "rules" in rows["lora_rank"]
     for link in re.findall(r"\]\(([^)#\s]+)", text):
@@ -150,9 +199,21 @@ def test_the_tree_holds_what_ran_and_not_our_log_and_pictures(org_dir):
     for name in NAMES:
         code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
         names = {path.relative_to(code).as_posix() for path in code.rglob("*") if path.is_file()}
-        assert not [each for each in names if each.endswith((".png", ".svg", ".html")) and each.startswith("docs")]
-        assert not names & {"docs/log.md", "docs/results.md", "docs/results-archive.md", "CHANGELOG.md", "CONTRIBUTING.md"}
-        assert {f"docs/{page}" for page in implementation.DOCS} <= names and "docs/gpus/MI355X.md" in names
+        assert not [
+            each
+            for each in names
+            if each.endswith((".png", ".svg", ".html")) and each.startswith("docs")
+        ]
+        assert not names & {
+            "docs/log.md",
+            "docs/results.md",
+            "docs/results-archive.md",
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+        }
+        assert {
+            f"docs/{page}" for page in implementation.DOCS
+        } <= names and "docs/gpus/MI355X.md" in names
         assert {each.split("/")[1] for each in names if each.startswith("configs/")} == {name}
         assert len(names) < 350
 
@@ -160,22 +221,47 @@ def test_the_tree_holds_what_ran_and_not_our_log_and_pictures(org_dir):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_packaged_code_runs_by_itself(org_dir, name):
     code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(code),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONSAFEPATH": "1",
+    }
     command = [sys.executable, "-m", "launch", name, "--device", "cpu", "--print"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=code, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=code, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert f"{name}.train" in done.stdout
-    code_check = [sys.executable, "-c", "import submission.check, submission.package, submission.report, submission.score"]
+    code_check = [
+        sys.executable,
+        "-c",
+        "import submission.check, submission.package, submission.report, submission.score",
+    ]
     assert subprocess.run(code_check, env=environment, cwd=code, timeout=60).returncode == 0
-    assert subprocess.run(["bash", "-n", str(code / synthetic.SYSTEM / "run_and_time.sh")]).returncode == 0
+    assert (
+        subprocess.run(["bash", "-n", str(code / synthetic.SYSTEM / "run_and_time.sh")]).returncode
+        == 0
+    )
     first = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONDONTWRITEBYTECODE": "1",
     }  # a python3 that has all packages
-    done = subprocess.run([code / synthetic.SYSTEM / "setup.sh"], capture_output=True, text=True, env=first, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, str(Path(sys.executable).with_name("python3"))), done.stderr
+    done = subprocess.run(
+        [code / synthetic.SYSTEM / "setup.sh"],
+        capture_output=True,
+        text=True,
+        env=first,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout.strip()) == (
+        0,
+        str(Path(sys.executable).with_name("python3")),
+    ), done.stderr
     preflight = [sys.executable, "-m", "launch", name, "preflight", "--quick", "--device", "cpu"]
-    done = subprocess.run(preflight, capture_output=True, text=True, env=environment, cwd=code, timeout=120)
+    done = subprocess.run(
+        preflight, capture_output=True, text=True, env=environment, cwd=code, timeout=120
+    )
     assert "Traceback" not in done.stderr and " skipped" in done.stdout, done.stderr
 
 
@@ -183,9 +269,18 @@ def test_the_packaged_code_runs_by_itself(org_dir, name):
 def test_the_packaged_tree_has_its_license_and_no_broken_link(org_dir, name):
     code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
     pages = list(code.rglob("*.md"))
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()) if "://" not in link]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text())
+        if "://" not in link
+    ]
     assert (code / "LICENSE").is_file() and len(links) > 10
-    assert [f"{page.relative_to(code)}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+    assert [
+        f"{page.relative_to(code)}: {link}"
+        for page, link in links
+        if not (page.parent / link).exists()
+    ] == []
 
 
 # Refusals. All of them come before anything is built, so the official checkers need not be asked.
@@ -194,20 +289,32 @@ def test_the_packaged_tree_has_its_license_and_no_broken_link(org_dir, name):
 @pytest.fixture
 def case(tmp_path, project, monkeypatch):
     """A series of ten and a request for it; the official checker of single logs says yes to everything."""
-    monkeypatch.setattr(official_tools, "closed_verdict", lambda path, ruleset, log=None: official_tools.Verdict(ruleset, True))
+    monkeypatch.setattr(
+        official_tools,
+        "closed_verdict",
+        lambda path, ruleset, log=None: official_tools.Verdict(ruleset, True),
+    )
     return Case(tmp_path, project)
 
 
 class Case:
     def __init__(self, folder, project):
         self.folder, self.plans = folder, plans(LORA, project)
-        self.request = Request({NAMES[1]: folder / "logs"}, described(folder), folder / "out", synthetic.ORG, root=project)
+        self.request = Request(
+            {NAMES[1]: folder / "logs"},
+            described(folder),
+            folder / "out",
+            synthetic.ORG,
+            root=project,
+        )
 
     def write(self, **options):
         return synthetic.write(self.folder / "logs", LORA, self.plans, **options)
 
     def runs(self) -> list[Path]:
-        return sorted(path.parent for path in (self.folder / "logs" / NAMES[1]).glob("*/result.txt"))
+        return sorted(
+            path.parent for path in (self.folder / "logs" / NAMES[1]).glob("*/result.txt")
+        )
 
     def refused(self, *said: str, error=CheckFailed, **changes) -> None:
         """Packaging raises `error`, whose text has all of `said`, and leaves nothing behind."""
@@ -229,7 +336,10 @@ def test_a_run_that_emulated_another_number_format_is_refused(case):
     log = case.runs()[3] / "result.txt"
     lines = log.read_text().splitlines(keepends=True)
     seed = next(line for line in lines if '"key": "seed"' in line)
-    record = json.loads(seed.removeprefix(TOKEN)) | {"key": EMULATED, "value": "mxfp4+hadamard step 340"}
+    record = json.loads(seed.removeprefix(TOKEN)) | {
+        "key": EMULATED,
+        "value": "mxfp4+hadamard step 340",
+    }
     log.write_text("".join(lines).replace(seed, f"{seed}{TOKEN} {json.dumps(record)}\n"))
     case.refused("emulated mxfp4+hadamard step 340", "research")
 
@@ -267,7 +377,15 @@ def test_a_resumed_run_is_refused(case):
     lines = path.read_text().splitlines(keepends=True)
     seed = next(line for line in lines if '"key": "seed"' in line)
     at = lines.index(seed) + 1
-    path.write_text("".join([*lines[:at], re.sub(r'"key": "seed", "value": \d+', '"key": "resumed", "value": 12288', seed), *lines[at:]]))
+    path.write_text(
+        "".join(
+            [
+                *lines[:at],
+                re.sub(r'"key": "seed", "value": \d+', '"key": "resumed", "value": 12288', seed),
+                *lines[at:],
+            ]
+        )
+    )
     case.refused("went on from a checkpoint of another run", "one sitting", "--continue")
 
 
@@ -318,11 +436,15 @@ def test_runs_of_different_code_or_systems_are_refused(case, changes, said):
 def test_runs_of_different_configs_are_refused(case):
     case.write()
     config = case.runs()[5] / "config.toml"
-    config.write_text(config.read_text().replace("opt_base_learning_rate = ", "opt_base_learning_rate = 1"))
+    config.write_text(
+        config.read_text().replace("opt_base_learning_rate = ", "opt_base_learning_rate = 1")
+    )
     case.refused("ran with different configs")
 
 
-@pytest.mark.parametrize("break_it", [lambda path: path.write_text("= nonsense"), lambda path: path.unlink()])
+@pytest.mark.parametrize(
+    "break_it", [lambda path: path.write_text("= nonsense"), lambda path: path.unlink()]
+)
 def test_a_spoilt_or_missing_config_is_refused(case, break_it):
     case.write()
     for run in case.runs():
@@ -365,7 +487,15 @@ def test_a_description_that_does_not_fit_is_refused(case, changes, said):
     case.refused(said)
 
 
-@pytest.mark.parametrize("changes", [{"org": "My Org"}, {"org": "unnamed"}, {"implementation": ".hidden"}, {"implementation": "a/b"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"org": "My Org"},
+        {"org": "unnamed"},
+        {"implementation": ".hidden"},
+        {"implementation": "a/b"},
+    ],
+)
 def test_names_that_cannot_be_are_refused(case, changes):
     case.write()
     case.refused("--", error=ConfigError, **changes)
@@ -391,7 +521,9 @@ def test_a_log_that_the_official_checker_refuses_is_refused(case, monkeypatch):
     case.write()
     complaint = Finding(7, "value", "CHECK for something", "CC")
     monkeypatch.setattr(
-        official_tools, "closed_verdict", lambda path, ruleset, log=None: official_tools.Verdict(ruleset, False, (complaint,))
+        official_tools,
+        "closed_verdict",
+        lambda path, ruleset, log=None: official_tools.Verdict(ruleset, False, (complaint,)),
     )
     case.refused("10 runs did not converge", "CHECK for something")
 
@@ -455,11 +587,25 @@ def test_what_a_commit_should_not_hold_is_refused(case, tmp_path_factory):
 
 def test_the_command_line(case, capsys):
     case.write()
-    arguments = ["--system", str(case.request.system), "--out", str(case.folder / "out"), "--org", "Acme"]
+    arguments = [
+        "--system",
+        str(case.request.system),
+        "--out",
+        str(case.folder / "out"),
+        "--org",
+        "Acme",
+    ]
     assert package.main(["--benchmark", "resnet=x", *arguments]) == 2
     assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'nothing'}", *arguments]) == 2
-    assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments, "--series", "2027"]) == 2
-    assert package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments]) == 20  # this repository has no such commit
+    assert (
+        package.main(
+            ["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments, "--series", "2027"]
+        )
+        == 2
+    )
+    assert (
+        package.main(["--benchmark", f"{NAMES[1]}={case.folder / 'logs'}", *arguments]) == 20
+    )  # this repository has no such commit
     assert "has no commit" in capsys.readouterr().err
     assert not (case.folder / "out").exists()
 
@@ -482,11 +628,20 @@ def test_the_command_line(case, capsys):
     ],
 )
 def test_secrets_are_seen(text):
-    assert list(package.secrets_in(f"first line\n{text}\n".encode())) and "line 2" in next(package.secrets_in(f"x\n{text}".encode()))
+    assert list(package.secrets_in(f"first line\n{text}\n".encode())) and "line 2" in next(
+        package.secrets_in(f"x\n{text}".encode())
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["password: str", "token = tokenizer.encode(text)", "hf_config", "passwords are never logged", "http://host:80/x@y"]
+    "text",
+    [
+        "password: str",
+        "token = tokenizer.encode(text)",
+        "hf_config",
+        "passwords are never logged",
+        "http://host:80/x@y",
+    ],
 )
 def test_what_is_no_secret_is_let_through(text):
     assert list(package.secrets_in(text.encode())) == []
@@ -510,7 +665,9 @@ def chosen(case) -> TenRuns:
 
 def more(case, count):
     """`count` attempts more, of which the last ones are ever slower."""
-    case.plans += synthetic.plans([12 + number for number in range(count)], changes=case.plans[0].changes)
+    case.plans += synthetic.plans(
+        [12 + number for number in range(count)], changes=case.plans[0].changes
+    )
 
 
 def test_of_more_than_ten_the_median_window_is_taken(case):
@@ -524,7 +681,10 @@ def test_of_more_than_ten_the_median_window_is_taken(case):
 def test_of_two_windows_the_slower_one_is_the_median(case):
     more(case, 1)
     case.write()
-    assert chosen(case).runs[0].number == 2 and chosen(case).rank > windows(read_series([case.folder / "logs" / NAMES[1]]))[0].rank
+    assert (
+        chosen(case).runs[0].number == 2
+        and chosen(case).rank > windows(read_series([case.folder / "logs" / NAMES[1]]))[0].rank
+    )
 
 
 def test_two_that_missed_the_target_are_one_too_many(case):
@@ -538,12 +698,22 @@ def test_one_of_ten_may_miss_the_target(project, tmp_path, capsys):
     attempts = plans(LORA, project)
     attempts[4].fails = "missed"
     synthetic.write(tmp_path / "logs", LORA, attempts)
-    request = Request({NAMES[1]: tmp_path / "logs"}, described(tmp_path), tmp_path / "out", synthetic.ORG, root=project)
+    request = Request(
+        {NAMES[1]: tmp_path / "logs"},
+        described(tmp_path),
+        tmp_path / "out",
+        synthetic.ORG,
+        root=project,
+    )
     assert package.package(request) == 0
-    log = (tmp_path / "out" / "Acme" / "results" / synthetic.SYSTEM / NAMES[1] / "result_4.txt").read_text()
+    log = (
+        tmp_path / "out" / "Acme" / "results" / synthetic.SYSTEM / NAMES[1] / "result_4.txt"
+    ).read_text()
     assert '"status": "aborted"' in log
     assert chosen_score(tmp_path) == pytest.approx(
-        json.loads((tmp_path / "out" / "verdict_6.1.0.json").read_text())["scores_minutes"][NAMES[1]]
+        json.loads((tmp_path / "out" / "verdict_6.1.0.json").read_text())["scores_minutes"][
+            NAMES[1]
+        ]
     )
     # The same tree, if nobody had said that one run missed its target: the tools forgive it in silence, we do not.
     assert package.judge(request, missed=0) == 20
@@ -559,7 +729,13 @@ def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsy
     for plan in attempts:
         plan.evaluations = 2
     synthetic.write(tmp_path / "logs", LORA, attempts)
-    request = Request({NAMES[1]: tmp_path / "logs"}, described(tmp_path), tmp_path / "out", synthetic.ORG, root=project)
+    request = Request(
+        {NAMES[1]: tmp_path / "logs"},
+        described(tmp_path),
+        tmp_path / "out",
+        synthetic.ORG,
+        root=project,
+    )
     assert package.package(request) == 20
     out = capsys.readouterr().out
     assert "RCP test" in out and "RCP Test Failed" in out and "NOT a submission" in out
@@ -581,8 +757,13 @@ def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
     monkeypatch.setattr(official_tools, "run_tool", lambda tool, *arguments: text)
     answer = official_tools.package(tmp_path, "6.1.0", 1)
     assert not answer.passed and answer.complaints
-    assert not official_tools.summary(tmp_path, "6.1.0", 2).passed and not official_tools.repository(tmp_path, "6.1.0").passed
+    assert (
+        not official_tools.summary(tmp_path, "6.1.0", 2).passed
+        and not official_tools.repository(tmp_path, "6.1.0").passed
+    )
 
 
 def test_descriptions_of_the_tests_are_complete():
-    assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(package.NAME, synthetic.SYSTEM)
+    assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(
+        package.NAME, synthetic.SYSTEM
+    )

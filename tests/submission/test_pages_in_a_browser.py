@@ -36,7 +36,9 @@ PAINTED = (
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -r requirements-test.txt")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright: pip install -r requirements-test.txt"
+    )
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip("no Chromium: apt-get install chromium, as .ci/run does")
@@ -55,7 +57,9 @@ def pages(tmp_path_factory):
         run.mkdir()
         assert report.main([str(write_run(run, gpus=8))]) == 0
     assert report.main(list(map(str, runs))) == 0
-    series = synthetic_series.write(root, synthetic_log.PRETRAINING, synthetic_series.plans([13] * 12))
+    series = synthetic_series.write(
+        root, synthetic_log.PRETRAINING, synthetic_series.plans([13] * 12)
+    )
     assert report.main([str(series)]) == 0
     return {
         "run": (runs[0] / "report.html", 6),
@@ -76,7 +80,14 @@ def opened(browser, request):
         page = context.new_page()
         page.on("console", lambda message: heard.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: heard.append(str(error)))
-        page.on("request", lambda asked: heard.append(asked.url) if asked.url != path.as_uri() and asked.url != "data:," else None)
+        page.on(
+            "request",
+            lambda asked: (
+                heard.append(asked.url)
+                if asked.url != path.as_uri() and asked.url != "data:,"
+                else None
+            ),
+        )
         page.goto(path.as_uri())
         return page
 
@@ -92,7 +103,9 @@ def test_charts_are_drawn_and_nothing_is_loaded(opened, pages, name, width, sche
     path, charts = pages[name]
     page = opened(path, width, scheme)
     painted = page.evaluate(PAINTED)
-    assert len(painted) == charts and all(count > 50 and inside for count, inside in painted), painted
+    assert len(painted) == charts and all(count > 50 and inside for count, inside in painted), (
+        painted
+    )
     assert page.evaluate("document.documentElement.scrollWidth") == width
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 26)")
@@ -105,7 +118,10 @@ def test_the_legend_follows_the_mouse_and_hides_a_curve(opened, pages):
     legend = figure.locator(".u-legend .u-value")
     assert legend.all_inner_texts()[1] == "-"
     figure.locator(".u-over").hover(position={"x": 200, "y": 100})
-    assert float(legend.all_inner_texts()[0].replace(",", "")) > 0 and legend.all_inner_texts() != ["-"] * 3
+    assert (
+        float(legend.all_inner_texts()[0].replace(",", "")) > 0
+        and legend.all_inner_texts() != ["-"] * 3
+    )
     before = page.evaluate(PAINTED)[0][0]
     figure.locator(".u-legend .u-series", has_text="evaluation").locator("th").click()
     page.mouse.move(0, 0)
@@ -128,8 +144,9 @@ def test_a_drag_zooms_and_a_double_click_shows_all_again(opened, pages):
 
 
 def test_charts_of_one_section_stand_beside_each_other_where_there_is_room(opened, pages):
-    tops = "() => ['power', 'temperature'].map(name => [...document.querySelectorAll('figure.chart')]" + (
-        ".find(figure => figure.innerText.startsWith(name)).getBoundingClientRect().top)"
+    tops = (
+        "() => ['power', 'temperature'].map(name => [...document.querySelectorAll('figure.chart')]"
+        + (".find(figure => figure.innerText.startsWith(name)).getBoundingClientRect().top)")
     )
     wide, narrow = (opened(pages["run"][0], width, "light").evaluate(tops) for width in (1280, 400))
     assert wide[0] == wide[1] and narrow[0] < narrow[1]
@@ -144,8 +161,14 @@ def test_a_link_at_the_top_leads_to_its_section(opened, pages):
 def test_the_page_follows_the_width_of_the_window_and_the_color_scheme(opened, pages):
     page = opened(pages["run"][0], 1280, "light")
     page.set_viewport_size({"width": 400, "height": 800})
-    page.wait_for_function("() => document.querySelector('canvas').getBoundingClientRect().right <= 400")
-    sum_of_pixels = "() => {" + PIXELS + " return pixels(document.querySelector('canvas')).reduce((sum, part) => sum + part, 0); }"
+    page.wait_for_function(
+        "() => document.querySelector('canvas').getBoundingClientRect().right <= 400"
+    )
+    sum_of_pixels = (
+        "() => {"
+        + PIXELS
+        + " return pixels(document.querySelector('canvas')).reduce((sum, part) => sum + part, 0); }"
+    )
     before = page.evaluate(sum_of_pixels)
     page.emulate_media(color_scheme="dark")
     page.wait_for_function(f"before => ({sum_of_pixels})() !== before", arg=before)

@@ -48,7 +48,11 @@ INTERPOLATED = [
     (LORA, 72, 7_648.00, 7_199.86),
     (LORA, 96, 9_197.71, 8_683.30),
 ]
-FOUND, BETWEEN, BELOW = "RCP found", "RCP Interpolation", "RCP not found but slower convergence on smaller batch size"
+FOUND, BETWEEN, BELOW = (
+    "RCP found",
+    "RCP Interpolation",
+    "RCP not found but slower convergence on smaller batch size",
+)
 NO_RUN = rcp.NOT_CONVERGED
 
 # Benchmark, global batch, runs as (samples, count), passed, message, factor.
@@ -69,7 +73,14 @@ CASES = [
     (_8B, 24, [(159_744, 2), (172_032, 8)], True, BETWEEN, 1.0),
     (_8B, 24, [(159_744, 10)], False, BETWEEN, None),
     (LORA, 64, [(6912, 6), (7296, 4)], True, BETWEEN, None),
-    (LORA, 32, [(5376, 10)], True, BETWEEN, 1.0),  # the pruned set has no point at 32, and is the milder one here
+    (
+        LORA,
+        32,
+        [(5376, 10)],
+        True,
+        BETWEEN,
+        1.0,
+    ),  # the pruned set has no point at 32, and is the milder one here
     (_8B, 32, [(184_320, 9), (NO_RUN, 1)], True, FOUND, 1.0),
     (_8B, 32, [(184_320, 8), (NO_RUN, 2)], False, "Insufficient convergence", 1.0),
 ]
@@ -83,7 +94,11 @@ def runs_of(counts) -> list[float]:
 def test_measured_points(benchmark, batch, mean, sigma, minimum, speedup, pruned):
     point = rcp.point_at(benchmark, batch, "full")
     assert (point.batch, point.counted, len(point.samples)) == (batch, 18, 20)
-    assert [round(value, 2) for value in (point.mean, point.sigma, point.minimum)] == [mean, sigma, minimum]
+    assert [round(value, 2) for value in (point.mean, point.sigma, point.minimum)] == [
+        mean,
+        sigma,
+        minimum,
+    ]
     assert point.max_speedup == pytest.approx(speedup, abs=6e-6)
     assert (rcp.point_at(benchmark, batch, "pruned").counted == 18) is pruned
     assert mean_samples(divisions(benchmark)["closed"], batch) == point.mean
@@ -105,12 +120,17 @@ def test_verdicts(benchmark, batch, counts, passed, message, factor):
     verdict = rcp.judge(benchmark, batch, runs_of(counts))
     assert (verdict.passed, verdict.message) == (passed, message)
     if factor is not None:
-        assert verdict.factor == pytest.approx(factor, abs=6e-5 if factor in (1.0681, 1.00855) else 6e-7)
+        assert verdict.factor == pytest.approx(
+            factor, abs=6e-5 if factor in (1.0681, 1.00855) else 6e-7
+        )
 
 
 def test_the_band_of_lora_at_batch_32_is_the_wider_one_in_the_pruned_set():
     samples = runs_of([(5376, 10)])
-    assert rcp.judge(LORA, 32, samples, "pruned").passed and not rcp.judge(LORA, 32, samples, "full").passed
+    assert (
+        rcp.judge(LORA, 32, samples, "pruned").passed
+        and not rcp.judge(LORA, 32, samples, "full").passed
+    )
 
 
 def test_where_a_run_lies():
@@ -122,8 +142,18 @@ def test_pruning_drops_what_would_make_the_test_too_easy():
     def point(batch: int, mean: float) -> rcp.Point:
         return rcp.Point(batch, mean, 1.0, mean - 1, 18)
 
-    points = [point(8, 130.0), point(16, 100.0), point(32, 150.0), point(64, 160.0), point(128, 400.0)]
-    assert [kept.batch for kept in rcp.pruned(points)] == [16, 64, 128]  # 8: below the fastest; 32: above the line from 16 to 64
+    points = [
+        point(8, 130.0),
+        point(16, 100.0),
+        point(32, 150.0),
+        point(64, 160.0),
+        point(128, 400.0),
+    ]
+    assert [kept.batch for kept in rcp.pruned(points)] == [
+        16,
+        64,
+        128,
+    ]  # 8: below the fastest; 32: above the line from 16 to 64
 
 
 # Against the official tool, which brings scipy.
@@ -133,22 +163,34 @@ def test_t_quantile_is_scipys():
     stats = pytest.importorskip("scipy.stats")
     for freedom in (1, 2, 5, 24, 26, 100):
         for probability in (0.6, 0.9, 0.95, 0.99, 0.9999):
-            assert rcp.t_quantile(probability, freedom) == pytest.approx(stats.t.ppf(probability, freedom), rel=1e-12)
+            assert rcp.t_quantile(probability, freedom) == pytest.approx(
+                stats.t.ppf(probability, freedom), rel=1e-12
+            )
         for t in (0.0, 1e-3, 0.3, 1.7, 8.0):
             assert rcp.t_tail(t, freedom) == pytest.approx(stats.t.sf(t, freedom), rel=1e-12)
 
 
 def official():
-    return pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker", reason="mlperf-logging is not installed")
+    return pytest.importorskip(
+        "mlperf_logging.rcp_checker.rcp_checker", reason="mlperf-logging is not installed"
+    )
 
 
 @pytest.mark.parametrize("benchmark", names())
 def test_reference_runs_are_those_of_every_ruleset(benchmark):
     folder = Path(official().__file__).parent
     for ruleset in RULESETS:
-        records = json.loads((folder / f"training_{ruleset}" / f"rcps_{benchmark}.json").read_text()).values()
-        lists = {record["BS"]: sorted(record.get("samples to converge") or record["Epochs to converge"]) for record in records}
-        assert lists == {batch: sorted(runs_of(runs)) for batch, runs in divisions(benchmark)["closed"].reference_runs.items()}
+        records = json.loads(
+            (folder / f"training_{ruleset}" / f"rcps_{benchmark}.json").read_text()
+        ).values()
+        lists = {
+            record["BS"]: sorted(record.get("samples to converge") or record["Epochs to converge"])
+            for record in records
+        }
+        assert lists == {
+            batch: sorted(runs_of(runs))
+            for batch, runs in divisions(benchmark)["closed"].reference_runs.items()
+        }
 
 
 @pytest.mark.parametrize("benchmark", names())
@@ -156,7 +198,10 @@ def test_every_batch_has_the_official_numbers(benchmark):
     """Mean and minimum to the last bit. Sigma to the last but one: the formula is rounded once, numpy's at every step."""
     largest = max(divisions(benchmark)["closed"].reference_runs)
     for batch in range(1, largest + 2):
-        official, formula = called.point_at(benchmark, batch, "6.1.0"), rcp.point_at(benchmark, batch)
+        official, formula = (
+            called.point_at(benchmark, batch, "6.1.0"),
+            rcp.point_at(benchmark, batch),
+        )
         if formula is None:
             assert official is None and batch > largest
             continue
@@ -168,8 +213,16 @@ def write_bare_log(path: Path, benchmark: str, batch: int, samples: float) -> No
     """The four lines that the RCP checker reads."""
     status = "aborted" if samples == NO_RUN else "success"
     lines = [("submission_benchmark", benchmark, {}), ("global_batch_size", batch, {})]
-    lines += [("eval_accuracy", 1.0, {"samples_count": samples}), ("run_stop", None, {"status": status})]
-    path.write_text("".join(f":::MLLOG {json.dumps({'key': key, 'value': value, 'metadata': about})}\n" for key, value, about in lines))
+    lines += [
+        ("eval_accuracy", 1.0, {"samples_count": samples}),
+        ("run_stop", None, {"status": status}),
+    ]
+    path.write_text(
+        "".join(
+            f":::MLLOG {json.dumps({'key': key, 'value': value, 'metadata': about})}\n"
+            for key, value, about in lines
+        )
+    )
 
 
 @pytest.mark.parametrize("benchmark, batch, counts", [case[:3] for case in CASES])
@@ -179,16 +232,27 @@ def test_the_official_checker_says_the_same(benchmark, batch, counts, tmp_path):
     for path, value in zip(logs, samples, strict=True):
         write_bare_log(path, benchmark, batch, value)
     official, formula = called.judge(logs, "6.1.0"), rcp.judge(benchmark, batch, samples)
-    assert (official.passed, official.message, official.factor) == (formula.passed, formula.message, formula.factor)
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in logs}  # it writes scaling.json elsewhere
+    assert (official.passed, official.message, official.factor) == (
+        formula.passed,
+        formula.message,
+        formula.factor,
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path.name for path in logs
+    }  # it writes scaling.json elsewhere
 
 
 def test_a_crash_of_the_official_checker_is_a_failure_in_one_line(tmp_path, caplog, capsys):
     logs = [tmp_path / str(index) for index in range(3)]
     for path in logs:
-        path.write_text(':::MLLOG {"key": "submission_benchmark", "value": "llama31_8b"}\n:::MLLOG {"key": "eval_accuracy"}\n')
+        path.write_text(
+            ':::MLLOG {"key": "submission_benchmark", "value": "llama31_8b"}\n:::MLLOG {"key": "eval_accuracy"}\n'
+        )
     verdict = called.judge(logs, "6.1.0")
-    assert not verdict.passed and verdict.message == "the official RCP checker broke off: KeyError: 'metadata'"
+    assert (
+        not verdict.passed
+        and verdict.message == "the official RCP checker broke off: KeyError: 'metadata'"
+    )
     assert not caplog.records and capsys.readouterr() == ("", "")
 
 

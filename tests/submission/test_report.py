@@ -37,23 +37,57 @@ def charts(text: str) -> dict[str, dict]:
 
 def test_the_report_of_a_good_run_is_complete(run_dir):
     log = run_dir / "result.txt"
-    log.write_text(log.read_text().replace("A_TEST_1x8", "MI355X_1x8"))  # a config that the repository has
+    log.write_text(
+        log.read_text().replace("A_TEST_1x8", "MI355X_1x8")
+    )  # a config that the repository has
     text = page(run_dir)
-    for part in ("Target reached", "target 3.3", "49,152", "8.2500", "<dt>TFLOP/s/GPU</dt><dd>480</dd>", "init 30.0 s"):
+    for part in (
+        "Target reached",
+        "target 3.3",
+        "49,152",
+        "8.2500",
+        "<dt>TFLOP/s/GPU</dt><dd>480</dd>",
+        "init 30.0 s",
+    ):
         assert part in text
-    for part in ("0123abc", "2.13.0", "1234567", "global_batch_size = 32", "An Organisation", "8 x MI355X", "NEXP=10", "cudnn-of-the-test"):
+    for part in (
+        "0123abc",
+        "2.13.0",
+        "1234567",
+        "global_batch_size = 32",
+        "An Organisation",
+        "8 x MI355X",
+        "NEXP=10",
+        "cudnn-of-the-test",
+    ):
         assert part in text
-    assert "MFU" not in text and "miniature" not in text and "What was odd" not in text and 'class="banner good"' in text
+    assert (
+        "MFU" not in text
+        and "miniature" not in text
+        and "What was odd" not in text
+        and 'class="banner good"' in text
+    )
     train, evaluation = charts(text)["loss"]["series"]
-    assert evaluation["data"][0] == [12288, 24576, 36864, 49152] and evaluation["dots"] and len(train["data"][0]) == 50
-    assert charts(text)["loss"]["target"] == 3.3 and charts(text)["step time"]["series"][0]["data"][1][6] == 900
+    assert (
+        evaluation["data"][0] == [12288, 24576, 36864, 49152]
+        and evaluation["dots"]
+        and len(train["data"][0]) == 50
+    )
+    assert (
+        charts(text)["loss"]["target"] == 3.3
+        and charts(text)["step time"]["series"][0]["data"][1][6] == 900
+    )
     assert set(Page(text).links) == {path.name for path in run_dir.iterdir()} - {"report.html"}
-    assert {"Loss", "Evaluations", "Provenance"} <= set(Page(text).inside), "the sections are listed at the top"
+    assert {"Loss", "Evaluations", "Provenance"} <= set(Page(text).inside), (
+        "the sections are listed at the top"
+    )
 
 
 def test_a_log_that_is_not_clean_is_not_green(run_dir):
     text = page(run_dir)
-    assert "not clean" in text and 'class="banner good"' not in text and 'class="banner warn"' in text
+    assert (
+        "not clean" in text and 'class="banner good"' not in text and 'class="banner warn"' in text
+    )
 
 
 def test_what_is_unknown_and_what_is_hidden_is_left_out(run_dir):
@@ -61,7 +95,11 @@ def test_what_is_unknown_and_what_is_hidden_is_left_out(run_dir):
     versions = json.loads((run_dir / "versions.json").read_text())
     (run_dir / "versions.json").write_text(json.dumps(versions | {"driver": None}))
     text = page(run_dir)
-    assert ".reserve" not in Page(text).links and "driver" not in text and "result.txt" in Page(text).links
+    assert (
+        ".reserve" not in Page(text).links
+        and "driver" not in text
+        and "result.txt" in Page(text).links
+    )
 
 
 def test_the_report_is_self_contained(run_dir):
@@ -80,7 +118,10 @@ def test_a_long_curve_is_thinned_to_the_mean_of_the_loss_and_the_slowest_step(ru
         event["loss"] = event["step"] % 2
     (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in steps))
     found = charts(page(run_dir))
-    assert found["loss"]["series"][0]["data"] == [[1000 + 4000 * part for part in range(500)], [0.5] * 500]
+    assert found["loss"]["series"][0]["data"] == [
+        [1000 + 4000 * part for part in range(500)],
+        [0.5] * 500,
+    ]
     assert max(found["step time"]["series"][0]["data"][1]) == 5000.0
 
 
@@ -94,7 +135,13 @@ def test_an_aborted_run_gives_its_reason(run_dir):
     log = start(run_dir / "result.txt")
     log.block_start(0)
     log.abort(640)
-    failure = {"kind": "hang", "exit_code": 13, "what": "no progress for 600 s", "why": "rank 3 is missing", "do": "look at rank 3"}
+    failure = {
+        "kind": "hang",
+        "exit_code": 13,
+        "what": "no progress for 600 s",
+        "why": "rank 3 is missing",
+        "do": "look at rank 3",
+    }
     (run_dir / "failure.json").write_text(json.dumps(failure))
     text = page(run_dir)
     assert "hang" in text and "rank 3 is missing" in text and "Target reached" not in text
@@ -104,7 +151,12 @@ def test_phases_of_a_run_that_broke_off_come_from_its_log(run_dir):
     spread(run_dir / "result.txt", 1000)
     (run_dir / "events.jsonl").write_text(json.dumps(events()[0]) + "\n")
     text = page(run_dir)
-    assert "init 30.0 s, 71.4%" in text and "train 4.0 s" in text and "eval 8.0 s" in text and "warmup" not in text
+    assert (
+        "init 30.0 s, 71.4%" in text
+        and "train 4.0 s" in text
+        and "eval 8.0 s" in text
+        and "warmup" not in text
+    )
 
 
 def test_a_run_that_gave_up_says_so(run_dir):
@@ -126,7 +178,9 @@ def test_all_text_is_escaped(run_dir):
     evil = "<script>alert('x')</script>&"
     (run_dir / "config.toml").write_text(evil)
     (run_dir / "versions.json").write_text(json.dumps({evil: evil, "deep": {evil: [evil]}}))
-    (run_dir / "failure.json").write_text(json.dumps({"kind": evil, "what": evil, "why": evil, "do": evil}))
+    (run_dir / "failure.json").write_text(
+        json.dumps({"kind": evil, "what": evil, "why": evil, "do": evil})
+    )
     log = records(run_dir / "result.txt")
     for record in log:
         if record["key"] in ("submission_org", "seed", "eval_accuracy"):
@@ -145,7 +199,9 @@ def test_nothing_is_written_into_a_directory_that_is_no_run(tmp_path, capsys):
 
 
 def test_a_run_that_failed_before_its_log_gets_a_report(tmp_path):
-    (tmp_path / "failure.json").write_text(json.dumps({"kind": "preflight", "what": "the GPU does not answer"}))
+    (tmp_path / "failure.json").write_text(
+        json.dumps({"kind": "preflight", "what": "the GPU does not answer"})
+    )
     text = page(tmp_path)
     assert "preflight" in text and "not answer" in text
     assert "cannot read" in text and "events.jsonl is missing" in text
@@ -176,14 +232,28 @@ def test_files_that_are_cut_off_do_not_stop_it(run_dir, name, keep):
 
 
 def test_junk_does_not_stop_it(run_dir):
-    junk = [[], 1, None, "x", {"event": 5}, {"event": "step"}, {"event": "step", "samples": [1], "loss": {}, "step_time_ms": "x"}]
+    junk = [
+        [],
+        1,
+        None,
+        "x",
+        {"event": 5},
+        {"event": "step"},
+        {"event": "step", "samples": [1], "loss": {}, "step_time_ms": "x"},
+    ]
     junk += [
         {"event": "eval", "samples": [1]},
         {"event": "eval", "samples": 5, "loss": "NaN"},
         {"event": "phase", "name": [1], "seconds": 1},
     ]
-    junk += [{"event": "phase", "name": "init", "seconds": "x"}, {"event": "step", "samples": -5, "loss": float("nan"), "step_time_ms": 0}]
-    junk += [{"event": "step", "samples": -5, "loss": 10**400, "step_time_ms": 0}, {"event": "step", "samples": -5, "loss": 1}]
+    junk += [
+        {"event": "phase", "name": "init", "seconds": "x"},
+        {"event": "step", "samples": -5, "loss": float("nan"), "step_time_ms": 0},
+    ]
+    junk += [
+        {"event": "step", "samples": -5, "loss": 10**400, "step_time_ms": 0},
+        {"event": "step", "samples": -5, "loss": 1},
+    ]
     (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in junk))
     (run_dir / "versions.json").write_text("[1]")
     (run_dir / "failure.json").write_text("{")
@@ -236,11 +306,22 @@ def test_the_report_of_a_series_is_complete(series):
         "never started its clock",
     ):
         assert part in text
-    for part in (synthetic_series.COMMIT, "MI355X_1x8.toml", "2.13.0", '<td class="">16</td>', synthetic_series.SERIES):
+    for part in (
+        synthetic_series.COMMIT,
+        "MI355X_1x8.toml",
+        "2.13.0",
+        '<td class="">16</td>',
+        synthetic_series.SERIES,
+    ):
         assert part in text
     names = [curve["name"] for curve in charts(text)["evaluation loss"]["series"]]
-    assert len(names) == 11 and "attempt 1" in names and "attempt 3, did not converge" in names, "all but the eleventh, which never began"
-    assert "differ" not in text and charts(text)["evaluation loss"]["band"] == [point.minimum, point.mean]
+    assert len(names) == 11 and "attempt 1" in names and "attempt 3, did not converge" in names, (
+        "all but the eleventh, which never began"
+    )
+    assert "differ" not in text and charts(text)["evaluation loss"]["band"] == [
+        point.minimum,
+        point.mean,
+    ]
     assert f"{ten_runs(read_series([series])).score:.3f} minutes" in text
 
 
@@ -254,32 +335,52 @@ def test_what_differs_among_the_runs_is_shown(tmp_path):
     plans[4].changes = {"driver": "6.15", "commit": "feedfacefeedface"}
     text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans))
     assert "runs differ" in text
-    assert "attempt 5: 6.15" in text and "attempt 1, 2, 3, 4, 6, 7, 8, 9, 10: 6.14" in text and "attempt 5: feedface" in text
+    assert (
+        "attempt 5: 6.15" in text
+        and "attempt 1, 2, 3, 4, 6, 7, 8, 9, 10: 6.14" in text
+        and "attempt 5: feedface" in text
+    )
 
 
 def test_a_series_without_ten_in_a_row_has_no_score(tmp_path):
     plans = synthetic_series.plans([13] * 12)
     plans[5].fails = plans[6].fails = "killed"
     text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans))
-    assert "10 of 12 attempts are good" in text and "0 of 3 windows" in text and "NEXP=20" in text and "--resume" in text
+    assert (
+        "10 of 12 attempts are good" in text
+        and "0 of 3 windows" in text
+        and "NEXP=20" in text
+        and "--resume" in text
+    )
     assert ">lost: " in text and "died" in text
 
 
 def test_a_series_of_miniatures_is_no_benchmark_result(tmp_path):
     plans = synthetic_series.plans([4, 5, 4])
-    text = page(synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans, rules=rules.MINIATURE))
-    assert "not a benchmark result" in text and "3 of 3 attempts are good" in text and "RCP test" not in text
+    text = page(
+        synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, plans, rules=rules.MINIATURE)
+    )
+    assert (
+        "not a benchmark result" in text
+        and "3 of 3 attempts are good" in text
+        and "RCP test" not in text
+    )
 
 
 def test_pages_of_several_runs_on_a_cpu_do_not_speak_of_gpus(tmp_path):
-    folder = synthetic_series.write(tmp_path, synthetic_log.PRETRAINING, synthetic_series.plans([4, 5]), rules=rules.MINIATURE)
+    folder = synthetic_series.write(
+        tmp_path, synthetic_log.PRETRAINING, synthetic_series.plans([4, 5]), rules=rules.MINIATURE
+    )
     runs = [path.parent for path in sorted(folder.glob("*/config.toml"))]
     for run in runs:
-        (run / "config.toml").write_text((run / "config.toml").read_text().replace('gpu = "MI355X"', 'gpu = "CPU"'))
+        (run / "config.toml").write_text(
+            (run / "config.toml").read_text().replace('gpu = "MI355X"', 'gpu = "CPU"')
+        )
     assert report.main(list(map(str, runs))) == 0
     compared = read_page(next(runs[0].glob("compared_with_*.html")))
     heads = re.findall(
-        r"<(?:th|td)[^>]*>([^<]*[GC]PU[^<]*)</t[hd]>", page(folder).partition('id="Provenance"')[0] + compared.partition('id="Loss"')[0]
+        r"<(?:th|td)[^>]*>([^<]*[GC]PU[^<]*)</t[hd]>",
+        page(folder).partition('id="Provenance"')[0] + compared.partition('id="Loss"')[0],
     )
     assert "tokens/s/CPU" in heads and not any("GPU" in head for head in heads), heads
 
@@ -294,7 +395,9 @@ def test_the_series_that_is_asked_for(series, capsys):
     other = synthetic_series.plans([13] * 10)
     for plan in other:
         plan.seed += 1
-    synthetic_series.write(series.parent, synthetic_log.PRETRAINING, other, series="20270101-000000-fedcba")
+    synthetic_series.write(
+        series.parent, synthetic_log.PRETRAINING, other, series="20270101-000000-fedcba"
+    )
     assert "10 of 10 attempts" in page(series)
     assert report.main([str(series), "--series", synthetic_series.SERIES[:10]]) == 0
     assert "10 of 12 attempts" in (series / "report.html").read_text()
@@ -304,7 +407,9 @@ def test_the_series_that_is_asked_for(series, capsys):
 
 def test_a_run_of_a_series_has_its_own_report_with_the_band(series):
     text = page(sorted(series.glob("*/result.txt"))[0].parent)
-    assert "Target reached" in text and "band: RCP" in text and len(charts(text)["loss"]["band"]) == 2
+    assert (
+        "Target reached" in text and "band: RCP" in text and len(charts(text)["loss"]["band"]) == 2
+    )
 
 
 def test_spoilt_files_of_a_series_do_not_stop_its_report(series):
@@ -321,10 +426,16 @@ def test_spoilt_files_of_a_series_do_not_stop_its_report(series):
     write_records(runs[5] / "result.txt", log)
     shutil.rmtree(runs[6])
     with (series / "attempts.jsonl").open("a") as ledger:
-        ledger.write('{"event": "end"\n[]\n{"event": "start", "series": "' + synthetic_series.SERIES + '", "attempt": 13}\n')
+        ledger.write(
+            '{"event": "end"\n[]\n{"event": "start", "series": "'
+            + synthetic_series.SERIES
+            + '", "attempt": 13}\n'
+        )
     text = page(series)
     assert "<script>alert" not in text
-    assert "of 12 attempts are good" in text, "the appended start has no run and no seed: no line of a ledger"
+    assert "of 12 attempts are good" in text, (
+        "the appended start has no run and no seed: no line of a ledger"
+    )
 
 
 # Runs beside each other.
@@ -334,9 +445,13 @@ def test_spoilt_files_of_a_series_do_not_stop_its_report(series):
 def two(run_dir, tmp_path_factory):
     other = tmp_path_factory.mktemp("other") / "slower"
     shutil.copytree(run_dir, other)
-    lines = [event | ({"step_time_ms": 1000.0} if event["event"] == "step" else {}) for event in events()]
+    lines = [
+        event | ({"step_time_ms": 1000.0} if event["event"] == "step" else {}) for event in events()
+    ]
     (other / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
-    (other / "config.toml").write_text('gpu = "MI355X"\nglobal_batch_size = 32\n[env]\nNCCL_MAX_CTAS = "8"\n')
+    (other / "config.toml").write_text(
+        'gpu = "MI355X"\nglobal_batch_size = 32\n[env]\nNCCL_MAX_CTAS = "8"\n'
+    )
     page(other)
     return run_dir, other
 
@@ -349,15 +464,20 @@ def test_runs_are_put_beside_each_other(two):
     assert '<td class="n">903.0</td><td class="n">1,000.0</td><td class="n">+10.7%</td>' in text
     assert "A: -\nB: NCCL_MAX_CTAS 8" in text
     assert [curve["name"] for curve in charts(text)["evaluation loss"]["series"]] == ["A", "B"]
-    assert {label: len(chart["series"]) for label, chart in charts(text).items()} == dict.fromkeys(charts(text), 2) and len(
-        charts(text)
-    ) == 3
-    assert sorted(path.name for path in other.iterdir()) == before and not (one / "report.html").exists()
+    assert {label: len(chart["series"]) for label, chart in charts(text).items()} == dict.fromkeys(
+        charts(text), 2
+    ) and len(charts(text)) == 3
+    assert (
+        sorted(path.name for path in other.iterdir()) == before
+        and not (one / "report.html").exists()
+    )
 
 
 def test_what_differs_between_runs_is_named(two):
     one, other = two
-    (one / "config.toml").write_text('gpu = "MI355X"\nglobal_batch_size = 32\nrecompute_layers = 3\n[env]\nNCCL_MAX_CTAS = "4"\n')
+    (one / "config.toml").write_text(
+        'gpu = "MI355X"\nglobal_batch_size = 32\nrecompute_layers = 3\n[env]\nNCCL_MAX_CTAS = "4"\n'
+    )
     assert report.main([str(one), str(other)]) == 0
     text = read_page(one / "compared_with_slower.html")
     assert "A: NCCL_MAX_CTAS 4\nB: NCCL_MAX_CTAS 8" in text and "recompute_layers" in text
@@ -377,7 +497,10 @@ def next_steps(text: str) -> str:
 
 def test_what_to_do_next_follows_from_how_the_run_ended(run_dir, tmp_path_factory):
     good = next_steps(page(run_dir))
-    assert "NEXP=10 ./run_and_time.sh llama31_8b" in good and f"./run_and_time.sh check {run_dir}" in good
+    assert (
+        "NEXP=10 ./run_and_time.sh llama31_8b" in good
+        and f"./run_and_time.sh check {run_dir}" in good
+    )
     (run_dir / "failure.json").write_text(json.dumps({"kind": "hang", "do": "look at rank 3"}))
     write_records(run_dir / "result.txt", records(run_dir / "result.txt")[:-1])
     lost = next_steps(page(run_dir))
@@ -422,10 +545,21 @@ def test_events_are_exported(run_dir, name, module, monkeypatch, capsys):
     sink = Sink()
     monkeypatch.setitem(sys.modules, module, sink)
     assert report.main([str(run_dir), "--export", name]) == 0
-    assert sink.closed and (2, "step/loss", 10 / 2**0.3) in sink.written and (4, "eval/loss", 3.4) in sink.written
+    assert (
+        sink.closed
+        and (2, "step/loss", 10 / 2**0.3) in sink.written
+        and (4, "eval/loss", 3.4) in sink.written
+    )
     assert not any("mfu" in key for _, key, _ in sink.written), "which has no value here"
-    assert sink.folder == str(run_dir / "tensorboard") if name == "tensorboard" else sink.options["mode"] == "offline"
-    assert f"{run_dir / name}: {name} " in capsys.readouterr().out and not (run_dir / "report.html").exists()
+    assert (
+        sink.folder == str(run_dir / "tensorboard")
+        if name == "tensorboard"
+        else sink.options["mode"] == "offline"
+    )
+    assert (
+        f"{run_dir / name}: {name} " in capsys.readouterr().out
+        and not (run_dir / "report.html").exists()
+    )
 
 
 def test_an_export_that_cannot_be_made_says_why(run_dir, monkeypatch, capsys):
@@ -436,10 +570,14 @@ def test_an_export_that_cannot_be_made_says_why(run_dir, monkeypatch, capsys):
     assert report.main([str(run_dir), "--export", "wandb"]) == 2
     (run_dir / "events.jsonl").unlink()
     assert report.main([str(run_dir), "--export", "tensorboard"]) == 2
-    assert "never overwritten" in (error := capsys.readouterr().err) and "nothing to export" in error
+    assert (
+        "never overwritten" in (error := capsys.readouterr().err) and "nothing to export" in error
+    )
 
 
 def test_without_jinja2_there_is_one_line_about_it(run_dir, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert report.main([str(run_dir)]) == 18
-    assert "pip install jinja2" in capsys.readouterr().err and not (run_dir / "report.html").exists()
+    assert (
+        "pip install jinja2" in capsys.readouterr().err and not (run_dir / "report.html").exists()
+    )

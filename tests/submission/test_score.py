@@ -22,13 +22,33 @@ from submission.runs import FAILED, read_run
 from submission.series import TenRuns, read_series, ten_runs
 
 # The older rulesets are slow tests; test_package.py has the official tools accept a submission for all three.
-RULESETS = (*(pytest.param(ruleset, marks=pytest.mark.slow) for ruleset in ("5.1.0", "6.0.0")), "6.1.0")
+RULESETS = (
+    *(pytest.param(ruleset, marks=pytest.mark.slow) for ruleset in ("5.1.0", "6.0.0")),
+    "6.1.0",
+)
 
 # AMD's MI355X result of v5.1: minutes of the ten runs, to two decimals, and samples to the target.
 AMD_MINUTES = (95.97, 102.68, 95.74, 109.44, 102.66, 102.65, 102.74, 95.89, 95.90, 95.99)
-AMD_SAMPLES = (172_032, 184_320, 172_032, 196_608, 184_320, 184_320, 184_320, 172_032, 172_032, 172_032)
-AMD_RUNS = [Timed(samples, 30.679, 9.88, 0.0, minutes) for samples, minutes in zip(AMD_SAMPLES, AMD_MINUTES, strict=True)]
-for dropped in (2, 3):  # the fastest and the slowest, in which 9.88 s, the mean over all evaluations, would not fit
+AMD_SAMPLES = (
+    172_032,
+    184_320,
+    172_032,
+    196_608,
+    184_320,
+    184_320,
+    184_320,
+    172_032,
+    172_032,
+    172_032,
+)
+AMD_RUNS = [
+    Timed(samples, 30.679, 9.88, 0.0, minutes)
+    for samples, minutes in zip(AMD_SAMPLES, AMD_MINUTES, strict=True)
+]
+for dropped in (
+    2,
+    3,
+):  # the fastest and the slowest, in which 9.88 s, the mean over all evaluations, would not fit
     AMD_RUNS[dropped] = replace(AMD_RUNS[dropped], evaluation_s=9.7)
 MIXED = [Timed(172_032)] * 7 + [Timed(184_320)] * 3
 
@@ -62,7 +82,9 @@ def one_step_short(record: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def amd(tmp_path_factory) -> Path:
-    folder = synthetic_log.write_timed_series(tmp_path_factory.mktemp("amd") / "results/MI355X/llama31_8b", PRETRAINING, AMD_RUNS)
+    folder = synthetic_log.write_timed_series(
+        tmp_path_factory.mktemp("amd") / "results/MI355X/llama31_8b", PRETRAINING, AMD_RUNS
+    )
     for path in folder.glob("result_*.txt"):
         change(path, one_step_short)
     return folder
@@ -72,8 +94,15 @@ def amd(tmp_path_factory) -> Path:
 
 
 def write_system(path: Path) -> None:
-    system = dict.fromkeys(describe.KEYS, "text") | {"division": "closed", "status": "Available on-premise"}
-    system |= {"number_of_nodes": "1", "host_processors_per_node": "2", "accelerators_per_node": "8"}
+    system = dict.fromkeys(describe.KEYS, "text") | {
+        "division": "closed",
+        "status": "Available on-premise",
+    }
+    system |= {
+        "number_of_nodes": "1",
+        "host_processors_per_node": "2",
+        "accelerators_per_node": "8",
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(system | {"accelerator_model_name": "AMD Instinct MI355X"}))
 
@@ -81,7 +110,14 @@ def write_system(path: Path) -> None:
 def official(folder: Path, module: str, *arguments) -> str:
     pytest.importorskip("mlperf_logging", reason="mlperf-logging is not installed")
     command = [sys.executable, "-m", f"mlperf_logging.{module}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONWARNINGS": "ignore"})
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    )
     return done.stdout + done.stderr
 
 
@@ -92,14 +128,22 @@ def organisation(tmp_path_factory) -> Path:
     write_system(folder / "systems/sys.json")
     pretraining = [replace(run, samples_per_s=30 + index / 7) for index, run in enumerate(MIXED)]
     synthetic_log.write_timed_series(folder / "results/sys/llama31_8b", PRETRAINING, pretraining)
-    lora = [Timed(2688, 5.8 + index / 9, 12.3) for index in range(3)] + [Timed(3072, 5.8 - index / 90, 12.3) for index in range(6)]
-    synthetic_log.write_timed_series(folder / "results/sys/llama2_70b_lora", LORA, [*lora, Timed(3840, 5.9, 12.3, converged=False)])
+    lora = [Timed(2688, 5.8 + index / 9, 12.3) for index in range(3)] + [
+        Timed(3072, 5.8 - index / 90, 12.3) for index in range(6)
+    ]
+    synthetic_log.write_timed_series(
+        folder / "results/sys/llama2_70b_lora",
+        LORA,
+        [*lora, Timed(3840, 5.9, 12.3, converged=False)],
+    )
     return folder
 
 
 @pytest.mark.parametrize("ruleset", RULESETS)
 def test_package_checker_and_summarizer_find_our_numbers(organisation, ruleset, tmp_path):
-    assert "FOUND NO ERRORS, SUCCESS" in official(tmp_path, "package_checker", organisation, "training", ruleset)
+    assert "FOUND NO ERRORS, SUCCESS" in official(
+        tmp_path, "package_checker", organisation, "training", ruleset
+    )
     expected = {}
     for folder in (organisation / "results/sys").iterdir():
         found = read(folder)
@@ -108,7 +152,12 @@ def test_package_checker_and_summarizer_find_our_numbers(organisation, ruleset, 
     official(tmp_path, "result_summarizer", organisation, "training", ruleset, "--csv", "out.csv")
     rows = json.loads((tmp_path / "out_detailed.json").read_text())
     for benchmark, ours in expected.items():
-        theirs = [value for row in rows for key, value in flat(row) if benchmark in key and "time_to_train" in key]
+        theirs = [
+            value
+            for row in rows
+            for key, value in flat(row)
+            if benchmark in key and "time_to_train" in key
+        ]
         assert theirs == [round(ours, 10)], rows  # ten decimals are what it writes
 
 
@@ -120,7 +169,9 @@ def flat(value, key="") -> list:
 
 def test_rcp_checker_prints_our_numbers(organisation, tmp_path):
     folder = organisation / "results/sys/llama31_8b"
-    printed = official(tmp_path, "rcp_checker", folder, "--rcp_version", "6.1.0", "--rcp_pass", "pruned_rcps")
+    printed = official(
+        tmp_path, "rcp_checker", folder, "--rcp_version", "6.1.0", "--rcp_pass", "pruned_rcps"
+    )
     ten, point = read(folder), rcp.point_at("llama31_8b", 32, "6.1.0")
     assert "RCP found, RCP test PASSED" in printed
     assert f"Submission mean epochs: {ten.samples:.4f}" in printed
@@ -143,43 +194,72 @@ def test_amd_v51_mi355x(amd):
 
 def test_split_of_a_published_result_against_itself_is_nothing(amd, capsys):
     found = evaluate(capsys, amd, "--gpu", "MI355X", "--gpus", 8)["against"]
-    assert found["name"] == "v5.1 AMD MI355X_EPYC_9575F_pytorch" and found["speedup"] == pytest.approx(1, abs=1e-5)
+    assert found["name"] == "v5.1 AMD MI355X_EPYC_9575F_pytorch" and found[
+        "speedup"
+    ] == pytest.approx(1, abs=1e-5)
     for part in found["split"]:
-        assert part["minutes"] == pytest.approx(0, abs=0.03) and part["factor"] == pytest.approx(1, abs=3e-4)
+        assert part["minutes"] == pytest.approx(0, abs=0.03) and part["factor"] == pytest.approx(
+            1, abs=3e-4
+        )
 
 
 def pace_of(submitter: str) -> published.Pace:
-    return next(e.pace for e in published.published("llama31_8b", "MI355X") if (e.round, e.submitter) == ("5.1", submitter))
+    return next(
+        e.pace
+        for e in published.published("llama31_8b", "MI355X")
+        if (e.round, e.submitter) == ("5.1", submitter)
+    )
 
 
 def test_dell_against_amd():
     """107.46 against 99.31 minutes: more than half of it is throughput, the rest mostly samples."""
     ours, theirs = pace_of("Dell"), pace_of("AMD")
     parts = {part.name: part for part in published.split(ours, theirs)}
-    assert (ours.minutes, theirs.minutes) == (pytest.approx(107.462, abs=1e-3), pytest.approx(99.310, abs=1e-3))
-    assert sum(part.minutes for part in parts.values()) == pytest.approx(ours.minutes - theirs.minutes, abs=1e-9)
-    assert math.prod(part.factor for part in parts.values()) == pytest.approx(ours.minutes / theirs.minutes, rel=1e-12)
+    assert (ours.minutes, theirs.minutes) == (
+        pytest.approx(107.462, abs=1e-3),
+        pytest.approx(99.310, abs=1e-3),
+    )
+    assert sum(part.minutes for part in parts.values()) == pytest.approx(
+        ours.minutes - theirs.minutes, abs=1e-9
+    )
+    assert math.prod(part.factor for part in parts.values()) == pytest.approx(
+        ours.minutes / theirs.minutes, rel=1e-12
+    )
     assert parts["throughput"].minutes == pytest.approx(4.42, abs=0.01)
     assert parts["samples to the target"].minutes == pytest.approx(3.49, abs=0.01)
     assert parts["time per evaluation"].minutes == pytest.approx(0.18, abs=0.01)
     back = {part.name: part for part in published.split(theirs, ours)}
     for name, part in parts.items():
-        assert (back[name].minutes, back[name].factor) == (pytest.approx(-part.minutes), pytest.approx(1 / part.factor))
+        assert (back[name].minutes, back[name].factor) == (
+            pytest.approx(-part.minutes),
+            pytest.approx(1 / part.factor),
+        )
 
 
 def test_without_evaluation_times_the_split_still_adds_up():
     ours, theirs = replace(pace_of("Dell"), evaluations=None, evaluation_s=None), pace_of("AMD")
     parts = published.split(ours, theirs)
-    assert [part.name for part in parts] == ["throughput", "samples to the target", "evaluation and other"]
-    assert sum(part.minutes for part in parts) == pytest.approx(ours.minutes - theirs.minutes, abs=1e-9)
+    assert [part.name for part in parts] == [
+        "throughput",
+        "samples to the target",
+        "evaluation and other",
+    ]
+    assert sum(part.minutes for part in parts) == pytest.approx(
+        ours.minutes - theirs.minutes, abs=1e-9
+    )
 
 
-@pytest.mark.parametrize("entry", [e for e in published.RESULTS if e.runs == 10], ids=lambda e: f"{e.benchmark}-{e.name}")
+@pytest.mark.parametrize(
+    "entry", [e for e in published.RESULTS if e.runs == 10], ids=lambda e: f"{e.benchmark}-{e.name}"
+)
 def test_published_table_agrees_with_itself(entry):
     """Score over minutes is the RCP factor of its samples (some logs count one step short), and the parts explain the minutes.
 
     The rest is below zero where the first block, which the rate leaves out, is the fastest: LoRA in NVFP4 goes on in FP8."""
-    factors = [rcp_formula.judge(entry.benchmark, entry.batch, [entry.samples - short] * 10).factor for short in (0, entry.batch)]
+    factors = [
+        rcp_formula.judge(entry.benchmark, entry.batch, [entry.samples - short] * 10).factor
+        for short in (0, entry.batch)
+    ]
     assert any(entry.score / entry.minutes == pytest.approx(factor, abs=1e-6) for factor in factors)
     rest = entry.minutes - entry.pace.training_minutes - entry.pace.evaluation_minutes
     assert -0.11 < rest / entry.minutes < 0.1
@@ -193,12 +273,20 @@ GENERATIONS = [
 
 
 @pytest.mark.parametrize(("mine", "other", "times", "score_", "others"), GENERATIONS)
-def test_two_published_results_of_any_gpu_are_compared_by_one_command(mine, other, times, score_, others, capsys):
+def test_two_published_results_of_any_gpu_are_compared_by_one_command(
+    mine, other, times, score_, others, capsys
+):
     found = evaluate(capsys, mine, "--against", other)
-    assert found["speedup"] == pytest.approx(times, abs=0.005) and found["score"] == pytest.approx(others, abs=1e-3)
+    assert found["speedup"] == pytest.approx(times, abs=0.005) and found["score"] == pytest.approx(
+        others, abs=1e-3
+    )
     parts = {part["name"]: part["minutes"] for part in found["split"]}
     printed = text(capsys, mine, "--against", other)
-    assert f"{score_:.3f}" in printed and f"{others:.3f}" in printed and f"yours is {times:.2f} times as fast" in printed
+    assert (
+        f"{score_:.3f}" in printed
+        and f"{others:.3f}" in printed
+        and f"yours is {times:.2f} times as fast" in printed
+    )
     assert min(parts, key=parts.get) == "throughput"
 
 
@@ -206,7 +294,10 @@ def test_two_directories_are_compared_whatever_their_gpus(amd, tmp_path, capsys)
     """The other one is twice as fast in training, half in evaluation, and needs as many sequences."""
     slow = [replace(run, minutes=None, samples_per_s=20.0, evaluation_s=10.0) for run in MIXED]
     fast = [replace(run, minutes=None, samples_per_s=40.0, evaluation_s=20.0) for run in MIXED]
-    ours, theirs = (synthetic_log.write_timed_series(tmp_path / name, PRETRAINING, runs) for name, runs in (("a", slow), ("b", fast)))
+    ours, theirs = (
+        synthetic_log.write_timed_series(tmp_path / name, PRETRAINING, runs)
+        for name, runs in (("a", slow), ("b", fast))
+    )
     found = evaluate(capsys, ours, "--gpu", "H200", "--gpus", 4, "--against", theirs)["against"]
     assert (found["name"], found["gpu"], found["gpus"], found["minutes"] / found["speedup"]) == (
         "b",
@@ -221,7 +312,10 @@ def test_two_directories_are_compared_whatever_their_gpus(amd, tmp_path, capsys)
     assert "yours   a: 4 x H200" in printed and "theirs  b: unknown number x unknown GPU" in printed
 
 
-@pytest.mark.parametrize(("wish", "said"), [("nobody at all", "no result"), ("AMD MI300X lora 5.1", "no result"), ("", "no result")])
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [("nobody at all", "no result"), ("AMD MI300X lora 5.1", "no result"), ("", "no result")],
+)
 def test_what_cannot_be_compared_is_refused(amd, wish, said, capsys):
     assert score.main([str(amd), "--against", wish]) == 2
     assert said in capsys.readouterr().err
@@ -244,13 +338,24 @@ def test_the_table_of_published_results_is_made_of_logs(organisation, tmp_path, 
         assert survey.main(["--results", str(results), "--round", round_, "--out", str(table)]) == 0
         assert "Bad/results/sys/llama31_8b" in capsys.readouterr().err
     rows = published.load(table)
-    assert [(row.round, row.benchmark) for row in rows] == [(r, b) for r in ("9.8", "9.9") for b in ("llama2_70b_lora", "llama31_8b")]
+    assert [(row.round, row.benchmark) for row in rows] == [
+        (r, b) for r in ("9.8", "9.9") for b in ("llama2_70b_lora", "llama31_8b")
+    ]
     found = read(organisation / "results/sys/llama31_8b")
     row = rows[1]
-    assert (row.gpu, row.gpus, row.submitter, row.system, row.batch, row.runs) == ("MI355X", 8, "Org", "sys", 32, 10)
+    assert (row.gpu, row.gpus, row.submitter, row.system, row.batch, row.runs) == (
+        "MI355X",
+        8,
+        "Org",
+        "sys",
+        32,
+        10,
+    )
     assert (row.score, row.minutes) == (pytest.approx(found.score), pytest.approx(found.minutes))
     assert row.pace.samples_per_s == pytest.approx(series.pace(found).samples_per_s)
-    assert survey.main(["--results", str(tmp_path / "none"), "--round", "1", "--out", str(table)]) == 2
+    assert (
+        survey.main(["--results", str(tmp_path / "none"), "--round", "1", "--out", str(table)]) == 2
+    )
 
 
 # What counts.
@@ -264,16 +369,24 @@ def test_one_run_that_did_not_converge_is_the_slowest(tmp_path, capsys):
     assert found.samples == (172_032 + 184_320) / 2
     assert found.minutes == sum(100 + index for index in range(1, 9)) / 8 and found.passed
     assert "did not converge" in text(capsys, folder)
-    synthetic_log.write_timed(folder / "result_0.txt", PRETRAINING, Timed(184_320, converged=False), seed=1)
+    synthetic_log.write_timed(
+        folder / "result_0.txt", PRETRAINING, Timed(184_320, converged=False), seed=1
+    )
     printed = text(capsys, folder, code=20)
-    assert "INVALID         2 runs did not converge" in printed and "RCP test        FAILED (Insufficient convergence)" in printed
+    assert (
+        "INVALID         2 runs did not converge" in printed
+        and "RCP test        FAILED (Insufficient convergence)" in printed
+    )
     assert "125,0" not in printed
     assert evaluate(capsys, folder, code=20)["result"]["score"] is None
 
 
 def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
     path = synthetic_log.write_timed(tmp_path / "log", PRETRAINING, Timed(172_032), seed=1)
-    change(path, lambda record: record | {"value": 3.31} if record["key"] == "eval_accuracy" else record)
+    change(
+        path,
+        lambda record: record | {"value": 3.31} if record["key"] == "eval_accuracy" else record,
+    )
     run = read_run(path)
     assert run.state == FAILED and "no evaluation" in run.reason
 
@@ -287,10 +400,14 @@ def test_rcp_failure_is_exit_code_20_and_no_score(tmp_path, capsys):
 
 def test_of_thirteen_runs_the_median_window_counts(tmp_path, capsys):
     minutes = [100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 95, 130, 130]
-    folder = synthetic_log.write_timed_series(tmp_path / "logs", PRETRAINING, [Timed(184_320, 35, minutes=m) for m in minutes])
+    folder = synthetic_log.write_timed_series(
+        tmp_path / "logs", PRETRAINING, [Timed(184_320, 35, minutes=m) for m in minutes]
+    )
     found = read_series([folder])
     windows = series.windows(found)
-    assert [window.runs[0].name for window in windows] == [f"result_{index}.txt" for index in range(4)]  # 10 comes after 9
+    assert [window.runs[0].name for window in windows] == [
+        f"result_{index}.txt" for index in range(4)
+    ]  # 10 comes after 9
     assert [window.score for window in windows] == [104.5, 104.5, 105.5, 109.0]
     assert ten_runs(found).runs == windows[2].runs  # of two in the middle the slower
     printed = text(capsys, folder)
@@ -301,14 +418,18 @@ def test_of_thirteen_runs_the_median_window_counts(tmp_path, capsys):
 def test_a_window_that_is_no_result_is_not_in_the_middle(tmp_path):
     failed = [Timed(184_320, minutes=200, converged=False)]
     runs = [Timed(184_320, 35, minutes=100 + index) for index in range(10)]
-    found = read_series([synthetic_log.write_timed_series(tmp_path, PRETRAINING, [*runs, *failed, *failed])])
+    found = read_series(
+        [synthetic_log.write_timed_series(tmp_path, PRETRAINING, [*runs, *failed, *failed])]
+    )
     windows = series.windows(found)
     assert [bool(window.invalid) for window in windows] == [False, False, True]
     assert ten_runs(found).runs == windows[1].runs
 
 
 def test_too_few_runs_are_scored_and_called_invalid(tmp_path, capsys):
-    synthetic_log.write_timed_series(tmp_path / "logs", PRETRAINING, [Timed(184_320, 37, minutes=90)])
+    synthetic_log.write_timed_series(
+        tmp_path / "logs", PRETRAINING, [Timed(184_320, 37, minutes=90)]
+    )
     printed = text(capsys, tmp_path / "logs", "--gpu", "MI355X", "--gpus", 8, code=20)
     assert "10 runs" in printed and "together" in printed
     assert "mean of 1 runs   90.0000 min" in printed
@@ -326,28 +447,43 @@ def test_eight_ranks_a_prefix_another_order_of_keys_and_epochs_change_nothing(am
         for record in synthetic_log.records(path):
             if record["key"] in ("eval_start", "eval_stop"):
                 record["metadata"]["epoch_num"] = record["metadata"].pop("samples_count")
-            for rank in range(8 if record["key"] not in ("init_start", "init_stop", "run_start", "run_stop") else 1):
+            for rank in range(
+                8
+                if record["key"] not in ("init_start", "init_stop", "run_start", "run_stop")
+                else 1
+            ):
                 late = dict(reversed(record.items())) | {"time_ms": record["time_ms"] + 2000 * rank}
                 lines.append((late["time_ms"], f"{rank}: :::MLLOG {json.dumps(late)}"))
         lines.sort(key=lambda line: line[0])
-        (tmp_path / path.name).write_text("\n".join(line for _, line in lines) + "\n0: RESULT,LLM_FINETUNING,,1733\n")
+        (tmp_path / path.name).write_text(
+            "\n".join(line for _, line in lines) + "\n0: RESULT,LLM_FINETUNING,,1733\n"
+        )
     found = read(tmp_path)
     assert [run.reason for run in found.runs] == [""] * 10
     assert (found.score, found.verdict) == (wanted.score, wanted.verdict)
     for name in ("samples", "samples_per_s", "evaluations", "evaluation_s"):
-        assert getattr(series.pace(found), name) == pytest.approx(getattr(series.pace(wanted), name), rel=1e-5)
+        assert getattr(series.pace(found), name) == pytest.approx(
+            getattr(series.pace(wanted), name), rel=1e-5
+        )
 
 
 def test_torn_and_repeated_lines_are_read_as_the_official_tools_do(tmp_path):
     """The last token of a line counts; so do the last run_start before the first run_stop, and the last evaluation before a run_stop."""
-    path = synthetic_log.write_timed(tmp_path / "log", PRETRAINING, Timed(172_032, 35, minutes=90), seed=1)
+    path = synthetic_log.write_timed(
+        tmp_path / "log", PRETRAINING, Timed(172_032, 35, minutes=90), seed=1
+    )
     records = synthetic_log.records(path)
     start, stop = synthetic_log.find(records, "run_start"), synthetic_log.find(records, "run_stop")
     again = [records[start] | {"time_ms": records[start]["time_ms"] + 60_000}]
     late = [records[stop - 2] | {"metadata": {"samples_count": 999_999}, "value": 3.0}]
     ended_ms = records[stop]["time_ms"]
-    restart = [records[start] | {"time_ms": ended_ms}, records[stop] | {"time_ms": ended_ms + 120_000}]
-    synthetic_log.write_records(path, [*records[: start + 1], *again, *records[start + 1 :], *restart, *late])
+    restart = [
+        records[start] | {"time_ms": ended_ms},
+        records[stop] | {"time_ms": ended_ms + 120_000},
+    ]
+    synthetic_log.write_records(
+        path, [*records[: start + 1], *again, *records[start + 1 :], *restart, *late]
+    )
     torn = path.read_text().replace(":::MLLOG", ':::MLLOG {"key": "train_los:::MLLOG', 1)
     path.write_text(torn + ":::MLLOG cut shor\n")
     run = read_run(path)
@@ -357,24 +493,38 @@ def test_torn_and_repeated_lines_are_read_as_the_official_tools_do(tmp_path):
 
 
 def test_an_epoch_around_everything_stands_for_blocks(tmp_path):
-    path = synthetic_log.write_timed(tmp_path / "log", PRETRAINING, Timed(184_320, 25.0, 10.0, first_block_s=0), seed=1)
-    records = [record for record in synthetic_log.records(path) if not record["key"].startswith("block")]
+    path = synthetic_log.write_timed(
+        tmp_path / "log", PRETRAINING, Timed(184_320, 25.0, 10.0, first_block_s=0), seed=1
+    )
+    records = [
+        record for record in synthetic_log.records(path) if not record["key"].startswith("block")
+    ]
     start, stop = synthetic_log.find(records, "run_start"), synthetic_log.find(records, "run_stop")
     whole = {"metadata": {"samples_count": 184_320, "file": "x", "lineno": 1}}
     records.insert(stop, records[stop] | {"key": "epoch_stop"} | whole)
-    records.insert(start + 1, records[start] | {"key": "epoch_start", "metadata": {"samples_count": 0}})
+    records.insert(
+        start + 1, records[start] | {"key": "epoch_start", "metadata": {"samples_count": 0}}
+    )
     run = read_run(synthetic_log.write_records(path, records))
-    assert run.samples_per_s == pytest.approx(25.0, rel=1e-4) and run.evaluation_s == pytest.approx(150.0)
+    assert run.samples_per_s == pytest.approx(25.0, rel=1e-4) and run.evaluation_s == pytest.approx(
+        150.0
+    )
 
 
 def test_one_step_behind_is_noted(amd):
     run = read_run(amd / "result_0.txt")
     assert (run.samples, run.trained) == (172_000, 172_032)
-    assert run.notes == ["the last evaluation is logged at 172,000 sequences, the blocks end at 172,032"]
+    assert run.notes == [
+        "the last evaluation is logged at 172,000 sequences, the blocks end at 172,032"
+    ]
 
 
 def test_the_first_block_of_a_run_is_not_in_the_steady_throughput(tmp_path):
-    found = read(synthetic_log.write_timed_series(tmp_path, PRETRAINING, [Timed(184_320, 30.0, first_block_s=60)] * 10))
+    found = read(
+        synthetic_log.write_timed_series(
+            tmp_path, PRETRAINING, [Timed(184_320, 30.0, first_block_s=60)] * 10
+        )
+    )
     assert series.pace(found).samples_per_s == pytest.approx(30.0, rel=1e-6)
     assert found.runs[0].samples_per_s == pytest.approx(184_320 / (184_320 / 30 + 60), rel=1e-6)
 
@@ -383,27 +533,37 @@ def test_gpus_from_the_system_description_or_the_platform(amd, organisation, tmp
     run = read_run(organisation / "results/sys/llama31_8b/result_0.txt")
     assert (run.gpu, run.gpus) == ("MI355X", 8)
     change_platform = tmp_path / "log"
-    change_platform.write_bytes((amd / "result_0.txt").read_bytes().replace(b'"8 GPUs"', b'"DGX-H200 x8"'))
+    change_platform.write_bytes(
+        (amd / "result_0.txt").read_bytes().replace(b'"8 GPUs"', b'"DGX-H200 x8"')
+    )
     assert (read_run(change_platform).gpu, read_run(change_platform).gpus) == ("H200", None)
     assert "unknown GPU" in text(capsys, amd)
 
 
 def test_no_published_result_is_said(amd, capsys):
     printed = text(capsys, amd, "--gpu", "h200", "--gpus", 8)
-    assert "no published result" in printed and "64 GPUs: 37.753 min, 11,573 tokens/s/GPU" in printed
+    assert (
+        "no published result" in printed and "64 GPUs: 37.753 min, 11,573 tokens/s/GPU" in printed
+    )
     assert evaluate(capsys, amd, "--gpu", "H200", "--gpus", 8)["against"] is None
 
 
 def test_against_another_submitter(amd, capsys):
-    found = evaluate(capsys, amd, "--gpu", "MI355X", "--gpus", 8, "--against", "dell 5.1")["against"]
+    found = evaluate(capsys, amd, "--gpu", "MI355X", "--gpus", 8, "--against", "dell 5.1")[
+        "against"
+    ]
     assert found["name"] == "v5.1 Dell XE9785L_8xMI355X"
-    assert sum(part["minutes"] for part in found["split"]) == pytest.approx(99.310 - 107.462, abs=1e-3)
+    assert sum(part["minutes"] for part in found["split"]) == pytest.approx(
+        99.310 - 107.462, abs=1e-3
+    )
     assert score.main([str(amd), "--gpu", "MI355X", "--gpus", "8", "--against", "Nobody"]) == 2
     assert "v5.1 AMD MI355X_EPYC_9575F_pytorch, v5.1 Supermicro" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dialect", ["size of the block", "count at its start"])
-def test_blocks_that_do_not_carry_the_count_so_far_end_at_the_evaluation_after_them(dialect, tmp_path):
+def test_blocks_that_do_not_carry_the_count_so_far_end_at_the_evaluation_after_them(
+    dialect, tmp_path
+):
     """mlperf_common logs the size, others the count at the start, on both lines of a block."""
     path = synthetic_log.write_timed(tmp_path / "log", LORA, Timed(3072, 5.8, 12.0), seed=1)
     wanted, records, start = read_run(path), synthetic_log.records(path), 0
@@ -411,10 +571,18 @@ def test_blocks_that_do_not_carry_the_count_so_far_end_at_the_evaluation_after_t
         if record["key"] == "block_start":
             start = record["metadata"]["samples_count"]
         if record["key"] in ("block_start", "block_stop"):
-            record["metadata"]["samples_count"] = start if dialect.startswith("count") else (1536 if start == 0 else 384)
+            record["metadata"]["samples_count"] = (
+                start if dialect.startswith("count") else (1536 if start == 0 else 384)
+            )
     found = read_run(synthetic_log.write_records(path, records))
-    assert (found.blocks, found.evaluations, found.trained) == (wanted.blocks, wanted.evaluations, 3072)
-    assert found.samples_per_s == wanted.samples_per_s and found.state == "good" and found.notes == []
+    assert (found.blocks, found.evaluations, found.trained) == (
+        wanted.blocks,
+        wanted.evaluations,
+        3072,
+    )
+    assert (
+        found.samples_per_s == wanted.samples_per_s and found.state == "good" and found.notes == []
+    )
 
 
 # What is judged at all.
@@ -441,19 +609,30 @@ def forty_minutes_of_init(records: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("edit", [clip_norm, no_org, forty_minutes_of_init])
-def test_a_log_that_the_official_checker_refuses_counts_as_in_the_official_summarizer(edit, tmp_path, capsys):
+def test_a_log_that_the_official_checker_refuses_counts_as_in_the_official_summarizer(
+    edit, tmp_path, capsys
+):
     """As the slowest run; two of them leave no score."""
     system = tmp_path / "Org/results/sys"
     write_system(tmp_path / "Org/systems/sys.json")
     runs = [replace(run, minutes=100 + index) for index, run in enumerate(MIXED)]
-    folder = spoilt(synthetic_log.write_timed_series(system / "llama31_8b", PRETRAINING, runs), 2, edit)
+    folder = spoilt(
+        synthetic_log.write_timed_series(system / "llama31_8b", PRETRAINING, runs), 2, edit
+    )
     found = evaluate(capsys, folder)
     assert found["runs"][2]["state"] == FAILED and "refuses its log" in found["runs"][2]["reason"]
     assert "result_2.txt" in text(capsys, folder)
     official(tmp_path, "package_checker", tmp_path / "Org", "training", "6.1.0")
-    official(tmp_path, "result_summarizer", tmp_path / "Org", "training", "6.1.0", "--csv", "out.csv")
+    official(
+        tmp_path, "result_summarizer", tmp_path / "Org", "training", "6.1.0", "--csv", "out.csv"
+    )
     rows = json.loads((tmp_path / "out_detailed.json").read_text())
-    theirs = [value for row in rows for key, value in flat(row) if "llama31_8b" in key and "time_to_train" in key]
+    theirs = [
+        value
+        for row in rows
+        for key, value in flat(row)
+        if "llama31_8b" in key and "time_to_train" in key
+    ]
     assert theirs == [round(found["result"]["score"], 10)]
     spoilt(folder, 5, edit)
     assert "INVALID         2 runs did not converge" in text(capsys, folder, code=20)
@@ -463,12 +642,18 @@ def test_a_clock_that_stops_before_it_starts_is_no_run(tmp_path, capsys):
     def run_stop_first(records: list[dict]) -> None:
         records.insert(synthetic_log.find(records, "run_start"), records.pop())
 
-    folder = spoilt(synthetic_log.write_timed_series(tmp_path, PRETRAINING, MIXED), 2, run_stop_first)
+    folder = spoilt(
+        synthetic_log.write_timed_series(tmp_path, PRETRAINING, MIXED), 2, run_stop_first
+    )
     assert "run_stop stands before" in text(capsys, folder, code=20)
-    assert read(folder).runs[2].state == FAILED and read(folder).score is None  # the official RCP checker breaks off at it
+    assert (
+        read(folder).runs[2].state == FAILED and read(folder).score is None
+    )  # the official RCP checker breaks off at it
 
 
-@pytest.mark.parametrize("what", ["a log twice", "a directory twice", "a copied log", "two submitters"])
+@pytest.mark.parametrize(
+    "what", ["a log twice", "a directory twice", "a copied log", "two submitters"]
+)
 def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
     folder = synthetic_log.write_timed_series(tmp_path / "a", PRETRAINING, MIXED)
     arguments = [folder]
@@ -479,16 +664,26 @@ def test_what_cannot_be_one_series_is_refused(what, tmp_path, capsys):
     elif what == "a copied log":
         shutil.copy(folder / "result_3.txt", folder / "result_7.txt")
     else:
-        spoilt(folder, 4, lambda records: records[synthetic_log.find(records, "submission_org")].update(value="Somebody Else"))
+        spoilt(
+            folder,
+            4,
+            lambda records: records[synthetic_log.find(records, "submission_org")].update(
+                value="Somebody Else"
+            ),
+        )
     assert score.main([*map(str, arguments)]) == 2
     said = capsys.readouterr().err
-    assert ("differ in org: An Organisation, Somebody Else" if what == "two submitters" else " again") in said
+    assert (
+        "differ in org: An Organisation, Somebody Else" if what == "two submitters" else " again"
+    ) in said
     assert len(said.splitlines()) == 3
 
 
 def test_one_seed_for_two_runs_is_said(tmp_path, capsys):
     folder = synthetic_log.write_timed_series(tmp_path, PRETRAINING, MIXED)
-    synthetic_log.write_timed(folder / "result_4.txt", PRETRAINING, replace(MIXED[4], samples_per_s=31.0), seed=1000)
+    synthetic_log.write_timed(
+        folder / "result_4.txt", PRETRAINING, replace(MIXED[4], samples_per_s=31.0), seed=1000
+    )
     assert "same seed 1000" in text(capsys, folder)
 
 
@@ -497,10 +692,17 @@ def test_one_seed_for_two_runs_is_said(tmp_path, capsys):
 
 def test_a_run_directory_and_a_folder_without_a_ledger(tmp_path):
     for name in ("20260102_b", "20260101_a"):
-        synthetic_log.write_timed(tmp_path / name / "result.txt", LORA, Timed(3072, 5.8, 12.0), seed=1)
-        (tmp_path / name / "config.toml").write_text('gpu = "MI300X"\nnodes = 1\ngpus_per_node = 8\n')
+        synthetic_log.write_timed(
+            tmp_path / name / "result.txt", LORA, Timed(3072, 5.8, 12.0), seed=1
+        )
+        (tmp_path / name / "config.toml").write_text(
+            'gpu = "MI300X"\nnodes = 1\ngpus_per_node = 8\n'
+        )
     found = read_series([tmp_path])
-    assert [run.name for run in found.runs] == ["20260101_a", "20260102_b"] and "no ledger" in found.notes[0]
+    assert [run.name for run in found.runs] == [
+        "20260101_a",
+        "20260102_b",
+    ] and "no ledger" in found.notes[0]
     assert (found.runs[0].gpu, found.runs[0].gpus) == ("MI300X", 8)
     assert [run.name for run in read_series([tmp_path / "20260102_b"]).runs] == ["20260102_b"]
 
@@ -508,15 +710,23 @@ def test_a_run_directory_and_a_folder_without_a_ledger(tmp_path):
 def test_a_miniature_is_no_result(tmp_path, capsys):
     miniature = rules.MINIATURE
     runs = [Timed(4096, 100.0, 1.0, 0.5)] * 10
-    folder = synthetic_log.write_timed_series(tmp_path, PRETRAINING, runs, rules_=miniature, global_batch_size=8)
+    folder = synthetic_log.write_timed_series(
+        tmp_path, PRETRAINING, runs, rules_=miniature, global_batch_size=8
+    )
     printed = text(capsys, folder)
     assert "no RCP" in printed
     found = evaluate(capsys, folder)
-    assert found["result"]["score"] is None and found["result"]["rcp"] is None and found["result"]["minutes"] > 0
+    assert (
+        found["result"]["score"] is None
+        and found["result"]["rcp"] is None
+        and found["result"]["minutes"] > 0
+    )
     assert found["against"] is None
 
 
-@pytest.mark.parametrize("what", ["nothing there", "no log", "two benchmarks", "two batches", "empty folder"])
+@pytest.mark.parametrize(
+    "what", ["nothing there", "no log", "two benchmarks", "two batches", "empty folder"]
+)
 def test_wrong_usage_is_exit_code_2(what, tmp_path, capsys):
     logs = [tmp_path / "a", tmp_path / "b"]
     synthetic_log.write_timed(logs[0], PRETRAINING, Timed(24_576), seed=1)
@@ -532,7 +742,9 @@ def test_wrong_usage_is_exit_code_2(what, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x1f\x8b\x08 gzip", b"\0\1\2", b":::MLLOG " + b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x1f\x8b\x08 gzip", b"\0\1\2", b":::MLLOG " + b"[" * 100_000]
+)
 def test_a_file_that_is_no_log_is_one_error(content, tmp_path, capsys):
     (tmp_path / "result_0.txt").write_bytes(content)
     for argument in (tmp_path, tmp_path / "result_0.txt"):
@@ -555,11 +767,23 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_the_command_runs_without_torch(amd):
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, str(amd)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(amd)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0 and "99.7" in done.stdout, done.stderr
 
 
 def test_a_closed_pipe_ends_it_without_a_traceback(amd):
     command = f"{sys.executable} -m submission.score {amd} | true"
-    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert "Traceback" not in done.stderr

@@ -30,7 +30,10 @@ from submission.official_tools import CLOSED_RULESETS
 from submission.series import read_series, ten_runs
 
 # Sequences to the target of ten runs, by benchmark: near the reference, so that the RCP test passes, with and without a factor.
-CONVERGED = {"llama31_8b": [147_456] + [159_744] * 8 + [172_032], "llama2_70b_lora": [2688] * 2 + [3072] * 6 + [3456] * 2}
+CONVERGED = {
+    "llama31_8b": [147_456] + [159_744] * 8 + [172_032],
+    "llama2_70b_lora": [2688] * 2 + [3072] * 6 + [3456] * 2,
+}
 MODULES = {"llama31_8b": rules, "llama2_70b_lora": lora_rules}
 
 
@@ -50,16 +53,25 @@ def scripted():
 
 def log_of_the_loop(path, benchmark: str, number: int, samples: int, processes) -> None:
     fixed = MODULES[benchmark]
-    closed, config = fixed.CLOSED, load(ROOT / "configs" / benchmark / "MI355X_1x8.toml", fixed.Config)
+    closed, config = (
+        fixed.CLOSED,
+        load(ROOT / "configs" / benchmark / "MI355X_1x8.toml", fixed.Config),
+    )
     batch = config.global_batch_size
     first, interval = closed.first_evaluation(batch), closed.eval_interval(batch)
     above = (samples - first) // interval
     log = RunLog(path)
     log.cache_clear(True)
     log.init_start()
-    log.submission(benchmark=benchmark, org=ORG, platform=SYSTEM, division="closed", status="onprem")
+    log.submission(
+        benchmark=benchmark, org=ORG, platform=SYSTEM, division="closed", status="onprem"
+    )
     log.seed(3_000_000_019 + 7919 * number)
-    log.hyperparameters(hyperparameters(config, closed, getattr(closed, "train_samples", 1_574_207_408), "MI355X_1x8.toml"))
+    log.hyperparameters(
+        hyperparameters(
+            config, closed, getattr(closed, "train_samples", 1_574_207_408), "MI355X_1x8.toml"
+        )
+    )
     log.init_stop()
     log.run_start()
     sizes = {
@@ -102,7 +114,13 @@ def test_our_checks_find_nothing(org_dir):
 
 
 # The older rulesets are slow tests; test_package.py has the official tools accept a submission for all three.
-@pytest.mark.parametrize("ruleset", [*(pytest.param(older, marks=pytest.mark.slow) for older in CLOSED_RULESETS[:-1]), CLOSED_RULESETS[-1]])
+@pytest.mark.parametrize(
+    "ruleset",
+    [
+        *(pytest.param(older, marks=pytest.mark.slow) for older in CLOSED_RULESETS[:-1]),
+        CLOSED_RULESETS[-1],
+    ],
+)
 def test_the_official_tools_say_success_and_our_numbers_are_theirs(org_dir, ruleset):
     assert official_tools.package(org_dir, ruleset, 2).passed
     summary = official_tools.summary(org_dir, ruleset, 2)
@@ -112,7 +130,9 @@ def test_the_official_tools_say_success_and_our_numbers_are_theirs(org_dir, rule
         series = read_series([folder])
         ten = ten_runs(series)
         assert [run.samples for run in series.runs] == converged and ten.passed, series.notes
-        assert ten.score == pytest.approx(summary.scores[SYSTEM, benchmark], abs=1e-9), "equal to the last digit of the summary"
+        assert ten.score == pytest.approx(summary.scores[SYSTEM, benchmark], abs=1e-9), (
+            "equal to the last digit of the summary"
+        )
         scaling = folder / "scaling.json"
         factor = json.loads(scaling.read_text())["scaling_factor"] if scaling.is_file() else 1.0
         assert ten.factor == factor, benchmark

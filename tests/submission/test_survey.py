@@ -35,7 +35,9 @@ def results(tmp_path_factory):
                 spoil(log)
             write(folder / f"result_{number}.txt", log, **options)
         (root / "Acme" / "systems").mkdir(exist_ok=True)
-        text = json.dumps(synthetic_series.DESCRIPTION | {"submitter": "Acme", "system_name": system})
+        text = json.dumps(
+            synthetic_series.DESCRIPTION | {"submitter": "Acme", "system_name": system}
+        )
         (root / "Acme" / "systems" / f"{system}.json").write_text(text)
     return root
 
@@ -43,7 +45,11 @@ def results(tmp_path_factory):
 def test_one_row_per_set_with_both_verdicts_and_scores(results, capsys):
     assert survey.main(["--results", str(results), "--ruleset", "5.1.0"]) == 0
     output = capsys.readouterr().out
-    rows = {line.split()[0].removeprefix("Acme/"): line for line in output.splitlines() if line.strip().startswith("Acme/")}
+    rows = {
+        line.split()[0].removeprefix("Acme/"): line
+        for line in output.splitlines()
+        if line.strip().startswith("Acme/")
+    }
     assert set(rows) == set(SETS)
     scores = {name: re.findall(r"\d+\.\d{6}", row) for name, row in rows.items()}
     for name in ("good", "not_cleared"):
@@ -52,12 +58,18 @@ def test_one_row_per_set_with_both_verdicts_and_scores(results, capsys):
     assert re.search(r" passed +CLEAN .* -$", rows["good"])
     assert re.search(r" passed +ACCEPTED .* cache_clear \(warning\) 10$", rows["not_cleared"])
     assert "2 files" in rows["two_refused"] and "NOT CLEAN" in rows["two_refused"]
-    assert "3 sets, 30 logs; the compliance checker passes 28" in output and "0 refused by us alone" in output and "1 NOT CLEAN" in output
+    assert (
+        "3 sets, 30 logs; the compliance checker passes 28" in output
+        and "0 refused by us alone" in output
+        and "1 NOT CLEAN" in output
+    )
 
 
 def test_a_score_that_is_not_the_official_one_is_said(results, capsys, monkeypatch):
     monkeypatch.setattr(survey, "our_score", lambda folder, ruleset: 1.0)
-    answer = official_tools.Answer("a tool", True, (), "", {}, {("good", "llama2_70b_lora"): 1.0 + 1e-8})
+    answer = official_tools.Answer(
+        "a tool", True, (), "", {}, {("good", "llama2_70b_lora"): 1.0 + 1e-8}
+    )
     monkeypatch.setattr(official_tools, "package", lambda folder, ruleset, sets: answer)
     monkeypatch.setattr(official_tools, "summary", lambda folder, ruleset, sets: answer)
     assert survey.main(["--results", str(results)]) == 20
@@ -65,4 +77,6 @@ def test_a_score_that_is_not_the_official_one_is_said(results, capsys, monkeypat
 
 
 def test_a_folder_without_results_is_refused(tmp_path, capsys):
-    assert survey.main(["--results", str(tmp_path)]) == 2 and "no results" in capsys.readouterr().err
+    assert (
+        survey.main(["--results", str(tmp_path)]) == 2 and "no results" in capsys.readouterr().err
+    )

@@ -45,7 +45,11 @@ def good(pattern: str) -> list[bool]:
 @pytest.mark.parametrize(("pattern", "answer"), PATTERNS.items())
 def test_the_rule(pattern, answer):
     slices = windows.windows(good(pattern))
-    assert (len(slices), sum(map(windows.is_valid, slices)), windows.has_result(good(pattern))) == answer
+    assert (
+        len(slices),
+        sum(map(windows.is_valid, slices)),
+        windows.has_result(good(pattern)),
+    ) == answer
     assert (windows.good_runs_needed(good(pattern)) == 0) == answer[2]
 
 
@@ -79,7 +83,9 @@ def test_score_gives_the_answer_of_the_rule(pattern, answer, series_of, capsys):
     assert score.main([str(series_of(pattern)), "--json"]) == (0 if has_result else 20)
     found = json.loads(capsys.readouterr().out)
     assert (found["result"]["score"] is not None) == has_result
-    assert [window["invalid"] is None for window in found["windows"]].count(True) == valid and len(found["windows"]) == count
+    assert [window["invalid"] is None for window in found["windows"]].count(True) == valid and len(
+        found["windows"]
+    ) == count
 
 
 @pytest.mark.parametrize("pattern", ["kggggggggg", "mmggggggggg", "kkgggggggggg", "mmmmggggggggg"])
@@ -94,7 +100,9 @@ def test_report_and_package_give_the_same_answer(pattern, series_of, tmp_path, c
 
     system = tmp_path / f"{synthetic.SYSTEM}.json"
     system.write_text(json.dumps(synthetic.DESCRIPTION))
-    with pytest.raises(CheckFailed) as refused:  # if the series is good, then because no repository has its commit
+    with pytest.raises(
+        CheckFailed
+    ) as refused:  # if the series is good, then because no repository has its commit
         package.package(package.Request({NAME: folder}, system, tmp_path / "out", synthetic.ORG))
     assert ("commit" in refused.value.what) == has_result
     assert has_result or "windows" in refused.value.why or "did not converge" in refused.value.why

@@ -72,7 +72,10 @@ def _kernel_moves_brackets(monkeypatch):
     def write_choice(self, text):
         if THP in str(self) and "[" not in text:
             choices = plain_choices(self.read_text())
-            text = " ".join(f"[{choice}]" if choice == text.strip() else choice for choice in choices) + "\n"
+            text = (
+                " ".join(f"[{choice}]" if choice == text.strip() else choice for choice in choices)
+                + "\n"
+            )
         return plain(self, text)
 
     monkeypatch.setattr(Path, "write_text", write_choice)
@@ -130,15 +133,28 @@ def test_check_says_what_could_be_better_and_the_risk(call, epyc):
 def test_check_for_programs_is_what_it_shows(call, epyc):
     found = json.loads(call(epyc, "check", "--json", "--only", "nmi_watchdog", "governor")[1])
     (watchdog,) = found["nmi_watchdog"]
-    assert found.keys() == {"governor", "nmi_watchdog"} and (watchdog["now"], watchdog["want"]) == ("1", "0")
+    assert found.keys() == {"governor", "nmi_watchdog"} and (watchdog["now"], watchdog["want"]) == (
+        "1",
+        "0",
+    )
     call(epyc, "apply")
-    assert all(file["now"] == file["want"] for files in json.loads(call(epyc, "check", "--json")[1]).values() for file in files)
+    assert all(
+        file["now"] == file["want"]
+        for files in json.loads(call(epyc, "check", "--json")[1]).values()
+        for file in files
+    )
 
 
 def test_check_shows_what_apply_writes(call, any_host):
     shown = [line.split() for line in call(any_host, "check")[1].splitlines() if " -> " in line]
-    written = [line.split()[1:] for line in call(any_host, "apply")[1].splitlines() if line.startswith("set ")]
-    assert shown == written and len(shown) == (7 if any_host.joinpath(CPU, "cpufreq/policy0/energy_performance_preference").exists() else 6)
+    written = [
+        line.split()[1:]
+        for line in call(any_host, "apply")[1].splitlines()
+        if line.startswith("set ")
+    ]
+    assert shown == written and len(shown) == (
+        7 if any_host.joinpath(CPU, "cpufreq/policy0/energy_performance_preference").exists() else 6
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +174,9 @@ def test_check_shows_what_apply_writes(call, any_host):
 def test_deep_idle_states_are_found_by_name_and_latency(tmp_path, states, deep):
     root = host(tmp_path / "host", states, cpus=1)
     found = BY_NAME["idle_states"].look(root)
-    assert [file.path for file in found] == [root / f"{CPU}/cpu0/cpuidle/state{index}/disable" for index in deep]
+    assert [file.path for file in found] == [
+        root / f"{CPU}/cpu0/cpuidle/state{index}/disable" for index in deep
+    ]
 
 
 def test_a_bare_container_supports_nothing_and_does_not_fail(call, tmp_path):
@@ -187,9 +205,16 @@ def test_a_cpu_that_is_offline_has_no_setting(call, epyc, monkeypatch):
 def test_apply_sets_everything_and_revert_restores_every_value(call, any_host):
     before = contents(any_host)
     assert call(any_host, "apply")[0] == 0
-    assert value(any_host, f"{THP}/enabled") == "always" and value(any_host, f"{THP}/defrag") == "defer+madvise"
+    assert (
+        value(any_host, f"{THP}/enabled") == "always"
+        and value(any_host, f"{THP}/defrag") == "defer+madvise"
+    )
     assert value(any_host, f"{CPU}/cpufreq/policy2/scaling_governor") == "performance"
-    assert value(any_host, "proc/sys/kernel/numa_balancing") == value(any_host, "proc/sys/kernel/nmi_watchdog") == "0"
+    assert (
+        value(any_host, "proc/sys/kernel/numa_balancing")
+        == value(any_host, "proc/sys/kernel/nmi_watchdog")
+        == "0"
+    )
     assert call(any_host, "revert")[0] == 0 and contents(any_host) == before
     assert "nothing to do" in call(any_host, "revert")[1]
 
@@ -204,7 +229,10 @@ def test_apply_twice_keeps_the_first_old_values(call, epyc):
 
 def test_only_the_named_settings_are_applied(call, epyc):
     assert call(epyc, "apply", "--only", "thp_enabled", "governor")[0] == 0
-    assert value(epyc, f"{THP}/enabled") == "always" and value(epyc, "proc/sys/kernel/nmi_watchdog") == "1"
+    assert (
+        value(epyc, f"{THP}/enabled") == "always"
+        and value(epyc, "proc/sys/kernel/nmi_watchdog") == "1"
+    )
 
 
 @pytest.mark.parametrize("wrong", [["--only", "gpu_clock"], ["--gpu"]])
@@ -212,13 +240,18 @@ def test_wrong_usage_is_2(call, epyc, wrong):
     assert call(epyc, "apply", *wrong)[0] == 2
 
 
-def test_what_the_kernel_changes_together_with_the_governor_comes_back_too(call, tmp_path, monkeypatch):
+def test_what_the_kernel_changes_together_with_the_governor_comes_back_too(
+    call, tmp_path, monkeypatch
+):
     """intel_pstate in active mode: performance takes the energy preference with it, and holds it."""
     root, plain = xeon(tmp_path / "host"), Path.write_text
     before = contents(root)
 
     def pstate(self, text):
-        if self.name == "energy_performance_preference" and (self.parent / "scaling_governor").read_text() == "performance\n":
+        if (
+            self.name == "energy_performance_preference"
+            and (self.parent / "scaling_governor").read_text() == "performance\n"
+        ):
             raise OSError(errno.EBUSY, "Device or resource busy")
         if self.name == "scaling_governor" and text == "performance\n":
             (self.parent / "energy_performance_preference").write_text("performance\n")
@@ -232,9 +265,17 @@ def test_what_the_kernel_changes_together_with_the_governor_comes_back_too(call,
 
 def test_a_value_that_does_not_stick_is_a_failure(call, epyc, monkeypatch):
     plain = Path.write_text
-    monkeypatch.setattr(Path, "write_text", lambda self, text: 0 if self.name == "nmi_watchdog" else plain(self, text))
+    monkeypatch.setattr(
+        Path,
+        "write_text",
+        lambda self, text: 0 if self.name == "nmi_watchdog" else plain(self, text),
+    )
     code, printed = call(epyc, "apply")
-    assert code == 18 and f"failed         {epyc}/proc/sys/kernel/nmi_watchdog: 1 -> 0  [reads back as 1]" in printed
+    assert (
+        code == 18
+        and f"failed         {epyc}/proc/sys/kernel/nmi_watchdog: 1 -> 0  [reads back as 1]"
+        in printed
+    )
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
@@ -309,9 +350,15 @@ def test_a_value_that_another_program_set_is_left(call, epyc):
     assert call(epyc, "apply")[0] == 0
     write(epyc, f"{CPU}/cpufreq/policy1/scaling_governor", "powersave\n")
     code, printed = call(epyc, "revert")
-    assert code == 18 and "changed since" in printed and "policy*/scaling_governor: powersave -> schedutil" in printed
+    assert (
+        code == 18
+        and "changed since" in printed
+        and "policy*/scaling_governor: powersave -> schedutil" in printed
+    )
     assert value(epyc, f"{CPU}/cpufreq/policy1/scaling_governor") == "powersave"
-    assert len([path for path, now in contents(epyc).items() if now != before[path]]) == 1  # all others are back
+    assert (
+        len([path for path, now in contents(epyc).items() if now != before[path]]) == 1
+    )  # all others are back
     write(epyc, f"{CPU}/cpufreq/policy1/scaling_governor", "schedutil\n")  # by hand
     assert call(epyc, "revert")[0] == 0 and "nothing to do" in call(epyc, "revert")[1]
 
@@ -342,7 +389,14 @@ def test_a_second_apply_at_the_same_time_is_refused(call, epyc):
 
 def test_a_damaged_journal_stops_everything(call, epyc):
     assert call(epyc, "apply", "--only", "numa_balancing")[0] == 0
-    for text in ('{"/proc', "[1]", '{"/proc/x": 7}', '{"/proc/x": ["1"]}', '{"/proc/x": ["1", 2]}', "[" * 100_000):
+    for text in (
+        '{"/proc',
+        "[1]",
+        '{"/proc/x": 7}',
+        '{"/proc/x": ["1"]}',
+        '{"/proc/x": ["1", 2]}',
+        "[" * 100_000,
+    ):
         (epyc / cli.JOURNAL_PATH).write_text(text)
         before = contents(epyc)
         for verb in (["apply"], ["revert"]):
@@ -400,12 +454,18 @@ def test_one_file_that_may_not_be_written_and_the_others_done(call, epyc, monkey
 
 
 def test_it_runs_copied_alone_with_the_standard_library_only(tmp_path):
-    shutil.copytree(ROOT / "system_tuning", tmp_path / "alone" / "system_tuning", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "system_tuning",
+        tmp_path / "alone" / "system_tuning",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     root = xeon(tmp_path / "host")
     code = "import pathlib, sys; sys.path.insert(0, '.'); from system_tuning.__main__ import main; "
     code += "sys.exit(main(sys.argv[1:-1], pathlib.Path(sys.argv[-1])))"
     for verb, watchdog in (("check", "1"), ("apply", "0"), ("revert", "1")):
         command = [sys.executable, "-I", "-S", "-c", code, verb, str(root)]
-        done = subprocess.run(command, cwd=tmp_path / "alone", capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            command, cwd=tmp_path / "alone", capture_output=True, text=True, timeout=30
+        )
         assert done.returncode == 0, done.stderr
         assert value(root, "proc/sys/kernel/nmi_watchdog") == watchdog

@@ -12,13 +12,38 @@ def test_it_times_steps_and_on_request_an_evaluation(tmp_path, benchmark):
     from llama2_70b_lora.rules import Config
 
     lora = from_table(TABLE | {"gpus_per_node": 1, "micro_batch_size": 4}, Config, "test")
-    (tmp_path / "CPU_1x1.toml").write_text((run_config() if benchmark == "llama31_8b" else lora).as_toml())
-    arguments = ["--benchmark", benchmark, "--config", str(tmp_path / "CPU_1x1.toml"), "--device", "cpu", "--steps", "2", "--warmup", "1"]
+    (tmp_path / "CPU_1x1.toml").write_text(
+        (run_config() if benchmark == "llama31_8b" else lora).as_toml()
+    )
+    arguments = [
+        "--benchmark",
+        benchmark,
+        "--config",
+        str(tmp_path / "CPU_1x1.toml"),
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+    ]
     watched = "import atexit, sys; atexit.register(print, 'torn down'); from throughput.bench import main; main(sys.argv[1:])"
-    (process,) = start_ranks(1, ["-c", watched, *arguments, "--layers", "2", "--eval-sequences", "5"])
+    (process,) = start_ranks(
+        1, ["-c", watched, *arguments, "--layers", "2", "--eval-sequences", "5"]
+    )
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr[-2000:]
-    bench, evaluation = stdout.splitlines()  # and no interpreter was torn down, which gloo's threads may end with std::terminate
+    bench, evaluation = (
+        stdout.splitlines()
+    )  # and no interpreter was torn down, which gloo's threads may end with std::terminate
     length = {"llama31_8b": 128, "llama2_70b_lora": 256}[benchmark]
-    assert bench.startswith(f"BENCH {benchmark} CPU_1x1 fp32, 2 layers, 1 x 4 x 2 sequences of {length}: ") and "median of 2" in bench
-    assert evaluation.startswith(f"EVALUATION {benchmark}: 5 sequences in ") and "tok/s/process" in evaluation
+    assert (
+        bench.startswith(
+            f"BENCH {benchmark} CPU_1x1 fp32, 2 layers, 1 x 4 x 2 sequences of {length}: "
+        )
+        and "median of 2" in bench
+    )
+    assert (
+        evaluation.startswith(f"EVALUATION {benchmark}: 5 sequences in ")
+        and "tok/s/process" in evaluation
+    )

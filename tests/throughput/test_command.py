@@ -40,7 +40,10 @@ def three_lines(capsys) -> list[str]:
     ],
 )
 def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said):
-    assert main([*arguments, *(["--out", str(tmp_path / "out")] if "--device" in arguments else [])]) == 2
+    assert (
+        main([*arguments, *(["--out", str(tmp_path / "out")] if "--device" in arguments else [])])
+        == 2
+    )
     assert said in three_lines(capsys)[0]
 
 
@@ -53,7 +56,10 @@ def test_without_words_it_lists_the_measurements(capsys):
 
 
 def test_the_launcher_passes_it_on_without_a_benchmark():
-    assert read(["throughput", "gemm", "--help"]) == ("requirements.txt", ["-m", "throughput", "gemm", "--help"])
+    assert read(["throughput", "gemm", "--help"]) == (
+        "requirements.txt",
+        ["-m", "throughput", "gemm", "--help"],
+    )
     with pytest.raises(ConfigError, match="takes no benchmark"):
         read(["llama31_8b", "throughput"])
 
@@ -76,12 +82,27 @@ def test_a_result_is_written_once(tmp_path, capsys):
 
 
 def test_a_signal_ends_it_in_three_lines_and_keeps_what_was_measured(tmp_path):
-    command = [sys.executable, "-m", "throughput", "gemm", "--device", "cpu", "--out", str(tmp_path / "a")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "throughput",
+        "gemm",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "a"),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143 and err.startswith("error: stopped by signal 15\n") and "Traceback" not in err
+    assert (
+        process.returncode == 143
+        and err.startswith("error: stopped by signal 15\n")
+        and "Traceback" not in err
+    )
     data = json.loads((tmp_path / "a" / "result.json").read_text())
     assert data["status"] == "running" and data["rows"]
 
@@ -99,8 +120,14 @@ def test_what_a_measurement_declares_fits_together(what):
     module.add_arguments(Parser("throughput x"))
     for table in module.TABLES:
         keys = [column.key for column in table.columns]
-        assert len(keys) == len(set(keys)) and {*table.keys, table.value, *filter(None, [table.sort])} <= set(keys)
-        assert {key for plot in table.plots for key in (*plot.x.split(", "), plot.y, plot.by)} <= set(keys)
+        assert len(keys) == len(set(keys)) and {
+            *table.keys,
+            table.value,
+            *filter(None, [table.sort]),
+        } <= set(keys)
+        assert {
+            key for plot in table.plots for key in (*plot.x.split(", "), plot.y, plot.by)
+        } <= set(keys)
         assert isinstance(table.formulas, tuple)
         for wanted in table.published:
             columns = {column.key for column in published.tables()[wanted.table].columns}
@@ -114,9 +141,20 @@ def test_options_of_all_measurements():
     parser = Parser("throughput x")
     options.add(parser, "precision", "steps", seq={"default": 1024}, batch={}, gpus={})
     chosen = parser.parse_args(["--batch", "max", "--gpus", "1,2,4"])
-    assert (chosen.precision, chosen.steps, chosen.seq, chosen.batch, chosen.gpus) == ("bf16", 20, 1024, "max", [1, 2, 4])
+    assert (chosen.precision, chosen.steps, chosen.seq, chosen.batch, chosen.gpus) == (
+        "bf16",
+        20,
+        1024,
+        "max",
+        [1, 2, 4],
+    )
     assert parser.parse_args(["--batch", "8"]).batch == 8
-    for words in (["--batch", "some"], ["--gpus", "1,,2"], ["--gpus", "0"], ["--precision", "int8"]):
+    for words in (
+        ["--batch", "some"],
+        ["--gpus", "1,,2"],
+        ["--gpus", "0"],
+        ["--precision", "int8"],
+    ):
         with pytest.raises(ConfigError):
             parser.parse_args(words)
 

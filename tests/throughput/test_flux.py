@@ -34,7 +34,16 @@ def result_of(folder, **machine) -> Result:
 
 
 def test_two_ranks_on_this_cpu(tmp_path):
-    arguments = ["--device=cpu", "--gpus=2", "--layers=1,1", "--batch=3", "--resolution=48", "--recompute=1", "--warmup=1", "--steps=2"]
+    arguments = [
+        "--device=cpu",
+        "--gpus=2",
+        "--layers=1,1",
+        "--batch=3",
+        "--resolution=48",
+        "--recompute=1",
+        "--warmup=1",
+        "--steps=2",
+    ]
     assert verb.main(["flux", *arguments, "--out", str(tmp_path / "out")]) == 0
     (row,) = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
     known = {
@@ -51,7 +60,9 @@ def test_two_ranks_on_this_cpu(tmp_path):
     assert row["parameters"] == sum(parameter.numel() for parameter in Flux(shape).parameters())
     assert row["images_per_s_per_gpu"] == pytest.approx(3e3 / row["ms"])
     assert row["images_per_s_p10"] <= row["images_per_s_per_gpu"] <= row["images_per_s_p90"]
-    assert row["tflops"] == pytest.approx(row["images_per_s_per_gpu"] * shape.flops_per_image(9, 24) / 1e12)
+    assert row["tflops"] == pytest.approx(
+        row["images_per_s_per_gpu"] * shape.flops_per_image(9, 24) / 1e12
+    )
 
 
 def test_training_lowers_the_loss(processes):
@@ -122,7 +133,12 @@ def one_rank_runs_out(processes, folder):
 def test_a_rank_that_runs_out_of_memory_ends_the_search_on_all(tmp_path):
     found = call_on_ranks(2, "test_flux:one_rank_runs_out", tmp_path)
     for of_rank in found:
-        assert [(batch, peak is not None) for batch, peak in of_rank["tried"]] == [(1, True), (2, True), (4, False), (3, False)]
+        assert [(batch, peak is not None) for batch, peak in of_rank["tried"]] == [
+            (1, True),
+            (2, True),
+            (4, False),
+            (3, False),
+        ]
         assert of_rank["batch"] == 2 and len(of_rank["times_ms"]) == 1
     assert found[0]["times_ms"] == found[1]["times_ms"]  # of the slowest rank
 
@@ -184,31 +200,67 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(processes, monkeypatc
 
 
 def test_rows_of_a_search(tmp_path, monkeypatch, capsys):
-    found = {"tried": [(1, 2**30), (2, None)], "batch": 1, "times_ms": [200.0, 100.0, 400.0], "memory_bytes": 2**31}
+    found = {
+        "tried": [(1, 2**30), (2, None)],
+        "batch": 1,
+        "times_ms": [200.0, 100.0, 400.0],
+        "memory_bytes": 2**31,
+    }
     monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: found)
     result = result_of(tmp_path / "out", gpu_memory_gib=140.0, peak_tflops_16_bits=989.4)
     flux.measure(options(batch="max", gpus=[2]), result)
     first, second, row = result.rows
-    assert (first["batch"], first["memory_gib"]) == (1, 1.0) and (second["batch"], second["error"]) == (2, "out of memory")
-    assert (row["batch"], row["ms"], row["images_per_s_per_gpu"], row["memory_gib"]) == (1, 200.0, 5.0, 2.0)
-    assert row["model"] == "flux.1-dev" and row["percent"] == pytest.approx(100 * row["tflops"] / 989.4)
-    monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: {"tried": [(10, None)], "batch": 0})
+    assert (first["batch"], first["memory_gib"]) == (1, 1.0) and (
+        second["batch"],
+        second["error"],
+    ) == (2, "out of memory")
+    assert (row["batch"], row["ms"], row["images_per_s_per_gpu"], row["memory_gib"]) == (
+        1,
+        200.0,
+        5.0,
+        2.0,
+    )
+    assert row["model"] == "flux.1-dev" and row["percent"] == pytest.approx(
+        100 * row["tflops"] / 989.4
+    )
+    monkeypatch.setattr(
+        flux, "run_ranks", lambda request, gpus: {"tried": [(10, None)], "batch": 0}
+    )
     flux.measure(options(gpus=[2]), result)
-    assert (result.rows[-1]["batch"], result.rows[-1]["error"]) == (10, "out of memory") and len(result.rows) == 4
+    assert (result.rows[-1]["batch"], result.rows[-1]["error"]) == (10, "out of memory") and len(
+        result.rows
+    ) == 4
 
 
 def test_a_search_goes_down_where_the_timed_steps_run_out(tmp_path, monkeypatch):
     """A batch that was asked for is not changed."""
     asked, timed = [], {"tried": [(3, 1)], "batch": 3, "times_ms": [100.0], "memory_bytes": 1}
-    answers = {0: {"tried": [(4, 2**30), (8, None)], "batch": 5}, 4: {"tried": [(4, None)], "batch": 0}, 3: timed, 10: {}}
-    monkeypatch.setattr(flux, "run_ranks", lambda request, gpus: asked.append(request.batch) or answers[request.batch])
+    answers = {
+        0: {"tried": [(4, 2**30), (8, None)], "batch": 5},
+        4: {"tried": [(4, None)], "batch": 0},
+        3: timed,
+        10: {},
+    }
+    monkeypatch.setattr(
+        flux,
+        "run_ranks",
+        lambda request, gpus: asked.append(request.batch) or answers[request.batch],
+    )
     result = result_of(tmp_path / "out", gpu_memory_gib=139.8)
     flux.measure(options(batch="max", gpus=[2]), result)
     rows = [(row["batch"], row.get("error")) for row in result.rows if row["table"] == "flux"]
-    assert asked == [0, 4, 3] and rows == [(5, "out of memory in the timed steps"), (4, "out of memory"), (3, None)]
+    assert asked == [0, 4, 3] and rows == [
+        (5, "out of memory in the timed steps"),
+        (4, "out of memory"),
+        (3, None),
+    ]
     assert len(result.rows) == 5 and result.rows[-1]["images_per_s_per_gpu"] == pytest.approx(30.0)
     flux.measure(options(gpus=[2]), result)
-    assert (result.rows[-1]["batch"], result.rows[-1]["error"], len(result.rows)) == (10, "out of memory", 6) and asked[3:] == [10]
+    assert (result.rows[-1]["batch"], result.rows[-1]["error"], len(result.rows)) == (
+        10,
+        "out of memory",
+        6,
+    ) and asked[3:] == [10]
 
 
 def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
@@ -216,25 +268,51 @@ def test_what_cannot_fit_is_not_started(tmp_path, monkeypatch):
     started = []
     found = {"tried": [(10, 1)], "batch": 10, "times_ms": [1.0], "memory_bytes": 1}
     monkeypatch.setattr(
-        flux, "run_ranks", lambda request, gpus: started.append((gpus, request.shape.blocks, request.recompute_blocks)) or found
+        flux,
+        "run_ranks",
+        lambda request, gpus: (
+            started.append((gpus, request.shape.blocks, request.recompute_blocks)) or found
+        ),
     )
     result = result_of(tmp_path / "out", gpu_memory_gib=139.8)
     flux.measure(options(gpus=[1, 2], recompute=40), result)
     one, part, two = result.rows
-    assert one["state_gib"] == pytest.approx(14 * 11.90141e9 / 2**30, abs=0.1) and "155.2 of 139.8 GiB" in one["error"]
-    assert part["model"] == "flux.1-dev, 12 + 24 blocks" and "error" not in part and part["recomputed"] == "36 of 36 blocks"
-    assert two["state_gib"] == pytest.approx(8 * 11.90141e9 / 2**30, abs=0.1) and started == [(1, 36, 36), (2, 57, 40)]
+    assert (
+        one["state_gib"] == pytest.approx(14 * 11.90141e9 / 2**30, abs=0.1)
+        and "155.2 of 139.8 GiB" in one["error"]
+    )
+    assert (
+        part["model"] == "flux.1-dev, 12 + 24 blocks"
+        and "error" not in part
+        and part["recomputed"] == "36 of 36 blocks"
+    )
+    assert two["state_gib"] == pytest.approx(8 * 11.90141e9 / 2**30, abs=0.1) and started == [
+        (1, 36, 36),
+        (2, 57, 40),
+    ]
     flux.measure(options(gpus=[1], layers=[19, 37]), result)
-    assert result.rows[-1]["model"] == "flux.1-dev, 19 + 37 blocks" and "error" in result.rows[-1] and len(result.rows) == 4
+    assert (
+        result.rows[-1]["model"] == "flux.1-dev, 19 + 37 blocks"
+        and "error" in result.rows[-1]
+        and len(result.rows) == 4
+    )
 
 
 def test_the_published_number_stands_beside_the_whole_model_only():
     (wanted,) = flux.TABLES[0].published
-    whole, part = (flux.row_of(flux.request_from(options(layers=layers)), 8) for layers in (None, [12, 24]))
+    whole, part = (
+        flux.row_of(flux.request_from(options(layers=layers)), 8) for layers in (None, [12, 24])
+    )
     assert (published.beside(whole, wanted), published.beside(part, wanted)) == ("MI300X 4.51", "-")
 
 
-@pytest.mark.parametrize("error", [OutOfMemory("the GPU's memory is full", "tried to allocate"), RankLost("another rank went away")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemory("the GPU's memory is full", "tried to allocate"),
+        RankLost("another rank went away"),
+    ],
+)
 def test_ranks_that_end_badly(tmp_path, monkeypatch, error):
     """For want of memory: a row that says so, and the next number of GPUs is measured. Anything else ends the measurement."""
 
@@ -246,18 +324,33 @@ def test_ranks_that_end_badly(tmp_path, monkeypatch, error):
             flux.measure(options(gpus=[2, 4]), result)
     else:
         flux.measure(options(gpus=[2, 4]), result)
-        assert [(row["gpus"], row["error"]) for row in result.rows] == [(gpus, "out of memory in the timed steps") for gpus in (2, 4)]
+        assert [(row["gpus"], row["error"]) for row in result.rows] == [
+            (gpus, "out of memory in the timed steps") for gpus in (2, 4)
+        ]
 
 
 def test_defaults_are_the_published_ones():
     request = flux.request_from(options())
-    assert (request.batch, request.rows, request.columns, request.text_tokens, request.recompute_blocks) == (10, 32, 32, 512, 57)
+    assert (
+        request.batch,
+        request.rows,
+        request.columns,
+        request.text_tokens,
+        request.recompute_blocks,
+    ) == (10, 32, 32, 512, 57)
     assert request.shape == FluxShape() and flux.request_from(options(resolution=1024)).rows == 64
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"resolution": 500}, {"layers": [3]}, {"layers": [3, 4, 5]}, {"recompute": 58}, {"recompute": -1}, {"device": "cpu", "batch": "max"}],
+    [
+        {"resolution": 500},
+        {"layers": [3]},
+        {"layers": [3, 4, 5]},
+        {"recompute": 58},
+        {"recompute": -1},
+        {"device": "cpu", "batch": "max"},
+    ],
 )
 def test_what_is_refused(changes):
     with pytest.raises(ConfigError):

@@ -36,28 +36,46 @@ def diffusers_model(shape: FluxShape):
 
 
 ENDS = {
-    **{"inputs.image": ["x_embedder"], "inputs.text": ["context_embedder"], "outputs.linear": ["proj_out"]},
+    **{
+        "inputs.image": ["x_embedder"],
+        "inputs.text": ["context_embedder"],
+        "outputs.linear": ["proj_out"],
+    },
     **{
         "inputs.time.into": ["time_text_embed.timestep_embedder.linear_1"],
         "inputs.time.out": ["time_text_embed.timestep_embedder.linear_2"],
     },
     "inputs.guidance.into": ["time_text_embed.guidance_embedder.linear_1"],
     "inputs.guidance.out": ["time_text_embed.guidance_embedder.linear_2"],
-    **{"inputs.pooled.into": ["time_text_embed.text_embedder.linear_1"], "inputs.pooled.out": ["time_text_embed.text_embedder.linear_2"]},
+    **{
+        "inputs.pooled.into": ["time_text_embed.text_embedder.linear_1"],
+        "inputs.pooled.out": ["time_text_embed.text_embedder.linear_2"],
+    },
     "outputs.modulation.linear": ["norm_out.linear"],  # diffusers keeps the scale before the shift
 }
 DOUBLE = {
     "image.modulation.linear": ["norm1.linear"],
     "image.qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
-    **{"image.norm.q": ["attn.norm_q"], "image.norm.k": ["attn.norm_k"], "image.out": ["attn.to_out.0"]},
+    **{
+        "image.norm.q": ["attn.norm_q"],
+        "image.norm.k": ["attn.norm_k"],
+        "image.out": ["attn.to_out.0"],
+    },
     **{"image.up": ["ff.net.0.proj"], "image.down": ["ff.net.2"]},
     "text.modulation.linear": ["norm1_context.linear"],
     "text.qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
-    **{"text.norm.q": ["attn.norm_added_q"], "text.norm.k": ["attn.norm_added_k"], "text.out": ["attn.to_add_out"]},
+    **{
+        "text.norm.q": ["attn.norm_added_q"],
+        "text.norm.k": ["attn.norm_added_k"],
+        "text.out": ["attn.to_add_out"],
+    },
     **{"text.up": ["ff_context.net.0.proj"], "text.down": ["ff_context.net.2"]},
 }
 SINGLE = {
-    **{"modulation.linear": ["norm.linear"], "into": ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]},
+    **{
+        "modulation.linear": ["norm.linear"],
+        "into": ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"],
+    },
     **{"norm.q": ["attn.norm_q"], "norm.k": ["attn.norm_k"], "out": ["proj_out"]},
 }
 
@@ -80,7 +98,9 @@ def ours_from(theirs: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return torch.cat(whole.chunk(2)[::-1]) if name.startswith("outputs.modulation") else whole
 
 
-def inputs(shape: FluxShape, batch: int, rows: int, columns: int, text_tokens: int) -> dict[str, torch.Tensor]:
+def inputs(
+    shape: FluxShape, batch: int, rows: int, columns: int, text_tokens: int
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     draw = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
     return {
@@ -109,7 +129,10 @@ def test_outputs_and_gradients_are_those_of_diffusers(size, recompute_blocks):
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.copy_(ours_from(weights, name))
-    drawn, positions = inputs(TINY, batch, rows, columns, text_tokens), image_positions(rows, columns, text_tokens)
+    drawn, positions = (
+        inputs(TINY, batch, rows, columns, text_tokens),
+        image_positions(rows, columns, text_tokens),
+    )
     out = ours(**drawn, rope=rope_table(positions, TINY, torch.device("cpu")))
     expected = theirs(
         hidden_states=drawn["latents"],
@@ -125,7 +148,11 @@ def test_outputs_and_gradients_are_those_of_diffusers(size, recompute_blocks):
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    assert [name for name, parameter in ours.named_parameters() if not close(parameter.grad, ours_from(gradients, name))] == []
+    assert [
+        name
+        for name, parameter in ours.named_parameters()
+        if not close(parameter.grad, ours_from(gradients, name))
+    ] == []
     used = [their for name, _ in ours.named_parameters() for their in their_names(name)]
     assert sorted(used) == sorted(weights)
 
@@ -136,7 +163,9 @@ def test_every_input_and_the_rope_count():
     rope = rope_table(image_positions(3, 4, 5), TINY, torch.device("cpu"))
     before = model(**drawn, rope=rope)
     for name in drawn:
-        assert not torch.allclose(model(**drawn | {name: drawn[name] * 0.5}, rope=rope), before, atol=1e-6), name
+        assert not torch.allclose(
+            model(**drawn | {name: drawn[name] * 0.5}, rope=rope), before, atol=1e-6
+        ), name
     turned = rope_table(image_positions(4, 3, 5), TINY, torch.device("cpu"))
     assert not torch.allclose(model(**drawn, rope=turned), before, atol=1e-6)
 

@@ -27,35 +27,63 @@ def test_every_way_is_timed_once(products):
     rows = [row for row in products["rows"] if row["table"] == "gemm"]
     ways = [(row["precision"], row["call"]) for row in rows]
     fp8 = [("fp8", "_scaled_mm tensorwise"), ("fp8", "_scaled_mm rowwise")]
-    assert ways == [(precision, call) for precision in ("fp16", "bf16") for call in ("matmul", "linear")] + fp8
+    assert (
+        ways
+        == [(precision, call) for precision in ("fp16", "bf16") for call in ("matmul", "linear")]
+        + fp8
+    )
     for row in rows:
         assert "error" not in row and row["ms"] > 0 and row["samples"] >= 1
-        assert row["tflops"] == pytest.approx(2 * 32 * 48 * 64 / (row["ms"] * 1e9)) and row["percent"] is None
+        assert (
+            row["tflops"] == pytest.approx(2 * 32 * 48 * 64 / (row["ms"] * 1e9))
+            and row["percent"] is None
+        )
         width = 1 if row["precision"] == "fp8" else 2
-        assert row["intensity"] == pytest.approx(2 * 32 * 48 * 64 / (width * (32 * 48 + 48 * 64) + 2 * 32 * 64))
+        assert row["intensity"] == pytest.approx(
+            2 * 32 * 48 * 64 / (width * (32 * 48 + 48 * 64) + 2 * 32 * 64)
+        )
 
 
 def test_summary_copy_and_roofs(products):
     summary = [row for row in products["rows"] if row["table"] == "summary"]
-    assert len(summary) == 6 and all(row["average"] == row["best"] and row["shapes"] == 1 for row in summary)
+    assert len(summary) == 6 and all(
+        row["average"] == row["best"] and row["shapes"] == 1 for row in summary
+    )
     (copy,) = [row for row in products["rows"] if row["table"] == "copy"]
     assert copy["gbps"] == pytest.approx(2 * 64 * 2**20 / copy["ms"] / 1e6)
     assert (
-        products["notes"]["roofline"]["bandwidth"][1] == pytest.approx(copy["gbps"] / 1e3) and products["notes"]["roofline"]["peaks"] == []
+        products["notes"]["roofline"]["bandwidth"][1] == pytest.approx(copy["gbps"] / 1e3)
+        and products["notes"]["roofline"]["peaks"] == []
     )
 
 
 def test_the_average_counts_each_shape_once_and_leaves_failures_out(tmp_path):
     made = Result(
-        "gemm", gemm.TABLES, tmp_path / "a", "cuda", {"kind": "H200", "peak_tflops_16_bits": 989.4, "peak_tflops_fp8": 1978.9}, {}
+        "gemm",
+        gemm.TABLES,
+        tmp_path / "a",
+        "cuda",
+        {"kind": "H200", "peak_tflops_16_bits": 989.4, "peak_tflops_fp8": 1978.9},
+        {},
     )
-    way = {"table": "gemm", "precision": "bf16", "call": "matmul", "library": "cublas", "percent": None}
+    way = {
+        "table": "gemm",
+        "precision": "bf16",
+        "call": "matmul",
+        "library": "cublas",
+        "percent": None,
+    }
     made.add(way | {"shape": "1x1x1", "tflops": 100.0})
     made.add(way | {"shape": "2x2x2", "tflops": 300.0})
     made.add(way | {"shape": "3x3x3", "error": "out of memory"})
     made.add({"table": "copy", "copy": "within device memory", "gbps": 4000.0})
     gemm.summarize(made)
-    assert (made.rows[-1]["average"], made.rows[-1]["best"], made.rows[-1]["best_shape"], made.rows[-1]["shapes"]) == (
+    assert (
+        made.rows[-1]["average"],
+        made.rows[-1]["best"],
+        made.rows[-1]["best_shape"],
+        made.rows[-1]["shapes"],
+    ) == (
         200.0,
         300.0,
         "2x2x2",
@@ -63,7 +91,10 @@ def test_the_average_counts_each_shape_once_and_leaves_failures_out(tmp_path):
     )
     gemm.note_roofs(made)
     roofs = made.data["notes"]["roofline"]
-    assert roofs["bandwidth"][1] == 4.0 and [level for _, level in roofs["peaks"]] == [989.4, 1978.9]
+    assert roofs["bandwidth"][1] == 4.0 and [level for _, level in roofs["peaks"]] == [
+        989.4,
+        1978.9,
+    ]
 
 
 @pytest.mark.parametrize("call", ["matmul", "linear"])
@@ -81,9 +112,13 @@ def test_what_is_timed_in_fp8_is_the_product_of_normal_numbers(scaling):
     a, w = work.args
     assert width == 1 and a.element_size() == 1 and not w.is_contiguous()
     scale_a, scale_w = work.keywords["scale_a"], work.keywords["scale_b"]
-    assert scale_a.numel() == (64 if scaling == "rowwise" else 1) and scale_w.numel() == (128 if scaling == "rowwise" else 1)
+    assert scale_a.numel() == (64 if scaling == "rowwise" else 1) and scale_w.numel() == (
+        128 if scaling == "rowwise" else 1
+    )
     x, y = a.double() * scale_a.double(), w.double() * scale_w.double()
-    assert x.std().item() == pytest.approx(1.0, abs=0.05) and y.std().item() == pytest.approx(1.0, abs=0.05)
+    assert x.std().item() == pytest.approx(1.0, abs=0.05) and y.std().item() == pytest.approx(
+        1.0, abs=0.05
+    )
     assert torch.allclose(work().double(), x @ y, rtol=2**-7, atol=0.2)
 
 
@@ -136,7 +171,24 @@ def test_the_published_times_and_rates_agree():
 
 def test_mlp_counts_its_weights_and_biases(tmp_path):
     folder = tmp_path / "a"
-    assert main(["mlp", "--device", "cpu", "--steps", "2", "--warmup", "1", "--batch", "4", "--out", str(folder)]) == 0
+    assert (
+        main(
+            [
+                "mlp",
+                "--device",
+                "cpu",
+                "--steps",
+                "2",
+                "--warmup",
+                "1",
+                "--batch",
+                "4",
+                "--out",
+                str(folder),
+            ]
+        )
+        == 0
+    )
     rows = json.loads((folder / "result.json").read_text())["rows"]
     assert [row["precision"] for row in rows] == ["bf16", "fp32"]
     for row in rows:

@@ -23,18 +23,44 @@ def test_it_computes_what_hugging_faces_gpt_2_computes():
     torch.manual_seed(0)
     ours = Gpt(SHAPE, 16)
     config = GPT2Config(
-        vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3, n_inner=40, activation_function="gelu", resid_pdrop=0, embd_pdrop=0
+        vocab_size=61,
+        n_positions=16,
+        n_embd=24,
+        n_layer=2,
+        n_head=3,
+        n_inner=40,
+        activation_function="gelu",
+        resid_pdrop=0,
+        embd_pdrop=0,
     )
     theirs = GPT2LMHeadModel(config).eval()
-    names = {"norm_1": "ln_1", "qkv": "attn.c_attn", "o": "attn.c_proj", "norm_2": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"}
-    pairs = {"embedding.weight": "wte.weight", "positions.weight": "wpe.weight", "norm.weight": "ln_f.weight", "norm.bias": "ln_f.bias"}
+    names = {
+        "norm_1": "ln_1",
+        "qkv": "attn.c_attn",
+        "o": "attn.c_proj",
+        "norm_2": "ln_2",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    }
+    pairs = {
+        "embedding.weight": "wte.weight",
+        "positions.weight": "wpe.weight",
+        "norm.weight": "ln_f.weight",
+        "norm.bias": "ln_f.bias",
+    }
     for layer in range(2):
-        pairs |= {f"blocks.{layer}.{a}.{kind}": f"h.{layer}.{b}.{kind}" for a, b in names.items() for kind in ("weight", "bias")}
+        pairs |= {
+            f"blocks.{layer}.{a}.{kind}": f"h.{layer}.{b}.{kind}"
+            for a, b in names.items()
+            for kind in ("weight", "bias")
+        }
     mine, other = dict(ours.named_parameters()), dict(theirs.transformer.named_parameters())
     assert pairs.keys() == mine.keys() and set(pairs.values()) == other.keys()
 
     def like(tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return tensor.t() if tensor.ndim == 2 and name.startswith("h.") else tensor  # its linear layers are [in, out]
+        return (
+            tensor.t() if tensor.ndim == 2 and name.startswith("h.") else tensor
+        )  # its linear layers are [in, out]
 
     with torch.no_grad():
         for a, b in pairs.items():
@@ -55,7 +81,9 @@ def test_it_computes_what_hugging_faces_gpt_2_computes():
 def test_a_size_is_the_published_one(name):
     size, row = SIZES[name], PUBLISHED[name]
     with torch.device("meta"):
-        counted = sum(parameter.numel() for parameter in Gpt(size.shape, size.sequence_length).parameters())
+        counted = sum(
+            parameter.numel() for parameter in Gpt(size.shape, size.sequence_length).parameters()
+        )
     assert counted == size.shape.num_parameters(size.sequence_length)
     assert counted == pytest.approx(row["parameters_counted"], rel=0.01)
     said, unit = row["parameters"].split()
@@ -67,7 +95,10 @@ def test_a_size_is_the_published_one(name):
 def test_a_token_costs_six_flops_a_weight_and_attention():
     hidden, ffn, length = SHAPE.hidden_size, SHAPE.ffn_hidden_size, 16
     model = Gpt(SHAPE, length)
-    weights = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2) + model.embedding.weight.numel()
+    weights = (
+        sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
+        + model.embedding.weight.numel()
+    )
     assert weights == 2 * hidden * (4 * hidden + 2 * ffn) + 61 * hidden
     assert SHAPE.training_flops_per_token(length) == 6 * weights + 2 * (12 * length * hidden) // 2
 
@@ -80,7 +111,10 @@ def test_a_step_trains_in_bf16_throughout():
     train_step(model, Size(SHAPE, 2, 16))()
     hook.remove()
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    kept = [*model.parameters(), *(tensor for moments in state.values() for key, tensor in moments.items() if key != "step")]
+    kept = [
+        *model.parameters(),
+        *(tensor for moments in state.values() for key, tensor in moments.items() if key != "step"),
+    ]
     assert len(kept) == 3 * len(before) and {tensor.dtype for tensor in kept} == {torch.bfloat16}
 
 
@@ -89,7 +123,16 @@ def test_a_step_trains_in_bf16_throughout():
 
 def options(**changes) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"device": "cpu", "model": None, "sweep": False, "batch": None, "seq": None, "warmup": 1, "steps": 2} | changes
+        **{
+            "device": "cpu",
+            "model": None,
+            "sweep": False,
+            "batch": None,
+            "seq": None,
+            "warmup": 1,
+            "steps": 2,
+        }
+        | changes
     )
 
 
@@ -112,20 +155,33 @@ def full_above_11(monkeypatch):
 
 def test_on_a_cpu_stand_ins_are_measured(result):
     gpt.measure(options(seq=8), result)
-    assert [(row["model"], row["seq"], row["samples"]) for row in result.rows] == [(name, 8, 2) for name in STAND_INS]
+    assert [(row["model"], row["seq"], row["samples"]) for row in result.rows] == [
+        (name, 8, 2) for name in STAND_INS
+    ]
     row = result.rows[0]
     size = STAND_INS["tiny"]
     rate = 1e3 * size.batch * 8 / row["ms"]
     assert row["tokens_per_s"] == pytest.approx(rate)
     assert row["tflops"] == pytest.approx(6 * row["parameters"] * rate / 1e12)
-    assert row["tflops_attention"] == pytest.approx(size.shape.training_flops_per_token(8) * rate / 1e12)
+    assert row["tflops_attention"] == pytest.approx(
+        size.shape.training_flops_per_token(8) * rate / 1e12
+    )
     assert row["percent"] == pytest.approx(100 * row["tflops_attention"] / 0.5)
 
 
 def test_what_does_not_fit_is_a_row_and_the_rest_goes_on(result, full_above_11):
     gpt.measure(options(device="cuda", warmup=3, steps=10), result)
     assert {row["model"]: row.get("error", row.get("memory_gb")) for row in result.rows} == {
-        **{"small": "out of memory", "medium": "out of memory", "large": 8.0, "xl": 4.0, "1.5b": 4.0, "3b": 2.0, "7b": 8.0, "13b": 4.0}
+        **{
+            "small": "out of memory",
+            "medium": "out of memory",
+            "large": 8.0,
+            "xl": 4.0,
+            "1.5b": 4.0,
+            "3b": 2.0,
+            "7b": 8.0,
+            "13b": 4.0,
+        }
     }
 
 
@@ -133,7 +189,14 @@ def test_a_sweep_doubles_until_the_memory_is_full_and_finds_the_largest(result, 
     gpt.measure(options(device="cuda", model="7b", sweep=True), result)
     assert {row["table"] for row in result.rows} == {"sweep"}
     assert [(row["batch"], row.get("error", row.get("mark"))) for row in result.rows] == [
-        *((1, ""), (2, ""), (4, ""), (8, "most tokens/s"), (16, "out of memory"), (11, "largest that fits"))
+        *(
+            (1, ""),
+            (2, ""),
+            (4, ""),
+            (8, "most tokens/s"),
+            (16, "out of memory"),
+            (11, "largest that fits"),
+        )
     ]
 
 
@@ -164,7 +227,11 @@ def test_a_doubled_batch_may_be_the_largest_and_is_measured_once(result, monkeyp
 
 @pytest.mark.parametrize(
     ("error", "memory"),
-    [(torch.OutOfMemoryError("x"), True), (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), True), (RuntimeError("shape"), False)],
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("shape"), False),
+    ],
 )
 def test_only_a_lack_of_memory_means_that_a_batch_does_not_fit(monkeypatch, error, memory):
     def fail(*_, **__):
@@ -178,7 +245,9 @@ def test_only_a_lack_of_memory_means_that_a_batch_does_not_fit(monkeypatch, erro
             gpt.fits(STAND_INS["tiny"], "cpu", 1)
 
 
-@pytest.mark.parametrize("changes", [{"batch": "max"}, {"model": "9b"}, {"batch": 2, "sweep": True}])
+@pytest.mark.parametrize(
+    "changes", [{"batch": "max"}, {"model": "9b"}, {"batch": 2, "sweep": True}]
+)
 def test_what_cannot_be_measured_is_refused(result, changes):
     with pytest.raises(ConfigError):
         gpt.measure(options(**changes), result)

@@ -46,8 +46,22 @@ GPU2   PCIE         XGMI         0
 GPU[0]\t\t: (Topology) Numa Node: 0
 ================================== End of ROCm SMI Log ===================================
 """
-OF_NVIDIA = {(0, 1): "NV18", (1, 0): "NV18", (0, 2): "SYS", (2, 0): "SYS", (1, 2): "NODE", (2, 1): "NODE"}
-OF_AMD = {(0, 1): "XGMI", (1, 0): "XGMI", (0, 2): "PCIE", (2, 0): "PCIE", (1, 2): "XGMI", (2, 1): "XGMI"}
+OF_NVIDIA = {
+    (0, 1): "NV18",
+    (1, 0): "NV18",
+    (0, 2): "SYS",
+    (2, 0): "SYS",
+    (1, 2): "NODE",
+    (2, 1): "NODE",
+}
+OF_AMD = {
+    (0, 1): "XGMI",
+    (1, 0): "XGMI",
+    (0, 2): "PCIE",
+    (2, 0): "PCIE",
+    (1, 2): "XGMI",
+    (2, 1): "XGMI",
+}
 
 
 def test_the_matrix_of_nvidia_smi_is_read_without_network_cards():
@@ -60,7 +74,11 @@ def test_the_matrix_of_link_types_of_rocm_smi_is_read():
 
 @pytest.mark.parametrize("parse", [links.parse_nvidia, links.parse_rocm])
 def test_other_text_has_no_links(parse):
-    assert parse("") == {} and parse("No devices were found\n") == {} and parse("\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\n") == {}
+    assert (
+        parse("") == {}
+        and parse("No devices were found\n") == {}
+        and parse("\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\n") == {}
+    )
 
 
 @pytest.fixture
@@ -68,7 +86,12 @@ def driver(monkeypatch, tmp_path):
     """Both tools print their text."""
     for vendor, text in (("nvidia", NVIDIA), ("amd", AMD)):
         (tmp_path / vendor).write_text(text)
-        command = [sys.executable, "-c", "import sys; print(open(sys.argv[1]).read())", str(tmp_path / vendor)]
+        command = [
+            sys.executable,
+            "-c",
+            "import sys; print(open(sys.argv[1]).read())",
+            str(tmp_path / vendor),
+        ]
         monkeypatch.setitem(links.COMMANDS, vendor, command)
 
 
@@ -78,10 +101,16 @@ def driver(monkeypatch, tmp_path):
         ("nvidia", {}, OF_NVIDIA),
         ("amd", {}, OF_AMD),
         ("nvidia", {"CUDA_VISIBLE_DEVICES": "2,0"}, {(0, 1): "SYS", (1, 0): "SYS"}),
-        ("amd", {"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1,0"}, {(0, 1): "XGMI", (1, 0): "XGMI"}),
+        (
+            "amd",
+            {"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1,0"},
+            {(0, 1): "XGMI", (1, 0): "XGMI"},
+        ),
     ],
 )
-def test_links_have_the_numbers_by_which_torch_knows_the_gpus(driver, vendor, environment, expected):
+def test_links_have_the_numbers_by_which_torch_knows_the_gpus(
+    driver, vendor, environment, expected
+):
     count = 1 + max(gpu for pair in expected for gpu in pair)
     assert links.ask_driver(vendor, environment, count) == (expected, "")
 

@@ -25,7 +25,18 @@ ARCHITECTURES = {"nvidia": "sm_120", "amd": "gfx942"}
 
 
 def options(**changes) -> argparse.Namespace:
-    default = dict(model=None, lora=False, layers=None, precision="bf16", seq=None, batch=None, gpus=[1], device="cuda", steps=2, warmup=1)
+    default = dict(
+        model=None,
+        lora=False,
+        layers=None,
+        precision="bf16",
+        seq=None,
+        batch=None,
+        gpus=[1],
+        device="cuda",
+        steps=2,
+        warmup=1,
+    )
     return argparse.Namespace(**default | changes)
 
 
@@ -41,18 +52,34 @@ def shipped(name: str) -> RunConfig:
 def test_the_benchmarks_model_is_measured_as_bench_measures_it(gpus):
     """The file's settings, also with fewer layers."""
     assert case(gpus=gpus, model="llama3.1-8b", precision="fp8").config == shipped(f"H200_1x{gpus}")
-    assert case(gpus=gpus, model="llama3.1-8b", precision="fp8", layers=4).config == shipped(f"H200_1x{gpus}")
+    assert case(gpus=gpus, model="llama3.1-8b", precision="fp8", layers=4).config == shipped(
+        f"H200_1x{gpus}"
+    )
     if gpus > 2:  # in bf16 its batch does not fit one or two
-        assert case(gpus=gpus, model="llama3.1-8b").config == replace(shipped(f"H200_1x{gpus}"), linear="bf16")
+        assert case(gpus=gpus, model="llama3.1-8b").config == replace(
+            shipped(f"H200_1x{gpus}"), linear="bf16"
+        )
 
 
 def test_a_number_of_gpus_without_a_file_takes_the_nearest():
     found = case(MI300X, gpus=2, model="llama3.1-8b", precision="fp8").config
-    assert (found.gpu, found.gpus_per_node, found.world_size, found.gradient_accumulation_steps) == ("MI300X", 2, 2, 1)
+    assert (
+        found.gpu,
+        found.gpus_per_node,
+        found.world_size,
+        found.gradient_accumulation_steps,
+    ) == ("MI300X", 2, 2, 1)
     assert found.env == shipped("MI300X_1x8").env
-    notes = [case(MI300X, gpus=gpus, model="llama3.1-8b", precision="fp8").row()["note"] for gpus in (2, 8)]
+    notes = [
+        case(MI300X, gpus=gpus, model="llama3.1-8b", precision="fp8").row()["note"]
+        for gpus in (2, 8)
+    ]
     assert notes == ["settings from MI300X_1x8.toml", ""]
-    assert case(gpus=3, model="qwen3-4b").config.reduce_scatter == "copy_engine" != case(gpus=1, model="qwen3-4b").config.reduce_scatter
+    assert (
+        case(gpus=3, model="qwen3-4b").config.reduce_scatter
+        == "copy_engine"
+        != case(gpus=1, model="qwen3-4b").config.reduce_scatter
+    )
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -63,9 +90,15 @@ def test_batch_max_is_the_largest_that_plan_says_fits(model, precision, lora):
     batch = found.config.micro_batch_size
     assert batch > 1 and found.config.gradient_accumulation_steps == 1
     assert plan.fits(plan.memory_peak(found.config, found.work), H200)
-    assert not plan.fits(plan.memory_peak(plan.with_micro_batch(found.config, batch + 1), found.work), H200)
-    assert found.row()["planned_gib"] == pytest.approx(plan.memory_peak(found.config, found.work).allocated / GIB)
-    assert case(model=model, precision=precision, lora=lora, seq=4096) == found, "the default of a model that is no benchmark's"
+    assert not plan.fits(
+        plan.memory_peak(plan.with_micro_batch(found.config, batch + 1), found.work), H200
+    )
+    assert found.row()["planned_gib"] == pytest.approx(
+        plan.memory_peak(found.config, found.work).allocated / GIB
+    )
+    assert case(model=model, precision=precision, lora=lora, seq=4096) == found, (
+        "the default of a model that is no benchmark's"
+    )
 
 
 def test_a_batch_that_needs_it_recomputes_as_few_layers_as_it_can():
@@ -80,14 +113,23 @@ def test_a_batch_that_needs_it_recomputes_as_few_layers_as_it_can():
 
 
 def test_lora_of_a_base_that_one_gpu_cannot_hold_shards_it():
-    assert case(model="llama2-70b", lora=True).config.frozen_base == "sharded", "the benchmark's own settings do not fit in bf16"
-    assert case(MI300X, model="qwen3-8b", lora=True, precision="fp8").config.frozen_base == "replicated"
+    assert case(model="llama2-70b", lora=True).config.frozen_base == "sharded", (
+        "the benchmark's own settings do not fit in bf16"
+    )
+    assert (
+        case(MI300X, model="qwen3-8b", lora=True, precision="fp8").config.frozen_base
+        == "replicated"
+    )
 
 
 def test_what_does_not_fit_is_refused_with_what_it_would_need():
     with pytest.raises(OutOfMemory) as raised:
         case(model="llama3.1-70b", batch="max")
-    assert "llama3.1-70b, full" in raised.value.what and "gathered weights 131" in raised.value.why and "more GPUs" in raised.value.do
+    assert (
+        "llama3.1-70b, full" in raised.value.what
+        and "gathered weights 131" in raised.value.why
+        and "more GPUs" in raised.value.do
+    )
     with pytest.raises(OutOfMemory) as raised:
         case(gpus=1, model="llama2-13b")
     assert "does not fit" in raised.value.what and "more --gpus" in raised.value.do
@@ -107,25 +149,46 @@ def test_wrong_options_are_refused():
 def test_a_gpu_that_is_not_known_gets_settings_by_its_memory():
     unknown = GpuKind("unknown", "nvidia", "sm_120", 0, 96 * GIB, 0.0, 0.0)
     found = case(unknown, 4, model="qwen3-4b").config
-    assert (found.gpu, found.env, found.reduce_scatter) == ("unknown", {}, "nccl") and found.kernels == "triton"
+    assert (found.gpu, found.env, found.reduce_scatter) == (
+        "unknown",
+        {},
+        "nccl",
+    ) and found.kernels == "triton"
     assert plan.fits(plan.memory_peak(found, case(unknown, 4, model="qwen3-4b").work), unknown)
     near_b200 = replace(unknown, arch="sm_100", memory_bytes=180 * GIB)
-    assert case(near_b200, 4, model="qwen3-4b").config.reduce_scatter == "copy_engine", "as a run would"
+    assert case(near_b200, 4, model="qwen3-4b").config.reduce_scatter == "copy_engine", (
+        "as a run would"
+    )
     nearest = {
-        vendor: case(replace(unknown, vendor=vendor, arch=arch), 8, model="qwen3-4b").source for vendor, arch in ARCHITECTURES.items()
+        vendor: case(replace(unknown, vendor=vendor, arch=arch), 8, model="qwen3-4b").source
+        for vendor, arch in ARCHITECTURES.items()
     }
-    assert nearest == {"nvidia": "settings from H100_1x8.toml", "amd": "settings from MI300X_1x8.toml"}, "of the same maker"
+    assert nearest == {
+        "nvidia": "settings from H100_1x8.toml",
+        "amd": "settings from MI300X_1x8.toml",
+    }, "of the same maker"
 
 
 def test_rows_beyond_a_sliding_window_say_so():
     assert "4096" in case(model="mistral-7b-v0.1").row()["note"]
-    assert case(model="mistral-7b-v0.1", seq=4096).row()["note"] == "" == case(model="qwen3-8b").row()["note"]
+    assert (
+        case(model="mistral-7b-v0.1", seq=4096).row()["note"]
+        == ""
+        == case(model="qwen3-8b").row()["note"]
+    )
 
 
 @pytest.fixture
 def result(tmp_path, monkeypatch):
     monkeypatch.setattr(llama, "gpu_kind", lambda: H200)
-    return Result("llama", llama.TABLES, tmp_path / "r", "cuda", {"peak_tflops_16_bits": 1000.0, "peak_tflops_fp8": 2000.0}, {})
+    return Result(
+        "llama",
+        llama.TABLES,
+        tmp_path / "r",
+        "cuda",
+        {"peak_tflops_16_bits": 1000.0, "peak_tflops_fp8": 2000.0},
+        {},
+    )
 
 
 def runs_up_to(batch: int, monkeypatch, fails=OutOfMemory):
@@ -158,34 +221,85 @@ def test_a_given_batch_is_tried_once_and_another_failure_ends_the_measurement(re
 
 def test_the_values_of_a_row_follow_from_the_median_step(result, monkeypatch):
     runs_up_to(9, monkeypatch)
-    llama.measure(options(model="qwen3-8b", lora=True, precision="fp8", batch=2, seq=4096, gpus=[2]), result)
+    llama.measure(
+        options(model="qwen3-8b", lora=True, precision="fp8", batch=2, seq=4096, gpus=[2]), result
+    )
     (row,), shape = result.rows, case(model="qwen3-8b").work.shape
-    assert row["tokens_per_s"] == pytest.approx(2 * 2 * 4096 / 1.0) == 2 * row["tokens_per_s_per_gpu"]
+    assert (
+        row["tokens_per_s"] == pytest.approx(2 * 2 * 4096 / 1.0) == 2 * row["tokens_per_s_per_gpu"]
+    )
     square = 6 * 36 * 4096 * 4096  # layers, sequence, width of attention
     adapters = 36 * 16 * (4096 + 6144 + 2 * 4096)
     flops = 4 * shape.matmul_parameters + 6 * adapters + square
-    assert row["tflops"] == pytest.approx(8192 * flops / 1e12) and row["tflops_12lsh"] == pytest.approx(8192 * (flops + square) / 1e12)
+    assert row["tflops"] == pytest.approx(8192 * flops / 1e12) and row[
+        "tflops_12lsh"
+    ] == pytest.approx(8192 * (flops + square) / 1e12)
     assert row["mfu"] == pytest.approx(row["tflops"] / 10) == pytest.approx(2 * row["percent"])
-    assert (row["ms"], row["allocated_gib"], row["reserved_gib"], row["precision"]) == (1000.0, 3.0, 4.0, "fp8")
+    assert (row["ms"], row["allocated_gib"], row["reserved_gib"], row["precision"]) == (
+        1000.0,
+        3.0,
+        4.0,
+        "fp8",
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "model", "mode"),
     [
-        (["--precision", "fp8", "--batch", "1", "--layers", "1", "--seq", "16"], "miniature", "full"),
+        (
+            ["--precision", "fp8", "--batch", "1", "--layers", "1", "--seq", "16"],
+            "miniature",
+            "full",
+        ),
         (["--lora", "--batch", "2", "--layers", "1"], "miniature", "lora"),
         (["--model", "CONFIG", "--seq", "16", "--gpus", "2"], "CONFIG", "full"),
     ],
 )
 def test_a_whole_run_on_a_cpu(tmp_path, monkeypatch, arguments, model, mode):
     """The last one: Qwen3 with a tied embedding, from a config.json, on two ranks."""
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="qwen3", vocab_size=61, tie_word_embeddings=True, **sizes)))
-    given = [str(tmp_path / "config.json") if argument == "CONFIG" else argument for argument in arguments]
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(dict(model_type="qwen3", vocab_size=61, tie_word_embeddings=True, **sizes))
+    )
+    given = [
+        str(tmp_path / "config.json") if argument == "CONFIG" else argument
+        for argument in arguments
+    ]
     monkeypatch.setattr(command, "probe", lambda environment: Probe("none"))
-    assert command.start("llama", [*given, "--warmup", "1", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        command.start(
+            "llama",
+            [
+                *given,
+                "--warmup",
+                "1",
+                "--steps",
+                "2",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path / "out"),
+            ],
+        )
+        == 0
+    )
     (row,) = read(tmp_path / "out")["rows"]
     assert (row["model"], row["mode"]) == (given[1] if model == "CONFIG" else model, mode)
-    assert row["samples"] == 2 and row["tokens_per_s"] == pytest.approx(1e3 * row["gpus"] * row["batch"] * row["seq"] / row["ms"])
-    assert row["precision"] == ("fp8" if "fp8" in arguments else "fp32") and row["tflops"] > 0 and row.get("mfu") is None
-    assert "llama3.1-70b" in (tmp_path / "out" / "table.md").read_text(), "published values stand below"
+    assert row["samples"] == 2 and row["tokens_per_s"] == pytest.approx(
+        1e3 * row["gpus"] * row["batch"] * row["seq"] / row["ms"]
+    )
+    assert (
+        row["precision"] == ("fp8" if "fp8" in arguments else "fp32")
+        and row["tflops"] > 0
+        and row.get("mfu") is None
+    )
+    assert "llama3.1-70b" in (tmp_path / "out" / "table.md").read_text(), (
+        "published values stand below"
+    )

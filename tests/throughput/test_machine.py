@@ -29,39 +29,71 @@ def driver(monkeypatch):
     monkeypatch.setattr(machine, "read_gpus", read)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=140 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=140 * 2**30)
+    )
     return limits
 
 
 def test_a_known_gpu_has_its_peaks_and_the_lowest_power_limit(driver):
     facts = machine.facts(Probe("nvidia", (H200, H200)), "cuda")
-    assert (facts["gpu"], facts["kind"], facts["gpus"], facts["gpu_memory_gib"], facts["power_limit_w"]) == (
+    assert (
+        facts["gpu"],
+        facts["kind"],
+        facts["gpus"],
+        facts["gpu_memory_gib"],
+        facts["power_limit_w"],
+    ) == (
         "NVIDIA H200",
         "H200",
         2,
         140.0,
         650.0,
     )
-    assert (facts["peak_tflops_16_bits"], facts["peak_tflops_fp8"]) == (KINDS["H200"].peak_bf16_tflops, KINDS["H200"].peak_fp8_tflops)
+    assert (facts["peak_tflops_16_bits"], facts["peak_tflops_fp8"]) == (
+        KINDS["H200"].peak_bf16_tflops,
+        KINDS["H200"].peak_fp8_tflops,
+    )
     assert facts["os"] and facts["host_memory"]
 
 
 def test_an_unknown_gpu_has_no_peak_and_a_silent_driver_no_limit(driver):
     driver.clear()
-    facts = machine.facts(Probe("nvidia", (Device("NVIDIA B200", "sm_100", 2**37, address="GPU-1"),) * 2), "cuda")
-    assert facts["kind"] == "unknown" and not {"peak_tflops_16_bits", "peak_tflops_fp8", "power_limit_w"} & facts.keys()
+    facts = machine.facts(
+        Probe("nvidia", (Device("NVIDIA B200", "sm_100", 2**37, address="GPU-1"),) * 2), "cuda"
+    )
+    assert (
+        facts["kind"] == "unknown"
+        and not {"peak_tflops_16_bits", "peak_tflops_fp8", "power_limit_w"} & facts.keys()
+    )
 
 
 def test_the_cpu_is_not_taken_for_a_gpu():
     facts = machine.facts(Probe("nvidia", (H200,)), "cpu")
-    assert "kind" not in facts and "gpus" not in facts and facts["threads"] == torch.get_num_threads()
+    assert (
+        "kind" not in facts and "gpus" not in facts and facts["threads"] == torch.get_num_threads()
+    )
 
 
 def test_versions_name_the_commit_and_torch(monkeypatch):
     known = {"python": "3.12", "driver": "580", "packages": {"torch": "2.9", "sentencepiece": "1"}}
-    monkeypatch.setattr(machine.run_directory, "versions", lambda root, found: known | {"commit": "0123456789abcdef", "dirty": True})
+    monkeypatch.setattr(
+        machine.run_directory,
+        "versions",
+        lambda root, found: known | {"commit": "0123456789abcdef", "dirty": True},
+    )
     monkeypatch.setattr(torch.version, "hip", "7.0")
     named = machine.versions(Probe("none"))
-    assert named == {"commit": "0123456789ab, modified", "driver": "580", "python": "3.12", "torch": "2.9", "rocm": "7.0"}
-    monkeypatch.setattr(machine.run_directory, "versions", lambda root, found: known | {"commit": None, "dirty": None})
+    assert named == {
+        "commit": "0123456789ab, modified",
+        "driver": "580",
+        "python": "3.12",
+        "torch": "2.9",
+        "rocm": "7.0",
+    }
+    monkeypatch.setattr(
+        machine.run_directory,
+        "versions",
+        lambda root, found: known | {"commit": None, "dirty": None},
+    )
     assert machine.versions(Probe("none"))["commit"] == "unknown"

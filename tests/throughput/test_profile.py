@@ -23,7 +23,12 @@ from throughput.kernel_time import CLASSES, Event, breakdown, class_of, class_of
 from throughput.profiling import TRACE, document
 from throughput.trace import Roles, timeline
 
-GEMM, NCCL, COPY, ADD = "nvjet_tst_128x256", "ncclDevKernel_AllGather_RING_LL(args)", "Memcpy DtoD (Device -> Device)", "elementwise_kernel"
+GEMM, NCCL, COPY, ADD = (
+    "nvjet_tst_128x256",
+    "ncclDevKernel_AllGather_RING_LL(args)",
+    "Memcpy DtoD (Device -> Device)",
+    "elementwise_kernel",
+)
 
 
 def kernel(name, start, duration, stream=7, kind="kernel", **more):
@@ -46,32 +51,71 @@ def rows_of(found):
     [
         ("nvjet_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT", "GEMM"),
         ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize1x1x1", "GEMM"),
-        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int>>>(...)", "GEMM"),
+        (
+            "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int>>>(...)",
+            "GEMM",
+        ),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(...)", "GEMM"),
         ("Cijk_Ailk_Bljk_BBS_BH_Bias_HAS_SAV_UserArgs_MT256x256x64_MI16x16x1", "GEMM"),
         ("void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm>(...)", "GEMM"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128",
+            "attention",
+        ),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_23_128x64", "attention"),
-        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>(...)", "attention"),
-        ("void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128>>(...)", "attention"),
+        (
+            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>(...)",
+            "attention",
+        ),
+        (
+            "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128>>(...)",
+            "attention",
+        ),
         ("_ZN5aiter29fmha_fwd_hd128_bf16_causal_E", "attention"),
         ("attn_fwd", "attention"),
-        ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o41112104113", "attention"),
-        ("kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor0000o11101213", "attention"),
-        ("kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensorptr", "attention"),
-        ("kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_object_at__tensorptr", "attention"),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o41112104113",
+            "attention",
+        ),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor0000o11101213",
+            "attention",
+        ),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensorptr",
+            "attention",
+        ),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_object_at__tensorptr",
+            "attention",
+        ),
         ("bwd_kernel_dk_dv", "attention"),
-        ("void cunn_SoftMaxForward<8, BFloat16, float, float, LogSoftMaxForwardEpilogue>(...)", "cross-entropy"),
+        (
+            "void cunn_SoftMaxForward<8, BFloat16, float, float, LogSoftMaxForwardEpilogue>(...)",
+            "cross-entropy",
+        ),
         ("void fused_rope_forward_kernel<__nv_bfloat16>(...)", "RoPE"),
         (NCCL, "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., FusedAdamMathFunctor<float, 4>>(...)", "optimizer"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<float, ...>>(...)", "optimizer"),
-        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>(...)", "elementwise"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., FusedAdamMathFunctor<float, 4>>(...)",
+            "optimizer",
+        ),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., LpNormFunctor<float, ...>>(...)",
+            "optimizer",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>(...)",
+            "elementwise",
+        ),
         ("Memcpy HtoD (Pageable -> Device)", "elementwise"),
         ("Memcpy HtoD (Pinned -> Device)", "communication"),
         ("Memcpy DtoH (Device -> Pinned)", "communication"),
-        ("void at::native::(anonymous namespace)::compute_grad_weight<BFloat16, int>(...)", "other"),
+        (
+            "void at::native::(anonymous namespace)::compute_grad_weight<BFloat16, int>(...)",
+            "other",
+        ),
         ("cudaDeviceProperties_kernel", "other"),  # "rope" stands in it
         ("some_new_kernel", "other"),
     ],
@@ -103,7 +147,9 @@ def test_our_kernels_are_known_by_name():
                 and node.name.endswith("_kernel")
                 and "triton.jit" in map(ast.unparse, node.decorator_list)
             ):
-                assert path.stem in CLASSES_OF_FILES, "a new kernel file: give its kernels a class in kernel_time.NAMES, and say here which"
+                assert path.stem in CLASSES_OF_FILES, (
+                    "a new kernel file: give its kernels a class in kernel_time.NAMES, and say here which"
+                )
                 assert class_of_name(node.name) == CLASSES_OF_FILES[path.stem], node.name
                 found += 1
     assert found >= 5
@@ -118,7 +164,15 @@ def test_our_kernels_are_known_by_name():
         ("new_name", ("aten::linear", "aten::mm"), "GEMM"),
         ("new_name", ("aten::add",), "elementwise"),
         ("new_name", ("new_op",), "other"),
-        (ADD, ("autograd::engine::evaluate_function: LogSoftmaxBackward0", "LogSoftmaxBackward0", "aten::mul"), "elementwise"),
+        (
+            ADD,
+            (
+                "autograd::engine::evaluate_function: LogSoftmaxBackward0",
+                "LogSoftmaxBackward0",
+                "aten::mul",
+            ),
+            "elementwise",
+        ),
         (ADD, ("aten::cross_entropy_loss", "mlperf_llama::swiglu"), "SwiGLU"),  # the nearest
     ],
 )
@@ -130,9 +184,15 @@ def test_a_name_that_says_little_takes_the_class_around_its_launch(name, within,
 
 
 def test_gaps_are_idle_and_communication_behind_compute_is_hidden():
-    rows = ms_of([kernel(GEMM, 10, 50), kernel(NCCL, 40, 50, stream=20), kernel(ADD, 100, 10)], 0, 120)
+    rows = ms_of(
+        [kernel(GEMM, 10, 50), kernel(NCCL, 40, 50, stream=20), kernel(ADD, 100, 10)], 0, 120
+    )
     assert (rows["GEMM"].exposed_ns, rows["GEMM"].hidden_ns, rows["GEMM"].launches) == (50, 0, 1)
-    assert (rows["communication"].exposed_ns, rows["communication"].kernel_ns, rows["communication"].hidden_ns) == (30, 50, 20)
+    assert (
+        rows["communication"].exposed_ns,
+        rows["communication"].kernel_ns,
+        rows["communication"].hidden_ns,
+    ) == (30, 50, 20)
     assert (rows["elementwise"].exposed_ns, rows["idle"].exposed_ns) == (10, 30)
     assert list(rows) == list(CLASSES)
 
@@ -140,13 +200,30 @@ def test_gaps_are_idle_and_communication_behind_compute_is_hidden():
 def test_compute_on_a_side_stream_comes_before_communication_and_after_the_main_stream():
     events = [kernel(GEMM, 0, 60), kernel(ADD, 40, 40, stream=9), kernel(NCCL, 0, 100, stream=20)]
     rows = ms_of(events, 0, 100)
-    assert [rows[name].exposed_ns for name in ("GEMM", "elementwise", "communication", "idle")] == [60, 20, 20, 0]
+    assert [rows[name].exposed_ns for name in ("GEMM", "elementwise", "communication", "idle")] == [
+        60,
+        20,
+        20,
+        0,
+    ]
     assert rows["elementwise"].hidden_ns == 20
 
 
 def test_copies_of_a_side_stream_count_where_nothing_computes():
-    rows = ms_of([kernel(GEMM, 0, 60), kernel(COPY, 30, 50, stream=9, kind="copy"), kernel(NCCL, 0, 100, stream=20)], 0, 100)
-    assert [rows[name].exposed_ns for name in ("GEMM", "elementwise", "communication")] == [60, 20, 20]
+    rows = ms_of(
+        [
+            kernel(GEMM, 0, 60),
+            kernel(COPY, 30, 50, stream=9, kind="copy"),
+            kernel(NCCL, 0, 100, stream=20),
+        ],
+        0,
+        100,
+    )
+    assert [rows[name].exposed_ns for name in ("GEMM", "elementwise", "communication")] == [
+        60,
+        20,
+        20,
+    ]
 
 
 def test_of_two_on_one_stream_the_one_that_started_last_has_the_instant():
@@ -157,7 +234,11 @@ def test_of_two_on_one_stream_the_one_that_started_last_has_the_instant():
 
 def test_what_reaches_beyond_the_window_counts_inside_only():
     rows = ms_of([kernel(GEMM, 0, 30), kernel(ADD, 90, 30), kernel("rms_norm", 200, 5)], 20, 100)
-    assert [(rows[n].exposed_ns, rows[n].kernel_ns) for n in ("GEMM", "elementwise", "norm")] == [(10, 10), (10, 10), (0, 0)]
+    assert [(rows[n].exposed_ns, rows[n].kernel_ns) for n in ("GEMM", "elementwise", "norm")] == [
+        (10, 10),
+        (10, 10),
+        (0, 0),
+    ]
     assert rows["norm"].launches == 0 and rows["idle"].exposed_ns == 60
 
 
@@ -178,7 +259,16 @@ def instant_by_instant(events, kinds, start, end):
         if not running:
             idle += 1
             continue
-        order = lambda i: (kinds[i] == "communication", events[i].stream != main, events[i].kind == "copy", -events[i].start_ns, -i)  # noqa: E731
+
+        def order(i):
+            return (
+                kinds[i] == "communication",
+                events[i].stream != main,
+                events[i].kind == "copy",
+                -events[i].start_ns,
+                -i,
+            )
+
         own[min(running, key=order)] += 1
     return own, idle
 
@@ -186,11 +276,19 @@ def instant_by_instant(events, kinds, start, end):
 @pytest.mark.parametrize("seed", range(200))
 def test_every_instant_belongs_to_one(seed):
     draw = random.Random(seed)
-    names = [(GEMM, "kernel"), (ADD, "kernel"), (NCCL, "kernel"), (COPY, "copy"), ("what", "kernel")]
+    names = [
+        (GEMM, "kernel"),
+        (ADD, "kernel"),
+        (NCCL, "kernel"),
+        (COPY, "copy"),
+        ("what", "kernel"),
+    ]
     events = []
     for _ in range(draw.randrange(12)):
         name, kind = draw.choice(names)
-        events.append(kernel(name, draw.randrange(100), draw.randrange(40), draw.randrange(3), kind))
+        events.append(
+            kernel(name, draw.randrange(100), draw.randrange(40), draw.randrange(3), kind)
+        )
     start, end = 15, 15 + draw.randrange(1, 90)
     kinds = [class_of(event) for event in events]
     own, idle = exposed_ns(events, kinds, start, end)
@@ -205,7 +303,9 @@ def test_every_instant_belongs_to_one(seed):
 
 # --- roles of products ------------------------------------------------------------------------------------------------
 
-SHAPE = ModelShape(2, 40, 48, 4, 1, 90, 10000.0)  # qkv [60, 40], o [40, 40], gate_up [96, 40], down [40, 48], head [90, 40]
+SHAPE = ModelShape(
+    2, 40, 48, 4, 1, 90, 10000.0
+)  # qkv [60, 40], o [40, 40], gate_up [96, 40], down [40, 48], head [90, 40]
 ROLES = Roles(SHAPE, 16, weights_train=True)
 
 
@@ -232,11 +332,17 @@ def test_a_shape_has_a_role(shape, backward, expected):
 
 def test_frozen_matrices_have_no_wgrad():
     roles = Roles(SHAPE, 16, weights_train=False)
-    assert roles.name((60, 40, 16), True) == "60 x 40 x 16" and roles.name((16, 40, 60), True) == "qkv dgrad: 16 x 40 x 60"
+    assert (
+        roles.name((60, 40, 16), True) == "60 x 40 x 16"
+        and roles.name((16, 40, 60), True) == "qkv dgrad: 16 x 40 x 60"
+    )
 
 
 def test_weights_of_equal_shape_are_all_named():
-    assert Roles(ModelShape(2, 40, 30, 4, 1, 90, 10000.0), 16, True).name((16, 60, 40), False) == "qkv or gate_up: 16 x 60 x 40"
+    assert (
+        Roles(ModelShape(2, 40, 30, 4, 1, 90, 10000.0), 16, True).name((16, 60, 40), False)
+        == "qkv or gate_up: 16 x 60 x 40"
+    )
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------
@@ -245,7 +351,16 @@ MAIN, BACKWARD = 100, 101  # threads
 
 
 def span(cat, name, ts, dur, tid=MAIN, **args):
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "pid": 1,
+        "tid": tid,
+        "args": args,
+    }
 
 
 def launch(correlation, ts, tid=MAIN, cat="cuda_runtime"):
@@ -262,15 +377,29 @@ def step(number, ts, dur):
 
 def gpu_trace():
     """A lead-in and two steps; the host is far ahead of the GPU. Microseconds."""
-    records = [step(0, 0, 10), step(1, 10, 10), step(2, 20, 10), {"ph": "M", "name": "process_name"}]
+    records = [
+        step(0, 0, 10),
+        step(1, 10, 10),
+        step(2, 20, 10),
+        {"ph": "M", "name": "process_name"},
+    ]
     for number, begin in enumerate((0, 10, 20)):
         dims = {"Input Dims": [[16, 40], [40, 60]]}
         records += [
             span("cpu_op", "aten::mm", begin + 1, 2, **dims),
             launch(10 * number + 1, begin + 1.5),
             launch(10 * number + 2, begin + 2.5, cat="cuda_driver"),
-            span("cpu_op", "autograd::engine::evaluate_function: MmBackward0", begin + 4, 2, BACKWARD),
-            span("cpu_op", "aten::mm", begin + 4.2, 1, BACKWARD, **{"Input Dims": [[16, 60], [60, 40]]}),
+            span(
+                "cpu_op", "autograd::engine::evaluate_function: MmBackward0", begin + 4, 2, BACKWARD
+            ),
+            span(
+                "cpu_op",
+                "aten::mm",
+                begin + 4.2,
+                1,
+                BACKWARD,
+                **{"Input Dims": [[16, 60], [60, 40]]},
+            ),
             launch(10 * number + 3, begin + 4.5, BACKWARD),
             span("user_annotation", "weight_shards::reduce", begin + 7, 1, BACKWARD),
             launch(10 * number + 4, begin + 7.5, BACKWARD),
@@ -290,25 +419,40 @@ def test_a_gpu_trace_becomes_whole_periods():
     assert (start, end, steps) == (130_000, 230_000, 2)
     found = breakdown(events, start, end)
     rows = rows_of(found)
-    assert [rows[name].exposed_ns for name in ("GEMM", "communication", "idle", "other")] == [60_000, 20_000, 20_000, 0]
+    assert [rows[name].exposed_ns for name in ("GEMM", "communication", "idle", "other")] == [
+        60_000,
+        20_000,
+        20_000,
+        0,
+    ]
     assert rows["GEMM"].launches == 6
     forward, backward = found["products"]
     assert (forward.name, forward.exposed_ns, forward.launches) == ("qkv: 16 x 60 x 40", 42_000, 4)
     assert (backward.name, backward.exposed_ns) == ("qkv dgrad: 16 x 40 x 60", 18_000)
-    assert forward.flops == backward.flops == 2 * 2 * 16 * 60 * 40, "once for each product, however many kernels"
+    assert forward.flops == backward.flops == 2 * 2 * 16 * 60 * 40, (
+        "once for each product, however many kernels"
+    )
 
 
 def test_what_a_step_leaves_to_a_side_stream_moves_no_border():
     """The weights' gather: beside the next step's forward it is slow, after the last step there is nothing to wait for."""
     records = [*gpu_trace()["traceEvents"], launch(91, 9.8), launch(92, 29.8)]
-    records += [ran("ncclDevKernel_AllGather", 140, 45, 91, stream=20), ran("ncclDevKernel_AllGather", 240, 5, 92, stream=20)]
+    records += [
+        ran("ncclDevKernel_AllGather", 140, 45, 91, stream=20),
+        ran("ncclDevKernel_AllGather", 240, 5, 92, stream=20),
+    ]
     assert timeline({"traceEvents": records}, ROLES)[1:] == (130_000, 230_000, 2)
 
 
 def test_kernels_of_a_graph_stand_under_their_own_name():
-    records = [record for record in gpu_trace()["traceEvents"] if record.get("cat") not in ("cpu_op",)]
+    records = [
+        record for record in gpu_trace()["traceEvents"] if record.get("cat") not in ("cpu_op",)
+    ]
     found = breakdown(*timeline({"traceEvents": records}, ROLES)[:3])
-    assert {row.name for row in found["products"]} == {GEMM, "void cublasLt::splitKreduce_kernel<32>()"}
+    assert {row.name for row in found["products"]} == {
+        GEMM,
+        "void cublasLt::splitKreduce_kernel<32>()",
+    }
     assert [row.name for row in found["others"]] == ["brand_new_gpu_kernel"]
 
 
@@ -316,8 +460,14 @@ def test_kernels_of_a_graph_stand_under_their_own_name():
     ("keep", "words"),
     [
         (lambda record: record.get("cat") != "user_annotation", "0 steps"),
-        (lambda record: not record["name"].startswith(("ProfilerStep#1", "ProfilerStep#2")), "1 steps"),
-        (lambda record: record.get("cat") not in ("cuda_runtime", "cuda_driver"), "no kernel belongs to ProfilerStep#0"),
+        (
+            lambda record: not record["name"].startswith(("ProfilerStep#1", "ProfilerStep#2")),
+            "1 steps",
+        ),
+        (
+            lambda record: record.get("cat") not in ("cuda_runtime", "cuda_driver"),
+            "no kernel belongs to ProfilerStep#0",
+        ),
     ],
 )
 def test_a_trace_without_the_facts_is_refused(keep, words):
@@ -348,27 +498,56 @@ def test_on_a_cpu_each_op_has_the_time_it_calls_no_other():
 
 # --- the document and its table ----------------------------------------------------------------------------------------
 
-FACTS = {"benchmark": "llama31_8b", "config": "H200_1x4", "precision": "bf16", "layers": 2, "world_size": 4, "device": "NVIDIA H200"}
+FACTS = {
+    "benchmark": "llama31_8b",
+    "config": "H200_1x4",
+    "precision": "bf16",
+    "layers": 2,
+    "world_size": 4,
+    "device": "NVIDIA H200",
+}
 FACTS |= {"torch": "2.11", "steps": 2, "tokens_per_step_per_rank": 1000}
 
 
 def table(clock_ms=0.05):
-    events = [kernel(GEMM, 0, 60_000, label="qkv: 1 x 2 x 3", flops=12), kernel("<new>", 60_000, 20_000), kernel(NCCL, 50_000, 40_000, 20)]
-    return document(breakdown(events, 0, 100_000), 100_000, 2, FACTS) | {"clock_ms": clock_ms, "bench_ms": 0.04}
+    events = [
+        kernel(GEMM, 0, 60_000, label="qkv: 1 x 2 x 3", flops=12),
+        kernel("<new>", 60_000, 20_000),
+        kernel(NCCL, 50_000, 40_000, 20),
+    ]
+    return document(breakdown(events, 0, 100_000), 100_000, 2, FACTS) | {
+        "clock_ms": clock_ms,
+        "bench_ms": 0.04,
+    }
 
 
 def test_the_document_is_per_step():
     found = table()
     rows = {row["name"]: row for row in found["classes"]}
-    assert found["window_ms"] == 0.05 and sum(row["ms"] for row in found["classes"]) == pytest.approx(0.05)
-    assert (rows["GEMM"]["ms"], rows["GEMM"]["share"], rows["GEMM"]["us_per_token"]) == (0.03, 0.6, 0.03)
-    assert (rows["communication"]["ms"], rows["communication"]["kernel_ms"], rows["communication"]["hidden_ms"]) == (0.005, 0.02, 0.015)
+    assert found["window_ms"] == 0.05 and sum(
+        row["ms"] for row in found["classes"]
+    ) == pytest.approx(0.05)
+    assert (rows["GEMM"]["ms"], rows["GEMM"]["share"], rows["GEMM"]["us_per_token"]) == (
+        0.03,
+        0.6,
+        0.03,
+    )
+    assert (
+        rows["communication"]["ms"],
+        rows["communication"]["kernel_ms"],
+        rows["communication"]["hidden_ms"],
+    ) == (0.005, 0.02, 0.015)
     assert found["products"][0]["tflops"] == pytest.approx(12 / 60e-6 / 1e12)
 
 
 def test_the_table_names_unknown_kernels_and_says_where_the_clock_disagrees():
     shown = profiling.text(table())
-    assert "<new>" in shown and "NOTE" not in shown and "qkv: 1 x 2 x 3" in shown and "costs +25.0%" in shown
+    assert (
+        "<new>" in shown
+        and "NOTE" not in shown
+        and "qkv: 1 x 2 x 3" in shown
+        and "costs +25.0%" in shown
+    )
     assert "NOTE: trace" in profiling.text(table(clock_ms=0.0506))
 
 
@@ -385,8 +564,19 @@ def test_the_page_has_a_table_of_each_part_and_bars_of_the_classes(tmp_path):
 
 def profile_verb(tmp_path, *arguments, device="cpu"):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path / "results")}
-    command = [sys.executable, "-m", "launch", "llama31_8b", "profile", "--device", device, *arguments]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "llama31_8b",
+        "profile",
+        "--device",
+        device,
+        *arguments,
+    ]
+    return subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def read_profile(tmp_path):
@@ -408,12 +598,31 @@ def test_profile_of_the_miniature(tmp_path):
     assert "kernel class" in read_page(folder / "page.html")
     with gzip.open(folder / TRACE, "rt") as file:
         assert len(json.load(file)["traceEvents"]) > 1000
-    assert all(rows[name]["ms"] > 0 for name in ("GEMM", "attention", "SwiGLU", "cross-entropy", "optimizer", "elementwise", "idle"))
+    assert all(
+        rows[name]["ms"] > 0
+        for name in (
+            "GEMM",
+            "attention",
+            "SwiGLU",
+            "cross-entropy",
+            "optimizer",
+            "elementwise",
+            "idle",
+        )
+    )
     assert rows["other"]["share"] < 0.02
     roles = {row["name"].split(":")[0] for row in found["products"]}
-    assert {f"{role}{way}" for role in ("qkv", "o", "gate_up", "down", "head") for way in ("", " dgrad", " wgrad")} <= roles
+    assert {
+        f"{role}{way}"
+        for role in ("qkv", "o", "gate_up", "down", "head")
+        for way in ("", " dgrad", " wgrad")
+    } <= roles
     assert (found["layers"], found["steps"], found["tokens_per_step_per_rank"]) == (2, 1, 16 * 128)
-    assert "BENCH llama31_8b" in done.stdout and "PROFILE llama31_8b" in done.stdout and str(folder) in done.stderr
+    assert (
+        "BENCH llama31_8b" in done.stdout
+        and "PROFILE llama31_8b" in done.stdout
+        and str(folder) in done.stderr
+    )
 
 
 @pytest.mark.gpu
@@ -424,7 +633,18 @@ def test_profile_of_the_miniature_on_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     _, found, rows = read_profile(tmp_path)
     assert found["device"] != "cpu"
-    assert all(rows[name]["ms"] > 0 for name in ("GEMM", "attention", "norm", "SwiGLU", "cross-entropy", "optimizer", "elementwise"))
+    assert all(
+        rows[name]["ms"] > 0
+        for name in (
+            "GEMM",
+            "attention",
+            "norm",
+            "SwiGLU",
+            "cross-entropy",
+            "optimizer",
+            "elementwise",
+        )
+    )
     assert rows["other"]["share"] < 0.02, found["others"]
     assert any(row["name"].startswith("head dgrad") and row["tflops"] for row in found["products"])
 
@@ -444,4 +664,8 @@ def test_no_steps_are_refused(tmp_path):
 
 def test_print_says_where_it_would_go(tmp_path):
     done = profile_verb(tmp_path, "--print", "--out", str(tmp_path / "new"))
-    assert done.returncode == 0 and done.stdout.endswith(f"--steps 2 --profile {tmp_path / 'new'}\n") and not (tmp_path / "new").exists()
+    assert (
+        done.returncode == 0
+        and done.stdout.endswith(f"--steps 2 --profile {tmp_path / 'new'}\n")
+        and not (tmp_path / "new").exists()
+    )

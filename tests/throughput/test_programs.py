@@ -8,7 +8,11 @@ import pytest
 
 from common.paths import ROOT
 
-PROGRAMS = ["throughput/kernels.py", "tests/gpu/studies/convergence.py", "tests/gpu/studies/lora_convergence.py"]
+PROGRAMS = [
+    "throughput/kernels.py",
+    "tests/gpu/studies/convergence.py",
+    "tests/gpu/studies/lora_convergence.py",
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -23,12 +23,18 @@ main(measure)
     ("work", "error", "shown"),
     [
         ("pass", type(None), False),
-        ("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", OutOfMemory, False),
+        (
+            "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')",
+            OutOfMemory,
+            False,
+        ),
         ("raise ValueError('shapes differ')", RunError, True),
         ("time.sleep(60)", Hang, False),
     ],
 )
-def test_the_error_that_ended_the_ranks_and_what_they_had_measured(tmp_path, monkeypatch, capfd, work, error, shown):
+def test_the_error_that_ended_the_ranks_and_what_they_had_measured(
+    tmp_path, monkeypatch, capfd, work, error, shown
+):
     (tmp_path / "of_rank.py").write_text(MODULE.replace("{WORK}", work))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found, ended = run_ranks(tmp_path, 1, ["of_rank", str(tmp_path)], {}, limit_s=15.0)
@@ -49,7 +55,17 @@ def test_bench_leaves_its_failure_to_who_asked_for_a_file(tmp_path, monkeypatch,
     monkeypatch.setattr(bench, "bench", fail)
     monkeypatch.setattr("common.training.guard.os._exit", end)
     monkeypatch.setenv(LAUNCHED, "by who asks")
-    arguments = ["--benchmark", "llama31_8b", "--config", "configs/llama31_8b/CPU_1x1.toml", "--device", "cpu"]
+    arguments = [
+        "--benchmark",
+        "llama31_8b",
+        "--config",
+        "configs/llama31_8b/CPU_1x1.toml",
+        "--device",
+        "cpu",
+    ]
     with pytest.raises(Ended):
         bench.main([*arguments, "--result", str(tmp_path / "measured.json")])
-    assert "out_of_memory" in (tmp_path / "ranks" / "rank_0.json").read_text() and not capsys.readouterr().err
+    assert (
+        "out_of_memory" in (tmp_path / "ranks" / "rank_0.json").read_text()
+        and not capsys.readouterr().err
+    )

@@ -28,7 +28,10 @@ TABLE = Table(
     keys=("model", "precision", "batch"),
     value="samples_per_s",
     formulas=("Samples/s = batch / step < time",),
-    plots=(Plot("bars", "Bars", "model", "samples_per_s", "precision"), Plot("lines", "Lines", "batch", "ms", "model")),
+    plots=(
+        Plot("bars", "Bars", "model", "samples_per_s", "precision"),
+        Plot("lines", "Lines", "batch", "ms", "model"),
+    ),
     published=(Beside("mlp", ("model", "batch"), "samples_per_s"),),
     sort="samples_per_s",
 )
@@ -36,7 +39,9 @@ ROW = {"model": "4096-8192-8192-4096", "precision": "bf16", "batch": 256}
 
 
 def opened(folder, device="cuda", machine=None) -> Result:
-    return Result("mlp", (TABLE,), folder, device, {"gpu": "test", **(machine or {})}, {"torch": "0"})
+    return Result(
+        "mlp", (TABLE,), folder, device, {"gpu": "test", **(machine or {})}, {"torch": "0"}
+    )
 
 
 def rows_on_disk(folder) -> list[dict]:
@@ -49,7 +54,11 @@ def test_each_row_is_on_disk_as_soon_as_it_is_measured(tmp_path, capsys):
     made.add(ROW | {"samples_per_s": 1234.5}, [3.0, 1.0, 2.0])
     (row,) = rows_on_disk(tmp_path / "a")
     assert row["table"] == "steps" and row["source"] == "measured"
-    assert (row["ms"], row["samples"]) == (2.0, 3) and row["ms_p10"] == pytest.approx(1.2) and row["ms_p90"] == pytest.approx(2.8)
+    assert (
+        (row["ms"], row["samples"]) == (2.0, 3)
+        and row["ms_p10"] == pytest.approx(1.2)
+        and row["ms_p90"] == pytest.approx(2.8)
+    )
     line = "4096-8192-8192-4096, bf16, Batch 256, Samples/s 1,234.5, Step 2.00 ms\n"
     assert capsys.readouterr().out == line
     assert json.loads((tmp_path / "a" / "result.json").read_text())["status"] == "running"
@@ -62,22 +71,37 @@ def test_a_failure_is_a_row_and_the_measurement_goes_on(tmp_path):
         raise error
 
     made = opened(tmp_path / "a")
-    assert not made.attempt(ROW, lambda: fails(torch.OutOfMemoryError("CUDA out of memory. Tried ...")))
+    assert not made.attempt(
+        ROW, lambda: fails(torch.OutOfMemoryError("CUDA out of memory. Tried ..."))
+    )
     assert not made.attempt(ROW, lambda: fails(NotImplementedError("no such product\nmore")))
     with pytest.raises(RunError, match="nothing was measured"):
         made.finish()
     assert made.attempt(ROW, lambda: ({"samples_per_s": 1.0}, [1.0]))
     made.finish()
-    assert [row.get("error") for row in rows_on_disk(tmp_path / "a")] == ["out of memory", "NotImplementedError: no such product", None]
+    assert [row.get("error") for row in rows_on_disk(tmp_path / "a")] == [
+        "out of memory",
+        "NotImplementedError: no such product",
+        None,
+    ]
     table = (tmp_path / "a" / "table.md").read_text()
-    assert table.index("| 1.0 |") < table.index("| bf16 | 256 | out of memory | ")  # sorted: failures last
+    assert table.index("| 1.0 |") < table.index(
+        "| bf16 | 256 | out of memory | "
+    )  # sorted: failures last
     with pytest.raises(ConfigError):
         made.attempt(ROW, lambda: fails(ConfigError("for the user")))
 
 
 def test_a_percentage_is_of_the_peak_in_the_facts_or_there_is_none(tmp_path):
-    made = opened(tmp_path / "a", machine={"peak_tflops_16_bits": 1000.0, "peak_tflops_fp8": 2000.0})
-    assert [made.percent(500.0, name) for name in ("bf16", "fp16", "fp8", "fp32")] == [50.0, 50.0, 25.0, None]
+    made = opened(
+        tmp_path / "a", machine={"peak_tflops_16_bits": 1000.0, "peak_tflops_fp8": 2000.0}
+    )
+    assert [made.percent(500.0, name) for name in ("bf16", "fp16", "fp8", "fp32")] == [
+        50.0,
+        50.0,
+        25.0,
+        None,
+    ]
     assert opened(tmp_path / "b", machine={"kind": "unknown"}).percent(500.0, "bf16") is None
 
 
@@ -97,7 +121,10 @@ def test_published_values_stand_beside_measured_ones_and_are_marked(tmp_path):
     assert "| Model | Precision | Batch | Samples/s | Samples/s, published | Step, ms |" in lines
     assert "| 4096-8192-8192-4096 | bf16 | 256 | 1,000.0 | MI350X 124,517 | - |" in lines
     assert "| 4096-8192-8192-4096 | bf16 | 128 | 10.0 | - | - |" in lines
-    assert sum(line == "Measured here." for line in lines) == 1 and sum(line.startswith("Published: article") for line in lines) == 1
+    assert (
+        sum(line == "Measured here." for line in lines) == 1
+        and sum(line.startswith("Published: article") for line in lines) == 1
+    )
 
 
 def test_the_page_stands_alone_in_both_color_schemes(tmp_path):
@@ -108,12 +135,19 @@ def test_the_page_stands_alone_in_both_color_schemes(tmp_path):
     text = (tmp_path / "a" / "page.html").read_text()
     page = Page(text)
     assert page.tags.count("svg") == 2 and all(link.startswith("#") for link in page.links)
-    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text and "step &lt; time" in text and "default-src 'none'" in text
+    assert (
+        "prefers-color-scheme: dark" in text
+        and 'name="viewport"' in text
+        and "step &lt; time" in text
+        and "default-src 'none'" in text
+    )
     assert "var(--text)" in text and "#0a0b0c" not in text
     assert "<script" not in text and "@import" not in text and "url(http" not in text
 
 
-def test_without_matplotlib_there_is_a_table_and_a_line_how_to_make_the_page(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_there_is_a_table_and_a_line_how_to_make_the_page(
+    tmp_path, monkeypatch, capsys
+):
     made = opened(tmp_path / "a")
     made.add(ROW | {"samples_per_s": 1.0})
     with monkeypatch.context() as patch:
@@ -122,7 +156,10 @@ def test_without_matplotlib_there_is_a_table_and_a_line_how_to_make_the_page(tmp
         patch.delattr("throughput.page", raising=False)
         made.finish()
     assert (tmp_path / "a" / "table.md").is_file() and not (tmp_path / "a" / "page.html").exists()
-    assert f"matplotlib is missing: where it is, throughput compare {tmp_path / 'a'} makes it" in capsys.readouterr().out
+    assert (
+        f"matplotlib is missing: where it is, throughput compare {tmp_path / 'a'} makes it"
+        in capsys.readouterr().out
+    )
     assert compared(tmp_path / "a") == 0
     assert (tmp_path / "a" / "page.html").is_file()
 
@@ -150,10 +187,15 @@ def test_compare_puts_results_beside_each_other(tmp_path):
     two = finished(tmp_path / "two", {256: 300.0, 512: 400.0}, kind="H100")
     assert compared(one, two, "--out", tmp_path / "both") == 0
     lines = (tmp_path / "both" / "table.md").read_text().splitlines()
-    assert "| Model | Precision | Batch | H200: Samples/s | H100: Samples/s | H100 / H200 |" in lines
+    assert (
+        "| Model | Precision | Batch | H200: Samples/s | H100: Samples/s | H100 / H200 |" in lines
+    )
     name = ROW["model"]
     assert f"| {name} | bf16 | 256 | 200.0 | 300.0 | 1.500 |" in lines
-    assert f"| {name} | bf16 | 128 | 100.0 | - | - |" in lines and f"| {name} | bf16 | 512 | - | 400.0 | - |" in lines
+    assert (
+        f"| {name} | bf16 | 128 | 100.0 | - | - |" in lines
+        and f"| {name} | bf16 | 512 | - | 400.0 | - |" in lines
+    )
     assert Page((tmp_path / "both" / "page.html").read_text()).tags.count("svg") == 1
     with pytest.raises(ConfigError, match="holds files"):
         compared(one, two, "--out", tmp_path / "both")
@@ -161,7 +203,10 @@ def test_compare_puts_results_beside_each_other(tmp_path):
 
 def test_results_of_one_kind_of_gpu_are_told_apart_by_their_directories(tmp_path):
     assert compare.named([tmp_path / "a", tmp_path / "b"], ["H200", "H200"]) == ["H200 a", "H200 b"]
-    assert compare.named([tmp_path / "a", tmp_path / "a"], ["H200", "H200"]) == ["H200 a (1)", "H200 a (2)"]
+    assert compare.named([tmp_path / "a", tmp_path / "a"], ["H200", "H200"]) == [
+        "H200 a (1)",
+        "H200 a (2)",
+    ]
 
 
 def test_compare_refuses_what_is_no_result_or_another_measurement(tmp_path):
@@ -171,7 +216,13 @@ def test_compare_refuses_what_is_no_result_or_another_measurement(tmp_path):
     (two / "result.json").write_text(json.dumps(data | {"what": "other"}))
     with pytest.raises(ConfigError, match="mlp and other"):
         compared(one, two)
-    for text in ("{", "[]", "{}", json.dumps(data | {"tables": [{"name": "x"}]}), json.dumps({"what": "mlp", "tables": []})):
+    for text in (
+        "{",
+        "[]",
+        "{}",
+        json.dumps(data | {"tables": [{"name": "x"}]}),
+        json.dumps({"what": "mlp", "tables": []}),
+    ):
         (two / "result.json").write_text(text)
         with pytest.raises(DataError, match="no result"):
             compared(two)
@@ -188,7 +239,12 @@ def test_a_roofline_is_drawn_with_and_without_peaks():
     plot = Plot("roofline", "Roofline", "intensity", "tflops", "precision")
     points = ((100.0, 50.0, "bf16"), (900.0, 600.0, "fp8"))
     for peaks in ([], [["peak of H200: 989", 989.4]]):
-        drawing = Drawing(plot, ("FLOP/byte", "TFLOP/s"), points, {"bandwidth": ["copy: 4,000 GB/s", 4.0], "peaks": peaks})
+        drawing = Drawing(
+            plot,
+            ("FLOP/byte", "TFLOP/s"),
+            points,
+            {"bandwidth": ["copy: 4,000 GB/s", 4.0], "peaks": peaks},
+        )
         text = page.svg(drawing)
         assert "copy: 4,000 GB/s" in text and ("peak of H200" in text) == bool(peaks)
 
@@ -197,8 +253,13 @@ def test_a_roofline_is_drawn_with_and_without_peaks():
 def test_a_bar_has_room_beside_the_longest_name():
     from throughput import page
 
-    plot, path = Plot("bars", "Tokens/s", "model", "tokens_per_s", "precision"), f"/data/{'models/' * 20}qwen3/config.json"
-    text = page.svg(Drawing(plot, ("Model", "Tokens/s"), ((path, 10.0, "bf16"), ("qwen3-8b", 10.0, "bf16")), {}))
+    plot, path = (
+        Plot("bars", "Tokens/s", "model", "tokens_per_s", "precision"),
+        f"/data/{'models/' * 20}qwen3/config.json",
+    )
+    text = page.svg(
+        Drawing(plot, ("Model", "Tokens/s"), ((path, 10.0, "bf16"), ("qwen3-8b", 10.0, "bf16")), {})
+    )
     assert "qwen3/config.json<" in text and "qwen3-8b<" in text and path not in text
 
 
@@ -228,9 +289,17 @@ def test_read_gives_what_was_written(tmp_path):
 
 
 def test_bars_of_one_model_are_told_apart_by_further_columns():
-    columns = (Column("model", "Model"), Column("seq", "Sequence", "", ",d"), Column("rate", "Tokens/s", "", ",.0f"))
+    columns = (
+        Column("model", "Model"),
+        Column("seq", "Sequence", "", ",d"),
+        Column("rate", "Tokens/s", "", ",.0f"),
+    )
     plot = Plot("bars", "Speed", "model, seq", "rate", "precision")
     table = Table("llama", "Steps", columns, keys=("model", "seq"), value="rate", plots=(plot,))
-    rows = [{"model": "8b", "seq": seq, "rate": 1e7 / seq, "precision": "bf16"} for seq in (4096, 8192)]
-    drawing = report.drawn(plot, table, [*rows, {"model": "8b", "seq": 16384, "error": "out of memory"}], {})
+    rows = [
+        {"model": "8b", "seq": seq, "rate": 1e7 / seq, "precision": "bf16"} for seq in (4096, 8192)
+    ]
+    drawing = report.drawn(
+        plot, table, [*rows, {"model": "8b", "seq": 16384, "error": "out of memory"}], {}
+    )
     assert drawing is not None and [x for x, _, _ in drawing.points] == ["8b, 4,096", "8b, 8,192"]

@@ -29,7 +29,14 @@ REQUEST = Request("CPU", GPT, 2, False, 1, 2, (2**12, 2**13), 3)
 
 @pytest.fixture
 def result(tmp_path):
-    return Result("scaling", scaling.TABLES, tmp_path / "out", "cuda", {"peak_tflops_16_bits": 100.0, "peak_tflops_fp8": 200.0}, {})
+    return Result(
+        "scaling",
+        scaling.TABLES,
+        tmp_path / "out",
+        "cuda",
+        {"peak_tflops_16_bits": 100.0, "peak_tflops_fp8": 200.0},
+        {},
+    )
 
 
 # --- what ranks measure -----------------------------------------------------------------------------------------------
@@ -39,17 +46,24 @@ def test_two_ranks_measure_all_parts():
     found, error = scaling.run_ranks(REQUEST, 2)
     assert error is None
     for part in ("plain", "sharded"):
-        assert len(found[part]["times_ms"]) == len(found[part]["alone_ms"]) == 2 and found[part]["memory_bytes"] == 0
+        assert (
+            len(found[part]["times_ms"]) == len(found[part]["alone_ms"]) == 2
+            and found[part]["memory_bytes"] == 0
+        )
         assert min(found[part]["times_ms"] + found[part]["alone_ms"]) > 0
     calls = [(call["name"], call["bytes"], len(call["times_ms"])) for call in found["collectives"]]
-    assert calls == [(name, size, 3) for name in ("all-reduce", "all-gather") for size in (2**12, 2**13)]
+    assert calls == [
+        (name, size, 3) for name in ("all-reduce", "all-gather") for size in (2**12, 2**13)
+    ]
 
 
 def test_a_part_that_fails_leaves_those_before_it(result):
     impossible = replace(GPT, shape=replace(GPT.shape, num_heads=5))
     found, error = scaling.run_ranks(replace(REQUEST, gpt=impossible), 1)
     assert found.keys() == {"collectives", "sharded"} and isinstance(error, RunError)
-    assert found["collectives"] == [] and found["sharded"]["alone_ms"] == []  # one rank sends nothing
+    assert (
+        found["collectives"] == [] and found["sharded"]["alone_ms"] == []
+    )  # one rank sends nothing
     for strategy in ("DDP", "ZeRO-2"):
         scaling.add_steps(strategy, "7b", REQUEST, 1, found, error, result)
     plain, sharded = result.rows
@@ -62,7 +76,9 @@ def reduced(processes, folder):
     gpt_model.LEARNING_RATE = 0.1  # so that a step changes the weight
     models, calls, build, train_step = [], [], scaling_rank.build_gpt, scaling_rank.train_step
     scatter = dist.reduce_scatter_tensor
-    dist.reduce_scatter_tensor = lambda *args, **keywords: calls.append(1) or scatter(*args, **keywords)
+    dist.reduce_scatter_tensor = lambda *args, **keywords: (
+        calls.append(1) or scatter(*args, **keywords)
+    )
 
     def keep(*arguments):
         models.append(build(*arguments))
@@ -77,13 +93,22 @@ def reduced(processes, folder):
         for one in (step, alone):
             calls.clear()
             one()
-            weight = models[0].blocks[0].up.weight.detach().float().clone() if models else torch.zeros(1)
+            weight = (
+                models[0].blocks[0].up.weight.detach().float().clone() if models else torch.zeros(1)
+            )
             found.append((weight, torch.tensor(len(calls))))
         return found
 
-    scaling_rank.build_gpt, scaling_rank.train_step, scaling_rank.measure_steps = keep, of_own_tokens, run
+    scaling_rank.build_gpt, scaling_rank.train_step, scaling_rank.measure_steps = (
+        keep,
+        of_own_tokens,
+        run,
+    )
     request = replace(REQUEST, gpt=replace(GPT, batch=4))
-    return {"sharded": scaling_rank.measure_sharded(request, processes), "plain": scaling_rank.measure_plain(request, processes)}
+    return {
+        "sharded": scaling_rank.measure_sharded(request, processes),
+        "plain": scaling_rank.measure_plain(request, processes),
+    }
 
 
 def test_the_second_step_leaves_out_the_reduction(tmp_path):
@@ -116,7 +141,10 @@ def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):
 
     def watch(*arguments, **keywords):
         assembly = assemble(*arguments, **keywords)
-        left.extend(weakref.ref(tensor) for tensor in (*assembly.model.parameters(), *assembly.optimizer.weights))
+        left.extend(
+            weakref.ref(tensor)
+            for tensor in (*assembly.model.parameters(), *assembly.optimizer.weights)
+        )
         return assembly
 
     monkeypatch.setattr(trainer, "assemble_random", watch)
@@ -130,11 +158,17 @@ def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):
 
 def found_in(step_ms: float, alone_ms: float | None = None, spread_ms: float = 0.0) -> dict:
     times = [step_ms - spread_ms, step_ms, step_ms + spread_ms]
-    part = {"times_ms": times, "alone_ms": [alone_ms] * 3 if alone_ms else [], "memory_bytes": 3 * 10**9}
+    part = {
+        "times_ms": times,
+        "alone_ms": [alone_ms] * 3 if alone_ms else [],
+        "memory_bytes": 3 * 10**9,
+    }
     return {"plain": part, "sharded": part}
 
 
-def rows_of(result, times: dict[int, dict], request: Request = REQUEST, strategy: str = "DDP") -> list[dict]:
+def rows_of(
+    result, times: dict[int, dict], request: Request = REQUEST, strategy: str = "DDP"
+) -> list[dict]:
     for gpus, found in times.items():
         scaling.add_steps(strategy, "7b", request, gpus, found, None, result)
     return result.rows
@@ -143,7 +177,9 @@ def rows_of(result, times: dict[int, dict], request: Request = REQUEST, strategy
 def test_rates_efficiency_and_exposed_communication(result):
     one, two = rows_of(result, {1: found_in(100.0), 2: found_in(125.0, 110.0)})
     tokens = GPT.batch * GPT.sequence_length
-    assert one["tokens_per_s"] == pytest.approx(10 * tokens) and two["tokens_per_s"] == pytest.approx(16 * tokens)
+    assert one["tokens_per_s"] == pytest.approx(10 * tokens) and two[
+        "tokens_per_s"
+    ] == pytest.approx(16 * tokens)
     assert (one["efficiency"], two["efficiency"]) == (pytest.approx(100), pytest.approx(80))
     assert "exposed" not in one and two["exposed"] == pytest.approx(12)
     flops = GPT.shape.training_flops_per_token(GPT.sequence_length)
@@ -153,26 +189,45 @@ def test_rates_efficiency_and_exposed_communication(result):
 
 
 def test_the_llama_has_its_own_flops_and_precision(result):
-    (row,) = rows_of(result, {1: found_in(100.0)}, replace(REQUEST, gpu="H200", llama_layers=4, fp8=True), "ZeRO-2")
+    (row,) = rows_of(
+        result,
+        {1: found_in(100.0)},
+        replace(REQUEST, gpu="H200", llama_layers=4, fp8=True),
+        "ZeRO-2",
+    )
     rate = 10 * 8192
     hidden = 4096
     weights = 4 * (hidden * (6144 + hidden + 3 * 14336)) + 128256 * hidden
     assert row["tokens_per_s"] == pytest.approx(rate) and row["precision"] == "fp8"
-    assert row["tflops_per_gpu"] == pytest.approx(rate * (6 * weights + 6 * 4 * 8192 * hidden) / 1e12)
+    assert row["tflops_per_gpu"] == pytest.approx(
+        rate * (6 * weights + 6 * 4 * 8192 * hidden) / 1e12
+    )
     assert row["percent"] == pytest.approx(row["tflops_per_gpu"] / 2)
 
 
 def test_without_one_gpu_there_is_no_efficiency(result):
-    assert not any("efficiency" in row for row in rows_of(result, {2: found_in(100.0), 4: found_in(100.0)}))
+    assert not any(
+        "efficiency" in row for row in rows_of(result, {2: found_in(100.0), 4: found_in(100.0)})
+    )
 
 
 def test_a_result_below_its_smaller_neighbor_is_marked(result):
-    rows = rows_of(result, {1: found_in(100.0), 2: found_in(300.0, 100.0), 4: found_in(120.0, 100.0), 8: found_in(121.0, 100.0)})
+    rows = rows_of(
+        result,
+        {
+            1: found_in(100.0),
+            2: found_in(300.0, 100.0),
+            4: found_in(120.0, 100.0),
+            8: found_in(121.0, 100.0),
+        },
+    )
     assert [row.get("mark", "") for row in rows] == ["", "below 1 GPU", "faster per GPU than 2", ""]
 
 
 def test_within_the_spread_nothing_is_marked(result):
-    rows = rows_of(result, {1: found_in(100.0, spread_ms=10), 2: found_in(99.0, 98.0, spread_ms=10)})
+    rows = rows_of(
+        result, {1: found_in(100.0, spread_ms=10), 2: found_in(99.0, 98.0, spread_ms=10)}
+    )
     assert rows[1]["mark"] == ""
 
 
@@ -190,15 +245,24 @@ def test_a_missing_row_says_why(result, error, expected):
 
 
 def test_bus_bandwidth_is_what_nccls_tests_compute(result):
-    calls = [{"name": name, "bytes": 8 * 10**6, "times_ms": [2.0]} for name in ("all-reduce", "all-gather")]
+    calls = [
+        {"name": name, "bytes": 8 * 10**6, "times_ms": [2.0]}
+        for name in ("all-reduce", "all-gather")
+    ]
     scaling.add_collectives(4, calls, result)
     reduce, gather = result.rows
     assert reduce["algorithm_gb_per_s"] == gather["algorithm_gb_per_s"] == pytest.approx(4.0)
-    assert reduce["bus_gb_per_s"] == pytest.approx(6.0) and gather["bus_gb_per_s"] == pytest.approx(3.0)
+    assert reduce["bus_gb_per_s"] == pytest.approx(6.0) and gather["bus_gb_per_s"] == pytest.approx(
+        3.0
+    )
 
 
 def test_sizes_are_drawn_on_a_logarithmic_axis_and_numbers_of_gpus_are_not(result):
-    scaling.add_collectives(2, [{"name": "all-reduce", "bytes": 4**k << 20, "times_ms": [1.0]} for k in range(6)], result)
+    scaling.add_collectives(
+        2,
+        [{"name": "all-reduce", "bytes": 4**k << 20, "times_ms": [1.0]} for k in range(6)],
+        result,
+    )
     rows_of(result, {gpus: found_in(100.0) for gpus in (1, 2, 4, 8)})
     powers_of_two = {}
     for table in (scaling.SCALING, scaling.COLLECTIVES):
@@ -209,12 +273,25 @@ def test_sizes_are_drawn_on_a_logarithmic_axis_and_numbers_of_gpus_are_not(resul
 
 def test_a_request_survives_its_file(tmp_path):
     REQUEST.write(tmp_path / "request.json")
-    assert asdict(Request.read(tmp_path / "request.json")) == {**asdict(REQUEST), "collective_bytes": [2**12, 2**13]}
+    assert asdict(Request.read(tmp_path / "request.json")) == {
+        **asdict(REQUEST),
+        "collective_bytes": [2**12, 2**13],
+    }
 
 
 def options(**changes) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"device": "cpu", "model": None, "gpus": [1], "batch": None, "seq": None, "precision": "bf16", "warmup": 1, "steps": 2} | changes
+        **{
+            "device": "cpu",
+            "model": None,
+            "gpus": [1],
+            "batch": None,
+            "seq": None,
+            "precision": "bf16",
+            "warmup": 1,
+            "steps": 2,
+        }
+        | changes
     )
 
 
@@ -228,12 +305,22 @@ def test_options_choose_what_is_measured(result):
 
 
 def test_more_gpus_than_there_are_is_one_error(tmp_path, capsys):
-    assert main(["scaling", "--device", "cpu", "--gpus", "1,99999", "--out", str(tmp_path / "out")]) == 2
-    assert [line[:7] for line in capsys.readouterr().err.splitlines()] == ["error: ", "  why: ", "  do:  "]
+    assert (
+        main(["scaling", "--device", "cpu", "--gpus", "1,99999", "--out", str(tmp_path / "out")])
+        == 2
+    )
+    assert [line[:7] for line in capsys.readouterr().err.splitlines()] == [
+        "error: ",
+        "  why: ",
+        "  do:  ",
+    ]
 
 
 def test_the_default_gpt_fits_the_gpu():
-    sizes = {gpu: scaling.default_gpt(gib * 2**30) for gpu, gib in (("H200", 140), ("H100", 79), ("L4", 22), ("none", 0))}
+    sizes = {
+        gpu: scaling.default_gpt(gib * 2**30)
+        for gpu, gib in (("H200", 140), ("H100", 79), ("L4", 22), ("none", 0))
+    }
     assert sizes == {"H200": "7b", "H100": "3b", "L4": "small", "none": "tiny"}
 
 

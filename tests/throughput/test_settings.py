@@ -19,7 +19,10 @@ def test_every_case_has_its_settings_function():
     ops = {
         op
         for rank in (0, 16)
-        for op, _, _ in kernel_cases(Sizes(SIZES.shape, 16, 1, False, rank, "triton", torch.float32), Draw(torch.device("cpu")))
+        for op, _, _ in kernel_cases(
+            Sizes(SIZES.shape, 16, 1, False, rank, "triton", torch.float32),
+            Draw(torch.device("cpu")),
+        )
     }
     assert ops | {"quantize"} == settings.SETTINGS.keys()
 
@@ -28,16 +31,25 @@ def test_one_thing_is_changed_at_a_time():
     tile = Tile(rows=64, columns=128, warps=4, stages=3)
     for arch, op in (("gfx950", "adapter down"), ("sm_90", "SwiGLU"), ("gfx942", "RoPE backward")):
         found = [settings.changed_tile(tile, change) for change in settings.changes(arch, op)]
-        assert found[0] == tile and len(set(found)) >= len(found) - 1  # the shipped number of stages is tried again
+        assert (
+            found[0] == tile and len(set(found)) >= len(found) - 1
+        )  # the shipped number of stages is tried again
         assert all(sum(a != b for a, b in zip(tile, other, strict=True)) <= 1 for other in found)
         assert any(other.waves_per_eu for other in found) == arch.startswith("gfx")
-        assert {other.columns for other in found} == ({128} if op == "RoPE backward" else {64, 128, 256})
-    assert tile.options == {"num_warps": 4} and tile._replace(waves_per_eu=2).options == {"num_warps": 4, "waves_per_eu": 2}
+        assert {other.columns for other in found} == (
+            {128} if op == "RoPE backward" else {64, 128, 256}
+        )
+    assert tile.options == {"num_warps": 4} and tile._replace(waves_per_eu=2).options == {
+        "num_warps": 4,
+        "waves_per_eu": 2,
+    }
 
 
 def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
     times = []
-    monkeypatch.setattr(settings, "do_bench_cudagraph", lambda work, rep, return_mode: times.append(work()) or 0.01)
+    monkeypatch.setattr(
+        settings, "do_bench_cudagraph", lambda work, rep, return_mode: times.append(work()) or 0.01
+    )
     monkeypatch.setattr(settings, "changes", lambda arch, op: [{}, {"rows": 2.0}, {"warps": 0.5}])
     right = settings.against_reference
 
@@ -50,20 +62,41 @@ def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
     tried = []
     monkeypatch.setattr(settings, "against_reference", against_reference)
     found = list(settings.lines(SIZES, torch.device("cpu"), "RoPE backward"))
-    assert found[0].startswith("RoPE backward") and "10.0 us" in found[1] and found[1].endswith("shipped")
-    assert "WRONG: 6.0 dB" in found[2] and "rows 128" in found[2] and "us" not in found[2].replace("columns", "")
+    assert (
+        found[0].startswith("RoPE backward")
+        and "10.0 us" in found[1]
+        and found[1].endswith("shipped")
+    )
+    assert (
+        "WRONG: 6.0 dB" in found[2]
+        and "rows 128" in found[2]
+        and "us" not in found[2].replace("columns", "")
+    )
     assert "out of resource" in found[3] and len(times) == 1
     assert all(db >= settings.KERNEL_DB for db in tried), "another tile computes the same"
 
 
 def test_attention_is_timed_and_compared_with_each_backend(monkeypatch):
     monkeypatch.setattr(settings, "median_s", lambda work, device, seconds: work() and 1e-5)
-    title, flash, efficient, cudnn, optional, repeated = settings.attention_lines(SIZES, torch.device("cpu"))
+    title, flash, efficient, cudnn, optional, repeated = settings.attention_lines(
+        SIZES, torch.device("cpu")
+    )
     assert title == "attention [1, 16, 4/2]"
-    assert flash.split()[:2] == ["10.0", "us"] and flash.endswith("flash_attention") and flash.count("/") == 3 and "nan" not in flash
-    assert "fails: RuntimeError" in efficient and "fails: RuntimeError" in cudnn, "a CPU has neither"
+    assert (
+        flash.split()[:2] == ["10.0", "us"]
+        and flash.endswith("flash_attention")
+        and flash.count("/") == 3
+        and "nan" not in flash
+    )
+    assert "fails: RuntimeError" in efficient and "fails: RuntimeError" in cudnn, (
+        "a CPU has neither"
+    )
     assert repeated.split()[:2] == ["10.0", "us"] and repeated.endswith("  repeated_heads")
-    assert "fails: " in optional and optional.endswith("  flash_attention_4") and "ATTENTION_ENGINE" not in os.environ
+    assert (
+        "fails: " in optional
+        and optional.endswith("  flash_attention_4")
+        and "ATTENTION_ENGINE" not in os.environ
+    )
 
 
 def test_on_rocm_each_library_and_aiter_have_their_line(monkeypatch):
@@ -72,12 +105,24 @@ def test_on_rocm_each_library_and_aiter_have_their_line(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", asked.append)
     monkeypatch.setattr(settings, "attention_us", lambda *_: 10.0)
     monkeypatch.setattr(
-        settings.self_test, "attention_checks", lambda *_: [("", "", 0.0, lambda: float(os.environ["ATTENTION_ENGINE"] == "aiter"))]
+        settings.self_test,
+        "attention_checks",
+        lambda *_: [("", "", 0.0, lambda: float(os.environ["ATTENTION_ENGINE"] == "aiter"))],
     )
-    _, aotriton, repeated, ck, efficient, aiter = settings.attention_lines(SIZES, torch.device("cpu"))
+    _, aotriton, repeated, ck, efficient, aiter = settings.attention_lines(
+        SIZES, torch.device("cpu")
+    )
     assert repeated.endswith("  repeated_heads aotriton")
-    assert asked == ["aotriton", "aotriton", "ck"] and aotriton.endswith("flash_attention aotriton") and ck.endswith("flash_attention ck")
-    assert aiter.endswith("  aiter") and aiter.split()[2] == "1.0" and {line.split()[2] for line in (aotriton, ck, efficient)} == {"0.0"}
+    assert (
+        asked == ["aotriton", "aotriton", "ck"]
+        and aotriton.endswith("flash_attention aotriton")
+        and ck.endswith("flash_attention ck")
+    )
+    assert (
+        aiter.endswith("  aiter")
+        and aiter.split()[2] == "1.0"
+        and {line.split()[2] for line in (aotriton, ck, efficient)} == {"0.0"}
+    )
     assert "ATTENTION_ENGINE" not in os.environ
 
 

@@ -35,19 +35,31 @@ def commands(monkeypatch):
 
     monkeypatch.setattr(suite, "supervise", pretend)
     monkeypatch.setattr(
-        suite, "PARTS", (Part("a", "gemm --x {gpus}", "gemm", 60, 5), Part("b", "mlp", "", 120, 0), Part("c", "copy", "copy", 9, 9))
+        suite,
+        "PARTS",
+        (
+            Part("a", "gemm --x {gpus}", "gemm", 60, 5),
+            Part("b", "mlp", "", 120, 0),
+            Part("c", "copy", "copy", 9, 9),
+        ),
     )
     return started, codes
 
 
 def test_a_part_that_breaks_is_a_row_and_the_others_are_measured(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(suite, "PARTS", (Part("broken", "gemm --shape 0x0x0", "", 1, 1), Part("mlp", MLP, MLP, 1, 1)))
+    monkeypatch.setattr(
+        suite,
+        "PARTS",
+        (Part("broken", "gemm --shape 0x0x0", "", 1, 1), Part("mlp", MLP, MLP, 1, 1)),
+    )
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     assert suite.main(asked(tmp_path / "s")) == 2
     table = (tmp_path / "s" / "table.md").read_text()
     assert "| broken | failed, exit code 2 |" in table and "| mlp | ended |" in table
     assert "## mlp: Training steps of an MLP" in table and "MI350X" in table
-    assert (tmp_path / "s" / "page.html").is_file() and (tmp_path / "s" / "mlp" / "page.html").is_file()
+    assert (tmp_path / "s" / "page.html").is_file() and (
+        tmp_path / "s" / "mlp" / "page.html"
+    ).is_file()
     assert "error: --shape 0x0x0" in capfd.readouterr().err
 
 
@@ -79,13 +91,20 @@ def test_it_repeats_what_failed(tmp_path, commands):
     names = sorted(path.name for path in (tmp_path / "s").iterdir() if path.is_dir())
     assert names[:2] == ["a", "b"] and names[2].startswith("b.failed-") and names[3:] == ["c"]
     table = (tmp_path / "s" / "table.md").read_text()
-    assert "failed, exit code" not in table and table.index("| a | ended") < table.index("| b | ended") < table.index("| c | ended")
+    assert "failed, exit code" not in table and table.index("| a | ended") < table.index(
+        "| b | ended"
+    ) < table.index("| c | ended")
 
 
 def test_quick_leaves_parts_out(tmp_path, commands):
     started, _ = commands
     assert suite.main(asked(tmp_path / "s", quick=True)) == 0
-    assert [words[0] for words in started] == ["gemm", "copy"] and started[0][1:] == ["--device", "cpu", "--out", str(tmp_path / "s" / "a")]
+    assert [words[0] for words in started] == ["gemm", "copy"] and started[0][1:] == [
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "s" / "a"),
+    ]
 
 
 def test_a_signal_that_ends_a_part_is_its_exit_code(tmp_path, commands):
@@ -110,12 +129,19 @@ def test_it_refuses_other_options_another_directory_and_a_spoilt_file(tmp_path, 
 
 def test_time_left_is_corrected_by_the_time_spent(commands):
     assert suite.time_left({}, quick=False) == "; about 3 min left"  # 189 s
-    assert suite.time_left({"a": {"seconds": 240.0}}, quick=False) == "; about 9 min left"  # 129 s, four times as slow
+    assert (
+        suite.time_left({"a": {"seconds": 240.0}}, quick=False) == "; about 9 min left"
+    )  # 129 s, four times as slow
     assert suite.time_left({"a": {"seconds": 60.0}, "b": {"seconds": 120.0}}, quick=False) == ""
 
 
 def test_gpus_are_doubled_up_to_all():
-    assert [suite.doubled(count) for count in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [suite.doubled(count) for count in (1, 2, 6, 8)] == [
+        [1],
+        [1, 2],
+        [1, 2, 4, 6],
+        [1, 2, 4, 8],
+    ]
 
 
 @pytest.mark.parametrize("part", suite.PARTS, ids=lambda part: part.name)

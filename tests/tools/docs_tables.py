@@ -21,13 +21,19 @@ from launch.profilers import TOOLS
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), *(ROOT / "docs").rglob("*.md")})
 MADE = re.compile(r"(<!-- made: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BENCHMARKS = sorted(names(), key=lambda name: divisions(name)["closed"].lora_rank)  # pre-training first
+BENCHMARKS = sorted(
+    names(), key=lambda name: divisions(name)["closed"].lora_rank
+)  # pre-training first
 LORA = measured_in("lora")
 
 
 def configs_of(gpu: str) -> list[tuple[str, str, RunConfig]]:
     """(benchmark, name, config) of every shipped config of this GPU kind."""
-    found = [(benchmark, *entry) for benchmark in BENCHMARKS for entry in load_all(ROOT, benchmark).items()]
+    found = [
+        (benchmark, *entry)
+        for benchmark in BENCHMARKS
+        for entry in load_all(ROOT, benchmark).items()
+    ]
     return [entry for entry in found if entry[2].gpu == gpu]
 
 
@@ -44,9 +50,20 @@ def linears(config: RunConfig) -> str:
 
 def activations(benchmark: str, config: RunConfig) -> str:
     """How the activations that backward needs are kept."""
-    recomputed, offloaded = getattr(config, "recompute_layers", 0), getattr(config, "offload_layers", 0)
-    kept = "SwiGLU's input in 8 bits" if benchmark == LORA and config.linear_format.in_fp8 else f"all in {config.precision}"
-    return kept + f", {recomputed} layers recomputed" * bool(recomputed) + f", of {offloaded} layers on the host" * bool(offloaded)
+    recomputed, offloaded = (
+        getattr(config, "recompute_layers", 0),
+        getattr(config, "offload_layers", 0),
+    )
+    kept = (
+        "SwiGLU's input in 8 bits"
+        if benchmark == LORA and config.linear_format.in_fp8
+        else f"all in {config.precision}"
+    )
+    return (
+        kept
+        + f", {recomputed} layers recomputed" * bool(recomputed)
+        + f", of {offloaded} layers on the host" * bool(offloaded)
+    )
 
 
 def storage(benchmark: str, config: RunConfig) -> str:
@@ -54,14 +71,19 @@ def storage(benchmark: str, config: RunConfig) -> str:
     if benchmark == LORA:
         base = f"{'FP8' if config.linear_format.in_fp8 else config.precision} base"
         return {
-            "sharded": f"{base} sharded, layers gathered ahead" if config.gpus_per_node > 1 else f"{base} on one process",
+            "sharded": f"{base} sharded, layers gathered ahead"
+            if config.gpus_per_node > 1
+            else f"{base} on one process",
             "replicated": f"{base} on each GPU, transposed layer by layer",
             "replicated_both": f"{base} and its transpose on each GPU",
         }[config.frozen_base]
     moments = f", Adam's moments in {config.moment_precision}" * (config.moment_precision != "fp32")  # type: ignore[attr-defined]
     if config.world_size == 1:
         return f"one process{moments}"
-    by = {"nccl": "RCCL" if KINDS[config.gpu].vendor == "amd" else "NCCL", "copy_engine": "copy engines"}[config.reduce_scatter]  # type: ignore[attr-defined]
+    by = {
+        "nccl": "RCCL" if KINDS[config.gpu].vendor == "amd" else "NCCL",
+        "copy_engine": "copy engines",
+    }[config.reduce_scatter]  # type: ignore[attr-defined]
     return f"ZeRO-2, gradients reduced by {by}{moments}"
 
 
@@ -90,11 +112,29 @@ def card_table(gpu: str) -> str:
     head = ["architecture", "memory, GiB", units, "dense peak, TFLOP/s", "FP8 format"]
     peaks = f"{kind.peak_bf16_tflops:,.1f} bf16, {kind.peak_fp8_tflops:,.1f} FP8"
     family = {"ocp": "OCP", "fnuz": "fnuz"}[fp8_family(kind.arch)]
-    return markdown(head, [[kind.arch, f"{kind.memory_bytes / GIB:.0f}", str(kind.compute_units or "not confirmed"), peaks, family]])
+    return markdown(
+        head,
+        [
+            [
+                kind.arch,
+                f"{kind.memory_bytes / GIB:.0f}",
+                str(kind.compute_units or "not confirmed"),
+                peaks,
+                family,
+            ]
+        ],
+    )
 
 
 def configs_table(gpu: str) -> str:
-    head = ["config", "global batch", "micro-batch x accumulation", "linear layers", "activations for backward", "weights and gradients"]
+    head = [
+        "config",
+        "global batch",
+        "micro-batch x accumulation",
+        "linear layers",
+        "activations for backward",
+        "weights and gradients",
+    ]
     rows = [
         [
             f"[{benchmark}/{name}](../../configs/{benchmark}/{name}.toml)",
@@ -121,19 +161,42 @@ def environment_table(gpu: str) -> str:
                     f"error: {name}: {key} has no comment\n  why: the pages list each variable with its reason\n  do:  add one"
                 )
             reasons[key, value, line[1]] = reasons.get((key, value, line[1]), 0) + 1
-    rows = [[f"`{key}={value}`", why, f"{count} of {len(configs_of(gpu))}"] for (key, value, why), count in reasons.items()]
+    rows = [
+        [f"`{key}={value}`", why, f"{count} of {len(configs_of(gpu))}"]
+        for (key, value, why), count in reasons.items()
+    ]
     return markdown(["variable", "why", "configs"], rows)
 
 
 def published_table(gpu: str) -> str:
-    head = ["round", "benchmark", "GPUs", "submitter", "global batch", "score, minutes", "samples/s", "evaluation, s"]
+    head = [
+        "round",
+        "benchmark",
+        "GPUs",
+        "submitter",
+        "global batch",
+        "score, minutes",
+        "samples/s",
+        "evaluation, s",
+    ]
     row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
         *(r.round, r.benchmark, str(r.gpus), r.submitter, str(r.batch)),
         f"{r.score:.3f}" if r.score else f"{r.minutes:.1f} (one run)",
-        *("-" if value is None else f"{value:.{digits}f}" for value, digits in ((r.samples_per_s, 3), (r.evaluation_s, 2))),
+        *(
+            "-" if value is None else f"{value:.{digits}f}"
+            for value, digits in ((r.samples_per_s, 3), (r.evaluation_s, 2))
+        ),
     ]
-    rows = [row(result) for result in RESULTS if result.gpu == gpu and (result.score or (result.runs == 1 and result.minutes))]
-    return markdown(head, rows) if rows else "None that we compare with (`common/records/published.json`).\n"
+    rows = [
+        row(result)
+        for result in RESULTS
+        if result.gpu == gpu and (result.score or (result.runs == 1 and result.minutes))
+    ]
+    return (
+        markdown(head, rows)
+        if rows
+        else "None that we compare with (`common/records/published.json`).\n"
+    )
 
 
 def submitted_table(submitter: str) -> str:
@@ -150,18 +213,47 @@ def submitted_table(submitter: str) -> str:
         "evaluation, s",
     ]
     row: Callable[[Published], list[str]] = lambda r: [  # noqa: E731
-        *(r.round, r.benchmark, f"{r.gpus} x {r.gpu}", f"{r.score:.3f}", f"{r.minutes:.3f}", f"{r.samples:,.0f}"),
-        *(f"{r.samples_per_s:.3f}", f"{r.batch / (r.samples_per_s or math.nan) * 1e3:,.0f}", f"{r.evaluation_s:.2f}"),
+        *(
+            r.round,
+            r.benchmark,
+            f"{r.gpus} x {r.gpu}",
+            f"{r.score:.3f}",
+            f"{r.minutes:.3f}",
+            f"{r.samples:,.0f}",
+        ),
+        *(
+            f"{r.samples_per_s:.3f}",
+            f"{r.batch / (r.samples_per_s or math.nan) * 1e3:,.0f}",
+            f"{r.evaluation_s:.2f}",
+        ),
     ]
-    return markdown(head, [row(result) for result in RESULTS if result.submitter == submitter and result.score])
+    return markdown(
+        head, [row(result) for result in RESULTS if result.submitter == submitter and result.score]
+    )
 
 
 def one_log_table(round_: str) -> str:
     """Results of a round of which one log was read, with tokens/s/GPU, which do not depend on the batch."""
-    head = ["benchmark", "GPU", "submitter", "global batch", "minutes of one run", "sequences", "tok/s/GPU", "evaluation, s"]
+    head = [
+        "benchmark",
+        "GPU",
+        "submitter",
+        "global batch",
+        "minutes of one run",
+        "sequences",
+        "tok/s/GPU",
+        "evaluation, s",
+    ]
     rows = [
         [
-            *(r.benchmark, f"{r.gpus} x {r.gpu}", f"{r.submitter} {r.system}", str(r.batch), f"{r.minutes:.1f}", f"{r.samples:,.0f}"),
+            *(
+                r.benchmark,
+                f"{r.gpus} x {r.gpu}",
+                f"{r.submitter} {r.system}",
+                str(r.batch),
+                f"{r.minutes:.1f}",
+                f"{r.samples:,.0f}",
+            ),
             "-" if r.samples_per_s is None else f"{r.samples_per_s * 8192 / (r.gpus or 1):,.0f}",
             "-" if r.evaluation_s is None else f"{r.evaluation_s:.1f}",
         ]
@@ -173,8 +265,12 @@ def one_log_table(round_: str) -> str:
 
 def plan_table(benchmark: str, *gpus: str) -> str:
     """`plan --all` for the configs of these GPU kinds."""
-    chosen = {name: config for name, config in load_all(ROOT, benchmark).items() if config.gpu in gpus}
-    return "".join(f"{line}\n" for line in all_table(benchmark, chosen).splitlines() if line.startswith("|"))
+    chosen = {
+        name: config for name, config in load_all(ROOT, benchmark).items() if config.gpu in gpus
+    }
+    return "".join(
+        f"{line}\n" for line in all_table(benchmark, chosen).splitlines() if line.startswith("|")
+    )
 
 
 def plan_page(benchmark: str) -> str:
@@ -203,7 +299,11 @@ def comparison_table(old: str, benchmark: str, name: str) -> str:
         "activations for backward": activations(benchmark, config),
         "weights and gradients": storage(benchmark, config),
     }
-    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in old.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line[1:-1].split("|")]
+        for line in old.splitlines()
+        if line.startswith("|")
+    ]
     if missing := known.keys() - {row[0] for row in rows}:
         raise SystemExit(
             f"error: the comparison of {benchmark} has no line for {missing}\n  why: it follows from the config\n  do:  add one"
@@ -222,7 +322,9 @@ def profilers_table() -> str:
         ]
         for name, tool in TOOLS.items()
     ]
-    return markdown(["tool", "what rank 0 is started as", "in DIR", "open with", "where to get it"], rows)
+    return markdown(
+        ["tool", "what rank 0 is started as", "in DIR", "open with", "where to get it"], rows
+    )
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -243,7 +345,11 @@ def rewritten(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         name, *arguments = match[2].split()
-        content = comparison_table(match[0], *arguments) if name == "comparison" else TABLES[name](*arguments)
+        content = (
+            comparison_table(match[0], *arguments)
+            if name == "comparison"
+            else TABLES[name](*arguments)
+        )
         return match[1] + content + match[3]
 
     return MADE.sub(table, text)

@@ -30,21 +30,34 @@ CHECKED = "# Each package of a run has a wheel for Python 3.11 to 3.14:"
 
 def pip_line(page: str) -> str:
     """`# pip: URL#sha256=...` of the last wheel without a pre-release mark on an index page (PEP 503), which is in order of versions."""
-    wheels = re.findall(r'href="([^"#]+/pip-(\d+(?:\.\d+)+)-py3-none-any\.whl#sha256=[0-9a-f]{64})"', page)
+    wheels = re.findall(
+        r'href="([^"#]+/pip-(\d+(?:\.\d+)+)-py3-none-any\.whl#sha256=[0-9a-f]{64})"', page
+    )
     return "# pip: " + max(wheels, key=lambda wheel: [int(part) for part in wheel[1].split(".")])[0]
 
 
 def cpu_lines(page: str, version: str) -> list[str]:
     """`# torch 2.13.0+cpu, 3.12 x86_64: sha256:...` of each Linux wheel from Python 3.11 on that an index page lists."""
     pattern = rf"torch-{re.escape(version)}(?:%2B|\+)cpu-cp3(\d+)-cp3\1-manylinux\w*_(x86_64|aarch64)\.whl#sha256=([0-9a-f]{{64}})"
-    found = {(int(minor), machine, sha) for minor, machine, sha in re.findall(pattern, page) if int(minor) >= 11}
-    return [f"# torch {version}+cpu, 3.{minor} {machine}: sha256:{sha}" for minor, machine, sha in sorted(found)]
+    found = {
+        (int(minor), machine, sha)
+        for minor, machine, sha in re.findall(pattern, page)
+        if int(minor) >= 11
+    }
+    return [
+        f"# torch {version}+cpu, 3.{minor} {machine}: sha256:{sha}"
+        for minor, machine, sha in sorted(found)
+    ]
 
 
 def with_cpu_hashes(lock: str, lines: list[str]) -> str:
     """The lock with the hashes of these lines added to torch's, where uv has not kept them from the lock before."""
-    hashes = "".join(f"    --hash={line.split()[-1]} \\\n" for line in lines if line.split()[-1] not in lock)
-    return re.sub(r"^(torch==\S+ \\\n)", lambda match: match[1] + hashes, lock, count=1, flags=re.MULTILINE)
+    hashes = "".join(
+        f"    --hash={line.split()[-1]} \\\n" for line in lines if line.split()[-1] not in lock
+    )
+    return re.sub(
+        r"^(torch==\S+ \\\n)", lambda match: match[1] + hashes, lock, count=1, flags=re.MULTILINE
+    )
 
 
 def content_digest(path: Path) -> str:
@@ -68,11 +81,34 @@ def check_wheels(path: Path) -> list[str]:
         entries.write_text(run_entries(path))
         for python in PYTHONS:
             for machine in machines:
-                command = ["uv", "pip", "install", "--dry-run", "--quiet", "--default-index", INDEX, "--target", f"{folder}/target"]
-                command += ["--python-version", python, "--python-platform", f"{machine}-manylinux_2_28", "--only-binary", ":all:"]
-                done = subprocess.run([*command, "--no-deps", "--require-hashes", "-r", str(entries)], capture_output=True, text=True)
+                command = [
+                    "uv",
+                    "pip",
+                    "install",
+                    "--dry-run",
+                    "--quiet",
+                    "--default-index",
+                    INDEX,
+                    "--target",
+                    f"{folder}/target",
+                ]
+                command += [
+                    "--python-version",
+                    python,
+                    "--python-platform",
+                    f"{machine}-manylinux_2_28",
+                    "--only-binary",
+                    ":all:",
+                ]
+                done = subprocess.run(
+                    [*command, "--no-deps", "--require-hashes", "-r", str(entries)],
+                    capture_output=True,
+                    text=True,
+                )
                 if done.returncode:
-                    failures.append(f"{path.name}, Python {python}, {machine}: {done.stderr.strip()}")
+                    failures.append(
+                        f"{path.name}, Python {python}, {machine}: {done.stderr.strip()}"
+                    )
     return failures
 
 
@@ -86,8 +122,25 @@ def write_checked(path: Path, head: list[str], text: str) -> None:
 
 def compile_lock(path: Path, options: list[str]) -> str:
     """Let uv resolve the packages into `path`, whose versions it keeps where it can, and return the text."""
-    command = ["uv", "pip", "compile", "--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--quiet"]
-    command += ["--default-index", INDEX, *options, "requirements-test.txt", "--output-file", str(path)]
+    command = [
+        "uv",
+        "pip",
+        "compile",
+        "--universal",
+        "--python-version",
+        "3.11",
+        "--generate-hashes",
+        "--no-header",
+        "--quiet",
+    ]
+    command += [
+        "--default-index",
+        INDEX,
+        *options,
+        "requirements-test.txt",
+        "--output-file",
+        str(path),
+    ]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return path.read_text()
 
@@ -114,7 +167,11 @@ def main(arguments: list[str]) -> None:
     pip = pip_line(read(f"{INDEX}/pip/"))
     write_checked(path, [*head, pip], with_cpu_hashes(lock, lines))
     cuda12 = ROOT / environment.CUDA12_LOCK
-    write_checked(cuda12, [head[0], pip], compile_lock(cuda12, [*arguments, "--overrides", environment.CUDA12]))
+    write_checked(
+        cuda12,
+        [head[0], pip],
+        compile_lock(cuda12, [*arguments, "--overrides", environment.CUDA12]),
+    )
 
 
 if __name__ == "__main__":

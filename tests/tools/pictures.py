@@ -16,13 +16,23 @@ PIES = {
     "Where the step goes": "Llama 3.1 8B, FP8, 2 x H200: ms of a step",
     "Where the time goes": "Llama 2 70B LoRA, FP8, H200: ms of a layer",
 }
-STYLES = {"svg.fonttype": "none", "svg.hashsalt": "pictures", "font.family": "sans-serif", "font.size": 8}
+STYLES = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "pictures",
+    "font.family": "sans-serif",
+    "font.size": 8,
+}
 
 
 def table(title: str, text: str) -> dict[str, float]:
     """Name -> milliseconds of the first table below a bold title."""
-    heads, values = re.findall(r"^\| (.+) \|$", text[text.index(f"**{title}**") :], re.MULTILINE)[:2]  # |---| is not among them
-    return {name: float(value.replace(",", "")) for name, value in zip(heads.split(" | "), values.split(" | "), strict=True)}
+    heads, values = re.findall(r"^\| (.+) \|$", text[text.index(f"**{title}**") :], re.MULTILINE)[
+        :2
+    ]  # |---| is not among them
+    return {
+        name: float(value.replace(",", ""))
+        for name, value in zip(heads.split(" | "), values.split(" | "), strict=True)
+    }
 
 
 def draw(path: Path) -> None:
@@ -32,8 +42,17 @@ def draw(path: Path) -> None:
         for axes, (title, head) in zip(figure.subplots(1, 2), PIES.items(), strict=True):
             parts = table(title, text)
             total = sum(parts.values())
-            colors = [COLORS[at % len(COLORS)] if at < len(COLORS) else "#b0b0b0" for at in range(len(parts))]
-            wedges, _ = axes.pie(list(parts.values()), colors=colors, startangle=90, counterclock=False, wedgeprops={"edgecolor": "white"})
+            colors = [
+                COLORS[at % len(COLORS)] if at < len(COLORS) else "#b0b0b0"
+                for at in range(len(parts))
+            ]
+            wedges, _ = axes.pie(
+                list(parts.values()),
+                colors=colors,
+                startangle=90,
+                counterclock=False,
+                wedgeprops={"edgecolor": "white"},
+            )
             labels = [f"{name} {value:,g} ({value / total:.1%})" for name, value in parts.items()]
             axes.legend(wedges, labels, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
             axes.set_title(f"{head}, {total:,.4g}", fontsize=9, loc="left")

@@ -67,7 +67,13 @@ VALUES = [
 
 def random_table(chance: random.Random, benchmark) -> dict:
     """A good table with up to five keys that are changed, gone or new."""
-    sizes = {"nodes": 1, "gpus_per_node": 8, "micro_batch_size": 1, "eval_micro_batch_size": 1, "max_samples": 1_000_000}
+    sizes = {
+        "nodes": 1,
+        "gpus_per_node": 8,
+        "micro_batch_size": 1,
+        "eval_micro_batch_size": 1,
+        "max_samples": 1_000_000,
+    }
     table = {"gpu": "MI355X", **sizes, **benchmark.config}
     keys = [field.name for field in fields(benchmark.rules.Config)]
     for _ in range(chance.randint(0, 5)):
@@ -91,11 +97,15 @@ def test_configs():
             assert error.why and error.do, table
             continue
         taken += 1
-        assert all(field.default is not MISSING or hasattr(config, field.name) for field in fields(config))
+        assert all(
+            field.default is not MISSING or hasattr(config, field.name) for field in fields(config)
+        )
     assert 20 < taken < 280, "some are good, some are not"
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"= 3", b"[" * 5000, b"a = " + b"[" * 100_000, b"a = 1e999999", b"\0"])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"= 3", b"[" * 5000, b"a = " + b"[" * 100_000, b"a = 1e999999", b"\0"]
+)
 def test_files_that_are_no_toml(tmp_path, content):
     path = tmp_path / "X_1x8.toml"
     path.write_bytes(content)
@@ -106,13 +116,20 @@ def test_files_that_are_no_toml(tmp_path, content):
 def test_command_lines():
     chance = random.Random(2)
     names = [benchmark.rules.BENCHMARK for benchmark in BENCHMARKS]
-    options = {name: [*parser_of(name, names[0]).options()] if parser_of(name, names[0]) else [] for name in VERBS}
+    options = {
+        name: [*parser_of(name, names[0]).options()] if parser_of(name, names[0]) else []
+        for name in VERBS
+    }
     taken = 0
     for _ in range(300):
         verb = chance.choice(list(VERBS))
-        line = chance.choice(([verb], [chance.choice(names), verb], [chance.choice(names)], [chance.choice(WORDS)]))
+        line = chance.choice(
+            ([verb], [chance.choice(names), verb], [chance.choice(names)], [chance.choice(WORDS)])
+        )
         known = [*options[verb], *EVERYWHERE]
-        line = line + [chance.choice([*known, *WORDS, *names, *VERBS]) for _ in range(chance.randint(0, 4))]
+        line = line + [
+            chance.choice([*known, *WORDS, *names, *VERBS]) for _ in range(chance.randint(0, 4))
+        ]
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -132,7 +149,9 @@ def damaged(chance: random.Random, folder) -> str:
     content = bytearray(path.read_bytes())
     if way == "fact":
         facts = json.loads((folder / FACTS).read_text())
-        facts[chance.choice(sorted(facts))] = chance.choice([value for value in VALUES if value == value])
+        facts[chance.choice(sorted(facts))] = chance.choice(
+            [value for value in VALUES if value == value]
+        )
         (folder / FACTS).write_text(json.dumps(facts))
     elif way == "flip":
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
@@ -162,10 +181,17 @@ def test_damaged_checkpoints(processes, tmp_path):
         run = tmp_path / f"damaged_{number}"
         shutil.copytree(tmp_path / "run", run)
         how = damaged(chance, newest(run)[0])
-        loading = checkpoints_of(processes, tmp_path / f"on_{number}", checkpoint=None, continues=run)
+        loading = checkpoints_of(
+            processes, tmp_path / f"on_{number}", checkpoint=None, continues=run
+        )
         try:
             assert loading.load() == 2, how
-            assert all(torch.equal(*pair) for pair in zip((part.live for part in loading.parts.values()), expected, strict=True)), how
+            assert all(
+                torch.equal(*pair)
+                for pair in zip(
+                    (part.live for part in loading.parts.values()), expected, strict=True
+                )
+            ), how
         except (WeightsError, ConfigError):
             refused += 1
     assert refused >= 50 and SIZES

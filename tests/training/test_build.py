@@ -11,7 +11,10 @@ from llama31_8b.train import assemble
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(("length", "tied", "by_rows"), [(16, False, True), (30, False, True), (31, False, False), (16, True, False)])
+@pytest.mark.parametrize(
+    ("length", "tied", "by_rows"),
+    [(16, False, True), (30, False, True), (31, False, False), (16, True, False)],
+)
 def test_the_embeddings_gradient_is_by_rows_where_these_are_less_than_it(length, tied, by_rows):
     """4 sequences of `length` tokens, 61 rows: 122 tokens are the most."""
     rules = replace(TINY, shape=replace(TINY.shape, tied_embedding=tied), sequence_length=length)

@@ -19,7 +19,16 @@ from common.kernels.fp8 import INVERSE, SCALE
 from common.model.shapes import ModelShape
 from common.training import checkpoint, continuation, loop
 from common.training.checkpoint import Checkpoints
-from common.training.continuation import FACTS, FOLDER, PARTIAL, When, newest, require_possible, require_same, when_from
+from common.training.continuation import (
+    FACTS,
+    FOLDER,
+    PARTIAL,
+    When,
+    newest,
+    require_possible,
+    require_same,
+    when_from,
+)
 from common.training.metrics import Events, Progress
 from common.training.mllog import RunLog
 from common.training.reports import Reports
@@ -28,14 +37,26 @@ from llama31_8b.train import assemble
 from submission.check import examine
 
 # A batch that 1, 2 and 3 ranks divide: evaluations at steps 3, 6 and 9, the last; with "2" the checkpoint of step 6 remains.
-SIZES = {"global_batch_size": 12, "micro_batch_size": 2, "eval_micro_batch_size": 2, "max_samples": 108}
-FP8_RULES = replace(TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0))  # sizes that FP8 products take
+SIZES = {
+    "global_batch_size": 12,
+    "micro_batch_size": 2,
+    "eval_micro_batch_size": 2,
+    "max_samples": 108,
+}
+FP8_RULES = replace(
+    TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0)
+)  # sizes that FP8 products take
 BF16_MOMENTS = {"linear": "fp8", "moment_precision": "bf16"}
 
 
 def values(run_dir):
     found = facts(run_dir)
-    return {"losses": found.losses, "norms": found.norms, "rates": found.rates, "evaluations": [list(pair) for pair in found.evaluations]}
+    return {
+        "losses": found.losses,
+        "norms": found.norms,
+        "rates": found.rates,
+        "evaluations": [list(pair) for pair in found.evaluations],
+    }
 
 
 def trained(run_dir, folder, rules=TINY, **options):
@@ -43,11 +64,16 @@ def trained(run_dir, folder, rules=TINY, **options):
     begun = {}
 
     def watched(assembly, *arguments):
-        begun["weights"] = {name: parameter.detach().clone() for name, parameter in assembly.model.named_parameters()}
+        begun["weights"] = {
+            name: parameter.detach().clone()
+            for name, parameter in assembly.model.named_parameters()
+        }
         optimizer = assembly.optimizer
         state = optimizer.update.state()
         moments = zip(begun["weights"], state["first_moment"], state["second_moment"], strict=False)
-        begun["moments"] = {name: torch.stack([first.float(), second.float()]) for name, first, second in moments}
+        begun["moments"] = {
+            name: torch.stack([first.float(), second.float()]) for name, first, second in moments
+        }
         return TRAIN(assembly, *arguments)
 
     with mock.patch("common.training.loop.train", watched):
@@ -62,7 +88,14 @@ TRAIN = loop.train
 def checkpoints_of(processes, run_dir, config=None, rules=TINY, **changes):
     """Of an assembly that no loop trains."""
     config = config or run_config(**SIZES)
-    asked = {"config_name": "", "seed": 1, "device": "cpu", "run_dir": run_dir, "data_dir": run_dir, "checkpoint": "1"} | changes
+    asked = {
+        "config_name": "",
+        "seed": 1,
+        "device": "cpu",
+        "run_dir": run_dir,
+        "data_dir": run_dir,
+        "checkpoint": "1",
+    } | changes
     run = Run(benchmark="llama31_8b", config=config, rank=processes.rank, **asked)
     reports = Reports(RunLog(None), Events(None), Progress(False), mock.Mock())
     return Checkpoints(run, reports, assemble(config, rules, processes, 1), processes)
@@ -77,7 +110,14 @@ def as_after(checkpoints, steps: int):
 def sittings(folder, name, ranks, rules=TINY, **options):
     """A run with checkpoints, and one that continues from the checkpoint of its step 6."""
     whole = trained(folder / name, folder, rules, checkpoint="2", gpus_per_node=ranks, **options)
-    return whole, trained(folder / f"{name}_on", folder, rules, continues=folder / name, gpus_per_node=ranks, **options)
+    return whole, trained(
+        folder / f"{name}_on",
+        folder,
+        rules,
+        continues=folder / name,
+        gpus_per_node=ranks,
+        **options,
+    )
 
 
 def on_two_ranks(processes, folder):
@@ -87,16 +127,27 @@ def on_two_ranks(processes, folder):
 def on_three_ranks(processes, folder):
     """What continued the run of two; and a model of four columns, whose norms leave the third rank without a row."""
     found = trained(folder / "run_on_3", folder, continues=folder / "run", gpus_per_node=3)
-    config, rules = run_config(**SIZES, gpus_per_node=3), replace(TINY, shape=ModelShape(1, 4, 6, 2, 1, 61, 10000.0))
+    config, rules = (
+        run_config(**SIZES, gpus_per_node=3),
+        replace(TINY, shape=ModelShape(1, 4, 6, 2, 1, 61, 10000.0)),
+    )
     saving = checkpoints_of(processes, folder / "narrow", config, rules)
     as_after(saving, 7).offer(7, evaluated=True)
     saving.finish()
-    loading = checkpoints_of(processes, folder / "elsewhere", config, rules, seed=1, continues=folder / "narrow")
+    loading = checkpoints_of(
+        processes, folder / "elsewhere", config, rules, seed=1, continues=folder / "narrow"
+    )
     for part in loading.parts.values():
         part.live.fill_(-1.0)
     assert loading.load() == 7
-    assert all(torch.equal(part.live, loading.parts[name].live) for name, part in saving.parts.items())
-    return found | {"without a row": sorted(name for name, part in saving.parts.items() if "master" in name and not len(part.live))}
+    assert all(
+        torch.equal(part.live, loading.parts[name].live) for name, part in saving.parts.items()
+    )
+    return found | {
+        "without a row": sorted(
+            name for name, part in saving.parts.items() if "master" in name and not len(part.live)
+        )
+    }
 
 
 def fp8_on_two_ranks(processes, folder):
@@ -124,7 +175,10 @@ def other_pairs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     write_data(folder / "data", FP8_RULES)
     (folder / "lora").mkdir()
-    return folder, *(call_on_ranks(2, f"test_checkpoint:{name}", folder) for name in ("fp8_on_two_ranks", "lora_on_two_ranks"))
+    return folder, *(
+        call_on_ranks(2, f"test_checkpoint:{name}", folder)
+        for name in ("fp8_on_two_ranks", "lora_on_two_ranks")
+    )
 
 
 def assert_continues(whole, rest, steps):
@@ -132,7 +186,10 @@ def assert_continues(whole, rest, steps):
     assert len(rest["losses"]) == len(whole["losses"]) - steps > 0
     for key in ("losses", "norms", "rates"):
         assert rest[key] == whole[key][steps:], key
-    assert rest["evaluations"] == whole["evaluations"][-len(rest["evaluations"]) :] and rest["evaluations"]
+    assert (
+        rest["evaluations"] == whole["evaluations"][-len(rest["evaluations"]) :]
+        and rest["evaluations"]
+    )
 
 
 def test_one_rank_continues_bit_for_bit_and_saving_changes_nothing(processes, tmp_path):
@@ -140,7 +197,10 @@ def test_one_rank_continues_bit_for_bit_and_saving_changes_nothing(processes, tm
     whole, rest = sittings(tmp_path, "run", 1)
     assert_continues(whole, rest, 6)
     plain = trained(tmp_path / "plain", tmp_path)
-    assert all(plain[key] == whole[key] for key in ("losses", "norms", "evaluations")) and not (tmp_path / "plain" / FOLDER).exists()
+    assert (
+        all(plain[key] == whole[key] for key in ("losses", "norms", "evaluations"))
+        and not (tmp_path / "plain" / FOLDER).exists()
+    )
 
 
 def test_two_ranks_continue_bit_for_bit(shared):
@@ -162,16 +222,26 @@ def test_another_number_of_ranks_begins_with_the_same_bits(processes, shared):
     for others in ([alone], three):
         for name, weight in begun[0]["weights"].items():
             assert all(torch.equal(rank["weights"][name], weight) for rank in others), name
-            rows = [torch.cat([rank["moments"][name] for rank in ranks], dim=1)[:, : len(weight)] for ranks in (begun, others)]
+            rows = [
+                torch.cat([rank["moments"][name] for rank in ranks], dim=1)[:, : len(weight)]
+                for ranks in (begun, others)
+            ]
             assert torch.equal(*rows) and rows[0].any(), name
         rest = others[0]
         # The same sums in another order.
-        assert rest["losses"] == pytest.approx(whole["losses"][6:], rel=1e-4) and rest["rates"] == whole["rates"][6:]
-        assert [loss for _, loss in rest["evaluations"]] == pytest.approx([loss for _, loss in whole["evaluations"][2:]], rel=1e-4)
+        assert (
+            rest["losses"] == pytest.approx(whole["losses"][6:], rel=1e-4)
+            and rest["rates"] == whole["rates"][6:]
+        )
+        assert [loss for _, loss in rest["evaluations"]] == pytest.approx(
+            [loss for _, loss in whole["evaluations"][2:]], rel=1e-4
+        )
 
 
 def test_a_rank_may_have_no_row_of_a_weight(shared):
-    assert [len(rank["without a row"]) for rank in shared[2]] == [0, 0, 5], "three norms, o and down"
+    assert [len(rank["without a row"]) for rank in shared[2]] == [0, 0, 5], (
+        "three norms, o and down"
+    )
 
 
 @pytest.mark.slow
@@ -185,12 +255,23 @@ def test_fp8_continues_on_another_number_of_ranks_with_the_smallest_scales(proce
         return train(assembly, *arguments)
 
     with mock.patch(f"{__name__}.TRAIN", watched):
-        rest = trained(folder / "run_on_1", folder, FP8_RULES, continues=folder / "run", gpus_per_node=1, **BF16_MOMENTS)
+        rest = trained(
+            folder / "run_on_1",
+            folder,
+            FP8_RULES,
+            continues=folder / "run",
+            gpus_per_node=1,
+            **BF16_MOMENTS,
+        )
     assert rest["losses"] == pytest.approx(pair[0][0]["losses"][6:], rel=0.05)
     state, history = begun["fp8"]
-    states, histories = (torch.stack(tensors) for tensors in zip(*saved_fp8(folder / "run"), strict=True))
+    states, histories = (
+        torch.stack(tensors) for tensors in zip(*saved_fp8(folder / "run"), strict=True)
+    )
     gradient = torch.tensor([quantizer.gradient for quantizer in begun["quantizers"]])
-    ratio = torch.where(gradient, 0.5, 1.0)  # two ranks before, one now: a power of two, so these are exact
+    ratio = torch.where(
+        gradient, 0.5, 1.0
+    )  # two ranks before, one now: a power of two, so these are exact
     assert torch.equal(state[:, SCALE], states[:, :, SCALE].amin(0) / ratio)
     assert torch.equal(state[:, INVERSE], states[:, :, INVERSE].amax(0) * ratio)
     assert torch.equal(history, histories.amax(0) * ratio) and history.any() and gradient.any()
@@ -201,7 +282,10 @@ def saved_fp8(run_dir):
 
     folder, found = newest(run_dir)
     files = [load_file(folder / f"rank_{rank}.safetensors") for rank in range(found["ranks"])]
-    return [[file[f"rank_{rank}.fp8_{name}"] for name in ("state", "history")] for rank, file in enumerate(files)]
+    return [
+        [file[f"rank_{rank}.fp8_{name}"] for name in ("state", "history")]
+        for rank, file in enumerate(files)
+    ]
 
 
 def test_the_middle_of_a_block_continues_in_fp8(processes, tmp_path, monkeypatch):
@@ -217,10 +301,22 @@ def test_the_log_says_that_it_was_resumed_and_is_clean_else(shared):
     log = records(folder / "run_on/result.txt")
     (line,) = [record for record in log if record["key"] == "resumed"]
     assert line["value"] == 72 and line["metadata"]["run"] == "run"
-    assert next(record for record in log if record["key"] == "block_start")["metadata"]["samples_count"] == 72
-    assert log[-1]["metadata"] | {"file": "", "lineno": 0} == {"samples_count": 108, "status": "aborted", "file": "", "lineno": 0}
+    assert (
+        next(record for record in log if record["key"] == "block_start")["metadata"][
+            "samples_count"
+        ]
+        == 72
+    )
+    assert log[-1]["metadata"] | {"file": "", "lineno": 0} == {
+        "samples_count": 108,
+        "status": "aborted",
+        "file": "",
+        "lineno": 0,
+    }
     assert not any(record["key"] == "resumed" for record in records(folder / "run/result.txt"))
-    found = {finding.rule: finding.warning for finding in examine(folder / "run_on/result.txt").findings}
+    found = {
+        finding.rule: finding.warning for finding in examine(folder / "run_on/result.txt").findings
+    }
     assert found["resumed"] is True and not {"samples_count", "order"} & found.keys()
     events = [json.loads(text) for text in (folder / "run/events.jsonl").read_text().splitlines()]
     assert [event["samples"] for event in events if event["event"] == "checkpoint"] == [72]
@@ -238,12 +334,16 @@ def test_when_is_evaluations_or_seconds():
 
 @pytest.fixture
 def made(processes, tmp_path):
-    return lambda config=None, **args: checkpoints_of(processes, **{"run_dir": tmp_path, "config": config} | args)
+    return lambda config=None, **args: checkpoints_of(
+        processes, **{"run_dir": tmp_path, "config": config} | args
+    )
 
 
 def test_every_second_evaluation_or_every_so_many_seconds(made, monkeypatch):
     monkeypatch.setattr(
-        checkpoint.dcp, "async_save", lambda *args, **options: (saved.append(checkpoints.step), mock.Mock(done=lambda: False))[1]
+        checkpoint.dcp,
+        "async_save",
+        lambda *args, **options: (saved.append(checkpoints.step), mock.Mock(done=lambda: False))[1],
     )
     monkeypatch.setattr(Checkpoints, "finish", lambda self: None)
     saved = []
@@ -260,7 +360,9 @@ def test_every_second_evaluation_or_every_so_many_seconds(made, monkeypatch):
     assert saved == [3, 6, 9, 12]
 
 
-def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(made, tmp_path, monkeypatch):
+def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(
+    made, tmp_path, monkeypatch
+):
     gate, order, write = threading.Event(), [], checkpoint.write_file
 
     def slow(path, *rest, **options):
@@ -277,16 +379,22 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(made, 
         weight.add_(1.0)  # a step
     threading.Timer(0.2, gate.set).start()
     as_after(checkpoints, 2).offer(2, evaluated=True)
-    assert order[0] == f"step_00000001{PARTIAL}" and gate.is_set(), "the second save waited for the first"
+    assert order[0] == f"step_00000001{PARTIAL}" and gate.is_set(), (
+        "the second save waited for the first"
+    )
     checkpoints.finish()
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_00000002"]
     loaded = made(continues=tmp_path)
-    assert loaded.load() == 2 and all(torch.equal(*pair) for pair in zip(loaded.assembly.optimizer.weights, weights, strict=True))
+    assert loaded.load() == 2 and all(
+        torch.equal(*pair) for pair in zip(loaded.assembly.optimizer.weights, weights, strict=True)
+    )
 
 
 def test_a_copy_is_of_the_moment_of_the_save(made, tmp_path, monkeypatch):
     gate, write = threading.Event(), checkpoint.write_file
-    monkeypatch.setattr(checkpoint, "write_file", lambda *rest, **options: (gate.wait(30), write(*rest, **options)))
+    monkeypatch.setattr(
+        checkpoint, "write_file", lambda *rest, **options: (gate.wait(30), write(*rest, **options))
+    )
     checkpoints = made()
     weights = checkpoints.assembly.optimizer.weights
     before = [weight.clone() for weight in weights]
@@ -299,7 +407,9 @@ def test_a_copy_is_of_the_moment_of_the_save(made, tmp_path, monkeypatch):
     assert loaded.load() == 1 and all(map(torch.equal, loaded.assembly.optimizer.weights, before))
 
 
-def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(processes, tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(
+    processes, tmp_path, monkeypatch
+):
     write_data(tmp_path / "data")
     write, calls = checkpoint.write_file, []
 
@@ -311,14 +421,18 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(processes, tm
 
     monkeypatch.setattr(checkpoint, "write_file", full)
     ended = run(tmp_path / "run", tmp_path / "data", checkpoint="1", **SIZES)
-    assert ended.error == "storage" and ended.status == "aborted" and "No space left" in ended.message
+    assert (
+        ended.error == "storage" and ended.status == "aborted" and "No space left" in ended.message
+    )
     assert [path.name for path in (tmp_path / "run" / FOLDER).iterdir()] == ["step_00000003"]
     rest = run(tmp_path / "on", tmp_path / "data", continues=tmp_path / "run", **SIZES)
     assert rest.error == "target_missed" and len(rest.losses) == 6
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(processes, tmp_path, monkeypatch, full):
+def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(
+    processes, tmp_path, monkeypatch, full
+):
     """The launcher reads from the phase whether a failure came after the run."""
     write_data(tmp_path / "data")
     log, write = tmp_path / "run/result.txt", checkpoint.write_file
@@ -332,14 +446,26 @@ def test_a_save_that_ends_after_the_target_was_reached_leaves_the_success(proces
     monkeypatch.setattr(checkpoint, "write_file", late)
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 1)
     monkeypatch.setattr(Checkpoints, "due", lambda self, when, evaluated: self.step == 1)
-    ended = run(tmp_path / "run", tmp_path / "data", replace(TINY, target_loss=100.0), checkpoint="1", **SIZES)
+    ended = run(
+        tmp_path / "run",
+        tmp_path / "data",
+        replace(TINY, target_loss=100.0),
+        checkpoint="1",
+        **SIZES,
+    )
     assert (ended.status, ended.error) == ("success", "storage" if full else "")
-    assert json.loads((tmp_path / "run/ranks/rank_0.heartbeat").read_text())["phase"] == ("checkpoint" if full else "done")
+    assert json.loads((tmp_path / "run/ranks/rank_0.heartbeat").read_text())["phase"] == (
+        "checkpoint" if full else "done"
+    )
     assert len(list((tmp_path / "run" / FOLDER).iterdir())) == (not full)
 
 
 def test_a_save_that_has_failed_already_is_told_of_in_the_same_phase(made, monkeypatch):
-    monkeypatch.setattr(checkpoint, "write_file", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        checkpoint,
+        "write_file",
+        mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")),
+    )
     checkpoints = made()
     checkpoints.offer(1, evaluated=True)
     assert checkpoints.saving.exception(60), "it is over"
@@ -358,7 +484,9 @@ def test_what_a_killed_save_of_the_same_step_left_is_no_part_of_the_next(process
     as_after(saving, 3).offer(3, evaluated=True)
     saving.finish()
     assert not (tmp_path / FOLDER / "step_00000003/rank_1.safetensors").exists()
-    assert checkpoints_of(processes, tmp_path / "on", checkpoint=None, continues=tmp_path).load() == 3
+    assert (
+        checkpoints_of(processes, tmp_path / "on", checkpoint=None, continues=tmp_path).load() == 3
+    )
 
 
 def test_another_failure_of_a_save_is_not_called_a_full_disk(made, monkeypatch):
@@ -410,9 +538,18 @@ def test_another_benchmark_is_refused(copied):
 
 
 def test_what_only_concerns_speed_may_change(copied):
-    changes = {"gpus_per_node": 3, "eval_micro_batch_size": 1, "micro_batch_size": 1, "recompute_layers": 1, "hang_timeout_s": 5.0}
+    changes = {
+        "gpus_per_node": 3,
+        "eval_micro_batch_size": 1,
+        "micro_batch_size": 1,
+        "recompute_layers": 1,
+        "hang_timeout_s": 5.0,
+    }
     require_same(*newest(copied), "llama31_8b", 1, run_config(**SIZES | changes))
-    assert run_config().__dataclass_fields__.keys() > continuation.MAY_DIFFER - {"frozen_base", "offload_layers"}
+    assert run_config().__dataclass_fields__.keys() > continuation.MAY_DIFFER - {
+        "frozen_base",
+        "offload_layers",
+    }
 
 
 def test_no_checkpoint_is_said(tmp_path):
@@ -449,7 +586,9 @@ def cut(folder):
 
 
 def change_facts(**changes):
-    return lambda folder: (folder / FACTS).write_text(json.dumps(json.loads((folder / FACTS).read_text()) | changes))
+    return lambda folder: (folder / FACTS).write_text(
+        json.dumps(json.loads((folder / FACTS).read_text()) | changes)
+    )
 
 
 DAMAGE = {
@@ -457,7 +596,10 @@ DAMAGE = {
     "a file cut short": (cut, "."),
     "a file missing": (lambda folder: (folder / "rank_1.safetensors").unlink(), "."),
     "an empty file": (lambda folder: (folder / "rank_0.safetensors").write_bytes(b""), "."),
-    "facts cut short": (lambda folder: (folder / FACTS).write_text((folder / FACTS).read_text()[:50]), FACTS),
+    "facts cut short": (
+        lambda folder: (folder / FACTS).write_text((folder / FACTS).read_text()[:50]),
+        FACTS,
+    ),
     "facts missing": (lambda folder: (folder / FACTS).unlink(), FACTS),
     "facts that are no facts": (lambda folder: (folder / FACTS).write_text("[]"), FACTS),
     "facts without a digest": (lambda folder: (folder / FACTS).write_text('{"step": 6}'), FACTS),
@@ -469,8 +611,14 @@ DAMAGE = {
     "steps as text": (change_facts(step="6"), "wrong type"),
     "a config that is a list": (change_facts(config=[]), "wrong type"),
     "brackets": (lambda folder: (folder / FACTS).write_text("[" * 100_000), FACTS),
-    "a pipe": (lambda folder: ((folder / FACTS).unlink(), os.mkfifo(folder / FACTS)), "no regular file"),
-    "pickle in place of safetensors": (lambda folder: torch.save({"a": 1}, folder / "rank_1.safetensors"), "."),
+    "a pipe": (
+        lambda folder: ((folder / FACTS).unlink(), os.mkfifo(folder / FACTS)),
+        "no regular file",
+    ),
+    "pickle in place of safetensors": (
+        lambda folder: torch.save({"a": 1}, folder / "rank_1.safetensors"),
+        ".",
+    ),
 }
 
 
@@ -488,7 +636,11 @@ def test_damage_is_refused(made, copied, name):
 
 def test_no_file_of_a_checkpoint_is_pickle(saved):
     folder, found = newest(saved)
-    assert sorted(path.name for path in folder.iterdir()) == [FACTS, "rank_0.safetensors", "rank_1.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        FACTS,
+        "rank_0.safetensors",
+        "rank_1.safetensors",
+    ]
     assert (
         found["step"] == 6
         and found["samples"] == 72

@@ -20,7 +20,9 @@ KILLS = 60
 
 def made(rank, ranks, port, folder, **args):
     os.environ.update(rank_environment(rank, ranks, port))
-    return checkpoints_of(start_processes("cpu", 60.0), folder, run_config(gpus_per_node=ranks, **SIZES), **args)
+    return checkpoints_of(
+        start_processes("cpu", 60.0), folder, run_config(gpus_per_node=ranks, **SIZES), **args
+    )
 
 
 def save_on_and_on(rank, ranks, port, folder, ready):
@@ -53,14 +55,20 @@ def verify(folder):
     """On one rank, whoever saved."""
     checkpoints = made(0, 1, free_port(), folder, checkpoint=None, continues=folder)
     step = checkpoints.load()
-    assert all(torch.equal(weight, torch.full_like(weight, step)) for weight in checkpoints.assembly.optimizer.weights)
+    assert all(
+        torch.equal(weight, torch.full_like(weight, step))
+        for weight in checkpoints.assembly.optimizer.weights
+    )
     os._exit(0)  # gloo's threads now and then end an interpreter that is shutting down
 
 
 def killed(body, ranks, folder, pause_s):
     """Fork ranks of `body`, and kill them in any order `pause_s` after they have begun."""
     port, ready = free_port(), [folder / f"ready_{rank}" for rank in range(ranks)]
-    children = [rank_server().Process(target=body, args=(rank, ranks, port, folder, ready[rank])) for rank in range(ranks)]
+    children = [
+        rank_server().Process(target=body, args=(rank, ranks, port, folder, ready[rank]))
+        for rank in range(ranks)
+    ]
     for child in children:
         child.start()
     deadline = time.monotonic() + 60
@@ -72,7 +80,9 @@ def killed(body, ranks, folder, pause_s):
         child.kill()
     for child in children:
         child.join()
-    assert children[0].exitcode == -signal.SIGKILL, "the others may have seen that the first is gone"
+    assert children[0].exitcode == -signal.SIGKILL, (
+        "the others may have seen that the first is gone"
+    )
     for path in ready:
         path.unlink(missing_ok=True)
 

@@ -32,7 +32,9 @@ def test_a_fingerprint_sees_every_single_bit():
             flipped = bits.clone()
             flipped.view(-1)[place] ^= -(2**31) if bit == 31 else 1 << bit
             seen.add(fingerprint(flipped.view(torch.float32)))
-    assert len(seen) == 1 + 32 * values.numel()  # all different: a hash of 64 bits has no business with collisions here
+    assert (
+        len(seen) == 1 + 32 * values.numel()
+    )  # all different: a hash of 64 bits has no business with collisions here
 
 
 def test_changes_of_two_weights_do_not_cancel():
@@ -53,4 +55,6 @@ def test_a_fingerprint_depends_on_values_alone(monkeypatch):
     assert whole == fingerprint(values.t().contiguous().t()) == fingerprint(values.clone())
     monkeypatch.setattr("common.training.digest._CHUNK", 7)
     assert fingerprint(values) == whole  # the same in pieces
-    assert fingerprint(torch.empty(0)) == 0 and fingerprint(torch.tensor(3.0)) != fingerprint(torch.tensor(0.0))
+    assert fingerprint(torch.empty(0)) == 0 and fingerprint(torch.tensor(3.0)) != fingerprint(
+        torch.tensor(0.0)
+    )

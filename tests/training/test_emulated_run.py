@@ -14,7 +14,9 @@ from common.training import warmup
 from common.training.mllog import EMULATED
 from llama31_8b.rules import MINIATURE, Config
 
-RULES = replace(TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0))  # sizes that FP8 products take
+RULES = replace(
+    TINY, shape=ModelShape(2, 64, 96, 4, 2, 64, 10000.0)
+)  # sizes that FP8 products take
 FORMAT = "mxfp4+stochastic+hadamard"
 HEALED = f"{FORMAT} until step 6, then fp8"
 UNHEALED = f"{FORMAT} until step 9999, then fp8"  # in bf16, as what heals to FP8
@@ -40,7 +42,9 @@ def formats(folder):
 def test_it_learns_heals_and_says_what_it_is(healed):
     facts, folder = healed
     assert facts.error == "target_missed", facts.message  # TINY's target is out of reach
-    assert [samples for samples, _ in facts.evaluations] == [32, 64, 96] and facts.losses[-1] < 0.9 * facts.losses[0]
+    assert [samples for samples, _ in facts.evaluations] == [32, 64, 96] and facts.losses[
+        -1
+    ] < 0.9 * facts.losses[0]
     assert formats(folder) == ["mxfp4, emulated", "fp8", "fp8"]
     log = {record["key"]: record["value"] for record in records(folder / "result.txt")}
     assert log["lowest_numerical_precision_in_linear"] == "mxfp4" and log[EMULATED] == HEALED
@@ -54,8 +58,13 @@ def test_until_healing_the_run_is_that_without_healing_and_then_another(healed, 
 
 def test_at_a_loss_it_heals_after_the_evaluation_that_reached_it(healed, data, tmp_path):
     first = healed[0].evaluations[0][1]
-    facts = run(tmp_path / "run", data, RULES, linear=f"{FORMAT} until loss {first + 1e-6:.9f}, then fp8")
-    assert formats(tmp_path / "run") == ["mxfp4, emulated", "fp8", "fp8"] and facts.evaluations[0][1] == first
+    facts = run(
+        tmp_path / "run", data, RULES, linear=f"{FORMAT} until loss {first + 1e-6:.9f}, then fp8"
+    )
+    assert (
+        formats(tmp_path / "run") == ["mxfp4, emulated", "fp8", "fp8"]
+        and facts.evaluations[0][1] == first
+    )
     assert facts.losses[:4] == healed[0].losses[:4] and facts.losses[4] != healed[0].losses[4]
 
 
@@ -64,7 +73,11 @@ def test_the_warm_up_leaves_no_trace(healed, data, tmp_path, monkeypatch):
     monkeypatch.setattr(warmup, "TRAIN_STEPS", 0)
     monkeypatch.setattr(warmup, "EVAL_STEPS", 0)
     cold = run(tmp_path / "cold", data, RULES, linear=HEALED)
-    assert (cold.losses, cold.norms, cold.evaluations) == (healed[0].losses, healed[0].norms, healed[0].evaluations)
+    assert (cold.losses, cold.norms, cold.evaluations) == (
+        healed[0].losses,
+        healed[0].norms,
+        healed[0].evaluations,
+    )
 
 
 def test_a_run_that_continues_is_as_healed_as_it_was(processes, healed, data, tmp_path):
@@ -72,7 +85,11 @@ def test_a_run_that_continues_is_as_healed_as_it_was(processes, healed, data, tm
     linear = f"{FORMAT} until loss {healed[0].evaluations[0][1] + 1e-6:.9f}, then fp8"
     whole = run(tmp_path / "run", data, RULES, checkpoint="2", linear=linear)
     rest = run(tmp_path / "on", data, RULES, continues=tmp_path / "run", linear=linear)
-    assert len(rest.losses) == 4 and rest.losses == whole.losses[8:] and rest.evaluations == whole.evaluations[2:]
+    assert (
+        len(rest.losses) == 4
+        and rest.losses == whole.losses[8:]
+        and rest.evaluations == whole.evaluations[2:]
+    )
     assert formats(tmp_path / "on") == ["fp8"]
 
 
@@ -80,7 +97,12 @@ def test_a_run_that_continues_is_as_healed_as_it_was(processes, healed, data, tm
 def test_the_miniature_reaches_its_target_in_mxfp4_with_healing(miniature_data, tmp_path):
     """Three evaluation intervals in MXFP4; in fp32 after that, as a CPU without FP8 computes."""
     config = asdict(load(ROOT / "configs" / "llama31_8b" / "CPU_1x1.toml", Config))
-    facts = run(tmp_path / "run", miniature_data, MINIATURE, **config | {"linear": "mxfp4+hadamard until step 192, then bf16"})
+    facts = run(
+        tmp_path / "run",
+        miniature_data,
+        MINIATURE,
+        **config | {"linear": "mxfp4+hadamard until step 192, then bf16"},
+    )
     assert facts.status == "success", facts.message
     found = formats(tmp_path / "run")
     assert found[:3] == ["mxfp4, emulated"] * 2 + ["bf16"] and len(found) > 3

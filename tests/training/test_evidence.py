@@ -41,13 +41,19 @@ def full(asked: str, gaps: str) -> OutOfMemory:
 def test_a_full_gpu_says_the_peak_the_gaps_and_what_to_try():
     found = full("20.00 GiB", "512.00 MiB")
     assert "0.50 GiB (0.4%" in found.why
-    assert "documentation" not in found.why and found.do.startswith("use a smaller micro_batch_size")
+    assert "documentation" not in found.why and found.do.startswith(
+        "use a smaller micro_batch_size"
+    )
 
 
 def test_where_the_gaps_would_have_held_it_expandable_segments_come_first(monkeypatch):
-    assert full("2.00 GiB", "6.00 GiB").do.startswith("set PYTORCH_ALLOC_CONF to expandable_segments:True")
+    assert full("2.00 GiB", "6.00 GiB").do.startswith(
+        "set PYTORCH_ALLOC_CONF to expandable_segments:True"
+    )
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert full("2.00 GiB", "6.00 GiB").do.startswith("use a smaller micro_batch_size"), "they are set"
+    assert full("2.00 GiB", "6.00 GiB").do.startswith("use a smaller micro_batch_size"), (
+        "they are set"
+    )
 
 
 def test_on_rocm_expandable_segments_are_not_advised(monkeypatch):
@@ -59,21 +65,34 @@ def test_a_planted_failure_leaves_the_allocators_state_in_the_run(tmp_path, monk
     """By the guard, to its end, with a GPU that is not there."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda: "| allocated 130 GiB |")
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"torch's own"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"torch's own")
+    )
     monkeypatch.setattr(guard.os, "_exit", lambda code: ended.append(code))
     (tmp_path / "ranks").mkdir()
     ended: list[int] = []
     error = torch.OutOfMemoryError(FULL.format(asked="20.00 GiB", gaps="1.00 GiB"))
     guard.end_badly(tmp_path, 3, error, lambda: None, lambda: 7)
     record = json.loads((tmp_path / "ranks" / "rank_3.json").read_text())
-    assert ended == [12] and record["kind"] == "out_of_memory" and record["step"] == 7 and "130.00 GiB" in record["why"]
+    assert (
+        ended == [12]
+        and record["kind"] == "out_of_memory"
+        and record["step"] == 7
+        and "130.00 GiB" in record["why"]
+    )
     assert (tmp_path / "ranks" / "rank_3.memory.txt").read_text() == "| allocated 130 GiB |"
-    assert (tmp_path / "ranks" / "rank_3.memory.pickle").read_bytes() == b"torch's own" and "rank_3.memory.pickle" in record["do"]
+    assert (
+        tmp_path / "ranks" / "rank_3.memory.pickle"
+    ).read_bytes() == b"torch's own" and "rank_3.memory.pickle" in record["do"]
 
 
 def test_a_snapshot_that_fails_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    found = classify(torch.OutOfMemoryError(FULL.format(asked="20.00 GiB", gaps="1.00 GiB")), tmp_path / "gone", 0)
+    found = classify(
+        torch.OutOfMemoryError(FULL.format(asked="20.00 GiB", gaps="1.00 GiB")),
+        tmp_path / "gone",
+        0,
+    )
     assert found.exit_code == 12 and "130.00 GiB" in found.why and "pickle" not in found.do
 
 
@@ -95,7 +114,9 @@ run_guarded(folder, rank, body, lambda: None, lambda: 7)
 """
 
 
-def test_ranks_that_are_asked_for_their_stacks_leave_their_collectives_and_the_missing_one_is_named(tmp_path, monkeypatch):
+def test_ranks_that_are_asked_for_their_stacks_leave_their_collectives_and_the_missing_one_is_named(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     processes: list[subprocess.Popen] = start_ranks(2, ["-c", HANGS, str(tmp_path)])
     try:
@@ -109,5 +130,10 @@ def test_ranks_that_are_asked_for_their_stacks_leave_their_collectives_and_the_m
         for process in processes:
             process.kill()
             process.communicate()
-    assert (one["sequence"], one["entered"], one["missing"], one["input_sizes"]) == (3, [0], [1], [[3, 7]])
+    assert (one["sequence"], one["entered"], one["missing"], one["input_sizes"]) == (
+        3,
+        [0],
+        [1],
+        [[3, 7]],
+    )
     assert "all_reduce of Float [[3, 7]]" in sentence(one)

@@ -64,7 +64,9 @@ run_guarded(folder, rank, body, on_failure, lambda: 7)
 def collectives(tmp_path_factory):
     """Real failures of gloo: {way: (exit codes, folder of the run)}; rank 1 was killed, or slept beyond the 3 s of a collective."""
     folders = {way: tmp_path_factory.mktemp(way) for way in ("killed", "asleep")}
-    groups = {way: start_ranks(2, ["-c", TWO_RANKS, str(folder), way]) for way, folder in folders.items()}
+    groups = {
+        way: start_ranks(2, ["-c", TWO_RANKS, str(folder), way]) for way, folder in folders.items()
+    }
     found = {}
     try:
         for way, (first, second) in groups.items():
@@ -87,7 +89,11 @@ def test_a_peer_that_dies_is_a_lost_rank_and_the_survivor_says_it_only_watched(c
     codes, folder = collectives["killed"]
     survivor = record(folder, 0)
     assert codes == [RankLost.exit_code, -signal.SIGKILL]
-    assert survivor["kind"] == "rank_lost" and survivor["outcome"] == "failed" and survivor["secondary"] is True
+    assert (
+        survivor["kind"] == "rank_lost"
+        and survivor["outcome"] == "failed"
+        and survivor["secondary"] is True
+    )
     assert survivor["step"] == 7 and survivor["why"], survivor
     assert not (folder / "ranks" / "rank_1.json").exists()
 
@@ -103,7 +109,11 @@ def test_sigterm_ends_a_rank_as_interrupted_with_the_shells_exit_code(collective
     codes, folder = collectives["asleep"]
     assert codes[1] == 128 + signal.SIGTERM
     stopped = record(folder, 1)
-    assert (stopped["kind"], stopped["outcome"], stopped["secondary"]) == ("interrupted", "interrupted", False)
+    assert (stopped["kind"], stopped["outcome"], stopped["secondary"]) == (
+        "interrupted",
+        "interrupted",
+        False,
+    )
 
 
 def test_a_failure_while_reporting_hides_nothing(collectives):
@@ -119,12 +129,19 @@ def test_a_known_failure_stays_what_it_is():
 
 
 def test_a_full_gpu_is_out_of_memory():
-    failure = classify(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines"))
-    assert isinstance(failure, OutOfMemory) and failure.why == "CUDA out of memory. Tried to allocate 20.00 GiB."
+    failure = classify(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines")
+    )
+    assert (
+        isinstance(failure, OutOfMemory)
+        and failure.why == "CUDA out of memory. Tried to allocate 20.00 GiB."
+    )
     assert not is_secondary(torch.OutOfMemoryError("CUDA out of memory"))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE]
+)
 def test_a_disk_that_takes_nothing_is_a_storage_error_naming_the_file(number):
     failure = classify(OSError(number, os.strerror(number), "/results/events.jsonl"))
     assert isinstance(failure, StorageError) and "/results/events.jsonl" in failure.what
@@ -145,7 +162,13 @@ def test_a_disk_that_takes_nothing_is_a_storage_error_naming_the_file(number):
 )
 def test_a_host_that_gives_no_more_is_out_of_memory(error):
     failure = classify(error)
-    assert type(failure) is OutOfMemory and "host" in failure.what and failure.why and "ulimit" in failure.do and not is_secondary(error)
+    assert (
+        type(failure) is OutOfMemory
+        and "host" in failure.what
+        and failure.why
+        and "ulimit" in failure.do
+        and not is_secondary(error)
+    )
 
 
 def test_an_exit_in_a_rank_is_a_lost_rank():
@@ -166,7 +189,11 @@ def test_an_exit_in_a_rank_is_a_lost_rank():
 )
 def test_what_is_unknown_is_a_defect_with_its_name_and_our_own_failure(error):
     failure = classify(error)
-    assert type(failure) is RunError and failure.exit_code == 1 and type(error).__name__ in failure.what
+    assert (
+        type(failure) is RunError
+        and failure.exit_code == 1
+        and type(error).__name__ in failure.what
+    )
     assert not is_secondary(error)
 
 
@@ -174,14 +201,26 @@ def test_what_is_unknown_is_a_defect_with_its_name_and_our_own_failure(error):
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:17049: Connection reset by peer.", RankLost),
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:17049: Connection reset by peer.",
+            RankLost,
+        ),
         (
             "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
             Hang,
         ),
-        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:22334", RankLost),
-        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE) ran for 600000 ms", Hang),
-        ("NCCL error in: ProcessGroupNCCL.cpp:3699, remote process exited or there was a network error", RankLost),
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:22334",
+            RankLost,
+        ),
+        (
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE) ran for 600000 ms",
+            Hang,
+        ),
+        (
+            "NCCL error in: ProcessGroupNCCL.cpp:3699, remote process exited or there was a network error",
+            RankLost,
+        ),
     ],
 )
 def test_the_texts_of_gloo_and_nccl_are_known(text, kind):
@@ -195,7 +234,11 @@ def test_an_undisturbed_rank_leaves_the_record_done(tmp_path):
     (process,) = start_ranks(1, ["-c", code, str(tmp_path)])
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
-    assert {key: record(tmp_path, 0)[key] for key in ("rank", "outcome", "step")} == {"rank": 0, "outcome": "done", "step": 3}
+    assert {key: record(tmp_path, 0)[key] for key in ("rank", "outcome", "step")} == {
+        "rank": 0,
+        "outcome": "done",
+        "step": 3,
+    }
 
 
 def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
@@ -208,7 +251,10 @@ def test_a_signal_that_comes_while_a_failure_is_told_hides_nothing(tmp_path):
     (process,) = start_ranks(1, ["-c", code, str(tmp_path)])
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == StorageError.exit_code, stderr
-    assert (record(tmp_path, 0)["outcome"], record(tmp_path, 0)["kind"]) == ("failed", StorageError.kind)
+    assert (record(tmp_path, 0)["outcome"], record(tmp_path, 0)["kind"]) == (
+        "failed",
+        StorageError.kind,
+    )
 
 
 def test_a_signal_after_the_work_is_done_spoils_nothing(tmp_path):
@@ -238,18 +284,30 @@ def test_a_record_of_a_full_disk_takes_the_room_that_was_set_aside(tmp_path, mon
     assert record(tmp_path, 0)["kind"] == "storage" and not (tmp_path / RESERVE_FILE).exists()
 
 
-@pytest.mark.parametrize(("launched", "full", "told"), [(False, False, True), (True, False, False), (True, True, True)])
-def test_a_failure_is_told_on_stderr_where_no_launcher_reads_the_record(tmp_path, monkeypatch, capfd, launched, full, told):
+@pytest.mark.parametrize(
+    ("launched", "full", "told"), [(False, False, True), (True, False, False), (True, True, True)]
+)
+def test_a_failure_is_told_on_stderr_where_no_launcher_reads_the_record(
+    tmp_path, monkeypatch, capfd, launched, full, told
+):
     (tmp_path / "ranks").mkdir()
     monkeypatch.setattr(errors, "TRIES", 2)
     monkeypatch.setenv(LAUNCHED, "run")
     if not launched:
         monkeypatch.delenv(LAUNCHED)
     if full:
-        monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        monkeypatch.setattr(
+            Path, "write_bytes", mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
+        )
     monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):
-        guard.end_badly(tmp_path, 0, OSError(errno.ENOSPC, "No space left on device", "events.jsonl"), lambda: None, lambda: 3)
+        guard.end_badly(
+            tmp_path,
+            0,
+            OSError(errno.ENOSPC, "No space left on device", "events.jsonl"),
+            lambda: None,
+            lambda: 3,
+        )
     os._exit.assert_called_with(StorageError.exit_code)
     stderr = capfd.readouterr().err
     assert ("No space left on device" in stderr and "  do:  free space" in stderr) == told, stderr

@@ -40,7 +40,11 @@ def plain(processes, tiny_data, tmp_path_factory):
 
 def assert_same_curve(curve, other, tolerance: float) -> None:
     """Losses, gradient norms and evaluations agree to a relative `tolerance`; 0 asks for the same bits."""
-    pairs = [(curve.losses, other.losses), (curve.norms, other.norms), *zip(curve.evaluations, other.evaluations, strict=True)]
+    pairs = [
+        (curve.losses, other.losses),
+        (curve.norms, other.norms),
+        *zip(curve.evaluations, other.evaluations, strict=True),
+    ]
     for ours, theirs in pairs:
         assert len(ours) == len(theirs) > 0
         assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
@@ -50,7 +54,9 @@ def assert_same_curve(curve, other, tolerance: float) -> None:
 
 
 def test_the_tiny_model_learns(plain):
-    assert plain.losses[-1] < 0.7 * plain.losses[0] and plain.losses[0] == pytest.approx(math.log(61), abs=0.1)
+    assert plain.losses[-1] < 0.7 * plain.losses[0] and plain.losses[0] == pytest.approx(
+        math.log(61), abs=0.1
+    )
 
 
 def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
@@ -58,32 +64,60 @@ def test_the_run_is_what_a_plain_torch_loop_computes(plain, tiny_data):
     model = plain_llama(TINY.shape, TINY.sequence_length)
     init_weights(model, TINY.shape.num_layers, 1, TINY.init_std, copy_weight)
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": TINY.weight_decay},
+        {
+            "params": [p for p in model.parameters() if p.ndim >= 2],
+            "weight_decay": TINY.weight_decay,
+        },
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(TINY.adam_beta_1, TINY.adam_beta_2), eps=TINY.adam_epsilon, foreach=False)
+    optimizer = torch.optim.AdamW(
+        groups, betas=(TINY.adam_beta_1, TINY.adam_beta_2), eps=TINY.adam_epsilon, foreach=False
+    )
     config = run_config()
-    data = TrainData(tiny_data / TINY.train_prefix, TINY.sequence_length, config.max_samples, 1, TINY.shape.vocab_size)
-    base, end, warmup = config.opt_base_learning_rate, 0.1 * config.opt_base_learning_rate, config.opt_learning_rate_warmup_steps
+    data = TrainData(
+        tiny_data / TINY.train_prefix,
+        TINY.sequence_length,
+        config.max_samples,
+        1,
+        TINY.shape.vocab_size,
+    )
+    base, end, warmup = (
+        config.opt_base_learning_rate,
+        0.1 * config.opt_base_learning_rate,
+        config.opt_learning_rate_warmup_steps,
+    )
     losses, norms, rates = [], [], []
     for step in range(len(plain.losses)):
-        windows = torch.tensor(np.stack([data[i] for i in range(8 * step, 8 * step + 8)]), dtype=torch.int64)
+        windows = torch.tensor(
+            np.stack([data[i] for i in range(8 * step, 8 * step + 8)]), dtype=torch.int64
+        )
         loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), TINY.gradient_clip_norm)))
-        cosine = end + (base - end) * (1 + math.cos(math.pi * (step - warmup) / (TINY.max_steps - warmup))) / 2
+        norms.append(
+            float(torch.nn.utils.clip_grad_norm_(model.parameters(), TINY.gradient_clip_norm))
+        )
+        cosine = (
+            end
+            + (base - end)
+            * (1 + math.cos(math.pi * (step - warmup) / (TINY.max_steps - warmup)))
+            / 2
+        )
         rates.append(base * (step + 1) / (warmup + 1) if step < warmup else cosine)
         for group in optimizer.param_groups:
             group["lr"] = rates[-1]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    assert plain.losses == pytest.approx(losses, rel=1e-5)  # the same sums in another order, as below
+    assert plain.losses == pytest.approx(
+        losses, rel=1e-5
+    )  # the same sums in another order, as below
     assert plain.norms == pytest.approx(norms, rel=1e-5)
     assert plain.rates == pytest.approx(rates, rel=1e-12)
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_seed_another_curve(plain, processes, tiny_data, tmp_path):
+def test_the_same_seed_gives_the_same_bits_and_another_seed_another_curve(
+    plain, processes, tiny_data, tmp_path
+):
     assert_same_curve(run(tmp_path / "again", tiny_data), plain, tolerance=0)
     other = run(tmp_path / "other", tiny_data, seed=2, max_samples=32)
     assert all(abs(a - b) > 1e-4 for a, b in zip(other.losses, plain.losses, strict=False))
@@ -92,8 +126,12 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_another_curve(plain,
 # Another cut of the batch sums the same gradients in another order, and fp32 addition is not associative; the matrix products
 # of another size are blocked otherwise. Each is a rounding of 6e-8; 12 steps of training amplify them somewhat.
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
-def test_how_a_batch_is_cut_does_not_matter(plain, processes, tiny_data, tmp_path, micro_batch_size):
-    assert_same_curve(run(tmp_path / "run", tiny_data, micro_batch_size=micro_batch_size), plain, tolerance=1e-5)
+def test_how_a_batch_is_cut_does_not_matter(
+    plain, processes, tiny_data, tmp_path, micro_batch_size
+):
+    assert_same_curve(
+        run(tmp_path / "run", tiny_data, micro_batch_size=micro_batch_size), plain, tolerance=1e-5
+    )
 
 
 @pytest.mark.parametrize("changes", [{"recompute_layers": 1}, {"recompute_layers": 2}], ids=str)
@@ -104,7 +142,11 @@ def test_what_saves_memory_changes_no_bit(plain, processes, tiny_data, tmp_path,
 @pytest.mark.parametrize("name", ["plain", "recompute", "whole micro-batch"])
 def test_two_ranks_train_as_one_process_does(plain, two_ranks, name):
     curve = two_ranks[0]["runs"][name]
-    assert_same_curve(replace(plain, **{key: curve[key] for key in ("losses", "norms", "evaluations")}), plain, tolerance=1e-4)
+    assert_same_curve(
+        replace(plain, **{key: curve[key] for key in ("losses", "norms", "evaluations")}),
+        plain,
+        tolerance=1e-4,
+    )
     for rank in two_ranks:
         assert rank["runs"][name]["error"] == plain.error == "target_missed"
 
@@ -141,7 +183,9 @@ def test_an_evaluation_is_the_mean_over_sequences_computed_by_hand(processes, tw
     """10 sequences in micro-batches of 4, alone and on 2 ranks: 2 and 6 sequences of padding, and one without labels of its own."""
     expected = by_hand(tiny_data)
     found = [evaluation(processes, tiny_data), *(rank["evaluation"] for rank in two_ranks)]
-    assert found == pytest.approx([expected] * 3, rel=1e-6)  # fp32 losses, and another blocking of the products
+    assert found == pytest.approx(
+        [expected] * 3, rel=1e-6
+    )  # fp32 losses, and another blocking of the products
     assert found[1] == found[2]
 
 
@@ -150,10 +194,16 @@ def test_padding_has_no_weight_and_ranks_have_equal_work(processes, tiny_data, m
     sequences = evaluation_sequences(tiny_data)
     for world_size in (1, 2, 3, 8):
         shares = [
-            pad_for_ranks(sequences, Processes(rank, world_size, torch.device("cpu"), processes.mesh), micro_batch_size)
+            pad_for_ranks(
+                sequences,
+                Processes(rank, world_size, torch.device("cpu"), processes.mesh),
+                micro_batch_size,
+            )
             for rank in range(world_size)
         ]
-        assert len({len(share) for share in shares}) == 1, "a rank with fewer forwards would hang the others"
+        assert len({len(share) for share in shares}) == 1, (
+            "a rank with fewer forwards would hang the others"
+        )
         rows = torch.cat([batch for share in shares for batch in share])
         assert torch.equal(rows[: len(sequences)], torch.from_numpy(sequences))
         assert (rows[len(sequences) :, 1] == -100).all()
@@ -161,7 +211,10 @@ def test_padding_has_no_weight_and_ranks_have_equal_work(processes, tiny_data, m
 
 def test_labels_are_the_tokens_that_follow():
     windows = torch.arange(10, dtype=torch.int32).view(2, 5).numpy()
-    assert next_token_pairs(windows).tolist() == [[[0, 1, 2, 3], [1, 2, 3, 4]], [[5, 6, 7, 8], [6, 7, 8, 9]]]
+    assert next_token_pairs(windows).tolist() == [
+        [[0, 1, 2, 3], [1, 2, 3, 4]],
+        [[5, 6, 7, 8], [6, 7, 8, 9]],
+    ]
 
 
 def test_evaluations_come_after_every_interval_from_the_first_on(plain):
@@ -169,7 +222,9 @@ def test_evaluations_come_after_every_interval_from_the_first_on(plain):
 
 
 def test_evaluation_intervals_are_whole_global_batches(processes, tiny_data, tmp_path):
-    curve = run(tmp_path / "run", tiny_data, global_batch_size=12, micro_batch_size=4, max_samples=80)  # 32 -> 36
+    curve = run(
+        tmp_path / "run", tiny_data, global_batch_size=12, micro_batch_size=4, max_samples=80
+    )  # 32 -> 36
     assert [samples for samples, _ in curve.evaluations] == [36, 72]
     assert curve.error == "target_missed" and len(curve.losses) >= 6
 
@@ -177,7 +232,9 @@ def test_evaluation_intervals_are_whole_global_batches(processes, tiny_data, tmp
 # --- the end --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_equal_to_the_target_ends_the_run_as_a_success(plain, processes, tiny_data, tmp_path):
+def test_a_loss_equal_to_the_target_ends_the_run_as_a_success(
+    plain, processes, tiny_data, tmp_path
+):
     samples, loss = plain.evaluations[1]
     curve = run(tmp_path / "run", tiny_data, rules=replace(TINY, target_loss=loss))
     assert (curve.status, curve.error) == ("success", "")
@@ -197,16 +254,23 @@ def test_a_target_out_of_reach_is_missed_at_max_samples(plain):
     assert "96 samples" in plain.message and len(plain.losses) == 96 // 8
 
 
-def test_max_samples_that_are_no_whole_steps_end_with_a_whole_step_even_where_the_data_end(processes, tmp_path):
+def test_max_samples_that_are_no_whole_steps_end_with_a_whole_step_even_where_the_data_end(
+    processes, tmp_path
+):
     data_dir = write_data(tmp_path / "data", train_documents=6)
     held = (int(Index.read(data_dir / TINY.train_prefix).num_tokens) - 1) // TINY.sequence_length
     assert held % 8, "the last step must need more than one pass holds"
     curve = run(tmp_path / "run", data_dir, max_samples=held)
     assert curve.error == "target_missed" and len(curve.losses) * 8 <= held + 8
-    assert records(tmp_path / "run" / "result.txt")[-1]["metadata"]["samples_count"] == -(-held // 8) * 8
+    assert (
+        records(tmp_path / "run" / "result.txt")[-1]["metadata"]["samples_count"]
+        == -(-held // 8) * 8
+    )
 
 
-def test_another_number_of_processes_than_the_config_says_is_refused(processes, tiny_data, tmp_path):
+def test_another_number_of_processes_than_the_config_says_is_refused(
+    processes, tiny_data, tmp_path
+):
     """Else the global batch would silently be another one than the log says."""
     curve = run(tmp_path / "run", tiny_data, gpus_per_node=2)
     assert curve.error == "config" and "1 process" in curve.message and not curve.losses
@@ -216,7 +280,11 @@ def test_a_run_that_explodes_is_stopped_at_the_step_that_did(processes, tiny_dat
     curve = run(tmp_path / "run", tiny_data, opt_base_learning_rate=2e9)
     assert (curve.status, curve.error) == ("aborted", NonFinite.kind)
     # JSON has no NaN: null stands for it.
-    first_bad = next(index for index, pair in enumerate(zip(curve.losses, curve.norms, strict=True)) if None in pair)
+    first_bad = next(
+        index
+        for index, pair in enumerate(zip(curve.losses, curve.norms, strict=True))
+        if None in pair
+    )
     assert curve.message.startswith(f"step {first_bad + 1}:") and len(curve.losses) == first_bad + 1
     assert records(tmp_path / "run" / "result.txt")[-1]["metadata"]["status"] == "aborted"
 
@@ -230,19 +298,39 @@ def trained(tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("process")
     (folder / "run").mkdir()
     (folder / "run" / "config.toml").write_text(run_config().as_toml())
-    arguments = ["--run-dir", str(folder / "run"), "--data-dir", str(tiny_data), "--config-name", "CPU_1x1.toml", "--device", "cpu"]
+    arguments = [
+        "--run-dir",
+        str(folder / "run"),
+        "--data-dir",
+        str(tiny_data),
+        "--config-name",
+        "CPU_1x1.toml",
+        "--device",
+        "cpu",
+    ]
     (process,) = start_ranks(1, [str(TINY_PROGRAM), str(folder / "opens"), *arguments])
     stdout, stderr = process.communicate(timeout=120)
     assert (folder / "opens").exists(), stderr
-    return process.returncode, stdout, stderr, folder / "run", [json.loads(line) for line in (folder / "opens").read_text().splitlines()]
+    return (
+        process.returncode,
+        stdout,
+        stderr,
+        folder / "run",
+        [json.loads(line) for line in (folder / "opens").read_text().splitlines()],
+    )
 
 
 def test_no_token_file_is_opened_before_the_clock_runs(trained):
     opens = trained[-1]
     tokens = [(path, started) for path, started in opens if path.endswith(".bin")]
-    assert {path.rpartition("/")[2] for path, _ in tokens} == {f"{TINY.train_prefix}.bin", f"{TINY.validation_prefix}.bin"}
+    assert {path.rpartition("/")[2] for path, _ in tokens} == {
+        f"{TINY.train_prefix}.bin",
+        f"{TINY.validation_prefix}.bin",
+    }
     assert all(started for _, started in tokens)
-    assert [path for path, started in opens if not started], "the hook saw no file before run_start: does it still see anything?"
+    assert [path for path, started in opens if not started], (
+        "the hook saw no file before run_start: does it still see anything?"
+    )
 
 
 def test_stdout_holds_the_log_and_nothing_else(trained):
@@ -257,18 +345,36 @@ def test_a_failure_after_run_start_is_logged_recorded_and_is_the_exit_code(train
     record = json.loads((run_dir / "ranks" / "rank_0.json").read_text())
     assert code == TargetMissed.exit_code == record["exit_code"]
     assert (record["kind"], record["secondary"], record["step"]) == ("target_missed", False, 12)
-    assert log[-1]["key"] == "run_stop" and log[-1]["metadata"]["status"] == "aborted" and log[-1]["metadata"]["samples_count"] == 96
+    assert (
+        log[-1]["key"] == "run_stop"
+        and log[-1]["metadata"]["status"] == "aborted"
+        and log[-1]["metadata"]["samples_count"] == 96
+    )
     verdict = json.loads((run_dir / "events.jsonl").read_text().splitlines()[-1])
     assert (verdict["event"], verdict["status"], verdict["samples"]) == ("verdict", "aborted", 96)
 
 
-@pytest.mark.parametrize(("config", "words"), [("", "config.toml: no such config"), ("global_batch_size = 7", "global_batch_size = 7")])
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [("", "config.toml: no such config"), ("global_batch_size = 7", "global_batch_size = 7")],
+)
 def test_a_rank_without_a_usable_config_says_so_in_three_lines(tmp_path, config, words):
     """By hand, or under a bare torchrun."""
     (tmp_path / "run").mkdir()
     if config:
-        (tmp_path / "run/config.toml").write_text(run_config().as_toml().replace("global_batch_size = 8", config))
-    arguments = ["--run-dir", str(tmp_path / "run"), "--data-dir", str(tmp_path), "--config-name", "CPU_1x1.toml", "--device", "cpu"]
+        (tmp_path / "run/config.toml").write_text(
+            run_config().as_toml().replace("global_batch_size = 8", config)
+        )
+    arguments = [
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--data-dir",
+        str(tmp_path),
+        "--config-name",
+        "CPU_1x1.toml",
+        "--device",
+        "cpu",
+    ]
     (process,) = start_ranks(1, [str(TINY_PROGRAM), str(tmp_path / "opens"), *arguments])
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 2 and words in stderr, stderr
@@ -279,14 +385,19 @@ def test_a_rank_without_a_usable_config_says_so_in_three_lines(tmp_path, config,
 def test_a_config_for_another_number_of_processes_is_refused(processes, tiny_data, tmp_path):
     ended = run(tmp_path / "run", tiny_data, gpus_per_node=2)
     assert (ended.error, ended.status) == ("config", "") and "1 process" in ended.message
-    assert [record["key"] for record in records(tmp_path / "run/result.txt")] == ["cache_clear", "init_start"]
+    assert [record["key"] for record in records(tmp_path / "run/result.txt")] == [
+        "cache_clear",
+        "init_start",
+    ]
 
 
 def test_a_process_trains_as_this_one_does(trained, plain):
     assert_same_curve(facts(trained[3]), plain, tolerance=1e-6)
 
 
-def test_steps_that_do_not_log_never_wait_for_the_device(processes, tiny_data, tmp_path, monkeypatch):
+def test_steps_that_do_not_log_never_wait_for_the_device(
+    processes, tiny_data, tmp_path, monkeypatch
+):
     """Every way from a tensor to a Python number is watched; on a GPU each one would make the host wait."""
     reads, inside = {"step": 0, "flush": 0}, []
 
@@ -300,7 +411,17 @@ def test_steps_that_do_not_log_never_wait_for_the_device(processes, tiny_data, t
 
         monkeypatch.setattr(torch.Tensor, name, watched)
 
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"):
+    for name in (
+        "item",
+        "tolist",
+        "cpu",
+        "numpy",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "nonzero",
+    ):
         watch(name)
 
     def marked(original, name):
@@ -329,7 +450,11 @@ class Scripted(torch.nn.Module):
 
     def __init__(self, losses: list[float]):
         super().__init__()
-        self.shape, self.max_sequence_length, self.losses = CLOSED.shape, CLOSED.sequence_length, iter([9.9, *losses])  # 9.9: warm-up
+        self.shape, self.max_sequence_length, self.losses = (
+            CLOSED.shape,
+            CLOSED.sequence_length,
+            iter([9.9, *losses]),
+        )  # 9.9: warm-up
         self.weight = torch.nn.Parameter(torch.ones(1, 1))
 
     def forward(self, tokens, labels):
@@ -342,7 +467,10 @@ class Scripted(torch.nn.Module):
 def closed_data(tmp_path_factory):
     """Validation of 1,024 sequences of 8,192 tokens, and 40 sequences to train on, again and again; all tokens are 0."""
     folder = tmp_path_factory.mktemp("closed_data")
-    for prefix, sequences in ((CLOSED.train_prefix, 40), (CLOSED.validation_prefix, CLOSED.eval_samples)):
+    for prefix, sequences in (
+        (CLOSED.train_prefix, 40),
+        (CLOSED.validation_prefix, CLOSED.eval_samples),
+    ):
         writer = Writer(folder / prefix, 60_000)  # ids of 2 bytes
         writer.add(torch.zeros(sequences * CLOSED.sequence_length + 1, dtype=torch.int32).numpy())
         writer.finish()
@@ -355,30 +483,73 @@ def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
     def assemble(config, rules, processes, seed):
         model = Scripted(losses)
         update = UPDATES["adamw"](rules, "reference", torch.float32)
-        return Assembly(model, ReplicatedOptimizer(model.parameters(), processes, update), LinearLayers())
+        return Assembly(
+            model, ReplicatedOptimizer(model.parameters(), processes, update), LinearLayers()
+        )
 
-    changes = {"gpu": "H200", "miniature": False, "opt_base_learning_rate": 4e-4, "max_samples": 100_000}
-    changes |= {"global_batch_size": global_batch_size, "micro_batch_size": global_batch_size, "eval_micro_batch_size": 1024}
+    changes = {
+        "gpu": "H200",
+        "miniature": False,
+        "opt_base_learning_rate": 4e-4,
+        "max_samples": 100_000,
+    }
+    changes |= {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": global_batch_size,
+        "eval_micro_batch_size": 1024,
+    }
     changes |= {"opt_learning_rate_warmup_steps": 16}
-    untested = mock.patch("common.training.self_test.before_a_run")  # at the 8B's shapes it takes a GPU
-    with mock.patch.object(trainer, "assemble", assemble), mock.patch.dict("os.environ", {"CACHE_CLEARED": "yes"}), untested:
-        run(run_dir, data_dir, rules=replace(CLOSED, **rules), config_name="H200_1x1.toml", seed=3123456789, **changes)
+    untested = mock.patch(
+        "common.training.self_test.before_a_run"
+    )  # at the 8B's shapes it takes a GPU
+    with (
+        mock.patch.object(trainer, "assemble", assemble),
+        mock.patch.dict("os.environ", {"CACHE_CLEARED": "yes"}),
+        untested,
+    ):
+        run(
+            run_dir,
+            data_dir,
+            rules=replace(CLOSED, **rules),
+            config_name="H200_1x1.toml",
+            seed=3123456789,
+            **changes,
+        )
     return run_dir / "result.txt"
 
 
-@pytest.mark.parametrize(("global_batch_size", "losses"), [(32, [3.9, 3.31, 3.3]), (16, [3.4, 3.2999])])
-def test_a_closed_log_passes_every_round_and_our_rules(processes, closed_data, tmp_path, capsys, global_batch_size, losses):
+@pytest.mark.parametrize(
+    ("global_batch_size", "losses"), [(32, [3.9, 3.31, 3.3]), (16, [3.4, 3.2999])]
+)
+def test_a_closed_log_passes_every_round_and_our_rules(
+    processes, closed_data, tmp_path, capsys, global_batch_size, losses
+):
     path = closed_log(tmp_path / "run", closed_data, losses, global_batch_size)
-    verdicts = [official_tools.closed_verdict(path, ruleset) for ruleset in official_tools.CLOSED_RULESETS]
-    assert verdicts == [official_tools.Verdict(ruleset, True, ()) for ruleset in official_tools.CLOSED_RULESETS]
+    verdicts = [
+        official_tools.closed_verdict(path, ruleset) for ruleset in official_tools.CLOSED_RULESETS
+    ]
+    assert verdicts == [
+        official_tools.Verdict(ruleset, True, ()) for ruleset in official_tools.CLOSED_RULESETS
+    ]
     assert check.examine(path).errors() == []
     assert check.main([str(path)]) == 0
     log = records(path)
-    samples = [record["metadata"]["samples_count"] for record in log if record["key"] == "eval_accuracy"]
+    samples = [
+        record["metadata"]["samples_count"] for record in log if record["key"] == "eval_accuracy"
+    ]
     assert samples == [12288 * number for number in range(1, len(losses) + 1)]
-    assert [record["value"] for record in log if record["key"] == "eval_accuracy"] == pytest.approx(losses, rel=1e-7)
+    assert [record["value"] for record in log if record["key"] == "eval_accuracy"] == pytest.approx(
+        losses, rel=1e-7
+    )
     values = {
-        key: log[find(log, key)]["value"] for key in ("eval_samples", "max_steps", "target_accuracy", "global_batch_size", "cache_clear")
+        key: log[find(log, key)]["value"]
+        for key in (
+            "eval_samples",
+            "max_steps",
+            "target_accuracy",
+            "global_batch_size",
+            "cache_clear",
+        )
     }
     assert values == {
         "eval_samples": 1024,
@@ -391,10 +562,15 @@ def test_a_closed_log_passes_every_round_and_our_rules(processes, closed_data, t
 
 @pytest.mark.parametrize(
     ("rules", "finding"),
-    [({"eval_interval_samples": 6144}, "eval_interval"), ({"end_learning_rate_ratio": 0.01}, "end_learning_rate")],
+    [
+        ({"eval_interval_samples": 6144}, "eval_interval"),
+        ({"end_learning_rate_ratio": 0.01}, "end_learning_rate"),
+    ],
     ids=["interval of 6144", "end learning rate of 1 %"],
 )
-def test_what_the_official_checker_lets_pass_is_refused_by_ours(processes, closed_data, tmp_path, capsys, rules, finding):
+def test_what_the_official_checker_lets_pass_is_refused_by_ours(
+    processes, closed_data, tmp_path, capsys, rules, finding
+):
     path = closed_log(tmp_path / "run", closed_data, [3.2], 32, **rules)
     assert official_tools.closed_verdict(path, "6.1.0").passed
     assert {found.rule for found in check.examine(path).errors()} == {finding}

@@ -32,7 +32,13 @@ def test_only_rank_0_shows_lines():
 def test_the_8b_model_at_10000_tokens_per_second_makes_514_7_tflops_and_52_percent_of_hopper(gpu):
     flops, peak = LLAMA31_8B.training_flops_per_token(8192), KINDS[gpu].peak_bf16_tflops
     assert peak == 989.4  # NVIDIA H100 and H200 SXM data sheets, dense
-    rate = Rate.of(step_time_ms=3276.8, tokens_per_step=4 * 8192, gpus=1, flops_per_token=flops, peak_tflops=peak)
+    rate = Rate.of(
+        step_time_ms=3276.8,
+        tokens_per_step=4 * 8192,
+        gpus=1,
+        flops_per_token=flops,
+        peak_tflops=peak,
+    )
     assert rate.tokens_per_s_per_gpu == pytest.approx(10_000, rel=1e-12)
     assert round(rate.tflops_per_gpu, 1) == 514.7 and round(rate.mfu, 3) == 0.520
     assert rate.text() == "10,000 tok/s/GPU, 515 TFLOP/s/GPU, MFU 52.0%"
@@ -57,7 +63,12 @@ class Alone:
 
 
 def meter_into(path: Path) -> Meter:
-    options = {"tokens_per_step": 800, "samples_per_step": 8, "flops_per_token": 10**6, "peak_tflops": None}
+    options = {
+        "tokens_per_step": 800,
+        "samples_per_step": 8,
+        "flops_per_token": 10**6,
+        "peak_tflops": None,
+    }
     meter = Meter(Alone(), Events(path), **options)
     meter.start()
     return meter
@@ -76,23 +87,35 @@ def test_flush_names_the_first_step_that_is_not_finite(tmp_path, bad, where):
         meter.record(step, 1e-3, torch.tensor(values["loss"]), torch.tensor(values["norm"]))
     with pytest.raises(NonFinite, match="step 4:") as caught:
         meter.flush()
-    assert ("did not update" in caught.value.why) == (where == "norm"), "AdamW skips by the norm alone"
+    assert ("did not update" in caught.value.why) == (where == "norm"), (
+        "AdamW skips by the norm alone"
+    )
     events = steps(tmp_path / "events.jsonl")
     assert [event["step"] for event in events] == [1, 2, 3, 4]
-    assert [None in (event["loss"], event["grad_norm"]) for event in events] == [False, False, False, True]
+    assert [None in (event["loss"], event["grad_norm"]) for event in events] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_flush_writes_every_step_once_with_its_own_values(tmp_path):
     meter = meter_into(tmp_path / "events.jsonl")
     for step in (1, 2, 3):
         meter.record(step, step / 10, torch.tensor(float(step)), torch.tensor(step + 0.5))
-        assert not (tmp_path / "events.jsonl").read_text(), "a step that does not log wrote something"
+        assert not (tmp_path / "events.jsonl").read_text(), (
+            "a step that does not log wrote something"
+        )
     meter.flush()
     meter.flush()  # nothing pending: nothing written
     meter.record(4, 0.4, torch.tensor(4.0), torch.tensor(4.5))
     meter.flush()
     events = steps(tmp_path / "events.jsonl")
-    values = [[event[key] for key in ("step", "samples", "learning_rate", "loss", "grad_norm")] for event in events]
+    values = [
+        [event[key] for key in ("step", "samples", "learning_rate", "loss", "grad_norm")]
+        for event in events
+    ]
     assert values == [[step, 8 * step, step / 10, float(step), step + 0.5] for step in (1, 2, 3, 4)]
     assert ["tokens_per_s_per_gpu" in event for event in events] == [False, False, True, True]
     times = [event["time_s"] for event in events]
@@ -130,14 +153,22 @@ except StorageError:
 def test_a_full_disk_is_a_storage_error_and_leaves_whole_lines(tmp_path):
     path = tmp_path / "events.jsonl"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     what, failed_at = done.stdout.splitlines()
     assert "events.jsonl" in what and "cannot write" in what
     text = path.read_text()
     assert text.endswith("\n")
     written = [json.loads(line) for line in text.splitlines()]
-    assert [event["step"] for event in written if event["event"] == "step"] == list(range(1, int(failed_at)))
+    assert [event["step"] for event in written if event["event"] == "step"] == list(
+        range(1, int(failed_at))
+    )
     assert len(written) > 5
 
 

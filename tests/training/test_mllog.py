@@ -34,10 +34,16 @@ def test_lines_have_the_form_of_the_checker_and_reach_stdout_too(tmp_path, capfd
 
 
 def test_values_keep_their_types(tmp_path):
-    values = {record["key"]: record["value"] for record in records(write_good(tmp_path / "result.txt"))}
+    values = {
+        record["key"]: record["value"] for record in records(write_good(tmp_path / "result.txt"))
+    }
     assert values["global_batch_size"] == 32 and type(values["global_batch_size"]) is int
     assert values["opt_base_learning_rate"] == 8e-4 and values["cache_clear"] is True
-    assert values["eval_accuracy"] == 3.3 and values["run_stop"] is None and values["tracked_stats"] == {"throughput": 25.5}
+    assert (
+        values["eval_accuracy"] == 3.3
+        and values["run_stop"] is None
+        and values["tracked_stats"] == {"throughput": 25.5}
+    )
 
 
 def test_warmup_steps_stand_before_decay_steps(tmp_path):
@@ -49,12 +55,26 @@ def test_warmup_steps_stand_before_decay_steps(tmp_path):
 def test_precisions_are_disclosed():
     def disclosed(**changes):
         keys = dict(hyperparameters(run_config(**changes), rules.CLOSED, 1, "x.toml"))
-        return [keys[f"lowest_numerical_precision_in_{where}"] for where in ("linear", "attn", "comm")]
+        return [
+            keys[f"lowest_numerical_precision_in_{where}"] for where in ("linear", "attn", "comm")
+        ]
 
     assert disclosed(linear="fp8") == ["fp8", "bfloat16", "bfloat16"]
-    for name, word in {"mxfp8_hybrid": "fp8", "mxfp6_e2m3+stochastic": "mxfp6", "mxfp4+hadamard": "mxfp4", "nvfp4": "nvfp4"}.items():
-        assert disclosed(linear=name)[0] == disclosed(linear=f"{name} until step 3, then fp8")[0] == word
-    assert disclosed(linear="bf16") == ["bfloat16"] * 3 and disclosed(linear="bf16", gpu="CPU") == ["fp32"] * 3
+    for name, word in {
+        "mxfp8_hybrid": "fp8",
+        "mxfp6_e2m3+stochastic": "mxfp6",
+        "mxfp4+hadamard": "mxfp4",
+        "nvfp4": "nvfp4",
+    }.items():
+        assert (
+            disclosed(linear=name)[0]
+            == disclosed(linear=f"{name} until step 3, then fp8")[0]
+            == word
+        )
+    assert (
+        disclosed(linear="bf16") == ["bfloat16"] * 3
+        and disclosed(linear="bf16", gpu="CPU") == ["fp32"] * 3
+    )
 
 
 def test_a_rank_without_a_file_writes_nothing_but_keeps_order(capfd):
@@ -83,9 +103,17 @@ def test_newlines_and_control_characters_stay_on_one_line(tmp_path):
     log = RunLog(path)
     log.cache_clear(True)
     log.init_start()
-    log.submission(benchmark="llama31_8b", org="a\nb\r\x1b[31m\u2028ü", platform="p", division="closed", status="onprem")
+    log.submission(
+        benchmark="llama31_8b",
+        org="a\nb\r\x1b[31m\u2028ü",
+        platform="p",
+        division="closed",
+        status="onprem",
+    )
     lines = path.read_bytes().decode("ascii").splitlines()
-    assert len(lines) == 7 and json.loads(lines[3][len(TOKEN) :])["value"] == "a\nb\r\x1b[31m\u2028ü"
+    assert (
+        len(lines) == 7 and json.loads(lines[3][len(TOKEN) :])["value"] == "a\nb\r\x1b[31m\u2028ü"
+    )
 
 
 @pytest.mark.parametrize("text", ["eval_error box", "my global_batch_size", "a :::MLLOG b"])
@@ -94,7 +122,9 @@ def test_words_the_official_checkers_misread_are_refused(tmp_path, text):
     log.cache_clear(True)
     log.init_start()
     with pytest.raises(ConfigError, match="contains"):
-        log.submission(benchmark="llama31_8b", org="o", platform=text, division="closed", status="onprem")
+        log.submission(
+            benchmark="llama31_8b", org="o", platform=text, division="closed", status="onprem"
+        )
 
 
 def test_an_empty_organisation_is_refused(tmp_path):
@@ -102,7 +132,9 @@ def test_an_empty_organisation_is_refused(tmp_path):
     log.cache_clear(True)
     log.init_start()
     with pytest.raises(ConfigError, match="submission_org is empty"):
-        log.submission(benchmark="llama31_8b", org=" ", platform="p", division="closed", status="onprem")
+        log.submission(
+            benchmark="llama31_8b", org=" ", platform="p", division="closed", status="onprem"
+        )
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -115,7 +147,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, loss):
     with pytest.raises(NonFinite):
         log.eval_accuracy(12288, loss)
     log.abort(12288)
-    assert [record["key"] for record in records(path)][-3:] == ["eval_start", "eval_stop", "run_stop"]
+    assert [record["key"] for record in records(path)][-3:] == [
+        "eval_start",
+        "eval_stop",
+        "run_stop",
+    ]
 
 
 def test_order_is_asserted(tmp_path):
@@ -168,7 +204,11 @@ def test_abort_closes_an_open_block_once_and_with_the_samples_trained(tmp_path):
     log.abort(640)
     block_stop, run_stop = records(path)[-2:]
     assert (block_stop["key"], block_stop["metadata"]["samples_count"]) == ("block_stop", 320)
-    assert (run_stop["key"], run_stop["metadata"]["samples_count"], run_stop["metadata"]["status"]) == ("run_stop", 320, "aborted")
+    assert (
+        run_stop["key"],
+        run_stop["metadata"]["samples_count"],
+        run_stop["metadata"]["status"],
+    ) == ("run_stop", 320, "aborted")
 
 
 def test_abort_after_success_changes_nothing(tmp_path):
@@ -227,8 +267,15 @@ def test_stdout_is_a_copy_and_the_file_goes_on_without_it(tmp_path, behind):
     with open("/dev/full", "w") as full:
         stdout = {"a full disk": full, "a reader that ended": writer, "nothing": None}[behind]
         close = None if stdout else lambda: os.close(1)
-        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=close)
+        done = subprocess.run(
+            command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=close
+        )
     os.close(writer)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.count("note: cannot write the log to stdout") == (behind != "nothing"), "once"
-    assert [record["key"] for record in records(tmp_path / "result.txt")] == ["cache_clear", "init_start"], "nothing twice"
+    assert done.stderr.count("note: cannot write the log to stdout") == (behind != "nothing"), (
+        "once"
+    )
+    assert [record["key"] for record in records(tmp_path / "result.txt")] == [
+        "cache_clear",
+        "init_start",
+    ], "nothing twice"

@@ -60,7 +60,9 @@ def test_each_rank_of_the_8b_rounds_with_numbers_of_its_own(monkeypatch, tmp_pat
         monkeypatch.setattr(train, "attention_backends", stop)
         from synthetic_log import PRETRAINING
 
-        run = SimpleNamespace(config=PRETRAINING.run_config(), data_dir=tmp_path, seed=5, save=False, run_dir=tmp_path)
+        run = SimpleNamespace(
+            config=PRETRAINING.run_config(), data_dir=tmp_path, seed=5, save=False, run_dir=tmp_path
+        )
         with pytest.raises(Stopped):
             train.run(run, SimpleNamespace(log=None))
         seeds.add(torch.initial_seed())

@@ -16,7 +16,9 @@ from llama31_8b import train as pretraining
 
 pytestmark = pytest.mark.quick
 
-SHAPE = replace(TINY.shape, hidden_size=64, ffn_hidden_size=96, vocab_size=64)  # sizes that FP8 products take
+SHAPE = replace(
+    TINY.shape, hidden_size=64, ffn_hidden_size=96, vocab_size=64
+)  # sizes that FP8 products take
 
 
 def assembled(benchmark, name, processes):
@@ -25,22 +27,34 @@ def assembled(benchmark, name, processes):
     config = load(ROOT / "configs" / benchmark / f"{name}.toml", kind)
     if benchmark == "llama31_8b":
         return pretraining.assemble(config, replace(TINY, shape=SHAPE), processes, 1)
-    return lora.assemble(config, replace(LORA_RULES, shape=SHAPE), processes, 1, lora.load_random)[0]
+    return lora.assemble(config, replace(LORA_RULES, shape=SHAPE), processes, 1, lora.load_random)[
+        0
+    ]
 
 
 def classes(assembly):
     """Of the modules in order, of the optimizer, and the functions that a block's forward and backward are."""
     block = assembly.model.blocks[0]
-    modules = [type(module) for module in assembly.model.modules() if not isinstance(module, torch.nn.ModuleList)]
+    modules = [
+        type(module)
+        for module in assembly.model.modules()
+        if not isinstance(module, torch.nn.ModuleList)
+    ]
     return modules, type(assembly.optimizer), type(block).run, type(block).run_backward
 
 
-CONFIGS = [(path.parent.name, path.stem) for path in sorted((ROOT / "configs").glob("*/*.toml")) if path.stem != "CPU_1x1"]
+CONFIGS = [
+    (path.parent.name, path.stem)
+    for path in sorted((ROOT / "configs").glob("*/*.toml"))
+    if path.stem != "CPU_1x1"
+]
 
 
 @pytest.mark.parametrize(("benchmark", "name"), CONFIGS)
 def test_the_miniature_builds_what_every_gpu_config_builds(processes, benchmark, name):
-    assert classes(assembled(benchmark, name, processes)) == classes(assembled(benchmark, "CPU_1x1", processes))
+    assert classes(assembled(benchmark, name, processes)) == classes(
+        assembled(benchmark, "CPU_1x1", processes)
+    )
 
 
 def test_there_are_configs_to_compare():

@@ -10,7 +10,15 @@ from tiny import call_on_ranks
 from torch import nn
 
 from common.training.metrics import Events, Progress
-from common.training.rank_comparison import LOOKS, BlockTimes, RankComparison, compare_ranks, describe, over_median, slow_ranks
+from common.training.rank_comparison import (
+    LOOKS,
+    BlockTimes,
+    RankComparison,
+    compare_ranks,
+    describe,
+    over_median,
+    slow_ranks,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -30,7 +38,10 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_who_is_slow_from_the_start(times_ms, slow):
-    assert slow_ranks([over_median(times_ms)] * LOOKS) == slow and slow_ranks([over_median(times_ms)] * (LOOKS - 1)) == []
+    assert (
+        slow_ranks([over_median(times_ms)] * LOOKS) == slow
+        and slow_ranks([over_median(times_ms)] * (LOOKS - 1)) == []
+    )
 
 
 def test_three_percent_are_seen_within_five_comparisons():
@@ -38,7 +49,9 @@ def test_three_percent_are_seen_within_five_comparisons():
     noise = random.Random(0)
 
     def look(late: float) -> list[float]:
-        return over_median([speed * noise.gauss(1.0, 0.0025) for speed in (1.0, 1.01, 1.01, 1.01 * (1 + late))])
+        return over_median(
+            [speed * noise.gauss(1.0, 0.0025) for speed in (1.0, 1.01, 1.01, 1.01 * (1 + late))]
+        )
 
     history = [look(0.0) for _ in range(400)]
     assert [slow_ranks(history[:count]) for count in range(1, 401)] == [[]] * 400
@@ -62,25 +75,46 @@ class EightRanks:
 
 def test_the_slow_one_of_eight_is_named_on_screen_and_in_the_events(tmp_path):
     screen = io.StringIO()
-    ranks = RankComparison(EightRanks(), Events(tmp_path / "events.jsonl"), Progress(True, screen), lambda: 0.2)
-    assert [ranks.compare(step=5, samples=80, time_s=1.5) for _ in range(LOOKS)] == [[]] * (LOOKS - 1) + [[3]]
+    ranks = RankComparison(
+        EightRanks(), Events(tmp_path / "events.jsonl"), Progress(True, screen), lambda: 0.2
+    )
+    assert [ranks.compare(step=5, samples=80, time_s=1.5) for _ in range(LOOKS)] == [[]] * (
+        LOOKS - 1
+    ) + [[3]]
     event = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
-    assert event == {"event": "ranks", "step": 5, "samples": 80, "time_s": 1.5, "block_ms": [0.2, *EightRanks.others[1:]], "slow": [3]}
-    assert screen.getvalue().startswith("SLOW: rank 3 takes 30.0% longer than the median rank") and screen.getvalue().count("\n") == 1
+    assert event == {
+        "event": "ranks",
+        "step": 5,
+        "samples": 80,
+        "time_s": 1.5,
+        "block_ms": [0.2, *EightRanks.others[1:]],
+        "slow": [3],
+    }
+    assert (
+        screen.getvalue().startswith("SLOW: rank 3 takes 30.0% longer than the median rank")
+        and screen.getvalue().count("\n") == 1
+    )
 
 
 def test_equal_ranks_are_recorded_and_not_shown(tmp_path):
     equal, screen = EightRanks(), io.StringIO()
     equal.others = (0.0, *[0.2] * 7)
-    ranks = RankComparison(equal, Events(tmp_path / "events.jsonl"), Progress(True, screen), lambda: 0.2)
+    ranks = RankComparison(
+        equal, Events(tmp_path / "events.jsonl"), Progress(True, screen), lambda: 0.2
+    )
     assert [ranks.compare(1, 8, 0.0) for _ in range(4)] == [[]] * 4 and screen.getvalue() == ""
-    assert [json.loads(line)["slow"] for line in (tmp_path / "events.jsonl").read_text().splitlines()] == [[]] * 4
+    assert [
+        json.loads(line)["slow"] for line in (tmp_path / "events.jsonl").read_text().splitlines()
+    ] == [[]] * 4
 
 
 def test_a_single_slow_time_names_nobody_and_a_rank_that_recovers_is_named_no_more(tmp_path):
     """The mean of the last five counts; what is said on the screen is said once."""
     screen = io.StringIO()
-    ranks, said = RankComparison(EightRanks(), Events(None), Progress(True, screen), lambda: 0.2), []
+    ranks, said = (
+        RankComparison(EightRanks(), Events(None), Progress(True, screen), lambda: 0.2),
+        [],
+    )
     for ms in (0.2, 0.24, *[0.2] * 13, *[0.22] * 6, *[0.2] * 6):
         ranks.processes.others = (0.0, *[0.2] * 6, ms)
         said.append(ranks.compare(1, 8, 0.0))
@@ -88,13 +122,17 @@ def test_a_single_slow_time_names_nobody_and_a_rank_that_recovers_is_named_no_mo
 
 
 def test_two_slow_ones_are_both_named():
-    assert "rank 1 takes 50.0% longer, rank 2 takes 25.0% longer" in describe([1.0, 1.5, 1.25, 1.0, 1.0], [1, 2])
+    assert "rank 1 takes 50.0% longer, rank 2 takes 25.0% longer" in describe(
+        [1.0, 1.5, 1.25, 1.0, 1.0], [1, 2]
+    )
 
 
 def on_a_rank(processes, folder):
     """For two gloo ranks: rank 1 takes a third longer."""
     events = Events(folder / "events.jsonl" if processes.rank == 0 else None)
-    ranks = RankComparison(processes, events, Progress(False), lambda: 0.3 * (1 + processes.rank / 3))
+    ranks = RankComparison(
+        processes, events, Progress(False), lambda: 0.3 * (1 + processes.rank / 3)
+    )
     return {
         "slow": [ranks.compare(1, 8, 0.0) for _ in range(LOOKS)][-1],
         "on_cpu": compare_ranks(processes, events, Progress(False), nn.Identity()) is None,
@@ -102,8 +140,13 @@ def on_a_rank(processes, folder):
 
 
 def test_two_ranks_exchange_their_times_and_agree(tmp_path):
-    assert call_on_ranks(2, "test_rank_comparison:on_a_rank", tmp_path) == [{"slow": [1], "on_cpu": True}] * 2
-    assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])["block_ms"] == pytest.approx([0.3, 0.4])
+    assert (
+        call_on_ranks(2, "test_rank_comparison:on_a_rank", tmp_path)
+        == [{"slow": [1], "on_cpu": True}] * 2
+    )
+    assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])[
+        "block_ms"
+    ] == pytest.approx([0.3, 0.4])
 
 
 def test_a_run_compares_its_ranks_whenever_it_logs(tmp_path, tiny_data, processes, monkeypatch):
@@ -118,7 +161,10 @@ def test_a_run_compares_its_ranks_whenever_it_logs(tmp_path, tiny_data, processe
     run(tmp_path / "run", tiny_data)
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     compared = [event["samples"] for event in events if event["event"] == "ranks"]
-    assert compared == [event["samples"] for event in events if "tokens_per_s_per_gpu" in event] and len(compared) > 2
+    assert (
+        compared == [event["samples"] for event in events if "tokens_per_s_per_gpu" in event]
+        and len(compared) > 2
+    )
 
 
 class FakeEvent:
@@ -149,7 +195,9 @@ class Block(nn.Module):
         return x
 
 
-def test_the_time_of_a_block_is_that_of_its_training_forward_after_its_weights_are_there(monkeypatch):
+def test_the_time_of_a_block_is_that_of_its_training_forward_after_its_weights_are_there(
+    monkeypatch,
+):
     """The wait for the weights is a hook that was registered before; evaluations are not timed; each call starts anew."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     blocks = [Block(ms) for ms in (4.0, 6.0)]

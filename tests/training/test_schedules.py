@@ -18,10 +18,14 @@ def test_the_learning_rate_at_marked_steps():
     assert lr_at(0) == pytest.approx(base / 129, rel=1e-15)
     assert lr_at(warmup - 1) == pytest.approx(base * 128 / 129, rel=1e-15)
     assert lr_at(warmup) == pytest.approx(base, rel=1e-15)
-    assert lr_at(warmup + 1) == pytest.approx(end + (base - end) * (1 + math.cos(math.pi / 1_199_872)) / 2, rel=1e-15)
+    assert lr_at(warmup + 1) == pytest.approx(
+        end + (base - end) * (1 + math.cos(math.pi / 1_199_872)) / 2, rel=1e-15
+    )
     middle = warmup + 1_199_872 // 2
     assert lr_at(middle) == pytest.approx((base + end) / 2, rel=1e-9)
-    assert lr_at(warmup + 1_199_872 // 4) == pytest.approx(end + (base - end) * (2 + math.sqrt(2)) / 4, rel=1e-9)
+    assert lr_at(warmup + 1_199_872 // 4) == pytest.approx(
+        end + (base - end) * (2 + math.sqrt(2)) / 4, rel=1e-9
+    )
     assert lr_at(last - 1) == pytest.approx(end, rel=1e-9)
     assert lr_at(last) == lr_at(last + 1) == lr_at(10 * last) == end == pytest.approx(8e-5)
 

@@ -46,7 +46,9 @@ class SgdMomentum:
         if not torch.isfinite(norm):
             return
         factor = (self.clip_norm / norm).clamp(max=1.0)
-        for weight, gradient, velocity, rounded in zip(self.weights, gradients, self.velocity, self.rounded, strict=True):
+        for weight, gradient, velocity, rounded in zip(
+            self.weights, gradients, self.velocity, self.rounded, strict=True
+        ):
             if gradient is None:
                 continue
             velocity.mul_(MOMENTUM).add_(gradient * factor)
@@ -106,14 +108,18 @@ class Rounded12(LinearLayers):
         return {"rounded12_steps": int(self.steps)}
 
 
-ROUNDED = LinearFormat("rounded12", "test_seams:Rounded12", "fp16", bytes_per_element=2, weight_copies=1)
+ROUNDED = LinearFormat(
+    "rounded12", "test_seams:Rounded12", "fp16", bytes_per_element=2, weight_copies=1
+)
 RULES = SgdRules(**vars(TINY) | {"opt_name": "sgd"})
 BOTH = {"rules": RULES, "linear": "rounded12", "opt_base_learning_rate": 0.5}
 
 
 @contextmanager
 def plugged_in():
-    sgd = mock.patch.dict(UPDATES, sgd=lambda rules, kernels, dtype: partial(SgdMomentum, rules.gradient_clip_norm))
+    sgd = mock.patch.dict(
+        UPDATES, sgd=lambda rules, kernels, dtype: partial(SgdMomentum, rules.gradient_clip_norm)
+    )
     linear_format.cache_clear()
     with sgd, mock.patch.dict(FORMATS, rounded12=ROUNDED):
         yield
@@ -130,7 +136,10 @@ def one_step(processes):
     """Weights before and after one step with known gradients, and the norm of these."""
     assembly = assemble(run_config(gpus_per_node=processes.world_size), RULES, processes, seed=7)
     before = whole(assembly.model)
-    products = [(parameter * known_gradient(name, parameter.shape)).sum() for name, parameter in assembly.model.named_parameters()]
+    products = [
+        (parameter * known_gradient(name, parameter.shape)).sum()
+        for name, parameter in assembly.model.named_parameters()
+    ]
     sum(products).backward()
     norm = float(assembly.step(1e-2))
     return {"before": before, "norm": norm, "after": whole(assembly.model)}
@@ -138,8 +147,22 @@ def one_step(processes):
 
 def sittings(folder, ranks):
     """A run with checkpoints, what continued it after step 8, and the update rule's one step."""
-    begun = run(folder / "run", folder / "data", gpus_per_node=ranks, micro_batch_size=2, checkpoint="2", **BOTH)
-    rest = run(folder / "on", folder / "data", gpus_per_node=ranks, micro_batch_size=2, continues=folder / "run", **BOTH)
+    begun = run(
+        folder / "run",
+        folder / "data",
+        gpus_per_node=ranks,
+        micro_batch_size=2,
+        checkpoint="2",
+        **BOTH,
+    )
+    rest = run(
+        folder / "on",
+        folder / "data",
+        gpus_per_node=ranks,
+        micro_batch_size=2,
+        continues=folder / "run",
+        **BOTH,
+    )
     assert {begun.error, rest.error} == {"target_missed"}, begun.message + rest.message
     return [[each.losses, each.norms, each.evaluations] for each in (begun, rest)]
 
@@ -168,14 +191,22 @@ def test_one_rank(processes, plugged, tmp_path):
     assert_continues(begun, rest)
     assert_is_sgd(one_step(processes))
     log = {record["key"]: record["value"] for record in records(tmp_path / "run" / "result.txt")}
-    assert log["opt_name"] == "sgd" and log["opt_sgd_momentum"] == MOMENTUM and not any("adamw" in key for key in log)
+    assert (
+        log["opt_name"] == "sgd"
+        and log["opt_sgd_momentum"] == MOMENTUM
+        and not any("adamw" in key for key in log)
+    )
     assert log["lowest_numerical_precision_in_linear"] == "fp16"
-    events = [json.loads(line) for line in (tmp_path / "on" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "on" / "events.jsonl").read_text().splitlines()
+    ]
     assert [event["rounded12_steps"] for event in events if event["event"] == "linear"] == [12]
     (folder,) = (tmp_path / "run" / FOLDER).glob("step_*")
     with safe_open(folder / "rank_0.safetensors", "pt") as file:
         names = set(file.keys())
-    assert {"head.output.weight.velocity", "rank_0.rounded12_steps"} <= names and not any("moment" in name for name in names)
+    assert {"head.output.weight.velocity", "rank_0.rounded12_steps"} <= names and not any(
+        "moment" in name for name in names
+    )
 
 
 def test_two_ranks(plugged, tmp_path):
@@ -186,7 +217,9 @@ def test_two_ranks(plugged, tmp_path):
         assert_is_sgd(rank["step"])
     write_data(tmp_path / "alone" / "data")
     (losses, *_), _ = sittings(tmp_path / "alone", 1)
-    assert ranks[0]["sittings"][0][0] == pytest.approx(losses, rel=1e-2), "the same sums in another order, rounded to 3 bits"
+    assert ranks[0]["sittings"][0][0] == pytest.approx(losses, rel=1e-2), (
+        "the same sums in another order, rounded to 3 bits"
+    )
 
 
 def test_each_changes_what_is_computed(processes, plugged, tmp_path):
@@ -197,20 +230,33 @@ def test_each_changes_what_is_computed(processes, plugged, tmp_path):
         run(tmp_path / "rule", tmp_path / "data", rules=RULES),
     ]
     assert len({tuple(each.losses) for each in runs}) == 3
-    assert runs[1].losses[0] == pytest.approx(runs[0].losses[0], rel=1e-2) and runs[2].losses[0] == runs[0].losses[0]
+    assert (
+        runs[1].losses[0] == pytest.approx(runs[0].losses[0], rel=1e-2)
+        and runs[2].losses[0] == runs[0].losses[0]
+    )
 
 
 def test_a_frozen_base_is_read_in_the_format(processes, plugged):
-    rounded, plain = lora_ranks.few_steps(processes, linear="rounded12"), lora_ranks.few_steps(processes)
-    assert rounded["losses"] != plain["losses"] and rounded["losses"] == pytest.approx(plain["losses"], rel=0.05)
+    rounded, plain = (
+        lora_ranks.few_steps(processes, linear="rounded12"),
+        lora_ranks.few_steps(processes),
+    )
+    assert rounded["losses"] != plain["losses"] and rounded["losses"] == pytest.approx(
+        plain["losses"], rel=0.05
+    )
     assert rounded["base unchanged"]
 
 
 def test_the_plan_counts_the_bytes_of_the_format(plugged):
     config = replace(load(ROOT / "configs/llama31_8b/H200_1x8.toml", Config), linear="rounded12")
     work = workload("llama31_8b", config)
-    assert estimate.state_bytes(config, work)["quantized weights"] == 2 * work.shape.num_layers * work.shape.matrix_parameters
-    assert estimate.activation_bytes(config, work)["SwiGLU output"] == 2 * work.shape.ffn_hidden_size
+    assert (
+        estimate.state_bytes(config, work)["quantized weights"]
+        == 2 * work.shape.num_layers * work.shape.matrix_parameters
+    )
+    assert (
+        estimate.activation_bytes(config, work)["SwiGLU output"] == 2 * work.shape.ffn_hidden_size
+    )
 
 
 def test_a_run_in_fp8_imports_no_emulated_format():
@@ -224,6 +270,12 @@ def test_a_run_in_fp8_imports_no_emulated_format():
     )
     found = []
     for names in (["bf16", "fp8"], ["mxfp4"]):
-        done = subprocess.run([sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, *names],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         found.append(done.stdout.strip())
     assert found[0] == "[]" and "emulated_layers" in found[1]

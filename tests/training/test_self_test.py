@@ -31,7 +31,9 @@ def bad_ops(sizes):
     return [finding.op for finding in self_test(sizes, CPU).bad]
 
 
-@pytest.mark.parametrize("sizes", [PRETRAINING, ADAPTERS, PRODUCTS], ids=["pre-training", "adapters", "FP8 products"])
+@pytest.mark.parametrize(
+    "sizes", [PRETRAINING, ADAPTERS, PRODUCTS], ids=["pre-training", "adapters", "FP8 products"]
+)
 def test_a_sound_machine_passes_and_the_generator_stays_as_it_was(sizes):
     before = torch.get_rng_state()
     result = self_test(sizes, CPU)
@@ -39,13 +41,25 @@ def test_a_sound_machine_passes_and_the_generator_stays_as_it_was(sizes):
     assert torch.equal(torch.get_rng_state(), before)
     assert result.attention == "flash" and result.seconds > 0
     ops = {finding.op for finding in result.findings}
-    assert {"attention", "attention backward dQ", "attention backward dK", "attention backward dV", "bf16 product head dgrad"} <= ops
+    assert {
+        "attention",
+        "attention backward dQ",
+        "attention backward dK",
+        "attention backward dV",
+        "bf16 product head dgrad",
+    } <= ops
     assert ("FP8 product gate_up wgrad" in ops) == sizes.fp8
     kernels = {op for op in ops if op.startswith("triton")}
-    assert ("triton adapter up backward" in kernels) == (sizes is ADAPTERS) and ("triton AdamW" in kernels) == (sizes is PRETRAINING)
+    assert ("triton adapter up backward" in kernels) == (sizes is ADAPTERS) and (
+        "triton AdamW" in kernels
+    ) == (sizes is PRETRAINING)
     shapes = {finding.op.partition("product ")[2]: finding.shape for finding in result.findings}
-    assert shapes["gate_up dgrad"] == str((sizes.tokens, SHAPE.hidden_size, 2 * SHAPE.ffn_hidden_size))
-    assert sizes is ADAPTERS or shapes["gate_up wgrad"] == str((2 * SHAPE.ffn_hidden_size, SHAPE.hidden_size, sizes.tokens))
+    assert shapes["gate_up dgrad"] == str(
+        (sizes.tokens, SHAPE.hidden_size, 2 * SHAPE.ffn_hidden_size)
+    )
+    assert sizes is ADAPTERS or shapes["gate_up wgrad"] == str(
+        (2 * SHAPE.ffn_hidden_size, SHAPE.hidden_size, sizes.tokens)
+    )
     require_sound(result, CPU)
 
 
@@ -63,7 +77,13 @@ class Attention(torch.autograd.Function):
         return Attention.spoil(gradient)
 
 
-@pytest.mark.parametrize("spoil", [lambda g: g * 0.9, lambda g: torch.where(torch.arange(g.shape[1])[:, None, None] == 3, torch.inf, g)])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda g: g * 0.9,
+        lambda g: torch.where(torch.arange(g.shape[1])[:, None, None] == 3, torch.inf, g),
+    ],
+)
 def test_a_wrong_or_infinite_gradient_of_attention_is_found(monkeypatch, spoil):
     """As 16-bit atomics give on gfx942."""
     right = module.causal_attention
@@ -86,7 +106,12 @@ def test_attention_that_raises_is_one_finding(monkeypatch):
 def test_products_with_a_wrong_scale_and_with_elements_left_out_are_found(monkeypatch):
     right, mm = module.matmul, torch.mm
     monkeypatch.setattr(
-        module, "matmul", lambda a, b: right(a, b) * (0.5 if a.rowwise.shape[1] == 64 and a.rowwise.dtype == torch.float8_e5m2 else 1)
+        module,
+        "matmul",
+        lambda a, b: (
+            right(a, b)
+            * (0.5 if a.rowwise.shape[1] == 64 and a.rowwise.dtype == torch.float8_e5m2 else 1)
+        ),
     )
 
     def without_last_row(a, b, out):
@@ -97,7 +122,9 @@ def test_products_with_a_wrong_scale_and_with_elements_left_out_are_found(monkey
     found = self_test(PRODUCTS, CPU)
     names = {finding.op for finding in found.bad}
     assert {"FP8 product o wgrad", "FP8 product qkv dgrad", "bf16 product head fprop"} <= names
-    assert not {"FP8 product qkv fprop", "FP8 product down dgrad", "bf16 product head wgrad"} & names
+    assert (
+        not {"FP8 product qkv fprop", "FP8 product down dgrad", "bf16 product head wgrad"} & names
+    )
     left_out = next(finding for finding in found.bad if finding.op == "bf16 product head fprop")
     assert "not finite" in str(left_out) and left_out.shape == "(64, 64, 32)"
 
@@ -113,19 +140,36 @@ def test_a_wrong_kernel_is_named(monkeypatch):
     def does_not_compile(*_):
         raise RuntimeError("out of resource: shared memory")
 
-    monkeypatch.setitem(ENGINES, "triton", replace(ENGINES["triton"], swiglu=nearly, rope_=does_not_compile))
-    monkeypatch.setitem(lora.ENGINES, "triton", replace(lora.ENGINES["triton"], down=lambda x, norm, a, dropout: x @ a.t()))
+    monkeypatch.setitem(
+        ENGINES, "triton", replace(ENGINES["triton"], swiglu=nearly, rope_=does_not_compile)
+    )
+    monkeypatch.setitem(
+        lora.ENGINES,
+        "triton",
+        replace(lora.ENGINES["triton"], down=lambda x, norm, a, dropout: x @ a.t()),
+    )
     assert bad_ops(ADAPTERS) == ["triton RoPE", "triton SwiGLU", "triton adapter down"]
 
 
 def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
     monkeypatch.setattr(module, "architecture", lambda device: "gfx942")
-    monkeypatch.setattr(module.known_issues, "installed", lambda: {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"})
-    bad = [module.Finding(f"attention backward {name}", "[2, 8192, 32/8, 128]", least=30.0) for name in ("dQ", "dK")]
+    monkeypatch.setattr(
+        module.known_issues, "installed", lambda: {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"}
+    )
+    bad = [
+        module.Finding(f"attention backward {name}", "[2, 8192, 32/8, 128]", least=30.0)
+        for name in ("dQ", "dK")
+    ]
     with pytest.raises(PreflightError) as caught:
         require_sound(module.Result(findings=bad), CPU)
-    assert "attention backward dQ [2, 8192, 32/8, 128]: not finite" in caught.value.what and "1 more" in caught.value.what
-    assert "gfx942 with torch 2.10.0+rocm7.2, rocm 7.2.53211" in caught.value.why and "ck-16-bit-atomics" in caught.value.why
+    assert (
+        "attention backward dQ [2, 8192, 32/8, 128]: not finite" in caught.value.what
+        and "1 more" in caught.value.what
+    )
+    assert (
+        "gfx942 with torch 2.10.0+rocm7.2, rocm 7.2.53211" in caught.value.why
+        and "ck-16-bit-atomics" in caught.value.why
+    )
     assert "TORCH_ROCM_FA_PREFER_CK" in caught.value.do
 
 
@@ -135,9 +179,16 @@ def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_pat
     reports = SimpleNamespace(heartbeat=heartbeat, events=Events(tmp_path / "events.jsonl"))
     before_a_run(run_config(), TINY, SimpleNamespace(device=CPU), reports)
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert event["event"] == "self_test" and event["attention"] == "flash" and event["ops"] == 19 and "dB" in event["worst"]
+    assert (
+        event["event"] == "self_test"
+        and event["attention"] == "flash"
+        and event["ops"] == 19
+        and "dB" in event["worst"]
+    )
     assert any("attention" in phase for phase in phases)
-    monkeypatch.setattr(module, "dgrad", lambda g, weight: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1]))
+    monkeypatch.setattr(
+        module, "dgrad", lambda g, weight: torch.zeros(g.rowwise.shape[0], weight.rowwise.shape[1])
+    )
     with pytest.raises(PreflightError, match="bf16 product qkv dgrad"):
         before_a_run(run_config(), TINY, SimpleNamespace(device=CPU), reports)
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1

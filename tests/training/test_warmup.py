@@ -35,7 +35,14 @@ def spoil(monkeypatch, after_each_step, learning_rate=None):
 
     def step(assembly, batches, batching, rate, processes, beat):
         rates.append(rate)
-        found = train_step(assembly, batches, batching, rate if learning_rate is None else learning_rate, processes, beat)
+        found = train_step(
+            assembly,
+            batches,
+            batching,
+            rate if learning_rate is None else learning_rate,
+            processes,
+            beat,
+        )
         after_each_step()
         return found
 
@@ -48,7 +55,10 @@ def test_weights_moments_and_generators_are_as_before(assembly, processes, monke
     generator = torch.get_rng_state()
     rates = spoil(monkeypatch, lambda: torch.randn(5))  # draws, and is set back
     digest = run(assembly, processes)
-    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(before, assembly.state_tensors(), strict=True))
+    assert all(
+        torch.equal(a.view(torch.int32), b.view(torch.int32))
+        for a, b in zip(before, assembly.state_tensors(), strict=True)
+    )
     assert torch.equal(torch.get_rng_state(), generator)
     assert rates == [0.0] * warmup.TRAIN_STEPS and warmup.TRAIN_STEPS >= 2 and len(digest) == 64
     assert all(parameter.grad is None for parameter in assembly.model.parameters())
@@ -67,8 +77,12 @@ def test_training_after_warm_up_is_training_without_it(processes):
         source = synthetic_batches(TINY.shape.vocab_size, TINY.sequence_length, processes, 4)
         for _ in range(3):
             train_step(assembly, source, BATCHING, 1e-2, processes)
-    assert all(torch.equal(a, b) for a, b in zip(plain.state_tensors(), warm.state_tensors(), strict=True))
-    assert not torch.equal(plain.optimizer.weights[0], untrained.optimizer.weights[0]), "the steps did nothing: no leak could show"
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.state_tensors(), warm.state_tensors(), strict=True)
+    )
+    assert not torch.equal(plain.optimizer.weights[0], untrained.optimizer.weights[0]), (
+        "the steps did nothing: no leak could show"
+    )
 
 
 def test_one_step_at_a_learning_rate_is_refused(assembly, processes, monkeypatch):
@@ -101,7 +115,9 @@ def test_the_smallest_change_of_one_weight_is_refused(assembly, processes, monke
 
 
 @pytest.mark.parametrize("spoilt", ["weight", "evaluation"])
-def test_values_that_are_not_finite_end_the_run_before_its_clock(assembly, processes, monkeypatch, spoilt):
+def test_values_that_are_not_finite_end_the_run_before_its_clock(
+    assembly, processes, monkeypatch, spoilt
+):
     if spoilt == "weight":  # as a kernel that computes NaN
         assembly.model.blocks[1].down.weight.data[0, 0] = math.nan
     else:

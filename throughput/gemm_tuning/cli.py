@@ -23,16 +23,42 @@ from common.errors import ConfigError, PreflightError, StorageError
 from common.hardware import Probe, probe
 from common.paths import ROOT
 from launch.select_config import select_config
-from throughput.gemm_tuning.file import PREFIX, configured, per_gpu, read_recorded, read_tuned, require_same_versions
+from throughput.gemm_tuning.file import (
+    PREFIX,
+    configured,
+    per_gpu,
+    read_recorded,
+    read_tuned,
+    require_same_versions,
+)
 
 
 def parser(benchmark: str) -> Parser:
     parser = Parser(f"{benchmark} gemms", __doc__)
     parser.add_argument("step", choices=("record", "tune", "check"))
-    parser.add_argument("path", type=Path, nargs="?", metavar="DIR|FILE", help="record, tune: where the records are; check: a tuned file")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="tune: another tuned file than configs/gemm/<GPU>.csv")
-    parser.add_argument("--config", metavar="FILE", help="this TOML instead of the one that fits the machine")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one value of the config")
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        metavar="DIR|FILE",
+        help="record, tune: where the records are; check: a tuned file",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="tune: another tuned file than configs/gemm/<GPU>.csv",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="this TOML instead of the one that fits the machine"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one value of the config",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     return parser
 
@@ -45,8 +71,12 @@ def work(benchmark: str, *rest: str) -> int:
     options = parser(benchmark).parse_args(rest)
     if options.path is None and options.step != "check":
         parser(benchmark).error(f"{options.step} needs the directory of the records")
-    config = select_config(ROOT, benchmark, options, os.environ, Probe("none") if options.device == "cpu" else probe()).config
-    return {"record": record, "tune": tune, "check": check}[options.step](benchmark, config, options)
+    config = select_config(
+        ROOT, benchmark, options, os.environ, Probe("none") if options.device == "cpu" else probe()
+    ).config
+    return {"record": record, "tune": tune, "check": check}[options.step](
+        benchmark, config, options
+    )
 
 
 def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:
@@ -56,24 +86,52 @@ def _without_tunable_op(environment: dict[str, str]) -> dict[str, str]:
 def record(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
     """Bench training and evaluation, whose micro-batch may differ: its GEMMs then have other sizes."""
     try:
-        options.path.mkdir(parents=True)  # must be new: `tune` would also tune what another config recorded there
+        options.path.mkdir(
+            parents=True
+        )  # must be new: `tune` would also tune what another config recorded there
     except OSError as error:
-        raise StorageError(f"cannot create {options.path}: {error.strerror}", "records need a new directory", "name another") from None
-    out = str(options.path.absolute() / "untuned_gpu.csv")  # TunableOp inserts the GPU's index before the last dot
+        raise StorageError(
+            f"cannot create {options.path}: {error.strerror}",
+            "records need a new directory",
+            "name another",
+        ) from None
+    out = str(
+        options.path.absolute() / "untuned_gpu.csv"
+    )  # TunableOp inserts the GPU's index before the last dot
     switches = {"ENABLED": "1", "TUNING": "0", "RECORD_UNTUNED": "1", "UNTUNED_FILENAME": out}
-    env = _without_tunable_op({**os.environ}) | {PREFIX + name: value for name, value in switches.items()}
-    if code := subprocess.run(bench_command(benchmark, config, options), env=env, stdout=sys.stderr).returncode:
+    env = _without_tunable_op({**os.environ}) | {
+        PREFIX + name: value for name, value in switches.items()
+    }
+    if code := subprocess.run(
+        bench_command(benchmark, config, options), env=env, stdout=sys.stderr
+    ).returncode:
         return code
-    print(f"{len(read_recorded(options.path))} GEMMs recorded; next: ./run_and_time.sh {benchmark} gemms tune {options.path}")
+    print(
+        f"{len(read_recorded(options.path))} GEMMs recorded; next: ./run_and_time.sh {benchmark} gemms tune {options.path}"
+    )
     return 0
 
 
 def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace) -> list[str]:
     """Two layers, since all have the same GEMMs; two micro-batches per step, since the first may differ from the others."""
     changes = [*options.set, f"global_batch_size={2 * config.micro_batch_size * config.world_size}"]
-    command = [sys.executable, "-m", "launch.commands", "bench", benchmark, "--layers", "2", "--warmup", "1", "--steps", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "launch.commands",
+        "bench",
+        benchmark,
+        "--layers",
+        "2",
+        "--warmup",
+        "1",
+        "--steps",
+        "1",
+    ]
     command += ["--eval-sequences", str(config.eval_micro_batch_size * config.world_size)]
-    command += [f"--{name}={value}" for name in ("config", "device") if (value := getattr(options, name))]
+    command += [
+        f"--{name}={value}" for name in ("config", "device") if (value := getattr(options, name))
+    ]
     return command + [f"--set={change}" for change in changes]
 
 
@@ -86,9 +144,17 @@ def tune(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def check(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int:
-    paths = per_gpu(options.path, config.gpus_per_node) if options.path else configured(config.env, config.gpus_per_node)
+    paths = (
+        per_gpu(options.path, config.gpus_per_node)
+        if options.path
+        else configured(config.env, config.gpus_per_node)
+    )
     if not paths:
-        raise ConfigError("gemms check: no file to check", "the config's [env] names none", "give a file; see docs/gemm_tuning.md")
+        raise ConfigError(
+            "gemms check: no file to check",
+            "the config's [env] names none",
+            "give a file; see docs/gemm_tuning.md",
+        )
     files = {path: read_tuned(path) for path in paths}
     versions = _tuner(config).versions()
     for path, tuned in files.items():
@@ -104,7 +170,11 @@ def _tuner(config: RunConfig) -> ModuleType:
     os.environ.update(environment)
     tuner = importlib.import_module("throughput.gemm_tuning.tune")
     if not tuner.torch.cuda.is_available():
-        raise PreflightError("no GPU is visible", "tuning and library versions need the GPU", "run this on the GPU in question")
+        raise PreflightError(
+            "no GPU is visible",
+            "tuning and library versions need the GPU",
+            "run this on the GPU in question",
+        )
     return tuner
 
 

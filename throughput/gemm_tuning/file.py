@@ -36,7 +36,11 @@ def configured(env: Mapping[str, str], gpus: int) -> list[Path]:
         return []
     if env.get(PREFIX + "TUNING") != "0" or not env.get(PREFIX + "FILENAME"):
         do = f'set {PREFIX}TUNING = "0" and {PREFIX}FILENAME, see docs/gemm_tuning.md'
-        raise ConfigError("the config's [env] enables TunableOp, but names no file or tunes", "tuning would run inside the timed run", do)
+        raise ConfigError(
+            "the config's [env] enables TunableOp, but names no file or tunes",
+            "tuning would run inside the timed run",
+            do,
+        )
     return per_gpu(env[PREFIX + "FILENAME"], gpus)
 
 
@@ -50,7 +54,9 @@ def read_tuned(path: Path) -> Tuned:
         elif _is_gemm(parts) and len(parts) >= 3:
             solutions[parts[0], parts[1]] = (parts[2], parts[3] if len(parts) > 3 else "")
         else:
-            raise ConfigError(f"{path} line {number} is invalid", f"it reads: {','.join(parts)[:80]}", AGAIN)
+            raise ConfigError(
+                f"{path} line {number} is invalid", f"it reads: {','.join(parts)[:80]}", AGAIN
+            )
     if not validators or not solutions:
         missing = "library versions" if not validators else "solutions"
         raise ConfigError(f"{path} has no {missing}", "it is truncated or not a tuned file", AGAIN)
@@ -60,7 +66,9 @@ def read_tuned(path: Path) -> Tuned:
 def write_tuned(path: Path, tuned: Tuned) -> None:
     """Write the whole file or nothing. Raises StorageError."""
     lines = [f"Validator,{name},{version}" for name, version in sorted(tuned.validators.items())]
-    lines += [",".join((*key, *filter(None, value))) for key, value in sorted(tuned.solutions.items())]
+    lines += [
+        ",".join((*key, *filter(None, value))) for key, value in sorted(tuned.solutions.items())
+    ]
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,14 +76,27 @@ def write_tuned(path: Path, tuned: Tuned) -> None:
         temporary.rename(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror}", "", "free space, or name another file with --out") from None
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}",
+            "",
+            "free space, or name another file with --out",
+        ) from None
 
 
 def read_recorded(folder: Path) -> list[Key]:
     """The distinct GEMMs of all recorded files in `folder`, sorted. Raises ConfigError if there are none."""
-    found = {(row[0], row[1]) for path in folder.glob("untuned*.csv") for row in _rows(path) if _is_gemm(row)}
+    found = {
+        (row[0], row[1])
+        for path in folder.glob("untuned*.csv")
+        for row in _rows(path)
+        if _is_gemm(row)
+    }
     if not found:
-        raise ConfigError(f"{folder}: no recorded GEMMs", "it has no untuned*.csv with a GEMM in it", "run `gemms record` first")
+        raise ConfigError(
+            f"{folder}: no recorded GEMMs",
+            "it has no untuned*.csv with a GEMM in it",
+            "run `gemms record` first",
+        )
     return sorted(found)
 
 
@@ -83,7 +104,10 @@ def require_same_versions(path: Path, tuned: Mapping[str, str], here: Mapping[st
     """Raises ConfigError that names every library whose version differs."""
     names = sorted(name for name in tuned.keys() | here.keys() if tuned.get(name) != here.get(name))
     if names:
-        differences = "; ".join(f"{name} was {tuned.get(name, 'absent')}, is {here.get(name, 'absent')}" for name in names)
+        differences = "; ".join(
+            f"{name} was {tuned.get(name, 'absent')}, is {here.get(name, 'absent')}"
+            for name in names
+        )
         why = "its solutions are indices into the lists of those libraries; torch ignores such a file with only a warning"
         do = f"tune again (docs/gemm_tuning.md), use the old container, or remove {PREFIX}* from the config's [env]"
         raise ConfigError(f"{path} was tuned with other versions: {differences}", why, do)
@@ -97,4 +121,6 @@ def _rows(path: Path) -> list[list[str]]:
     try:
         return [line.split(",") for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read", str(error), "name a file that `gemms tune` has written") from None
+        raise ConfigError(
+            f"{path}: cannot read", str(error), "name a file that `gemms tune` has written"
+        ) from None

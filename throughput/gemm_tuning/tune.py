@@ -18,12 +18,24 @@ import torch.cuda.tunable as tunable
 from torch import Tensor
 
 from common.errors import PreflightError
-from throughput.gemm_tuning.file import Key, Tuned, per_gpu, read_tuned, require_same_versions, write_tuned
+from throughput.gemm_tuning.file import (
+    Key,
+    Tuned,
+    per_gpu,
+    read_tuned,
+    require_same_versions,
+    write_tuned,
+)
 
-ROTATING_BUFFER_MB = 512  # operands come from cold memory: twice the 256 MB Infinity Cache of an MI300X
+ROTATING_BUFFER_MB = (
+    512  # operands come from cold memory: twice the 256 MB Infinity Cache of an MI300X
+)
 MAX_MS_PER_SOLUTION = 30
 DTYPES = {"float": torch.float32, "tf32": torch.float32, "BFloat16": torch.bfloat16}
-DTYPES |= {f"Float8_{name}": getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")}
+DTYPES |= {
+    f"Float8_{name}": getattr(torch, f"float8_{name}")
+    for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
+}
 # Dequantization scales of the two operands. A gradient whose amax is 1e-12 has the scale 448 / 1e-12, whose inverse is 2e-15.
 EXTREME_SCALES = ((1.0, 1.0), (1e-15, 1.0), (1.0, 1e-15), (1e15, 1.0), (1.0, 1e15), (1e-15, 1e-15))
 
@@ -35,7 +47,10 @@ def versions() -> dict[str, str]:
 
 def results() -> dict[Key, tuple[str, float]]:
     """TunableOp's table in this process: solution and milliseconds of each GEMM."""
-    return {(op, parameters): (solution, ms) for op, parameters, solution, ms in cast(Any, tunable.get_results())}
+    return {
+        (op, parameters): (solution, ms)
+        for op, parameters, solution, ms in cast(Any, tunable.get_results())
+    }
 
 
 def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dtype] | None:
@@ -44,15 +59,21 @@ def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dty
     None for an operation, dtype or scaling that the trainers do not use. TunableOp counts in columns: its first operand is our b.
     """
     names = "|".join(sorted(DTYPES, key=len, reverse=True))
-    op = re.fullmatch(rf"(?:Gemm|ScaledGemm)TunableOp_({names})(?:_({names})_({names}))?_([NT])([NT])", key[0])
-    sizes = re.fullmatch(r"[nt]{2}_(\d+)_(\d+)_(\d+)_ld_(\d+)_(\d+)_\d+(?:_rw_0_bias_None)?", key[1])
+    op = re.fullmatch(
+        rf"(?:Gemm|ScaledGemm)TunableOp_({names})(?:_({names})_({names}))?_([NT])([NT])", key[0]
+    )
+    sizes = re.fullmatch(
+        r"[nt]{2}_(\d+)_(\d+)_(\d+)_ld_(\d+)_(\d+)_\d+(?:_rw_0_bias_None)?", key[1]
+    )
     if op is None or sizes is None:
         return None
     n, m, k, ldb, lda = (int(size) for size in sizes.groups())
     a_dtype, b_dtype, out = (DTYPES[op[i] or op[1]] for i in (1, 2, 3))
     generator = torch.Generator(device).manual_seed(0)
 
-    def stored(rows: int, columns: int, leading: int, transposed: bool, dtype: torch.dtype) -> Tensor:
+    def stored(
+        rows: int, columns: int, leading: int, transposed: bool, dtype: torch.dtype
+    ) -> Tensor:
         inner, outer = (rows, columns) if transposed else (columns, rows)
         values = torch.randn(outer, leading, generator=generator, device=device)
         if dtype.itemsize == 1:
@@ -66,7 +87,11 @@ def reproduce(key: Key, device: torch.device) -> tuple[Tensor, Tensor, torch.dty
 
 def product(a: Tensor, b: Tensor, out: torch.dtype, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     """a x b [m, n], by the torch call that was recorded. The scales (fp32 scalars) apply to FP8 operands only."""
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out) if a.dtype.itemsize == 1 else torch.mm(a, b)
+    return (
+        torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out)
+        if a.dtype.itemsize == 1
+        else torch.mm(a, b)
+    )
 
 
 def fault(key: Key, device: torch.device) -> str:
@@ -79,7 +104,9 @@ def fault(key: Key, device: torch.device) -> str:
         return "the proof does not cover this operation"
     a, b, out = call
 
-    def relative_error(found: Tensor, truth: Tensor) -> float:  # in fp64: squares of 1e-30 underflow in fp32
+    def relative_error(
+        found: Tensor, truth: Tensor
+    ) -> float:  # in fp64: squares of 1e-30 underflow in fp32
         return float((found.double() - truth).norm() / truth.norm())
 
     for pair in EXTREME_SCALES if a.dtype.itemsize == 1 else EXTREME_SCALES[:1]:
@@ -88,10 +115,15 @@ def fault(key: Key, device: torch.device) -> str:
         known = len(results())
         tunable.enable(True)
         tuned = product(a, b, out, scale_a, scale_b)
-        if len(results()) != known:  # torch looked up another key, so another solution would be proven
+        if (
+            len(results()) != known
+        ):  # torch looked up another key, so another solution would be proven
             return "the proof could not reproduce the recorded call"
         tunable.enable(False)
-        default, error = relative_error(product(a, b, out, scale_a, scale_b), truth), relative_error(tuned, truth)
+        default, error = (
+            relative_error(product(a, b, out, scale_a, scale_b), truth),
+            relative_error(tuned, truth),
+        )
         if not error <= 2 * default + torch.finfo(torch.float32).eps:  # NaN fails as well
             return f"relative error {error:.2g} (default: {default:.2g}) at dequantization scales {pair[0]:g} and {pair[1]:g}"
     return ""
@@ -116,7 +148,9 @@ def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Ite
         yield f"{','.join(key)}: {f'{wrong}; keeps the default' if wrong else ' '.join(solutions[key])}"
     tunable.enable(False)
     if not solutions:
-        raise PreflightError("no GEMM could be tuned", "the lines above say why for each", "nothing was written")
+        raise PreflightError(
+            "no GEMM could be tuned", "the lines above say why for each", "nothing was written"
+        )
     for path in files:
         write_tuned(path, Tuned(validators, solutions))
     yield f"{sum(key in solutions for key in recorded)} of {len(recorded)} GEMMs tuned and proven; {files[0]} holds {len(solutions)}"
@@ -128,7 +162,9 @@ def _tuned(recorded: list[Key]) -> dict[Key, tuple[str, float]]:
     tunable.record_untuned_enable(False)
     tunable.set_rotating_buffer_size(ROTATING_BUFFER_MB)
     tunable.set_max_tuning_duration(MAX_MS_PER_SOLUTION)
-    with tempfile.TemporaryDirectory() as folder:  # TunableOp also writes a file itself; ours holds only what was proven
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # TunableOp also writes a file itself; ours holds only what was proven
         tunable.set_filename(str(Path(folder, "results.csv")))
         path = Path(folder, "untuned.csv")
         path.write_text("".join(f"{','.join(key)}\n" for key in recorded))

@@ -75,12 +75,17 @@ def synthetic_batches(steps: int, vocab_size: int) -> Iterator[np.ndarray]:
     generator = np.random.Generator(np.random.Philox(SEED))
     followers = generator.integers(0, vocab_size, (vocab_size, 8), np.int64)
     for _ in range(steps):
-        choice, noise = generator.integers(0, 8, (SEQUENCE + 1, BATCH)), generator.integers(0, vocab_size, (SEQUENCE + 1, BATCH))
+        choice, noise = (
+            generator.integers(0, 8, (SEQUENCE + 1, BATCH)),
+            generator.integers(0, vocab_size, (SEQUENCE + 1, BATCH)),
+        )
         is_noise = generator.random((SEQUENCE + 1, BATCH)) < 0.1
         tokens = np.empty((SEQUENCE + 1, BATCH), np.int64)
         tokens[0] = noise[0]
         for place in range(1, SEQUENCE + 1):
-            tokens[place] = np.where(is_noise[place], noise[place], followers[tokens[place - 1], choice[place]])
+            tokens[place] = np.where(
+                is_noise[place], noise[place], followers[tokens[place - 1], choice[place]]
+            )
         yield next_token_pairs(tokens.T.astype(np.int32))
 
 
@@ -101,14 +106,25 @@ def train_losses(
         assembly = assemble(config, rules, processes, seed)
         on_device = (torch.from_numpy(batch).to(processes.device) for batch in batches)
         for step in range(steps):
-            loss, _ = train_step(assembly, on_device, Batching(BATCH * micro_batches, micro_batches), lr_at(step), processes)
+            loss, _ = train_step(
+                assembly,
+                on_device,
+                Batching(BATCH * micro_batches, micro_batches),
+                lr_at(step),
+                processes,
+            )
             losses.append(loss)
     return torch.stack(losses).tolist()
 
 
 def golden_losses(processes: Processes) -> dict[str, list[float]]:
     return {
-        name: train_losses(config_of(VARIANTS[variant]), synthetic_batches(GOLDEN_STEPS, SHAPE.vocab_size), GOLDEN_STEPS, processes)
+        name: train_losses(
+            config_of(VARIANTS[variant]),
+            synthetic_batches(GOLDEN_STEPS, SHAPE.vocab_size),
+            GOLDEN_STEPS,
+            processes,
+        )
         for name, variant in GOLDEN.items()
     }
 
@@ -134,7 +150,11 @@ def main() -> None:
     args = parser.parse_args()
     processes = start_processes("cuda", 600.0)
     if args.golden:
-        facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "losses": golden_losses(processes)}
+        facts = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "losses": golden_losses(processes),
+        }
         args.out.write_text(json.dumps(facts, indent=1) + "\n")
         return
     prepare.miniature(args.data_dir)
@@ -142,8 +162,12 @@ def main() -> None:
     for name in args.only.split(";"):
         curves[name] = {}
         for seed in map(int, args.seeds.split(",")):
-            batches = text_batches(args.data_dir / MINIATURE.train_prefix, args.steps, SHAPE.vocab_size, seed)
-            curves[name][seed] = train_losses(config_of(VARIANTS[name]), batches, args.steps, processes, seed)
+            batches = text_batches(
+                args.data_dir / MINIATURE.train_prefix, args.steps, SHAPE.vocab_size, seed
+            )
+            curves[name][seed] = train_losses(
+                config_of(VARIANTS[name]), batches, args.steps, processes, seed
+            )
             torch.cuda.empty_cache()
         print(summary(name, curves[name], curves.get("bf16")), flush=True)
         args.out.write_text(json.dumps(curves))

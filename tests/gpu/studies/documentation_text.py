@@ -48,7 +48,10 @@ from llama31_8b.rules import MINIATURE
 
 NAME = "documentation_text_document"
 MIN_CHARACTERS = 200  # of a document
-LONG, REPEATS = 100, 3  # a paragraph of fewer characters may be a heading or a line of code: it is taken three times
+LONG, REPEATS = (
+    100,
+    3,
+)  # a paragraph of fewer characters may be a heading or a line of code: it is taken three times
 HTML, PLAIN = (".html", ".htm", ".xhtml"), (".txt", ".rst", ".md")
 INDEX = re.compile(
     r"genindex|py-modindex|index-all|index-files|doc-index|(name|class|module)Index|allclasses|-members\.|/functions_|/globals_"
@@ -56,10 +59,34 @@ INDEX = re.compile(
 )
 TRANSLATION = re.compile(r"/(?!en)[a-z]{2}[-_][A-Z]{2}/")
 LINES = {"div", "li", "tr", "dt", "dd", "br"}
-PARAGRAPHS = {"p", "pre", "ul", "ol", "dl", "table", "blockquote", "section", "article", "hr", "main", "header"}
+PARAGRAPHS = {
+    "p",
+    "pre",
+    "ul",
+    "ol",
+    "dl",
+    "table",
+    "blockquote",
+    "section",
+    "article",
+    "hr",
+    "main",
+    "header",
+}
 PARAGRAPHS |= {"h1", "h2", "h3", "h4", "h5", "h6"}
 NO_TEXT = {"script", "style", "title", "nav", "footer", "svg", "button", "select", "noscript"}
-MENUS = {"navigation", "navheader", "navfooter", "sphinxsidebar", "related", "bd-sidebar", "tocset", "t-navbar", "footer", "headerlink"}
+MENUS = {
+    "navigation",
+    "navheader",
+    "navfooter",
+    "sphinxsidebar",
+    "related",
+    "bd-sidebar",
+    "tocset",
+    "t-navbar",
+    "footer",
+    "headerlink",
+}
 MENUS |= {"viewcode-back", "lineno", "linenos", "line-numbers", "src-line-numbers"}
 Documents = dict[bytes, tuple[str, str]]  # SHA-256 of the text -> package, text
 
@@ -74,10 +101,17 @@ class PlainText(HTMLParser):
         super().__init__()
         self.parts: list[str] = []
         self.breaks = self.preformatted = self.depth = 0
-        self.left_out = ""  # the element whose end is waited for, and in `depth` how many of its kind are open
+        self.left_out = (
+            ""  # the element whose end is waited for, and in `depth` how many of its kind are open
+        )
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        names = {name for key, value in attributes if key in ("class", "role") for name in (value or "").split()}
+        names = {
+            name
+            for key, value in attributes
+            if key in ("class", "role")
+            for name in (value or "").split()
+        }
         if self.left_out:
             self.depth += tag == self.left_out
         elif tag in NO_TEXT or (tag in ("a", "div", "pre", "span", "td") and names & MENUS):
@@ -118,15 +152,26 @@ def text_of(path: Path) -> str:
         parser.feed(text)
         parser.close()
         text = "".join(parser.parts)
-    text = re.sub(r"[ \t\r\f]+\n", "\n", text.replace("\xa0", " ").replace("\u200b", "")).strip() + "\n"
+    text = (
+        re.sub(r"[ \t\r\f]+\n", "\n", text.replace("\xa0", " ").replace("\u200b", "")).strip()
+        + "\n"
+    )
     foreign = 0 if text.isascii() else len(re.findall(r"[^\W\d_a-zA-Z]|\ufffd", text))
     return text if len(text) >= MIN_CHARACTERS and foreign <= 0.01 * len(text) else ""
 
 
 def files_of(package: Path) -> list[Path]:
     """Those with documentation. A page that is there as HTML and as its source is taken as HTML."""
-    names = {path: f"/{path.relative_to(package)}" for path in sorted(package.rglob("*")) if path.is_file() and not path.is_symlink()}
-    paths = [path for path, name in names.items() if not INDEX.search(name) and not TRANSLATION.search(name)]
+    names = {
+        path: f"/{path.relative_to(package)}"
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+    paths = [
+        path
+        for path, name in names.items()
+        if not INDEX.search(name) and not TRANSLATION.search(name)
+    ]
     html = [path for path in paths if path.suffix in HTML]
     stems = {path.name.partition(".")[0] for path in html}
     plain = [path for path in paths if path.name.removesuffix(".gz").endswith(PLAIN)]
@@ -140,8 +185,12 @@ def collect(packages: Path, pool: Pool) -> Documents:
         with tempfile.TemporaryDirectory() as folder:
             if package.suffix == ".deb":
                 subprocess.run(["dpkg", "-x", package, folder], check=True)
-            for text in pool.imap(text_of, files_of(package if package.is_dir() else Path(folder)), chunksize=16):
-                documents.setdefault(hashlib.sha256(text.encode()).digest(), (package.name.partition("_")[0], text))
+            for text in pool.imap(
+                text_of, files_of(package if package.is_dir() else Path(folder)), chunksize=16
+            ):
+                documents.setdefault(
+                    hashlib.sha256(text.encode()).digest(), (package.name.partition("_")[0], text)
+                )
     documents.pop(hashlib.sha256(b"").digest(), None)
     return documents
 
@@ -155,9 +204,13 @@ def without_repeats(documents: Documents) -> Iterator[tuple[str, str]]:
             words = " ".join(re.findall(r"\w+", paragraph))  # the same whether marked up or not
             key = hashlib.blake2b(words.encode(), digest_size=8).digest()
             seen[key] += 1
-            if re.search("[a-zA-Z]", words) and seen[key] <= (1 if len(paragraph) >= LONG else REPEATS):
+            if re.search("[a-zA-Z]", words) and seen[key] <= (
+                1 if len(paragraph) >= LONG else REPEATS
+            ):
                 kept.append(paragraph)
-        if sum(map(len, kept)) >= max(MIN_CHARACTERS, len(text) / 2):  # else they are what is left of a copy
+        if sum(map(len, kept)) >= max(
+            MIN_CHARACTERS, len(text) / 2
+        ):  # else they are what is left of a copy
             yield package, "\n\n".join(kept).strip("\n") + "\n"
 
 
@@ -183,8 +236,13 @@ def prepare_text(packages: Path, data_dir: Path, tokens: int, processes: int = 2
         characters = 0
         with Pool(processes) as pool:
             documents = collect(packages, pool)
-            print(f"{len(documents):,} documents, {sum(len(text) for _, text in documents.values()):,} characters found", flush=True)
-            for package, length, ids in pool.imap(partial(encode, folder / prepare.TOKENIZER), without_repeats(documents), chunksize=8):
+            print(
+                f"{len(documents):,} documents, {sum(len(text) for _, text in documents.values()):,} characters found",
+                flush=True,
+            )
+            for package, length, ids in pool.imap(
+                partial(encode, folder / prepare.TOKENIZER), without_repeats(documents), chunksize=8
+            ):
                 writer.add(ids)
                 taken[package] += len(ids)
                 characters += length
@@ -192,14 +250,25 @@ def prepare_text(packages: Path, data_dir: Path, tokens: int, processes: int = 2
                     break
         for package, number in taken.most_common():
             print(f"{number:12,} tokens of {package}")
-        print(f"{len(taken)} packages, {len(writer.lengths):,} documents, {characters:,} characters, {taken.total():,} tokens", flush=True)
+        print(
+            f"{len(taken)} packages, {len(writer.lengths):,} documents, {characters:,} characters, {taken.total():,} tokens",
+            flush=True,
+        )
         if taken.total() < tokens:
-            raise DataError(f"{packages}: expected {tokens:,} tokens, got {taken.total():,}", "there is too little text", "add packages")
+            raise DataError(
+                f"{packages}: expected {tokens:,} tokens, got {taken.total():,}",
+                "there is too little text",
+                "add packages",
+            )
         writer.finish()
         return {}
 
     files, source = (f"{NAME}.bin", f"{NAME}.idx"), f"{NAME}, {tokens} tokens, recipe 1"
-    build_once(data_dir, Recipe("documentation", source, MINIATURE.shape.vocab_size, files, f"{NAME}.json"), build)
+    build_once(
+        data_dir,
+        Recipe("documentation", source, MINIATURE.shape.vocab_size, files, f"{NAME}.json"),
+        build,
+    )
     return data_dir / NAME
 
 

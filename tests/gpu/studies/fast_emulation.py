@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from common.kernels import block_formats
-from common.kernels.block_formats import HADAMARD_SIZE, LARGEST_BLOCK_SCALE, LEAST_TENSOR_SCALE, BlockFormat, Element
+from common.kernels.block_formats import (
+    HADAMARD_SIZE,
+    LARGEST_BLOCK_SCALE,
+    LEAST_TENSOR_SCALE,
+    BlockFormat,
+    Element,
+)
 
 ROWS, COLUMNS, WARPS = 64, 64, 4  # of a tile
 
@@ -26,7 +32,14 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _round(x, noise, MANTISSA: tl.constexpr, LEAST_STEP: tl.constexpr, LARGEST: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _round(
+    x,
+    noise,
+    MANTISSA: tl.constexpr,
+    LEAST_STEP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
     """The nearest number of a format, ties to even; with `noise` in 0 to 1, up where the rest is larger. 12582912 = 1.5 * 2^23."""
     binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     step = tl.maximum(binade * (1.0 / (1 << MANTISSA)), LEAST_STEP)
@@ -45,7 +58,9 @@ def _load(x, rows, columns, row_stride, column_stride, ROWS: tl.constexpr, COLUM
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     there = (row < rows) & (column < columns)
-    tile = tl.load(x + row * row_stride + column * column_stride, mask=there, other=0.0).to(tl.float32)
+    tile = tl.load(x + row * row_stride + column * column_stride, mask=there, other=0.0).to(
+        tl.float32
+    )
     return tile, row * columns + column, there
 
 
@@ -65,18 +80,33 @@ def _emulate(
         t = tl.load(tensor_scale)
         wanted = tl.div_rn(tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST), t)
         # e4m3: 3 bits of mantissa, normal from 2^-6 to 448, subnormal numbers 2^-9 apart.
-        scale = _round(tl.minimum(tl.maximum(wanted, 0.015625), 448.0), wanted, 3, 0.001953125, 448.0, False)
+        scale = _round(
+            tl.minimum(tl.maximum(wanted, 0.015625), 448.0), wanted, 3, 0.001953125, 448.0, False
+        )
         scaled, factor = blocks * tl.div_rn(tl.div_rn(1.0, t), scale), scale * t
     else:
         exponent = tl.minimum(tl.maximum((amax >> 23) - 127 - MAX_EXPONENT, -127), 127)
         factor = tl.where(amax < 0x7F800000, _power_of_two(exponent), float("nan"))
         scaled = blocks * _power_of_two(-exponent)
-    made = _round(scaled, tl.reshape(noise, split), MANTISSA, LEAST_STEP, LARGEST, STOCHASTIC) * factor
+    made = (
+        _round(scaled, tl.reshape(noise, split), MANTISSA, LEAST_STEP, LARGEST, STOCHASTIC) * factor
+    )
     tl.store(out + index, tl.reshape(made, (ROWS, COLUMNS)), mask=there)
 
 
 @triton.jit
-def _transform(x, out, matrix, rows, columns, row_stride, column_stride, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _transform(
+    x,
+    out,
+    matrix,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     tile, index, there = _load(x, rows, columns, row_stride, column_stride, ROWS, COLUMNS)
     groups = tl.reshape(tile, (ROWS * COLUMNS // SIZE, SIZE))
     matrix = tl.load(matrix + tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
@@ -94,15 +124,25 @@ def hadamard_matrix(device: torch.device, random_signs: bool) -> Tensor:
 
 
 def emulate(
-    x: Tensor, form: BlockFormat, element: Element, dtype: torch.dtype, *, square: bool = False, stochastic: bool = False
+    x: Tensor,
+    form: BlockFormat,
+    element: Element,
+    dtype: torch.dtype,
+    *,
+    square: bool = False,
+    stochastic: bool = False,
 ) -> Tensor:
     """As block_formats.emulate; x may be a transposed view."""
-    assert x.shape[1] % form.block_size == 0 and not (square and x.shape[0] % form.block_size), "blocks must be whole"
+    assert x.shape[1] % form.block_size == 0 and not (square and x.shape[0] % form.block_size), (
+        "blocks must be whole"
+    )
     out, tensor_scale = x.new_empty(x.shape, dtype=dtype), None
     if form.has_tensor_scale:
         least, most = x.aminmax()
         amax = torch.maximum(-least, most).float()
-        tensor_scale = (amax / (LARGEST_BLOCK_SCALE * element.largest)).clamp(min=LEAST_TENSOR_SCALE)
+        tensor_scale = (amax / (LARGEST_BLOCK_SCALE * element.largest)).clamp(
+            min=LEAST_TENSOR_SCALE
+        )
     seed = int(torch.randint(2**31, ())) if stochastic else 0
     _emulate[tiles_of(x)](
         x, out, tensor_scale, seed, *x.shape, *x.stride(), form.block_size, form.block_size if square else 1, element.mantissa_bits,
@@ -116,7 +156,15 @@ def hadamard(x: Tensor, random_signs: bool) -> Tensor:
     assert x.shape[1] % HADAMARD_SIZE == 0, "blocks must be whole"
     out = x.new_empty(x.shape, dtype=torch.float32)
     _transform[tiles_of(x)](
-        x, out, hadamard_matrix(x.device, random_signs), *x.shape, *x.stride(), HADAMARD_SIZE, ROWS, COLUMNS, num_warps=WARPS
+        x,
+        out,
+        hadamard_matrix(x.device, random_signs),
+        *x.shape,
+        *x.stride(),
+        HADAMARD_SIZE,
+        ROWS,
+        COLUMNS,
+        num_warps=WARPS,
     )
     return out
 
@@ -133,6 +181,8 @@ def install(device: torch.device, side: int = 1024) -> str:
             for function, transform in ((PLAIN, PLAIN_HADAMARD), (emulate, hadamard))
         ]
         plain = [function(x, form, form.gradient_element, x.dtype) for function in (PLAIN, emulate)]
-        found.append(f"{name} {int((plain[0] != plain[1]).sum())} and {int((made[0] != made[1]).sum())}")
+        found.append(
+            f"{name} {int((plain[0] != plain[1]).sum())} and {int((made[0] != made[1]).sum())}"
+        )
     block_formats.emulate, block_formats.hadamard = emulate, hadamard
     return f"kernels; of {x.numel():,} elements they round otherwise, plain and transformed: {', '.join(found)}"

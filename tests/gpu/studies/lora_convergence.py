@@ -67,19 +67,32 @@ def train_base(size: Size, data_dir: Path, folder: Path, steps: int, processes: 
     # 0.02 is for narrow models: at width 8192 attention would start with random scores of std 0.02^2 * 8192 = 3.3, whose softmax makes
     # any rounding several times larger, and trains less well (docs/log.md).
     init_std = min(PRETRAINING.init_std, size.shape.hidden_size**-0.5)
-    rules = replace(PRETRAINING, shape=size.shape, sequence_length=MINIATURE.sequence_length, init_std=init_std)
+    rules = replace(
+        PRETRAINING, shape=size.shape, sequence_length=MINIATURE.sequence_length, init_std=init_std
+    )
     batch = {"global_batch_size": 32, "micro_batch_size": 32, "eval_micro_batch_size": 32}
-    rates = {"opt_base_learning_rate": size.base_learning_rate, "opt_learning_rate_warmup_steps": 20}
+    rates = {
+        "opt_base_learning_rate": size.base_learning_rate,
+        "opt_learning_rate_warmup_steps": 20,
+    }
     config = PretrainingConfig(gpu=size.gpu, **ONE, **batch, **rates)  # type: ignore[arg-type]
     assembly = assemble_for_pretraining(config, rules, processes, SEED)
     tokenizer = corpus.load_sentencepiece(data_dir / "base" / "tokenizer.model")
-    batches = (batch.to(processes.device) for batch in base_batches(library_texts().documentation, tokenizer))
+    batches = (
+        batch.to(processes.device)
+        for batch in base_batches(library_texts().documentation, tokenizer)
+    )
     lr_at = warmup_cosine(size.base_learning_rate, size.base_learning_rate / 20, 20, steps)
     for step in range(steps):
         loss, _ = train_step(assembly, batches, Batching(32, 1), lr_at(step), processes)
-    print(f"base: loss {float(loss):.4f} after {steps} steps of {32 * BASE_SEQUENCE} tokens", flush=True)
+    print(
+        f"base: loss {float(loss):.4f} after {steps} steps of {32 * BASE_SEQUENCE} tokens",
+        flush=True,
+    )
     whole = fused_llama(size.shape, rules.sequence_length)
-    whole.load_state_dict({name: tensor.bfloat16().cpu() for name, tensor in assembly.model.state_dict().items()})
+    whole.load_state_dict(
+        {name: tensor.bfloat16().cpu() for name, tensor in assembly.model.state_dict().items()}
+    )
     whole.bfloat16()
     write_checkpoint(whole, folder)
 
@@ -95,12 +108,24 @@ def fine_tune(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Gradients of the adapters at the start by name, fp32 on the CPU; training loss of each step."""
     config, rules = config_of(size, in_fp8), replace(MINIATURE, shape=size.shape, lora_dropout=0.0)
-    fresh = lambda: assemble(config, rules, processes, SEED, lambda model, base: load_base(model, folder, None, base))[0]  # noqa: E731
+
+    def load(model, base):
+        load_base(model, folder, None, base)
+
+    def fresh():
+        return assemble(config, rules, processes, SEED, load)[0]
+
     rows = read_rows(data_dir, "train", MINIATURE)
-    batches: Iterator[Tensor] = (torch.from_numpy(b).to(processes.device) for b in train_batches(rows, SEED, BATCH, BATCH, 0, 1))
+    batches: Iterator[Tensor] = (
+        torch.from_numpy(b).to(processes.device)
+        for b in train_batches(rows, SEED, BATCH, BATCH, 0, 1)
+    )
     gradients = first_gradients(fresh().model, next(batches))
     assembly, lr_at = fresh(), cosine_to_zero(size.learning_rate, steps)
-    losses = [train_step(assembly, batches, Batching(BATCH, 1), lr_at(step), processes)[0] for step in range(steps)]
+    losses = [
+        train_step(assembly, batches, Batching(BATCH, 1), lr_at(step), processes)[0]
+        for step in range(steps)
+    ]
     return gradients, torch.stack(losses).tolist()
 
 
@@ -111,7 +136,11 @@ def first_gradients(model: Llama, batch: Tensor) -> dict[str, Tensor]:
             parameter.detach().copy_(torch.randn(parameter.shape, generator=generator) * 1e-3)
     loss, count = model(*batch.unbind(1))
     (loss / count).mean().backward()
-    gradients = {name: p.grad.float().cpu() for name, p in adapter_parameters(model).items() if p.grad is not None}
+    gradients = {
+        name: p.grad.float().cpu()
+        for name, p in adapter_parameters(model).items()
+        if p.grad is not None
+    }
     for parameter in model.parameters():
         parameter.grad = None
     return gradients
@@ -126,21 +155,36 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     size = SIZES["small" if args.small else "70B width"]
-    miniature.build(args.data_dir)  # on the CPU: before there is a process group, which may know GPUs only
+    miniature.build(
+        args.data_dir
+    )  # on the CPU: before there is a process group, which may know GPUs only
     processes = start_processes("cpu" if args.small else "cuda", 600.0)
     folder = args.data_dir / f"base of width {size.shape.hidden_size}"
     with attention_backends(processes.device.type):
         if not (folder / "config.json").exists():
             train_base(size, args.data_dir, folder, args.base_steps, processes)
-        bf16, in_fp8 = (fine_tune(size, fp8, folder, args.data_dir, args.steps, processes) for fp8 in (False, True))
+        bf16, in_fp8 = (
+            fine_tune(size, fp8, folder, args.data_dir, args.steps, processes)
+            for fp8 in (False, True)
+        )
     decibels = {name: sqnr_db(in_fp8[0][name], gradient) for name, gradient in bf16[0].items()}
-    print("adapter gradients, SQNR in dB:", ", ".join(f"{name} {value:.1f}" for name, value in decibels.items()), flush=True)
+    print(
+        "adapter gradients, SQNR in dB:",
+        ", ".join(f"{name} {value:.1f}" for name, value in decibels.items()),
+        flush=True,
+    )
     last = min(50, args.steps)
     finals = [statistics.mean(losses[-last:]) for _, losses in (bf16, in_fp8)]
-    print(f"last {last} steps: bf16 {finals[0]:.4f}, fp8 {finals[1]:.4f} ({finals[1] / finals[0] - 1:+.2%})", flush=True)
+    print(
+        f"last {last} steps: bf16 {finals[0]:.4f}, fp8 {finals[1]:.4f} ({finals[1] / finals[0] - 1:+.2%})",
+        flush=True,
+    )
     for step in sorted({1, 2, 10, 50, 100, args.steps}):
         if step <= args.steps:
-            print(f"step {step}: bf16 {bf16[1][step - 1]:.4f}, fp8 {in_fp8[1][step - 1]:.4f}", flush=True)
+            print(
+                f"step {step}: bf16 {bf16[1][step - 1]:.4f}, fp8 {in_fp8[1][step - 1]:.4f}",
+                flush=True,
+            )
     args.out.write_text(json.dumps({"bf16": bf16[1], "fp8": in_fp8[1], "sqnr_db": decibels}))
 
 

@@ -24,7 +24,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -34,11 +38,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 SEQUENCE, WARMUP, STEPS = 8192, 3, 8
-FP8 = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "most_recent"}
+FP8 = {
+    "fp8": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 4,
+    "fp8_amax_compute_algo": "most_recent",
+}
 DEPTHS, ALL_LAYERS = (4, 12), 80
 
 
-def transformer(layers: int, hidden: int, ffn: int, heads: int, **precision: object) -> TransformerConfig:
+def transformer(
+    layers: int, hidden: int, ffn: int, heads: int, **precision: object
+) -> TransformerConfig:
     return TransformerConfig(
         num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads, num_query_groups=8, kv_channels=128,
         normalization="RMSNorm", layernorm_epsilon=1e-5, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu,
@@ -49,9 +60,20 @@ def transformer(layers: int, hidden: int, ffn: int, heads: int, **precision: obj
 
 
 def gpt(config: TransformerConfig, vocabulary: int, rotary_base: int) -> GPTModel:
-    options = {"position_embedding_type": "rope", "rotary_base": rotary_base, "share_embeddings_and_output_weights": False}
+    options = {
+        "position_embedding_type": "rope",
+        "rotary_base": rotary_base,
+        "share_embeddings_and_output_weights": False,
+    }
     spec = get_gpt_layer_with_transformer_engine_spec()
-    return GPTModel(config, spec, vocab_size=vocabulary, max_sequence_length=SEQUENCE, fp16_lm_cross_entropy=False, **options).cuda()
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=vocabulary,
+        max_sequence_length=SEQUENCE,
+        fp16_lm_cross_entropy=False,
+        **options,
+    ).cuda()
 
 
 def median_seconds(step: Callable[[], object]) -> float:
@@ -76,16 +98,36 @@ def pretraining(layers: int, bf16: bool, fuse_wgrad: bool, micro_batches: int) -
                 module.fuse_wgrad_accumulation = True
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     parallel = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=False, average_in_collective=True, **overlap
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=False,
+        average_in_collective=True,
+        **overlap,
     )
     model = DistributedDataParallel(config, parallel, model)
     config.finalize_model_grads_func, config.no_sync_func = finalize_model_grads, model.no_sync
-    adam = {"optimizer": "adam", "lr": 8e-4, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "clip_grad": 1.0}
-    precision = {"bf16": True, "params_dtype": torch.bfloat16, "fp8_recipe": None if bf16 else FP8["fp8_recipe"]}
+    adam = {
+        "optimizer": "adam",
+        "lr": 8e-4,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "clip_grad": 1.0,
+    }
+    precision = {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "fp8_recipe": None if bf16 else FP8["fp8_recipe"],
+    }
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(**adam, **precision, use_distributed_optimizer=True, overlap_param_gather=True), [model]
+        OptimizerConfig(
+            **adam, **precision, use_distributed_optimizer=True, overlap_param_gather=True
+        ),
+        [model],
     )
-    forward_backward, positions = get_forward_backward_func(), torch.arange(SEQUENCE, device="cuda")[None]
+    forward_backward, positions = (
+        get_forward_backward_func(),
+        torch.arange(SEQUENCE, device="cuda")[None],
+    )
 
     def batches() -> Iterator[Tensor]:
         while True:
@@ -93,7 +135,9 @@ def pretraining(layers: int, bf16: bool, fuse_wgrad: bool, micro_batches: int) -
 
     def forward(iterator: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Callable]:
         tokens = next(iterator)
-        losses = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
+        losses = model(
+            tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous()
+        )
         return losses, lambda losses: (losses.float().mean(), {})
 
     data = batches()
@@ -138,18 +182,29 @@ def lora_step_seconds(layers: int) -> float:
 
     hidden, vocabulary = 8192, 32000
     config = transformer(layers, hidden, 28672, 64, **FP8, fp8_param=True)
-    with fp8_model_init(enabled=True, recipe=DelayedScaling(), preserve_high_precision_init_val=False):
+    with fp8_model_init(
+        enabled=True, recipe=DelayedScaling(), preserve_high_precision_init_val=False
+    ):
         model = gpt(config, vocabulary, 10000)
     model.requires_grad_(False)
     for layer in model.decoder.layers:
         attention = layer.self_attention
         attention.linear_qkv = Adapter(attention.linear_qkv, hidden, hidden + 2 * 8 * 128)
         attention.linear_proj = Adapter(attention.linear_proj, hidden, hidden)
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=4e-4, fused=True)
-    positions, tokens = torch.arange(SEQUENCE, device="cuda")[None], torch.randint(0, vocabulary, (1, SEQUENCE + 1), device="cuda")
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=4e-4,
+        fused=True,
+    )
+    positions, tokens = (
+        torch.arange(SEQUENCE, device="cuda")[None],
+        torch.randint(0, vocabulary, (1, SEQUENCE + 1), device="cuda"),
+    )
 
     def step() -> None:
-        model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous()).float().mean().backward()
+        model(
+            tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous()
+        ).float().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -168,22 +223,37 @@ def lora() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("benchmark", choices=["llama31_8b", "llama2_70b_lora"])
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--fuse-wgrad", action="store_true")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--layers", type=int, default=32, help="of the 8B")
     args = parser.parse_args()
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }.items():
         os.environ.setdefault(name, value)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    text = lora() if args.benchmark == "llama2_70b_lora" else pretraining(args.layers, args.bf16, args.fuse_wgrad, args.micro_batches)
+    text = (
+        lora()
+        if args.benchmark == "llama2_70b_lora"
+        else pretraining(args.layers, args.bf16, args.fuse_wgrad, args.micro_batches)
+    )
     if torch.distributed.get_rank() == 0:
-        print(f"Megatron-core + Transformer Engine: {text}, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+        print(
+            f"Megatron-core + Transformer Engine: {text}, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
+            flush=True,
+        )
     torch.distributed.destroy_process_group()
 
 

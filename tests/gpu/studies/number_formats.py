@@ -52,7 +52,9 @@ RECIPES: dict[str, dict[str, object]] = {  # keys of the config
     "MXFP4, stochastic, Hadamard": {"linear": "mxfp4+stochastic+hadamard"},
     "MXFP4, Hadamard, FP8 after 60 %": {"linear": "mxfp4+hadamard"},
     "NVFP4": {"linear": "nvfp4"},
-    "NVFP4, stochastic, random Hadamard, squares": {"linear": "nvfp4+stochastic+random_hadamard+square_weights"},
+    "NVFP4, stochastic, random Hadamard, squares": {
+        "linear": "nvfp4+stochastic+random_hadamard+square_weights"
+    },
     "MXFP6 e2m3": {"linear": "mxfp6_e2m3"},
     "MXFP6 e3m2": {"linear": "mxfp6_e3m2"},
 }
@@ -82,16 +84,25 @@ def prepare_text(data_dir: Path) -> Path:
         tokenizer = corpus.load_sentencepiece(folder / prepare.TOKENIZER)
         roots = [Path(importlib.util.find_spec(package).origin).parent for package in TEXT_PACKAGES]
         documents = (document for root in roots for document in corpus.module_documents(root))
-        texts = dict.fromkeys(document.text for document in (*corpus.documents(), *documents))  # each once
+        texts = dict.fromkeys(
+            document.text for document in (*corpus.documents(), *documents)
+        )  # each once
         writer = Writer(folder / name, tokenizer.vocab_size())
         for ids in tokenizer.encode(list(texts)):
             writer.add(ids)
         versions = [f"{package} {importlib.metadata.version(package)}" for package in TEXT_PACKAGES]
-        print(f"{writer.finish().num_tokens:,} tokens: Python {platform.python_version()}, {', '.join(versions)}", flush=True)
+        print(
+            f"{writer.finish().num_tokens:,} tokens: Python {platform.python_version()}, {', '.join(versions)}",
+            flush=True,
+        )
         return {}
 
     files = (f"{name}.bin", f"{name}.idx")
-    build_once(data_dir, Recipe("text", f"{name}, recipe 1", MINIATURE.shape.vocab_size, files, f"{name}.json"), build)
+    build_once(
+        data_dir,
+        Recipe("text", f"{name}, recipe 1", MINIATURE.shape.vocab_size, files, f"{name}.json"),
+        build,
+    )
     return data_dir / name
 
 
@@ -111,7 +122,9 @@ def merged(files: list[Path]) -> Curves:
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
     """Mean and its standard error; NaN for the latter of fewer than two values."""
-    return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(
+        values
+    ) > 1 else math.nan
 
 
 def smoothed(by_seed: dict[str, list[float]]) -> list[float]:
@@ -122,18 +135,33 @@ def smoothed(by_seed: dict[str, list[float]]) -> list[float]:
 
 def table(curves: Curves) -> str:
     """Loss of the last steps, its difference from bf16 over the seeds that both have, and at which step bf16 had that loss."""
-    last = {name: {seed: statistics.mean(losses[-LAST:]) for seed, losses in by_seed.items()} for name, by_seed in curves.items()}
-    lines = ["| format | seeds | loss | ± | minus bf16 | ± | in % | bf16 had this loss at step |", "|---|---|---|---|---|---|---|---|"]
+    last = {
+        name: {seed: statistics.mean(losses[-LAST:]) for seed, losses in by_seed.items()}
+        for name, by_seed in curves.items()
+    }
+    lines = [
+        "| format | seeds | loss | ± | minus bf16 | ± | in % | bf16 had this loss at step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for name, by_seed in last.items():
         mean, error = mean_and_error(list(by_seed.values()))
         cells = [name, str(len(by_seed)), f"{mean:.4f}", f"{error:.4f}"]
         shared = [seed for seed in by_seed if seed in last.get("bf16", {})]
         if shared and name != "bf16":
-            difference, error = mean_and_error([by_seed[seed] - last["bf16"][seed] for seed in shared])
+            difference, error = mean_and_error(
+                [by_seed[seed] - last["bf16"][seed] for seed in shared]
+            )
             bf16 = smoothed({seed: curves["bf16"][seed] for seed in shared})
             there = bf16[-1] + difference
-            reached = next(step for step, loss in enumerate(bf16, 1) if loss <= there or step == len(bf16))
-            cells += [f"{difference:+.4f}", f"{error:.4f}", f"{difference / bf16[-1]:+.2%}", f"{reached} of {len(bf16)}"]
+            reached = next(
+                step for step, loss in enumerate(bf16, 1) if loss <= there or step == len(bf16)
+            )
+            cells += [
+                f"{difference:+.4f}",
+                f"{error:.4f}",
+                f"{difference / bf16[-1]:+.2%}",
+                f"{reached} of {len(bf16)}",
+            ]
         lines.append(f"| {' | '.join(cells + [''] * (8 - len(cells)))} |")
     return "\n".join(lines)
 
@@ -149,14 +177,25 @@ def plot(curves: Curves, path: Path) -> None:
         if name == "bf16" or not shared:
             continue
         above = [
-            [a - b for a, b in zip(*(smoothed({seed: losses[seed]}) for losses in (by_seed, curves["bf16"])), strict=True)]
+            [
+                a - b
+                for a, b in zip(
+                    *(smoothed({seed: losses[seed]}) for losses in (by_seed, curves["bf16"])),
+                    strict=True,
+                )
+            ]
             for seed in shared
         ]
-        means, errors = zip(*(mean_and_error(list(values)) for values in zip(*above, strict=True)), strict=True)
+        means, errors = zip(
+            *(mean_and_error(list(values)) for values in zip(*above, strict=True)), strict=True
+        )
         steps = range(1, len(means) + 1)
         axes.plot(steps, means, label=name)
         if len(shared) > 1:
-            low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+            low, high = (
+                [mean + sign * error for mean, error in zip(means, errors, strict=True)]
+                for sign in (-1, 1)
+            )
             axes.fill_between(steps, low, high, alpha=0.15)
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set(xlabel="step", ylabel=f"loss minus bf16's, mean of the last {LAST} steps")
@@ -175,37 +214,59 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default=";".join(list(RECIPES)[:-2]))
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--micro-batches", type=int, default=1, help="of 8,192 tokens, in each step")
-    parser.add_argument("--text", type=Path, help="prefix of other token files in the miniature's tokens")
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="of 8,192 tokens, in each step"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="prefix of other token files in the miniature's tokens"
+    )
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args(arguments)
     began = time.monotonic()
     curves = merged(args.add)
-    todo = [(seed, name) for seed in seeds_of(args.seeds) for name in args.only.split(";") if str(seed) not in curves.get(name, {})]
+    todo = [
+        (seed, name)
+        for seed in seeds_of(args.seeds)
+        for name in args.only.split(";")
+        if str(seed) not in curves.get(name, {})
+    ]
     shape = SMALL if args.small else replace(SHAPE, num_layers=args.layers)
     if args.small:
         convergence.SEQUENCE, convergence.BATCH = 64, 2
     if todo:
-        prefix, micro_steps = args.text or prepare_text(args.data_dir), args.steps * args.micro_batches
+        prefix, micro_steps = (
+            args.text or prepare_text(args.data_dir),
+            args.steps * args.micro_batches,
+        )
         if sequences_in(prefix, convergence.SEQUENCE) < micro_steps * convergence.BATCH:
-            parser.error(f"{prefix} has too few tokens for {args.steps} steps: it would be read twice")
+            parser.error(
+                f"{prefix} has too few tokens for {args.steps} steps: it would be read twice"
+            )
         processes = start_processes("cpu" if args.small else "cuda", 600.0)
         if not args.small:
             print(fast_emulation.install(processes.device), flush=True)
     took: dict[str, float] = {}  # the latest run of each recipe; its first one compiles
     for seed, name in todo:
         started = time.monotonic()
-        if started - began + 1.2 * took.get(name, max(took.values(), default=0.0)) > 60 * args.minutes:
+        if (
+            started - began + 1.2 * took.get(name, max(took.values(), default=0.0))
+            > 60 * args.minutes
+        ):
             print(f"{args.minutes} minutes are over; go on with --add {args.out}", flush=True)
             break
         config = config_of(options_of(name, args.steps))
         config = replace(config, gpu="CPU") if args.small else config
         batches = text_batches(prefix, micro_steps, shape.vocab_size, seed)
         torch.manual_seed(seed)  # of stochastic rounding
-        losses = train_losses(config, batches, args.steps, processes, seed, shape, args.micro_batches)
+        losses = train_losses(
+            config, batches, args.steps, processes, seed, shape, args.micro_batches
+        )
         curves.setdefault(name, {})[str(seed)] = [round(loss, 4) for loss in losses]
         took[name] = time.monotonic() - started
-        print(f"seed {seed}, {name}: {curves[name][str(seed)][-1]:.4f} after {took[name]:.0f} s", flush=True)
+        print(
+            f"seed {seed}, {name}: {curves[name][str(seed)][-1]:.4f} after {took[name]:.0f} s",
+            flush=True,
+        )
         args.out.write_text(json.dumps(curves))
         if not args.small:
             torch.cuda.empty_cache()

@@ -31,16 +31,24 @@ def test_a_number_that_is_not_finite_makes_its_block_nan():
     x = torch.ones(2, 64, device=DEVICE)
     x[0, 3], x[1, 40] = torch.inf, torch.nan
     fast = fast_emulation.emulate(x, FORMATS["mxfp4"], E2M1, torch.float32)
-    assert fast.isnan().equal(fast_emulation.PLAIN(x, FORMATS["mxfp4"], E2M1, torch.float32).isnan()) and fast.isnan().sum() == 64
+    assert (
+        fast.isnan().equal(fast_emulation.PLAIN(x, FORMATS["mxfp4"], E2M1, torch.float32).isnan())
+        and fast.isnan().sum() == 64
+    )
 
 
 def test_stochastic_rounding_has_the_right_mean():
     x = torch.full((512, 64), 1.2, device=DEVICE)
     x[:, 0] = 4.0
     torch.manual_seed(1)
-    first, second = (fast_emulation.emulate(x, FORMATS["mxfp4"], E2M1, torch.float32, stochastic=True)[:, 1:] for _ in range(2))
+    first, second = (
+        fast_emulation.emulate(x, FORMATS["mxfp4"], E2M1, torch.float32, stochastic=True)[:, 1:]
+        for _ in range(2)
+    )
     assert first.unique().tolist() == [1.0, 1.5] and not first.equal(second)
-    assert abs(first.mean().item() - 1.2) < 4 * 0.245 / first.numel() ** 0.5, "0.245: its standard deviation, sqrt(0.2 * 0.3)"
+    assert abs(first.mean().item() - 1.2) < 4 * 0.245 / first.numel() ** 0.5, (
+        "0.245: its standard deviation, sqrt(0.2 * 0.3)"
+    )
 
 
 @pytest.mark.parametrize("random_signs", [False, True])
@@ -48,7 +56,10 @@ def test_the_hadamard_transform(random_signs):
     torch.manual_seed(1)
     x = torch.randn(48, 80).bfloat16().to(DEVICE)
     for view in (x, x.t()):
-        plain, fast = (hadamard(view, random_signs) for hadamard in (fast_emulation.PLAIN_HADAMARD, fast_emulation.hadamard))
+        plain, fast = (
+            hadamard(view, random_signs)
+            for hadamard in (fast_emulation.PLAIN_HADAMARD, fast_emulation.hadamard)
+        )
         torch.testing.assert_close(fast, plain, rtol=1e-6, atol=1e-6)
     with pytest.raises(AssertionError, match="whole"):
         fast_emulation.hadamard(x[:, :40], random_signs)
@@ -56,7 +67,12 @@ def test_the_hadamard_transform(random_signs):
 
 def test_what_is_installed_is_used(monkeypatch):
     for name in ("emulate", "hadamard"):
-        monkeypatch.setattr(block_formats, name, getattr(block_formats, name))  # put back at the end
+        monkeypatch.setattr(
+            block_formats, name, getattr(block_formats, name)
+        )  # put back at the end
     said = fast_emulation.install(DEVICE, side=128)
     assert all(f"{name} 0 and " in said for name in FORMATS if name != "nvfp4"), said
-    assert block_formats.emulate is fast_emulation.emulate and block_formats.hadamard is fast_emulation.hadamard
+    assert (
+        block_formats.emulate is fast_emulation.emulate
+        and block_formats.hadamard is fast_emulation.hadamard
+    )

@@ -16,11 +16,15 @@ FILES = sorted(Path(__file__).parent.glob("golden_*.json"))
 
 def golden_of_this_gpu():
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((facts for path in FILES if (facts := json.loads(path.read_text()))["device"] == name), None)
+    return next(
+        (facts for path in FILES if (facts := json.loads(path.read_text()))["device"] == name), None
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(golden_of_this_gpu() is None, reason="no golden losses were recorded on this device")
+@pytest.mark.skipif(
+    golden_of_this_gpu() is None, reason="no golden losses were recorded on this device"
+)
 def test_the_losses_are_the_recorded_ones():
     from convergence import golden_losses
 
@@ -31,5 +35,7 @@ def test_the_losses_are_the_recorded_ones():
     assert found.keys() == recorded.keys()
     for name, losses in found.items():
         assert losses[:10] == pytest.approx(recorded[name][:10], rel=2e-3), name
-        assert statistics.mean(losses[-10:]) == pytest.approx(statistics.mean(recorded[name][-10:]), rel=5e-3), name
+        assert statistics.mean(losses[-10:]) == pytest.approx(
+            statistics.mean(recorded[name][-10:]), rel=5e-3
+        ), name
         assert losses[-1] < 0.9 * losses[0], "nothing was learned: this would compare noise"

@@ -46,20 +46,40 @@ def test_a_later_call_goes_on(small, tmp_path, capsys):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     common = [*small, "--only", f"bf16;MXFP4;{HEALED[0]}"]
     main([*common, "--seeds", "1", "--out", str(first)])
-    main([*common, "--seeds", "1-2", "--out", str(second), "--add", str(first), "--plot", str(tmp_path / "plot.png")])
+    main(
+        [
+            *common,
+            "--seeds",
+            "1-2",
+            "--out",
+            str(second),
+            "--add",
+            str(first),
+            "--plot",
+            str(tmp_path / "plot.png"),
+        ]
+    )
     curves = json.loads(second.read_text())
     assert [list(curves[name]) for name in ("bf16", "MXFP4", HEALED[0])] == [["1", "2"]] * 3
     assert all(curves[name]["1"] == json.loads(first.read_text())[name]["1"] for name in curves)
     losses = {tuple(by_seed[seed]) for by_seed in curves.values() for seed in by_seed}
     assert len(losses) == 6 and all(len(each) == 5 for each in losses)
-    assert "| MXFP4 | 2 |" in capsys.readouterr().out and (tmp_path / "plot.png").stat().st_size > 10_000
+    assert (
+        "| MXFP4 | 2 |" in capsys.readouterr().out
+        and (tmp_path / "plot.png").stat().st_size > 10_000
+    )
     main([*common, "--seeds", "3", "--out", str(second), "--minutes", "0"])
-    assert "0.0 minutes are over" in capsys.readouterr().out and json.loads(second.read_text()) == {}
+    assert (
+        "0.0 minutes are over" in capsys.readouterr().out and json.loads(second.read_text()) == {}
+    )
 
 
 def test_the_text_holds_each_document_once_and_is_never_read_twice(small, tmp_path, capsys):
     texts = Index.read(number_formats.prepare_text(tmp_path / "data"))
-    alone = [Index.read(tmp_path / "data" / prefix) for prefix in (MINIATURE.train_prefix, MINIATURE.validation_prefix)]
+    alone = [
+        Index.read(tmp_path / "data" / prefix)
+        for prefix in (MINIATURE.train_prefix, MINIATURE.validation_prefix)
+    ]
     more = texts.num_tokens - sum(index.num_tokens for index in alone)
     assert texts.num_documents > sum(index.num_documents for index in alone) and 0 < more < 20_000
     with pytest.raises(SystemExit):
@@ -79,8 +99,24 @@ def test_micro_batches_share_a_step_and_other_texts_are_read(small, tmp_path, mo
     read = []
     batches = number_formats.text_batches
     monkeypatch.setattr(
-        number_formats, "text_batches", lambda prefix, steps, *rest: read.append((prefix, steps)) or batches(prefix, steps, *rest)
+        number_formats,
+        "text_batches",
+        lambda prefix, steps, *rest: read.append((prefix, steps)) or batches(prefix, steps, *rest),
     )
     prefix, out = tmp_path / "data" / MINIATURE.validation_prefix, tmp_path / "out.json"
-    main([*small, "--seeds", "1", "--only", "bf16", "--out", str(out), "--text", str(prefix), "--micro-batches", "3"])
+    main(
+        [
+            *small,
+            "--seeds",
+            "1",
+            "--only",
+            "bf16",
+            "--out",
+            str(out),
+            "--text",
+            str(prefix),
+            "--micro-batches",
+            "3",
+        ]
+    )
     assert read == [(prefix, 15)] and len(json.loads(out.read_text())["bf16"]["1"]) == 5

@@ -24,7 +24,13 @@ def main() -> None:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = get_peft_model(
-            base(), LoraConfig(r=16, lora_alpha=32, lora_dropout=0.1, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+            base(),
+            LoraConfig(
+                r=16,
+                lora_alpha=32,
+                lora_dropout=0.1,
+                target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            ),
         )
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
@@ -42,15 +48,32 @@ def main() -> None:
         seconds.append(time.monotonic() - began)
     median = statistics.median(seconds[WARMUP:])
     peak = torch.cuda.max_memory_allocated() / 2**30
-    print(f"transformers and peft: {SEQUENCE / median:,.0f} tok/s, {1e3 * median:.1f} ms (median of {STEPS}), peak {peak:.1f} GiB")
+    print(
+        f"transformers and peft: {SEQUENCE / median:,.0f} tok/s, {1e3 * median:.1f} ms (median of {STEPS}), peak {peak:.1f} GiB"
+    )
 
 
 def base() -> torch.nn.Module:
     """Qwen3-8B's shape (Qwen/Qwen3-8B, config.json)."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": VOCABULARY}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-    config = Qwen3Config(**sizes, **heads, tie_word_embeddings=False, max_position_embeddings=40960, use_cache=False)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "vocab_size": VOCABULARY,
+    }
+    heads = {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+    }
+    config = Qwen3Config(
+        **sizes, **heads, tie_word_embeddings=False, max_position_embeddings=40960, use_cache=False
+    )
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.bfloat16
+    )
 
 
 if __name__ == "__main__":

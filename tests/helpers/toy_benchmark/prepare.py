@@ -15,7 +15,10 @@ def miniature(data_dir: Path) -> None:
     random = np.random.default_rng(1)
     vocab_size = MINIATURE.shape.vocab_size
     data_dir.mkdir(parents=True, exist_ok=True)
-    for name, count in ((TRAIN_FILE, MINIATURE.train_samples), (VALIDATION_FILE, MINIATURE.eval_samples)):
+    for name, count in (
+        (TRAIN_FILE, MINIATURE.train_samples),
+        (VALIDATION_FILE, MINIATURE.eval_samples),
+    ):
         first = random.integers(vocab_size, size=(count, 1))
         rows = (first + np.arange(MINIATURE.sequence_length + 1)) % vocab_size
         np.save(data_dir / name, rows.astype(np.int32))

@@ -40,18 +40,33 @@ def assemble(config: Config, rules: Rules, processes: Processes, seed: int) -> A
     linear = linear_layers(config.linear_format)
 
     def layers() -> tuple[list[FusedBlock], Head]:
-        return [FusedBlock(shape, kernels, linear) for _ in range(shape.num_layers)], Head(shape, kernels)
+        return [FusedBlock(shape, kernels, linear) for _ in range(shape.num_layers)], Head(
+            shape, kernels
+        )
 
     def optimizer(model: Llama) -> ZeroOptimizer:
         update = UPDATES[rules.opt_name](rules, kernels, torch.float32)
-        reduce_scatter = partial(make_reduce_scatter, config.reduce_scatter, processes, dtype, kernels)
-        return ZeroOptimizer([model.embedding, *model.blocks, model.head], processes, update, kernels, reduce_scatter)
+        reduce_scatter = partial(
+            make_reduce_scatter, config.reduce_scatter, processes, dtype, kernels
+        )
+        return ZeroOptimizer(
+            [model.embedding, *model.blocks, model.head], processes, update, kernels, reduce_scatter
+        )
 
     def weights(model: Llama, optimizer: ZeroOptimizer) -> None:
         init_weights(model, shape.num_layers, seed, 0.02, optimizer.set_weight)
         optimizer.gather()
 
-    return build(config, shape, rules.sequence_length, processes.device, linear=linear, layers=layers, optimizer=optimizer, weights=weights)
+    return build(
+        config,
+        shape,
+        rules.sequence_length,
+        processes.device,
+        linear=linear,
+        layers=layers,
+        optimizer=optimizer,
+        weights=weights,
+    )
 
 
 assemble_random = assemble
@@ -73,10 +88,14 @@ def run(run: Run, reports: Reports) -> None:
         timed_run.train(run, reports, assembly, rules, lr_at, processes, data, save=lambda: None)
 
 
-def open_data(config: Config, data_dir: Path, processes: Processes, step: int) -> tuple[Iterator[Tensor], list[Tensor]]:
+def open_data(
+    config: Config, data_dir: Path, processes: Processes, step: int
+) -> tuple[Iterator[Tensor], list[Tensor]]:
     rows = next_token_pairs(np.load(data_dir / TRAIN_FILE))
     validation = next_token_pairs(np.load(data_dir / VALIDATION_FILE))
-    return batches(rows, config, processes, step), pad_for_ranks(validation, processes, config.eval_micro_batch_size)
+    return batches(rows, config, processes, step), pad_for_ranks(
+        validation, processes, config.eval_micro_batch_size
+    )
 
 
 def batches(rows: np.ndarray, config: Config, processes: Processes, step: int) -> Iterator[Tensor]:

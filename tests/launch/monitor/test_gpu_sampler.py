@@ -71,7 +71,12 @@ def record(folder, monkeypatch, samples=2, found=None):
     waits = []
     found = found or probe()
     gpus = [{"id": device.address, "name": device.name} for device in found.devices]
-    sampler.sample(opened(folder / sampler.NAME), found.vendor, gpus, lambda seconds: waits.append(seconds) or len(waits) == samples)
+    sampler.sample(
+        opened(folder / sampler.NAME),
+        found.vendor,
+        gpus,
+        lambda seconds: waits.append(seconds) or len(waits) == samples,
+    )
     return lines_of(folder / sampler.NAME)
 
 
@@ -87,24 +92,53 @@ def test_nvidia_values_and_units(driver, monkeypatch):
     start, (first, second), stop = records[0], of(records, "sample"), records[-1]
     assert (start["source"], stop["event"], stop["samples"]) == ("nvidia-smi", "stop", 2)
     assert start["gpus"][1] == {"id": "GPU-11", "name": "NVIDIA H100 80GB HBM3"}
-    assert abs(start["time"] - time.time()) < 60 and 0 <= first["time_s"] <= second["time_s"] <= stop["time_s"]
-    expected = {"power_w": 651.04, "power_limit_w": 700.0, "temperature_c": 61, "clock_mhz": 1701, "memory_clock_mhz": 2619}
-    assert first["gpus"][1] == expected | {"memory_gib": 70.0, "utilization_percent": 98, "throttle": ["power cap", "thermal (driver)"]}
+    assert (
+        abs(start["time"] - time.time()) < 60
+        and 0 <= first["time_s"] <= second["time_s"] <= stop["time_s"]
+    )
+    expected = {
+        "power_w": 651.04,
+        "power_limit_w": 700.0,
+        "temperature_c": 61,
+        "clock_mhz": 1701,
+        "memory_clock_mhz": 2619,
+    }
+    assert first["gpus"][1] == expected | {
+        "memory_gib": 70.0,
+        "utilization_percent": 98,
+        "throttle": ["power cap", "thermal (driver)"],
+    }
     assert first["gpus"][0]["throttle"] == [], "idle is no throttling"
-    assert first["gpus"][2]["memory_gib"] is first["gpus"][2]["throttle"] is None and first["gpus"][2]["clock_mhz"] == 1702
+    assert (
+        first["gpus"][2]["memory_gib"] is first["gpus"][2]["throttle"] is None
+        and first["gpus"][2]["clock_mhz"] == 1702
+    )
 
 
 def test_the_files_of_amdgpu(tmp_path, monkeypatch):
     card = tmp_path / "renderD128/device"
     (card / "hwmon/hwmon3").mkdir(parents=True)
     (card / "mem_info_vram_used").write_text(f"{96 * GIB}\n")
-    values = {"power1_input": 700_000_000, "power1_cap": 750_000_000, "temp2_input": 80_000, "freq1_input": 2_050_000_000}
+    values = {
+        "power1_input": 700_000_000,
+        "power1_cap": 750_000_000,
+        "temp2_input": 80_000,
+        "freq1_input": 2_050_000_000,
+    }
     for name, value in values.items():
         (card / "hwmon/hwmon3" / name).write_text(f"{value}\n")
     found = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, address=str(card)),))
     records = record(tmp_path, monkeypatch, found=found)
-    expected = {"power_w": 700, "power_limit_w": 750, "temperature_c": 80, "clock_mhz": 2050, "memory_clock_mhz": None}
-    assert of(records, "sample")[0]["gpus"] == [expected | {"memory_gib": 96, "utilization_percent": None, "throttle": None}]
+    expected = {
+        "power_w": 700,
+        "power_limit_w": 750,
+        "temperature_c": 80,
+        "clock_mhz": 2050,
+        "memory_clock_mhz": None,
+    }
+    assert of(records, "sample")[0]["gpus"] == [
+        expected | {"memory_gib": 96, "utilization_percent": None, "throttle": None}
+    ]
     assert records[0]["gpus"] == [{"id": str(card), "name": "AMD Instinct MI300X"}]
 
 
@@ -124,7 +158,9 @@ def test_a_driver_that_stops_answering_is_noted_once_and_sampling_goes_on(driver
     found = probe()
     monkeypatch.setenv("BROKEN", "GPU is lost")
     records = record(driver, monkeypatch, samples=4, found=found)
-    assert [note["what"] for note in of(records, "note")] == ["the GPUs cannot be read: GPU is lost"]
+    assert [note["what"] for note in of(records, "note")] == [
+        "the GPUs cannot be read: GPU is lost"
+    ]
     assert [sample["gpus"] for sample in of(records, "sample")] == [[{}, {}, {}]] * 4
 
 
@@ -156,9 +192,18 @@ def test_a_slow_read_leads_to_no_burst(tmp_path, monkeypatch):
 
 def test_it_runs_beside_and_ends_with_the_run(driver, capfd):
     with sampler.sampling(driver, probe()):
-        wait_until(lambda: (driver / sampler.NAME).is_file() and len((driver / sampler.NAME).read_text().splitlines()) >= 3)
+        wait_until(
+            lambda: (
+                (driver / sampler.NAME).is_file()
+                and len((driver / sampler.NAME).read_text().splitlines()) >= 3
+            )
+        )
     records = lines_of(driver / sampler.NAME)
-    assert records[0]["event"] == "start" and records[-1]["event"] == "stop" and records[-1]["samples"] == len(of(records, "sample")) >= 2
+    assert (
+        records[0]["event"] == "start"
+        and records[-1]["event"] == "stop"
+        and records[-1]["samples"] == len(of(records, "sample")) >= 2
+    )
     assert alive(driver) == [] and capfd.readouterr() == ("", "")
 
 
@@ -180,8 +225,14 @@ with sampler.sampling(Path(sys.argv[1]), probe()):
 
 
 def test_a_killed_launcher_leaves_no_sampler(driver):
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(driver)], stdout=subprocess.PIPE, text=True)
-    wait_until(lambda: (driver / sampler.NAME).is_file() and '"sample"' in (driver / sampler.NAME).read_text())
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(driver)], stdout=subprocess.PIPE, text=True
+    )
+    wait_until(
+        lambda: (
+            (driver / sampler.NAME).is_file() and '"sample"' in (driver / sampler.NAME).read_text()
+        )
+    )
     launcher.send_signal(signal.SIGKILL)
     launcher.communicate()
     wait_until(lambda: alive(driver) == [], seconds=5)
@@ -192,10 +243,20 @@ def test_a_driver_that_hangs_does_not_hold_up_the_run(driver, monkeypatch, capfd
     monkeypatch.setenv("HANG_S", "600")
     monkeypatch.setattr(sampler, "END_S", 0.3)
     path = driver / sampler.NAME
-    with sampler.sampling(driver, probe()):  # the probe has answered: what now runs is the first reading, which hangs
-        wait_until(lambda: path.is_file() and '"start"' in path.read_text() and alive(driver.parent / "driver/nvidia-smi"))
+    with sampler.sampling(
+        driver, probe()
+    ):  # the probe has answered: what now runs is the first reading, which hangs
+        wait_until(
+            lambda: (
+                path.is_file()
+                and '"start"' in path.read_text()
+                and alive(driver.parent / "driver/nvidia-smi")
+            )
+        )
     assert "killed" in capfd.readouterr().err
-    wait_until(lambda: alive(driver.parent) == [])  # nor nvidia-smi, which would sleep for ten minutes
+    wait_until(
+        lambda: alive(driver.parent) == []
+    )  # nor nvidia-smi, which would sleep for ten minutes
 
 
 FULL_DISK = """
@@ -211,13 +272,21 @@ sys.exit(sampler.main(sampler.Path(sys.argv[1]), "nvidia", [{"id": "GPU-00", "na
 
 def test_a_full_disk_ends_the_samples_at_a_whole_line(driver):
     path = driver / sampler.NAME
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "GPU samples end here" in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, timeout=60
+    )
+    assert (
+        done.returncode == 1
+        and "GPU samples end here" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert len(of(lines_of(path), "sample")) >= 2
 
 
 def test_a_sampler_that_died_is_said_and_the_run_goes_on(driver, capfd):
-    (driver / sampler.NAME).write_text("another run's\n")  # which it does not touch: it ends at once
+    (driver / sampler.NAME).write_text(
+        "another run's\n"
+    )  # which it does not touch: it ends at once
     with sampler.sampling(driver, probe()):
         wait_until(lambda: any(map(ended_child, Path("/proc").glob("[0-9]*"))))
     said = capfd.readouterr().err
@@ -241,7 +310,9 @@ def sample(time_s, *gpus):
     return {
         "event": "sample",
         "time_s": time_s,
-        "gpus": [dict(zip(("power_w", "temperature_c", "clock_mhz"), gpu, strict=False)) for gpu in gpus],
+        "gpus": [
+            dict(zip(("power_w", "temperature_c", "clock_mhz"), gpu, strict=False)) for gpu in gpus
+        ],
     }
 
 
@@ -295,36 +366,72 @@ def test_table_and_curves_of_the_timed_part_only(run_dir):
     began = run_start(run_dir)
     before = sample(1.0, (90, 30, 300), (90, 30, 300))  # ten seconds before run_start
     timed = [sample(11.0 + i, (600 + i, 60 + i, 1700), (640 + i, 64 + i, 1690)) for i in range(3)]
-    write(run_dir, start_at(began - 10), before, *timed, {"event": "stop", "time_s": 20.0, "samples": 4})
+    write(
+        run_dir,
+        start_at(began - 10),
+        before,
+        *timed,
+        {"event": "stop", "time_s": 20.0, "samples": 4},
+    )
     text = page(run_dir)
     assert "600 / 601 / 602" in text and "64 / 65 / 66" in text and "1,690 / 1,690 / 1,690" in text
     assert "0: H100 &lt;0&gt;" in text
-    power, _, clock = (chart["series"] for chart in Page(text).charts if chart.get("sync") == "gpus")
-    assert [curve["name"] for curve in power] == ["GPU 0", "GPU 1"] and power[0]["color"] != power[1]["color"]
-    assert power[1]["data"] == [[pytest.approx(minute / 60, rel=1e-4) for minute in (1, 2, 3)], [640, 641, 642]] and len(clock) == 2
+    power, _, clock = (
+        chart["series"] for chart in Page(text).charts if chart.get("sync") == "gpus"
+    )
+    assert [curve["name"] for curve in power] == ["GPU 0", "GPU 1"] and power[0]["color"] != power[
+        1
+    ]["color"]
+    assert (
+        power[1]["data"]
+        == [[pytest.approx(minute / 60, rel=1e-4) for minute in (1, 2, 3)], [640, 641, 642]]
+        and len(clock) == 2
+    )
     assert "held down by thermal" not in text and "below the median GPU" not in text
 
 
 def test_a_killed_run_ends_with_its_failure(run_dir):
     """Nobody wrote run_stop; while its processes are being cleared away the GPUs idle at a high clock."""
     began, log = run_start(run_dir), run_dir / "result.txt"
-    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if "run_stop" not in line))
-    (run_dir / "failure.json").write_text(json.dumps({"kind": "rank_lost", "what": "rank 1 died", "time": began + 3.0}))
+    log.write_text(
+        "".join(
+            line for line in log.read_text().splitlines(keepends=True) if "run_stop" not in line
+        )
+    )
+    (run_dir / "failure.json").write_text(
+        json.dumps({"kind": "rank_lost", "what": "rank 1 died", "time": began + 3.0})
+    )
     busy, idle = ((690, 60, 1440), (690, 60, 1410)), ((120, 40, 1980), (120, 40, 345))
-    write(run_dir, start_at(began), *(sample(float(at), *(busy if at < 4 else idle)) for at in range(60)))
+    write(
+        run_dir,
+        start_at(began),
+        *(sample(float(at), *(busy if at < 4 else idle)) for at in range(60)),
+    )
     text = page(run_dir)
     assert "1,410 / 1,410 / 1,410" in text and "below the median GPU" not in text
 
 
 def test_energy_is_the_integral_of_power(run_dir):
-    write(run_dir, start_at(run_start(run_dir)), *(sample(float(at), (600, 60, 1700), (400 + 10 * at, 60, 1700)) for at in (0, 10, 30)))
+    write(
+        run_dir,
+        start_at(run_start(run_dir)),
+        *(sample(float(at), (600, 60, 1700), (400 + 10 * at, 60, 1700)) for at in (0, 10, 30)),
+    )
     text = page(run_dir)
     first, second = 600 * 30 / 3.6e6, (450 * 10 + 600 * 20) / 3.6e6
-    assert f">{first:.3f}<" in text and f">{second:.3f}<" in text and f"<dt>GPU kWh</dt><dd>{first + second:.3f}</dd>" in text
+    assert (
+        f">{first:.3f}<" in text
+        and f">{second:.3f}<" in text
+        and f"<dt>GPU kWh</dt><dd>{first + second:.3f}</dd>" in text
+    )
 
 
 def test_no_energy_where_a_gpu_does_not_report_its_power(run_dir):
-    write(run_dir, start_at(run_start(run_dir)), *(sample(float(at), (600, 60, 1700), (None, 60, 1700)) for at in range(3)))
+    write(
+        run_dir,
+        start_at(run_start(run_dir)),
+        *(sample(float(at), (600, 60, 1700), (None, 60, 1700)) for at in range(3)),
+    )
     assert "GPU kWh" not in page(run_dir)
 
 
@@ -332,7 +439,11 @@ def test_a_low_clock_and_heat_are_named(run_dir):
     rows = []
     for i in range(20):
         row = sample(float(i), *[(700, 70, 1700)] * 3, (650, 92, 1500))
-        for gpu, reasons in zip(row["gpus"], (["power cap"], [], [], ["power cap", "thermal (hardware)"] if i < 5 else []), strict=True):
+        for gpu, reasons in zip(
+            row["gpus"],
+            (["power cap"], [], [], ["power cap", "thermal (hardware)"] if i < 5 else []),
+            strict=True,
+        ):
             gpu["throttle"] = reasons
         rows.append(row)
     write(run_dir, start_at(run_start(run_dir), 4), *rows)
@@ -343,7 +454,11 @@ def test_a_low_clock_and_heat_are_named(run_dir):
 
 
 def test_of_two_gpus_the_slower_one_is_named(run_dir):
-    write(run_dir, start_at(run_start(run_dir)), *(sample(float(i), (1, 1, 1500), (1, 1, 1700)) for i in range(3)))
+    write(
+        run_dir,
+        start_at(run_start(run_dir)),
+        *(sample(float(i), (1, 1, 1500), (1, 1, 1700)) for i in range(3)),
+    )
     assert "GPU 0: median clock 1,500 MHz" in page(run_dir)
 
 
@@ -364,7 +479,15 @@ def test_a_failed_run_without_run_start_shows_all_samples(tmp_path):
 
 
 def test_hours_of_samples_stay_a_small_page(run_dir):
-    gpus = [{"power_w": 700.0, "temperature_c": 70, "clock_mhz": 1700, "memory_gib": 70.0, "throttle": ["power cap"]}] * 8
+    gpus = [
+        {
+            "power_w": 700.0,
+            "temperature_c": 70,
+            "clock_mhz": 1700,
+            "memory_gib": 70.0,
+            "throttle": ["power cap"],
+        }
+    ] * 8
     rows = ({"event": "sample", "time_s": float(i), "gpus": gpus} for i in range(3 * 3600))
     write(run_dir, start_at(0.0, 8), *rows)
     (run_dir / "result.txt").unlink()
@@ -372,7 +495,16 @@ def test_hours_of_samples_stay_a_small_page(run_dir):
 
 
 def test_the_ranks_compared_are_curves(run_dir):
-    events = [{"event": "ranks", "step": i, "samples": i, "block_ms": [0.2, 0.2, 0.2, 0.2 + 0.02 * (i > 0)], "slow": []} for i in range(4)]
+    events = [
+        {
+            "event": "ranks",
+            "step": i,
+            "samples": i,
+            "block_ms": [0.2, 0.2, 0.2, 0.2 + 0.02 * (i > 0)],
+            "slow": [],
+        }
+        for i in range(4)
+    ]
     (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     text = page(run_dir)
     (compared,) = (chart for chart in Page(text).charts if "a block's forward" in chart["label"])

@@ -44,15 +44,21 @@ class Terminal:
 
 def about(device: str = "cuda", miniature: bool = False, gpus: int = 8) -> dict:
     """What a Screen is told of the run."""
-    config = Namespace(global_batch_size=32, max_samples=1_200_000, miniature=miniature, world_size=gpus)
+    config = Namespace(
+        global_batch_size=32, max_samples=1_200_000, miniature=miniature, world_size=gpus
+    )
     rules = MINIATURE if miniature else CLOSED
     names = {"benchmark": "llama31_8b", "config_name": "H200_1x8.toml"}
     return names | {"config": config, "rules": rules, "on_gpus": device == "cuda", "leads": True}
 
 
-def write_events(run_dir: Path, steps: range, evaluation: float | None = None, speed: float | None = 16384.0) -> None:
+def write_events(
+    run_dir: Path, steps: range, evaluation: float | None = None, speed: float | None = 16384.0
+) -> None:
     (run_dir / "ranks").mkdir(exist_ok=True)
-    (run_dir / "ranks" / "rank_0.heartbeat").write_text(json.dumps({"rank": 0, "step": steps[-1], "phase": "compute"}))
+    (run_dir / "ranks" / "rank_0.heartbeat").write_text(
+        json.dumps({"rank": 0, "step": steps[-1], "phase": "compute"})
+    )
     events = [{"event": "phase", "name": "warmup", "seconds": 9.0, "time_s": 0.0}]
     for step in steps:
         event = {
@@ -60,13 +66,28 @@ def write_events(run_dir: Path, steps: range, evaluation: float | None = None, s
             "step": step,
             "samples": step * 32,
             "loss": 10.0 - step / 20,
-            "step_time_ms": 2000.0 if step % 10 else 9000.0,  # of one step: the speed is that of ten
+            "step_time_ms": 2000.0
+            if step % 10
+            else 9000.0,  # of one step: the speed is that of ten
             "time_s": step * 2.0,
         }
-        rate = {"tokens_per_s_per_gpu": speed, "tflops_per_gpu": 900.0, "mfu": 0.412, "memory_gib": 120.34}
+        rate = {
+            "tokens_per_s_per_gpu": speed,
+            "tflops_per_gpu": 900.0,
+            "mfu": 0.412,
+            "memory_gib": 120.34,
+        }
         events.append(event | (rate if step % 10 == 0 else {}))
     if evaluation:
-        events.append({"event": "eval", "samples": steps[-1] * 32, "loss": evaluation, "seconds": 20.0, "time_s": 220.0})
+        events.append(
+            {
+                "event": "eval",
+                "samples": steps[-1] * 32,
+                "loss": evaluation,
+                "seconds": 20.0,
+                "time_s": 220.0,
+            }
+        )
     with (run_dir / "events.jsonl").open("a") as file:
         file.write("".join(json.dumps(event) + "\n" for event in events))
 
@@ -79,7 +100,9 @@ def terminal_of(monkeypatch):
         made = Terminal(columns)
         monkeypatch.setattr(sys, "stdout", made.stream)
         monkeypatch.setattr(sys, "stderr", made.stream)
-        monkeypatch.setattr(screen.os, "fstat", lambda descriptor: os.stat(os.devnull))  # pytest's stdout is a file
+        monkeypatch.setattr(
+            screen.os, "fstat", lambda descriptor: os.stat(os.devnull)
+        )  # pytest's stdout is a file
         monkeypatch.setenv("NO_COLOR", "1")
         return made
 
@@ -93,13 +116,22 @@ def test_on_a_terminal_a_few_lines_rewrite_themselves(tmp_path, terminal_of):
         assert seen.read() == "llama31_8b · H200_1x8 · starting · 0m00\n"
         write_events(tmp_path, range(1, 111), evaluation=4.5)
         gpus = [{"power_w": 690.0, "temperature_c": 60}, {"power_w": 700.0, "temperature_c": 61}]
-        (tmp_path / sampler.NAME).write_text(json.dumps({"event": "sample", "time_s": 1.0, "gpus": gpus}) + "\n")
+        (tmp_path / sampler.NAME).write_text(
+            json.dumps({"event": "sample", "time_s": 1.0, "gpus": gpus}) + "\n"
+        )
         view.update()
         text = seen.read()
-        assert text.startswith("\x1b[1A\r" + BACK + "evaluation at 3,520 sequences: loss 4.5000, target 3.3, after 3m40")
+        assert text.startswith(
+            "\x1b[1A\r"
+            + BACK
+            + "evaluation at 3,520 sequences: loss 4.5000, target 3.3, after 3m40"
+        )
         shown = text.splitlines()[-5:]
         assert shown[0] == "llama31_8b · H200_1x8 · training · 0m00"
-        assert shown[1] == "  loss     4.5000 ██▇▇▇▇▆▆▆▆▅▅▅▅▄▄▄▃▃▃▃▂ target 3.3 · last evaluation 4.5000"
+        assert (
+            shown[1]
+            == "  loss     4.5000 ██▇▇▇▇▆▆▆▆▅▅▅▅▄▄▄▃▃▃▃▂ target 3.3 · last evaluation 4.5000"
+        )
         assert shown[2].endswith("16,384 tok/s/GPU · MFU 41.2% · 120.3 GiB · 1,390 W on 2 GPUs")
         assert shown[3].endswith("step 110 · 3,520 sequences · next evaluation in 9m08")
         # 175,339 sequences more at 2 s a step, and 14 evaluations of 20 s; 1,196,480 sequences more, and 97 evaluations.
@@ -108,7 +140,11 @@ def test_on_a_terminal_a_few_lines_rewrite_themselves(tmp_path, terminal_of):
         view.update()
         assert seen.read().startswith("\x1b[5A\r" + BACK)
         (tmp_path / "ranks" / "rank_0.heartbeat").write_text(json.dumps({"phase": "done"}))
-    assert [line.split()[0] for line in seen.read().rpartition(BACK)[2].splitlines()] == ["llama31_8b", "loss", "speed"]
+    assert [line.split()[0] for line in seen.read().rpartition(BACK)[2].splitlines()] == [
+        "llama31_8b",
+        "loss",
+        "speed",
+    ]
 
 
 def test_on_a_terminal_the_mlperf_log_goes_to_its_file_only(tmp_path, terminal_of, monkeypatch):
@@ -187,7 +223,10 @@ def test_in_a_pipe_lines_are_plain_and_few(tmp_path, monkeypatch):
             view.update()
             now += 0.5
     lines = stderr.getvalue().splitlines()
-    assert [line.partition(" ")[0] for line in lines] == ["evaluation", "step"] and "\x1b" not in stderr.getvalue()
+    assert [line.partition(" ")[0] for line in lines] == [
+        "evaluation",
+        "step",
+    ] and "\x1b" not in stderr.getvalue()
 
 
 def test_quiet_leaves_the_messages_of_the_ranks(tmp_path, monkeypatch):
@@ -216,5 +255,8 @@ def test_a_run_does_not_end_for_what_cannot_be_shown(tmp_path, monkeypatch, brok
 
 def test_a_loss_that_is_not_finite_does_not_stop_the_screen():
     nan = float("nan")
-    assert terminal.sparkline([nan, nan], 3.3) == "" and terminal.sparkline([10.0, nan, 3.0], 3.3) == "█▁"
+    assert (
+        terminal.sparkline([nan, nan], 3.3) == ""
+        and terminal.sparkline([10.0, nan, 3.0], 3.3) == "█▁"
+    )
     assert len(terminal.sparkline([1.0] * 1000, 0.0)) <= terminal.WIDTH

@@ -31,7 +31,9 @@ def planned(capsys, line):
 
 
 def found(shape, gpus, gpu="MI300X", batch=1, length=8192, fp8=False, rank=0):
-    return {each.name: each for each in arrangements(shape, KINDS[gpu], gpus, batch, length, fp8, rank)}
+    return {
+        each.name: each for each in arrangements(shape, KINDS[gpu], gpus, batch, length, fp8, rank)
+    }
 
 
 def ours(ways):
@@ -47,12 +49,19 @@ def test_405b_lora_on_8_gpus_of_192_gb(capsys):
     sharded = found(shape, 8, rank=16)["base sharded over a node"].memory.parts
     whole = 2 * (2 * 128256 * 16384 + (2 * 126 + 1) * 16384)  # embedding, head and norms
     adapters = 4 * shape.lora_parameters(16)
-    assert sharded["weights"] == pytest.approx((2 * shape.num_parameters - whole) / 8 + whole + adapters)
-    assert 2 * shape.num_parameters == pytest.approx(812e9, rel=0.001) and sharded["weights"] == pytest.approx(109e9, rel=0.01)
+    assert sharded["weights"] == pytest.approx(
+        (2 * shape.num_parameters - whole) / 8 + whole + adapters
+    )
+    assert 2 * shape.num_parameters == pytest.approx(812e9, rel=0.001) and sharded[
+        "weights"
+    ] == pytest.approx(109e9, rel=0.01)
     assert sharded["SwiGLU input"] == 126 * 8192 * 2 * 53248 * 2 > 192 * GIB
     code, text = planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora")
     assert code == 12 and "812 GB in bf16" in text and "SwiGLU input (204.8 GiB)" in text
-    assert "--seq 1536" in text and "base sharded, all layers recomputed; this package does not train so" in text
+    assert (
+        "--seq 1536" in text
+        and "base sharded, all layers recomputed; this package does not train so" in text
+    )
     code, text = planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora --seq 1536")
     assert code == 0 and "It fits" in text
     assert planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora --seq 1600")[0] == 12
@@ -60,7 +69,13 @@ def test_405b_lora_on_8_gpus_of_192_gb(capsys):
 
 def opt_66b(folder):
     """As large as OPT-66B (64 layers, 9216 wide): SwiGLU's three matrices of 24,576 take what its two of 36,864 do."""
-    sizes = dict(num_hidden_layers=64, hidden_size=9216, intermediate_size=24576, num_attention_heads=72, vocab_size=50272)
+    sizes = dict(
+        num_hidden_layers=64,
+        hidden_size=9216,
+        intermediate_size=24576,
+        num_attention_heads=72,
+        vocab_size=50272,
+    )
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
     return str(folder)
 
@@ -77,7 +92,9 @@ def test_a_66b_model_on_one_gpu(capsys, tmp_path):
     code, text = planned(capsys, f"--model {model} --gpu MI300X --seq 64")
     assert code == 12 and "or with --lora" not in text and "--lora." in text
     full = ours(found(shape, 1, length=64))[-1].memory.parts
-    state = sum(full[name] for name in ("weights", "gradients", "AdamW moments", "gathered weights"))
+    state = sum(
+        full[name] for name in ("weights", "gradients", "AdamW moments", "gathered weights")
+    )
     assert state == 18 * shape.num_parameters == pytest.approx(1191e9, rel=0.002)
 
 
@@ -93,7 +110,9 @@ def test_plain_data_parallel_is_near_published_peaks(shape, gigabytes):
 
     Ours is the lower bound: plain torch keeps more activations than fused blocks.
     """
-    memory = found(shape, 8, "MI350X", batch=8, length=1024)["plain data parallel, Adam in bf16 without fp32 masters"].memory
+    memory = found(shape, 8, "MI350X", batch=8, length=1024)[
+        "plain data parallel, Adam in bf16 without fp32 masters"
+    ].memory
     state = sum(memory.parts[name] for name in ("weights", "gradients", "AdamW moments", "buckets"))
     assert state == 10 * shape.num_parameters and 0.9 * gigabytes < memory.needed / GB < gigabytes
 
@@ -102,7 +121,11 @@ def test_13b_plain_data_parallel_with_fp32_masters_fits_288_gb_and_not_192(capsy
     """Llama 2 13B: 18 bytes x 13.0e9 = 234 GB on each GPU, however many there are; sharded over 8: 2 x 13.0 + 16 x 13.0 / 8 = 52 GB."""
     shape, name = shape_of("llama2-13b"), "plain data parallel, fp32 masters and Adam"
     whole = {gpus: found(shape, gpus, length=1024)[name].memory for gpus in (2, 8)}
-    assert whole[2].parts["AdamW moments"] == whole[8].parts["AdamW moments"] == 8 * shape.num_parameters
+    assert (
+        whole[2].parts["AdamW moments"]
+        == whole[8].parts["AdamW moments"]
+        == 8 * shape.num_parameters
+    )
     assert [plan.fits(whole[8], KINDS[gpu]) for gpu in ("MI300X", "MI350X")] == [False, True]
     code, text = planned(capsys, "--model llama2-13b --gpus 8 --gpu MI300X --seq 1024")
     assert code == 0 and "ZeRO-2" in text.split("It fits")[0]
@@ -115,13 +138,22 @@ def test_70b_full_training_on_8_gpus(capsys):
     """
     shape = shape_of("llama3.1-70b")
     ways = found(shape, 8)
-    recomputed, sharded = ours(ways)[-1].memory.parts, ways["parameters sharded too, all layers recomputed"].memory.parts
+    recomputed, sharded = (
+        ours(ways)[-1].memory.parts,
+        ways["parameters sharded too, all layers recomputed"].memory.parts,
+    )
     state = sum(recomputed[name] for name in ("weights", "gradients", "AdamW moments"))
-    assert state == 16 * shape.num_parameters / 8 and recomputed["gathered weights"] == 2 * shape.num_parameters
+    assert (
+        state == 16 * shape.num_parameters / 8
+        and recomputed["gathered weights"] == 2 * shape.num_parameters
+    )
     assert sharded["gathered weights"] == 2 * (3 * shape.layer_parameters + 128256 * 8192) < 8e9
     code, text = planned(capsys, "--model llama3.1-70b --gpus 8 --gpu MI300X")
     assert code == 12 and "gathered weights (131.4 GiB)" in text
-    assert "--gpu MI350X" in text and "parameters sharded too, all layers recomputed; this package" in text
+    assert (
+        "--gpu MI350X" in text
+        and "parameters sharded too, all layers recomputed; this package" in text
+    )
     code, text = planned(capsys, "--model llama3.1-70b --gpus 8 --gpu MI350X")
     assert code == 0 and "all layers recomputed:" in text and " 2.3 left." in text
 
@@ -131,9 +163,20 @@ def test_70b_full_training_on_8_gpus(capsys):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_our_rows_are_what_plan_counts_for_a_config_of_the_benchmark(fp8):
-    both = dict(gpu="MI300X", nodes=1, gpus_per_node=8, global_batch_size=16, micro_batch_size=2, eval_micro_batch_size=1, max_samples=1)
+    both = dict(
+        gpu="MI300X",
+        nodes=1,
+        gpus_per_node=8,
+        global_batch_size=16,
+        micro_batch_size=2,
+        eval_micro_batch_size=1,
+        max_samples=1,
+    )
     both |= dict(linear="fp8" if fp8 else "bf16", opt_base_learning_rate=1.0)
-    full, lora = Config(**both, opt_learning_rate_warmup_steps=1), LoraConfig(**both, opt_learning_rate_training_steps=1)
+    full, lora = (
+        Config(**both, opt_learning_rate_warmup_steps=1),
+        LoraConfig(**both, opt_learning_rate_training_steps=1),
+    )
     for shape, rank, config, name in (
         (LLAMA31_8B, 0, full, "optimizer sharded over a node, bf16 weights whole (ZeRO-2)"),
         (LLAMA2_70B, 16, lora, "base sharded over a node"),
@@ -144,9 +187,18 @@ def test_our_rows_are_what_plan_counts_for_a_config_of_the_benchmark(fp8):
 
 def test_the_largest_batch_is_the_last_that_fits(capsys):
     text = planned(capsys, "--model llama3.1-8b --gpus 8 --gpu H200")[1]
-    row = next(line for line in text.splitlines() if line.startswith("| optimizer sharded over a node, bf16 weights whole (ZeRO-2)  "))
+    row = next(
+        line
+        for line in text.splitlines()
+        if line.startswith("| optimizer sharded over a node, bf16 weights whole (ZeRO-2)  ")
+    )
     size = int(row.split("|")[-2])
-    assert [planned(capsys, f"--model llama3.1-8b --gpus 8 --gpu H200 --batch {n}")[1].count("(ZeRO-2):") for n in (size, size + 1)] == [
+    assert [
+        planned(capsys, f"--model llama3.1-8b --gpus 8 --gpu H200 --batch {n}")[1].count(
+            "(ZeRO-2):"
+        )
+        for n in (size, size + 1)
+    ] == [
         1,
         0,
     ]
@@ -161,7 +213,9 @@ def test_parameters_are_sharded_over_all_nodes_and_optimizers_over_one():
 
 def test_queries_and_keys_before_their_norm_and_a_wide_head_are_counted():
     """Qwen3-4B: 32 and 8 heads of 128 in a model 2560 wide."""
-    parts = found(shape_of("qwen3-4b"), 8)["optimizer sharded over a node, bf16 weights whole (ZeRO-2)"].memory.parts
+    parts = found(shape_of("qwen3-4b"), 8)[
+        "optimizer sharded over a node, bf16 weights whole (ZeRO-2)"
+    ].memory.parts
     assert parts["queries and keys before their norm"] == 36 * 8192 * 40 * 128 * 2
     assert parts["attention output"] == 36 * 8192 * (32 * 128 * 2 + 32 * 4)
 
@@ -176,7 +230,12 @@ def test_queries_and_keys_before_their_norm_and_a_wide_head_are_counted():
 )
 def test_every_advice_leads_to_what_fits(capsys, line):
     code, text = planned(capsys, line)
-    ways = text.split("It would fit with ")[1].split(".\n")[0].split(". It would also")[0].split(", or with ")
+    ways = (
+        text.split("It would fit with ")[1]
+        .split(".\n")[0]
+        .split(". It would also")[0]
+        .split(", or with ")
+    )
     assert code == 12 and ways
     for way in ways:
         assert planned(capsys, f"{line} {way}")[0] == 0, way
@@ -188,28 +247,56 @@ def test_every_advice_leads_to_what_fits(capsys, line):
 def test_mfu_of_the_worked_example(capsys):
     """405e9 weights, 1,024 tokens in 30 s, 8 x 1.3 PFLOP/s: 6 x 405e9 x 1024 / 30 / 10.4e15 = 0.798 %; with 4 it is 0.532 %."""
     full, lora = utilization(405e9, 1024, 30, 8, 1.3e15)
-    assert full.mfu == pytest.approx(0.00798, abs=5e-6) and lora.mfu == pytest.approx(0.00532, abs=5e-6)
-    assert full.tflops == pytest.approx(10.4, abs=0.05) and lora.tflops == pytest.approx(6.9, abs=0.05)
-    code, text = planned(capsys, "--mfu --params 405e9 --tokens 1024 --seconds 30 --peak 1.3e15 --gpus 8")
-    assert code == 0 and "0.798" in text and "0.532" in text and "34.1 tokens/s" in text and "something is wrong" in text
+    assert full.mfu == pytest.approx(0.00798, abs=5e-6) and lora.mfu == pytest.approx(
+        0.00532, abs=5e-6
+    )
+    assert full.tflops == pytest.approx(10.4, abs=0.05) and lora.tflops == pytest.approx(
+        6.9, abs=0.05
+    )
+    code, text = planned(
+        capsys, "--mfu --params 405e9 --tokens 1024 --seconds 30 --peak 1.3e15 --gpus 8"
+    )
+    assert (
+        code == 0
+        and "0.798" in text
+        and "0.532" in text
+        and "34.1 tokens/s" in text
+        and "something is wrong" in text
+    )
 
 
 def test_mfu_with_a_shape_adds_attention(capsys):
     shape = LLAMA31_8B
-    rows = {each.formula: each.tflops for each in utilization(shape.num_parameters, 8192, 1, 1, 1e15, with_attention(shape, 8192, 16))}
+    rows = {
+        each.formula: each.tflops
+        for each in utilization(
+            shape.num_parameters, 8192, 1, 1, 1e15, with_attention(shape, 8192, 16)
+        )
+    }
     masked = 6 * 32 * 8192 * 4096
     per_token = {formula: tflops * 1e12 / 8192 for formula, tflops in rows.items()}
     assert per_token["full, 6 P"] == pytest.approx(6 * shape.num_parameters)
-    assert per_token["full, 6 N + 6 L S H (causal)"] == pytest.approx(6 * shape.matmul_parameters + masked)
-    assert per_token["full, 6 N + 12 L S H"] == pytest.approx(6 * shape.matmul_parameters + 2 * masked)
+    assert per_token["full, 6 N + 6 L S H (causal)"] == pytest.approx(
+        6 * shape.matmul_parameters + masked
+    )
+    assert per_token["full, 6 N + 12 L S H"] == pytest.approx(
+        6 * shape.matmul_parameters + 2 * masked
+    )
     lora = 4 * shape.matmul_parameters + 6 * shape.lora_parameters(16)
-    assert per_token["LoRA, 4 N + 6 N_lora + 12 L S H (rank 16)"] == pytest.approx(lora + 2 * masked)
-    code, text = planned(capsys, "--mfu --model llama3.1-8b --batch 2 --seq 4096 --seconds 0.5 --gpu H200 --gpus 4")
+    assert per_token["LoRA, 4 N + 6 N_lora + 12 L S H (rank 16)"] == pytest.approx(
+        lora + 2 * masked
+    )
+    code, text = planned(
+        capsys, "--mfu --model llama3.1-8b --batch 2 --seq 4096 --seconds 0.5 --gpu H200 --gpus 4"
+    )
     assert code == 0 and "32,768 tokens in 0.5 s" in text and "989.4 TFLOP/s" in text
 
 
 def test_remarks_on_implausible_utilization():
-    assert "wrong" in remark(utilization(1e9, 1, 1, 1, 1.3e11)) and remark(utilization(1e9, 10, 1, 1, 1.3e11)) == ""
+    assert (
+        "wrong" in remark(utilization(1e9, 1, 1, 1, 1.3e11))
+        and remark(utilization(1e9, 10, 1, 1, 1.3e11)) == ""
+    )
     assert "Above 100 %" in remark(utilization(1e9, 100, 1, 1, 1e11))
 
 
@@ -238,12 +325,16 @@ def test_what_is_missing_is_said(line, words, monkeypatch):
 
 def test_without_gpu_it_is_that_of_this_machine_known_or_not(capsys, monkeypatch):
     monkeypatch.delenv("GPU_KIND", raising=False)
-    monkeypatch.setattr(any_model, "probe", lambda: Probe("nvidia", (Device("NVIDIA Z300", "sm_107", 180 * GIB),)))
+    monkeypatch.setattr(
+        any_model, "probe", lambda: Probe("nvidia", (Device("NVIDIA Z300", "sm_107", 180 * GIB),))
+    )
     code, text = planned(capsys, "--model llama3.1-8b --gpus 8")
     assert code == 0 and "8 x NVIDIA_Z300 of 180 GiB" in text
 
 
-@pytest.mark.parametrize("line", ["--batch 0", "--gpus -1", "--seq x", "--mfu --seconds nan", "--peak -1"])
+@pytest.mark.parametrize(
+    "line", ["--batch 0", "--gpus -1", "--seq x", "--mfu --seconds nan", "--peak -1"]
+)
 def test_a_number_that_is_none_is_refused(line, capsys):
     with pytest.raises(ConfigError, match="argument --"):
         any_model.main(line.split())
@@ -253,7 +344,11 @@ def test_a_number_that_is_none_is_refused(line, capsys):
     ("arguments", "code", "said"),
     [
         (["plan", "--model", "qwen3-8b", "--gpus", "8", "--gpu", "MI350X"], 0, "It fits"),
-        (["plan", "--model", "llama3.1-405b", "--gpus", "8", "--gpu", "MI300X"], 12, "does NOT fit"),
+        (
+            ["plan", "--model", "llama3.1-405b", "--gpus", "8", "--gpu", "MI300X"],
+            12,
+            "does NOT fit",
+        ),
         (["plan"], 2, "which model"),
         (["plan", "--help"], 0, "--mfu"),
         (["plan", "--model", "qwen3-8b"], 2, "which GPU"),
@@ -261,7 +356,13 @@ def test_a_number_that_is_none_is_refused(line, capsys):
 )
 def test_without_a_benchmark_and_without_torch(arguments, code, said, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('the plan needs no torch')")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+    }
     command_line = [sys.executable, "-m", "launch", *arguments]
-    done = subprocess.run(command_line, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        command_line, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60
+    )
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr

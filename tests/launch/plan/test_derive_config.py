@@ -24,12 +24,18 @@ CONVERGENCE = (
     "opt_learning_rate_warmup_steps",
     "opt_learning_rate_training_steps",
 )
-TOO_SMALL = {(PRETRAINING, "H100", 1), (PRETRAINING, "H100", 2), *((LORA, "H100", gpus) for gpus in (1, 2, 4))}
+TOO_SMALL = {
+    (PRETRAINING, "H100", 1),
+    (PRETRAINING, "H100", 2),
+    *((LORA, "H100", gpus) for gpus in (1, 2, 4)),
+}
 
 
 def derived(benchmark, name, machine=None, **overrides):
     path = ROOT / "configs" / benchmark / f"{name}.toml"
-    return load_or_derive(ROOT, benchmark, path, machine, {key: str(value) for key, value in overrides.items()})
+    return load_or_derive(
+        ROOT, benchmark, path, machine, {key: str(value) for key, value in overrides.items()}
+    )
 
 
 def peak(benchmark, config, kind):
@@ -53,7 +59,10 @@ def test_every_kind_in_every_number_fits_or_is_refused_for_its_memory(benchmark,
     nearest = configs.load(nearest_file(ROOT, benchmark, KINDS[kind], 8), config_class(benchmark))
     assert [key for key in CONVERGENCE if getattr(config, key, 0) != getattr(nearest, key, 0)] == []
     eval_samples = workload(benchmark, config).eval_samples
-    assert config.eval_micro_batch_size == 1 or eval_samples % (gpus * config.eval_micro_batch_size) == 0
+    assert (
+        config.eval_micro_batch_size == 1
+        or eval_samples % (gpus * config.eval_micro_batch_size) == 0
+    )
 
 
 def test_a_file_is_read_as_it_is():
@@ -66,38 +75,71 @@ def test_the_fewest_layers_are_recomputed_that_leave_room():
     config, text = derived(PRETRAINING, "H100_1x4")
     roomy = replace(KINDS["H100"], memory_bytes=int(80 * GIB * HEADROOM))
     fewer = replace(config, recompute_layers=config.recompute_layers - 1)
-    assert 0 < config.recompute_layers < 32 and f"recompute_layers {config.recompute_layers}" in text
+    assert (
+        0 < config.recompute_layers < 32 and f"recompute_layers {config.recompute_layers}" in text
+    )
     assert [plan.fits(*peak(PRETRAINING, each, roomy)) for each in (config, fewer)] == [True, False]
 
 
 def test_the_largest_micro_batch_of_the_file_that_fits():
-    machine = GpuKind("X", "amd", "gfx942", 304, 152 * GIB, 0.0, 0.0)  # between what micro-batches 1 and 2 need on two GPUs
-    sizes = {gib: derived(PRETRAINING, "X_1x2", replace(machine, memory_bytes=gib * GIB))[0] for gib in (145, 170, 288)}
-    assert [(config.micro_batch_size, config.recompute_layers) for config in sizes.values()] == [(1, 0), (2, 0), (2, 0)]
+    machine = GpuKind(
+        "X", "amd", "gfx942", 304, 152 * GIB, 0.0, 0.0
+    )  # between what micro-batches 1 and 2 need on two GPUs
+    sizes = {
+        gib: derived(PRETRAINING, "X_1x2", replace(machine, memory_bytes=gib * GIB))[0]
+        for gib in (145, 170, 288)
+    }
+    assert [(config.micro_batch_size, config.recompute_layers) for config in sizes.values()] == [
+        (1, 0),
+        (2, 0),
+        (2, 0),
+    ]
 
 
 def test_a_smaller_gpu_stores_the_base_with_less_memory_and_offloads_before_it_shards():
     """Of the LoRA base: W and W^T take 128 GiB, W alone 64, and its shards of both 16 on 8 GPUs."""
     machine = GpuKind("X", "amd", "gfx950", 256, 288 * GIB, 0.0, 0.0)
-    found = {gib: derived(LORA, "X_1x8", replace(machine, memory_bytes=gib * GIB), frozen_base="replicated")[0] for gib in (192, 150)}
-    assert (found[192].offload_layers, found[150].frozen_base) == (0, "replicated") and 0 < found[150].offload_layers < 80
-    near = {gib: derived(LORA, "X_1x8", replace(machine, memory_bytes=gib * GIB))[0] for gib in (288, 80)}
+    found = {
+        gib: derived(
+            LORA, "X_1x8", replace(machine, memory_bytes=gib * GIB), frozen_base="replicated"
+        )[0]
+        for gib in (192, 150)
+    }
+    assert (found[192].offload_layers, found[150].frozen_base) == (0, "replicated") and 0 < found[
+        150
+    ].offload_layers < 80
+    near = {
+        gib: derived(LORA, "X_1x8", replace(machine, memory_bytes=gib * GIB))[0]
+        for gib in (288, 80)
+    }
     assert [config.frozen_base for config in near.values()] == ["replicated_both", "sharded"]
 
 
 def test_one_gpu_reduces_nothing_by_copy_engines(tmp_path):
     folder = tmp_path / "configs" / PRETRAINING
     folder.mkdir(parents=True)
-    (folder / "H200_1x4.toml").write_text((ROOT / "configs" / PRETRAINING / "H200_1x4.toml").read_text())
+    (folder / "H200_1x4.toml").write_text(
+        (ROOT / "configs" / PRETRAINING / "H200_1x4.toml").read_text()
+    )
     config, text = load_or_derive(tmp_path, PRETRAINING, folder / "H200_1x2.toml")
     assert config.reduce_scatter == "copy_engine" and "from H200_1x4.toml" in text
-    config, _ = load_or_derive(tmp_path, PRETRAINING, folder / "H200_1x2.toml", None, {"reduce_scatter": "nccl"})
+    config, _ = load_or_derive(
+        tmp_path, PRETRAINING, folder / "H200_1x2.toml", None, {"reduce_scatter": "nccl"}
+    )
     assert config.reduce_scatter == "nccl", "the command line wins"
     machine = GpuKind("X", "nvidia", "sm_100", 148, 180 * GIB, 0.0, 0.0)
-    chosen = {gpus: load_or_derive(tmp_path, PRETRAINING, folder / f"X_1x{gpus}.toml", machine)[0].reduce_scatter for gpus in (1, 2)}
+    chosen = {
+        gpus: load_or_derive(tmp_path, PRETRAINING, folder / f"X_1x{gpus}.toml", machine)[
+            0
+        ].reduce_scatter
+        for gpus in (1, 2)
+    }
     assert chosen == {1: "nccl", 2: "copy_engine"}, "another GPU of the same maker"
     other = GpuKind("Y", "amd", "gfx950", 256, 288 * GIB, 0.0, 0.0)
-    assert load_or_derive(tmp_path, PRETRAINING, folder / "Y_1x2.toml", other)[0].reduce_scatter == "nccl"
+    assert (
+        load_or_derive(tmp_path, PRETRAINING, folder / "Y_1x2.toml", other)[0].reduce_scatter
+        == "nccl"
+    )
 
 
 def test_what_does_not_fit_is_told_the_number_of_gpus_that_does():
@@ -109,7 +151,10 @@ def test_what_does_not_fit_is_told_the_number_of_gpus_that_does():
 
 def test_a_value_of_the_command_line_is_kept():
     config, text = derived(PRETRAINING, "MI300X_1x2", micro_batch_size=1, recompute_layers=3)
-    assert (config.micro_batch_size, config.recompute_layers) == (1, 3) and "micro_batch_size" not in text
+    assert (config.micro_batch_size, config.recompute_layers) == (
+        1,
+        3,
+    ) and "micro_batch_size" not in text
     assert {f.name for f in fields(config)} >= {"micro_batch_size"}
 
 
@@ -118,10 +163,15 @@ def test_plan_shows_a_derived_config_and_an_unknown_gpu_without_its_speed(capsys
 
     monkeypatch.setenv("DGXSYSTEM", "MI325X_1x2")
     assert command.main(ROOT, LORA, []) == 0
-    assert "derived for 2 x MI325X from MI325X_1x8.toml: micro_batch_size 1" in capsys.readouterr().out
+    assert (
+        "derived for 2 x MI325X from MI325X_1x8.toml: micro_batch_size 1" in capsys.readouterr().out
+    )
     monkeypatch.delenv("DGXSYSTEM")
     card = Device("NVIDIA Z300", "sm_107", 180 * GIB)
     monkeypatch.setattr(command, "probe", lambda: Probe("nvidia", (card,) * 2))
     assert command.main(ROOT, PRETRAINING, []) == 0
     said = capsys.readouterr().out
-    assert "derived for 2 x NVIDIA_Z300" in said and f"{180 * plan.USABLE_SHARE:.1f} usable on NVIDIA_Z300" in said
+    assert (
+        "derived for 2 x NVIDIA_Z300" in said
+        and f"{180 * plan.USABLE_SHARE:.1f} usable on NVIDIA_Z300" in said
+    )

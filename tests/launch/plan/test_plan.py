@@ -64,12 +64,17 @@ class Measured:
 
     def speed_ratio(self):
         config, _ = shipped(self.benchmark, self.config, **self.changes)
-        return command.estimate(self.benchmark, config, KINDS["H200"]).tokens_per_s_per_gpu / self.tokens_per_s_per_gpu
+        return (
+            command.estimate(self.benchmark, config, KINDS["H200"]).tokens_per_s_per_gpu
+            / self.tokens_per_s_per_gpu
+        )
 
 
 MEASURED = (
     Measured(PRETRAINING, "H200_1x2", 121.6, 15_829, {"global_batch_size": 8}),
-    Measured(PRETRAINING, "H200_1x2", 120.6, 15_556, {"global_batch_size": 8, "reduce_scatter": "nccl"}),
+    Measured(
+        PRETRAINING, "H200_1x2", 120.6, 15_556, {"global_batch_size": 8, "reduce_scatter": "nccl"}
+    ),
     Measured(PRETRAINING, "H200_1x2", 113.1, 11_223, {"global_batch_size": 8, "linear": "bf16"}),
     Measured(PRETRAINING, "H200_1x4", 123.8, 16_301, {}),
     Measured(PRETRAINING, "H200_1x1", 129.8, 13_540, {}),
@@ -80,7 +85,9 @@ MEASURED = (
     Measured(LORA, "H200_1x1", 11.6, 0, {"offload_layers": 0}, layers=4),
     Measured(LORA, "H200_1x1", 25.8, 0, {"offload_layers": 0}, layers=12),
 )
-each_run = pytest.mark.parametrize("run", MEASURED, ids=lambda run: f"{run.benchmark}-{run.config}-{run.gib}-{run.layers}")
+each_run = pytest.mark.parametrize(
+    "run", MEASURED, ids=lambda run: f"{run.benchmark}-{run.config}-{run.gib}-{run.layers}"
+)
 WITH_SPEED = [run for run in MEASURED if run.tokens_per_s_per_gpu]
 
 
@@ -91,23 +98,31 @@ def test_memory_is_within_one_percent_of_the_measured_peak(run):
     assert plan.fits(run.peak(), KINDS["H200"])
 
 
-@pytest.mark.parametrize("run", WITH_SPEED, ids=lambda run: f"{run.benchmark}-{run.config}-{run.tokens_per_s_per_gpu}")
+@pytest.mark.parametrize(
+    "run", WITH_SPEED, ids=lambda run: f"{run.benchmark}-{run.config}-{run.tokens_per_s_per_gpu}"
+)
 def test_speed_is_within_six_percent_of_the_measured(run):
     assert abs(run.speed_ratio() - 1) < 0.06
 
 
 def test_the_efficiency_of_an_h200_is_fitted_to_our_fp8_runs():
     """One number for both benchmarks: the 8B is planned as much too fast as LoRA is planned too slow."""
-    logs = [math.log(run.speed_ratio()) for run in WITH_SPEED if run.changes.get("linear") != "bf16"]
+    logs = [
+        math.log(run.speed_ratio()) for run in WITH_SPEED if run.changes.get("linear") != "bf16"
+    ]
     assert len(logs) >= 6 and abs(max(logs) + min(logs)) < 0.003
 
 
 # --- published --------------------------------------------------------------------------------------------------------
 
-AMD_RESULTS = [result for result in published.RESULTS if (result.submitter, result.round) == ("AMD", "5.1")]
+AMD_RESULTS = [
+    result for result in published.RESULTS if (result.submitter, result.round) == ("AMD", "5.1")
+]
 RECOMPUTED = {(LORA, "MI300X"): 21 / 80}  # in AMD's v5.1 config
 COLLECTIVE_BYTES_PER_S = 350e9  # bus bandwidth of RCCL and NCCL in one node
-each_result = pytest.mark.parametrize("result", AMD_RESULTS, ids=lambda result: f"{result.benchmark}-{result.gpu}")
+each_result = pytest.mark.parametrize(
+    "result", AMD_RESULTS, ids=lambda result: f"{result.benchmark}-{result.gpu}"
+)
 
 
 def as_published(result):
@@ -119,11 +134,23 @@ def as_published(result):
     kind, shape, efficiency = KINDS[result.gpu], work.shape, KINDS[result.gpu].efficiency
     recomputed = RECOMPUTED.get((result.benchmark, result.gpu), 0.0)
     tables = 2 * shape.vocab_size * shape.hidden_size
-    traffic = 2 * 4 * shape.lora_parameters(work.lora_rank) if work.lora_rank else 3 * shape.num_parameters + tables
-    products = plan.products_seconds_per_token(work, kind, training=True, recomputed=recomputed) / efficiency
-    step_s = result.batch / 8 * work.sequence_length * products + traffic * 7 / 8 / COLLECTIVE_BYTES_PER_S
+    traffic = (
+        2 * 4 * shape.lora_parameters(work.lora_rank)
+        if work.lora_rank
+        else 3 * shape.num_parameters + tables
+    )
+    products = (
+        plan.products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
+        / efficiency
+    )
+    step_s = (
+        result.batch / 8 * work.sequence_length * products
+        + traffic * 7 / 8 / COLLECTIVE_BYTES_PER_S
+    )
     eval_s = plan.estimate(replace(config, eval_micro_batch_size=1), work, kind, None).eval_s
-    samples = rcp.mean_samples(divisions(result.benchmark)["closed"], result.batch)  # a score is scaled to it
+    samples = rcp.mean_samples(
+        divisions(result.benchmark)["closed"], result.batch
+    )  # a score is scaled to it
     return step_s, eval_s, plan.minutes_to_target(work, samples, result.batch / step_s, eval_s)
 
 
@@ -136,17 +163,29 @@ def test_minutes_are_near_the_published_score(result):
     assert eval_s == pytest.approx(result.evaluation_s, rel=0.15)
 
 
-@pytest.mark.parametrize("gpu", [name for name, kind in KINDS.items() if kind.vendor == "amd" and name != "MI308X"])
+@pytest.mark.parametrize(
+    "gpu", [name for name, kind in KINDS.items() if kind.vendor == "amd" and name != "MI308X"]
+)
 def test_the_efficiency_of_an_amd_gpu_is_fitted_to_its_published_scores(gpu):
-    logs = [math.log(as_published(result)[2] / result.score) for result in AMD_RESULTS if result.gpu == gpu]
+    logs = [
+        math.log(as_published(result)[2] / result.score)
+        for result in AMD_RESULTS
+        if result.gpu == gpu
+    ]
     assert logs and abs(sum(logs) / len(logs)) < 0.003
 
 
 def test_the_efficiency_of_a_b200_is_fitted_to_the_one_fp8_result():
-    (result,) = (r for r in published.published("llama31_8b", "B200", 8) if (r.round, r.submitter) == ("5.1", "University-of-Florida"))
+    (result,) = (
+        r
+        for r in published.published("llama31_8b", "B200", 8)
+        if (r.round, r.submitter) == ("5.1", "University-of-Florida")
+    )
     config, work = shipped("llama31_8b", "B200_1x8")
     step_s = plan.estimate(config, work, KINDS["B200"], None).step_s
-    assert result.batch == config.global_batch_size and step_s == pytest.approx(result.batch / result.samples_per_s, rel=0.003)
+    assert result.batch == config.global_batch_size and step_s == pytest.approx(
+        result.batch / result.samples_per_s, rel=0.003
+    )
 
 
 def test_every_kind_has_an_efficiency():
@@ -156,7 +195,9 @@ def test_every_kind_has_an_efficiency():
 
 
 @pytest.mark.parametrize(("name", "rate"), [("GB200", 31_508), ("GB300", 37_556)])
-def test_the_efficiency_of_grace_systems_is_that_of_a_b200_scaled_by_the_rates_of_nvidia(name, rate):
+def test_the_efficiency_of_grace_systems_is_that_of_a_b200_scaled_by_the_rates_of_nvidia(
+    name, rate
+):
     base, kind = KINDS["B200"], KINDS[name]
     share_of_peak = (rate / kind.peak_fp8_tflops) / (30_624 / base.peak_fp8_tflops)
     assert kind.efficiency == pytest.approx(base.efficiency * share_of_peak, rel=0.003)
@@ -170,13 +211,19 @@ def test_needed_memory_by_hand():
     assert memory.needed == pytest.approx((101 + 1.3) * GIB)
     assert plan.usable_bytes(KINDS["H200"]) == pytest.approx(139.8 * GIB)
     limit = (139.8 - 1.3) / 1.01
-    assert [plan.fits(plan.Memory("a moment", {"a": limit * GIB * share}), KINDS["H200"]) for share in (0.9999, 1.0001)] == [True, False]
+    assert [
+        plan.fits(plan.Memory("a moment", {"a": limit * GIB * share}), KINDS["H200"])
+        for share in (0.9999, 1.0001)
+    ] == [True, False]
 
 
 def test_state_of_pre_training_by_hand():
     config, work = shipped(PRETRAINING, "H200_1x4")
     state = plan.state_bytes(config, work)
-    assert state["weights"] + state["gradients"] + state["AdamW moments"] == 16 * LLAMA31_8B.num_parameters / 4
+    assert (
+        state["weights"] + state["gradients"] + state["AdamW moments"]
+        == 16 * LLAMA31_8B.num_parameters / 4
+    )
     matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
     assert state["quantized weights"] == 2 * matrices, "rowwise and columnwise, whole on each GPU"
     assert plan.state_bytes(replace(config, linear="bf16"), work)["quantized weights"] == 0
@@ -185,7 +232,10 @@ def test_state_of_pre_training_by_hand():
 
 def test_moments_in_bf16_take_half():
     config, work = shipped(PRETRAINING, "H200_1x4", moment_precision="fp32")
-    full, half = (plan.memory_peak(replace(config, moment_precision=precision), work) for precision in ("fp32", "bf16"))
+    full, half = (
+        plan.memory_peak(replace(config, moment_precision=precision), work)
+        for precision in ("fp32", "bf16")
+    )
     assert full.parts["AdamW moments"] == 8 * LLAMA31_8B.num_parameters / 4
     assert full.allocated - half.allocated == 4 * LLAMA31_8B.num_parameters / 4
 
@@ -202,27 +252,48 @@ def test_symmetric_buffers_are_those_of_the_reduction():
     config, work = shipped(PRETRAINING, "H200_1x4", reduce_scatter="copy_engine")
     embedding = SimpleNamespace(master=torch.empty(128256 // 4, 4096, device="meta"))
     counted = plan.state_bytes(config, work)["symmetric buffers"]
-    assert counted == 2 * 3 * (128256 // 4 * 4096 * 2) == 2 * CopyEngineReduceScatter.num_bytes([embedding], 4, torch.bfloat16)
+    assert (
+        counted
+        == 2 * 3 * (128256 // 4 * 4096 * 2)
+        == 2 * CopyEngineReduceScatter.num_bytes([embedding], 4, torch.bfloat16)
+    )
     assert plan.state_bytes(replace(config, reduce_scatter="nccl"), work)["symmetric buffers"] == 0
 
 
-@pytest.mark.parametrize(("storage", "layouts", "buffers"), [("sharded", 2 / 4, 3), ("replicated", 1, 3), ("replicated_both", 2, 0)])
+@pytest.mark.parametrize(
+    ("storage", "layouts", "buffers"),
+    [("sharded", 2 / 4, 3), ("replicated", 1, 3), ("replicated_both", 2, 0)],
+)
 def test_a_frozen_base_by_hand(storage, layouts, buffers):
     config, work = shipped(LORA, "H200_1x4", frozen_base=storage)
-    layer, rest, adapters = 855_638_016, 2 * 32000 * 8192 + 161 * 8192, 44_564_480  # a layer's matrices; embedding, head and norms
+    layer, rest, adapters = (
+        855_638_016,
+        2 * 32000 * 8192 + 161 * 8192,
+        44_564_480,
+    )  # a layer's matrices; embedding, head and norms
     memory = plan.memory_peak(config, work)
     assert LLAMA2_70B.lora_parameters(16) == adapters
     assert memory.parts["weights"] == layouts * 80 * layer + 2 * rest + 4 * adapters
-    assert memory.parts["gradients"] == 4 * adapters and memory.parts["AdamW moments"] == 8 * adapters
-    assert memory.parts.get("gathered weights", 0) == buffers * layer and "quantized weights" not in memory.parts
+    assert (
+        memory.parts["gradients"] == 4 * adapters and memory.parts["AdamW moments"] == 8 * adapters
+    )
+    assert (
+        memory.parts.get("gathered weights", 0) == buffers * layer
+        and "quantized weights" not in memory.parts
+    )
     assert plan.FROZEN_BUFFERS == NUM_BUFFERS
 
 
 def test_a_frozen_base_in_bf16_by_hand():
     """W serves both passes: nothing is transposed, and only a sharded base is gathered."""
     for storage, gpus, buffers in (("sharded", 4, 3), ("replicated", 1, 0)):
-        memory = plan.memory_peak(*shipped(LORA, "H200_1x4", frozen_base=storage, linear="bf16", offload_layers=0))
-        assert memory.parts["weights"] == 2 * 80 * 855_638_016 / gpus + 2 * (2 * 32000 * 8192 + 161 * 8192) + 4 * 44_564_480
+        memory = plan.memory_peak(
+            *shipped(LORA, "H200_1x4", frozen_base=storage, linear="bf16", offload_layers=0)
+        )
+        assert (
+            memory.parts["weights"]
+            == 2 * 80 * 855_638_016 / gpus + 2 * (2 * 32000 * 8192 + 161 * 8192) + 4 * 44_564_480
+        )
         assert memory.parts.get("gathered weights", 0) == buffers * 2 * 855_638_016
 
 
@@ -231,10 +302,15 @@ def test_activations_of_pre_training_by_hand():
     config, work = shipped(PRETRAINING, "H200_1x4")
     kept = 2 * 8192 + 8 + 12288 + 8192 + 128 + 57344
     assert sum(plan.activation_bytes(config, work).values()) == kept + 3 * 4096 + 14336
-    assert sum(plan.activation_bytes(replace(config, linear="bf16"), work).values()) == kept + 2 * 8192 + 28672
+    assert (
+        sum(plan.activation_bytes(replace(config, linear="bf16"), work).values())
+        == kept + 2 * 8192 + 28672
+    )
 
 
-@pytest.mark.parametrize("shape", [ModelShape(1, 64, 112, 4, 2, 61, 10000.0), QWEN3_LIKE], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "shape", [ModelShape(1, 64, 112, 4, 2, 61, 10000.0), QWEN3_LIKE], ids=["llama", "qwen3"]
+)
 @pytest.mark.parametrize("linear", ["bf16", "fp8"])
 def test_activations_of_pre_training_are_what_a_block_saves(linear, shape):
     """All tensors that the block keeps, each memory once, and the log-sum-exp that the attention of a GPU keeps in fp32."""
@@ -251,7 +327,11 @@ def test_activations_of_pre_training_are_what_a_block_saves(linear, shape):
     parts += [saved.qk_before_norm] if shape.qk_norm else []
     for operand in (saved.n_1, saved.o, saved.n_2, saved.h):
         parts += [part for part in (operand.rowwise, operand.columnwise) if part is not None]
-    sizes = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts if part.numel()}
+    sizes = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+        for part in parts
+        if part.numel()
+    }
     config, work = shipped(PRETRAINING, "H200_1x4", linear=linear)
     counted = plan.activation_bytes(config, replace(work, shape=shape))
     assert sum(sizes.values()) + 16 * 4 * shape.num_heads == 16 * sum(counted.values())
@@ -269,8 +349,14 @@ def test_working_sets_by_hand():
     """Forward: rowwise operands and two products. Backward, at SwiGLU: d_out and its operand, d_h, and d_gate_up in place of h."""
     config, work = shipped(PRETRAINING, "H200_1x4", recompute_layers=32)
     hidden, ffn, tokens = 4096, 14336, 2 * 8192
-    forward, backward = 3 * hidden + ffn + 4 * hidden, 2 * hidden + 2 * hidden + 2 * ffn + 4 * ffn - ffn
-    parts = plan.memory_peak(replace(config, eval_micro_batch_size=1), replace(work, shape=replace(work.shape, vocab_size=1))).parts
+    forward, backward = (
+        3 * hidden + ffn + 4 * hidden,
+        2 * hidden + 2 * hidden + 2 * ffn + 4 * ffn - ffn,
+    )
+    parts = plan.memory_peak(
+        replace(config, eval_micro_batch_size=1),
+        replace(work, shape=replace(work.shape, vocab_size=1)),
+    ).parts
     assert parts["a block's working set"] == tokens * max(backward, forward + 2 * hidden)
     config, work = shipped(LORA, "H200_1x4")
     assert plan.memory_peak(config, work).parts["a block's working set"] == 8192 * 5 * 28672
@@ -288,25 +374,45 @@ def test_recomputed_layers_keep_their_input_and_the_last_one_runs_again():
 
 def test_a_tied_heads_gradient_lives_until_the_embeddings_is_added():
     """A batch at which a block's backward is the peak. The rest of a tied model is smaller: one table instead of two."""
-    config, work = shipped(PRETRAINING, "H200_1x8", micro_batch_size=4, global_batch_size=32, linear="bf16")
+    config, work = shipped(
+        PRETRAINING, "H200_1x8", micro_batch_size=4, global_batch_size=32, linear="bf16"
+    )
     wide = replace(work.shape, vocab_size=16384)
-    two, one = (plan.memory_peak(config, replace(work, shape=replace(wide, tied_embedding=tied))) for tied in (False, True))
+    two, one = (
+        plan.memory_peak(config, replace(work, shape=replace(wide, tied_embedding=tied)))
+        for tied in (False, True)
+    )
     table = wide.vocab_size * wide.hidden_size
     assert two.moment == one.moment == "a block's backward"
-    assert one.parts["the tied head's gradient"] == 2 * table and "the tied head's gradient" not in two.parts
-    less = 2 * table + (4 + 4 + 8) * table / 8  # the gathered table; its shard of masters, gradients and moments
+    assert (
+        one.parts["the tied head's gradient"] == 2 * table
+        and "the tied head's gradient" not in two.parts
+    )
+    less = (
+        2 * table + (4 + 4 + 8) * table / 8
+    )  # the gathered table; its shard of masters, gradients and moments
     assert two.allocated - one.allocated == less - 2 * table
     lora, base = shipped(LORA, "H200_1x8")
-    assert "the tied head's gradient" not in plan.memory_peak(lora, replace(base, shape=replace(base.shape, tied_embedding=True))).parts
+    assert (
+        "the tied head's gradient"
+        not in plan.memory_peak(
+            lora, replace(base, shape=replace(base.shape, tied_embedding=True))
+        ).parts
+    )
 
 
 def test_offloaded_layers_move_to_the_host():
     none, work = shipped(LORA, "H200_1x1", offload_layers=0)
     many = replace(none, offload_layers=40)
     layer = 8192 * 2 * 28672
-    assert plan.memory_peak(none, work).allocated - plan.memory_peak(many, work).allocated == 39 * layer, "one is on its way"
+    assert (
+        plan.memory_peak(none, work).allocated - plan.memory_peak(many, work).allocated
+        == 39 * layer
+    ), "one is on its way"
     assert plan.host_bytes(many, work) == 40 * 2**29 and plan.host_bytes(none, work) == 0
-    assert plan.offloaded_layers(replace(none, offload_layers=80), work) == 79, "the last layer's backward comes at once"
+    assert plan.offloaded_layers(replace(none, offload_layers=80), work) == 79, (
+        "the last layer's backward comes at once"
+    )
 
 
 def test_largest_is_the_last_good_number():
@@ -321,7 +427,9 @@ def test_largest_micro_batch_is_the_last_that_fits(benchmark):
             continue
         work, kind = command.workload(benchmark, config), KINDS[config.gpu]
         size = plan.largest_micro_batch(config, work, kind)
-        assert size >= config.micro_batch_size and plan.fits(plan.memory_peak(plan.with_micro_batch(config, size), work), kind)
+        assert size >= config.micro_batch_size and plan.fits(
+            plan.memory_peak(plan.with_micro_batch(config, size), work), kind
+        )
         assert not plan.fits(plan.memory_peak(plan.with_micro_batch(config, size + 1), work), kind)
 
 
@@ -337,11 +445,16 @@ def test_advice_leads_to_what_fits():
     kind = KINDS["H200"]
     config, work = shipped(PRETRAINING, "H200_1x4", micro_batch_size=4)
     assert command.advice(config, work, kind) == "try micro_batch_size 1 or recompute_layers 15"
-    fits = [plan.fits(plan.memory_peak(replace(config, recompute_layers=n), work), kind) for n in (14, 15)]
+    fits = [
+        plan.fits(plan.memory_peak(replace(config, recompute_layers=n), work), kind)
+        for n in (14, 15)
+    ]
     assert fits == [False, True]
     config, work = shipped(LORA, "H200_1x1", offload_layers=10)
     assert command.advice(config, work, kind) == "try offload_layers 23"
-    fits = [plan.fits(plan.memory_peak(replace(config, offload_layers=n), work), kind) for n in (22, 23)]
+    fits = [
+        plan.fits(plan.memory_peak(replace(config, offload_layers=n), work), kind) for n in (22, 23)
+    ]
     assert fits == [False, True]
     assert command.advice(config, work, KINDS["H100"]) == "more GPUs are needed"
 
@@ -379,14 +492,23 @@ def planned(capsys, benchmark, *arguments):
 
 
 def test_one_config_that_fits(capsys):
-    code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")))
+    code, text = planned(
+        capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4"))
+    )
     assert code == 0 and "127.2 GiB" in text and "12.6 left" in text
     assert "else unchanged: 2." in text and ": 51.47 GFLOP" not in text and "51.47 GFLOP" in text
     assert all(f"| {kind} " in text for kind in KINDS)
 
 
 def test_one_config_that_does_not_fit(capsys):
-    code, text = planned(capsys, PRETRAINING, "--config", str(config_path(ROOT, PRETRAINING, "H200_1x4")), "--set", "micro_batch_size=4")
+    code, text = planned(
+        capsys,
+        PRETRAINING,
+        "--config",
+        str(config_path(ROOT, PRETRAINING, "H200_1x4")),
+        "--set",
+        "micro_batch_size=4",
+    )
     assert code == 12 and "does NOT fit" in text and "short by 51.4" in text
 
 
@@ -425,7 +547,11 @@ def test_the_config_of_this_machine(capsys, monkeypatch):
         (["--all", "--config", "x.toml"], 2, "not allowed with"),
         (["--all", "--set", "speed=11"], 2, "unknown key speed"),
         (["--all", "--set", "micro_batch_size"], 2, "has the wrong type"),
-        (["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"], 2, "known are MI300X"),
+        (
+            ["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"],
+            2,
+            "known are MI300X",
+        ),
         (["--config", "configs/llama31_8b/CPU_1x1.toml"], 0, ""),
     ],
 )
@@ -433,14 +559,22 @@ def test_exit_codes_without_torch(arguments, code, said, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('the plan needs no torch')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command_line = [sys.executable, "-m", "launch", PRETRAINING, "plan", *arguments]
-    done = subprocess.run(command_line, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        command_line, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60
+    )
     assert done.returncode == code and said in done.stderr, done.stderr
 
 
 def test_numbers_for_programs(capsys):
     assert command.main(ROOT, PRETRAINING, ["--all", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == set(config_names(ROOT, PRETRAINING)) and found["CPU_1x1"].keys() == {"benchmark", "config"}
+    assert found.keys() == set(config_names(ROOT, PRETRAINING)) and found["CPU_1x1"].keys() == {
+        "benchmark",
+        "config",
+    }
     h200 = found["H200_1x8"]
-    assert h200["memory"]["fits"] and h200["memory"]["allocated"] < h200["memory"]["needed"] < h200["memory"]["usable"]
+    assert (
+        h200["memory"]["fits"]
+        and h200["memory"]["allocated"] < h200["memory"]["needed"] < h200["memory"]["usable"]
+    )
     assert h200["estimate"]["tokens_per_s_per_gpu"] > 10_000 and h200["config"]["gpu"] == "H200"

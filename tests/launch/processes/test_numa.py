@@ -36,7 +36,9 @@ class Host:
         path.write_text(content + "\n")
 
     def bound(self, ranks: int | None = None) -> tuple[str, ...]:
-        return cpus_of_ranks(Probe("nvidia", tuple(self.gpus), "580"), ranks or len(self.gpus), self.sysfs)
+        return cpus_of_ranks(
+            Probe("nvidia", tuple(self.gpus), "580"), ranks or len(self.gpus), self.sysfs
+        )
 
 
 @pytest.fixture
@@ -56,7 +58,11 @@ def test_eight_gpus_of_two_sockets_share_their_sockets_cores(tmp_path, allowed):
     """Two EPYC of 96 cores with two threads each: 24 cores a rank, both threads of a core in one rank."""
     host = Host(tmp_path, ["0-95,192-287", "96-191,288-383"], [0, 0, 0, 0, 1, 1, 1, 1], threads=192)
     shares = host.bound()
-    assert shares[0] == "0-23,192-215" and shares[3] == "72-95,264-287" and shares[7] == "168-191,360-383"
+    assert (
+        shares[0] == "0-23,192-215"
+        and shares[3] == "72-95,264-287"
+        and shares[7] == "168-191,360-383"
+    )
     assert {cpu for share in shares for cpu in numbers(share)} == set(range(384))
     assert sum(len(numbers(share)) for share in shares) == 384
 
@@ -119,18 +125,40 @@ def test_cpu_lists(cpulist):
 
 def test_a_rank_runs_on_its_cpus_as_the_process_that_torchrun_started(tmp_path):
     mine = max(os.sched_getaffinity(0))
-    (tmp_path / "rank.py").write_text("import os, sys; print(os.getpid(), os.sched_getaffinity(0), sys.argv[1:], *sys.modules)")
-    command = [sys.executable, "-m", "launch.processes.ranks", f"4095/{mine}", "rank", "--device", "cuda"]
+    (tmp_path / "rank.py").write_text(
+        "import os, sys; print(os.getpid(), os.sched_getaffinity(0), sys.argv[1:], *sys.modules)"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "launch.processes.ranks",
+        f"4095/{mine}",
+        "rank",
+        "--device",
+        "cuda",
+    ]
     environment = os.environ | {"LOCAL_RANK": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     said, _ = process.communicate(timeout=30)
-    assert said.startswith(f"{process.pid} {{{mine}}} ['--device', 'cuda']") and "common.gpu_stats" not in said
-    done = subprocess.run(command, env=environment | {"LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0 and "['--device', 'cuda']" in done.stdout  # CPU 4095 is not there: the rank runs all the same
+    assert (
+        said.startswith(f"{process.pid} {{{mine}}} ['--device', 'cuda']")
+        and "common.gpu_stats" not in said
+    )
+    done = subprocess.run(
+        command, env=environment | {"LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=30
+    )
+    assert (
+        done.returncode == 0 and "['--device', 'cuda']" in done.stdout
+    )  # CPU 4095 is not there: the rank runs all the same
     assert done.stderr.startswith("note: a rank is not bound to the CPUs 4095: ")
 
 
 def test_torchrun_starts_ranks_by_way_of_the_binding_only_where_there_are_cpus(tmp_path):
-    assert torchrun(tmp_path, 2, ["-m", "toy.train", "--seed", "1"])[-4:] == ["-m", "toy.train", "--seed", "1"]
+    assert torchrun(tmp_path, 2, ["-m", "toy.train", "--seed", "1"])[-4:] == [
+        "-m",
+        "toy.train",
+        "--seed",
+        "1",
+    ]
     bound = torchrun(tmp_path, 2, ["-m", "toy.train", "--seed", "1"], cpus=("0-3", "4-7"))
     assert bound[-6:] == ["-m", "launch.processes.ranks", "0-3/4-7", "toy.train", "--seed", "1"]

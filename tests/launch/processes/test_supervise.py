@@ -36,7 +36,14 @@ def start(tmp_path, script, watch=None, ranks=1, **options):
         sys.exit(max(abs(child.wait()) for child in children))
     """
     (tmp_path / "parent.py").write_text(textwrap.dedent(parent))
-    return supervise.supervise([sys.executable, str(tmp_path / "parent.py")], dict(os.environ), tmp_path, watch, poll_s=0.05, **options)
+    return supervise.supervise(
+        [sys.executable, str(tmp_path / "parent.py")],
+        dict(os.environ),
+        tmp_path,
+        watch,
+        poll_s=0.05,
+        **options,
+    )
 
 
 def test_end_by_itself(tmp_path):
@@ -51,7 +58,10 @@ def test_signals_are_passed_on_and_stubborn_ranks_are_killed(tmp_path, monkeypat
         os.kill({os.getpid()}, {int(number)})
         time.sleep(60)
     """
-    began, handler = time.monotonic(), signal.getsignal(signal.SIGTERM)  # another test may have left one of its own
+    began, handler = (
+        time.monotonic(),
+        signal.getsignal(signal.SIGTERM),
+    )  # another test may have left one of its own
     ending = start(tmp_path, script)
     assert ending.signal_number == number
     assert time.monotonic() - began < 8 and not alive(tmp_path)
@@ -69,7 +79,9 @@ def test_the_rank_furthest_behind_is_named(tmp_path):
             time.sleep(60)
         wait_for_the_others()
     """
-    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3)
+    ending = start(
+        tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3
+    )
     assert ending.hang and ending.hang.exit_code == 13
     assert ending.culprit["rank"] == 1 and "step 2" in ending.hang.why
     assert "wait_for_the_others" in (tmp_path / "ranks" / "rank_0.stack").read_text()
@@ -83,7 +95,9 @@ def test_of_ranks_at_one_step_the_one_that_gives_no_stack_holds_up_the_others(tm
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(60)
     """
-    ending = start(tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3)
+    ending = start(
+        tmp_path, script, HangWatch(tmp_path / "ranks", range(3), range(3), **LIMITS), ranks=3
+    )
     assert ending.hang and ending.culprit["rank"] == 1, "rank 0 reported earlier, but it answers"
 
 
@@ -95,7 +109,9 @@ def test_hang_limits(tmp_path):
         (tmp_path / f"rank_{rank}.heartbeat").write_text(
             json.dumps({"rank": rank, "pid": os.getpid(), "step": step, "phase": "p", "time": 0})
         )
-        os.utime(tmp_path / f"rank_{rank}.heartbeat", ns=(int(now[0] * 1e9), int(now[0] * 1e9) + step))
+        os.utime(
+            tmp_path / f"rank_{rank}.heartbeat", ns=(int(now[0] * 1e9), int(now[0] * 1e9) + step)
+        )
 
     now[0] = 99
     assert not watch.look(), "nobody has reported yet: the limit of the start holds"

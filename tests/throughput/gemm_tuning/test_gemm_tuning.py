@@ -19,28 +19,55 @@ from common.errors import ConfigError, PreflightError, StorageError
 from common.paths import ROOT
 from throughput.gemm_tuning import cli, file
 from throughput.gemm_tuning import tune as tuner
-from throughput.gemm_tuning.file import PREFIX, Tuned, configured, per_gpu, read_recorded, read_tuned, require_same_versions, write_tuned
+from throughput.gemm_tuning.file import (
+    PREFIX,
+    Tuned,
+    configured,
+    per_gpu,
+    read_recorded,
+    read_tuned,
+    require_same_versions,
+    write_tuned,
+)
 from throughput.gemm_tuning.tune import fault, product, reproduce, tune
 
 pytestmark = pytest.mark.quick
 
 CPU = torch.device("cpu")
-VERSIONS = {"PT_VERSION": "2.11.0", "HIPBLASLT_VERSION": "100000-abc", "GCN_ARCH_NAME": "gfx942:sramecc+:xnack-"}
+VERSIONS = {
+    "PT_VERSION": "2.11.0",
+    "HIPBLASLT_VERSION": "100000-abc",
+    "GCN_ARCH_NAME": "gfx942:sramecc+:xnack-",
+}
 MM = ("GemmTunableOp_BFloat16_TN", "tn_96_128_64_ld_64_64_96")
 WGRAD = ("GemmTunableOp_BFloat16_NT", "nt_64_96_128_ld_64_96_64")
 NARROW = ("GemmTunableOp_float_NN", "nn_5_7_3_ld_9_4_5")  # slices of larger matrices
-FP8 = ("ScaledGemmTunableOp_Float8_e4m3fn_Float8_e4m3fn_BFloat16_TN", "tn_48_32_64_ld_64_64_48_rw_0_bias_None")
-FP8_GRAD = ("ScaledGemmTunableOp_Float8_e5m2_Float8_e4m3fn_BFloat16_TN", "tn_48_32_64_ld_64_64_48_rw_0_bias_None")
+FP8 = (
+    "ScaledGemmTunableOp_Float8_e4m3fn_Float8_e4m3fn_BFloat16_TN",
+    "tn_48_32_64_ld_64_64_48_rw_0_bias_None",
+)
+FP8_GRAD = (
+    "ScaledGemmTunableOp_Float8_e5m2_Float8_e4m3fn_BFloat16_TN",
+    "tn_48_32_64_ld_64_64_48_rw_0_bias_None",
+)
 PROVABLE = (MM, WGRAD, NARROW, FP8, FP8_GRAD)
 BATCHED = ("GemmStridedBatchedTunableOp_BFloat16_TN", "tn_32_32_16_B_4_ld_16_16_32")
-FP8_ROWS = ("ScaledGemmTunableOp_Float8_e4m3fn_Float8_e4m3fn_BFloat16_TN", "tn_48_32_64_ld_64_64_48_rw_1_bias_None")
+FP8_ROWS = (
+    "ScaledGemmTunableOp_Float8_e4m3fn_Float8_e4m3fn_BFloat16_TN",
+    "tn_48_32_64_ld_64_64_48_rw_1_bias_None",
+)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
 def tuned_file(path, *keys, **validators):
-    write_tuned(path, Tuned(validators or VERSIONS, {key: ("Gemm_Hipblaslt_17", "0.01") for key in keys or (MM,)}))
+    write_tuned(
+        path,
+        Tuned(
+            validators or VERSIONS, {key: ("Gemm_Hipblaslt_17", "0.01") for key in keys or (MM,)}
+        ),
+    )
     return path
 
 
@@ -49,7 +76,11 @@ def test_a_tuned_file_is_read_as_it_was_written(tmp_path):
     write_tuned(tmp_path / "new" / "a.csv", tuned)
     assert read_tuned(tmp_path / "new" / "a.csv") == tuned
     lines = (tmp_path / "new" / "a.csv").read_text().splitlines()
-    assert lines[:3] == sorted(lines[:3]) and lines[3:] == sorted(lines[3:]) and lines[4] == f"{','.join(MM)},Gemm_Hipblaslt_17,0.0188931"
+    assert (
+        lines[:3] == sorted(lines[:3])
+        and lines[3:] == sorted(lines[3:])
+        and lines[4] == f"{','.join(MM)},Gemm_Hipblaslt_17,0.0188931"
+    )
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.csv"]
 
 
@@ -73,7 +104,9 @@ def test_what_is_no_tuned_file_is_refused(tmp_path, text, words):
 
 
 def test_recorded_files_of_all_ranks_are_one_list(tmp_path):
-    (tmp_path / "untuned_0_gpu0.csv").write_text(f"{','.join(MM)}\n{','.join(FP8)},BLAS_PARAMS: x\n")
+    (tmp_path / "untuned_0_gpu0.csv").write_text(
+        f"{','.join(MM)}\n{','.join(FP8)},BLAS_PARAMS: x\n"
+    )
     (tmp_path / "untuned_1_gpu3.csv").write_text(f"{','.join(MM)}\n\n{','.join(WGRAD)}\nnoise\n")
     assert read_recorded(tmp_path) == sorted([MM, WGRAD, FP8])
     with pytest.raises(ConfigError, match="no recorded GEMMs"):
@@ -85,10 +118,19 @@ def test_every_version_that_differs_is_named():
     here = VERSIONS | {"HIPBLASLT_VERSION": "100100-def", "ROCBLAS_VERSION": "5"}
     with pytest.raises(ConfigError) as caught:
         require_same_versions(Path("a.csv"), VERSIONS, here)
-    assert "HIPBLASLT_VERSION" in caught.value.what and "ROCBLAS_VERSION was absent" in caught.value.what
-    assert "PT_VERSION" not in caught.value.what and caught.value.exit_code == 2 and "tune again" in caught.value.do
+    assert (
+        "HIPBLASLT_VERSION" in caught.value.what
+        and "ROCBLAS_VERSION was absent" in caught.value.what
+    )
+    assert (
+        "PT_VERSION" not in caught.value.what
+        and caught.value.exit_code == 2
+        and "tune again" in caught.value.do
+    )
     with pytest.raises(ConfigError, match="GCN_ARCH_NAME"):
-        require_same_versions(Path("a.csv"), VERSIONS, {"PT_VERSION": "2.11.0", "HIPBLASLT_VERSION": "100000-abc"})
+        require_same_versions(
+            Path("a.csv"), VERSIONS, {"PT_VERSION": "2.11.0", "HIPBLASLT_VERSION": "100000-abc"}
+        )
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
@@ -105,7 +147,10 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_the_file_names_are_those_that_torch_reads():
-    assert [str(path) for path in per_gpu("configs/gemm/MI300X.csv", 2)] == ["configs/gemm/MI300X0.csv", "configs/gemm/MI300X1.csv"]
+    assert [str(path) for path in per_gpu("configs/gemm/MI300X.csv", 2)] == [
+        "configs/gemm/MI300X0.csv",
+        "configs/gemm/MI300X1.csv",
+    ]
     assert [str(path) for path in per_gpu("a_%d.x/b.csv", 2)] == ["a_0.x/b.csv", "a_1.x/b.csv"]
 
 
@@ -128,16 +173,33 @@ def test_a_recorded_gemm_is_reproduced(key):
     ldb, lda = (int(word) for word in key[1].split("_ld_")[1].split("_")[:2])
     assert [*a.shape] == [m, k] and [*b.shape] == [k, n]
     layout = key[0][-2:]
-    assert b.stride(-1 if layout[0] == "N" else -2) == 1 and b.stride(-2 if layout[0] == "N" else -1) == ldb
-    assert a.stride(-1 if layout[1] == "N" else -2) == 1 and a.stride(-2 if layout[1] == "N" else -1) == lda
+    assert (
+        b.stride(-1 if layout[0] == "N" else -2) == 1
+        and b.stride(-2 if layout[0] == "N" else -1) == ldb
+    )
+    assert (
+        a.stride(-1 if layout[1] == "N" else -2) == 1
+        and a.stride(-2 if layout[1] == "N" else -1) == lda
+    )
     found = product(a, b, out, torch.tensor(2.0), torch.tensor(0.5))
     assert [*found.shape] == [m, n] and found.dtype == out and torch.isfinite(found.float()).all()
 
 
 def test_types_are_not_mistaken_for_others():
-    a, b, out = reproduce(("ScaledGemmTunableOp_Float8_e5m2fnuz_Float8_e4m3fnuz_Float8_e4m3fnuz_TN", FP8[1]), CPU)
-    assert (a.dtype, b.dtype, out) == (torch.float8_e5m2fnuz, torch.float8_e4m3fnuz, torch.float8_e4m3fnuz)
-    unknown = [("GemmTunableOp_double_TN", MM[1]), ("GemmOtherTunableOp_BFloat16_TN", MM[1]), (MM[0], "tn_1_2"), ("GemmTunableOp", "")]
+    a, b, out = reproduce(
+        ("ScaledGemmTunableOp_Float8_e5m2fnuz_Float8_e4m3fnuz_Float8_e4m3fnuz_TN", FP8[1]), CPU
+    )
+    assert (a.dtype, b.dtype, out) == (
+        torch.float8_e5m2fnuz,
+        torch.float8_e4m3fnuz,
+        torch.float8_e4m3fnuz,
+    )
+    unknown = [
+        ("GemmTunableOp_double_TN", MM[1]),
+        ("GemmOtherTunableOp_BFloat16_TN", MM[1]),
+        (MM[0], "tn_1_2"),
+        ("GemmTunableOp", ""),
+    ]
     for key in (*unknown, BATCHED, FP8_ROWS):
         assert reproduce(key, CPU) is None
 
@@ -194,7 +256,12 @@ def fake(monkeypatch):
             found = product(a, b, out, scale_a, scale_b)
             if made.on and made.elsewhere:
                 made.table["another", f"key_{len(made.table)}"] = ("Default", 0.1)
-            if made.on and bad and [(x.dtype, x.shape) for x in (a, b)] == [(x.dtype, x.shape) for x in bad_operands]:
+            if (
+                made.on
+                and bad
+                and [(x.dtype, x.shape) for x in (a, b)]
+                == [(x.dtype, x.shape) for x in bad_operands]
+            ):
                 return spoil(found, scale_a, scale_b)
             return found
 
@@ -221,7 +288,15 @@ def test_a_solution_that_breaks_at_extreme_scales_is_found(fake, key):
     assert "relative error nan" in fault(key, CPU) and "1e-15 and 1" in fault(key, CPU)
 
 
-@pytest.mark.parametrize("spoil", [lambda y, *_: y * 1.05, lambda y, *_: y.roll(1, 0), lambda y, *_: y * 0, lambda y, *_: y * float("inf")])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda y, *_: y * 1.05,
+        lambda y, *_: y.roll(1, 0),
+        lambda y, *_: y * 0,
+        lambda y, *_: y * float("inf"),
+    ],
+)
 def test_a_wrong_solution_is_found(fake, spoil):
     fake(bad=MM, spoil=spoil)
     assert "relative error" in fault(MM, CPU)
@@ -241,8 +316,14 @@ def test_tune_writes_only_what_was_proven_once_per_gpu(fake, tmp_path):
     lines = list(tune([MM, FP8_GRAD, WGRAD, FP8], tmp_path / "MI355X.csv", 2, CPU))
     for path in (tmp_path / "MI355X0.csv", tmp_path / "MI355X1.csv"):
         tuned = read_tuned(path)
-        assert tuned.validators == VERSIONS and tuned.solutions == dict.fromkeys((MM, FP8), ("Gemm_Hipblaslt_17", "0.0123457"))
-    assert "keeps the default" in lines[2] and "offline" in lines[3] and lines[-1].startswith("2 of 4 GEMMs tuned and proven")
+        assert tuned.validators == VERSIONS and tuned.solutions == dict.fromkeys(
+            (MM, FP8), ("Gemm_Hipblaslt_17", "0.0123457")
+        )
+    assert (
+        "keeps the default" in lines[2]
+        and "offline" in lines[3]
+        and lines[-1].startswith("2 of 4 GEMMs tuned and proven")
+    )
     assert made.settings["rotating"] == 512 and not made.on
 
 
@@ -250,7 +331,10 @@ def test_tuning_extends_a_file_of_the_same_versions_and_drops_what_became_wrong(
     out = tuned_file(tmp_path / "a0.csv", MM, FP8, WGRAD)
     fake(bad=FP8, spoil=nan_at_tiny_scales)
     list(tune([MM, FP8], tmp_path / "a.csv", 1, CPU))
-    assert read_tuned(out).solutions == {MM: ("Gemm_Hipblaslt_17", "0.0123457"), WGRAD: ("Gemm_Hipblaslt_17", "0.01")}
+    assert read_tuned(out).solutions == {
+        MM: ("Gemm_Hipblaslt_17", "0.0123457"),
+        WGRAD: ("Gemm_Hipblaslt_17", "0.01"),
+    }
 
 
 def test_a_file_of_other_versions_is_not_extended(fake, tmp_path):
@@ -273,7 +357,9 @@ def test_nothing_proven_writes_nothing(fake, tmp_path):
 
 
 def options(**changed):
-    return argparse.Namespace(**({"path": None, "out": None, "config": None, "set": [], "device": None} | changed))
+    return argparse.Namespace(
+        **({"path": None, "out": None, "config": None, "set": [], "device": None} | changed)
+    )
 
 
 @pytest.fixture
@@ -283,7 +369,9 @@ def commands(monkeypatch):
 
     def run(command, env, **_):
         made.append((command, env))
-        Path(env[PREFIX + "UNTUNED_FILENAME"].replace(".csv", "0.csv")).write_text(f"{','.join(MM)}\n")
+        Path(env[PREFIX + "UNTUNED_FILENAME"].replace(".csv", "0.csv")).write_text(
+            f"{','.join(MM)}\n"
+        )
         return argparse.Namespace(returncode=0)
 
     monkeypatch.setattr(cli.subprocess, "run", run)
@@ -292,7 +380,9 @@ def commands(monkeypatch):
 
 
 def settings(command):
-    return dict(word.removeprefix("--set=").split("=", 1) for word in command if word.startswith("--set="))
+    return dict(
+        word.removeprefix("--set=").split("=", 1) for word in command if word.startswith("--set=")
+    )
 
 
 def test_record_benches_training_and_evaluation_sizes(commands, tmp_path, capsys):
@@ -300,8 +390,12 @@ def test_record_benches_training_and_evaluation_sizes(commands, tmp_path, capsys
     chosen = options(path=tmp_path / "new", set=["max_samples=64"])
     assert cli.record("llama31_8b", config, chosen) == 0
     ((command, env),) = commands
-    assert settings(command) == {"max_samples": "64", "global_batch_size": "8"} and command[3:5] == ["bench", "llama31_8b"]
-    assert command[command.index("--eval-sequences") + 1] == "8", "a micro-batch for each of two ranks"
+    assert settings(command) == {"max_samples": "64", "global_batch_size": "8"} and command[
+        3:5
+    ] == ["bench", "llama31_8b"]
+    assert command[command.index("--eval-sequences") + 1] == "8", (
+        "a micro-batch for each of two ranks"
+    )
     assert (env[PREFIX + "TUNING"], env[PREFIX + "RECORD_UNTUNED"]) == ("0", "1")
     assert "1 GEMMs recorded" in capsys.readouterr().out
     with pytest.raises(StorageError, match="cannot create"):
@@ -312,20 +406,29 @@ def test_record_benches_training_and_evaluation_sizes(commands, tmp_path, capsys
 def gpu(fake, monkeypatch):
     """`tune` and `check` on a CPU that passes for a GPU; the environment is put back."""
     before = dict(os.environ)
-    monkeypatch.setattr(tuner, "torch", argparse.Namespace(**vars(torch) | {"device": lambda name: CPU}))
+    monkeypatch.setattr(
+        tuner, "torch", argparse.Namespace(**vars(torch) | {"device": lambda name: CPU})
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield fake()
     os.environ.clear()
     os.environ.update(before)
 
 
-def test_tune_runs_in_the_configs_environment_without_its_tunable_op_variables(gpu, tmp_path, capsys):
+def test_tune_runs_in_the_configs_environment_without_its_tunable_op_variables(
+    gpu, tmp_path, capsys
+):
     (tmp_path / "untuned0.csv").write_text(f"{','.join(MM)}\n")
     env = {"HIPBLASLT_WORKSPACE_SIZE": "131072", PREFIX + "ENABLED": "1"}
     config = replace(run_config(gpus_per_node=2), gpu="MI300X", env=env)
     assert cli.tune("llama31_8b", config, options(path=tmp_path, out=tmp_path / "out.csv")) == 0
-    assert sorted(read_tuned(tmp_path / "out1.csv").solutions) == [MM] and "1 of 1 GEMMs" in capsys.readouterr().out
-    assert os.environ["HIPBLASLT_WORKSPACE_SIZE"] == "131072" and not any(name.startswith(PREFIX) for name in os.environ)
+    assert (
+        sorted(read_tuned(tmp_path / "out1.csv").solutions) == [MM]
+        and "1 of 1 GEMMs" in capsys.readouterr().out
+    )
+    assert os.environ["HIPBLASLT_WORKSPACE_SIZE"] == "131072" and not any(
+        name.startswith(PREFIX) for name in os.environ
+    )
     with pytest.raises(ConfigError, match="no recorded GEMMs"):
         cli.tune("llama31_8b", config, options(path=tmp_path / "absent"))
 
@@ -335,10 +438,18 @@ def test_check_takes_the_configs_file_or_another_and_compares_versions(gpu, tmp_
         cli.check("llama31_8b", run_config(), options())
     tuned_file(tmp_path / "a0.csv")
     name = str(tmp_path / "a.csv")
-    config = replace(run_config(), env={PREFIX + "ENABLED": "1", PREFIX + "TUNING": "0", PREFIX + "FILENAME": name})
+    config = replace(
+        run_config(),
+        env={PREFIX + "ENABLED": "1", PREFIX + "TUNING": "0", PREFIX + "FILENAME": name},
+    )
     for chosen in (options(), options(path=Path(name))):
-        assert cli.check("llama31_8b", config, chosen) == 0 and "this machine" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"a1\.csv: cannot read"):  # GPU 1 would run with default solutions
+        assert (
+            cli.check("llama31_8b", config, chosen) == 0
+            and "this machine" in capsys.readouterr().out
+        )
+    with pytest.raises(
+        ConfigError, match=r"a1\.csv: cannot read"
+    ):  # GPU 1 would run with default solutions
         cli.check("llama31_8b", replace(config, gpus_per_node=2), options())
     tuned_file(tmp_path / "a0.csv", PT_VERSION="1.0")
     with pytest.raises(ConfigError, match="other versions"):
@@ -347,8 +458,22 @@ def test_check_takes_the_configs_file_or_another_and_compares_versions(gpu, tmp_
 
 def test_the_verb_without_a_gpu_is_refused(tmp_path):
     tuned_file(tmp_path / "a0.csv")
-    command = [sys.executable, "-m", "launch", "llama31_8b", "gemms", "check", str(tmp_path / "a.csv"), "--device", "cpu"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "llama31_8b",
+        "gemms",
+        "check",
+        str(tmp_path / "a.csv"),
+        "--device",
+        "cpu",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 18 and "no GPU" in done.stderr
 
@@ -370,19 +495,37 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
     config, out = tmp_path / "tuned.toml", tmp_path / "gemms.csv"
     text = (ROOT / "configs/llama31_8b/CPU_1x1.toml").read_text()
     env = {PREFIX + "ENABLED": "1", PREFIX + "TUNING": "0", PREFIX + "FILENAME": str(out)}
-    assert text.count("\n[") == text.count("\n[env]\n") == 1, "what is added below must come into this table, the last"
-    config.write_text(text.rstrip() + "\n" + "".join(f'{name} = "{value}"\n' for name, value in env.items()))
+    assert text.count("\n[") == text.count("\n[env]\n") == 1, (
+        "what is added below must come into this table, the last"
+    )
+    config.write_text(
+        text.rstrip() + "\n" + "".join(f'{name} = "{value}"\n' for name, value in env.items())
+    )
 
     def launch(*words, good=True):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGDIR": str(tmp_path)}
-        command = [sys.executable, "-m", "launch", "llama31_8b", *words, "--config", str(config), "--device", "cuda"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+        command = [
+            sys.executable,
+            "-m",
+            "launch",
+            "llama31_8b",
+            *words,
+            "--config",
+            str(config),
+            "--device",
+            "cuda",
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300
+        )
         assert (done.returncode == 0) == good, done.stdout + done.stderr
         return done
 
     launch("gemms", "record", str(tmp_path / "recorded"))
     keys = read_recorded(tmp_path / "recorded")
-    lines = launch("gemms", "tune", str(tmp_path / "recorded"), "--out", str(out)).stdout.splitlines()
+    lines = launch(
+        "gemms", "tune", str(tmp_path / "recorded"), "--out", str(out)
+    ).stdout.splitlines()
     (path,) = per_gpu(out, 1)
     tuned = read_tuned(path)
     print(json.dumps({"recorded": len(keys), "tuned": len(tuned.solutions), "last": lines[-1]}))
@@ -392,9 +535,15 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
     assert launch("bench", "--steps", "1", "--warmup", "1").stdout.startswith("BENCH")
     assert path.read_bytes() == before
     read = subprocess.run(
-        [sys.executable, "-c", SOLUTIONS_THAT_TORCH_READ], capture_output=True, text=True, env=os.environ | env, check=True
+        [sys.executable, "-c", SOLUTIONS_THAT_TORCH_READ],
+        capture_output=True,
+        text=True,
+        env=os.environ | env,
+        check=True,
     )
-    assert all(",".join(key) in read.stdout for key in tuned.solutions), "torch reads the file under the name that per_gpu gives"
+    assert all(",".join(key) in read.stdout for key in tuned.solutions), (
+        "torch reads the file under the name that per_gpu gives"
+    )
     path.write_text(path.read_text().replace("Validator,PT_VERSION,", "Validator,PT_VERSION,1."))
     refused = launch("gemms", "check", good=False)
     assert refused.returncode == 2 and "PT_VERSION was 1." in refused.stderr
