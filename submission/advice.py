@@ -1,4 +1,7 @@
-"""Advice by symptom, from what a run leaves; the texts, the limits and where they are from are in advice.toml."""
+"""Advice by symptom, from the files that a run leaves behind.
+
+The texts, the thresholds and their sources are in advice.toml.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,12 @@ from submission.gpu_samples import Samples, comparisons, read_samples
 from submission.runs import Run
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-Symptom = tuple[str, dict[str, Any]]  # its name in TABLE, and its numbers
+Symptom = tuple[str, dict[str, Any]]  # name in TABLE, and the numbers for its texts
 
 
 class Advice(NamedTuple):
+    """The texts of one row of advice.toml, with the numbers of the run filled in."""
+
     symptom: str
     worth: str
     do: str
@@ -32,7 +37,7 @@ class Advice(NamedTuple):
 
 
 def advice(run: Run) -> list[Advice]:
-    """None for a CPU."""
+    """Return the advice for `run`, which is empty for a run on the CPU."""
     samples = read_samples(run)
     found = (
         []
@@ -104,7 +109,7 @@ def _speed(run: Run, samples: Samples) -> Iterator[Symptom]:
 
 
 def _planned(run: Run) -> float:
-    """Tokens/s/GPU; 0 where there is no plan for the config."""
+    """Return the planned tokens/s/GPU, or 0 if there is no plan for the run's config."""
     with contextlib.suppress(ConfigError, KeyError):
         config = configs.load(run.folder / "config.toml", config_class(run.benchmark))
         return estimate(

@@ -1,7 +1,8 @@
-"""Rules about the clock of a run, for the log of anybody: what starts it, what stops it, and whether the target stopped it.
+"""Rules about the clock of a run: what starts it, what stops it, and whether the target stopped it.
 
-None of the 212 published result sets of both benchmarks in rounds v4.0 to v5.1 breaks one of them (docs/submission.md).
-Sources as in submission/log_rules.py. Standard library only.
+They apply to the log of any submitter. None of the 212 published result sets of both benchmarks in
+rounds v4.0 to v5.1 breaks one of them (docs/submission.md). Sources are abbreviated as in
+submission/log_rules.py. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from submission.log_rules import ERROR, WARNING_OF_OTHERS, Found, Rule, reaches
 
 CLOCK_KEYS = ("init_start", "init_stop", "run_start", "run_stop")
 PLAUSIBLE_MS = (1e12, 1e13)  # 2001 to 2286, in milliseconds since 1970
-LATE_MS = 1000  # lines of several processes may be written in another order than their times
-SETUP_MS = 60_000  # between init_stop and run_start; at most this in every published log
+LATE_MS = 1000  # tolerance: several processes may write their lines out of time order
+SETUP_MS = 60_000  # between init_stop and run_start: no published log exceeds it
 
 
 def stopped_early(log: Log, rules: Rules) -> Found:
-    """Find a run_stop that stands before the evaluation that reached the target, by its line or by its time."""
+    """Find a run_stop before the evaluation that reached the target, by its line or its time."""
     stop = log.first("run_stop")
     passing = next((event for event in log.all("eval_accuracy") if reaches(event, rules)), None)
     if stop is None or passing is None:
@@ -33,6 +34,7 @@ def stopped_early(log: Log, rules: Rules) -> Found:
 
 
 def started_twice(log: Log, rules: Rules) -> Found:
+    """Find a second run_start with another time. Repeated lines of equal time are accepted."""
     starts = log.all("run_start")
     for event in starts[1:]:
         if event.time_ms != starts[0].time_ms:
@@ -44,6 +46,7 @@ def started_twice(log: Log, rules: Rules) -> Found:
 
 
 def implausible_time(log: Log, rules: Rules) -> Found:
+    """Find a record of CLOCK_KEYS whose time is not between 2001 and 2286, in ms since 1970."""
     low, high = PLAUSIBLE_MS
     for key in CLOCK_KEYS:
         for event in log.all(key):
@@ -56,7 +59,7 @@ def implausible_time(log: Log, rules: Rules) -> Found:
 
 
 def repeated_evaluation(log: Log, rules: Rules) -> Found:
-    """Find a count of samples at which an evaluation missed the target and another one then reached it."""
+    """Find a samples_count at which one evaluation missed the target and a later one reached it."""
     missed: dict[object, list[Event]] = defaultdict(list)
     for event in log.all("eval_accuracy"):
         if type(event.samples) not in (int, float):
@@ -72,6 +75,7 @@ def repeated_evaluation(log: Log, rules: Rules) -> Found:
 
 
 def late_start(log: Log, rules: Rules) -> Found:
+    """Find a run_start more than SETUP_MS milliseconds after init_stop."""
     stop = log.first("init_stop")
     start = log.first("run_start")
     if stop and start and start.time_ms - stop.time_ms > SETUP_MS:

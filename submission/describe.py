@@ -1,11 +1,15 @@
-"""`./run_and_time.sh describe --out FILE [--set KEY=VALUE ...] [--submitter ORG]`: the system description of this machine.
+"""`./run_and_time.sh describe --out FILE [--set KEY=VALUE ...] [--submitter ORG]`
 
-Writes FILE with the keys that the official checker requires and those that the policy adds. If FILE exists, its answers stay:
-empty ones are filled, and --set replaces. An error is what makes an official tool fail or break off; what the policy asks for
-and no tool tests, such as an empty value, is a warning that names the key.
+The command writes the system description of this machine to FILE. It has the keys that the official
+checker requires and those that the policy adds. If FILE exists, its answers are kept: only empty
+values are filled in, and --set replaces a value. An error is a value that makes an official tool
+fail or crash. A warning names a key that the policy asks for and no tool tests, such as an empty
+value.
 
-Exit code: 0 no error and the official checker passes (warnings allowed), 20 otherwise, 2 wrong usage, 18 no official checker.
-Sources: mlcommons/logging, system_desc_checker; mlcommons/policies, submission_rules.adoc, "System description".
+Exit code: 0 no error and the official checker passes (warnings allowed), 20 otherwise, 2 wrong
+usage, 18 no official checker.
+Sources: mlcommons/logging, system_desc_checker; mlcommons/policies, submission_rules.adoc, "System
+description".
 Standard library only.
 """
 
@@ -26,7 +30,7 @@ from submission.log_rules import converts_to_int
 from submission.official_tools import CLOSED_RULESETS
 
 POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
-KEYS = (  # in the order of the checker, which requires them all except POLICY_KEYS
+KEYS = (  # in the checker's order, which requires all of them except POLICY_KEYS
     *(
         "submitter",
         "division",
@@ -62,7 +66,7 @@ KEYS = (  # in the order of the checker, which requires them all except POLICY_K
     *("accelerator_interconnect", "accelerator_interconnect_topology", "cooling", "hw_notes"),
     *("framework", "other_software_stack", "operating_system", "sw_notes", *POLICY_KEYS),
 )
-MAY_BE_EMPTY = (  # by the policy
+MAY_BE_EMPTY = (  # according to the policy
     *(
         "host_processor_frequency",
         "host_processor_caches",
@@ -71,21 +75,23 @@ MAY_BE_EMPTY = (  # by the policy
     ),
     *("accelerator_on-chip_memories", "accelerator_interconnect_topology", "hw_notes", "sw_notes"),
 )
-JOINED_KEYS = (  # the checker joins these with commas: anything but a string is a TypeError
+JOINED_KEYS = (  # the checker joins these with commas: any type but a string raises a TypeError
     *("submitter", "system_name", "host_processor_model_name", "host_processor_core_count"),
     *("accelerator_model_name", "accelerators_per_node", "framework"),
 )
+# The summarizer calls int() on these.
 WHOLE_NUMBERS = (
     "number_of_nodes",
     "host_processors_per_node",
     "accelerators_per_node",
-)  # the summarizer calls int() on them
+)
 STATUS = {
     "onprem": "Available on-premise",
     "cloud": "Available cloud",
     "rdi": "Research, Development, or Internal (RDI)",
     "preview": "Preview",
 }
+# Placeholders for a value that has not been filled in yet.
 NOT_MEANT = (
     "",
     "todo",
@@ -94,7 +100,7 @@ NOT_MEANT = (
     "unknown",
     "?",
     "xxx",
-)  # what stands where nobody has answered yet
+)
 HINTS = {
     "submitter": "the organisation, as in the logs: --submitter ORG",
     "status": f"one of {', '.join(STATUS)}",
@@ -144,7 +150,12 @@ def _describe(options: argparse.Namespace) -> int:
 
 
 def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset: str) -> int:
-    """Write the description to `path` and say what is missing; return the exit code. Raises ConfigError, StorageError, PreflightError."""
+    """Write the description to `path`, print what is missing and return the exit code.
+
+    `found`: facts of this machine, as from inventory.facts. `answers`: values from the command line.
+    Raises ConfigError if `path` is no valid name or holds no description, StorageError if it cannot
+    be written, PreflightError without the official checker.
+    """
     if path.suffix != ".json" or " " in path.name or path.name.startswith("."):
         why = "its name is the system's id: the repo checker refuses blanks and leading dots, the package checker reads *.json"
         raise ConfigError(f"--out {path}", why, "choose a name such as MI355X_1x8_pytorch.json")
@@ -163,7 +174,11 @@ def describe(path: Path, found: dict[str, str], answers: dict[str, str], ruleset
 def compose(
     found: dict[str, str], earlier: dict[str, str], answers: dict[str, str]
 ) -> dict[str, str]:
-    """All keys in the checker's order: answers win over what the file said, and that over what the machine says."""
+    """Return all keys in the checker's order, with a note on stderr for each conflict.
+
+    `answers` (command line) take precedence over `earlier` (the file), and those over `found` (the
+    machine).
+    """
     description = {key: "" for key in KEYS} | {"division": "closed"}
     description |= (
         found | {key: text for key, text in earlier.items() if not _is_open(text)} | answers
@@ -183,7 +198,7 @@ def compose(
 
 
 def problems(description: dict) -> list[str]:
-    """What makes an official tool fail, break off or skip its checks: one line per key."""
+    """Return one line for each value that makes an official tool fail, crash or skip its checks."""
     tests = [
         (
             key,
@@ -228,16 +243,20 @@ def problems(description: dict) -> list[str]:
 
 
 def questions(description: dict) -> list[str]:
-    """What the policy asks for and no tool tests, one line per key, with the flag that answers it."""
+    """Return one line for each missing value that the policy asks for and no tool tests.
+
+    Each line begins with the option that sets the value.
+    """
     unanswered = [
         key
         for key in KEYS
         if key not in (*MAY_BE_EMPTY, "status") and _is_open(description.get(key))
     ]
+    # The policy asks for only one of these.
     counts = {
         "host_processor_core_count",
         "host_processor_vcpu_count",
-    }  # the policy wants one of them
+    }
     return [
         f"--set {key}=...   {HINTS.get(key, '')}".rstrip()
         for key in unanswered
@@ -246,7 +265,7 @@ def questions(description: dict) -> list[str]:
 
 
 def read(path: Path) -> dict[str, str]:
-    """The description in `path`. Raises ConfigError if it is no JSON object."""
+    """Return the system description in `path`. Raises ConfigError if it is not a JSON object."""
     try:
         return dict(json.loads(path.read_text()).items())
     except (OSError, ValueError, RecursionError, AttributeError) as error:

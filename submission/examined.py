@@ -18,7 +18,7 @@ class Examined:
     path: Path
     title: str  # benchmark, division and round
     verdict: Verdict  # official
-    findings: tuple[Finding, ...]  # official and ours, by line
+    findings: tuple[Finding, ...]  # official and ours, sorted by line
     seeds: tuple[Event, ...] = ()
 
     def errors(self, werror: bool = False) -> list[Finding]:
@@ -26,7 +26,7 @@ class Examined:
 
 
 def errors(findings: Iterable[Finding], werror: bool = False) -> list[Finding]:
-    """Return the findings that fail a log; with `werror` warnings too, but never notes."""
+    """Return the findings that fail a log: errors, and with `werror` also warnings. Notes never do."""
     return [
         finding for finding in findings if finding.severity == ERROR or (werror and finding.warning)
     ]

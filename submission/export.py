@@ -1,4 +1,7 @@
-"""events.jsonl of a run, for TensorBoard or Weights & Biases: optional packages, after the run, and nothing goes over the network."""
+"""Export of a run's events.jsonl to TensorBoard or Weights & Biases.
+
+Both packages are optional. The export happens after the run and sends nothing over the network.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,19 @@ from common.errors import ConfigError, PreflightError
 from common.records import json_lines
 from common.records.json_lines import is_number
 
+# Folder inside the run directory -> module that writes it.
 SINKS = {
     "tensorboard": "tensorboard.summary",
     "wandb": "wandb",
-}  # the folder in the run's, and the module that writes it
+}
 
 
 def export(folder: Path, sink: str) -> str:
-    """Write folder/<sink>; returns what to do with it. Raises ConfigError without events or if it is there, PreflightError without `sink`."""
+    """Write folder/<sink>; return its path with the command that opens or uploads it.
+
+    Raises ConfigError if there are no events or folder/<sink> exists, PreflightError if the package
+    `sink` cannot be imported.
+    """
     rows, target = list(scalars(folder)), folder / sink
     if not rows:
         raise ConfigError(
@@ -46,7 +54,7 @@ def export(folder: Path, sink: str) -> str:
             mode="offline",
         ) as run:
             for step, name, value in rows:
-                run.log({name: value}, step=step)  # values of one step are put together
+                run.log({name: value}, step=step)  # wandb merges the values of one step
         return f"{target}: wandb sync {target}/offline-run-*"
     writer = module.Writer(str(target))
     for step, name, value in rows:
@@ -56,7 +64,7 @@ def export(folder: Path, sink: str) -> str:
 
 
 def scalars(folder: Path) -> Iterator[tuple[int, str, float]]:
-    """Steps with their numbers, named <event>/<key>: step/loss, eval/loss, ..."""
+    """Yield (step, name, value) for each number in the events, named <event>/<key>: step/loss, ..."""
     for record in json_lines.read(folder / "events.jsonl")[0]:
         if isinstance(step := record.get("step"), int):
             yield from (

@@ -1,6 +1,7 @@
-"""What the GPUs did during a run, for its report: gpu_samples.jsonl (launch/monitor/gpu_sampler.py), and the ranks compared at every tenth step.
+"""GPU samples and rank comparisons of a run, for its report.
 
-A file that is missing is no finding: the sampler is optional. Standard library only.
+The samples are gpu_samples.jsonl (launch/monitor/gpu_sampler.py). Ranks are compared at every tenth
+step. A missing file is not a finding, because the sampler is optional. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ CURVES |= {"utilization_percent": "utilization, %", "memory_gib": "memory, GiB"}
 
 @dataclass
 class Samples:
-    """What the sampler wrote. `rows`: of each GPU the records within the timed run, with their minute since run_start."""
+    """The samples of one run.
+
+    `rows`: for each GPU, its records within the timed run. `minute` in a record counts from run_start.
+    """
 
     source: str = ""
     gpus: list[dict] = field(default_factory=list)
@@ -33,7 +37,10 @@ class Samples:
         return [value for _, value in points(self.rows[gpu], "minute", key)]
 
     def held_down(self, gpu: int) -> dict[str, float] | None:
-        """Share of the samples in which a reason held the clock down, by reason; None where the GPU does not say."""
+        """Return, for each throttle reason, the share of samples (0 to 1) in which it was active.
+
+        None if the GPU does not report throttle reasons.
+        """
         said = [
             record["throttle"]
             for record in self.rows[gpu]
@@ -49,7 +56,7 @@ class Samples:
 
 @cache
 def read_samples(run: Run) -> Samples:
-    """Lines that are cut off or no objects are left out; only what lies within the timed run is kept."""
+    """Return the samples within the timed run. Lines that are truncated or not objects are skipped."""
     samples, low, high = Samples(), 0.0, float("inf")
     for record in json_lines.read(run.folder / NAME)[0]:
         if record.get("event") == "start":
@@ -60,9 +67,8 @@ def read_samples(run: Run) -> Samples:
             )
             start, stop = run.log.first("run_start"), run.log.first("run_stop")
             low = start.time_ms / 1e3 - record["time"] if start else 0.0
-            end = (
-                stop.time_ms / 1e3 if stop else run.failure.get("time", float("inf"))
-            )  # killed: what came after is no training
+            # A killed run has no run_stop. Samples after its failure are not training.
+            end = stop.time_ms / 1e3 if stop else run.failure.get("time", float("inf"))
             high = end - record["time"] if start else float("inf")
         elif (
             record.get("event") == "sample"
@@ -77,7 +83,10 @@ def read_samples(run: Run) -> Samples:
 
 
 def energy_kwh(samples: Samples) -> float | None:
-    """Of all sampled GPUs, the integral of their power by trapezoids; None unless each reports its power more than once."""
+    """Return the energy of all sampled GPUs in kWh, integrated by the trapezoidal rule.
+
+    None unless every GPU has at least two power samples.
+    """
     found = [_kwh(samples, gpu) for gpu in range(len(samples.gpus))]
     return sum(found) if found and None not in found else None  # type: ignore[arg-type]
 
@@ -91,7 +100,7 @@ def _kwh(samples: Samples, gpu: int) -> float | None:
 
 
 def blocks(samples: Samples) -> list[Block]:
-    """A table and curves; notes only if there are no samples."""
+    """Return a table, notes and charts of the samples, or only the notes if there are none."""
     if not any(samples.rows):
         return [{"notes": samples.notes}]
     charts = []
@@ -136,7 +145,7 @@ def _table(samples: Samples) -> Block:
 
 
 def comparisons(run: Run) -> list[dict]:
-    """The records of ranks compared (common/training/rank_comparison.py), oldest first."""
+    """Return the rank comparisons (common/training/rank_comparison.py), oldest first."""
     return [
         record
         for record in run.records
@@ -145,7 +154,7 @@ def comparisons(run: Run) -> list[dict]:
 
 
 def ranks_compared(run: Run) -> list[Block]:
-    """The time of each rank's own blocks; nothing where ranks were not compared."""
+    """Return a chart of each rank's block forward time in ms, empty if ranks were not compared."""
     records = comparisons(run)
     ranks = range(len(records[0]["block_ms"]) if records else 0)
     curves = [

@@ -1,8 +1,10 @@
-"""The code part of a submission: what a reviewer needs to see and to run it again, out of the commit that ran.
+"""The code part of a submission: the files that a reviewer needs to read it and to run it again.
 
-Out of git, not out of the working tree: what is not in the commit did not run, and caches and results cannot slip in.
-Files that the policy wants beside the code (mlcommons/policies, submission_rules.adoc): README.md, setup.sh, init_datasets.sh,
-run_and_time.sh and <system>_<implementation>.json, in a directory named for the system. Standard library only.
+The files come from the commit that ran, not from the working tree. A file outside the commit did not
+run, and caches and results cannot slip in. In addition to the code, the policy
+(mlcommons/policies, submission_rules.adoc) wants README.md, setup.sh, init_datasets.sh,
+run_and_time.sh and <system>_<implementation>.json in a directory named after the system. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from submission.log_rules import DISCLOSURE_KEYS
 from submission.runs import Run
 
 README = Path(__file__).with_name("implementation_readme.txt")
-# Pages that a reader of the packaged code needs, besides that of the GPU; the others tell of this project's work.
+# Pages that a reader of the packaged code needs, in addition to the page of the GPU. The other pages
+# are about this project's own work.
 DOCS = (
     *(
         "architecture.md",
@@ -37,7 +40,8 @@ DOCS = (
     *("setup.md", "system_tuning.md", "troubleshooting.md"),
 )
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-# Besides these, what begins with a dot, which the repo checker refuses. The README is written anew.
+# Names that begin with a dot are left out as well, because the repo checker refuses them. `write`
+# creates a new README.
 LEFT_OUT = (
     "tests",
     "run_tests.sh",
@@ -46,17 +50,22 @@ LEFT_OUT = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
 )
+# Keys of the log that are copied into <system>_<implementation>.json.
 KEYS = (
     "global_batch_size",
     "gradient_accumulation_steps",
     "opt_base_learning_rate",
     *DISCLOSURE_KEYS,
-)  # of the log
-OF_OTHER_BENCHMARKS = ("README.md",)  # the README links to all
+)
+OF_OTHER_BENCHMARKS = ("README.md",)  # the README links to those of all benchmarks
 
 
 def write(folder: Path, root: Path, system: str, run: Run) -> None:
-    """Fill `folder`, which must not exist, with the code of `run` out of the git repository at `root`. Raises CheckFailed."""
+    """Write the code of `run`, from the git repository at `root`, into the new directory `folder`.
+
+    `system`: ID of the system. Raises CheckFailed if the repository does not have the commit of the
+    run, the commit does not have the config that the log names, or it contains links.
+    """
     config, commit = str(run.log.value("config_filename")), str(run.versions["commit"])
     export(folder, root, run.benchmark, commit, str(run.gpu))
     if not (folder / "configs" / run.benchmark / config).is_file():
@@ -66,7 +75,7 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
             "the log names it as its config (config_filename)",
             "run with a config of the repository",
         )
-    # What the policy calls the implementation's measurements file: which config, which code, which number formats.
+    # The policy's "measurements file" of the implementation: config, code and number formats.
     facts: dict = {"benchmark": run.benchmark, "implementation": folder.name, "system": system}
     facts |= {"config": f"configs/{run.benchmark}/{config}", "commit": commit}
     facts |= {"python": run.versions.get("python"), "packages": run.versions.get("packages") or {}}
@@ -91,7 +100,10 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
 
 
 def hyperparameters(run: Run) -> list[str]:
-    """Return the rows of a Markdown table: each hyperparameter of the log, its value, and where it comes from."""
+    """Return the rows of a Markdown table: each hyperparameter of the log, its value, its origin.
+
+    The origin is "rules", "config" or "computed".
+    """
     fixed = {**asdict(run.rules), **run.rules.fixed_log_values()} if run.rules else {}
     config = tomllib.loads(run.config)
     rows = []
@@ -108,7 +120,7 @@ def hyperparameters(run: Run) -> list[str]:
 
 
 def without_dead_links(page: Path) -> str:
-    """Return the text of a Markdown page, in which links to files that are not in the tree are plain text."""
+    """Return the text of a Markdown page, with links to missing files replaced by plain text."""
 
     def kept(link: re.Match) -> str:
         there = "://" in link[3] or (page.parent / link[3]).exists()
@@ -118,7 +130,7 @@ def without_dead_links(page: Path) -> str:
 
 
 def _is_packaged(path: PurePosixPath, benchmark: str, others: set[str], gpu: str) -> bool:
-    """Return whether a file of the commit goes into the tree."""
+    """Return whether the file at `path` in the commit belongs in the package."""
     top = path.parts[0]
     if top in LEFT_OUT or top.startswith("."):
         return False
@@ -132,7 +144,10 @@ def _is_packaged(path: PurePosixPath, benchmark: str, others: set[str], gpu: str
 
 
 def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "") -> None:
-    """Extract the files of `commit` that belong to `benchmark` on `gpu` into `folder`. Raises CheckFailed."""
+    """Extract the files of `commit` that belong to `benchmark` on `gpu` into `folder`.
+
+    Raises CheckFailed if `root` does not have the commit, or the commit contains links.
+    """
     command = ["git", "-C", str(root), "archive", "--format=tar", "--end-of-options", commit]
     try:
         archive = subprocess.run(command, capture_output=True, check=True).stdout
@@ -146,9 +161,9 @@ def export(folder: Path, root: Path, benchmark: str, commit: str, gpu: str = "")
             "package from the repository that the runs were started in",
         ) from None
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extraction_filter = lambda member, path: (
-            member
-        )  # as Python up to 3.13 does: what git made has no name that leads out
+        # No filter, as is the default up to Python 3.13: an archive made by git has no path that
+        # leads out of the folder.
+        tar.extraction_filter = lambda member, path: member
         files = {PurePosixPath(member.name): member for member in tar if not member.isdir()}
         others = {path.parent.name for path in files if path.name == "rules.py"} - {benchmark}
         for path, member in files.items():

@@ -1,7 +1,7 @@
-"""Intervals of training and evaluation, out of the lines of a log in any of the dialects that occur.
+"""Intervals of training and evaluation, from a log in any of the known dialects.
 
-Other people's logs print every line eight times, know epochs instead of blocks, or log the size of a block where others log the count
-so far. Standard library only.
+Logs of other submitters may print every line eight times, have epochs instead of blocks, or log the
+size of a block where others log the sample count so far. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from common.records.mlperf_log import Event
 
 @dataclass(frozen=True)
 class Interval:
-    """From a start line to its stop line; counts of training sequences as logged, or as the evaluations tell."""
+    """The time and training sequences between a start line and its stop line.
+
+    The counts of sequences are those of the lines, or else follow from the evaluations.
+    """
 
     start_ms: float
     stop_ms: float
@@ -32,7 +35,7 @@ class Interval:
 
 
 def rate(blocks: Sequence[Interval]) -> float | None:
-    """Sequences per second over `blocks`; None where the log does not tell."""
+    """Return the sequences per second over `blocks`, or None if the log does not have them."""
     seconds, samples = (
         sum(block.seconds for block in blocks),
         sum(block.samples for block in blocks),
@@ -41,14 +44,17 @@ def rate(blocks: Sequence[Interval]) -> float | None:
 
 
 def samples_of(event: Event) -> int | None:
-    counts = (
-        event.metadata.get(key) for key in ("samples_count", "epoch_num")
-    )  # both benchmarks give sequences under either name
+    # Both benchmarks count sequences under either name.
+    counts = (event.metadata.get(key) for key in ("samples_count", "epoch_num"))
     return next((round(count) for count in counts if is_number(count)), None)
 
 
 def training(events: list[Event], around: list[Interval]) -> list[Interval]:
-    """Training intervals, less the evaluations `around` that lie in them: some log one epoch around everything."""
+    """Return the training intervals, with the time of the evaluations inside them subtracted.
+
+    `around`: all evaluations. The subtraction is needed because some logs have one epoch around
+    everything.
+    """
     found = []
     for block in _blocks(
         events, "block" if any(event.key == "block_start" for event in events) else "epoch"
@@ -63,8 +69,12 @@ def training(events: list[Event], around: list[Interval]) -> list[Interval]:
 
 
 def _blocks(events: list[Event], name: str) -> list[Interval]:
-    """Training intervals. Where the lines of a block carry no count so far (mlperf_common logs the block's size in both, others
-    the count at its start), a block ends at the count of the evaluation after it."""
+    """Return the training intervals, evaluations included.
+
+    Some logs do not have the count so far at a block's end: mlperf_common logs the block's size at
+    start and stop, others the count at the start. There a block ends at the count of the next
+    evaluation.
+    """
     starts, stops = (
         [samples_of(event) or 0 for event in events if event.key == f"{name}_{end}"]
         for end in ("start", "stop")
@@ -89,9 +99,13 @@ def _blocks(events: list[Event], name: str) -> list[Interval]:
 
 
 def pairs(events: list[Event], name: str, batch: int, counted: bool = True) -> list[Interval]:
-    """Pairs of <name>_start and <name>_stop. Eight ranks may log each line, some of them late: what falls behind is left out.
+    """Return the intervals between <name>_start and <name>_stop.
 
-    `batch` 0: training intervals, which end beyond where they start; else evaluations, which may end up to one batch before.
+    Eight ranks may log each line, some of them late. Lines whose count falls behind are left out.
+
+    `batch`: 0 for training intervals, whose count must grow from start to stop. For evaluations, the
+    global batch: the count at the stop may be less than that at the start, by less than one batch.
+    `counted`: whether to read the counts of the lines.
     """
     found: list[Interval] = []
     opened: Event | None = None
