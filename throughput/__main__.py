@@ -1,10 +1,14 @@
-"""How fast is this machine? `python3 -m throughput <what> [options]`, or ./run_and_time.sh throughput <what> [options].
+"""Measure the speed of this machine: `python3 -m throughput <what> [options]`.
 
     {whats}
 
-`<what> --help` lists its options. Each measurement writes a directory (--out; default: a new one in LOGDIR/throughput) with result.json,
-which grows row by row, table.md and page.html. A row that fails, such as one out of memory, says so, and the measurement goes on.
-Needs torch, on a GPU Triton; no data, no weights, no network. docs/throughput.md says what each number means.
+`<what> --help` lists the options of a measurement. Each measurement writes a directory (--out;
+default: a new one in LOGDIR/throughput) with result.json, table.md and page.html. result.json grows
+row by row. A row that fails, for example out of memory, records its error, and the measurement
+continues. ./run_and_time.sh throughput <what> [options] runs the same command.
+
+Needs torch, and Triton on a GPU; no data, weights or network. docs/throughput.md explains each
+number.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ from common.hardware import probe
 from launch.processes.supervise import raise_at_signals
 from throughput import options
 
-# what -> one line about it. throughput/<what>.py has add_arguments(parser), measure(options, result), which adds rows to the Result, and
-# TABLES (throughput/tables.py), which say what the rows mean. Those of WITHOUT_RESULT have add_arguments and main(options) instead.
+# Measurement -> one line of help. throughput/<what>.py defines add_arguments(parser),
+# measure(options, result), which adds rows to the Result, and TABLES (throughput/tables.py), which
+# describe the rows. The modules of WITHOUT_RESULT define add_arguments and main(options) instead.
 MEASUREMENTS = {
     "gemm": "matrix products in FP16, BF16 and FP8, and copies of memory",
     "llama": "training steps of Llama, Mistral and Qwen3 models, full or LoRA, by the code that trains the benchmarks",
@@ -39,7 +44,10 @@ WHATS = MEASUREMENTS | WITHOUT_RESULT
 
 
 def parser(benchmark: str = "") -> Parser:
-    """Of the first word: the options of a measurement are in its module, which needs torch."""
+    """Return the parser of the first word.
+
+    The options of a measurement are defined in its module, which needs torch.
+    """
     about = (__doc__ or "").format(
         whats="\n    ".join(f"{name:10}{text}" for name, text in WHATS.items())
     )
@@ -58,7 +66,10 @@ def main(arguments: list[str]) -> int:
 
 
 def start(what: str, rest: list[str]) -> int:
-    """Raises RunError, ConfigError among them."""
+    """Run measurement or command `what` with the options `rest` and return the exit code.
+
+    Raises RunError, which includes ConfigError.
+    """
     module = importlib.import_module(f"throughput.{what}")
     parser = Parser(f"throughput {what}", module.__doc__)
     module.add_arguments(parser)
@@ -81,7 +92,8 @@ def start(what: str, rest: list[str]) -> int:
     options.check_torch(chosen.device, found)
     if getattr(chosen, "gpus", None):
         options.check_gpus(chosen.gpus, chosen.device, found)
-    from throughput import machine, result  # torch, which --help is read without
+    # These import torch, which --help must not need.
+    from throughput import machine, result
 
     facts, versions = machine.facts(found, chosen.device), machine.versions(found)
     made = result.Result(

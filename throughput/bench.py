@@ -1,8 +1,12 @@
-"""Throughput of a config's training step on synthetic tokens, optimizer included: the code that trains, without data, clock and log.
+"""Throughput of a config's training step on synthetic tokens, optimizer included.
 
-    python -m throughput.bench --benchmark NAME --config FILE --device cuda|cpu [--steps N] [--layers N] [--profile DIR] ...
+The code is that of training, without data, clock and log.
 
-One process per GPU, started by torchrun. Rank 0 prints a BENCH line on stdout; the median of the steps counts.
+    python -m throughput.bench --benchmark NAME --config FILE --device cuda|cpu
+        [--steps N] [--layers N] [--profile DIR] ...
+
+One process per GPU, started by torchrun. Rank 0 prints a BENCH line on stdout, whose rate is that
+of the median step.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ LEARNING_RATE = 1e-6
 
 
 def bench(config: RunConfig, args: argparse.Namespace) -> None:
-    """Do a bench on one rank. `args`: of `parse`."""
+    """Run the benchmark on one rank. `args`: the result of `parse`."""
     rules = rules_of(args.benchmark, config)
     rules = replace(
         rules,
@@ -76,7 +80,10 @@ def measure(
     processes: Processes,
     meter: Meter,
 ) -> None:
-    """`args.warmup` steps, then `args.steps` timed ones; with `args.profile` as many steps more, under a profiler."""
+    """Run `args.warmup` steps, then `args.steps` timed steps.
+
+    With `args.profile`, another `args.steps` steps run under a profiler.
+    """
     model = assembly.model
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
     source = synthetic_batches(
@@ -107,7 +114,11 @@ def measure(
 
 
 def write_result(path: Path, processes: Processes, meter: Meter) -> None:
-    """For throughput/llama.py: milliseconds of each timed step, and the largest peak of memory of all ranks, bytes; 0 on a CPU."""
+    """Write step times and peak memory as JSON for throughput/llama.py.
+
+    The times are milliseconds of each timed step. Peak memory is the largest of all ranks, in
+    bytes, and 0 on a CPU.
+    """
     device = processes.device
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     peaks = max_over_ranks([peak_bytes(device), reserved], processes)
@@ -121,9 +132,12 @@ def write_result(path: Path, processes: Processes, meter: Meter) -> None:
 
 
 def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch: Tensor) -> None:
-    """One line: what a forward leaves in memory for its backward, per token and layer, without the logits. `plan` computes the same."""
+    """Print the bytes per token and layer that a forward keeps for its backward.
+
+    The logits are not counted. `plan` computes the same number.
+    """
     with torch.no_grad():
-        model(*batch.unbind(1))  # gathers the weights and casts them, which stays
+        model(*batch.unbind(1))  # the gathered and cast weights stay in memory
     before = torch.cuda.memory_allocated()
     losses = model(*batch.unbind(1))
     logits = batch.shape[0] * batch.shape[2] * model.shape.vocab_size * 2
@@ -140,7 +154,10 @@ def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch:
 def measure_evaluation(
     config: RunConfig, args: argparse.Namespace, model: Llama, processes: Processes
 ) -> None:
-    """Time of an evaluation of `args.eval_sequences` synthetic sequences, padded to the ranks, after one that is not timed. One line."""
+    """Print the time of an evaluation of `args.eval_sequences` synthetic sequences.
+
+    The sequences are padded so that every rank has equally many. An untimed evaluation runs first.
+    """
     count, length = args.eval_sequences, model.max_sequence_length
     tokens = np.random.default_rng(0).integers(
         0, model.shape.vocab_size, (count, 2, length), np.int32
@@ -149,7 +166,7 @@ def measure_evaluation(
     for _ in range(2):
         processes.barrier()
         began = time.monotonic()
-        evaluate(model, batches, processes)  # ends with a sum over the ranks, read by the host
+        evaluate(model, batches, processes)  # ends with a sum over the ranks, which the host reads
         seconds = time.monotonic() - began
     rate = count * length / seconds / processes.world_size
     if processes.rank == 0:
@@ -169,7 +186,11 @@ def profiled(
     meter: Meter,
     step: Callable[[], object],
 ) -> Callable[[], str] | None:
-    """Run as many steps more under the profiler of `args.of`. What is returned makes files and table of them, on rank 0 alone."""
+    """Run `args.steps` more steps under the profiler that `args.of` selects.
+
+    Return a function, for rank 0 only, that writes the files and returns the table. Return None if
+    `args.of` is "outside".
+    """
     model = assembly.model
     if args.of == "outside":
         mark(step, args.steps, processes)
@@ -182,9 +203,8 @@ def profiled(
             shape=model.shape,
             sequence_length=model.max_sequence_length,
         )
-        planned = memory_peak(
-            replace(config, eval_micro_batch_size=1), work
-        )  # these steps have no evaluation
+        # The profiled steps include no evaluation.
+        planned = memory_peak(replace(config, eval_micro_batch_size=1), work)
         facts |= {"plan": planned.allocated, "moment": planned.moment}
         return lambda: (
             memory_profile.write(args.profile, kept[0], memory_profile.document(*kept, facts))
@@ -206,11 +226,13 @@ def profiled(
 
 
 def mark(step: Callable[[], object], steps: int, processes: Processes) -> None:
-    """Steps for a profiler around this process: nsys and ncu wait for cudaProfilerStart; each step is a range of NVTX, on ROCm of ROCTx."""
+    """Run steps for a profiler around this process.
+
+    nsys and ncu wait for cudaProfilerStart. Each step is an NVTX range (ROCTx on ROCm).
+    """
     gpu = processes.device.type == "cuda"
-    starts = (
-        gpu and not torch.version.hip
-    )  # HIP's hipProfilerStart is not supported; rocprofv3 records from the beginning
+    # HIP does not support hipProfilerStart; rocprofv3 records from the beginning.
+    starts = gpu and not torch.version.hip
     processes.barrier()
     if starts:
         torch.cuda.profiler.start()
@@ -255,9 +277,8 @@ def bench_line(
     reserved, allocated = memory_gib(processes.device).values()
     used = ""
     if reserved:
-        free, total = torch.cuda.mem_get_info(
-            processes.device
-        )  # includes NCCL's buffers, contexts and symmetric memory
+        # The memory in use includes NCCL's buffers, contexts and symmetric memory.
+        free, total = torch.cuda.mem_get_info(processes.device)
         used = f", peak {allocated:.1f} GiB allocated, {reserved:.1f} GiB reserved, {(total - free) / 2**30:.1f} GiB of the GPU in use"
     return (
         f"BENCH {args.benchmark} {Path(args.config).stem} {precision_of(config)}, {model.shape.num_layers} layers, {processes.world_size} x "
@@ -267,7 +288,7 @@ def bench_line(
 
 
 def precision_of(config: RunConfig) -> str:
-    """In words, for a line of output."""
+    """Return the precision in words, for a line of output."""
     return (
         config.precision
         if config.linear == "bf16"

@@ -1,4 +1,7 @@
-"""Results of the same measurement beside each other: table.md and page.html. Of one result: makes its own two files again."""
+"""Compare results of the same measurement: table.md and page.html.
+
+Given a single result, rewrites that result's own two files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Raises DataError for what is no result, ConfigError for results of different measurements."""
+    """Write the comparison of `options.folders` and return 0.
+
+    Raises DataError if a directory holds no result, and ConfigError if the measurements differ.
+    """
     found = [result.read(folder) for folder in options.folders]
     kinds = sorted({data["what"] for data in found})
     if len(kinds) > 1:
@@ -46,7 +52,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def named(folders: list[Path], kinds: list[str]) -> list[str]:
-    """The kind of GPU if it tells the results apart, else with the name of the directory, else with a number."""
+    """Return one distinct label per result.
+
+    The label is the kind of GPU if that tells the results apart. Otherwise the directory's name is
+    added, and a number if names repeat.
+    """
     names = [f"{kind} {folder.resolve().name}" for kind, folder in zip(kinds, folders, strict=True)]
     for labels in (kinds, names):
         if len(set(labels)) == len(labels):

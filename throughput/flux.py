@@ -1,4 +1,7 @@
-"""Training steps of FLUX.1-dev's transformer, 11.9 B parameters, on latents and text embeddings that are drawn at random; bf16, sharded."""
+"""Training steps of FLUX.1-dev's transformer on random latents and text embeddings.
+
+The model has 11.9 B parameters, in bf16, sharded over the GPUs.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,16 @@ from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread
 
 MODEL = "flux.1-dev"
-PIXELS_PER_TOKEN = 16  # on a side: the autoencoder's 8, and 2 x 2 latents to a token
-TEXT_TOKENS = 512  # FLUX.1-dev pads every text to this length, and attends to the padding
-TINY = FluxShape(
-    2, 3, 64, 2, 16, 32, 24, (8, 12, 12)
-)  # what a CPU measures: it says nothing of a machine
+PIXELS_PER_TOKEN = 16  # per side: 8 from the autoencoder, times 2 x 2 latents per token
+TEXT_TOKENS = 512  # FLUX.1-dev pads every text to this length and attends to the padding
+# The model for a CPU. Its times say nothing about the machine.
+TINY = FluxShape(2, 3, 64, 2, 16, 32, 24, (8, 12, 12))
 TINY_TEXT_TOKENS = 24
 BATCH = {"cuda": 10, "cpu": 2}
 RESOLUTION = {"cuda": 512, "cpu": 64}
-PART = (12, 24)  # double and single blocks that are measured where the whole does not fit
-LIMIT_S = 1800.0  # of one number of GPUs, whose collectives have a limit of their own
-STATE_OF_SHARD = 12  # bytes a parameter: fp32 master weight and gradient, two bf16 moments
+PART = (12, 24)  # double and single blocks, measured where the full model does not fit
+LIMIT_S = 1800.0  # for one number of GPUs; collectives have their own timeout
+STATE_OF_SHARD = 12  # bytes per parameter: fp32 master weight and gradient, two bf16 moments
 
 TABLES = (
     Table(
@@ -122,7 +124,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
-    """Raises ConfigError, and whatever else than a lack of memory ended the ranks."""
+    """Measure each number of GPUs, with fewer blocks where the full model does not fit.
+
+    Raises ConfigError, and the error of a rank that failed for any reason other than memory.
+    """
     request = request_from(options)
     for gpus in options.gpus:
         if not add_rows(request, gpus, result) and not options.layers:
@@ -137,7 +142,10 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 
 def add_rows(request: Request, gpus: int, result: Result) -> bool:
-    """False if weights and state alone do not fit, in which case nothing is started. Every lack of memory is a row."""
+    """Add the rows of one number of GPUs, including a row for each batch that ran out of memory.
+
+    Return False, without starting anything, if weights and state alone do not fit.
+    """
     row = row_of(request, gpus)
     memory_gib = result.data["machine"].get("gpu_memory_gib", float("inf"))
     if row["state_gib"] > memory_gib:
@@ -179,7 +187,7 @@ def add_rows(request: Request, gpus: int, result: Result) -> bool:
 
 
 def request_from(options: argparse.Namespace) -> Request:
-    """Raises ConfigError."""
+    """Return the request that the ranks read. Raises ConfigError."""
     device = options.device
     if device == "cpu" and options.batch == common.MAX:
         why = "its memory is that of the whole machine, which must not be filled"
@@ -215,7 +223,7 @@ def request_from(options: argparse.Namespace) -> Request:
 
 
 def row_of(request: Request, gpus: int) -> dict[str, Any]:
-    """What is known before anything is measured."""
+    """Return the columns that are known before anything is measured."""
     shape = request.shape
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Flux(shape).parameters())
@@ -257,8 +265,10 @@ def rates(request: Request, found: dict[str, Any], result: Result) -> dict[str, 
 
 
 def run_ranks(request: Request, gpus: int) -> dict[str, Any]:
-    """What throughput/flux_rank.py found on so many GPUs, or processes of a CPU; without `times_ms` where memory ran out, and empty where that
-    was before the first try ended. Raises the RunError of the rank that failed first, for any other reason.
+    """Run throughput/flux_rank.py on `gpus` GPUs, or CPU processes, and return its measurements.
+
+    The result lacks `times_ms` if memory ran out, and is empty if it ran out before the first try
+    ended. Raises the RunError of the rank that failed first, for any reason other than memory.
     """
     with tempfile.TemporaryDirectory(prefix="flux-") as name:
         request.write(Path(name) / ranks.REQUEST)

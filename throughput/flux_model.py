@@ -1,10 +1,15 @@
-"""FLUX.1-dev's transformer: two streams, image and text, that attend to each other; then one stream of both; the rest is conditioning.
+"""FLUX.1-dev's transformer: image and text streams that attend to each other, then one joint
+stream.
 
-Sizes are those of config.json of black-forest-labs/FLUX.1-dev (transformer); the blocks follow Esser et al. (arXiv:2403.03206, MM-DiT) and
-Dehghani et al. (arXiv:2302.05442, attention and MLP side by side). Legend: B batch, S image tokens, T text tokens, N = T + S, D hidden.
+Sizes follow config.json of black-forest-labs/FLUX.1-dev (transformer). The blocks follow Esser et
+al. (arXiv:2403.03206, MM-DiT) and Dehghani et al. (arXiv:2302.05442, attention and MLP in
+parallel). Legend: B batch, S image tokens, T text tokens, N = T + S, D hidden.
 
-Every block normalizes without weights, then scales and shifts by what it computes from the conditioning vector c = time + guidance + text:
-    double: x += gate * out(attention(qkv(norm(x)))), x += gate * down(gelu(up(norm(x)))), for each stream with weights of its own
+Every block normalizes without weights, then scales and shifts. Scale, shift and gate are computed
+from the conditioning vector c = time + guidance + text:
+
+    double: x += gate * out(attention(qkv(norm(x))))
+            x += gate * down(gelu(up(norm(x)))), for each stream with separate weights
     single: x += gate * out([attention(q, k, v), gelu(h)]), (q, k, v, h) = in(norm(x))
 """
 
@@ -18,26 +23,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-SINUSOIDS = 256  # of the time and of the guidance
+SINUSOIDS = 256  # sines and cosines of the time and of the guidance
 EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class FluxShape:
-    """FLUX.1-dev by default."""
+    """Sizes of the transformer. The defaults are those of FLUX.1-dev."""
 
     double_blocks: int = 19
     single_blocks: int = 38
     hidden_size: int = 3072
     num_heads: int = 24
-    in_channels: int = 64  # of a token: 2 x 2 latents of 16 channels
-    context_size: int = 4096  # of a text token, from T5
-    pooled_size: int = 768  # of the whole text, from CLIP
-    rope_axes: tuple[int, ...] = (
-        16,
-        56,
-        56,
-    )  # parts of the head dimension: text (always 0), row, column
+    in_channels: int = 64  # per token: 2 x 2 latents of 16 channels
+    context_size: int = 4096  # per text token, from T5
+    pooled_size: int = 768  # for the whole text, from CLIP
+    # Parts of the head dimension: text (always 0), row, column.
+    rope_axes: tuple[int, ...] = (16, 56, 56)
     rope_base: float = 10000.0
     mlp_ratio: int = 4
 
@@ -50,13 +52,14 @@ class FluxShape:
         return self.hidden_size // self.num_heads
 
     def flops_per_image(self, image_tokens: int, text_tokens: int) -> int:
-        """Forward and backward of one image, 3 x forward: 2 for each weight of a matrix and each token it multiplies, 4 N^2 D for attention
-        in each block. Recomputation, norms and the optimizer are not counted.
+        """Return the FLOPs of forward and backward of one image, 3 x forward.
+
+        The forward counts 2 for each weight of a matrix and each token that it multiplies, and for
+        attention in each block 4 N^2 D. Recomputation, norms and the optimizer are not counted.
         """
         hidden, tokens = self.hidden_size, image_tokens + text_tokens
-        per_token = (
-            4 + 2 * self.mlp_ratio
-        ) * hidden**2  # qkv, out and the MLP's two; a single block has the same
+        # Weights of qkv, out and the MLP's two matrices. A single block has as many.
+        per_token = (4 + 2 * self.mlp_ratio) * hidden**2
         vectors = (
             2 * (SINUSOIDS + hidden) * hidden + (self.pooled_size + hidden) * hidden + 2 * hidden**2
         )
@@ -70,7 +73,7 @@ class FluxShape:
 
 
 def image_positions(rows: int, columns: int, text_tokens: int) -> Tensor:
-    """int64 [N, 3]: zeros for text, (0, row, column) for the image's tokens."""
+    """Return int64 [N, 3]: zeros for text tokens, (0, row, column) for image tokens."""
     grid = torch.cartesian_prod(
         torch.zeros(1, dtype=torch.int64), torch.arange(rows), torch.arange(columns)
     )
@@ -78,7 +81,10 @@ def image_positions(rows: int, columns: int, text_tokens: int) -> Tensor:
 
 
 def rope_table(positions: Tensor, shape: FluxShape, device: torch.device) -> Tensor:
-    """exp(i angle), complex64 [N, 1, head_dim / 2], from angles in fp64: each axis turns its part of the head."""
+    """Return exp(i angle), complex64 [N, 1, head_dim / 2]. Each axis rotates its part of the head.
+
+    The angles are computed in fp64.
+    """
     angles = []
     for axis, size in enumerate(shape.rope_axes):
         frequencies = shape.rope_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -88,15 +94,17 @@ def rope_table(positions: Tensor, shape: FluxShape, device: torch.device) -> Ten
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """x: [B, N, heads, head_dim]. Neighbors 2i and 2i + 1 turn by angle i: as complex numbers 20 bytes of memory traffic for each element
-    in plain torch, where products and sums of real ones take 48.
+    """Rotate neighbors 2i and 2i + 1 of x [B, N, heads, head_dim] by angle i.
+
+    Complex numbers need 20 bytes of memory traffic per element in plain torch. Products and sums of
+    real numbers need 48.
     """
     turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rope
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 def sinusoids(value: Tensor) -> Tensor:
-    """fp32 [B] -> fp32 [B, 256]: cosines, then sines, of 1000 times the value."""
+    """Return fp32 [B, 256]: cosines, then sines, of 1000 times `value`, fp32 [B]."""
     frequencies = torch.exp(
         -math.log(10000.0) / (SINUSOIDS // 2) * torch.arange(SINUSOIDS // 2, device=value.device)
     )
@@ -105,12 +113,12 @@ def sinusoids(value: Tensor) -> Tensor:
 
 
 def normalize(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x: [B, N, D]; shift, scale: [B, 1, D]."""
+    """Normalize x [B, N, D], then scale by 1 + `scale` and add `shift`, both [B, 1, D]."""
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=EPS), 1 + scale)
 
 
 class Modulation(nn.Module):
-    """From c [B, D] the shifts, scales and gates of a block: `count` tensors [B, 1, D]."""
+    """The shifts, scales and gates of a block, from c [B, D]: `count` tensors [B, 1, D]."""
 
     def __init__(self, hidden_size: int, count: int):
         super().__init__()
@@ -122,7 +130,7 @@ class Modulation(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of queries and of keys, each per head, with one weight for all heads."""
+    """RMSNorm of queries and of keys, per head, with one weight for all heads."""
 
     def __init__(self, head_dim: int):
         super().__init__()
@@ -130,20 +138,23 @@ class HeadNorm(nn.Module):
         self.k = nn.RMSNorm(head_dim, eps=EPS)
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, N, 3 D] -> q, k, v of [B, N, heads, head_dim], the first two normalized."""
+        """Split [B, N, 3 D] into q, k, v, each [B, N, heads, head_dim], with q and k normalized."""
         q, k, v = qkv.unflatten(-1, (3, -1, self.q.normalized_shape[0])).unbind(2)
         return self.q(q), self.k(k), v
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, rope: Tensor) -> Tensor:
-    """[B, N, heads, head_dim] -> [B, N, D]: every token attends to every other, text and image alike; no mask, as in FLUX."""
+    """Return attention over all tokens, text and image, without a mask, as in FLUX.
+
+    q, k, v: [B, N, heads, head_dim]. Returns [B, N, D].
+    """
     q, k = rotate(q, rope), rotate(k, rope)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return out.transpose(1, 2).flatten(2)
 
 
 class Stream(nn.Module):
-    """What a double block has for the image, and once more for the text."""
+    """The layers of a double block for one stream: one instance for the image, one for the text."""
 
     def __init__(self, shape: FluxShape):
         super().__init__()
@@ -167,7 +178,11 @@ class Stream(nn.Module):
 
 
 class Block(nn.Module):
-    """`recompute`: keep only the inputs for the backward, and run the forward, which draws no random numbers, again there."""
+    """A block that can be recomputed in the backward.
+
+    `recompute`: keep only the inputs, and run the forward again in the backward. The forward draws
+    no random numbers.
+    """
 
     def __init__(self, recompute: bool):
         super().__init__()
@@ -220,7 +235,7 @@ class SingleBlock(Block):
 
 
 class Embedding(nn.Module):
-    """A vector [B, size] -> [B, D]."""
+    """A two-layer MLP with SiLU between the layers, [B, size] -> [B, D]."""
 
     def __init__(self, size: int, hidden_size: int):
         super().__init__()
@@ -231,7 +246,7 @@ class Embedding(nn.Module):
 
 
 class Inputs(nn.Module):
-    """Tokens to the hidden size, and the conditioning vector c."""
+    """Projections of image and text tokens to the hidden size, and the conditioning vector c."""
 
     def __init__(self, shape: FluxShape):
         super().__init__()
@@ -265,7 +280,10 @@ class Outputs(nn.Module):
 
 class Flux(nn.Module):
     def __init__(self, shape: FluxShape, recompute_blocks: int = 0):
-        """`recompute_blocks`: of the first so many blocks only the inputs are kept for the backward."""
+        """Build the model.
+
+        `recompute_blocks`: number of leading blocks that keep only their inputs for the backward.
+        """
         super().__init__()
         self.inputs = Inputs(shape)
         recompute = [number < recompute_blocks for number in range(shape.blocks)]
@@ -279,7 +297,7 @@ class Flux(nn.Module):
 
     @property
     def parts(self) -> list[nn.Module]:
-        """In the order of the forward; together they have every parameter once."""
+        """The modules in the order of the forward, which together hold every parameter once."""
         return [self.inputs, *self.double_blocks, *self.single_blocks, self.outputs]
 
     def forward(
@@ -291,10 +309,11 @@ class Flux(nn.Module):
         guidance: Tensor,
         rope: Tensor,
     ) -> Tensor:
-        """The velocity [B, S, in_channels].
+        """Return the velocity, [B, S, in_channels].
 
-        latents: [B, S, in_channels], text: [B, T, context_size], pooled: [B, pooled_size], in the weights' dtype; time (0 image, 1 noise)
-        and guidance: fp32 [B]; rope: of `rope_table`.
+        Shapes, in the weights' dtype: latents [B, S, in_channels], text [B, T, context_size],
+        pooled [B, pooled_size]. time (0: image, 1: noise) and guidance are fp32 [B]. rope comes
+        from `rope_table`.
         """
         image, text, c = self.inputs(latents, text, pooled, time, guidance)
         for block in self.double_blocks:

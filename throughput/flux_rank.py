@@ -1,6 +1,7 @@
-"""What one rank measures for `throughput flux`: `python -m throughput.flux_rank FOLDER`, started by torchrun on n GPUs.
+"""Measurements of `throughput flux` on one rank: `python -m throughput.flux_rank FOLDER`.
 
-FOLDER/request.json says what; rank 0 writes FOLDER/measured.json: the batches that were tried and, where one fits, its steps.
+torchrun starts it on n GPUs. FOLDER/request.json holds the Request. Rank 0 writes
+FOLDER/measured.json: the batches tried and, if one fits, the times of its steps.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ from throughput.memory import free_memory, peak_bytes, ran_out_of_memory
 from throughput.ranks import MEASURED, REQUEST, Unsent, main, max_over_ranks
 from throughput.timing import step_ms
 
-TIMEOUT_S = 300.0  # of a collective
+TIMEOUT_S = 300.0  # timeout of a collective
 SETTINGS = AdamWSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, clip_norm=1.0)
 LEARNING_RATE = 1e-5
-WEIGHT_STD = (
-    0.02  # random weights: zeros, with which training would begin, make a GPU faster than it is
-)
-DTYPE = (
-    torch.bfloat16
-)  # of weights, activations, reduced gradients and moments; masters and summed gradients are fp32
+# Weights are random, since zeros, with which training would begin, make a GPU faster than it is.
+WEIGHT_STD = 0.02
+# Dtype of weights, activations, reduced gradients and moments. Master weights and summed gradients
+# are fp32.
+DTYPE = torch.bfloat16
 GUIDANCE = 1.0
 
 
@@ -46,10 +46,10 @@ GUIDANCE = 1.0
 class Request:
     device: str  # "cuda" or "cpu"
     shape: FluxShape
-    rows: int  # of the image's tokens
+    rows: int  # rows of the image, in tokens
     columns: int
     text_tokens: int
-    batch: int  # of each rank; 0: the largest that fits
+    batch: int  # per rank; 0: the largest that fits
     recompute_blocks: int
     warmup: int
     steps: int
@@ -67,15 +67,18 @@ class Request:
 def measure(folder: Path) -> None:
     request = Request.read(folder / REQUEST)
     processes = start_processes(request.device, TIMEOUT_S, high_priority_compute=True)
-    processes.barrier()  # NCCL's own memory is there before any batch is tried
+    processes.barrier()  # lets NCCL allocate its memory before any batch is tried
     with attention_backends(request.device):
         measure_batches(request, processes, folder / MEASURED)
     dist.destroy_process_group()
 
 
 def measure_batches(request: Request, processes: Processes, path: Path) -> dict[str, Any]:
-    """`tried`: (batch, peak bytes of the fullest rank, or None where a rank ran out of memory). `batch`, 0 if none fits; with one,
-    `times_ms` of its steps on the slowest rank and `memory_bytes`. Rank 0 writes it to `path`, the first two before the steps.
+    """Try batches and time the steps of the one that fits. Rank 0 writes the result to `path`.
+
+    `tried`: pairs of batch and peak bytes of the fullest rank, None if a rank ran out of memory.
+    `batch`: the batch that fits, or 0. If one fits, `times_ms`: the step times on the slowest rank,
+    and `memory_bytes`. `tried` and `batch` are written before the steps run.
     """
     tried: list[tuple[int, int | None]] = []
 
@@ -103,12 +106,12 @@ def measure_batches(request: Request, processes: Processes, path: Path) -> dict[
     return found
 
 
-# --- a training step --------------------------------------------------------------------------------------------------
+# --- a training step ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What encoders would have made, random: all in bf16 on the device. Shapes: Flux.forward."""
+    """Random stand-ins for the encoders' output, bf16 on the device. Shapes: `Flux.forward`."""
 
     latents: Tensor
     text: Tensor
@@ -132,8 +135,10 @@ def synthetic_batch(request: Request, processes: Processes, size: int) -> Batch:
 
 
 def flow_loss(model: Flux, batch: Batch) -> Tensor:
-    """Rectified flow (Liu et al., arXiv:2209.03003): mean squared error, fp32 [], of the velocity noise - latents at
-    (1 - t) latents + t noise, with t the logistic function of N(0, 1) (arXiv:2403.03206, logit-normal), one for each image.
+    """Return the rectified flow loss (Liu et al., arXiv:2209.03003), fp32 [].
+
+    It is the mean squared error of the velocity noise - latents at (1 - t) latents + t noise. t is
+    the logistic function of N(0, 1) (arXiv:2403.03206, logit-normal), drawn per image.
     """
     latents = batch.latents
     noise = torch.randn_like(latents)
@@ -148,7 +153,10 @@ def flow_loss(model: Flux, batch: Batch) -> Tensor:
 def train_step(
     model: Flux, optimizer: ZeroOptimizer, batch: Batch, learning_rate: float = LEARNING_RATE
 ) -> Tensor:
-    """Forward, backward with reduction, clipping, AdamW. Returns the loss of this rank's images, fp32 []."""
+    """Run forward, backward with reduction, clipping and AdamW.
+
+    Return the loss of this rank's images, fp32 [].
+    """
     loss = flow_loss(model, batch)
     loss.backward()
     optimizer.step(learning_rate)
@@ -156,8 +164,10 @@ def train_step(
 
 
 def build(request: Request, processes: Processes) -> tuple[Flux, ZeroOptimizer]:
-    """Matrices N(0, WEIGHT_STD), biases 0, norms 1; equal on all ranks. Without communication, so that a rank that runs out of memory
-    leaves none waiting: `optimizer.gather` makes the model whole.
+    """Build model and optimizer with equal weights on all ranks.
+
+    Matrices are N(0, WEIGHT_STD), biases 0, norms 1. Nothing is communicated, so a rank that runs
+    out of memory leaves no other rank waiting. `optimizer.gather` completes the model's weights.
     """
     device = processes.device
     with torch.device("meta"), default_dtype(DTYPE):
@@ -187,11 +197,14 @@ def kernels_of(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "reference"
 
 
-# --- the largest batch ------------------------------------------------------------------------------------------------
+# --- the largest batch ----------------------------------------------------------------------------
 
 
 def try_batch(request: Request, processes: Processes, size: int) -> int | None:
-    """Peak memory of two steps in bytes, on the fullest rank; None if any runs out. Everything is allocated anew, and freed again."""
+    """Return the peak memory of two steps in bytes, on the fullest rank.
+
+    Return None if a rank runs out of memory. Everything is allocated from scratch.
+    """
     free_memory(processes.device)
     built: list[Any] = []
 
@@ -206,9 +219,8 @@ def try_batch(request: Request, processes: Processes, size: int) -> int | None:
     if not succeeds_everywhere(build_all, processes):
         return None
     built[1].gather()
-    for _ in range(
-        2
-    ):  # the second begins with what the first left in torch's cache, as every later one does
+    # The second step starts with the torch cache that the first left, as every later step does.
+    for _ in range(2):
         if not succeeds_everywhere(lambda: flow_loss(built[0], built[2]).backward(), processes):
             return None
         built[1].step(LEARNING_RATE)
@@ -216,7 +228,7 @@ def try_batch(request: Request, processes: Processes, size: int) -> int | None:
 
 
 def succeeds_everywhere(work: Callable[[], None], processes: Processes) -> bool:
-    """False if memory runs out on a rank. `work` must not communicate."""
+    """Run `work` and return False if memory runs out on any rank. `work` must not communicate."""
     good = torch.ones(1, device=processes.device)
     try:
         work()

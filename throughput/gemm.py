@@ -1,4 +1,7 @@
-"""Matrix products of one GPU in FP16, BF16 and FP8, through torch's calls and the BLAS libraries behind them; and copies of memory."""
+"""Matrix products of one GPU in FP16, BF16 and FP8, and memory copies.
+
+The products run through torch's calls and the BLAS libraries that torch uses.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, spread
 
-# (M, K, N) -> what it is: 16,384 tokens of Llama 70B (hidden 8192, FFN 28672, 64 and 8 heads of 128) cut by tensor parallelism 8, and
-# squares. SemiAnalysis' choice, from a published article (published.json, gemm_llama_70b).
+# (M, K, N) -> description: 16,384 tokens of Llama 70B (hidden 8192, FFN 28672, 64 and 8 heads of
+# 128) with tensor parallelism 8, and squares. The choice is SemiAnalysis', from a published article
+# (published.json, gemm_llama_70b).
 SHAPES = {
     (4096, 4096, 4096): "square 4K",
     (8192, 8192, 8192): "square 8K",
@@ -30,9 +34,10 @@ SHAPES = {
     (16384, 8192, 7168): "FFN GEMM 1",
     (16384, 3584, 8192): "FFN GEMM 2",
 }
-CPU_DIVISOR = 32  # of each size
+CPU_DIVISOR = 32  # divides each size on a CPU
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-SCALINGS = {"tensorwise": None, "rowwise": 1}  # of FP8 -> dimension over which one scale is found
+# FP8 scaling -> dimension over which one scale is found; None: the whole tensor
+SCALINGS = {"tensorwise": None, "rowwise": 1}
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 HOST_BYTES = 2**28
 TIMES = times("Samples", "Median", ".3f")
@@ -132,10 +137,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     torch.manual_seed(0)
+    # `shapes` raises ConfigError before anything is measured.
     device, chosen = (
         options.device,
         shapes(options.shape, options.device),
-    )  # raises before anything is measured
+    )
     copies(device, result)
     for shape, description in chosen.items():
         for precision, call, library in ways(device, options.precision):
@@ -152,7 +158,10 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 
 def shapes(wanted: str | None, device: str) -> dict[tuple[int, int, int], str]:
-    """`wanted`, or all; smaller ones on a CPU. Raises ConfigError if `wanted` is no shape."""
+    """Return shape -> description: `wanted` only, or all, with smaller sizes on a CPU.
+
+    Raises ConfigError if `wanted` is not a shape.
+    """
     if wanted:
         sizes = wanted.lower().split("x")
         if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
@@ -173,7 +182,10 @@ def shapes(wanted: str | None, device: str) -> dict[tuple[int, int, int], str]:
 
 
 def ways(device: str, precision: str | None) -> Iterator[tuple[str, str, str]]:
-    """Precision, call and library ("" where there is no choice) of each way to compute a product."""
+    """Yield precision, call and library of each way to compute a product.
+
+    The library is "" where torch offers no choice.
+    """
     names = libraries() if device == "cuda" else [""]
     for dtype in DTYPES:
         for call in ("matmul", "linear"):
@@ -183,21 +195,23 @@ def ways(device: str, precision: str | None) -> Iterator[tuple[str, str, str]]:
 
 
 def libraries() -> list[str]:
-    """The names that torch.backends.cuda.preferred_blas_library takes."""
+    """Return the names that torch.backends.cuda.preferred_blas_library accepts."""
     return ["hipblas", "hipblaslt", "ck"] if torch.version.hip else ["cublas", "cublaslt"]
 
 
 @contextlib.contextmanager
 def preferred(library: str) -> Iterator[None]:
-    """torch prefers `library` in the block, if it is not "". Raises RuntimeError if torch does not take it on this GPU."""
+    """Make torch prefer `library` inside the block; "" changes nothing.
+
+    Raises RuntimeError if torch does not accept `library` on this GPU.
+    """
     if not library:
         yield
         return
     before = torch.backends.cuda.preferred_blas_library()
     try:
-        backend: Any = torch.backends.cuda.preferred_blas_library(
-            library
-        )  # torch's type stub lacks the name
+        # torch's type stub does not declare `name`.
+        backend: Any = torch.backends.cuda.preferred_blas_library(library)
         taken = backend.name.lower()
         if taken != library.replace("hip", "cu"):
             raise RuntimeError(f"torch took {taken} instead of {library}")
@@ -222,7 +236,7 @@ def product(
 def launch_of(
     shape: tuple[int, int, int], precision: str, call: str, device: str
 ) -> tuple[Callable[[], Tensor], int]:
-    """The call with its operands, and the bytes of an element of these."""
+    """Return the call with its operands bound, and the bytes per element of the operands."""
     m, k, n = shape
     if precision == "fp8":
         dimension = SCALINGS[call.rpartition(" ")[2]]
@@ -243,7 +257,10 @@ def launch_of(
 
 
 def quantized(x: Tensor, dimension: int | None) -> tuple[Tensor, Tensor]:
-    """x [rows, columns] in e4m3, and the fp32 scale that multiplies it back: a scalar, or [rows, 1] with `dimension` 1."""
+    """Quantize x [rows, columns] to e4m3 and return it with the fp32 scale that multiplies it back.
+
+    The scale is a scalar, or [rows, 1] if `dimension` is 1.
+    """
     dtype = fp8_dtypes(x.device)[0]
     largest = x.abs().amax() if dimension is None else x.abs().amax(dimension, keepdim=True)
     scale = largest.float() / torch.finfo(dtype).max
@@ -251,7 +268,7 @@ def quantized(x: Tensor, dimension: int | None) -> tuple[Tensor, Tensor]:
 
 
 def copies(device: str, result: Result) -> None:
-    """Rows of the table "copy": within the memory, and on a GPU from and to the host's."""
+    """Add the rows of table "copy": within device memory, and on a GPU to and from host memory."""
     size, host_size = COPY_BYTES[device], HOST_BYTES
 
     def within() -> Measured:
@@ -304,7 +321,7 @@ def summarize(result: Result) -> None:
 
 
 def note_roofs(result: Result) -> None:
-    """The note "roofline": TB/s of a copy within the memory, and the named peaks of the machine's kind."""
+    """Add note "roofline": TB/s of a copy within the memory, and the peaks of this kind of GPU."""
     copy = next(
         (row["gbps"] for row in result.rows if row["table"] == "copy" and "gbps" in row), None
     )

@@ -1,4 +1,7 @@
-"""Training steps of GPTs of eight sizes, 30 M to 10 B parameters, on one GPU in plain torch; --batch max and --sweep look for its limit."""
+"""Training steps of GPTs of eight sizes, 30 M to 10 B parameters, on one GPU in plain torch.
+
+--batch max and --sweep find the largest batch.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,8 @@ from throughput.result import Measured, Result
 from throughput.tables import Beside, Column, Plot, Table, times
 from throughput.timing import spread, step_ms
 
-MOST_ON_CPU = (
-    16  # sequences of a sweep there: the memory is the machine's own, and nobody may fill it
-)
+# Largest batch of a sweep on a CPU, whose memory is the machine's own and must not be filled.
+MOST_ON_CPU = 16
 PRECISION = "bf16"
 
 COLUMNS = (
@@ -92,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
-    """Raises ConfigError."""
+    """Measure the chosen sizes, at one batch each or as a sweep. Raises ConfigError."""
     if options.batch and options.sweep:
         raise ConfigError(
             "--batch and --sweep", "a sweep chooses the batches itself", "leave one of them out"
@@ -118,7 +120,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
 
 
 def add_row(table: str, name: str, size: Size, options: argparse.Namespace, result: Result) -> bool:
-    """Measure and add a row; False if it failed, as for want of memory."""
+    """Measure one size and add its row. Return False if it failed, for example out of memory."""
     row = {
         "table": table,
         "model": name,
@@ -146,7 +148,10 @@ def run(size: Size, options: argparse.Namespace, result: Result) -> Measured:
 
 
 def timed_steps(size: Size, device: str, warmup: int, steps: int) -> tuple[list[float], int]:
-    """(milliseconds of each step, peak memory in bytes, 0 on a CPU) of a new model."""
+    """Time steps of a new model.
+
+    Return the milliseconds of each step and the peak memory in bytes, which is 0 on a CPU.
+    """
     place = torch.device(device)
     free_memory(place)
     with attention_backends(device):
@@ -155,11 +160,14 @@ def timed_steps(size: Size, device: str, warmup: int, steps: int) -> tuple[list[
     return times, peak_bytes(place)
 
 
-# --- the largest batch ------------------------------------------------------------------------------------------------
+# --- the largest batch ----------------------------------------------------------------------------
 
 
 def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) -> None:
-    """Rows for batches 1, 2, 4, ...; where the memory ends, a row that says so and one of the largest batch that fits. The fastest is marked."""
+    """Add rows for batches 1, 2, 4, ... and mark the fastest.
+
+    If memory runs out, add a row that says so and a row of the largest batch that fits.
+    """
     first, batch = len(result.rows), 1
     while add_row("sweep", name, replace(size, batch=batch), options, result) and not (
         options.device == "cpu" and batch >= MOST_ON_CPU
@@ -184,7 +192,10 @@ def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) ->
 
 
 def fits(size: Size, device: str, batch: int) -> bool:
-    """Two steps, since AdamW's moments exist from the second on. Raises whatever is not for want of memory."""
+    """Return whether two steps fit in memory; AdamW's moments exist from the second step on.
+
+    Raises any error other than out of memory.
+    """
     try:
         timed_steps(replace(size, batch=batch), device, warmup=1, steps=1)
     except RuntimeError as error:

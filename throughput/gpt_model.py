@@ -1,11 +1,13 @@
-"""A GPT in plain torch, eight sizes of it, and its training step: what `throughput gpt` and `throughput scaling` time.
+"""A GPT in plain torch, in eight sizes, with its training step.
 
-Token and learned position embedding; N times (LayerNorm, causal attention with as many key as query heads, residual, LayerNorm, two matrices
-with GELU between, residual); LayerNorm; logits through the token embedding. Every linear layer has a bias. Nothing is compiled or fused by
-hand, so that the numbers say what plain torch does on a machine; the fused Llama of this package is what `bench` times.
+`throughput gpt` and `throughput scaling` time it. The model is a token and a learned position
+embedding; N times (LayerNorm, causal attention with as many key as query heads, residual,
+LayerNorm, two matrices with GELU between, residual); LayerNorm; logits through the token embedding.
+Every linear layer has a bias. Nothing is compiled or fused by hand, so the numbers show the speed
+of plain torch on a machine. `bench` times the fused Llama of this package.
 
-Weights, gradients and both of AdamW's moments are bf16: 8 bytes a parameter. There are no fp32 master weights, which a real training
-would have (16 bytes a parameter).
+Weights, gradients and both moments of AdamW are bf16: 8 bytes per parameter. There are no fp32
+master weights, which real training would have (16 bytes per parameter).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.nn import functional as F
 from common.kernels.attention import causal_attention
 from common.training.build import default_dtype
 
-STATE_BYTES = 8  # a parameter: weight, gradient and two moments in bf16
+STATE_BYTES = 8  # bytes per parameter: weight, gradient and two moments in bf16
 LEARNING_RATE = 1e-5
 
 
@@ -34,33 +36,43 @@ class GptShape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that take part in a matrix product per token: linear layers, and the embedding as the head. No biases."""
+        """Weights used in a matrix product per token: linear layers, and the embedding as the head.
+
+        Biases are not counted.
+        """
         per_layer = self.hidden_size * (4 * self.hidden_size + 2 * self.ffn_hidden_size)
         return self.num_layers * per_layer + self.vocab_size * self.hidden_size
 
     def num_parameters(self, sequence_length: int) -> int:
-        """All of them, with one row of the position embedding for each place of the sequence."""
+        """Return the number of all parameters.
+
+        The position embedding counts one row per position of the sequence.
+        """
         biases_and_norms = (
             self.num_layers * (9 * self.hidden_size + self.ffn_hidden_size) + 2 * self.hidden_size
         )
         return self.matmul_parameters + sequence_length * self.hidden_size + biases_and_norms
 
     def training_flops_per_token(self, sequence_length: int) -> int:
-        """6*N + 6*L*S*H, as common/model/shapes.py counts the Llama: causal attention at half of the square."""
+        """Return 6*N + 6*L*S*H, with causal attention at half of the square.
+
+        common/model/shapes.py counts the Llama's FLOPs in the same way.
+        """
         return 6 * self.matmul_parameters + 6 * self.num_layers * sequence_length * self.hidden_size
 
 
 @dataclass(frozen=True)
 class Size:
-    """A shape with the batch and the sequence length that it is measured with."""
+    """A shape, and the batch and sequence length at which it is measured."""
 
     shape: GptShape
     batch: int
     sequence_length: int
 
 
-# The eight of a published benchmark of one MI350X; its rows are in throughput/published.json. "7b" and "13b" are its labels: they have 5.2
-# and 10.1 billion parameters.
+# The eight sizes of a published benchmark of one MI350X, whose rows are in
+# throughput/published.json. "7b" and "13b" are its labels: they have 5.2 and 10.1 billion
+# parameters.
 SIZES = {
     "small": Size(GptShape(6, 6, 384, 1536), 32, 512),
     "medium": Size(GptShape(12, 12, 768, 3072), 16, 512),
@@ -71,12 +83,12 @@ SIZES = {
     "7b": Size(GptShape(32, 32, 4096, 11008), 8, 1024),
     "13b": Size(GptShape(40, 40, 5120, 13824), 4, 1024),
 }
-# What a CPU measures by default: it shows that the verb works, and says nothing of a machine.
+# Sizes for a CPU: they show that the command works and say nothing about the machine.
 STAND_INS = {
     "tiny": Size(GptShape(2, 2, 64, 256, 2048), 2, 64),
     "mini": Size(GptShape(4, 4, 128, 512, 2048), 2, 64),
 }
-STEPS = {"cuda": 10, "cpu": 3}  # timed, if --steps is left out
+STEPS = {"cuda": 10, "cpu": 3}  # timed steps if --steps is omitted
 STEPS_HELP = f"timed steps, {STEPS['cuda']} on a GPU and {STEPS['cpu']} on a CPU if it is left out; their median counts"
 
 
@@ -105,12 +117,11 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.hidden_size)
         for table in (self.embedding, self.positions):
-            nn.init.normal_(
-                table.weight, std=0.02
-            )  # as GPT-2; the head is tied, and logits of N(0, 1) rows would be huge
+            # As GPT-2. The head is tied, so rows of N(0, 1) would give huge logits.
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """int [batch, sequence + 1] -> mean loss over all next tokens, []."""
+        """Return the mean loss over all next tokens, [], of int tokens [batch, sequence + 1]."""
         inputs, labels = tokens_BS[:, :-1], tokens_BS[:, 1:]
         x_BSD = self.embedding(inputs) + self.positions.weight
         for block in self.blocks:
@@ -120,14 +131,17 @@ class Gpt(nn.Module):
 
 
 def build_gpt(shape: GptShape, sequence_length: int, device: torch.device) -> Gpt:
-    """In bf16, equal on all ranks."""
+    """Build the model in bf16 with equal weights on all ranks."""
     torch.manual_seed(1)
     with device, default_dtype(torch.bfloat16):
         return Gpt(shape, sequence_length)
 
 
 def train_step(model: nn.Module, size: Size) -> Callable[[], None]:
-    """A function that does one step of `model` (a Gpt, or a wrapped one) on random tokens: forward, backward, AdamW."""
+    """Return a function that runs one step on random tokens: forward, backward, AdamW.
+
+    `model`: a Gpt, or a wrapped one.
+    """
     device = next(model.parameters()).device
     tokens = torch.randint(
         size.shape.vocab_size, (size.batch, size.sequence_length + 1), device=device

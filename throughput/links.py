@@ -26,7 +26,7 @@ COPY_BYTES, REPEATS = 2**28, 10
 Names = dict[tuple[int, int], str]  # (GPU, another GPU) -> NV18, XGMI, PIX, ...
 
 
-# --- what the driver says ---------------------------------------------------------------------------------------------
+# --- what the driver says -------------------------------------------------------------------------
 
 
 def ask_driver(vendor: str, environment: Mapping[str, str], count: int) -> tuple[Names, str]:
@@ -90,7 +90,7 @@ def _matrix(rows: list[list[str]]) -> Names:
     return found
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 def measure_copies(path: Path) -> None:
@@ -127,7 +127,7 @@ def copy_gb_per_s(source: int, target: int) -> float:
     return REPEATS * COPY_BYTES / seconds(REPEATS) / 1e9
 
 
-# --- rows and picture -------------------------------------------------------------------------------------------------
+# --- rows and picture -----------------------------------------------------------------------------
 
 
 def rows(names: Names, copies: list[list]) -> list[dict[str, Any]]:

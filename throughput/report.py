@@ -16,7 +16,7 @@ NEEDED_BY_PAGE = ("markupsafe", "matplotlib")  # the former comes with jinja2
 MAX_BARS = 20  # rows of a comparison that has a plot
 
 
-# --- one result -------------------------------------------------------------------------------------------------------
+# --- one result -----------------------------------------------------------------------------------
 
 
 def title(what: str, data: dict[str, Any]) -> str:
@@ -146,7 +146,7 @@ def of_published(name: str) -> Section:
     )
 
 
-# --- several results --------------------------------------------------------------------------------------------------
+# --- several results ------------------------------------------------------------------------------
 
 
 def compared(results: list[tuple[str, dict[str, Any]]]) -> list[Section]:
@@ -206,7 +206,7 @@ def _side_by_side(
     )
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def write(folder: Path, title: str, made: list[Section]) -> None:

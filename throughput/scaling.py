@@ -205,7 +205,7 @@ def run_ranks(request: Request, count: int) -> tuple[dict[str, Any], RunError | 
         return ranks.run_ranks(Path(name), count, ["throughput.scaling_rank", name], {}, LIMIT_S)
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def add_steps(

@@ -84,7 +84,7 @@ def measure(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 def measure_plain(request: Request, processes: Processes) -> dict:
@@ -163,7 +163,7 @@ def measure_steps(
     }
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def measure_collectives(request: Request, processes: Processes) -> list[dict]:

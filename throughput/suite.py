@@ -184,7 +184,7 @@ def time_left(ended: dict[str, dict], quick: bool) -> str:
     return f"; about {max(left / 60, 1):.0f} min left" if left > SCHEDULED else ""
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def sections(folder: Path, ended: dict[str, dict]) -> list[Section]:
