@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-OLDEST_TORCH = (2, 9)
+OLDEST_TORCH = (2, 10)
 
 
 def version_of(name: str) -> str:

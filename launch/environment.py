@@ -86,7 +86,7 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
         return python
     if builds[0] == "rocm":
         raise PreflightError(
-            "this Python has no torch 2.9 or newer for AMD GPUs",
+            "this Python has no torch 2.10 or newer for AMD GPUs",
             "the torch of the package index is built for CUDA and would not see the GPU",
             "use a container with ROCm and torch (see Dockerfile), or install torch for ROCm from pytorch.org first",
         )

@@ -39,7 +39,7 @@ def test_a_complete_python_is_used_as_it_is(tmp_path):
 
 def test_old_torch_does_not_do(monkeypatch):
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: True)
-    for version, good in (("2.8.0", False), ("2.9.0a0+git", True), ("2.13.0+cpu", True)):
+    for version, good in (("2.9.1", False), ("2.10.0a0+git", True), ("2.13.0+cpu", True)):
         monkeypatch.setattr(
             environment.importlib.metadata, "version", lambda name, version=version: version
         )

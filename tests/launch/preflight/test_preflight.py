@@ -551,8 +551,8 @@ def test_log_folder(tmp_path, monkeypatch):
     ("torch", "verdict"),
     [
         ("2.11.0+cu130", "ok"),
-        ("2.9.0a0+rocm7.0", "ok"),
-        ("2.8.1+cu128", "refuse"),
+        ("2.10.0a0+rocm7.2", "ok"),
+        ("2.9.1+cu128", "refuse"),
         (None, "refuse"),
     ],
 )
