@@ -1,4 +1,6 @@
-"""The objects that train: model, optimizer and the format of the linear layers; and how a global batch is divided into micro-batches."""
+"""The objects of a training run (model, optimizer, format of the linear layers) and the division of
+a global batch into micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from common.model.linear_layers import LinearLayers
 from common.model.llama import Llama
 from common.sharding.optimizer import require_owner
 
-if TYPE_CHECKING:  # for the annotations only: a rank imports the one optimizer that it uses
+if TYPE_CHECKING:  # For annotations only: a rank imports just the optimizer that it uses.
     from common.sharding.replicated import ReplicatedOptimizer
     from common.sharding.zero import ZeroOptimizer
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:  # for the annotations only: a rank imports the one optimizer 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What trains. Raises ValueError where a parameter trains that `optimizer` does not update."""
+    """The objects of one training run. Raises ValueError if `optimizer` does not update a parameter
+    that trains.
+    """
 
     model: Llama
     optimizer: Optimizer
@@ -30,13 +34,19 @@ class Assembly:
         require_owner(self.model, self.optimizer)
 
     def step(self, learning_rate: float) -> Tensor:
-        """After the last backward of a step: update the weights, then the state of the linear layers. Returns the gradient norm, fp32 [] on the device."""
+        """Update the weights after the last backward of a step, then the state of the linear
+        layers.
+
+        Returns the gradient norm, fp32 [] on the device.
+        """
         norm = self.optimizer.step(learning_rate)
         self.linear.step_done()
         return norm
 
     def state_tensors(self) -> list[Tensor]:
-        """Everything that training changes in place: weights, optimizer state, FP8 scales."""
+        """Return everything that training changes in place: weights, optimizer state, FP8
+        scales.
+        """
         return [
             *self.optimizer.weights,
             *self.optimizer.state_tensors(),
@@ -44,14 +54,16 @@ class Assembly:
         ]
 
     def reset(self) -> None:
-        """Optimizer state and scales as before the first step. The weights stay."""
+        """Reset optimizer state and scales to their values before the first step. The weights
+        stay.
+        """
         self.optimizer.reset_state()
         self.linear.reset()
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How a global batch is cut: sequences per step, and micro-batches per rank and step."""
+    """Division of a global batch: sequences per step, and micro-batches per rank and step."""
 
     global_batch_size: int
     gradient_accumulation_steps: int

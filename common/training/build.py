@@ -1,4 +1,6 @@
-"""How a benchmark's objects are assembled: one function for both, whose body is the order."""
+"""Assemble a benchmark's model, optimizer and scaling state, in this order. Both benchmarks use
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from common.model.llama import Head, Llama
 from common.model.shapes import ModelShape
 from common.training.assembly import Assembly
 
-if TYPE_CHECKING:  # exists for type checkers only
+if TYPE_CHECKING:  # exists only for type checkers
     from common.training.assembly import Optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,11 +36,14 @@ def build(
     weights: Callable[[Llama, Trained], object],
     before_each_pass: Sequence[Callable[[bool], None]] = (),
 ) -> Assembly:
-    """Blocks and head on the meta device, memory, sharding with the optimizer, then weights.
+    """Build the model on the meta device, allocate memory, shard with the optimizer, load weights.
 
-    `linear`: the format of the blocks' linear layers. `layers` makes the blocks and the head. `optimizer` shards the trained weights or takes them whole.
-    `weights` fills all of them, through the optimizer where it holds masters. `before_each_pass` is called with `model.training` at the start
-    of each forward: a micro-batch, or an evaluation's.
+    `linear`: the format of the blocks' linear layers.
+    `layers`: makes the blocks and the head.
+    `optimizer`: shards the trained weights or takes them whole.
+    `weights`: fills all weights, through the optimizer if it holds masters.
+    `before_each_pass`: called with `model.training` at the start of each forward, of a micro-batch
+        or of an evaluation.
     """
     with torch.device("meta"), default_dtype(DTYPES[config.precision]):
         model = Llama(shape, sequence_length, *layers())
@@ -50,8 +55,9 @@ def build(
         model.register_forward_pre_hook(
             lambda model, _, start_pass=start_pass: start_pass(model.training)
         )
-    # Its gradient by rows (kernels/accumulate.py), unless those of all ranks' tokens are more bytes than the dense one, which is also filled with
-    # zeros and added up. A tied embedding's is the head's as well, which is dense.
+    # Use a sparse embedding gradient (kernels/accumulate.py) unless the rows of all ranks' tokens
+    # take more bytes than the dense gradient, which must also be zeroed and accumulated. A tied
+    # embedding shares its gradient with the head, which is dense.
     tokens = config.world_size * config.micro_batch_size * sequence_length
     model.embedding.sparse = tokens <= 2 * shape.vocab_size and not shape.tied_embedding
     trained_by = optimizer(model)
@@ -61,7 +67,7 @@ def build(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Of the modules that are made inside."""
+    """Set the default dtype for modules created inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,12 +1,18 @@
-"""`--checkpoint` and `--continue`: everything that training changes, in files of torch.distributed.checkpoint (DCP).
+"""Save and load the training state with torch.distributed.checkpoint (DCP), for `--checkpoint` and
+`--continue`.
 
-Saved are the fp32 masters, the optimizer's state under the names that its update rule gives, FP8's scales and histories, and the random generators. The data need no
-more than the number of steps: their order is a function of the seed. A frozen base is not saved, it is loaded again.
+A checkpoint holds the fp32 masters, the optimizer's state under the names that its update rule
+gives, the FP8 scales and histories, and the random generators. The data need only the number of
+steps, because their order is a function of the seed. A frozen base is not saved but loaded again.
 
-Each rank writes what it holds, in DCP's safetensors layout (torch.distributed.checkpoint.HuggingFaceStorageWriter): its other one is pickle,
-which runs what a file says. DCP cuts tensors anew for another number of ranks. A digest in facts.json, over all values, is equal
-on any number of ranks: what was loaded is what was saved. A save copies the state to host memory, while training stands still, and writes it in a
-thread. A folder is renamed when every file in it is on the disk, and only then is the one before removed.
+Each rank writes the tensors it holds, in DCP's safetensors layout
+(torch.distributed.checkpoint.HuggingFaceStorageWriter). DCP's other layout is pickle, which
+executes code from a file. DCP re-shards tensors for a different number of ranks. facts.json holds a
+digest of all values, which is the same on any number of ranks: it proves that the loaded state is
+the saved one.
+
+A save copies the state to host memory while training pauses, then writes it in a thread. A folder
+is renamed once every file in it is on the disk. Only then is the previous checkpoint removed.
 """
 
 from __future__ import annotations
@@ -61,20 +67,21 @@ from common.training.digest import fingerprint
 from common.training.reports import Reports
 from common.training.run import Run
 
-WRITE_LIMIT = timedelta(
-    hours=2
-)  # for the slowest rank and disk: no rank gives up on another before
-OFFSETS = "DCP_SHARDING_INFO"  # in the header of a file: where in the whole tensor a part begins; as HuggingFaceStorageReader looks for it
+# Timeout for the slowest rank and disk: no rank gives up on another earlier.
+WRITE_LIMIT = timedelta(hours=2)
+# Key in a file's header, as HuggingFaceStorageReader expects it: the offsets of each part in the
+# whole tensor.
+OFFSETS = "DCP_SHARDING_INFO"
 
 
 @dataclass
 class Part:
-    """What this rank holds of one tensor."""
+    """The slice of one tensor that this rank holds."""
 
-    live: Tensor  # where training changes it
-    host: Tensor  # a copy in host memory
-    state: Tensor  # `host` as DCP takes it: a DTensor where the ranks share the rows
-    first: int  # the number of its first element in the whole tensor
+    live: Tensor  # the tensor that training changes
+    host: Tensor  # copy in host memory
+    state: Tensor  # `host` in the form DCP expects: a DTensor if the ranks share the rows
+    first: int  # index of its first element in the whole tensor
 
     @property
     def shared(self) -> bool:
@@ -82,22 +89,25 @@ class Part:
 
 
 class Checkpoints:
-    """Checkpoints of one run: `load` before the clock, `offer` each step that could be saved, `finish` at the end."""
+    """Checkpoints of one run: `load` before `run_start`, `offer` after each step, `finish` at the
+    end.
+    """
 
     def __init__(self, run: Run, reports: Reports, assembly: Assembly, processes: Processes):
-        """Raises ConfigError for configs without checkpoints."""
+        """Raise ConfigError for configs that do not support checkpoints."""
         require_possible(run.config)
         self.run, self.reports, self.assembly = run, reports, assembly
         self.processes, self.rank = processes, processes.rank
         self.when: When | None = when_from(run.checkpoint) if run.checkpoint else None
         self.folder = run.run_dir / FOLDER
-        # Of its own: a save runs beside the step, and DCP's messages between ranks need a CPU.
+        # A separate group: a save runs during training steps, and DCP's messages between ranks need
+        # a CPU backend.
         self.group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
         self.parts = {
             name: self._part(live, rows) for name, (live, rows) in self._tensors().items()
         }
-        self.own: dict[str, Tensor] = {}  # what this rank saves for itself
+        self.own: dict[str, Tensor] = {}  # state that only this rank has
         self.saving: Future | None = None
         self.step, self.evaluations, self.last = 0, 0, time.monotonic()
 
@@ -108,10 +118,12 @@ class Checkpoints:
             "config": asdict(self.run.config),
         }
 
-    # What is saved.
+    # State to save.
 
     def _tensors(self) -> dict[str, tuple[Tensor, int]]:
-        """Name -> (this rank's rows, rows of all ranks together), or 0 where each rank holds the whole."""
+        """Return name -> (this rank's rows, number of rows on all ranks), or 0 if each rank holds
+        the whole.
+        """
         model, optimizer = self.assembly.model, self.assembly.optimizer
         names = {parameter: name for name, parameter in model.named_parameters()}
         tensors = {}
@@ -127,9 +139,8 @@ class Checkpoints:
                 rows = 0
                 if optimizer.sharded:
                     rows = len(parameter)
-                    part = part[
-                        : max(0, rows - self.rank * len(part))
-                    ]  # the last ranks may hold rows of padding, or nothing else
+                    # The last ranks may hold rows of padding, or nothing else.
+                    part = part[: max(0, rows - self.rank * len(part))]
                 tensors[f"{names[parameter]}.{kind}"] = (part, rows)
         return tensors
 
@@ -149,7 +160,9 @@ class Checkpoints:
         )
 
     def _own(self) -> dict[str, Tensor]:
-        """What each rank has for itself, on the CPU: copies."""
+        """Return copies on the CPU of the state that differs between ranks: generators, and the
+        state of the linear layers.
+        """
         own = {"cpu_generator": torch.get_rng_state()}
         if self.processes.device.type == "cuda":
             own["gpu_generator"] = torch.cuda.get_rng_state(self.processes.device)
@@ -159,7 +172,10 @@ class Checkpoints:
         }
 
     def _digest(self, own: dict[str, Tensor], facts: dict[str, Any]) -> str:
-        """Return the hash of all values on all ranks, however they are shared, and of `facts`. `own`: by their names in the checkpoint."""
+        """Return a hash of `facts` and of all values on all ranks, however the ranks share them.
+
+        `own`: this rank's own tensors by their names in the checkpoint.
+        """
         mine = {
             name: (part.shared, fingerprint(part.live.float(), part.first))
             for name, part in self.parts.items()
@@ -176,7 +192,10 @@ class Checkpoints:
     # Saving.
 
     def offer(self, step: int, evaluated: bool) -> None:
-        """Between two steps, on all ranks at the same ones: save if it is time. Raises StorageError where the save before failed."""
+        """Save if a checkpoint is due. Call it between two steps, on all ranks at the same step.
+
+        Raises StorageError if the previous save failed.
+        """
         if self.saving is not None and self.saving.done():
             self.finish()
         self.step = step
@@ -193,9 +212,9 @@ class Checkpoints:
             "ranks": self.processes.world_size,
         }
         writer = Writer(self.folder / f"step_{step:08d}", facts)
-        if (
-            self.rank == 0
-        ):  # what a killed save of this step left, of more ranks perhaps; the digest's exchange holds the others
+        # Remove the rest of a killed save of this step, perhaps of more ranks. The exchange in
+        # `_digest` makes the other ranks wait.
+        if self.rank == 0:
             shutil.rmtree(writer.path, ignore_errors=True)
         facts |= {"torch": torch.__version__}
         facts |= {"digest": self._digest(self.own, facts)}
@@ -214,9 +233,8 @@ class Checkpoints:
         if when.evaluations:
             self.evaluations += evaluated
             return evaluated and self.evaluations % when.evaluations == 0
-        mine = (
-            self.rank == 0 and time.monotonic() - self.last >= when.seconds
-        )  # the clock of one rank decides for all
+        # the clock of rank 0 decides for all
+        mine = self.rank == 0 and time.monotonic() - self.last >= when.seconds
         return bool(self.processes.sum(torch.tensor([float(mine)], device=self.processes.device)))
 
     def _stage(self) -> dict[str, Tensor]:
@@ -227,7 +245,9 @@ class Checkpoints:
         return {name: part.state for name, part in self.parts.items()} | self.own
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Raises StorageError; the checkpoint before is whole then."""
+        """Wait for the save in progress. Raises StorageError if it failed: the previous checkpoint
+        is then still complete.
+        """
         if self.saving is None:
             return
         self._write_heartbeat()
@@ -247,9 +267,11 @@ class Checkpoints:
     # Loading.
 
     def load(self) -> int:
-        """The state of --continue's run; returns its steps. 0 without --continue.
+        """Load the state of the run named by --continue. Return its number of steps, or 0 without
+        --continue.
 
-        Raises ConfigError where there is no checkpoint or it is of another run, WeightsError where it is damaged.
+        Raises ConfigError if there is no checkpoint or it belongs to another run, WeightsError if
+        it is damaged.
         """
         if self.run.continues is None:
             return 0
@@ -292,8 +314,11 @@ class Checkpoints:
         return step
 
     def _restore_own(self, ranks: list[dict[str, Tensor]], step: int) -> None:
-        """`ranks`: what each rank had for itself. On another number of ranks scales are those of the largest values that any has seen, and
-        the generators start anew.
+        """Restore the state that differs between ranks. `ranks`: that state of each rank of the
+        saved run.
+
+        On a different number of ranks, scales come from the largest values that any rank has seen,
+        and the generators are seeded again.
         """
         same = len(ranks) == self.processes.world_size
         gradient_ratio = self.processes.world_size / len(ranks)
@@ -307,7 +332,9 @@ class Checkpoints:
 
 
 def _cause(error: BaseException) -> str:
-    """In one line. Raises what a signal raised inside of DCP."""
+    """Return the cause of `error` in one line. Raises the exception of a signal that arrived inside
+    DCP.
+    """
     causes = (
         [cause for cause, _ in error.failures.values()]
         if isinstance(error, CheckpointException)
@@ -337,7 +364,7 @@ def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
 
 
 class Stager(BlockingAsyncStager):
-    """DCP asks it for the copies that it may write while training goes on."""
+    """Hands DCP the host copies, which it may write while training continues."""
 
     def __init__(self, stage: Callable[[], dict[str, Tensor]]):
         super().__init__()
@@ -348,9 +375,11 @@ class Stager(BlockingAsyncStager):
 
 
 class Writer(dcp.HuggingFaceStorageWriter):
-    """Writes a rank's tensors into a file of its own, one after the other, and makes `folder` of all of them.
+    """Writes a rank's tensors one after another into its own file, and renames the folder when all
+    ranks are done.
 
-    DCP's own `write_data` makes one bytes object of a file first: a second copy in host memory, during which Python cannot start a kernel.
+    DCP's own `write_data` first builds one bytes object of the whole file. That is a second copy in
+    host memory, and Python cannot launch kernels meanwhile.
     """
 
     def __init__(self, folder: Path, facts: dict):
@@ -367,9 +396,8 @@ class Writer(dcp.HuggingFaceStorageWriter):
             tensors[item.index.fqn] = planner.resolve_data(item)  # type: ignore[assignment]
             offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
         shard = plan.storage_data["shard_index"]
-        tensors = dict(
-            sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-        )  # each begins where its dtype may
+        # keeps each tensor aligned to its dtype
+        tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         write_file(
             Path(self.path) / f"rank_{shard - 1}.safetensors",
             tensors,
@@ -382,7 +410,7 @@ class Writer(dcp.HuggingFaceStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when the files of all ranks are on the disk."""
+        """Publish the checkpoint. Called on rank 0 when the files of all ranks are on the disk."""
         partial = Path(self.path)
         write_whole(partial / FACTS, json.dumps(self.facts, indent=1).encode() + b"\n")
         _sync(partial / FACTS)
@@ -391,9 +419,8 @@ class Writer(dcp.HuggingFaceStorageWriter):
         partial.rename(self.folder)
         _sync(self.folder.parent)
         for path in before:
-            gone = (
-                path if path.suffix == PARTIAL else path.rename(str(path) + PARTIAL)
-            )  # at no moment a part has the name of a whole
+            # An incomplete checkpoint never has the name of a complete one.
+            gone = path if path.suffix == PARTIAL else path.rename(str(path) + PARTIAL)
             shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -406,7 +433,9 @@ def _sync(path: Path) -> None:
 
 
 class Reader(dcp.HuggingFaceStorageReader):
-    """Of damaged files it says so in an exception that can be sent to the other ranks; that of safetensors cannot."""
+    """Reports damaged files in an exception that can be pickled and sent to other ranks; those of
+    safetensors cannot.
+    """
 
     def read_metadata(self) -> Metadata:
         with _sendable():

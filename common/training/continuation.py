@@ -1,7 +1,10 @@
-"""Which checkpoint a run continues from, and whether it may. Standard library only: the launcher asks before it starts anything.
+"""Find the checkpoint that a run continues from, and check that the run may continue it.
 
-A run with --checkpoint keeps its newest checkpoint in RUN/checkpoints/step_<number>/: a safetensors file of each rank, and facts.json, which
-says of what run it is. A folder has this name when it is whole; what is being written or removed has .partial behind it.
+Standard library only: the launcher checks before it starts any process.
+
+A run with --checkpoint keeps its newest checkpoint in RUN/checkpoints/step_<number>/. The folder
+holds a safetensors file per rank, and facts.json, which identifies the run. The folder gets this
+name when it is complete. While it is being written or removed, its name ends in .partial.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ EVERY_FACT = {
     "ranks": int,
     "digest": str,
 }
-# Keys of a config that another sitting of the same run may change. All others decide what is computed, or in which order data are read.
+# Config keys that may change when a run is continued. All others decide what is computed, or in
+# which order data are read.
 MAY_DIFFER = {
     *(
         "nodes",
@@ -40,14 +44,16 @@ MAY_DIFFER = {
 
 @dataclass(frozen=True)
 class When:
-    """Of the two one is 0."""
+    """The interval between checkpoints. Exactly one of the two fields is nonzero."""
 
-    evaluations: int  # after every so many
-    seconds: float  # at the next step that is logged after so many
+    evaluations: int  # save after this many evaluations
+    seconds: float  # save at the first logged step after this many seconds
 
 
 def when_from(text: str) -> When:
-    """ "2": after every second evaluation; "600s": every ten minutes. Raises ConfigError."""
+    """Parse --checkpoint. "2": after every second evaluation. "600s": every ten minutes. Raises
+    ConfigError.
+    """
     found = re.fullmatch(r"(\d+)(s?)", text)
     if not found or int(found[1]) < 1:
         do = "give --checkpoint 1 for every evaluation, or --checkpoint 600s for every ten minutes"
@@ -60,7 +66,7 @@ def when_from(text: str) -> When:
 
 
 def require_possible(config: RunConfig) -> None:
-    """Raises ConfigError where no checkpoint can be written or read."""
+    """Raise ConfigError if this config does not support checkpoints."""
     do = "leave out --checkpoint and --continue"
     if config.nodes > 1:
         raise ConfigError(
@@ -71,8 +77,9 @@ def require_possible(config: RunConfig) -> None:
 
 
 def newest(run_dir: Path) -> tuple[Path, dict]:
-    """The whole checkpoint of `run_dir` with the most steps, and its facts. Raises ConfigError if there is none, WeightsError if these are
-    damaged.
+    """Return the complete checkpoint of `run_dir` with the most steps, and its facts.
+
+    Raises ConfigError if there is none, WeightsError if its facts are damaged.
     """
     folders = [
         path
@@ -103,7 +110,9 @@ def newest(run_dir: Path) -> tuple[Path, dict]:
 
 
 def _defect(folder: Path, facts: object) -> str:
-    """Return what is wrong with the facts of the checkpoint `folder`; "" for nothing that can be seen without its tensors."""
+    """Return the defect in the facts of the checkpoint `folder`, or "" if none is visible without
+    reading its tensors.
+    """
     if not isinstance(facts, dict):
         return "it is no JSON object"
     wrong = [key for key, kind in EVERY_FACT.items() if type(facts.get(key)) is not kind]
@@ -129,7 +138,7 @@ def damaged(folder: Path, why: str) -> WeightsError:
 
 
 def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: RunConfig) -> None:
-    """Raises ConfigError unless a run of this benchmark, seed and config is the one that the checkpoint is of."""
+    """Raise ConfigError unless the checkpoint is of a run with this benchmark, seed and config."""
     before, now = facts["config"], asdict(config)
     different = (
         []

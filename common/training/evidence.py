@@ -1,7 +1,8 @@
-"""What a rank leaves beside its record when a GPU's memory was full, or when it hangs. Imported then only (common/training/guard.py).
+"""Evidence of an out-of-memory error or a hang, which a rank leaves next to its record.
 
-A run records no history of its allocations: it would keep every stack, and `profile --memory` does that where no clock runs. What is written
-here needs none: the blocks that the allocator holds.
+Imported only after such a failure (common/training/guard.py). A run records no allocation history,
+because that would keep every stack; `profile --memory` records one outside a timed run. The
+evidence here needs no history: it is the blocks that the allocator holds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from common.errors import OutOfMemory, write_record
 
-ENTRIES = 200  # of the flight recorder's 2,000 the last ones: three steps of the 8B, 100 KB
+ENTRIES = 200  # the last of the flight recorder's 2,000 entries: three steps of the 8B, 100 KB
 UNITS = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 SMALLER = (
@@ -27,10 +28,12 @@ GAPS = "set PYTORCH_ALLOC_CONF to expandable_segments:True in [env] of the confi
 
 
 def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int) -> OutOfMemory:
-    """The peak, what lies in gaps, and what to try. Leaves ranks/rank_<rank>.memory.txt and .memory.pickle in `run_dir`.
+    """Return an error with the peak, the memory lost to fragmentation, and what to try.
 
-    The numbers are those of torch's message, of the moment when the allocation failed: later some of it is free again. The pickle is torch's
-    own format, which pytorch.org/memory_viz opens; nothing here reads it.
+    Writes ranks/rank_<rank>.memory.txt and .memory.pickle in `run_dir`. The numbers come from
+    torch's message, which describes the moment of the failed allocation: some of the memory is free
+    again later. The pickle is in torch's format, which pytorch.org/memory_viz opens. Nothing in
+    this project reads it.
     """
     text = str(error).splitlines()[0].partition(" If reserved but")[0]
     asked, allocated, gaps = (
@@ -42,7 +45,7 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
         )
     )
     do = f"{SMALLER}; profile --memory shows what holds it"
-    with contextlib.suppress(Exception):  # the first failure counts
+    with contextlib.suppress(Exception):  # a failure here must not hide the first one
         if run_dir and torch.cuda.is_initialized():
             place = run_dir / "ranks" / f"rank_{rank}.memory"
             place.with_suffix(".memory.txt").write_text(torch.cuda.memory_summary())
@@ -50,7 +53,7 @@ def out_of_memory(error: torch.OutOfMemoryError, run_dir: Path | None, rank: int
             do += f", {place.name}.pickle at pytorch.org/memory_viz what the allocator held"
     if asked is None or allocated is None or gaps is None:
         return OutOfMemory("the GPU's memory is full", text, do)
-    # expandable_segments is not advised on ROCm: a first copy hung with it (pytorch#192259).
+    # On ROCm expandable_segments is not recommended: a first copy hung with it (pytorch#192259).
     if (
         gaps >= asked
         and not torch.version.hip
@@ -68,13 +71,13 @@ def _gib(words: str, text: str) -> float | None:
 
 
 def write_collectives(stack: Path) -> None:
-    """ranks/rank_<k>.collectives.json beside `stack`: the last entries of torch's flight recorder, for launch/flight_recorder.py.
+    """Write ranks/rank_<k>.collectives.json next to `stack`, for launch/flight_recorder.py.
 
-    To be called by another thread than the one that hangs. Does not raise: there is no one to tell.
+    The file holds the last entries of torch's flight recorder. Call it from a thread other than the
+    one that hangs. It never raises, because no caller could handle the error.
     """
-    with contextlib.suppress(
-        Exception
-    ):  # no process group yet, a torch without the recorder, a full disk
+    # no process group yet, torch without the recorder, full disk
+    with contextlib.suppress(Exception):
         name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
         record = json.loads(getattr(torch._C._distributed_c10d, name)())
         record["entries"] = record.get("entries", [])[-ENTRIES:]

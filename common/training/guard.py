@@ -1,7 +1,9 @@
-"""What stands around a rank's work: signals become exceptions, every failure becomes a record, and the process really ends.
+"""Guard a rank's main function: turn signals into exceptions, record every failure, and always
+terminate the process.
 
-torchrun answers every failure with exit 1 and often names the victim; so each rank leaves its own record, in which a rank that
-only saw a peer vanish says so (`secondary`). The launcher reads the records and finds the guilty one.
+torchrun answers every failure with exit 1 and often names the victim. So each rank leaves its own
+record. A rank that only saw a peer vanish says so in its record (`secondary`). The launcher reads
+the records and names the rank that failed first.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from common.errors import (
     write_rank_record,
 )
 
-# What gloo and NCCL say when a peer is gone or silent. Seen with torch 2.9 to 2.13; anything else counts as our own failure.
+# Messages of gloo and NCCL when a peer is gone or silent, seen with torch 2.9 to 2.13. Any other
+# message counts as a failure of this rank.
 _TIMED_OUT = ("timed out", "Timed out", "timeout")
 _PEER_GONE = (
     "Connection closed by peer",
@@ -43,8 +46,8 @@ _PEER_GONE = (
     "remote process exited",
 )
 
-ALONE_S = 5.0  # to write what is to be written, without torchrun
-_signals_raise = False  # do SIGTERM and SIGINT end the work of this process?
+ALONE_S = 5.0  # seconds to finish writing after torchrun is gone
+_signals_raise = False  # whether SIGTERM and SIGINT end the work of this process
 
 
 def run_guarded(
@@ -55,22 +58,27 @@ def run_guarded(
     step: Callable[[], int],
     returns: bool = False,
 ) -> None:
-    """Run `body`, leave a record and end the process; on failure call `on_failure` before (which may write run_stop aborted).
+    """Run `body`, write a record and terminate the process. On failure call `on_failure` first.
 
-    `step` tells how far the run got. Ends by `os._exit`: tearing down a broken group can hang, and after a good end a thread of gloo that frees a
-    collective's tensors while the interpreter shuts down may not have the GIL: std::terminate, 4 of 72 processes under load. `returns`: after a good
-    end, for a profiler around the process, which writes when that shuts down.
+    `on_failure`: may write run_stop aborted.
+    `step`: returns the number of steps done.
+    `returns`: return after success, for a profiler that writes its results at interpreter shutdown.
+
+    The process ends by `os._exit`, for two reasons. Tearing down a broken process group can hang.
+    After success, a gloo thread that frees a collective's tensors during interpreter shutdown may
+    not have the GIL: that called std::terminate in 4 of 72 processes under load.
     """
     global _signals_raise
     _listen_to_signals(run_dir, rank)
     try:
         body()
-        _signals_raise = False  # the work is done: a late SIGTERM must not turn it into a failure
+        _signals_raise = False  # The work is done: a late SIGTERM must not turn it into a failure.
         if run_dir is not None:
             write_rank_record(run_dir, rank, "done", step=step())
     except BaseException as error:
-        # Before any call, at which python would raise what a signal has asked for: torchrun ends all ranks when one died, at about the time
-        # when the others see that it did, and what they saw is to be told.
+        # Must precede any call, at which Python would raise the exception of a pending signal.
+        # torchrun ends all ranks when one has died, at about the time when the others notice. What
+        # they noticed must be recorded.
         _signals_raise = False
         end_badly(run_dir, rank, error, on_failure, step)
     if not returns:
@@ -78,9 +86,12 @@ def run_guarded(
 
 
 def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -> RunError:
-    """The RunError that tells the user what `error` means. Of a full GPU it leaves in `run_dir` what held its memory."""
+    """Return the RunError that explains `error` to the user.
+
+    For a GPU out-of-memory error, also write to `run_dir` what held the memory.
+    """
     if isinstance(error, torch.OutOfMemoryError):
-        from common.training.evidence import out_of_memory  # no good run needs it
+        from common.training.evidence import out_of_memory  # imported only after a failure
 
         return out_of_memory(error, run_dir, rank)
     if known := failure_of(error):
@@ -107,7 +118,9 @@ def classify(error: BaseException, run_dir: Path | None = None, rank: int = 0) -
 
 
 def is_secondary(error: BaseException) -> bool:
-    """True where this rank only saw the failure of another one: what a collective raised."""
+    """Return whether this rank only saw the failure of another one, through an error that a
+    collective raised.
+    """
     ours, signs = ("gloo", "NCCL", "c10d", "TCPStore", "socket"), (*_TIMED_OUT, *_PEER_GONE)
     known = all(any(word in str(error) for word in words) for words in (ours, signs))
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and known)
@@ -126,7 +139,8 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
     stack = None
     if run_dir is not None:
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
-        # The launcher sends SIGUSR1 to ranks that hang: where they stand goes into this file. It stays open for the process.
+        # The launcher sends SIGUSR1 to ranks that hang, and their stacks go to this file. It stays
+        # open as long as the process runs.
         stack = open(run_dir / "ranks" / f"rank_{rank}.stack", "w")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -134,12 +148,16 @@ def _listen_to_signals(run_dir: Path | None, rank: int) -> None:
 
 
 def _watch(torchrun: int, stack: IO | None) -> None:
-    """End this process when torchrun was killed; after ALONE_S also where its main thread waits for ranks that are gone. When the launcher
-    has asked a rank that hangs for its `stack`, leave its collectives too: the main thread cannot."""
+    """End this process when torchrun was killed, and collect evidence of a hang.
+
+    After ALONE_S seconds the process ends even if its main thread waits for ranks that are gone.
+    When the launcher has asked a hanging rank for its `stack`, write its collectives too: the main
+    thread cannot.
+    """
     while os.getppid() == torchrun:
         time.sleep(0.5)
         if stack and os.fstat(stack.fileno()).st_size:
-            from common.training.evidence import write_collectives  # no good run needs it
+            from common.training.evidence import write_collectives  # imported only after a failure
 
             write_collectives(Path(stack.name))
             stack = None
@@ -155,15 +173,16 @@ def end_badly(
     on_failure: Callable[[], None],
     step: Callable[[], int],
 ) -> None:
-    """End the process with the exit code of `error`, after a record of it in `run_dir` or a message on stderr."""
+    """Write a record of `error` to `run_dir` or a message to stderr, and exit with its exit
+    code.
+    """
     failure = classify(error, run_dir, rank)
-    with contextlib.suppress(
-        Exception
-    ):  # the first failure counts; a second one while reporting must not hide it
+    # A second failure while reporting must not hide the first one.
+    with contextlib.suppress(Exception):
         on_failure()
     text = "".join(traceback.format_exception(error))
-    told = False  # to the launcher, which tells the user
-    with contextlib.suppress(OSError):  # the disk may be what failed
+    told = False  # whether the launcher knows, which reports to the user
+    with contextlib.suppress(OSError):  # the disk may be the cause of the failure
         if run_dir is not None:
             outcome = "interrupted" if isinstance(failure, Interrupted) else "failed"
             write_rank_record(

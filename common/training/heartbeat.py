@@ -1,4 +1,6 @@
-"""The heartbeat file of a rank, from which the launcher reads that it is alive and what it does."""
+"""Heartbeat file of a rank, which tells the launcher that the rank is alive and what it is
+doing.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,10 @@ from pathlib import Path
 
 
 class Heartbeat:
-    """`ranks/rank_<k>.heartbeat`, rewritten at every micro-step: the launcher reads from it which rank hangs, and where.
+    """The file `ranks/rank_<k>.heartbeat`, rewritten at every micro-step.
 
-    One small write to an open file, some 10 us.
+    The launcher reads from it which rank hangs, and in which phase. Each update is one small write
+    to an open file, some 10 us.
     """
 
     def __init__(self, run_dir: Path, rank: int):
@@ -21,7 +24,7 @@ class Heartbeat:
         self.file = os.open(folder / f"rank_{rank}.heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
 
     def write(self, step: int, phase: str) -> None:
-        """Say that this rank has done `step` steps and is now in `phase`."""
+        """Record that this rank has done `step` steps and is now in `phase`."""
         record = {
             "rank": self.rank,
             "pid": os.getpid(),
@@ -29,5 +32,6 @@ class Heartbeat:
             "phase": phase,
             "time": time.time(),
         }
-        # One write of fixed length: a reader never sees half a record after a whole one.
+        # One write of fixed length: a reader never sees the rest of an older record after a new
+        # one.
         os.pwrite(self.file, json.dumps(record).ljust(160).encode(), 0)

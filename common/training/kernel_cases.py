@@ -1,6 +1,7 @@
-"""Each Triton kernel of a config with operands of the config's shapes, to be launched by either engine: for the self-test and for tuning.
+"""Test cases for each Triton kernel of a config, at the config's shapes, for the self-test and for
+tuning.
 
-A case is a function of the engine's name and its quantizers; it leaves its operands as they were.
+A case is a function of the engine's name and its quantizers. It leaves its operands unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Output = Tensor | QuantizedTensor | None
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an op's shape depends on."""
+    """The parameters that determine the shapes of all ops."""
 
     shape: ModelShape
     sequence_length: int
@@ -57,7 +58,7 @@ class Sizes:
 
 
 class Draw:
-    """Random numbers of a generator of its own: those of the run stay as they are."""
+    """Random tensors from a separate generator, which leaves the run's generators unchanged."""
 
     def __init__(self, device: torch.device):
         self.device, self.generator = device, torch.Generator(device).manual_seed(1)
@@ -71,7 +72,11 @@ class Draw:
 
 
 class Quantizers:
-    """Those of one engine: of a result, of a gradient, and of what LoRA keeps in 8 bits. None without FP8."""
+    """Quantizers of one engine: for a result, for a gradient, and for the activations that LoRA
+    keeps in 8 bits.
+
+    Each is None without FP8.
+    """
 
     def __init__(self, sizes: Sizes, device: torch.device):
         self.scaling, trains = DelayedScaling(), not sizes.lora_rank
@@ -92,7 +97,7 @@ Cases = Iterator[tuple[str, tuple[int, ...], Case]]  # op, shape
 
 
 def kernel_cases(sizes: Sizes, draw: Draw) -> Cases:
-    """One after the other, so that only one op's operands are in memory."""
+    """Yield cases one at a time, so that only one op's operands are in memory."""
     kinds = (
         norm_cases,
         rope_cases,
@@ -142,11 +147,12 @@ def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
     ]
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
+        # The adapters read the gradient in bf16.
         return (
             ENGINES[engine].rope_backward(
                 *parts, cos, sin, None if sizes.lora_rank else q.gradient
             ),
-        )  # adapters take it in bf16
+        )
 
     yield "RoPE backward", size, backward
 
@@ -202,9 +208,8 @@ def optimizer_cases(sizes: Sizes, draw: Draw) -> Cases:
         size,
         lambda engine, q: (accumulate.ENGINES[engine](weight.clone(), parts[0], parts[1:]),),
     )
-    ids = torch.randint(
-        2 * size[0], size[:1], device=draw.device, generator=draw.generator
-    )  # half of them are of this rank's rows
+    # Half of the ids belong to this rank's rows.
+    ids = torch.randint(2 * size[0], size[:1], device=draw.device, generator=draw.generator)
     yield (
         "embedding's gradient",
         size,

@@ -1,8 +1,10 @@
-"""The hyperparameter lines of a log: the closed division's list, the precision and parallelism that 6.1 wants disclosed, and the target.
+"""Hyperparameter lines of a log: the closed division's keys, the precision and parallelism that 6.1
+requires, and the target.
 
-Keys: MLPerf compliance checker, training_6.1.0/common.yaml, closed_common.yaml and each benchmark's closed_*.yaml, and the published logs. All
-are always logged, so that one log passes 5.1.0, 6.0.0 and 6.1.0. The checker ignores keys that it does not have: what else the rules fix is
-logged so that our lint can hold it to them by value. Standard library only.
+Sources of the keys: the MLPerf compliance checker (training_6.1.0/common.yaml, closed_common.yaml
+and each benchmark's closed_*.yaml) and the published logs. All keys are always logged, so that one
+log passes 5.1.0, 6.0.0 and 6.1.0. The checker ignores keys that it does not know. Other values that
+the rules fix are logged so that the project's own log check can verify them. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,15 +13,17 @@ from common.benchmarks import LogValue, Rules
 from common.config import RunConfig
 from common.training.mllog import EMULATED
 
-PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # ours -> the word of the MLPerf log
+PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # config value -> name in the MLPerf log
 
 
 def hyperparameters(
     config: RunConfig, rules: Rules, train_samples: int, config_filename: str
 ) -> list[tuple[str, LogValue]]:
-    """(key, value) in the order of emission. We shard data and weights only: all four model parallelisms are 1.
+    """Return (key, value) pairs in the order of emission.
 
-    `train_samples`: training sequences in the data set. `config_filename`: name of the TOML under configs/<benchmark>/.
+    Only data and weights are sharded, so all four model parallelisms are 1.
+    `train_samples`: training sequences in the data set.
+    `config_filename`: name of the TOML under configs/<benchmark>/.
     """
     linear = config.linear_format
     return [
