@@ -26,7 +26,7 @@ class Examined:
 
 
 def errors(findings: Iterable[Finding], werror: bool = False) -> list[Finding]:
-    """Return the findings that fail a log: errors, and with `werror` also warnings. Notes never do."""
+    """Return the findings that fail a log: errors, and with `werror` warnings, but never notes."""
     return [
         finding for finding in findings if finding.severity == ERROR or (werror and finding.warning)
     ]

@@ -64,7 +64,7 @@ def export(folder: Path, sink: str) -> str:
 
 
 def scalars(folder: Path) -> Iterator[tuple[int, str, float]]:
-    """Yield (step, name, value) for each number in the events, named <event>/<key>: step/loss, ..."""
+    """Yield (step, name, value) for each number in the events. Names are <event>/<key>."""
     for record in json_lines.read(folder / "events.jsonl")[0]:
         if isinstance(step := record.get("step"), int):
             yield from (

@@ -25,7 +25,8 @@ CURVES |= {"utilization_percent": "utilization, %", "memory_gib": "memory, GiB"}
 class Samples:
     """The samples of one run.
 
-    `rows`: for each GPU, its records within the timed run. `minute` in a record counts from run_start.
+    `rows`: for each GPU, its records within the timed run. `minute` in a record counts from
+    run_start.
     """
 
     source: str = ""
@@ -56,7 +57,7 @@ class Samples:
 
 @cache
 def read_samples(run: Run) -> Samples:
-    """Return the samples within the timed run. Lines that are truncated or not objects are skipped."""
+    """Return the samples within the timed run. Lines that are not complete objects are skipped."""
     samples, low, high = Samples(), 0.0, float("inf")
     for record in json_lines.read(run.folder / NAME)[0]:
         if record.get("event") == "start":

@@ -1,7 +1,7 @@
 """The code part of a submission: the files that a reviewer needs to read it and to run it again.
 
-The files come from the commit that ran, not from the working tree. A file outside the commit did not
-run, and caches and results cannot slip in. In addition to the code, the policy
+The files come from the commit that ran, not from the working tree. A file outside the commit did
+not run, and caches and results cannot slip in. In addition to the code, the policy
 (mlcommons/policies, submission_rules.adoc) wants README.md, setup.sh, init_datasets.sh,
 run_and_time.sh and <system>_<implementation>.json in a directory named after the system. Standard
 library only.
@@ -26,8 +26,8 @@ from submission.log_rules import DISCLOSURE_KEYS
 from submission.runs import Run
 
 README = Path(__file__).with_name("implementation_readme.txt")
-# Pages that a reader of the packaged code needs, in addition to the page of the GPU. The other pages
-# are about this project's own work.
+# Pages that a reader of the packaged code needs, in addition to the page of the GPU. The others are
+# about this project's own work.
 DOCS = (
     *(
         "architecture.md",

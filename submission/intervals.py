@@ -103,9 +103,9 @@ def pairs(events: list[Event], name: str, batch: int, counted: bool = True) -> l
 
     Eight ranks may log each line, some of them late. Lines whose count falls behind are left out.
 
-    `batch`: 0 for training intervals, whose count must grow from start to stop. For evaluations, the
-    global batch: the count at the stop may be less than that at the start, by less than one batch.
-    `counted`: whether to read the counts of the lines.
+    `batch`: 0 for training intervals, whose count must grow from start to stop. For evaluations,
+    the global batch: the count at the stop may be less than that at the start, by less than one
+    batch. `counted`: whether to read the counts of the lines.
     """
     found: list[Interval] = []
     opened: Event | None = None

@@ -1,15 +1,16 @@
-"""Rules of the closed division that no official tool tests, for the log of anybody.
+"""Rules of the closed division that no official tool tests, for the log of any submitter.
 
-Each rule is a function that yields (line, message), and a row of RULES that says where the rule is written and how grave a break of
-it is: an error, a warning (the official tools accept it, though it breaks the rules' text), or a note.
+Each rule is a function that yields (line, message), and a row of RULES with the source of the rule
+and the severity of breaking it: an error, a warning (the official tools accept it, though it breaks
+the text of the rules), or a note.
 
-Where rules stand:
+Sources:
   TR   mlcommons/training_policies, training_rules.adoc (v5.1 to v6.1)
   CC   mlcommons/logging, compliance_checker
   RCP  mlcommons/logging, rcp_checker
   SEED mlcommons/logging, package_checker/seed_checker.py
   REF  mlcommons/training, the benchmark's reference
-  OWN  submission/own_log.py: habits of the logs that this project writes
+  OWN  submission/own_log.py: conventions of the logs that this project writes
 Standard library only.
 """
 
@@ -27,10 +28,10 @@ from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.training.mllog import RESERVED_SUBSTRINGS
 
-ERROR = "error"  # the rules forbid it, and no accepted result has it
-WARNING = "warning"  # it breaks the rules' text, and the official tools accept it
-NOTE = "note"  # it breaks nothing; a reviewer may ask
-WARNING_OF_OTHERS = "warning of others"  # an error in our own logs: RunLog never writes it
+ERROR = "error"  # forbidden by the rules, and absent from every accepted result
+WARNING = "warning"  # breaks the text of the rules, but the official tools accept it
+NOTE = "note"  # breaks no rule, but a reviewer may ask about it
+WARNING_OF_OTHERS = "warning of others"  # an error in our own logs, because RunLog never writes it
 
 PRECISION_KEYS = tuple(
     f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm")
@@ -39,8 +40,8 @@ PARALLELISM_KEYS = tuple(
     f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert")
 )
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
-# Fixed values that are compared in our own logs only: published logs write them in other ways, or the compliance checker
-# compares them.
+# Fixed values that are compared only in our own logs. Published logs write them in other ways, or
+# the compliance checker compares them.
 OWN_CONSTANTS = (
     "submission_division",
     "max_sequence_length",
@@ -50,12 +51,14 @@ OWN_CONSTANTS = (
     "opt_adamw_epsilon",
 )
 
-Found = Iterator[tuple[int, str]]  # line of the file, or 0 for the log as a whole; what is wrong
+Found = Iterator[tuple[int, str]]  # line of the file (0: the log as a whole), message
 
 
 @dataclass(frozen=True)
 class Finding:
-    line: int  # of the file, from 1; 0: the log as a whole
+    """One thing that is wrong with a log, or worth a note."""
+
+    line: int  # of the file, from 1; 0 means the log as a whole
     rule: str
     message: str
     source: str
@@ -68,13 +71,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
+    """A rule: the function that finds where a log breaks it, its source and its severity."""
+
     name: str
     find: Callable[[Log, Rules], Found]
     source: str
     severity: str = ERROR
-    one_cause: bool = (
-        False  # one cause makes many breaks: the first is reported, and how many follow
-    )
+    # One cause leads to many breaks: only the first is reported, with the number of the others.
+    one_cause: bool = False
 
     def findings(self, log: Log, rules: Rules, ours: bool) -> Iterator[Finding]:
         severity = self.severity
@@ -90,7 +94,10 @@ class Rule:
 
 
 def rules_of(log: Log, division: str | None = None) -> Rules | None:
-    """Return the rules that `log` is held to; None if no benchmark here has them. `division` overrides the log's."""
+    """Return the rules that apply to `log`, or None if this project has none for it.
+
+    They follow from the log's submission_benchmark and from `division` (default: the log's).
+    """
     name = str(log.value("submission_benchmark"))
     if name not in benchmarks.names():
         return None
@@ -101,7 +108,7 @@ def rules_of(log: Log, division: str | None = None) -> Rules | None:
 
 
 def wrong_interval(log: Log, rules: Rules) -> Found:
-    """The first evaluation that is not where the rules want it, or training to the end without the next one."""
+    """Find the first evaluation that is not where it is due, or one missing before the end."""
     batch, counts = log.value("global_batch_size"), _evaluations(log)
     if not is_positive_int(batch) or _one_step_short(counts, batch, rules):
         return
@@ -125,13 +132,16 @@ def wrong_interval(log: Log, rules: Rules) -> Found:
 
 
 def resumed_at(log: Log) -> int:
-    """Training sequences of the sittings before this one, by a log of ours; 0 for a run that is whole."""
+    """Return the training sequences before the checkpoint that the run continued from, or 0."""
     samples = log.value("resumed")
     return samples if is_positive_int(samples) else 0  # type: ignore[return-value]
 
 
 def counted_short(log: Log, rules: Rules) -> Found:
-    """Evaluations at the right places, counted before the optimizer step: one global batch too few."""
+    """Find evaluations at the right places whose samples_count is one global batch too low.
+
+    Such a log was counted before the optimizer step.
+    """
     batch, counts = log.value("global_batch_size"), _evaluations(log)
     if is_positive_int(batch) and _one_step_short(counts, batch, rules):
         line, samples = _without_extra(counts, batch, rules)[0]
@@ -142,6 +152,7 @@ def counted_short(log: Log, rules: Rules) -> Found:
 
 
 def uncounted(event: Event, rules: Rules) -> str:
+    """Return a message if the metadata of `event` has no number as samples_count, else ""."""
     return (
         ""
         if is_number(event.samples)
@@ -150,7 +161,10 @@ def uncounted(event: Event, rules: Rules) -> str:
 
 
 def _evaluations(log: Log) -> list[tuple[int, int]]:
-    """(line, samples_count) of the evaluations; what several processes log of one evaluation counts once."""
+    """Return (line, samples_count) of each evaluation.
+
+    Consecutive records with the same count are one evaluation that several processes logged.
+    """
     found: list[tuple[int, int]] = []
     for event in log.all("eval_accuracy"):
         samples = event.samples
@@ -164,6 +178,7 @@ def _evaluations(log: Log) -> list[tuple[int, int]]:
 
 
 def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> bool:
+    """Return whether all evaluations are logged exactly one global batch before they are due."""
     first = rules.first_evaluation(batch) - batch
     interval = rules.eval_interval(batch)
     due = _without_extra(counts, batch, rules)
@@ -175,12 +190,15 @@ def _one_step_short(counts: list[tuple[int, int]], batch: int, rules: Rules) -> 
 def _without_extra(
     counts: list[tuple[int, int]], batch: int, rules: Rules
 ) -> list[tuple[int, int]]:
-    """Return `counts` without an evaluation before the first one that is due, as some log it."""
+    """Return `counts` without the evaluation that some submitters log before the first due one."""
     return counts[1:] if counts and counts[0][1] < rules.first_evaluation(batch) - batch else counts
 
 
 def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, Rules], Found]:
-    """The rule that `find` says "" of each record of `keys`, or of all records; else it says what is wrong."""
+    """Return a rule function that tests each record of `keys` (default: all records) with `find`.
+
+    `find`: returns "" for a correct record, else a message that says what is wrong.
+    """
 
     def found(log: Log, rules: Rules) -> Found:
         for event in (event for key in keys for event in log.all(key)) if keys else log.events:
@@ -193,7 +211,10 @@ def on_each(find: Callable[[Event, Rules], str], *keys: str) -> Callable[[Log, R
 def unfit(
     fits: Callable[[object], object], words: str, *keys: str
 ) -> Callable[[Log, Rules], Found]:
-    """The rule that each value of `keys` fits; `words`: what it should be."""
+    """Return a rule function that finds the records of `keys` whose value does not satisfy `fits`.
+
+    `words`: description of a correct value, for the message.
+    """
     return on_each(
         lambda event, rules: (
             "" if fits(event.value) else f"{event.key} is {event.value!r}, not {words}"
@@ -203,7 +224,7 @@ def unfit(
 
 
 def wrong_status(log: Log, rules: Rules) -> Found:
-    """success if and only if an evaluation reached the target."""
+    """Find a run_stop whose status contradicts the evaluations, or is not success or aborted."""
     stop = log.first("run_stop")
     if stop is None:
         return
@@ -217,6 +238,7 @@ def wrong_status(log: Log, rules: Rules) -> Found:
 
 
 def after_target(log: Log, rules: Rules) -> Found:
+    """Find the first evaluation after the one that reached the target."""
     reached = next((event for event in log.all("eval_accuracy") if reaches(event, rules)), None)
     if reached is None:
         return
@@ -238,13 +260,14 @@ def reaches(event: Event, rules: Rules) -> bool:
 
 
 def other_constants(log: Log, rules: Rules) -> Found:
+    """Find values that differ from those that the division fixes, OWN_CONSTANTS excepted."""
     for key, wanted in rules.fixed_log_values().items():
         if key not in OWN_CONSTANTS:
             yield from unlike(log, rules, key, wanted)
 
 
 def unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Found:
-    """Yield each value of `key` that is not `wanted`. 1 and 1.0 are the same, True and 1 are not."""
+    """Find each value of `key` that is not `wanted`. 1 and 1.0 are equal, True and 1 are not."""
     for event in log.all(key):
         value = event.value
         same = (
@@ -281,7 +304,10 @@ def unlike_reference(log: Log, rules: Rules) -> Found:
 
 
 def cache_kept(event: Event, rules: Rules) -> str:
-    """A miniature may say so honestly: dropping the cache needs root."""
+    """Return a message if `event` says that the cache was kept, else "".
+
+    A miniature may say so, because dropping the cache needs root.
+    """
     kept = event.value is False and rules.division == "closed"
     return (
         "cache_clear is false: allowed only if the system was restarted before the run"
@@ -291,6 +317,7 @@ def cache_kept(event: Event, rules: Rules) -> str:
 
 
 def partly_disclosed(log: Log, rules: Rules) -> Found:
+    """Find a log with some but not all of DISCLOSURE_KEYS, and keys that look misspelled."""
     missing = [key for key in DISCLOSURE_KEYS if not log.all(key)]
     others = [key for key in log.by_key if key not in DISCLOSURE_KEYS]
     alike = {key: difflib.get_close_matches(key, others, n=1, cutoff=0.8) for key in missing}
@@ -307,10 +334,11 @@ def partly_disclosed(log: Log, rules: Rules) -> Found:
         )
 
 
-# Seeds, and what the RCP checker misreads.
+# Seeds, and lines that the official tools misread.
 
 
 def no_seed(log: Log, rules: Rules) -> Found:
+    """Find a missing seed, and seeds that the official seed checker cannot read."""
     if rules.division == "closed" and not log.all("seed"):
         yield 0, "seed is missing"
     yield from unfit(converts_to_int, "a whole number", "seed")(log, rules)
@@ -335,22 +363,27 @@ def two_on_a_line(event: Event, rules: Rules) -> str:
 
 
 def misread(event: Event, rules: Rules) -> str:
-    """The RCP checker finds events by substring: elsewhere in a line such a word makes it read a wrong number, or crash."""
+    """Return a message if the line of `event` contains a reserved word outside its key, else "".
+
+    The RCP checker finds events by substring. Such a word elsewhere in a line makes it read a wrong
+    number, or crash.
+    """
     text = json.dumps([event.key, event.value, event.metadata])
     words = [word for word in RESERVED_SUBSTRINGS if word in text and event.key != word]
     return f"the line of {event.key} contains {' and '.join(words)}" if words else ""
 
 
 def converts_to_int(value: object) -> bool:
+    """Return whether int() accepts `value`, as the seed checker and the summarizer call it."""
     try:
-        int(value)  # type: ignore[call-overload]  # as the seed checker and the summarizer do
+        int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
         return False
     return True
 
 
 def _is_plain_seed(value: object) -> bool:
-    """What is no seed at all is another rule's."""
+    """Return whether `value` is an integer of 32 bits, or no integer at all (see `no_seed`)."""
     return not converts_to_int(value) or (type(value) is int and 0 <= value < 2**32)
 
 

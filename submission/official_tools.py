@@ -1,10 +1,15 @@
-"""The official tools of mlperf-logging: the compliance checker for one log, and the four that judge a whole submission.
+"""The official tools of mlperf-logging: the compliance checker for a log, four for a submission.
 
-The compliance checker is called in this process, as the official package checker calls it, because only so its complaints come by
-key. A crash of it, RecursionError included, is its refusal. The other four run as programs and end with 0 whatever they found, so
-success is what each says in words, and nothing in its text that speaks against it. They leave log files where they are started,
-therefore each runs in a directory of its own. A miniature has a rule file of ours: the closed rules with the numbers of the
-benchmark's miniature division, because the official files fix the sequence length and the target.
+The compliance checker is called in this process, as the official package checker calls it, because
+only then its complaints come by key. A crash of it, RecursionError included, counts as a refusal.
+
+The other four run as programs. They exit with 0 whatever they find. A tool therefore succeeded if
+its output says so and contains nothing that contradicts it. The programs leave log files in their
+working directory, so each runs in a temporary one.
+
+A miniature is checked with a rule file of this project, because the official files fix the sequence
+length and the target. It has the closed rules with the numbers of the benchmark's miniature
+division.
 """
 
 from __future__ import annotations
@@ -30,11 +35,12 @@ from common.paths import ROOT
 from common.records.mlperf_log import TOKEN, Event, Log, parse, read
 from submission.log_rules import ERROR, WARNING, Finding
 
-CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # those that know both benchmarks
-RULESETS = ("4.0.0", "4.1.0", "5.0.0", *CLOSED_RULESETS)  # the older ones know llama2_70b_lora only
+CLOSED_RULESETS = ("5.1.0", "6.0.0", "6.1.0")  # the rulesets that contain both benchmarks
+RULESETS = ("4.0.0", "4.1.0", "5.0.0", *CLOSED_RULESETS)  # the older ones: llama2_70b_lora only
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet demand the nine disclosure keys of 6.1.0
 INSTALL = f"pip install mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}"
-UNSEEN = "no blank after the token"  # how mlperf_log begins its reason for a line that the official parser skips
+# Start of the reason that mlperf_log gives for a line that the official parser skips.
+UNSEEN = "no blank after the token"
 
 BAD_LINE = re.compile(
     r"\bERROR\b|Traceback|^\w*(Error|Exception)\b|Skipping benchmark|CHECKS FAILED|FOUND ERRORS|Compliance check failed in"
@@ -43,25 +49,33 @@ BAD_LINE = re.compile(
 
 @dataclass(frozen=True)
 class Verdict:
+    """The verdict of the compliance checker on one log."""
+
     rules: str  # a ruleset such as 6.1.0, or miniature
     passed: bool
-    complaints: tuple[
-        Finding, ...
-    ] = ()  # of rule missing, repeated, value, target, line_format or broke_off
+    # Their rule is missing, repeated, value, target, line_format or broke_off.
+    complaints: tuple[Finding, ...] = ()
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """Those that made it fail."""
+        """The messages of the complaints that are errors."""
         return tuple(complaint.message for complaint in self.complaints if not complaint.warning)
 
 
 def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> Verdict:
-    """What the compliance checker says about the log at `path`, or `log` if it has been read. Raises PreflightError without a checker."""
+    """Return the compliance checker's verdict on the log at `path` for a closed ruleset.
+
+    `log`: the contents of the same log, if it has been read already. Raises PreflightError without
+    a checker.
+    """
     return _verdict(path, ruleset, f"training_{ruleset}/common.yaml", log)
 
 
 def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> Verdict:
-    """The same checker with the project's rules for the miniature of `benchmark`. Raises PreflightError."""
+    """Return the compliance checker's verdict by this project's rules for a benchmark's miniature.
+
+    Raises PreflightError without a checker.
+    """
     with tempfile.TemporaryDirectory() as folder:
         rule_file = Path(folder, f"miniature_{benchmark}.yaml")
         rule_file.write_text(miniature_rules(benchmark))
@@ -69,13 +83,13 @@ def miniature_verdict(path: Path, benchmark: str, log: Log | None = None) -> Ver
 
 
 def miniature_template(benchmark: str) -> string.Template:
-    """Return the rule file of every miniature with that of this benchmark appended."""
+    """Return the rule file common to all miniatures, followed by that of `benchmark`."""
     files = (Path(__file__).with_name("miniature_common.yaml"), ROOT / benchmark / "miniature.yaml")
     return string.Template("\n".join(file.read_text() for file in files))
 
 
 def miniature_rules(benchmark: str) -> str:
-    """Return the rule file of the miniature, the fields of its Rules filled in under their own names."""
+    """Return the miniature's rule file, with the fields of its Rules substituted by name."""
     rules = benchmarks.divisions(benchmark)["miniature"]
     return miniature_template(benchmark).substitute(
         vars(rules), benchmark=benchmark, init_limit_ms=rules.init_limit_s * 1000
@@ -83,7 +97,10 @@ def miniature_rules(benchmark: str) -> str:
 
 
 def checker_version() -> str:
-    """Version of the installed mlperf-logging. Raises PreflightError if there is none, or one too old to know 6.1.0."""
+    """Return the version of the installed mlperf-logging.
+
+    Raises PreflightError if it is missing, or too old to demand the disclosure keys of 6.1.0.
+    """
     if not (version := version_of("mlperf-logging")):
         why = f"{sys.executable} has no mlperf-logging"
         raise PreflightError("the official compliance checker is not installed", why, INSTALL)
@@ -98,16 +115,16 @@ def checker_version() -> str:
 
 def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
     checker_version()
-    from mlperf_logging.compliance_checker import mlp_compliance  # here: most verbs do without it
+    # Imported here because most commands do not need it.
+    from mlperf_logging.compliance_checker import mlp_compliance
 
     ruleset = rules if rules in RULESETS else CLOSED_RULESETS[-1]
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
     try:
         with silent():
             passed = mlp_compliance.main(str(path), config, checker)[0]
-    except (
-        Exception
-    ) as error:  # whatever it is, the checker gave no verdict; the package checker would end here
+    # Any exception means that there is no verdict. The package checker would crash on it as well.
+    except Exception as error:
         why = f"{type(error).__name__} {str(error)[:200]}".strip()
         return Verdict(
             rules,
@@ -122,7 +139,8 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
             ),
         )
     finally:
-        mlp_compliance.enqueued_configs.clear()  # a crash leaves rule files for the next log there
+        # After a crash, rule files are left in this list and would apply to the next log.
+        mlp_compliance.enqueued_configs.clear()
     texts = [
         (key, text, ERROR)
         for key, text in (
@@ -141,7 +159,10 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> Verdict:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """The official modules write to the root logger, and give it a handler that prints where it has none."""
+    """Suppress what the official modules write to the root logger, for the duration of the block.
+
+    They would add a handler that prints if the root logger had none.
+    """
     root, handler, before = logging.getLogger(), logging.NullHandler(), logging.root.manager.disable
     root.addHandler(handler)
     logging.disable(logging.CRITICAL)
@@ -155,6 +176,7 @@ def silent() -> Iterator[None]:
 def _complaints(
     log: Log, rules: str, key: str | None, text: str, severity: str
 ) -> Iterator[Finding]:
+    """Yield the findings in one complaint of the checker, which concerns `key` if it is given."""
     first = text.splitlines()[0]
     quoted = re.search(r"'(\w+)'", first)
     source = _source(
@@ -181,7 +203,7 @@ def _complaints(
             source,
         )
     else:
-        # The checker counts its own lines, from 0; the record that it quotes is the one of that time.
+        # The checker counts only its own lines, from 0, so the record is found by its quoted time.
         times = _times(text)
         event = next(
             (event for event in events if event.time_ms in times), events[0] if events else None
@@ -212,7 +234,7 @@ def _shown(event: Event) -> str:
 
 @cache
 def _source(rules: str, benchmark: str, key: str) -> str:
-    """The rule file that has the last word on `key`: a later one cancels what an earlier one said."""
+    """Return the name of the last rule file that names `key`. It overrides the earlier ones."""
     if rules == "miniature":
         return f"submission/miniature_common.yaml, {benchmark}/miniature.yaml"
     from mlperf_logging import compliance_checker
@@ -227,34 +249,39 @@ def _source(rules: str, benchmark: str, key: str) -> str:
     return f"CC training_{rules}/{naming[-1] if naming else 'common.yaml'}"
 
 
-# Tools that judge a whole submission.
+# Tools for a whole submission.
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one tool said about one submission. Result sets are named by system and benchmark."""
+    """The verdict of one tool on one submission. Result sets are named by (system, benchmark)."""
 
     tool: str
     passed: bool
     complaints: tuple[str, ...]
-    text: str  # all that it printed
-    verdicts: dict[tuple[str, str], str] = field(
-        default_factory=dict
-    )  # passed, or the first complaint; of the package checker
-    scores: dict[tuple[str, str], float] = field(default_factory=dict)  # minutes; of the summarizer
+    text: str  # everything that it printed
+    # From the package checker: "passed", or the first complaint.
+    verdicts: dict[tuple[str, str], str] = field(default_factory=dict)
+    scores: dict[tuple[str, str], float] = field(default_factory=dict)  # summarizer only; minutes
 
 
 def system_description(path: Path, ruleset: str) -> Answer:
-    """Raises PreflightError where mlperf-logging is missing or too old; so do the others here."""
+    """Return the verdict of the system description checker on the file at `path`.
+
+    Raises PreflightError if mlperf-logging is missing or too old, as do the functions below.
+    """
     text = run_tool("system_desc_checker", str(path.resolve()), "training", ruleset)
     return _answer("system_desc_checker", text, "System description checker passed" in text)
 
 
 def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
-    """Number of files, compliance, seeds and RCP. `missed`: how many result sets hold the one run that olympic scoring forgives.
+    """Return the verdict of the package checker: number of files, compliance, seeds and RCP.
 
-    The checker skips what it does not know and forgives any one log; here each of `sets` result sets must have passed its RCP test,
-    and no more logs may be forgiven than `missed`.
+    `sets`: number of result sets in `org_dir`. `missed`: number of result sets with a run that did
+    not converge, which olympic scoring forgives.
+
+    The checker skips result sets that it does not know, and forgives any one log. Here every result
+    set must have passed its RCP test, and exactly `missed` logs must have been forgiven.
     """
     text = run_tool("package_checker", str(org_dir.resolve()), "training", ruleset)
     parts, verdicts = re.split(r"Running compliance checks in dir (.+)\n", text), {}
@@ -277,7 +304,11 @@ def package(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
 
 
 def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
-    """The score of each result set, with the RCP factor if the package checker ran before (it writes the factor that this one reads)."""
+    """Return the summarizer's score of each result set, in minutes.
+
+    The package checker must have run before if the scores are to include the RCP factor: it writes
+    the factor, and the summarizer reads it. `sets` and `missed` are those of `package`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "summary.csv")
         text = run_tool(
@@ -301,6 +332,7 @@ def summary(org_dir: Path, ruleset: str, sets: int, missed: int = 0) -> Answer:
 
 
 def repository(org_dir: Path, ruleset: str) -> Answer:
+    """Return the verdict of the repo checker: names and kinds of files."""
     text = run_tool("repo_checker", str(org_dir.resolve()), "training", ruleset)
     return _answer("repo_checker", text, "ALL CHECKS PASSED." in text)
 
@@ -317,7 +349,7 @@ def _answer(tool: str, text: str, said_success: bool, forgiven: int = 0) -> Answ
 
 
 def run_tool(tool: str, *arguments: str) -> str:
-    """Return all that a program of mlperf-logging prints."""
+    """Run a program of mlperf-logging in an empty directory; return its stdout and stderr."""
     checker_version()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", f"mlperf_logging.{tool}", *arguments]

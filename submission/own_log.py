@@ -1,8 +1,9 @@
-"""Habits of the logs that this project writes, stricter than any rule: what RunLog cannot write, or a submission of ours must not say.
+"""Conventions of the logs that this project writes, stricter than the MLPerf rules.
 
-They hold for our own logs only, and there a break of one is an error: it shows that the writer is broken, or the log was changed.
-A log is ours if it is a miniature's, or if its config_filename is named as the files in configs/ are.
-Standard library only.
+They exclude lines that RunLog cannot write, and lines that our own submissions must not contain.
+They apply to our own logs only, where a break is an error: the writer is broken, or the log was
+changed. A log is ours if its division is miniature, or if its config_filename is named like the
+files in configs/. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ from submission.log_rules import (
     unlike,
 )
 
-CONFIG_NAME = re.compile(
-    r"\w+_\d+x\d+(\+[a-z]+)*\.toml"
-)  # MI355X_1x8.toml; launch/select_config.py adds +derived, ...
+# MI355X_1x8.toml, for example. launch/select_config.py may add +derived and the like.
+CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")
 CHANGED = ("+derived", "+modified", "+forced")
-SMALL_SEED = (
-    2**15
-)  # bash's $RANDOM ends here; one honest seed of 32 bits in 130,000 does as well, so this is a warning only
+# Values of bash's $RANDOM are below this. One random 32-bit seed in 130,000 is too, so a small seed
+# is only a warning.
+SMALL_SEED = 2**15
 WELL_KNOWN_SEEDS = frozenset(
     {123456, 1234567, 12345678, 123456789, 1234567890, 2**31 - 1, 2**32 - 1, 0xDEADBEEF, 0xCAFEBABE}
 )
@@ -51,7 +51,7 @@ EVENT_TYPES = {
 }
 CLOCK_KEYS = ("cache_clear", "init_start", "init_stop", "run_start", "run_stop")
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
-# Where the run stands -> key -> where it stands then. What is not here is out of order.
+# State -> key -> next state. Keys that are missing for a state are out of order.
 TRANSITIONS = {
     "nothing": {"cache_clear": "nothing", "init_start": "init"},
     "init": {"init_stop": "ready"},
@@ -65,6 +65,7 @@ TRANSITIONS = {
 
 
 def is_ours(log: Log) -> bool:
+    """Return whether this project wrote `log`, judging by its division and config_filename."""
     name = log.value("config_filename")
     return log.value("submission_division") == "miniature" or (
         isinstance(name, str) and CONFIG_NAME.fullmatch(name) is not None
@@ -73,7 +74,10 @@ def is_ours(log: Log) -> bool:
 
 @cache
 def init_keys(benchmark: str) -> tuple[str, ...]:
-    """What a log of ours says once, during initialization: the keys of the miniature's rule file, and two that no checker demands."""
+    """Return the keys that a log of ours has exactly once, during initialization.
+
+    They are the keys in the miniature's rule file, and two that no checker demands.
+    """
     demanded = re.findall(r"NAME: (\w+)", official_tools.miniature_template(benchmark).template)
     return (
         *(key for key in demanded if key not in (*CLOCK_KEYS, *EVENT_TYPES, "eval_accuracy")),
@@ -83,6 +87,7 @@ def init_keys(benchmark: str) -> tuple[str, ...]:
 
 
 def not_once(log: Log, rules: Rules) -> Found:
+    """Find keys of the clock and of initialization that are missing or repeated."""
     for key in (*CLOCK_KEYS, *init_keys(str(log.value("submission_benchmark")))):
         found = log.all(key)
         if not found:
@@ -109,7 +114,10 @@ def wrong_event_type(event: Event, rules: Rules) -> str:
 
 
 def out_of_order(log: Log, rules: Rules) -> Found:
-    """Initialization, clock, blocks and evaluations follow each other and close; run_stop is last."""
+    """Find records that do not follow TRANSITIONS.
+
+    Initialization, clock, blocks and evaluations come in order and are closed. run_stop is last.
+    """
     state = "nothing"
     early = {"target_accuracy", *init_keys(str(log.value("submission_benchmark")))}
     for event in log.events:
@@ -134,7 +142,11 @@ def back_in_time(log: Log, rules: Rules) -> Found:
 
 
 def wrong_samples(log: Log, rules: Rules) -> Found:
-    """Sequences trained so far, counted after the optimizer step: whole steps, never fewer than before."""
+    """Find a samples_count that is not the number of sequences trained so far.
+
+    It is counted after the optimizer step: a multiple of the global batch that grows only at
+    block_stop.
+    """
     batch, last = log.value("global_batch_size"), resumed_at(log)
     for event in (event for event in log.events if event.key in COUNTED_KEYS):
         samples = event.samples
@@ -156,6 +168,7 @@ def resumed(event: Event, rules: Rules) -> str:
 
 
 def chosen_seed(event: Event, rules: Rules) -> str:
+    """Return a message if the seed looks chosen by a person or drawn from 15 bits, else ""."""
     chosen = type(event.value) is int and (
         0 <= event.value < SMALL_SEED or event.value in WELL_KNOWN_SEEDS
     )
@@ -167,10 +180,18 @@ def chosen_seed(event: Event, rules: Rules) -> str:
 
 
 def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
-    """With `project_root`, the config that a log names must be a file there."""
+    """Return the rules for our own logs.
+
+    `project_root`: the directory where the config that a log names must be a file, or None to skip
+    that test.
+    """
 
     def wrong_config(log: Log, rules: Rules) -> Found:
-        """A miniature may run anywhere and be changed at will: `CPU_1x1+modified.toml` is the truth, and nobody can submit it."""
+        """Find a config that was changed, or that is not a file of the repository.
+
+        A miniature is exempt. It may run anywhere and with any change, so `CPU_1x1+modified.toml`
+        is a correct name, and it cannot be submitted.
+        """
         event, folder = log.first("config_filename"), f"configs/{log.value('submission_benchmark')}"
         if event is None or rules.division != "closed":
             return
@@ -189,6 +210,7 @@ def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
 
 
 def wrong_batch(log: Log, rules: Rules) -> Found:
+    """Find a global batch that is not a multiple of accumulation steps x micro batch size."""
     batch, steps, size = (
         log.value(key)
         for key in ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size")

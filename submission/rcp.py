@@ -1,4 +1,4 @@
-"""The verdict on convergence by mlperf-logging's own RCP checker, called in this process as the package checker calls it."""
+"""The convergence test by mlperf-logging's RCP checker, called as the package checker calls it."""
 
 from __future__ import annotations
 
@@ -12,35 +12,42 @@ from types import ModuleType
 from common.errors import PreflightError
 from submission.official_tools import INSTALL, silent
 
-POINTS = "pruned_rcps"  # by which package checker and summarizer judge
+POINTS = "pruned_rcps"  # the points that the package checker and the summarizer use
 
 
 @dataclass(frozen=True)
 class Point:
-    """What the reference needs at one global batch, in training sequences, as the RCP checker computes it."""
+    """A reference convergence point: training sequences to the target at one global batch.
+
+    The numbers are those of the RCP checker.
+    """
 
     mean: float  # without the best and the worst run
     sigma: float  # population standard deviation of all runs
-    minimum: float  # the lowest mean of a submission that passes
+    minimum: float  # lowest mean with which a submission passes
 
     def z_score(self, samples: float) -> float:
-        """Distance of one run from the reference's mean, in standard deviations of the reference; negative is faster."""
+        """Return the distance of `samples` from the reference mean, in its standard deviations.
+
+        Negative values are faster than the reference.
+        """
         return (samples - self.mean) / self.sigma
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the RCP checker says about a series."""
+    """The verdict of the RCP checker on a series of runs."""
 
     passed: bool
-    message: str  # in its words
-    factor: float  # on the score, from 1; of no meaning where the test failed
+    message: str  # as the checker words it
+    factor: float  # on the score, at least 1; meaningless if the test failed
 
 
 def judge(logs: Sequence[Path | None], ruleset: str) -> Verdict:
-    """Return the verdict over the logs of at least three runs. Raises PreflightError without mlperf-logging.
+    """Return the verdict on the logs of at least three runs.
 
-    None stands for a run that left no log: it counts as infinitely slow, like a log without run_stop.
+    A log of None means that the run left none. It counts as infinitely slow, like a log without
+    run_stop. Raises PreflightError without mlperf-logging.
     """
     checker = _rcp_checker()
     whole = next((path for path in logs if path is not None), None)
@@ -52,12 +59,13 @@ def judge(logs: Sequence[Path | None], ruleset: str) -> Verdict:
             elif whole is not None:
                 link.write_text(_identity(whole), encoding="latin-1")
         try:
-            # set_scaling: it writes scaling.json into the folder; without, it removes /scaling.json.
+            # With set_scaling, the checker writes scaling.json into the folder. Without, it removes
+            # /scaling.json.
             found = checker.check_directory(
                 folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True
             )
             passed, message, factor = found
-        except Exception as error:  # whatever it is, the checker gave no verdict
+        except Exception as error:  # any exception means that there is no verdict
             return Verdict(
                 False, f"the official RCP checker broke off: {type(error).__name__}: {error}", 1.0
             )
@@ -65,7 +73,10 @@ def judge(logs: Sequence[Path | None], ruleset: str) -> Verdict:
 
 
 def _identity(path: Path) -> str:
-    """Return the lines of a log that name its benchmark and global batch; the RCP checker wants them of every run."""
+    """Return the lines of a log that name its benchmark and global batch.
+
+    The RCP checker requires them of every run.
+    """
     named = ('"submission_benchmark"', '"global_batch_size"')
     with path.open(encoding="latin-1") as file:
         return "".join(line for line in file if any(name in line for name in named))
@@ -73,7 +84,10 @@ def _identity(path: Path) -> str:
 
 @cache
 def point_at(benchmark: str, batch: int, ruleset: str) -> Point | None:
-    """The point that a series at `batch` is held against, as `check_directory` selects it; None above the largest."""
+    """Return the point that a series at `batch` is tested against, as `check_directory` selects it.
+
+    None if `batch` is larger than that of every point.
+    """
     checker = _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)
     record = checker._find_rcp(batch, POINTS)
     if record is None:
@@ -92,6 +106,7 @@ def point_at(benchmark: str, batch: int, ruleset: str) -> Point | None:
 
 
 def _rcp_checker() -> ModuleType:
+    """Return the module of the RCP checker. Raises PreflightError without mlperf-logging."""
     try:
         from mlperf_logging.rcp_checker import rcp_checker
     except ImportError as error:

@@ -1,10 +1,13 @@
-"""`./run_and_time.sh report DIR`: one page about one run, DIR/report.html, or about a series of runs; of several runs, all beside each other.
+"""`./run_and_time.sh report DIR`: an HTML page about a run or a series of runs, DIR/report.html.
 
-A page stands alone, with its charts (common/html/page.py). If DIR holds a ledger or the directories of several runs, such as
-LOGDIR/<benchmark>, it is about them: which ten count, and which attempts are good, lost or no run, is what submission/series.py says.
-`report A B` writes A/compared_with_B.html. Nothing is written into any other directory.
+A page is one file that includes its charts (common/html/page.py). If DIR holds a ledger or the
+directories of several runs, such as LOGDIR/<benchmark>, the page is about the series.
+submission/series.py decides which ten runs count, and which attempts are good, lost or not a run.
+`report A B` compares the runs A and B and writes A/compared_with_B.html. Nothing is written into
+any other directory.
 
-Exit code: 0, 2 for a directory that is no run, 17 cannot be written, 18 no mlperf-logging, jinja2, or what --export needs.
+Exit code: 0 success, 2 the directory is not a run, 17 cannot be written, 18 no mlperf-logging,
+jinja2, or package for --export.
 """
 
 from __future__ import annotations
@@ -55,7 +58,12 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def write(folders: list[Path], series: str, sink: str | None) -> int:
-    """Raises ConfigError for what is neither a run nor a series of ours, StorageError, PreflightError."""
+    """Write the page of `folders`, or export their events to `sink`; return the exit code.
+
+    `series`: ID of a series, or how it begins. Raises ConfigError if a folder is neither a run nor
+    a series of this project, StorageError if the page cannot be written, PreflightError if
+    mlperf-logging, jinja2 or the package of `sink` is missing.
+    """
     first, path, found = folders[0], folders[0] / "report.html", []
     if sink:
         print("\n".join(export(folder, sink) for folder in folders))
@@ -90,7 +98,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _read(folder: Path) -> Run:
-    """Raises ConfigError."""
+    """Return the run in `folder`. Raises ConfigError if it has none of the files of a run."""
     if _is_run(folder):
         return read_attempt(folder / "result.txt")
     why = (

@@ -1,4 +1,7 @@
-"""Rules for a result set: the files result_*.txt of one folder, as they are submitted. Standard library only."""
+"""Rules for a result set: the files result_*.txt of one folder, as submitted.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,19 @@ from common.records.rcp import SUBMISSION_RUNS
 from submission.examined import Examined
 from submission.log_rules import Finding
 
-NAME = re.compile(r"result_.*\.txt")  # as the official tools look for them
+NAME = re.compile(r"result_.*\.txt")  # the pattern of the official tools
 
 
 def folders(logs: Iterable[Path]) -> dict[Path, list[Examined]]:
-    """Return the folders that hold result sets, with room for what is known of each log."""
+    """Return an empty list of examined logs for each folder that holds a result set."""
     return {path.parent: [] for path in logs if NAME.fullmatch(path.name)}
 
 
 def findings(logs: Sequence[Examined]) -> list[Finding]:
-    """Return what is wrong with these logs as a set: their number, and seeds that the official seed checker refuses."""
+    """Return the findings about the logs as a set: their number, and seeds.
+
+    The seeds must be readable for the official seed checker, and no two logs may share one.
+    """
     found = []
     logs = [each for each in logs if NAME.fullmatch(each.path.name)]
     if len(logs) != SUBMISSION_RUNS:

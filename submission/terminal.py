@@ -1,4 +1,7 @@
-"""What the commands here share: files they write, NAME=VALUE, tables and numbers on a terminal. Standard library only."""
+"""Shared parts of the commands: writing files, parsing NAME=VALUE, printing tables and numbers.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from common.errors import ConfigError, StorageError, write_whole
 
 
 def write(path: Path, text: str) -> None:
-    """Write the whole file or nothing of it. Raises StorageError."""
+    """Write `text` to `path` atomically. Raises StorageError if that fails."""
     try:
         write_whole(path, text.encode("utf-8", errors="replace"))
     except OSError as error:
@@ -22,7 +25,11 @@ def write(path: Path, text: str) -> None:
 
 
 def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]:
-    """`texts` are NAME=VALUE. Raises ConfigError for a name that is not `known`, or comes twice."""
+    """Return the values by name of `texts`, which have the form NAME=VALUE.
+
+    `flag`: the option that they belong to. Raises ConfigError for another form, and for a name that
+    is not in `known` or occurs twice.
+    """
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -37,14 +44,15 @@ def pairs(flag: str, texts: list[str], known: Collection[str]) -> dict[str, str]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return indented lines: the first and the last column to the left, the others to the right."""
+    """Return indented lines. The first and the last column are left-aligned, the others right."""
     alignment = "<" + ">" * (len(rows[0]) - 2) + "<"
     return ["  " + line for line in text_tables.terminal(rows, alignment)]
 
 
 def number(value: float | None, form: str) -> str:
+    """Return `value` in the format `form`, or "-" for None."""
     return "-" if value is None else format(value, form)
 
 
 def signed(minutes: float) -> str:
-    return f"{round(minutes, 3) + 0.0:+.3f}"  # + 0.0: no minus before a zero
+    return f"{round(minutes, 3) + 0.0:+.3f}"  # + 0.0 turns -0.0 into 0.0
