@@ -1,7 +1,8 @@
-"""The command line: `python -m launch ARGUMENTS` is `./run_and_time.sh ARGUMENTS` with this Python.
+"""Command line of the project, also started by ./run_and_time.sh.
 
-run_and_time.sh puts --install in front: packages that the command needs and this Python lacks are
-then installed first. Standard library only.
+`python -m launch ARGUMENTS` is `./run_and_time.sh ARGUMENTS` with this Python. run_and_time.sh adds
+--install in front: packages that the command needs and this Python lacks are installed first. This
+module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from launch.processes.supervise import raise_at_signals
 
 
 def main(arguments: list[str]) -> None:
-    """Replace this process by the command's module, so that signals reach its own processes."""
+    """Replace this process with the command's module, so that signals reach it directly."""
     raise_at_signals()
     install = arguments[:1] == ["--install"]
-    needs, words = cli.read(
-        arguments[install:]
-    )  # a typo or --help is answered before anything is installed
+    # Read the arguments first: a typo or --help needs no installation.
+    needs, words = cli.read(arguments[install:])
     python = str(
         environment.python_for(ROOT / needs, ROOT / ".venv")
         if install and needs

@@ -1,4 +1,4 @@
-"""bench: throughput on synthetic tokens. profile: the same, then steps under a profiler and a table of them."""
+"""`bench` measures throughput on synthetic tokens; `profile` then also profiles some steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def profile(job: Job, options: argparse.Namespace) -> int:
 
 
 def profile_directory(job: Job, options: argparse.Namespace) -> Path:
-    """--out, or a new directory in LOGDIR/profiles. Raises ConfigError if it holds files, and where nothing could be profiled."""
+    """Return --out, or else a new directory in LOGDIR/profiles.
+
+    Raise ConfigError if the directory holds files, or if the requested profile is not possible.
+    """
     if options.memory and job.selection.device == "cpu":
         why = "the history is that of the GPU's allocator; a CPU's memory is neither reserved nor short in the same way"
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""The one door: a table of all verbs, and which module does what a command line asks for. Standard library only.
+"""Table of all subcommands, and the parser that maps a command line to a module.
 
-A command line is read before any package is installed: each module has `parser(benchmark)`, whose Parser (common/command_line.py) raises
-ConfigError. A module that cannot be imported without packages reads its words itself, later.
+A command line is read before any package is installed. Each module has `parser(benchmark)`, whose
+Parser (common/command_line.py) raises ConfigError. A module that cannot be imported without
+packages parses its arguments itself, later. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from launch.run_directory import git
 PACKAGE = "mlperf-llama-training"
 
 NEVER, MAY, ALWAYS = range(3)
-PACKAGES = ("launch.preflight", "throughput", "system_tuning")  # as modules: their __main__
+# Packages whose parser is in their __main__ module.
+PACKAGES = ("launch.preflight", "throughput", "system_tuning")
 
 
 @dataclass(frozen=True)
 class Verb:
     about: str
-    module: str  # {} stands for the benchmark; words behind it are its first arguments
-    benchmark: int = NEVER  # whether it takes one
-    needs: str = ALL  # the file of the packages that it needs; "" for none
+    module: str  # {} is the benchmark; words after the module are its first arguments
+    benchmark: int = NEVER  # whether the subcommand accepts a benchmark
+    needs: str = ALL  # requirements file that the subcommand needs; "" for none
 
 
 VERBS = {
@@ -87,11 +89,15 @@ VERBS = {
     "completion": Verb("completion of this command in bash or zsh", "launch.completion", NEVER, ""),
 }
 
-OVERVIEW = Path(__file__).with_name("overview.txt")  # what --help prints
+OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 
 
 def read(arguments: list[str]) -> tuple[str, list[str]]:
-    """What the verb needs (see Verb), and Python's arguments for its module. Raises ConfigError; SystemExit where help or the version was all that was asked for."""
+    """Parse a command line: return its requirements file and Python's arguments for its module.
+
+    The requirements file is that of Verb.needs, "" for none. Raise ConfigError for a command line
+    that is not valid. Raise SystemExit after printing the help or the version.
+    """
     os.environ.update({SWITCHES[word]: "1" for word in arguments if word in SWITCHES})
     words = [word for word in arguments if word not in SWITCHES]
     words[:2] = ["--help" if word == "help" else word for word in words[:2]]
@@ -120,7 +126,11 @@ def has_verb(benchmark: str, name: str) -> bool:
 
 
 def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Benchmark ("" for none), verb, and the rest: the benchmark may stand before its verb or behind it. Raises ConfigError."""
+    """Return the benchmark ("" for none), the subcommand and the remaining words.
+
+    The benchmark may come before or after its subcommand. Raise ConfigError for words that are not
+    known.
+    """
     if not words:
         raise ConfigError(
             "which benchmark or verb?",
@@ -173,7 +183,7 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
 
 
 def parser_of(name: str, benchmark: str) -> Parser | None:
-    """None where the module needs packages to be imported, and this Python lacks them."""
+    """Return the parser of a subcommand, None if packages that its module imports are missing."""
     module, *own = VERBS[name].module.format(benchmark).split()
     module += ".__main__" * (module in PACKAGES)
     try:
@@ -182,7 +192,8 @@ def parser_of(name: str, benchmark: str) -> Parser | None:
         return None
     if hasattr(found, "parser"):
         return found.parser(*own, benchmark)
-    parser = Parser(name)  # system_tuning imports nothing of ours: it is also copied to bare hosts
+    # system_tuning imports nothing from this project, since it is also copied to bare hosts.
+    parser = Parser(name)
     found.add_arguments(parser)
     return parser
 
@@ -204,7 +215,10 @@ def overview() -> str:
 
 
 def version() -> str:
-    """Name and version of pyproject.toml or of the installed package, and the commit where this is a git repository."""
+    """Return the program's name and version, followed by the commit in a git repository.
+
+    Name and version are those of pyproject.toml, or else of the installed package.
+    """
     try:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     except FileNotFoundError:

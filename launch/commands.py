@@ -1,12 +1,15 @@
-"""`run`, `bench` and `profile`: their options, their first screen, and what does them: `python -m launch.commands VERB BENCHMARK ...`.
+"""Command line of `run`, `bench` and `profile`: `python -m launch.commands VERB BENCHMARK ...`.
 
-NEXP=10 makes ten GOOD runs (target reached, log clean). Failed attempts are repeated until more than --max-failures have failed. Every
-attempt has its own directory and a random seed; the page cache is cleared before each. SEED fixes the seed of a single run, for
-debugging. LOGDIR/<benchmark>/attempts.jsonl records when every attempt started and how it ended; nothing is ever overwritten.
+NEXP=10 makes ten good runs: the target reached and the log clean. A failed attempt is followed by
+another one, until more than --max-failures have failed. Every attempt has its own directory and a
+random seed. The page cache is cleared before each attempt. SEED fixes the seed of a single run, for
+debugging. LOGDIR/<benchmark>/attempts.jsonl records when every attempt started and how it ended.
+Nothing is ever overwritten.
 
---checkpoint WHEN saves the state of training into checkpoints/ of the run's directory, the newest one only. --continue RUN goes on from there in
-a new directory, with the same seed and config, on the same number of GPUs or another. Its log says so and its clock starts anew: `package`
-refuses it. docs/checkpoints.md says more.
+--checkpoint WHEN saves the training state into checkpoints/ in the run's directory and keeps only
+the newest checkpoint. --continue RUN resumes from there in a new directory, with the same seed and
+config, on the same or another number of GPUs. The new log says so and its clock starts again from
+zero, so `package` refuses it. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ EXAMPLES = {
 
 
 def parser(name: str, benchmark: str) -> Parser:
-    """Of the verb `name`."""
+    """Return the argument parser of subcommand `name`."""
     about = {
         "run": "Train to the target and check the log."
         + (__doc__ or "")[(__doc__ or "").index("\n\n") :].rstrip()

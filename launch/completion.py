@@ -1,4 +1,4 @@
-"""`completion bash|zsh`: a script that completes benchmarks, verbs, their options and choices, made from the parsers themselves.
+"""Print a script that completes benchmarks, subcommands, options and choices in bash or zsh.
 
 source <(./run_and_time.sh completion bash)          in ~/.bashrc, with the path of the project
 """
@@ -24,7 +24,7 @@ def parser(benchmark: str) -> Parser:
 
 
 def words_of(parser: Parser) -> list[str]:
-    """Its options, and the choices of its positional arguments."""
+    """Return the parser's options and the choices of its positional arguments."""
     choices = [
         str(choice)
         for action in parser._actions

@@ -17,7 +17,7 @@ MINIATURE_LINE = "THIS IS THE MINIATURE, a toy model: NOT a benchmark result, no
 
 
 def mlperf_line(text: str) -> None:
-    """A line that programs look for on stdout; a person at a terminal is told the same in words."""
+    """Print a line that programs read from stdout; a terminal shows the same in words instead."""
     if not sys.stdout.isatty():
         print(text, flush=True)
 
@@ -29,9 +29,10 @@ def header(
     directories: tuple[Path, Path] | None,
     cpus: Sequence[str] = (),
 ) -> list[str]:
-    """The lines before a run: benchmark, GPUs, config and why it was selected.
+    """Return the lines before a run: benchmark, GPUs, config and why it was selected.
 
-    `directories` are those of data and results; None for a bench, which uses neither. `cpus`: of each rank, where they are bound.
+    `directories`: of data and results; None for a bench, which uses neither. `cpus`: the CPUs that
+    each rank is bound to.
     """
     config = selection.config
     lines = []
@@ -72,7 +73,7 @@ def expectation(selection: Selection, rules: Rules) -> str:
 
 
 def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) -> list[str]:
-    """The lines after a run: the result first, then where to look."""
+    """Return the lines after a run: the result first, then where to look."""
     minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""
     lines = (
         [f"target reached with {result.samples:,} sequences{minutes}"]
@@ -92,7 +93,7 @@ def closing(result: Result, run_dir: Path, error_lines: str, miniature: bool) ->
 def series_closing(
     benchmark: str, path: Path, record: ledger.Record, not_for_submission: bool
 ) -> list[str]:
-    """The lines after a series: attempts, failures and their reasons, the ledger, and the next command."""
+    """Return the lines after a series: attempts, failures and reasons, ledger, next command."""
     good, failed = record.good, record.failed
     lines = [
         f"series     {record.id}: {len(record.starts)} attempts, {len(good)} of {record.goal} good, {len(failed)} failed"
@@ -125,9 +126,10 @@ def series_closing(
 
 
 def outlook(good: Sequence[bool]) -> str:
-    """Return what the failures among a series' runs mean for its result, and what one more would mean; "" up to the one that may fail.
+    """Describe what the failures in a series mean for its result, and what one more would mean.
 
-    `good`: of each run that started its clock, in their order, whether it was good.
+    `good`: whether each run that started its clock was good, in order. Return "" while no more than
+    windows.MAY_FAIL runs have failed.
     """
     failed = good.count(False)
     if failed <= windows.MAY_FAIL:

@@ -1,9 +1,15 @@
-"""What torch's flight recorder says of ranks that hang: which collective they wait in, and which ranks are not there.
+"""Report from torch's flight recorder, for ranks that hang: the collective and the missing ranks.
 
-Each rank leaves ranks/rank_<k>.collectives.json (common/training/evidence.py), the JSON of torch's C++ FlightRecorder::dump_json (versions
-2.x). Read are of `entries`: process_group [name, description], collective_seq_id, which counts the group's collectives alike on all of its
-ranks, profiling_name, input_sizes, output_sizes, input_dtypes, state, retired (what gloo sets in place of the state completed), is_p2p; and
-pg_config {name: {ranks: "[0, 1]"}}, which gloo leaves empty. Sends and receives are left out: this package makes none.
+Each rank writes ranks/rank_<k>.collectives.json (common/training/evidence.py), the JSON of torch's
+C++ FlightRecorder::dump_json (versions 2.x). These fields of `entries` are read:
+
+- process_group: [name, description]
+- collective_seq_id: the number of the collective in its group, the same on all of its ranks
+- profiling_name, input_sizes, output_sizes, input_dtypes
+- state, and retired, which gloo sets in place of the state "completed"
+- is_p2p: sends and receives are left out, because this package makes none
+
+pg_config is {name: {ranks: "[0, 1]"}}; gloo leaves it empty.
 """
 
 from __future__ import annotations
@@ -13,12 +19,14 @@ import json
 import re
 from pathlib import Path
 
+# Fields that are equal on all ranks, since every shard in this package has the same size.
 SAME = (
     "profiling_name",
     "input_sizes",
     "output_sizes",
     "input_dtypes",
-)  # on all ranks: every shard here has the same size
+)
+# Fields that an entry must have. An entry of another torch that lacks one of them is skipped.
 READ = {
     "process_group",
     "collective_seq_id",
@@ -26,19 +34,20 @@ READ = {
     "retired",
     "is_p2p",
     *SAME,
-}  # an entry without one of them, of another torch, is left out
-Entries = dict[
-    int, dict
-]  # sequence number -> entry; of a coalesced group of collectives the last one
+}
+# Sequence number -> entry. A coalesced group of collectives is represented by its last one.
+Entries = dict[int, dict]
 
 
 def stuck(run_dir: Path) -> list[dict]:
-    """For each process group the first collective that some rank waits in; those that somebody is to blame for come first."""
+    """Return, for each process group, the first collective that some rank waits in.
+
+    Collectives with a missing rank or with different calls come first.
+    """
     dumps: dict[int, dict] = {}
     for path in (run_dir / "ranks").glob("rank_*.heartbeat"):
-        dumps[
-            int(path.stem.removeprefix("rank_"))
-        ] = {}  # of a rank that left nothing: it is stopped, or stuck where no thread of it runs
+        # A rank without a file is stopped, or stuck where none of its threads can run.
+        dumps[int(path.stem.removeprefix("rank_"))] = {}
         with contextlib.suppress(OSError, ValueError):
             dumps[int(path.stem.removeprefix("rank_"))] = json.loads(
                 path.with_suffix(".collectives.json").read_text()
@@ -59,7 +68,7 @@ def stuck(run_dir: Path) -> list[dict]:
 
 
 def sentence(one: dict) -> str:
-    """Of an item of `stuck`, for failure.json and the terminal."""
+    """Describe an item of `stuck` in one sentence, for failure.json and the terminal."""
     what = f"collective {one['sequence']} of group {one['group']}, {_call(one)}"
     entered = _named(one["entered"])
     if one["missing"]:
@@ -86,7 +95,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def _members(name: tuple[str, str], dumps: dict[int, dict]) -> set[int]:
-    """Ranks of a group; empty where nothing tells them."""
+    """Return the ranks of a group, empty if no dump lists them."""
     told = [dump.get("pg_config", {}).get(name[0], {}).get("ranks", "") for dump in dumps.values()]
     return {int(rank) for text in told for rank in re.findall(r"\d+", text)} or (
         {*dumps} if name[1] == "default_pg" else set()
@@ -98,7 +107,7 @@ def _first_open(
 ) -> dict | None:
     oldest = max(
         min(entries) for entries in ranks.values()
-    )  # the recorder keeps the last ones only
+    )  # the recorder keeps only the most recent collectives
     for sequence in range(oldest, max(max(entries) for entries in ranks.values()) + 1):
         entered = {
             rank: entries[sequence] for rank, entries in ranks.items() if sequence in entries

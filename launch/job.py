@@ -1,4 +1,4 @@
-"""What one command works on: benchmark, config, directories and node; and how its trainer processes are started."""
+"""Job: benchmark, config, directories and node of one command, and its trainer's command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PORT = 29500  # torchrun's default, below the range of ephemeral ports
 
 @dataclass(frozen=True)
 class Node:
-    """The number of this node, how many there are, and where node 0 is."""
+    """This node's number, the number of nodes, and the address of node 0."""
 
     rank: int = 0
     count: int = 1
@@ -36,7 +36,10 @@ class Node:
 
 
 def node_from(environment: Mapping[str, str], count: int) -> Node:
-    """From NODE_RANK (or SLURM_NODEID), MASTER_ADDR and MASTER_PORT. Raises ConfigError if they do not fit `count` nodes."""
+    """Return the node that NODE_RANK (or SLURM_NODEID), MASTER_ADDR and MASTER_PORT describe.
+
+    Raise ConfigError if they do not fit `count` nodes.
+    """
     rank = (
         environment.get("NODE_RANK")
         or environment.get("SLURM_NODEID")
@@ -73,7 +76,7 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
 
 @dataclass(frozen=True)
 class Job:
-    """What all runs of one command share."""
+    """Settings that all runs of one command share."""
 
     benchmark: str
     selection: Selection
@@ -82,10 +85,10 @@ class Job:
     log_dir: Path
     environment: Mapping[str, str]
     node: Node
-    save: bool  # the trained model, after the clock
-    checkpoint: str = ""  # when to save the state of training
-    continues: Path | None = None  # the run whose checkpoint to go on from
-    cpus: tuple[str, ...] = ()  # of each rank of this node; empty: it may run on all
+    save: bool  # save the trained model after the clock has stopped
+    checkpoint: str = ""  # when to save the training state
+    continues: Path | None = None  # the run whose checkpoint training resumes from
+    cpus: tuple[str, ...] = ()  # CPUs of each rank of this node; empty: ranks may use all CPUs
 
     @property
     def config(self) -> RunConfig:
@@ -101,8 +104,11 @@ class Job:
 
 
 def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job:
-    """`any_kind` of GPU, or those that have peaks only. Raises what `select_config` raises, and ConfigError for a wrong NODE_RANK, for
-    --save where there is nothing to save, or for --checkpoint and --continue where there are no checkpoints.
+    """Return the job that `options` and the environment describe.
+
+    `any_kind`: accept any GPU kind; otherwise only GPUs whose peaks are known. Raise the errors of
+    `select_config`. Raise ConfigError for a wrong NODE_RANK, for --save if the benchmark has no
+    model to save, and for --checkpoint and --continue if it has no checkpoints.
     """
     environment = os.environ
     save = getattr(options, "save", False)
@@ -130,7 +136,7 @@ def job_from(benchmark: str, options: argparse.Namespace, any_kind: bool) -> Job
 def directories(
     benchmark: str, miniature: bool, environment: Mapping[str, str]
 ) -> tuple[Path, Path]:
-    """Those of data and results: DATADIR and LOGDIR, or their defaults in the project."""
+    """Return the directories of data and results: DATADIR and LOGDIR, or their defaults."""
     data = environment.get("DATADIR") or ROOT / "data" / (
         f"{benchmark}-miniature" if miniature else benchmark
     )
@@ -138,7 +144,11 @@ def directories(
 
 
 def ensure_data(job: Job) -> None:
-    """Build the miniature's data if it is missing or damaged; for real data say how to get it. Raises DataError."""
+    """Build the miniature's data if it is missing or damaged.
+
+    Raise DataError for data that cannot be read or built. For missing real data the error says how
+    to get it.
+    """
     try:
         missing = [path for path in job.data_files if not path.is_file()]
         for path in job.data_files[: 0 if missing else None]:
@@ -176,7 +186,7 @@ def ensure_data(job: Job) -> None:
 
 
 def _damage(job: Job) -> str:
-    """Of files that `prepare` made in DATADIR: what is damaged; empty if nothing is, and where it made none."""
+    """Describe the first damaged file that `prepare` made in DATADIR, "" if there is none."""
     manifests = (job.data_dir / name for name in job.rules.manifests)
     return next(
         (
@@ -189,7 +199,9 @@ def _damage(job: Job) -> str:
 
 
 def torchrun_command(job: Job, folder: Path, arguments: list[str]) -> list[str]:
-    """Start `arguments` (-m MODULE ...) on the job's ranks. Several nodes use the static rendezvous: c10d's numbers the nodes by host name, and
+    """Return the torchrun command that starts `arguments` (-m MODULE ...) on the job's ranks.
+
+    Several nodes use the static rendezvous. The c10d rendezvous numbers nodes by host name, but
     rank 0 must be on node 0.
     """
     config, node = job.config, job.node
@@ -229,7 +241,12 @@ def trainer_command(job: Job, run_dir: Path, seed: int) -> list[str]:
 
 
 def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
-    """The user's variables, the config's [env] (which wins: it is part of what is measured), and how the page cache was cleared."""
+    """Return the environment of the trainer.
+
+    It consists of the user's variables, the config's [env] and CACHE_CLEARED, which says how the
+    page cache was cleared. The config's [env] takes precedence, because it is part of what is
+    measured.
+    """
     config = job.config
     for name, value in config.env.items():
         if job.environment.get(name, value) != value:
@@ -239,9 +256,8 @@ def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
         if job.selection.device == "cuda"
         else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
     )
-    recorder = (
-        {"TORCH_FR_BUFFER_SIZE": "2000"} if job.selection.device == "cuda" else {}
-    )  # collectives, kept for a hang
+    # Keep records of 2,000 collectives, which a hang is diagnosed from.
+    recorder = {"TORCH_FR_BUFFER_SIZE": "2000"} if job.selection.device == "cuda" else {}
     return (
         recorder
         | rank_environment(job.environment, config.env, threads)

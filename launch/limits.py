@@ -1,4 +1,7 @@
-"""Limits of this user or container that a run would meet in the middle, where libraries hang or crash instead of saying so."""
+"""Checks of user and container limits that would stop a run halfway.
+
+Libraries hang or crash at these limits instead of naming them.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,19 @@ import threading
 
 from common.errors import OutOfMemory, PreflightError
 
-PER_RANK = 32  # threads: a rank of the miniature has 8 at most, NCCL's and CUDA's are some 20 more
-ADDRESSES = (
-    16 * 2**30
-)  # bytes per rank: torch for a CPU maps 3 GiB, CUDA and ROCm far more than a GPU has
+# Threads of a rank: at most 8 of the miniature, and some 20 more of NCCL and CUDA.
+PER_RANK = 32
+# Address space of a rank in bytes. torch for CPUs maps 3 GiB; CUDA and ROCm map far more than a GPU
+# has.
+ADDRESSES = 16 * 2**30
 DO = "raise it ({}), in a container its limit of processes (--pids-limit), then start again"
 
 
 def require_loopback() -> None:
-    """Raise PreflightError where a process cannot reach another one on this host: torchrun would try for minutes."""
+    """Raise PreflightError if processes on this host cannot connect to each other.
+
+    Without this check torchrun would retry for minutes.
+    """
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -33,7 +40,7 @@ def require_loopback() -> None:
 
 
 def require_limits(ranks: int) -> None:
-    """Raises OutOfMemory where `ranks` processes could not be started."""
+    """Raise OutOfMemory if the limits of this user or container do not allow `ranks` processes."""
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     if soft != resource.RLIM_INFINITY and soft < ADDRESSES:
         what = f"a process may have {soft / 2**30:.1f} GiB of addresses (ulimit -v)"

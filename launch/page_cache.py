@@ -1,6 +1,7 @@
-"""Clear data files from the page cache before a run, as the rules ask (Data State), and verify that they are gone.
+"""Clear data files from the page cache before a run, and verify that they are gone.
 
-Linux keeps pages that are dirty or mapped by a process in spite of the advice, so mincore is asked afterwards. Standard library only.
+The MLPerf rules ask for this (Data State). Linux may ignore the advice for pages that are dirty or
+mapped by a process, so mincore is called afterwards. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-CHUNK = 2**30  # bytes mapped at once: mincore answers one byte per page
+CHUNK = 2**30  # bytes mapped at once; mincore writes one byte per page
 
 
 def clear(files: Iterable[Path]) -> str:
-    """Clear `files` from the page cache. Returns how: `fadvise`, or `no` if any page of them is still in memory.
+    """Clear `files` from the page cache; return `fadvise`, or `no` if any page is still in memory.
 
-    Per file and without root: fsync, since dirty pages stay, then POSIX_FADV_DONTNEED. Opens the files, reads nothing.
-    A file that another user owns and this one can only read counts as cleared: the kernel does not tell.
+    Each file needs fsync first, since dirty pages stay, then POSIX_FADV_DONTNEED. Neither needs
+    root. The files are opened, not read. A file that this user can only read and another user owns
+    counts as cleared, since the kernel does not report its pages.
     """
     paths = list(files)
     with contextlib.suppress(OSError):
@@ -32,7 +34,10 @@ def clear(files: Iterable[Path]) -> str:
 
 
 def resident(path: Path) -> int:
-    """Pages of `path` that are in memory; 0 also where the kernel does not tell (mm/mincore.c: it tells owners and writers only)."""
+    """Return the number of pages of `path` that are in memory.
+
+    Return 0 if the kernel does not report them: it does for owners and writers only (mm/mincore.c).
+    """
     status = path.stat()
     if not (os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)):
         return 0
@@ -44,13 +49,17 @@ def resident(path: Path) -> int:
 
 
 def _resident(descriptor: int, start: int, length: int) -> int:
-    """Maps the pages without touching them. A private mapping, because ctypes gives the address of a writable buffer only."""
+    """Return the number of resident pages, without touching them.
+
+    The mapping is private and writable, because ctypes gives only the address of a writable buffer.
+    Raise OSError if mincore fails.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     answer = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
     with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=start) as area:
         first = ctypes.c_char.from_buffer(area)
         failed = libc.mincore(ctypes.byref(first), ctypes.c_size_t(length), answer)
-        del first  # a mapping with a pointer into it cannot be closed
+        del first  # a mapping cannot be closed while a pointer into it exists
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
     return sum(byte & 1 for byte in answer.raw) if any(answer.raw) else 0

@@ -1,4 +1,4 @@
-"""Timed runs: on node 0 a series of them, each judged; on the other nodes the ranks of each run that node 0 starts."""
+"""Timed runs: node 0 runs and judges a series, the other nodes run their ranks of each run."""
 
 from __future__ import annotations
 
@@ -31,18 +31,24 @@ from launch.processes.supervise import (
 )
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
-STARTUP_S = 300.0  # until every rank has finished a step: kernels compile before the first one
+STARTUP_S = 300.0  # until every rank has finished a step; kernels compile before the first one
 
 
 def run_all(job: Job, request: series.Request) -> int:
-    """The requested number of good runs, in a ledger. Returns the exit code of series.run; on the other nodes that of node 0."""
+    """Make the requested number of good runs and record them in a ledger.
+
+    Return the exit code of series.run; the other nodes return that of node 0.
+    """
     require_limits(job.config.gpus_per_node)
     require_loopback()
     versions = run_directory.versions(ROOT, job.gpus) | {"rank_cpus": job.cpus}
     facts = series.facts_of(job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark)
 
     def shared_facts() -> dict:
-        """What must be equal on all nodes; data may lie elsewhere, and a copy of the code need not be a git repository."""
+        """Return the facts that must be equal on all nodes.
+
+        The data may be in other places, and a copy of the code need not be a git repository.
+        """
         ensure_data(job)
         return {key: value for key, value in facts.items() if key not in ("data", "commit")} | {
             "packages": versions["packages"]
@@ -51,7 +57,7 @@ def run_all(job: Job, request: series.Request) -> int:
     try:
         with Nodes(job.node, job.config.gpus_per_node) as nodes:
             nodes.compare(shared_facts)
-            while job.node.rank:  # until LeaderEnded
+            while job.node.rank:  # until LeaderEnded is raised
                 _run_ranks(job, versions, nodes)
             execute = functools.partial(run_once, job, versions, nodes)
             nodes.exit_code = series.run(
@@ -61,12 +67,16 @@ def run_all(job: Job, request: series.Request) -> int:
         print_stderr(end.what, *filter(None, [end.why]))
         return end.exit_code
     if request.goal > 1 or request.resume:
-        write_report(job.log_dir / job.benchmark)  # of the whole series, beside the ledger
+        # Report of the whole series, in the folder of the ledger.
+        write_report(job.log_dir / job.benchmark)
     return nodes.exit_code
 
 
 def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
-    """On a node other than 0: the ranks of the next run. They write to node_<n> in the run's directory, shared or not."""
+    """Run this node's ranks in the next run, on a node other than 0.
+
+    They write to node_<n> in the run's directory, which the nodes may or may not share.
+    """
     name, seed = nodes.next_run()
     run_dir = job.log_dir / job.benchmark / name / f"node_{job.node.rank}"
     run_directory.fill(run_dir)
@@ -75,24 +85,22 @@ def _run_ranks(job: Job, versions: dict, nodes: Nodes) -> None:
     if gone := run_directory.missing(run_dir):
         raise gone
     code = 128 + ending.signal_number if ending.signal_number else ending.returncode
-    nodes.publish(
-        run_dir, 0 if ending.stopped else code
-    )  # stopped by node 0: that is no failure of this node
+    # Ranks that node 0 stopped are no failure of this node.
+    nodes.publish(run_dir, 0 if ending.stopped else code)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
 
 
 def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> series.Outcome:
-    """One timed run in `run_dir`. Good only if it reached the target and its log is clean."""
+    """Make one timed run in `run_dir`; it is good with the target reached and a clean log."""
     nodes.announce(run_dir.name, seed)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     if cleared == "no":
         print_stderr(
             "NOTE       the data is still in the page cache, and the log will say so: not for submission"
         )
-    with (
-        signals_noted() as received
-    ):  # by the time a log is judged, the run counts as what it reached
+    # A signal that arrives while the log is judged does not change the run's outcome.
+    with signals_noted() as received:
         return _timed(job, nodes, run_dir, seed, cleared, received)
 
 
@@ -118,14 +126,19 @@ def _timed(
 
 
 def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> str:
-    """Write config and versions, clear the page cache, wait for the other nodes; how the cache was cleared."""
+    """Write config and versions, clear the page cache, and wait for the other nodes.
+
+    Return how the cache was cleared.
+    """
     run_directory.write_facts(run_dir, job.config, versions)
     inform(f"run        {shown(run_dir)}, seed {seed}")
     return nodes.ready(page_cache.clear(job.data_files))
 
 
 def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> Ending:
-    """Run the ranks of this node to their end. Node 0 alone judges whether the ranks, those of all nodes, hang."""
+    """Run this node's ranks until they end. Only node 0 decides whether the ranks of all nodes
+    hang.
+    """
     config, node = job.config, job.node
     local_ranks = range(node.rank * config.gpus_per_node, (node.rank + 1) * config.gpus_per_node)
     step_s = config.hang_timeout_s * BEFORE_COLLECTIVES if node.rank == 0 else math.inf
@@ -153,7 +166,11 @@ def _train(job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str) -> En
 def judge(
     job: Job, nodes: Nodes, run_dir: Path, ending: Ending, result: diagnosis.Result
 ) -> tuple[RunError | None, RunError | None]:
-    """What went wrong with the run, also left in failure.json, None where it reached the target and passed the checks; and after it."""
+    """Return the failure of the run and a failure after its clock, each None if there is none.
+
+    The first one is None if the run reached the target and passed the checks. It is also written to
+    failure.json.
+    """
     facts: dict = {}
     error: RunError | None = None
     after: RunError | None = None
@@ -194,7 +211,7 @@ def _check(run_dir: Path) -> RunError | None:
     answer = _captured("submission.check", str(run_dir / "result.txt"))
     try:
         (run_dir / "check.txt").write_text(answer.stdout)
-    except OSError as error:  # the verdict stands without it
+    except OSError as error:  # the verdict is valid without the file
         print_stderr(
             f"note: check.txt was not written: {error}; ./run_and_time.sh check prints it again"
         )
@@ -212,21 +229,22 @@ def _check(run_dir: Path) -> RunError | None:
 
 
 def write_report(folder: Path) -> None:
-    """A report is a convenience: without it the run is still valid."""
+    """Write the report of a run or a series. A run stays valid if that fails."""
     answer = _captured("submission.report", str(folder))
     if answer.returncode:
         print_stderr("note: no report was written:", *answer.stdout.splitlines()[-1:])
     else:
-        inform(*answer.stdout.splitlines()[1:])  # what is said besides its path
+        inform(*answer.stdout.splitlines()[1:])  # everything but the path, which is the first line
 
 
 def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:
+    # Run in a new session, so that Ctrl-C reaches only the launcher.
     command = [
         sys.executable,
         "-m",
         module,
         argument,
-    ]  # in a session of its own: Ctrl-C is the launcher's
+    ]
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""The directory of a run: created once, never overwritten; it records which config and versions ran."""
+"""Directory of a run, created once and never overwritten, with the config and versions that ran."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from common.packages import requirements, version_of
 from launch import tuning
 
 RESERVED_BYTES = 2**16
+# Packages that no requirements file lists.
 OPTIONAL = (
     "triton",
     "pytorch-triton-rocm",
     "amd-aiter",
     "flash-attn-4",
     "nvidia-cutlass-dsl",
-)  # in no requirements
+)
 
 
 def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
-    """LOGDIR/<benchmark>/<date>_<config>_seed<seed>, see `fill`. Raises StorageError if it exists or cannot be written."""
+    """Create LOGDIR/<benchmark>/<date>_<config>_seed<seed> and `fill` it.
+
+    Raise StorageError if it exists or cannot be written.
+    """
     folder = log_dir / benchmark / f"{time.strftime('%Y%m%d-%H%M%S')}_{config_stem}_seed{seed}"
     with _writing(folder):
         folder.mkdir(parents=True)
@@ -36,17 +40,20 @@ def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
 
 
 def fill(folder: Path) -> Path:
-    """Make an empty ranks/ and RESERVE_FILE in `folder`. Raises StorageError."""
+    """Make an empty ranks/ and RESERVE_FILE in `folder`. Raise StorageError if that fails."""
     with _writing(folder):
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
         (folder / RESERVE_FILE).write_bytes(
             os.urandom(RESERVED_BYTES)
-        )  # nothing that a file system compresses
+        )  # random, so that no file system compresses it
     return folder
 
 
 def missing(run_dir: Path) -> StorageError | None:
-    """Something of a run that goes on was deleted, moved or unmounted. A rank 0 that reports has opened the log before."""
+    """Return an error if files of a running run were deleted, moved or unmounted, else None.
+
+    result.txt must exist once rank 0 writes heartbeats, because rank 0 opens the log before that.
+    """
     for path in (run_dir / "ranks", run_dir / "result.txt"):
         if not path.exists() and (
             path.name == "ranks" or (run_dir / "ranks" / "rank_0.heartbeat").exists()
@@ -60,13 +67,15 @@ def missing(run_dir: Path) -> StorageError | None:
 
 
 def require_writable(folder: Path) -> None:
-    """Make `folder`. Raises StorageError if that cannot be done."""
+    """Create `folder` if it is missing. Raise StorageError if that fails."""
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def write_facts(run_dir: Path, config: RunConfig, versions: dict) -> None:
-    """config.toml, which the trainer reads, and versions.json. Raises StorageError."""
+    """Write config.toml, which the trainer reads, and versions.json. Raise StorageError if it
+    fails.
+    """
     with _writing(run_dir):
         (run_dir / "config.toml").write_text(config.as_toml())
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
@@ -85,7 +94,10 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def versions(root: Path, found: Probe) -> dict:
-    """Python, packages, commit, GPUs and driver: enough to reproduce the software. No environment variables: they may hold secrets."""
+    """Return what is needed to reproduce the software: Python, packages, commit, GPUs and driver.
+
+    Environment variables are left out, since they may hold secrets.
+    """
     names = [name for name, _ in requirements(root / "requirements.txt")] + list(OPTIONAL)
     return {
         "python": platform.python_version(),
@@ -100,7 +112,7 @@ def versions(root: Path, found: Probe) -> dict:
 
 
 def doubts(root: Path, environment: Mapping[str, str]) -> list[str]:
-    """Why submission.package would refuse a run that is started now, days later; empty if nothing is known."""
+    """Return known reasons why submission.package would refuse a run that is started now."""
     found = []
     commit, changes = git(root, "rev-parse", "HEAD"), git(root, "status", "--porcelain")
     if commit is None or changes is None:
@@ -118,7 +130,7 @@ def doubts(root: Path, environment: Mapping[str, str]) -> list[str]:
 
 
 def git(root: Path, *arguments: str) -> str | None:
-    """The output of git; None without git or outside of a repository."""
+    """Return the output of a git command, None without git or outside a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(root), *arguments]
         return subprocess.run(

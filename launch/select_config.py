@@ -1,4 +1,7 @@
-"""Select the config, its device and its name in the log, and say why. Pure functions of the GPUs found and the environment."""
+"""Selection of the config, its device and its name in the log, with the reason.
+
+The functions depend only on the GPUs found, the environment and the config files.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,23 @@ from launch.plan.derive_config import load_or_derive
 @dataclass(frozen=True)
 class Selection:
     config: RunConfig
-    path: Path  # of a derived config: where its file would be
-    log_name: str  # config_filename in the log; with +derived, +forced or +modified if the run does not follow a shipped file
+    path: Path  # of a derived config: the path that its file would have
+    # config_filename in the log. It ends in +derived, +forced or +modified if the run does not
+    # follow a shipped file.
+    log_name: str
     reason: str
-    device: str  # "cpu" or "cuda"; ROCm's torch calls its device cuda as well
-    found: str  # the GPUs, for people
-    notes: tuple[
-        str, ...
-    ] = ()  # why the run cannot be submitted, and known issues of these versions
-    derived: str = ""  # from what, where configs/ has no file
+    device: str  # "cpu" or "cuda", which ROCm's torch uses as well
+    found: str  # the GPUs, for display
+    # Reasons why the run cannot be submitted, and known issues of these versions.
+    notes: tuple[str, ...] = ()
+    derived: str = ""  # source of a config that has no file in configs/
 
 
 def require_by_rules(benchmark: str, config: RunConfig, whole_run: bool = True) -> None:
-    """Raises ConfigError for what the benchmark's rules make useless; a bench is no whole run and need not reach an evaluation."""
+    """Raise ConfigError for values that the benchmark's rules make useless.
+
+    `whole_run`: False for a bench, which need not reach an evaluation.
+    """
     rules = rules_of(benchmark, config)
     why = f"an evaluation has {rules.eval_samples:,} sequences"
     config.require(
@@ -56,12 +63,15 @@ def select_config(
     found: Probe,
     any_kind: bool = False,
 ) -> Selection:
-    """Read, or derive, the config that fits the machine. `options` has config, set and device from the command line, and perhaps layers.
+    """Read or derive the config that fits the machine.
 
-    `any_kind`: a measurement, for which GPUs that common/gpu_kinds.py lacks may be used, and versions that are known to compute wrongly. The
-    miniature takes any GPU, too. Raises
-    ConfigError if config and machine do not fit, PreflightError if the GPU or these versions cannot be used, OutOfMemory if no config can be
-    derived that fits its memory.
+    `options`: command-line options with config, set and device, and optionally layers. `any_kind`:
+    for a measurement, also accept GPUs that common/gpu_kinds.py lacks, and versions that are known
+    to compute wrongly. The miniature also accepts any GPU.
+
+    Raise ConfigError if config and machine do not fit. Raise PreflightError if the GPU or these
+    versions cannot be used. Raise OutOfMemory if no config that fits the GPU's memory can be
+    derived.
     """
     device = options.device or ("cuda" if found.devices else "cpu")
     if device == "cuda" and not found.devices:
@@ -94,7 +104,7 @@ def select_config(
         )
     shipped = (
         root / "configs" / benchmark / path.name
-    )  # must be equal, since the log has only the name
+    )  # its contents must be equal, since the log has only the file name
     modified = bool(options.set)
     if derived:
         notes.append(f"{path.name} is no file in configs/{benchmark}: not for submission")
@@ -113,10 +123,12 @@ def select_config(
 
 
 def _is_miniature(benchmark: str, path: Path) -> bool:
-    """Whether `path` is a config of the miniature, which runs on any GPU: nothing in it depends on a peak or on memory."""
-    return (
-        os.path.isfile(path) and load(path, config_class(benchmark)).miniature
-    )  # Path.is_file raises for long names
+    """Return whether `path` is a config of the miniature.
+
+    The miniature runs on any GPU, because nothing in it depends on a peak or on memory.
+    """
+    # os.path.isfile: Path.is_file raises for long names.
+    return os.path.isfile(path) and load(path, config_class(benchmark)).miniature
 
 
 def config_file(
@@ -127,7 +139,11 @@ def config_file(
     kind: GpuKind | None,
     visible: int,
 ) -> tuple[Path, str]:
-    """The config that --config, DGXSYSTEM, or else kind and number of GPUs select, and the reason. The file need not exist."""
+    """Return the path of the config file and the reason for it; the file need not exist.
+
+    --config selects it, then DGXSYSTEM, then the kind and number of GPUs. Raise ConfigError for an
+    empty --config.
+    """
     folder = root / "configs" / benchmark
     if options.config == "":
         raise ConfigError(
@@ -151,7 +167,11 @@ def _mismatches(
     options: argparse.Namespace,
     environment: Mapping[str, str],
 ) -> list[str]:
-    """A note if --config forces a config for another GPU. Raises ConfigError if the config is for another GPU or number of GPUs otherwise."""
+    """Return a note if --config forces a config for another GPU onto this machine.
+
+    Raise ConfigError if the number of GPUs differs from DGXNGPU, or if a config for another GPU was
+    selected without --config.
+    """
     requested = requested_gpus(environment)
     if requested and requested != config.gpus_per_node:
         what = f"DGXNGPU={requested}, but the config is for {config.gpus_per_node}"
@@ -166,7 +186,7 @@ def _mismatches(
 
 
 def requested_gpus(environment: Mapping[str, str]) -> int:
-    """DGXNGPU, 0 if it is not set."""
+    """Return DGXNGPU, 0 if it is not set. Raise ConfigError if it is not a number of GPUs."""
     text = environment.get("DGXNGPU", "")
     if text and (not text.isdigit() or int(text) < 1):
         raise ConfigError(

@@ -1,8 +1,11 @@
-"""A series of runs: attempts until enough of them are good, each in the ledger with its own directory and seed.
+"""A series of runs: attempts until enough are good, each recorded in the ledger.
 
-Good is a run that reached its target and whose log is clean. After a failed attempt comes the next one, until more than `max_failures`
-of this command failed. SIGINT, SIGTERM and SIGHUP end the series; --resume continues it, also after the launcher itself was killed: its
-last attempt is then entered as lost, and never counts as good, whatever its log says.
+Every attempt has its own directory and seed. A run is good if it reached its target and its log is
+clean. A failed attempt is followed by the next one, until more than `max_failures` attempts of this
+command have failed. SIGINT, SIGTERM and SIGHUP end the series, and --resume continues it.
+
+A series can also be continued after its launcher was killed. The last attempt is then recorded as
+lost and never counts as good, whatever its log says.
 """
 
 from __future__ import annotations
@@ -42,31 +45,30 @@ MAX_FAILURES = 2
 
 @dataclass(frozen=True)
 class Request:
-    """What NEXP, SEED, --max-failures and --resume ask for."""
+    """Request of the user: NEXP, SEED, --max-failures and --resume."""
 
-    goal: int  # good runs; 0: as many as the resumed series has
+    goal: int  # number of good runs; 0: as many as the resumed series has
     max_failures: int
-    seed: int | None = None  # fixed, for a single run that is not submitted
+    seed: int | None = None  # fixed seed for a single run, which cannot be submitted
     resume: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one attempt ended; `error` is None for a good run."""
+    """Result of one attempt; `error` is None for a good run."""
 
     error: RunError | None
     result: diagnosis.Result = field(default_factory=diagnosis.Result)
     cache: str = ""
-    after: RunError | None = (
-        None  # what came after a run that stands: its model was not saved, or a signal
-    )
+    # Failure after the clock of a good run: a signal, or the model could not be saved.
+    after: RunError | None = None
 
 
-Execute = Callable[[Path, int], Outcome]  # run directory, seed
+Execute = Callable[[Path, int], Outcome]  # arguments: run directory, seed
 
 
 def request_from(environment: Mapping[str, str], max_failures: int | None, resume: bool) -> Request:
-    """Raises ConfigError for invalid values, and for values that exclude each other."""
+    """Return the request. Raise ConfigError for invalid values and for values that conflict."""
     count, seed = environment.get("NEXP") or ("0" if resume else "1"), environment.get("SEED", "")
     if not count.isdigit() or (int(count) < 1 and not resume):
         raise ConfigError(
@@ -98,8 +100,10 @@ def request_from(environment: Mapping[str, str], max_failures: int | None, resum
 
 
 def continued(request: Request, run: Path, benchmark: str, config: RunConfig) -> Request:
-    """The request for a single run that goes on from the checkpoint of `run`, with its seed. Raises ConfigError where there is none of this
-    benchmark, seed and config, WeightsError where its facts are damaged.
+    """Return the request for a single run that resumes from a checkpoint of `run`, with its seed.
+
+    Raise ConfigError if `run` has no checkpoint of this benchmark, seed and config. Raise
+    WeightsError if the checkpoint's facts are damaged.
     """
     if request.goal != 1 or request.max_failures or request.resume:
         why = "it is one run, with the seed of the one before; a series needs its own random seed for each run"
@@ -118,8 +122,12 @@ def continued(request: Request, run: Path, benchmark: str, config: RunConfig) ->
 def facts_of(
     selection: Selection, data_dir: Path, commit: str | None, root: Path, benchmark: str
 ) -> dict:
-    """What must stay the same within a series: system, code and configuration, as the rules ask (Benchmark Results)."""
-    digest = hashlib.sha256()  # of the code that trains: sees changes that are not committed
+    """Return the facts that must not change within a series: system, code and configuration.
+
+    The MLPerf rules require this (Benchmark Results).
+    """
+    # Digest of the training code, which also covers changes that are not committed.
+    digest = hashlib.sha256()
     packages = [root / name for name in ("common", "launch", benchmark)]
     for path in sorted(path for package in packages for path in package.rglob("*.py")):
         if path.is_relative_to(root / "launch/plan") or path.is_relative_to(
@@ -141,7 +149,7 @@ def facts_of(
 
 
 class Series:
-    """One series in its ledger."""
+    """A series and its ledger."""
 
     def __init__(self, folder: Path, record: ledger.Record, selection: Selection):
         self.folder, self.record, self.selection = folder, record, selection
@@ -188,7 +196,7 @@ class Series:
         (run_dir / RESERVE_FILE).unlink(missing_ok=True)
 
     def seed(self) -> int:
-        """32 bits from the system's random source that no run of this series has had."""
+        """Return 32 bits from the system's random source that no run of this series has used."""
         while (seed := secrets.randbits(32)) in self.record.seeds:
             pass
         return seed
@@ -202,10 +210,15 @@ def run(
     request: Request,
     execute: Execute,
 ) -> int:
-    """Attempts until the request is fulfilled. Returns 0 with all good runs, else the code of the first failure, or 128 + n after signal n; with
-    all good runs of which one was not saved, the code of that.
+    """Make attempts until the request is fulfilled, and return the exit code.
 
-    Raises ConfigError if there is nothing that can be resumed, StorageError if the ledger or a run directory cannot be written.
+    - 0 if all runs are good and their models were saved as requested
+    - the code of the first failure
+    - 128 + n after signal n
+    - if all runs are good but a model could not be saved, the code of that failure
+
+    Raise ConfigError if no series can be resumed, and StorageError if the ledger or a run directory
+    cannot be written.
     """
     with _open(log_dir / benchmark, selection, facts, request) as series:
         try:
@@ -225,7 +238,7 @@ def make_attempts(
     """Start runs until the series has its number of good ones, and return the exit code."""
     record = series.record
     failed: list[int] = []  # exit codes of this command's failures
-    unsaved: list[int] = []  # and of its good runs whose model was not saved
+    unsaved: list[int] = []  # exit codes of good runs whose model was not saved
     while len(record.good) < record.goal:
         if record.goal > 1:
             counts = (
@@ -251,7 +264,7 @@ def make_attempts(
 
 
 def _outcome(execute: Execute, run_dir: Path, seed: int) -> Outcome:
-    """An error of the launcher itself belongs in the attempt's line of the ledger, too."""
+    """Execute one run. The launcher's own errors become outcomes, so that the ledger has them."""
     try:
         return execute(run_dir, seed)
     except Exception as error:
@@ -292,9 +305,10 @@ def _open(folder: Path, selection: Selection, facts: dict, request: Request) -> 
         if record.goal > 1 and _lacks_runs(record, request)
     ]:
         with _locked(folder, name) as locked:
+            # Read again: the ledger may have changed before the lock was acquired.
             record = next(
                 record for record in ledger.read(folder / ledger.NAME) if record.id == name
-            )  # as it is now that it is locked
+            )
             if locked and _lacks_runs(record, request):
                 yield resume_series(Series(folder, record, selection), facts, request)
                 return
@@ -314,7 +328,11 @@ def _open(folder: Path, selection: Selection, facts: dict, request: Request) -> 
 
 @contextlib.contextmanager
 def _locked(folder: Path, name: str) -> Iterator[bool]:
-    """Lock the series `name`; False if its launcher is alive. A killed launcher leaves the file behind, but not the lock."""
+    """Lock the series `name`; yield False if its launcher is alive.
+
+    A killed launcher leaves the file behind, but not the lock. Raise StorageError if the file
+    cannot be written.
+    """
     path = folder / f"series_{name}.lock"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -324,7 +342,7 @@ def _locked(folder: Path, name: str) -> Iterator[bool]:
             "two launchers must not share a series",
             "set LOGDIR",
         ) from None
-    # A launcher that ends unlinks its file: the locked file must still be the one at `path`.
+    # A launcher unlinks its lock file when it ends, so `path` may now be another file.
     locked = (
         ledger.lock(descriptor, wait=False)
         and path.exists()
@@ -339,12 +357,19 @@ def _locked(folder: Path, name: str) -> Iterator[bool]:
 
 
 def _lacks_runs(record: ledger.Record, request: Request) -> bool:
-    """A larger NEXP reopens a finished series: one may run more than ten and submit the median window."""
+    """Return whether the series needs more runs.
+
+    A larger NEXP reopens a finished series: the rules allow more than ten runs, of which the median
+    window is submitted.
+    """
     return not record.closed or request.goal > record.goal
 
 
 def resume_series(series: Series, facts: dict, request: Request) -> Series:
-    """Prepare `series` for further attempts. Raises ConfigError if anything that must stay the same has changed."""
+    """Prepare `series` for further attempts.
+
+    Raise ConfigError if anything that must stay the same has changed.
+    """
     record = series.record
     changed = [
         f"{key} was {record.facts.get(key)}, now {value}"

@@ -1,8 +1,9 @@
 """Install the packages of a run: `./run_and_time.sh setup`.
 
-Any command installs what it lacks by itself. Use this command where the machine of the runs has no network: prepare .venv
-on a login node with `--for cuda`, in a folder that both machines share. The processor (x86_64 or aarch64) and the
-Python must be the same on both.
+Other commands install missing packages automatically. Use this command if the machine that runs the
+benchmark has no network: prepare .venv on a login node with `--for cuda`, in a folder that both
+machines share. Both machines must have the same processor type (x86_64 or aarch64) and the same
+Python.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Which build of torch this machine's GPUs need, whether the installed one fits, and what Triton needs to compile.
+"""Builds of torch: which one this machine's GPUs need, and whether the installed one fits.
 
-A build is named by what it computes on: cpu, cuda (CUDA 13), cuda12 (CUDA 12.8) or rocm. Standard library only: read
+A build is named after what it computes on: cpu, cuda (CUDA 13), cuda12 (CUDA 12.8) or rocm. The
+module also checks that Triton can compile. It uses only the standard library, because it runs
 before any package is installed.
 """
 
@@ -20,14 +21,14 @@ from common.hardware import Probe
 from common.known_issues import installed, release
 
 BUILDS = ("cpu", "cuda", "cuda12", "rocm")
-ON_A_CPU = ("cpu", "cuda", "cuda12")  # torch for CUDA computes on a CPU as well
+ON_A_CPU = ("cpu", "cuda", "cuda12")  # torch for CUDA also computes on a CPU
 
-# First drivers of CUDA 13.0, of CUDA 12.8 on Blackwell, and of any CUDA 12 on older GPUs (CUDA Compatibility, tables of
-# minor version compatibility: docs.nvidia.com/deploy/cuda-compatibility).
+# Minimum drivers of CUDA 13.0, of CUDA 12.8 on Blackwell, and of any CUDA 12 on older GPUs. Source:
+# tables of minor version compatibility, docs.nvidia.com/deploy/cuda-compatibility.
 CUDA13_DRIVER = (580,)
 BLACKWELL_DRIVER = (570,)
 CUDA12_DRIVER = (525,)
-# Compute capabilities from 10.0 on that CUDA 12.8 compiles for. GB300 and B300 (10.3) need 12.9.
+# Compute capabilities from 10.0 that CUDA 12.8 compiles for. GB300 and B300 (10.3) need 12.9.
 CUDA12_BLACKWELL = ((10, 0), (12, 0))
 UPDATE = (
     "update the driver to 580 or newer; on a data-center GPU the package cuda-compat-13-0, "
@@ -38,9 +39,9 @@ UPDATE = (
 def suitable_builds(
     environment: Mapping[str, str], sysfs: Path = Path("/sys"), dev: Path = Path("/dev")
 ) -> tuple[str, ...]:
-    """Names of the builds that fit this machine, the best one first.
+    """Return the names of the builds that fit this machine, the best one first.
 
-    Raises PreflightError if the NVIDIA driver is too old for every build that supports its GPUs.
+    Raise PreflightError if the NVIDIA driver is too old for every build that supports its GPUs.
     """
     if (sysfs / "class/kfd").exists() and (dev / "kfd").exists():
         return ("rocm",)
@@ -51,7 +52,7 @@ def suitable_builds(
     try:
         rows = ask_nvidia_smi("driver_version,compute_cap", environment)
     except DriverError as error:
-        # A broken driver refuses the run (common/hardware.py), not the packages.
+        # A broken driver is reported by common/hardware.py; it must not block the installation.
         return ON_A_CPU if "No devices were found" in str(error) else ("cuda", "cuda12", "cpu")
     capabilities = [tuple(map(int, re.findall(r"\d+", capability))) for _, capability in rows]
     return nvidia_builds(rows[0][0], capabilities, environment)
@@ -63,7 +64,10 @@ def nvidia_builds(
     environment: Mapping[str, str],
     machine: str = platform.machine(),
 ) -> tuple[str, ...]:
-    """Builds for NVIDIA GPUs of these compute capabilities, the best one first. Raises PreflightError if there is none."""
+    """Return the builds for NVIDIA GPUs of these compute capabilities, the best one first.
+
+    Raise PreflightError if there is none.
+    """
     version = max(release(driver), _compatible_driver(environment))
     blackwell = [capability for capability in capabilities if capability >= (10, 0)]
     builds = []
@@ -88,7 +92,10 @@ def nvidia_builds(
 
 
 def _compatible_driver(environment: Mapping[str, str]) -> tuple[int, ...]:
-    """The driver version of a libcuda in LD_LIBRARY_PATH, as packages cuda-compat-* bring it; () for none."""
+    """Return the driver version of the libcuda in LD_LIBRARY_PATH, () if there is none.
+
+    The packages cuda-compat-* install such a libcuda.
+    """
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
         found = re.search(
             r"libcuda\.so\.(\d+\.\d+.*)", (Path(folder) / "libcuda.so.1").resolve().name
@@ -99,7 +106,7 @@ def _compatible_driver(environment: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def installed_build() -> str:
-    """The build of the torch that this Python imports."""
+    """Return the build of the torch that this Python imports."""
     versions = installed()
     if versions.get("rocm"):
         return "rocm"
@@ -111,7 +118,10 @@ def installed_build() -> str:
 def require_fitting_torch(
     found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]
 ) -> None:
-    """Raise PreflightError if the torch of `versions` (common.known_issues.installed) cannot use the GPUs of `found`."""
+    """Raise PreflightError if the installed torch cannot use the GPUs that were found.
+
+    `found`: the GPUs. `versions`: of torch and its libraries (common.known_issues.installed).
+    """
     torch = f"torch {versions.get('torch', '')}"
     vendor = {"amd": "AMD", "nvidia": "NVIDIA"}.get(found.vendor)
     if vendor is None:
@@ -136,9 +146,10 @@ def require_fitting_torch(
 
 
 def missing_compiler(environment: Mapping[str, str] = os.environ) -> str:
-    """What Triton's first launch needs and this machine lacks, with the packages that bring it; "" if nothing is missing.
+    """Return what Triton needs to compile and this machine lacks, "" if nothing is missing.
 
-    Triton compiles a small C file against Python.h with $CC, gcc or clang (its runtime/build.py).
+    The text names the packages to install. At its first launch Triton compiles a small C file
+    against Python.h with $CC, gcc or clang (its runtime/build.py).
     """
     missing = []
     compilers = [environment["CC"]] if environment.get("CC") else ["gcc", "clang"]

@@ -1,4 +1,4 @@
-"""`--tune`: the settings of system_tuning for as long as this launcher lives, and what a run's record says of them."""
+"""`--tune`: apply the settings of system_tuning during the run, and record their state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BETTER = "could be better"
 
 
 def state(root: Path = Path("/")) -> dict[str, str]:
-    """Name of each setting that this host has -> "good" or "could be better"."""
+    """Return "good" or "could be better" for each setting that this host has, by its name."""
     looked = {setting.name: setting.look(root) for setting in SETTINGS}
     return {
         name: "good" if all(file.now == file.want for file in files) else BETTER
@@ -29,15 +29,17 @@ def state(root: Path = Path("/")) -> dict[str, str]:
 
 
 def advice(root: Path = Path("/")) -> str:
-    """Which could be better; "" for none."""
+    """Name the settings that could be better, "" for none."""
     names = ", ".join(name for name, text in state(root).items() if text == BETTER)
     return f"{names} {BETTER} on this host, by AMD's list" if names else ""
 
 
 @contextlib.contextmanager
 def tuned(project: Path) -> Iterator[None]:
-    """The settings are made, by sudo unless we are root, and put back at the end, also when this process is killed: then its end of the pipe
-    closes. Raises PreflightError where one cannot be made.
+    """Apply the settings inside the block, with sudo unless this process runs as root.
+
+    The settings are restored afterwards. They are also restored if this process is killed: that
+    closes its end of the pipe. Raise PreflightError if a setting cannot be applied.
     """
     command = HOLD if os.geteuid() == 0 else ["sudo", *HOLD]
     try:
