@@ -1,7 +1,8 @@
-"""How a run ended: what its log says, and after a failure which rank failed first, and why.
+"""Diagnosis of how a run ended: what its log says, which rank failed first, and why.
 
-torchrun reports every failure with exit code 1 and usually names a victim. The ranks' own records (`common.errors.write_rank_record`)
-say more; where a rank left none, torchrun.json has its exit code or signal (torchrun_<n>.json for node n).
+torchrun reports every failure with exit code 1 and usually names a victim. The ranks' own records
+(`common.errors.write_rank_record`) say more. If a rank left no record, torchrun.json has its exit
+code or signal (torchrun_<n>.json for node n).
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from launch import flight_recorder
 
 @dataclass(frozen=True)
 class Result:
-    """What `result.txt` says about its run."""
+    """Outcome of a run according to `result.txt`."""
 
-    seconds: float | None = None  # from run_start to run_stop; None where one of them is missing
+    seconds: float | None = None  # from run_start to run_stop; None if one of them is missing
     status: str = ""  # "success", "aborted", or "" without a run_stop
     samples: int = 0
-    started: bool = False  # there is a run_start
+    started: bool = False  # whether the log has a run_start
 
 
 def read_result(path: Path) -> Result:
-    """Return what the log at `path` says. A log that is missing or damaged says nothing: each attempt needs an end in the ledger."""
+    """Return what the log at `path` says, an empty Result if it is missing or damaged.
+
+    An unreadable log raises no error, because each attempt needs an end in the ledger.
+    """
     try:
         log = mlperf_log.read(path, repeated=())
     except (ConfigError, OSError):
@@ -50,7 +54,10 @@ def read_result(path: Path) -> Result:
 
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
-    """The error of the rank that failed first, and its `rank`, `step` and `time` as far as known."""
+    """Return the error of the rank that failed first, with its `rank`, `step` and `time`.
+
+    They are present as far as they are known.
+    """
     records = {
         rank: _read_json(run_dir / "ranks" / f"rank_{rank}.json", {}) for rank in range(world_size)
     }
@@ -70,8 +77,9 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
 
     if failed := earliest("failed", no_victims=True):
         return _as_error(failed), failed
-    # Without a record: killed from outside, or dead before the trainer handled signals. torchrun ends the others with SIGTERM, so a rank
-    # that died of it, or that torchrun does not list, is a victim if there is another candidate.
+    # A rank without a record was killed from outside, or died before the trainer handled signals.
+    # torchrun ends the other ranks with SIGTERM. If there is another candidate, a rank that died of
+    # SIGTERM, or that torchrun does not list, is therefore a victim.
     silent = [
         rank for rank, record in records.items() if not record and (rank in exits or not exits)
     ]
@@ -96,7 +104,11 @@ def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
 
 
 def finished(run_dir: Path, world_size: int) -> bool:
-    """The ranks of a success did all their work for it: rank 0 ended well, or was saving what was trained, and no other failed or vanished before."""
+    """Return whether the ranks finished their work after the target was reached.
+
+    Rank 0 must have ended normally, or failed while it saved the model or a checkpoint. No other
+    rank may have failed or vanished before.
+    """
     for rank in range(world_size):
         record, beat = (
             _read_json(run_dir / "ranks" / f"rank_{rank}.{kind}", {})
@@ -110,9 +122,10 @@ def finished(run_dir: Path, world_size: int) -> bool:
 
 
 def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
-    """failure.json: kind, exit_code, what, why, do, and rank, step, time (seconds since 1970) as far as known; of a hang the collectives.
+    """Write failure.json: kind, exit_code, what, why, do, and rank, step and time if known.
 
-    Does not raise: where the directory is gone the failure is on stderr and in the ledger only.
+    `time` is in seconds since 1970. A hang also has its collectives. This function does not raise
+    OSError: if the directory is gone, the failure is only on stderr and in the ledger.
     """
     known = {key: facts.get(key) for key in ("rank", "step")}
     if error.kind == Hang.kind and (stuck := flight_recorder.stuck(run_dir)):
@@ -123,14 +136,14 @@ def write_failure(run_dir: Path, error: RunError, facts: dict) -> None:
     )
     try:
         write_record(run_dir, "failure.json", text + "\n")
-    except OSError as problem:  # the failure itself must still be printed, and noted in the ledger
+    # The failure itself must still be printed and recorded in the ledger.
+    except OSError as problem:
         print(f"note: failure.json could not be written: {problem}", file=sys.stderr, flush=True)
 
 
 def _as_error(record: dict) -> RunError:
-    who = (
-        "" if record["kind"] == TargetMissed.kind else f"rank {record['rank']}: "
-    )  # that happens to all ranks at once
+    # A missed target concerns all ranks at once.
+    who = "" if record["kind"] == TargetMissed.kind else f"rank {record['rank']}: "
     error = RunError(who + record["what"], record.get("why", ""), record.get("do", ""))
     error.kind, error.exit_code = record["kind"], record["exit_code"]
     return error
@@ -174,7 +187,7 @@ def _read_json(path: Path, default):
 
 
 def _read_text(path: Path) -> str:
-    """Empty where it cannot be read."""
+    """Return the text of the file, "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(errors="replace")
     return ""

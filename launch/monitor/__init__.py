@@ -1,1 +1,4 @@
-"""A run while it lasts: what one sees of it, and samples of its GPUs. `pages` and `submission` show it afterwards."""
+"""Display of a running run, and samples of its GPUs.
+
+common/html and `submission` show a run after it has ended.
+"""

@@ -1,16 +1,20 @@
-"""Samples power, temperature, clocks and memory of the GPUs once a second during a run: `python -m launch.monitor.gpu_sampler FILE VENDOR GPUS`.
+"""Sampler of the GPUs: `python -m launch.monitor.gpu_sampler FILE VENDOR GPUS`.
 
-A separate process, so that a driver that hangs cannot hold up a run. It ends when its standard input closes, thus also when the launcher
-is killed. FILE, gpu_samples.jsonl, has one object a line:
+It records power, temperature, clocks and memory once a second during a run. It is a separate
+process, so that a driver that hangs cannot hold up a run. It ends when its standard input closes,
+and thus also when the launcher is killed. FILE, gpu_samples.jsonl, has one object per line:
 
-    {"event": "start", "source": "nvidia-smi", "time": UNIX_TIME, "period_s": 1.0, "gpus": [{"id", "name"}]}
-    {"event": "sample", "time_s": SECONDS_SINCE_START, "gpus": [{"power_w", "power_limit_w", "temperature_c", "clock_mhz",
-                                                                 "memory_clock_mhz", "memory_gib", "utilization_percent",
-                                                                 "throttle": ["power cap"]}]}
-    {"event": "note", "what": WHY_SOMETHING_IS_MISSING}    {"event": "stop", "time_s", "samples"}
+    {"event": "start", "source": "nvidia-smi", "time": UNIX_TIME, "period_s": 1.0,
+     "gpus": [{"id", "name"}]}
+    {"event": "sample", "time_s": SECONDS_SINCE_START,
+     "gpus": [{"power_w", "power_limit_w", "temperature_c", "clock_mhz", "memory_clock_mhz",
+               "memory_gib", "utilization_percent", "throttle": ["power cap"]}]}
+    {"event": "note", "what": WHY_SOMETHING_IS_MISSING}
+    {"event": "stop", "time_s", "samples"}
 
-`gpus` are those that the ranks see, in their order: entry k belongs to local rank k. null: the driver does not report it. These are the
-driver's numbers for finding a slow or hot GPU, not a power measurement by MLPerf's rules.
+`gpus` are the GPUs that the ranks see, in their order: entry k belongs to local rank k. null means
+that the driver does not report the value. The driver's numbers serve to find a slow or hot GPU.
+They are not a power measurement by MLPerf's rules.
 """
 
 from __future__ import annotations
@@ -31,9 +35,9 @@ from common.hardware import Probe
 from common.records.json_lines import append_line
 from common.terminal import print_stderr
 
-NAME = "gpu_samples.jsonl"  # submission/gpu_samples.py reads it
+NAME = "gpu_samples.jsonl"  # read by submission/gpu_samples.py
 PERIOD_S = 1.0
-END_S = 5.0  # for the sampler to end; a call of a hung driver never ends
+END_S = 5.0  # for the sampler to end; a call to a hung driver never returns
 NICE = 10  # below the ranks in priority
 SOURCES = {"nvidia": "nvidia-smi", "amd": "amdgpu's files in /sys"}
 
@@ -43,7 +47,9 @@ SOURCES = {"nvidia": "nvidia-smi", "amd": "amdgpu's files in /sys"}
 
 @contextlib.contextmanager
 def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
-    """Sample the GPUs into `run_dir` while the block runs. A failure of the sampler does not affect the run."""
+    """Sample the GPUs into `run_dir` while the block runs. A failure of the sampler does not affect
+    the run.
+    """
     if not found.devices:
         yield
         return
@@ -56,7 +62,7 @@ def sampling(run_dir: Path, found: Probe) -> Iterator[None]:
         found.vendor,
         gpus,
     ]
-    # In a session of its own: Ctrl-C is for the launcher, which then closes the pipe.
+    # A new session keeps Ctrl-C away from the sampler. The launcher handles it and closes the pipe.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
@@ -73,10 +79,10 @@ def _end(process: subprocess.Popen) -> None:
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with nvidia-smi
+        os.killpg(process.pid, signal.SIGKILL)  # also ends nvidia-smi
         with contextlib.suppress(
             subprocess.TimeoutExpired
-        ):  # inside a driver call it may not even die
+        ):  # a process inside a driver call may not even be killable
             process.wait(1.0)
         print_stderr("note: the GPU sampler hung and was killed: the driver may be in trouble")
         return
@@ -96,7 +102,10 @@ def sample(
     closed: Callable[[float], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Write samples to `file`, a descriptor, until `closed(seconds)`, which waits at most that long, says that our input is closed."""
+    """Write samples to `file`, a descriptor, until `closed` returns True.
+
+    `closed(seconds)` waits at most that long and returns whether this process's input is closed.
+    """
     append_line(
         file,
         {
@@ -123,7 +132,7 @@ def sample(
             noted.add(str(error))
         append_line(file, {"event": "sample", "time_s": time_s, "gpus": values})
         samples += 1
-        due = max(due + PERIOD_S, clock())  # no burst after a slow read
+        due = max(due + PERIOD_S, clock())  # a slow read is not followed by a burst of samples
         if closed(due - clock()):
             break
     append_line(file, {"event": "stop", "time_s": round(clock() - began, 3), "samples": samples})
@@ -131,7 +140,7 @@ def sample(
 
 def _input_closed(seconds: float) -> bool:
     readable, _, _ = select.select([sys.stdin], [], [], max(seconds, 0.0))
-    return bool(readable)  # nothing is ever written: readable means closed
+    return bool(readable)  # nothing is ever written, so readable means closed
 
 
 def main(path: Path, vendor: str, gpus: list[dict]) -> int:

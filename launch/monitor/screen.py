@@ -1,7 +1,9 @@
-"""What one sees of a run while it trains: a few lines that rewrite themselves on a terminal, and elsewhere a line now and then.
+"""Display of a run while it trains.
 
-Everything comes from the files of the run: events.jsonl, the heartbeat of rank 0, gpu_samples.jsonl. On a terminal the MLPerf log goes to its
-file only. The ranks' stderr goes by way of this process, so that their messages stand above the lines that rewrite themselves.
+On a terminal it is a few lines that are redrawn; elsewhere it is one line from time to time. All
+values come from the files of the run: events.jsonl, the heartbeat of rank 0, gpu_samples.jsonl. On
+a terminal the MLPerf log goes only to its file. The ranks' stderr passes through this process, so
+that their messages appear above the lines that are redrawn.
 """
 
 from __future__ import annotations
@@ -22,17 +24,21 @@ from common.records.json_lines import Tail
 from common.terminal import duration, inform, is_quiet, paint, print_stderr, sparkline
 from launch.monitor import gpu_sampler as sampler
 
+# Phase of a heartbeat -> name on the screen.
 PHASES = {
     "init": "starting",
     "data": "training",
     "compute": "training",
     "optimizer": "training",
-}  # of a heartbeat, for people
-PLAIN_S = 60.0  # between lines where nothing can be rewritten; evaluations have a line each
+}
+PLAIN_S = 60.0  # between lines where nothing can be redrawn; each evaluation has its own line
 
 
 class Screen:
-    """A context manager around the ranks of this node; `stdout` and `stderr` are theirs. `update` is called twice a second."""
+    """Context manager around this node's ranks, which use its `stdout` and `stderr`.
+
+    `update` is called twice a second.
+    """
 
     def __init__(
         self,
@@ -45,7 +51,7 @@ class Screen:
         on_gpus: bool,
         leads: bool,
     ):
-        """`leads`: this is node 0, which shows the run."""
+        """`leads`: whether this is node 0, which shows the run."""
         self.run_dir, self.config, self.rules = run_dir, config, rules
         self.title = f"{benchmark} · {Path(config_name).stem}"
         self.unit = (
@@ -53,9 +59,8 @@ class Screen:
         )
         self.stdout = open(os.devnull, "w") if sys.stdout.isatty() else None  # noqa: SIM115 - closed by __exit__
         self.stderr = open(os.memfd_create("stderr"), "w+b", buffering=0)  # noqa: SIM115 - a file that a full disk cannot take from the ranks
-        rewrites = sys.stderr.isatty() and not stat.S_ISFIFO(
-            os.fstat(1).st_mode
-        )  # a pipe may end on the same terminal: | tee
+        # A pipe such as | tee may end on the same terminal.
+        rewrites = sys.stderr.isatty() and not stat.S_ISFIFO(os.fstat(1).st_mode)
         self.rewrites = rewrites and not is_quiet() and leads
         self.messages, self.events, self.samples = (
             Tail(self.stderr.fileno()),
@@ -67,21 +72,23 @@ class Screen:
         self.losses: list[float] = []
         self.evaluations: list[dict] = []
         self.began = self.shown = time.monotonic()
-        self.ended, self.drawn = False, 0  # lines that the next drawing replaces
+        self.ended, self.drawn = False, 0  # number of lines that the next drawing replaces
 
     def __enter__(self) -> Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.update(to_the_end=True)
-        with contextlib.suppress(OSError):  # they were shown
+        with contextlib.suppress(OSError):  # the messages were shown already
             (self.run_dir / "stderr.txt").write_bytes(os.pread(self.stderr.fileno(), 2**26, 0))
         self.stderr.close()
         if self.stdout:
             self.stdout.close()
 
     def update(self, to_the_end: bool = False) -> None:
-        """A run does not end because it cannot be shown: its terminal is gone, or what a file holds is odd."""
+        """Redraw the display. A failure, such as a closed terminal or an odd file, does not end the
+        run.
+        """
         if self.ended:
             return
         try:
@@ -96,9 +103,8 @@ class Screen:
         if self.rewrites:
             columns = 80
             with contextlib.suppress(OSError):  # the terminal was closed
-                columns = (
-                    os.get_terminal_size(sys.stderr.fileno()).columns or columns
-                )  # 0: the terminal does not know
+                # The size is 0 if the terminal does not know it.
+                columns = os.get_terminal_size(sys.stderr.fileno()).columns or columns
             lines = [line[: columns - 1] for line in self.lines()]
             lines[0] = paint(lines[0], "1")
             back = f"\x1b[{self.drawn}A\r\x1b[J" if self.drawn else ""
@@ -115,7 +121,7 @@ class Screen:
         inform(*news)
 
     def _read_events(self) -> list[str]:
-        """Take in what is new; a line for each evaluation."""
+        """Read new events and samples; return one line for each evaluation."""
         found = []
         for line in self.events.lines():
             event = json.loads(line)
@@ -132,8 +138,6 @@ class Screen:
         for line in self.samples.lines():
             self.gpus = json.loads(line).get("gpus") or self.gpus
         return found
-
-    # The lines.
 
     def lines(self) -> list[str]:
         phase, target = self.phase(), self.rules.target_loss
@@ -170,7 +174,10 @@ class Screen:
         return f"step {self.step['step']:,} · {samples:,} sequences · next evaluation in {self.time_of(due - samples)}"
 
     def outlook(self) -> str:
-        """Time to the target, from the reference's mean and today's speed, and to the end of patience."""
+        """Return the time to the target at the present speed, and to the limit of max_samples.
+
+        The target is expected at the mean of the MLPerf reference.
+        """
         samples, config = self.step["samples"], self.config
         mean = rcp.mean_samples(self.rules, config.global_batch_size)
         expects = mean is not None and mean > samples
@@ -182,7 +189,10 @@ class Screen:
         return f"{about}gives up at {config.max_samples:,} sequences, in {self.time_of(config.max_samples - samples)}"
 
     def time_of(self, samples: float) -> str:
-        """Of training so many sequences at the speed that is shown, and of the evaluations on the way."""
+        """Return the time to train `samples` sequences at the displayed speed.
+
+        It includes the evaluations on the way, as long as one has been measured.
+        """
         seconds = (
             samples
             * self.rules.sequence_length

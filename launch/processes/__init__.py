@@ -1,1 +1,4 @@
-"""Processes that this project starts, for runs, measurements, preflight and pip: watched, ended in order, none left behind."""
+"""Processes that this project starts, for runs, measurements, preflight and pip.
+
+They are watched, ended in order, and none is left behind.
+"""

@@ -1,7 +1,10 @@
-"""How ranks are started: torchrun's command, their environment, and each one on CPUs of its GPU's NUMA node. Standard library only.
+"""Start of ranks: torchrun's command, their environment, and CPUs of their GPU's NUMA node.
 
-`python -m launch.processes.ranks CPUS/CPUS/... MODULE ...` takes the CPUs of LOCAL_RANK and becomes the rank (exec): the threads of torch, NCCL
-and the driver inherit them. torchrun's own --numa-binding needs the program numactl. Files in /sys: Linux, Documentation/ABI.
+`python -m launch.processes.ranks CPUS/CPUS/... MODULE ...` binds the process to the CPUs of its
+LOCAL_RANK and then becomes the rank (exec). The threads of torch, NCCL and the driver inherit the
+binding. torchrun's own --numa-binding needs the program numactl.
+
+Standard library only. Files in /sys are described in Linux, Documentation/ABI.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from common.gpu_stats import DriverError, pci_folders, read_text
 from common.hardware import Probe
 from common.paths import ROOT
 
-# By no host name: none need resolve.
+# The address is numeric, so that no host name has to resolve.
 ONE_NODE = [
     "--rdzv-backend",
     "c10d",
@@ -27,7 +30,9 @@ ONE_NODE = [
     "--local-addr",
     "127.0.0.1",
 ]
-CPUS = 8  # a rank has at least these to itself, for its threads (main, backward, data, NCCL's); else the ranks of a NUMA node share all
+# Minimum number of CPUs for a rank's threads (main, backward, data, NCCL's). With fewer CPUs per
+# rank, the ranks of a NUMA node share all of them.
+CPUS = 8
 
 
 def torchrun(
@@ -37,7 +42,11 @@ def torchrun(
     nodes: Sequence[str] = ONE_NODE,
     cpus: Sequence[str] = (),
 ) -> list[str]:
-    """Start `arguments` (-m MODULE ...) on so many ranks, on `cpus`, by way of launch.processes.torchrun, which leaves its findings in `folder`."""
+    """Return the command that starts `arguments` (-m MODULE ...) on `processes` ranks.
+
+    `cpus`: the CPUs of each rank, none to leave ranks unbound. The command runs
+    launch.processes.torchrun, which writes its findings to `folder`.
+    """
     bound = ["-m", "launch.processes.ranks", "/".join(cpus), *arguments[1:]] if cpus else arguments
     return [
         sys.executable,
@@ -54,7 +63,11 @@ def torchrun(
 def rank_environment(
     environment: Mapping[str, str], config_env: Mapping[str, str], threads: int
 ) -> dict[str, str]:
-    """The user's variables, those of the config, and what finds the project's modules, and only those, from any directory."""
+    """Return the environment of a rank: the user's variables, the config's, and the module path.
+
+    The module path finds the project's modules from any directory, and none in the current
+    directory.
+    """
     return {
         "OMP_NUM_THREADS": str(threads),
         **environment,
@@ -64,16 +77,22 @@ def rank_environment(
 
 
 def finding_modules(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which a Python finds the project's modules, and none in the current directory."""
+    """Return variables with which Python finds the project's modules from any directory.
+
+    PYTHONSAFEPATH excludes modules in the current directory.
+    """
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple[str, ...]:
-    """For each rank of this node a list such as "0-11,96-107" of the CPUs that this process may use. Ranks of one NUMA node share its CPUs
-    evenly, both threads of a core in one rank.
+    """Return for each rank of this node a list such as "0-11,96-107" of CPUs to bind it to.
 
-    Empty where nothing is gained or known: one NUMA node with CPUs of ours, or a GPU whose node the firmware does not tell (-1) or has none.
+    Only CPUs that this process may use are listed. Ranks of one NUMA node share its CPUs evenly,
+    with both threads of a core in the same rank.
+
+    Return () if binding gains nothing or the node is unknown: only one NUMA node has CPUs that this
+    process may use, or a GPU's node is not reported by the firmware (-1) or has no such CPUs.
     """
     allowed, folders = os.sched_getaffinity(0), (sysfs / "devices/system/node").glob("node[0-9]*")
     cpus = {
@@ -113,13 +132,16 @@ def _shares(cpus: set[int], ranks: int, sysfs: Path) -> list[set[int]]:
 
 
 def numbers(cpulist: str) -> set[int]:
-    """ "0-2,8" -> {0, 1, 2, 8}; a NUMA node without CPUs has an empty list."""
+    """Return the CPUs of a list such as "0-2,8", here {0, 1, 2, 8}.
+
+    A NUMA node without CPUs has an empty list.
+    """
     spans = [part.split("-") for part in cpulist.split(",") if part]
     return {cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}
 
 
 def text(cpus: set[int]) -> str:
-    """The inverse of `numbers`."""
+    """Return the list of these CPUs, the inverse of `numbers`."""
     starts, ends = (sorted(cpu for cpu in cpus if cpu + step not in cpus) for step in (-1, 1))
     return ",".join(
         str(start) if start == end else f"{start}-{end}"
@@ -128,17 +150,17 @@ def text(cpus: set[int]) -> str:
 
 
 def main(cpus: str, arguments: list[str]) -> None:
-    """Does not return."""
+    """Bind this process to its CPUs and replace it with the rank; does not return."""
     mine = cpus.split("/")[int(os.environ["LOCAL_RANK"])]
     try:
         os.sched_setaffinity(0, numbers(mine))
-    except OSError as error:  # the container's CPUs were changed just now
+    except OSError as error:  # the container's CPUs have changed in the meantime
         print(
             f"note: a rank is not bound to the CPUs {mine}: {error.strerror}",
             file=sys.stderr,
             flush=True,
         )
-    os.execv(sys.executable, [sys.executable, "-u", "-m", *arguments])  # -u as torchrun has it
+    os.execv(sys.executable, [sys.executable, "-u", "-m", *arguments])  # torchrun also passes -u
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The processes of a run: started in a session of their own, watched for hangs, stopped in order, and none left behind.
+"""Supervision of a run's processes: start them in a new session, detect hangs, stop them in order.
 
-The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/training/heartbeat.py). When no rank has done so for the
-configured time, the rank that holds up the others is named, all ranks are asked for their stacks, and all are killed.
+The ranks rewrite `ranks/rank_<k>.heartbeat` at every micro-step (common/training/heartbeat.py). If
+no rank has done so for the configured time, the rank that holds up the others is named. All ranks
+are then asked for their stacks and killed. No process is left behind.
 """
 
 from __future__ import annotations
@@ -22,18 +23,22 @@ from common.errors import LAUNCHED, Hang, Interrupted
 
 PRCTL = ctypes.CDLL(None).prctl
 POLL_S = 0.5
-GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own (KillWait) is 30 s
-STACK_S = 2.0  # for the ranks to write their stacks and collectives: they look every half second
-ORPHANS_S = (
-    8.0  # for ranks to end by themselves when torchrun was killed (common/training/guard.py)
-)
-# A collective of the ranks times out after the same time, counted from a little later. The launcher must be first: it can name the culprit.
+GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own grace period (KillWait) is 30 s
+STACK_S = 2.0  # for the ranks to write stacks and collectives; they check every half second
+# Time for ranks to end by themselves after torchrun was killed (common/training/guard.py).
+ORPHANS_S = 8.0
+# The ranks' collectives have the same timeout, but it starts a little later. The launcher must be
+# first, since only it can name the culprit.
 BEFORE_COLLECTIVES = 0.9
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes ended: by themselves (`returncode`), by a signal to the launcher, by a hang, or because `stop` said so."""
+    """Reason why the processes ended.
+
+    They ended by themselves (`returncode`), after a signal to the launcher, because of a hang, or
+    because `stop` returned True.
+    """
 
     returncode: int
     signal_number: int = 0
@@ -43,10 +48,12 @@ class Ending:
 
 
 class HangWatch:
-    """Tells when no heartbeat has changed for too long. Compares file times only for change, so clocks may jump.
+    """Detector of hangs: no heartbeat has changed for too long.
 
-    `ranks` are watched through their files in `folder`; only `local_ranks` have processes on this machine. `startup_s` counts until every
-    rank has finished a step (imports, kernel compilation, first collectives), then `step_s`.
+    File times are only compared for change, so clocks may jump. `ranks` are watched through their
+    files in `folder`; only `local_ranks` have processes on this machine. `startup_s` is the limit
+    until every rank has finished a step (imports, kernel compilation, first collectives), then
+    `step_s`.
     """
 
     def __init__(
@@ -65,12 +72,11 @@ class HangWatch:
         self.beats: dict[int, dict] = {}
 
     def look(self) -> bool:
-        """True if the run hangs."""
+        """Read the heartbeats; return True if the run hangs."""
         for rank in self.ranks:
             path = self.folder / f"rank_{rank}.heartbeat"
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # not there yet, or just being written: the next look reads it
+            # A file may be missing or half written; it is then read at the next call.
+            with contextlib.suppress(OSError, ValueError):
                 modified = path.stat().st_mtime_ns
                 if modified != self.modified.get(rank):
                     self.modified[rank], self.last_change = modified, self.clock()
@@ -81,15 +87,19 @@ class HangWatch:
         return self.clock() - self.last_change > (self.step_s if started else self.startup_s)
 
     def explain(self) -> tuple[Hang, dict]:
-        """The error, and the last heartbeat of the culprit: a rank never heard of, else one that `ask_for_stacks` got no stack from (it is
-        stopped, or stuck in the kernel), else the one furthest behind."""
+        """Return the error and the last heartbeat of the culprit.
+
+        The culprit is a rank that never reported, else one that wrote no stack after
+        `ask_for_stacks` (it is stopped, or stuck in the kernel), else the one furthest behind.
+        """
         silent_s = self.clock() - self.last_change
         unheard = [rank for rank in self.ranks if rank not in self.beats]
         if unheard:
             culprit = {"rank": unheard[0], "step": 0}
             why = f"rank {', '.join(map(str, unheard))} never reported"
         else:
-            # Ranks that wait for each other in one step reported in any order, so time decides last.
+            # Ranks that wait for each other in one step reported in any order, so time is compared
+            # last.
             culprit = min(
                 self.beats.values(),
                 key=lambda beat: (self._answered(beat["rank"]), beat["step"], beat["time"]),
@@ -101,7 +111,7 @@ class HangWatch:
         ), culprit
 
     def ask_for_stacks(self) -> None:
-        """SIGUSR1, upon which a rank writes its stack."""
+        """Send SIGUSR1 to the local ranks, which makes them write their stacks."""
         for rank in self.local_ranks:
             if rank in self.beats:
                 _kill(self.beats[rank]["pid"], signal.SIGUSR1)
@@ -109,11 +119,11 @@ class HangWatch:
 
     def _answered(self, rank: int) -> bool:
         if rank not in self.local_ranks:
-            return True  # its own launcher asked it
+            return True  # only its own launcher can ask it
         try:
             return (self.folder / f"rank_{rank}.stack").stat().st_size > 0
         except OSError:
-            return True  # it ended, or never opened its file: silence says nothing
+            return True  # it ended or never opened its file, so the missing stack proves nothing
 
 
 def supervise(
@@ -127,10 +137,11 @@ def supervise(
     stdout: IO | None = None,
     stderr: IO | None = None,
 ) -> Ending:
-    """Run `command` to its end, or until `watch` sees a hang or `stop`, which is called every `poll_s`, returns True.
+    """Run `command` until it ends, `watch` detects a hang, or `stop` returns True.
 
-    SIGINT, SIGTERM and SIGHUP are passed on as one SIGTERM; a second one kills at once. Whatever happens, no process of this run is
-    left when the function returns or raises.
+    `stop` is called every `poll_s` seconds. The first SIGINT, SIGTERM or SIGHUP is passed on as
+    SIGTERM; a second one kills at once. No process of this run is left when the function returns or
+    raises.
     """
     with signals_noted() as received:
         marked = environment | {LAUNCHED: str(run_dir)}
@@ -161,7 +172,10 @@ def supervise(
 
 
 def end_with_parent() -> None:
-    """A `preexec_fn`: the kernel sends SIGTERM to this process when the one that started it ends, were it by SIGKILL."""
+    """Make the kernel send SIGTERM to this process when its parent ends, even by SIGKILL.
+
+    For use as `preexec_fn`.
+    """
     PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
 
 
@@ -174,7 +188,10 @@ def _ended(process: subprocess.Popen, limit_s: float) -> bool:
 
 
 def _stop(process: subprocess.Popen, received: list[int]) -> None:
-    """One SIGTERM to torchrun's group; torchrun passes it on to the ranks, which live in sessions of their own."""
+    """Send one SIGTERM to torchrun's process group, and wait up to GRACE_S for it to end.
+
+    torchrun passes the signal on to the ranks, which have sessions of their own.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
@@ -183,7 +200,10 @@ def _stop(process: subprocess.Popen, received: list[int]) -> None:
 
 
 def handled_signals() -> list[int]:
-    """SIGINT, SIGTERM and SIGHUP, except those that the launcher's parent ignores (nohup, a shell's background jobs)."""
+    """Return SIGINT, SIGTERM and SIGHUP, except those that the launcher's parent ignores.
+
+    nohup and a shell's background jobs ignore signals in this way.
+    """
     return [
         number
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -192,7 +212,7 @@ def handled_signals() -> list[int]:
 
 
 def raise_at_signals() -> None:
-    """From now on each of them raises Interrupted."""
+    """Raise Interrupted at each of the handled signals from now on."""
 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(number)
@@ -203,7 +223,7 @@ def raise_at_signals() -> None:
 
 @contextlib.contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
+    """Collect SIGINT, SIGTERM and SIGHUP in a list, so that they do not end the process."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda n, frame: received.append(n))
@@ -217,7 +237,10 @@ def signals_noted() -> Iterator[list[int]]:
 
 
 def processes_of(run_dir: Path) -> list[int]:
-    """torchrun and the ranks of that run, by their environment. A zombie has none, so it does not count."""
+    """Return the process IDs of torchrun and the ranks of that run.
+
+    They are found by their environment. Zombies have none and are not counted.
+    """
     mark, found = f"{LAUNCHED}={run_dir}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -227,9 +250,10 @@ def processes_of(run_dir: Path) -> list[int]:
 
 
 def kill_processes_of(run_dir: Path, grace_s: float = 0.0, limit_s: float = 10.0) -> None:
-    """SIGKILL every process of that run until none is left.
+    """Send SIGKILL to every process of that run until none is left.
 
-    `grace_s` is for those whose launcher was killed: the kernel has sent torchrun SIGTERM.
+    `grace_s`: time for processes whose launcher was killed to end by themselves. The kernel has
+    sent SIGTERM to torchrun.
     """
     began = time.monotonic()
     while (pids := processes_of(run_dir)) and time.monotonic() < began + grace_s + limit_s:

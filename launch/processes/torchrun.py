@@ -1,7 +1,8 @@
-"""torchrun with its messages in DIR/torchrun.log and its findings in DIR/torchrun.json: `python -m launch.processes.torchrun DIR ...`.
+"""torchrun with its messages and findings in files: `python -m launch.processes.torchrun DIR ...`.
 
-The ranks inherit stdout and stderr, so that their progress line reaches the terminal. At a failure torchrun would print forty lines that
-often blame a victim and bury the ranks' own message.
+Messages go to DIR/torchrun.log and findings to DIR/torchrun.json. The ranks inherit stdout and
+stderr, so that their progress line reaches the terminal. After a failure torchrun itself would
+print forty lines that often blame a victim and hide the rank's own message.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from common.errors import write_record
 
 
 def main(folder: Path, arguments: list[str]) -> int:
-    """Run torchrun with `arguments`; 0, 1 if a rank failed, 128 + n if signal n ended it."""
+    """Run torchrun with `arguments`; return 0, 1 if a rank failed, 128 + n if signal n ended it."""
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _log_to(folder / "torchrun.log")
+    # A failure of torchrun itself: a port in use, or a process that cannot be started.
     try:
         torch.distributed.run.main(arguments)
     except ChildFailedError as error:
@@ -33,14 +35,14 @@ def main(folder: Path, arguments: list[str]) -> int:
         return 1
     except SignalException as error:
         return 128 + error.sigval
-    except Exception:  # of torchrun itself: a port in use, a process that the system does not start
+    except Exception:
         logging.exception("torchrun failed")
         return 1
     return 0
 
 
 def _log_to(path: Path) -> None:
-    """Every torch logger writes to `path` instead of stderr."""
+    """Make every torch logger write to `path` instead of stderr."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
