@@ -1,10 +1,13 @@
-"""Activations that wait for the backward in host memory, as an alternative to recomputing the forward of a layer.
+"""Offload of activations to host memory until the backward, as an alternative to recomputing a
+layer's forward.
 
-A layer of Llama 2 70B saves 470 MB of SwiGLU's input in 8 bits, for a sequence of 8192. A copy engine moves that over PCIe 5 in 9 ms, while
-an H200 computes the forward of a layer in 14 ms and its backward in 19 ms: the copies are hidden, where recomputing costs a forward.
+For a sequence of 8192, a layer of Llama 2 70B saves 470 MB of SwiGLU input in 8 bits. A copy engine
+moves that over PCIe 5 in 9 ms. An H200 computes the forward of a layer in 14 ms and its backward in
+19 ms. So the copies are hidden, where recomputation costs a forward.
 
-The tensors are a stack: the last one offloaded is the first one reloaded. Device memory is allocated and freed on the compute stream only,
-which waits for a copy before it frees what the copy reads; torch's caching allocator needs no knowledge of the side stream.
+The tensors form a stack: the last one offloaded is the first one reloaded. Device memory is
+allocated and freed only on the compute stream, which waits for a copy before it frees the copy's
+source. So torch's caching allocator does not have to know about the side stream.
 """
 
 from __future__ import annotations
@@ -20,18 +23,22 @@ from common.sharding.side_stream import make_side_stream
 
 
 class ActivationOffloader:
-    """A stack of tensors of one shape and dtype in host memory. At most one is on its way out and one on its way back at a time."""
+    """A stack of tensors of one shape and dtype in host memory.
+
+    At most one tensor is being offloaded and one is being reloaded at a time.
+    """
 
     def __init__(self, depth: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device):
-        """Host memory for `depth` tensors, pinned where the device is a GPU. Raises ConfigError where the host has too little."""
+        """Allocate host memory for `depth` tensors, pinned if the device is a GPU.
+
+        Raises ConfigError if the host has too little memory.
+        """
         self.device, self.stream = device, make_side_stream(device)
-        self.outgoing: tuple[Tensor, Any] | None = (
-            None  # the tensor offloaded last, and the event that ends its copy
-        )
-        self.incoming: tuple[Tensor, Any] | None = (
-            None  # the tensor to reload next, and the event that ends its copy
-        )
-        self.height = 0  # tensors in host memory, without `incoming`
+        # the tensor offloaded last, and the event at the end of its copy
+        self.outgoing: tuple[Tensor, Any] | None = None
+        # the tensor to reload next, and the event at the end of its copy
+        self.incoming: tuple[Tensor, Any] | None = None
+        self.height = 0  # tensors in host memory, excluding `incoming`
         pinned = device.type == "cuda"
         try:
             self.memory = [
@@ -48,14 +55,18 @@ class ActivationOffloader:
             ) from error
 
     def start_pass(self) -> None:
-        """Call before each pass over the model: drops the tensors of a forward that had no backward."""
+        """Drop the tensors of a forward that had no backward. Call it before each pass over the
+        model.
+        """
         self._free_outgoing()
         if self.incoming is not None:
             self.stream.wait_event(self.incoming[1])
         self.incoming, self.height = None, 0
 
     def offload(self, x: Tensor) -> None:
-        """Start to copy `x`, contiguous, to the host. The caller keeps no reference to it."""
+        """Start to copy the contiguous tensor `x` to the host. The caller must keep no reference to
+        it.
+        """
         self._free_outgoing()
         memory = self.memory[self.height]
         self.height += 1
@@ -67,7 +78,9 @@ class ActivationOffloader:
         )
 
     def prefetch(self) -> None:
-        """Start to copy the top of the stack back to the device, unless that has started already."""
+        """Start to copy the top of the stack back to the device, unless that copy has already
+        started.
+        """
         self._free_outgoing()
         if self.incoming is not None or self.height == 0:
             return
@@ -82,7 +95,9 @@ class ActivationOffloader:
         )
 
     def reload(self) -> Tensor:
-        """The top of the stack, for the compute stream. Starts to prefetch the next one."""
+        """Return the top of the stack, ready on the compute stream, and start to prefetch the next
+        one.
+        """
         self.prefetch()
         if self.incoming is None:
             raise RuntimeError(
@@ -100,9 +115,10 @@ class ActivationOffloader:
 
 
 def layers_to_offload(count: int, num_layers: int) -> set[int]:
-    """`count` layers, or all but the last, evenly spaced: a copy can then take the time of several layers.
+    """Return `count` evenly spaced layers, at most all but the last. A copy can then take as long
+    as several layers.
 
-    Never the last layer: its backward comes first, right after its forward.
+    The last layer is never offloaded: its backward comes first, right after its forward.
     """
     count = min(count, num_layers - 1)
     return {number * (num_layers - 1) // count for number in range(count)}

@@ -1,7 +1,9 @@
-"""AdamW with global-norm clipping over a list of fp32 tensors: moments, step count and update, without any communication.
+"""AdamW with global-norm clipping over a list of fp32 tensors: moments, step count and update,
+without communication.
 
-The kernel divides the gradients by max(1, norm / clip_norm) and writes nothing where the norm is not finite. Both are on the device: no
-pass over the gradients for clipping, no host synchronization, and not one weight is poisoned by a NaN.
+The kernel divides the gradients by max(1, norm / clip_norm), and writes nothing if the norm is not
+finite. Both decisions are made on the device. So clipping needs no pass over the gradients and no
+host synchronization, and a NaN never reaches a weight.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from common.kernels import adamw
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """What the rules fix about the optimizer."""
+    """Optimizer settings that the rules fix."""
 
     betas: tuple[float, float]
     eps: float
-    weight_decay: float  # decoupled; of tensors with two dimensions or more
+    weight_decay: float  # decoupled; only for tensors with at least two dimensions
     clip_norm: float  # global L2 norm
 
 
@@ -34,9 +36,13 @@ class AdamW:
         weights: Sequence[Tensor],
         rounded: Sequence[Tensor] | None,
     ):
-        """`kernels`: "reference" or "triton". `moment_dtype`: fp32 or bf16, in which both moments are kept. `weights`: fp32,
-        updated in place. `rounded`: for each weight a tensor of its shape that `update` writes the new weight to, in its own
-        dtype; None if nothing needs a copy.
+        """Allocate the moments, set to zero.
+
+        `kernels`: "reference" or "triton".
+        `moment_dtype`: dtype of both moments, fp32 or bf16.
+        `weights`: fp32, updated in place.
+        `rounded`: for each weight a tensor of its shape, to which `update` writes the new weight in
+            that tensor's dtype; None if no copy is needed.
         """
         self.weights, self.settings, self.adamw = list(weights), settings, adamw.ENGINES[kernels]
         self.rounded: Sequence[Tensor | None] = (
@@ -60,15 +66,16 @@ class AdamW:
     def update(
         self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float
     ) -> None:
-        """One step. `norm`: global L2 norm of the gradients, fp32 [] on the device; where it is not finite nothing is updated.
+        """Do one step. A weight without a gradient or without elements (fewer rows than ranks)
+        stays unchanged.
 
-        A weight without a gradient, or without elements (fewer rows than ranks), is left alone.
+        `norm`: global L2 norm of the gradients, fp32 [] on the device. If it is not finite, nothing
+            is updated.
         """
         skip = (~torch.isfinite(norm)).float()
         self.steps += 1 - skip
-        divisor = (norm / self.settings.clip_norm).clamp(
-            min=1.0
-        )  # clipping multiplies by min(1, clip_norm / norm)
+        # clipping multiplies by min(1, clip_norm / norm)
+        divisor = (norm / self.settings.clip_norm).clamp(min=1.0)
         step = adamw.Step(
             learning_rate, self.settings.betas, self.settings.eps, self.steps, divisor, skip
         )

@@ -1,10 +1,14 @@
-"""Reduce-scatter and gather by the GPUs' copy engines, in place of NCCL's (reduce_scatter.py).
+"""Reduce-scatter and gather by the GPUs' copy engines, as an alternative to NCCL
+(reduce_scatter.py).
 
-An NCCL kernel holds multiprocessors for as long as it sends, and cuBLAS's kernels on Hopper, one block per multiprocessor, wait for the
-blocks that found none: 45 ms of a step of 2,148 (8B in FP8 on two H200, docs/log.md).
-Copy engines need no multiprocessor: each rank copies its peers' rows into a buffer of theirs, and a kernel there adds what arrived to the
-rank's own rows in fp32 (NCCL rounds to bf16 at every hop of its ring). Weights lie in memory that the peers can read: each rank copies the
-rows of the others from there to its own.
+An NCCL kernel occupies multiprocessors for as long as it sends. On Hopper, cuBLAS's kernels use one
+block per multiprocessor and wait for the blocks that found none free: 45 ms of a step of 2,148 ms
+(8B in FP8 on two H200, docs/log.md).
+
+Copy engines need no multiprocessor. Each rank copies its peers' rows into a buffer of theirs. A
+kernel there adds the received rows to the rank's own rows in fp32, while NCCL rounds to bf16 at
+every hop of its ring. Weights are in memory that the peers can read: each rank copies the rows of
+the others from there to its own memory.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ from common.sharding.symmetric_memory import SymmetricBuffers, ring_order
 
 
 class CopyEngineReduceScatter:
-    """Copies into buffers of the node's other ranks. What arrived for a module is summed when the next module starts, or at `finish`.
+    """Copies gradients into buffers of the node's other ranks.
 
-    A barrier comes first: after it all ranks have sent this module and consumed the one before, so the second buffer is free. It costs no
-    waiting, since every rank sent a whole module's backward ago.
+    The gradients received for a module are summed when the next module starts, or at `finish`. A
+    barrier comes first. After it, all ranks have sent this module and consumed the previous one, so
+    the second buffer is free. The barrier costs no waiting, because every rank sent its rows a
+    whole module's backward ago.
     """
 
     def __init__(
@@ -34,7 +40,11 @@ class CopyEngineReduceScatter:
         dtype: torch.dtype,
         accumulate: Accumulate,
     ):
-        """The weights of `modules` move, undefined, to where all ranks can read them. `make`: from the number of buffers and the bytes of each."""
+        """Move the weights of `modules` to memory that all ranks can read. Their values become
+        undefined.
+
+        `make`: creates buffers from the number of buffers and the bytes of each.
+        """
         shards = list(itertools.chain(*modules))
         self.dtype, self.accumulate, self.weights = (
             dtype,
@@ -44,9 +54,8 @@ class CopyEngineReduceScatter:
         self.buffers = make(
             2, max(self.num_bytes(module, self.weights.ranks, dtype) for module in modules)
         )
-        self.rows: dict[
-            nn.Parameter, list[Tensor]
-        ] = {}  # of each weight, every rank's rows where that rank keeps them
+        # each weight's rows on every rank, in the memory of that rank
+        self.rows: dict[nn.Parameter, list[Tensor]] = {}
         offset = 0
         for shard in shards:
             place = slice(offset, offset + shard.padded.nbytes)
@@ -63,14 +72,13 @@ class CopyEngineReduceScatter:
             )
             shard.parameter.data = shard.padded[: len(shard.parameter)]
             offset += _aligned(shard.padded.nbytes)
-        self.phase = 0  # which of the two buffers
-        self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = (
-            None  # shards, gradients as sent, gradients as they came
-        )
+        self.phase = 0  # index of the buffer in use
+        # shards, gradients as sent, gradients as passed to `start`
+        self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = None
 
     @staticmethod
     def num_bytes(shards: Sequence[Shard], ranks: int, dtype: torch.dtype) -> int:
-        """Size of a buffer for these shards of one module."""
+        """Return the size of a buffer for these shards of one module."""
         return sum(_received_bytes(shard, ranks, dtype) for shard in shards)
 
     def gather(self, shards: Sequence[Shard]) -> None:
@@ -88,9 +96,8 @@ class CopyEngineReduceScatter:
         ]
         for peer in ring_order(rank, ranks):
             for gradient, received in zip(padded, self._received_by(peer, shards), strict=True):
-                received[rank - (rank > peer)].copy_(
-                    gradient.chunk(ranks)[peer]
-                )  # a rank has no place for its own rows in its buffer
+                # A rank's buffer has no slot for its own rows.
+                received[rank - (rank > peer)].copy_(gradient.chunk(ranks)[peer])
         self.sent = shards, padded, gradients
         return finished
 
@@ -110,7 +117,9 @@ class CopyEngineReduceScatter:
         return gradients
 
     def _received_by(self, rank: int, shards: Sequence[Shard]) -> Iterator[Tensor]:
-        """What the other ranks send to `rank`: for each shard [ranks - 1, rows, ...]."""
+        """Yield the memory of what the other ranks send to `rank`: for each shard [ranks - 1, rows,
+        ...].
+        """
         buffer, offset = self.buffers.buffers[rank][self.phase], 0
         for shard in shards:
             shape = (self.buffers.ranks - 1, *shard.master.shape)
@@ -127,5 +136,5 @@ def _received_bytes(shard: Shard, ranks: int, dtype: torch.dtype) -> int:
 
 
 def _aligned(num_bytes: int) -> int:
-    """Rounded up to a multiple of 512, as torch's allocator does."""
+    """Round up to a multiple of 512, as torch's allocator does."""
     return -(-num_bytes // 512) * 512

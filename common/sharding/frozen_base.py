@@ -1,19 +1,23 @@
-"""The frozen weights of a LoRA run: the matrices of the blocks in FP8, bf16 or fp32, and how a block gets them.
+"""Frozen weights of a LoRA run: the matrices of the blocks in FP8, bf16 or fp32, and how a block
+gets them.
 
-In FP8 each matrix is quantized once, while it is loaded, with one scale. The forward reads W [N, K] and the backward W^T [K, N]: the same
-bytes in another order, because the scale is one for the whole matrix. `storage` says what each rank keeps:
+In FP8 each matrix is quantized once, with one scale, while it is loaded. The forward reads W [N, K]
+and the backward W^T [K, N]. Both are the same bytes in a different order, because the whole matrix
+has one scale. `storage` defines what each rank keeps:
 
-    sharded           1/n of W and 1/n of W^T of every layer; the node's n ranks all-gather one layer at a time
+    sharded           1/n of W and 1/n of W^T of every layer; the node's n ranks all-gather one
+                      layer at a time
     replicated        W of every layer; the W^T of a layer is made shortly before its backward
     replicated_both   W and W^T of every layer
 
-In bf16 and fp32 the products of both passes read W, and W^T does not exist. In FP8 neither does it on a GPU whose products take every
-layout (kernels/fp8.py).
+In bf16 and fp32 the products of both passes read W, and W^T does not exist. In FP8 W^T does not
+exist either on a GPU whose products accept every layout (kernels/fp8.py).
 
-The matrices of a layer lie behind one another in one buffer, which is cut into n equal parts wherever the matrices end: a gather is one
-collective. Gathers and transposes run on a side stream, up to NUM_BUFFERS - 1 layers ahead. They follow the order of layers in a pass;
-a layer requested out of this order is correct too, but not prefetched. All ranks request the layers in the same order, and what is
-prefetched does not depend on the GPU's progress: the collectives of the ranks match.
+The matrices of a layer are contiguous in one buffer, which is cut into n equal parts regardless of
+matrix boundaries. So a gather is one collective. Gathers and transposes run on a side stream, up to
+NUM_BUFFERS - 1 layers ahead. They follow the order of layers in a pass. A layer requested out of
+this order is also correct, but not prefetched. All ranks request the layers in the same order, and
+prefetching does not depend on the GPU's progress. So the collectives of the ranks match.
 """
 
 from __future__ import annotations
@@ -35,27 +39,32 @@ from common.model.shapes import ModelShape
 from common.sharding.processes import Processes
 from common.sharding.side_stream import SideStream, make_side_stream
 
-NUM_BUFFERS = 3  # one for the layer that computes, two for prefetched ones: 0.86 GB each at 70B
-ALIGNMENT = 256  # bytes between the starts of matrices; FP8 products need 16, a cache line has 128
+NUM_BUFFERS = 3  # one for the layer that computes, two for prefetched layers: 0.86 GB each at 70B
+# A matrix starts at a multiple of this many bytes. FP8 products need 16, a cache line has 128.
+ALIGNMENT = 256
 ROWWISE, COLUMNWISE = 0, 1  # orientations: W [N, K] and W^T [K, N]
 
 
 class LayerKey(NamedTuple):
-    """One layer in one orientation: what a block requests and a buffer holds."""
+    """One layer in one orientation: the unit that a block requests and a buffer holds."""
 
     orientation: int
     layer: int
 
 
 class MatrixSlice(NamedTuple):
-    """Where one matrix W [rows, columns] lies in the bytes of its layer; the offset is the same in both orientations."""
+    """The position of one matrix W [rows, columns] in the bytes of its layer. The offset is the
+    same in both orientations.
+    """
 
     offset: int
     rows: int
     columns: int
 
     def view(self, layer: Tensor, orientation: int, dtype: torch.dtype) -> Tensor:
-        """The matrix in `layer`, uint8 [layer bytes]: [rows, columns], or [columns, rows] if COLUMNWISE."""
+        """Return the matrix in `layer`, uint8 [layer bytes], as [rows, columns], or [columns, rows]
+        if COLUMNWISE.
+        """
         shape = (self.rows, self.columns) if orientation == ROWWISE else (self.columns, self.rows)
         return (
             layer[self.offset : self.offset + self.rows * self.columns * dtype.itemsize]
@@ -67,7 +76,11 @@ class MatrixSlice(NamedTuple):
 def layer_layout(
     shape: ModelShape, shards: int, itemsize: int
 ) -> tuple[dict[str, MatrixSlice], int]:
-    """The slices of a layer's matrices with `itemsize` bytes per value, and the layer's bytes: a multiple of shards x ALIGNMENT."""
+    """Return the slices of a layer's matrices, and the layer's bytes, a multiple of shards x
+    ALIGNMENT.
+
+    `itemsize`: bytes per value.
+    """
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     sizes = {
         "qkv": (shape.qkv_size, hidden),
@@ -87,12 +100,14 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def node_group(processes: Processes, timeout_s: float) -> dist.ProcessGroup:
-    """A process group of this node's ranks for the gathers alone: with their own communicator they wait for no other collective."""
+    """Return a process group of this node's ranks, used only for gathers.
+
+    With their own communicator the gathers wait for no other collective.
+    """
     own = None
     for ranks in processes.mesh.mesh.reshape(-1, processes.mesh.size(-1)).tolist():
-        group = dist.new_group(
-            ranks, timeout=timedelta(seconds=timeout_s)
-        )  # every rank must create every group
+        # Every rank must create every group.
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         own = group if processes.rank in ranks else own
     assert own is not None
     return own
@@ -106,14 +121,16 @@ Fetch = Callable[[LayerKey, Tensor], None]  # fills uint8 [layer bytes] on the c
 @dataclass
 class Buffer:
     memory: Tensor  # uint8 [layer bytes]
-    key: LayerKey | None = None  # what it holds, or will hold after `filled`
-    in_use: bool = False  # a block reads it
-    filled: Any = None  # event: the end of the fetch
-    released: Any = None  # event: the end of the last kernel that reads it
+    key: LayerKey | None = None  # the layer it holds, or will hold after `filled`
+    in_use: bool = False  # whether a block reads it
+    filled: Any = None  # event at the end of the fetch
+    released: Any = None  # event at the end of the last kernel that reads it
 
 
 class PrefetchBuffers:
-    """Layers fetched on a side stream before they are needed. A buffer is overwritten only after its release."""
+    """Buffers of layers fetched on a side stream before they are needed. A buffer is overwritten
+    only after its release.
+    """
 
     def __init__(self, memories: list[Tensor], fetch: Fetch, stream: SideStream):
         self.buffers, self.fetch, self.stream = (
@@ -123,7 +140,11 @@ class PrefetchBuffers:
         )
 
     def acquire(self, key: LayerKey, upcoming: list[LayerKey]) -> Tensor:
-        """The bytes of `key`, for the compute stream until `release`. Starts to fetch the `upcoming` layers into free buffers."""
+        """Return the bytes of `key`, readable on the compute stream until `release`.
+
+        Also starts to fetch the `upcoming` layers into free buffers. Raises RuntimeError if no
+        buffer is free.
+        """
         buffer = self.find(key) or self._start(key, self._free(upcoming) or self._free([]))
         if buffer is None:
             raise RuntimeError(
@@ -135,13 +156,17 @@ class PrefetchBuffers:
         return buffer.memory
 
     def prefetch(self, upcoming: list[LayerKey]) -> None:
-        """Start to fetch the layers that are in no buffer yet, in this order, while a buffer is free."""
+        """Start to fetch the layers that are in no buffer yet, in this order, while a buffer is
+        free.
+        """
         for key in upcoming:
             if self.find(key) is None and self._start(key, self._free(upcoming)) is None:
                 return
 
     def release(self, layer: int) -> None:
-        """The compute stream has all kernels that read this layer's buffer."""
+        """Mark this layer's buffer as released. Call it once all kernels that read it are enqueued
+        on the compute stream.
+        """
         for buffer in self.buffers:
             if buffer.in_use and buffer.key is not None and buffer.key.layer == layer:
                 buffer.in_use, buffer.released = False, self.stream.record_event()
@@ -151,7 +176,7 @@ class PrefetchBuffers:
         return next((buffer for buffer in self.buffers if buffer.key == key), None)
 
     def _free(self, upcoming: list[LayerKey]) -> Buffer | None:
-        """A buffer that no block uses and that holds no `upcoming` layer."""
+        """Return a buffer that no block uses and that holds no `upcoming` layer."""
         return next(
             (buffer for buffer in self.buffers if not buffer.in_use and buffer.key not in upcoming),
             None,
@@ -165,7 +190,9 @@ class PrefetchBuffers:
 
 
 def pass_order(num_layers: int, training: bool, backward_orientation: int) -> list[LayerKey]:
-    """The layers that one pass requests, in order: an evaluation, or a micro-batch forward and backward."""
+    """Return the layers that one pass requests, in order. A pass is an evaluation, or a micro-batch
+    forward and backward.
+    """
     forward = [LayerKey(ROWWISE, layer) for layer in range(num_layers)]
     return (
         forward + [LayerKey(backward_orientation, layer) for layer in reversed(range(num_layers))]
@@ -178,7 +205,10 @@ def pass_order(num_layers: int, training: bool, backward_orientation: int) -> li
 
 
 class FrozenBase:
-    """qkv, o, gate_up and down of every layer. Call `add_layer` for every layer, then `finalize`; the weights then never change."""
+    """The qkv, o, gate_up and down matrices of every layer.
+
+    Call `add_layer` for every layer, then `finalize`. After that the weights never change.
+    """
 
     def __init__(
         self,
@@ -190,8 +220,11 @@ class FrozenBase:
         dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ):
-        """`storage`: see above; "sharded" on one GPU is "replicated". `dtype`: torch.bfloat16 or torch.float32; None: this device's FP8 e4m3.
-        `timeout_s`: of a gather.
+        """Allocate storage and prefetch buffers.
+
+        `storage`: see the module; "sharded" on one GPU is "replicated".
+        `dtype`: torch.bfloat16 or torch.float32, or None for this device's FP8 e4m3.
+        `timeout_s`: timeout of a gather in seconds.
         """
         assert storage in FROZEN_BASE_STORAGE and dtype in (None, torch.bfloat16, torch.float32)
         self.device, self.num_layers, self.in_fp8 = (
@@ -208,7 +241,7 @@ class FrozenBase:
         self.transposes = self.in_fp8 and not fp8.takes_every_layout(self.device)
         both = self.transposes and (self.shards > 1 or storage == "replicated_both")
         self.orientations = (ROWWISE, COLUMNWISE) if both else (ROWWISE,)
-        # Zeros, so that the padding of a layer, and the hash of it, is the same in every run.
+        # Zeros, so that the padding of a layer, and its hash, is the same in every run.
         size = (len(self.orientations), self.num_layers, self.layer_bytes // self.shards)
         self.stored = torch.zeros(size, dtype=torch.uint8, device=self.device)
         # cuBLASLt reads scales at multiples of 16 bytes.
@@ -228,16 +261,21 @@ class FrozenBase:
     # Loading.
 
     def shard_rows(self, name: str) -> tuple[int, int, int]:
-        """(first row, rows, columns) of the part of a matrix that this rank passes to `add_layer`; it may end beyond the matrix's last row."""
+        """Return (first row, rows, columns) of the part of a matrix that this rank passes to
+        `add_layer`.
+
+        The part may end beyond the matrix's last row.
+        """
         matrix = self.matrices[name]
         rows = math.ceil(matrix.rows / self.ranks)
         return self.rank * rows, rows, matrix.columns
 
     @torch.no_grad()
     def add_layer(self, layer: int, shards: dict[str, Tensor]) -> None:
-        """Quantize a layer if the base is in FP8, and keep what `storage` says. `shards`: name -> float [rows, columns] of `shard_rows`.
+        """Quantize a layer if the base is in FP8, and keep the part that `storage` defines.
 
-        A collective of the node's ranks. It assembles one whole matrix at a time on each rank: 0.94 GB in bf16 at 70B.
+        `shards`: name -> float [rows, columns] of `shard_rows`. This is a collective of the node's
+            ranks. Each rank assembles one whole matrix at a time: 0.94 GB in bf16 at 70B.
         """
         for number, (name, matrix) in enumerate(self.matrices.items()):
             own = shards[name]
@@ -259,7 +297,9 @@ class FrozenBase:
                 self._store(LayerKey(COLUMNWISE, layer), quantized.columnwise, matrix.offset)
 
     def _store(self, key: LayerKey, matrix: Tensor, offset: int) -> None:
-        """Copy the part of a matrix that this rank stores; the matrix begins at byte `offset` of its layer."""
+        """Copy the part of a matrix that this rank stores. The matrix begins at byte `offset` of
+        its layer.
+        """
         stored, data = self.stored[key], matrix.view(torch.uint8).view(-1)
         begin = self.rank * len(stored) if self.shards > 1 else 0
         low, high = max(begin, offset), min(begin + len(stored), offset + len(data))
@@ -267,18 +307,26 @@ class FrozenBase:
             stored[low - begin : high - begin] = data[low - offset : high - offset]
 
     def finalize(self) -> None:
-        """Call after the last `add_layer`: the side stream, which reads the weights later, does not wait for the stream that stored them."""
+        """Wait for the stores. Call it after the last `add_layer`.
+
+        The side stream, which reads the weights later, does not wait for the stream that stored
+        them.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def tensors(self) -> list[Tensor]:
-        """Everything that this rank stores: the scales, and uint8 [layer bytes / shards] per layer and orientation."""
+        """Return everything that this rank stores: the scales, and uint8 [layer bytes / shards] per
+        layer and orientation.
+        """
         return [self.scales, *self.stored.flatten(0, 1)]
 
     # Serving.
 
     def start_pass(self, training: bool) -> None:
-        """Call before layer 0 of each pass: a micro-batch forward and backward, or an evaluation."""
+        """Reset the position in the pass. Call it before layer 0 of each pass: a micro-batch
+        forward and backward, or an evaluation.
+        """
         self.order = pass_order(self.num_layers, training, self.backward_orientation)
         self.position = 0
 
@@ -287,18 +335,21 @@ class FrozenBase:
         return COLUMNWISE if self.transposes else ROWWISE
 
     def forward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
-        """name -> W rowwise [N, K], with its scale if in FP8. Valid until `release`."""
+        """Return name -> W rowwise [N, K], with its scale if in FP8. Valid until `release`."""
         return self._weights(LayerKey(ROWWISE, layer))
 
     def backward_weights(self, layer: int) -> dict[str, QuantizedTensor]:
-        """name -> W^T columnwise [K, N] with its scale, `rowwise` being empty, where FP8 products need it; else W rowwise [N, K].
+        """Return name -> weights for the backward. Valid until `release`.
 
-        Valid until `release`.
+        If FP8 products need it, the weight is W^T columnwise [K, N] with its scale, and `rowwise`
+        is empty. Otherwise it is W rowwise [N, K].
         """
         return self._weights(LayerKey(self.backward_orientation, layer))
 
     def release(self, layer: int) -> None:
-        """The current stream has all kernels that read the weights of this layer."""
+        """Release the weights of this layer. Call it once all kernels that read them are enqueued
+        on the current stream.
+        """
         if self.buffers is not None:
             self.buffers.release(layer)
 
@@ -315,7 +366,9 @@ class FrozenBase:
         return found
 
     def _layer(self, key: LayerKey) -> Tensor:
-        """uint8 [layer bytes] for the compute stream; the next layers of the pass are fetched meanwhile."""
+        """Return uint8 [layer bytes] for the compute stream, and start to fetch the next layers of
+        the pass.
+        """
         if self.buffers is None:
             return self.stored[key]
         upcoming = self._upcoming(key)
@@ -329,7 +382,9 @@ class FrozenBase:
         return self.shards == 1 and key.orientation in self.orientations
 
     def _upcoming(self, key: LayerKey) -> list[LayerKey]:
-        """The next layers to fetch. The position in the pass moves behind `key`, also if `key` is requested out of order."""
+        """Return the next layers to fetch, and move the position in the pass behind `key`, even if
+        it is requested out of order.
+        """
         order, count = self.order, len(self.order)
         from_here = (at % count for at in range(self.position, self.position + count))
         at = next((at for at in from_here if order[at] == key), None)
@@ -342,7 +397,7 @@ class FrozenBase:
         dist.all_gather_into_tensor(out, self.stored[key], group=self.node)
 
     def _transpose(self, key: LayerKey, out: Tensor) -> None:
-        """W^T of a layer whose W this rank stores."""
+        """Write W^T of a layer whose W this rank stores."""
         layer = self.stored[ROWWISE, key.layer]
         for matrix in self.matrices.values():
             self.transpose(

@@ -1,7 +1,7 @@
-"""The interface between an optimizer's update rule and what calls it, and the table of update rules.
+"""The interface between an optimizer's update rule and its callers, and the table of update rules.
 
-`ZeroOptimizer` and `ReplicatedOptimizer` reduce gradients, compute their norm and call a rule; they construct none. The rule
-owns its state, and checkpoints name that state as the rule does.
+`ZeroOptimizer` and `ReplicatedOptimizer` reduce gradients, compute their norm and call a rule. They
+construct none. The rule owns its state, and checkpoints use the rule's names for that state.
 """
 
 from __future__ import annotations
@@ -18,24 +18,28 @@ from common.sharding.adamw import AdamW, AdamWSettings
 
 
 class Update(Protocol):
-    """An update rule over a list of fp32 weights, without any communication."""
+    """An update rule over a list of fp32 weights, without communication."""
 
     def update(
         self, gradients: Sequence[Tensor | None], norm: Tensor, learning_rate: float
     ) -> None:
         """Do one step, and write each new weight, rounded, to its tensor of `rounded`.
 
-        norm: global L2 norm of the gradients, fp32 [] on the device. Where it is not finite nothing changes.
+        `norm`: global L2 norm of the gradients, fp32 [] on the device. If it is not finite, nothing
+            changes.
         """
 
     def state(self) -> dict[str, Tensor | list[Tensor]]:
-        """Return name -> one tensor that is equal on all ranks, or a list with one tensor per weight, of the weight's shape."""
+        """Return name -> one tensor that is equal on all ranks, or a list with one tensor per
+        weight, of the weight's shape.
+        """
 
     def reset(self) -> None:
-        """Set the state to what it was before the first step."""
+        """Reset the state to its values before the first step."""
 
 
-# Called with the weights, fp32, which it updates in place, and `rounded`: None, or for each weight a tensor of its shape.
+# Called with the fp32 weights, which the rule updates in place, and with `rounded`: None, or for
+# each weight a tensor of its shape.
 MakeUpdate = Callable[[Sequence[Tensor], Sequence[Tensor] | None], Update]
 
 
@@ -55,13 +59,16 @@ def adamw(rules: Rules, kernels: str, state_dtype: torch.dtype) -> MakeUpdate:
     return partial(AdamW, settings, kernels, state_dtype)
 
 
-# `opt_name` of a benchmark's Rules -> the rule with what these Rules fix, the engine of its kernel, and the dtype of its state.
+# `opt_name` of a benchmark's Rules -> a function of these Rules, the engine of the rule's kernel
+# and the dtype of its state.
 UPDATES: dict[str, Callable[[Rules, str, torch.dtype], MakeUpdate]] = {"adamw": adamw}
 
 
 def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:
-    """Note on each parameter which optimizer updates it. Raises ValueError where another one does already: one would train a
-    copy that the model never reads.
+    """Record on each parameter which optimizer updates it.
+
+    Raises ValueError if another one already does. Otherwise one of them would train a copy that the
+    model never reads.
     """
     for parameter in parameters:
         if getattr(parameter, "owning_optimizer", owner) is not owner:
@@ -72,7 +79,7 @@ def claim(parameters: Sequence[torch.nn.Parameter], owner: object) -> None:
 
 
 def require_owner(model: torch.nn.Module, owner: object) -> None:
-    """Raises ValueError unless `owner` updates every parameter of `model` that trains."""
+    """Raise ValueError unless `owner` updates every parameter of `model` that trains."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and getattr(parameter, "owning_optimizer", None) is not owner:
             raise ValueError(f"{name} trains, but the optimizer of this model does not update it")

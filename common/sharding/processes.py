@@ -20,7 +20,7 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh  # ("data",) on one node; ("replicate", "shard") on several: see mesh_of
+    mesh: DeviceMesh  # ("data",) on one node; ("replicate", "shard") on several, see mesh_of
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
@@ -29,16 +29,16 @@ class Processes:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that together hold each sharded tensor once: those of this node."""
+        """Ranks that together hold each sharded tensor once: those of this node."""
         return self.mesh.get_group("shard") if self.mesh.ndim > 1 else self.mesh.get_group()
 
     @property
     def node_group(self) -> dist.ProcessGroup | None:
-        """On several nodes, the ranks that hold the same shard, one of each node; None on one node."""
+        """Ranks that hold the same shard, one on each node. None on one node."""
         return self.mesh.get_group("replicate") if self.mesh.ndim > 1 else None
 
     def barrier(self) -> None:
-        # An all-reduce rather than dist.barrier: the same on gloo and NCCL, without NCCL's guess of the device.
+        # An all-reduce works the same on gloo and NCCL. dist.barrier makes NCCL guess the device.
         self.sum(torch.zeros(1, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -47,14 +47,16 @@ class Processes:
 def start_processes(
     device_type: str, timeout_s: float, high_priority_compute: bool = False
 ) -> Processes:
-    """Join the group that torchrun describes in the environment; alone, a group of one is made. `timeout_s` is for collectives.
+    """Join the group that torchrun describes in the environment, or create a group of one without
+    torchrun.
 
-    `high_priority_compute`: launch this thread's kernels on a high-priority stream of an NVIDIA GPU, so that kernels of side streams
-    only fill idle multiprocessors. HIP ignores it: there a high priority is one more hardware queue, and ROCm 10 has none.
+    `timeout_s`: timeout of collectives in seconds.
+    `high_priority_compute`: launch this thread's kernels on a high-priority stream of an NVIDIA
+        GPU, so that kernels of side streams only fill idle multiprocessors. HIP ignores it: there a
+        high priority is one more hardware queue, and ROCm 10 has none.
     """
-    warnings.filterwarnings(
-        "ignore", "`torch.distributed", FutureWarning
-    )  # torch 2.13 renames collectives; 2.9 has the old names only
+    # torch 2.13 renames collectives, and 2.9 has only the old names
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = (
@@ -72,7 +74,7 @@ def start_processes(
         dist.init_process_group(
             backend,
             store=dist.HashStore() if alone else None,
-            rank=0 if alone else -1,  # -1: as torchrun's environment says
+            rank=0 if alone else -1,  # -1: read it from torchrun's environment
             world_size=1 if alone else -1,
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device_type == "cuda" else None,
@@ -86,7 +88,9 @@ def start_processes(
 
 
 def require_world_size(processes: Processes, expected: int) -> None:
-    """Raise ConfigError if another number of processes was started than the config is for."""
+    """Raise ConfigError if the number of processes differs from `expected`, the number in the
+    config.
+    """
     started = processes.world_size
     if started != expected:
         raise ConfigError(
@@ -97,15 +101,20 @@ def require_world_size(processes: Processes, expected: int) -> None:
 
 
 def thread_count() -> int:
-    """Threads in which a rank reads, hashes or draws weights: its share of the host's cores, from 2 to 8."""
+    """Return the number of threads in which a rank reads, hashes or draws weights.
+
+    It is the rank's share of the host's cores, from 2 to 8.
+    """
     return max(2, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMesh:
-    """One node: ("data",), weights are sharded over all ranks. Several: (nodes, ranks of one) as ("replicate", "shard").
+    """Return a mesh ("data",) on one node, or ("replicate", "shard") of (nodes, ranks per node) on
+    several.
 
-    Weights and optimizer states are sharded within a node and replicated over the nodes: gathers stay on the fast links inside a node, and
-    between nodes only sharded gradients travel.
+    On one node, weights are sharded over all ranks. On several, weights and optimizer states are
+    sharded within a node and replicated over the nodes. Gathers then stay on the fast links inside
+    a node, and only sharded gradients travel between nodes.
     """
     if world_size == ranks_per_node:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("data",))

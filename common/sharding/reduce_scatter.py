@@ -1,6 +1,6 @@
 """Reduce-scatter of gradients and gather of weights, by NCCL or RCCL (gloo on a CPU).
 
-`ReduceScatter` is the interface that zero.py calls. copy_engine.py has the other implementation.
+`ReduceScatter` is the interface that zero.py calls. copy_engine.py has another implementation.
 """
 
 from __future__ import annotations
@@ -22,32 +22,39 @@ class Shard:
     """One weight on this rank."""
 
     parameter: nn.Parameter  # [rows, ...], whole, in the compute precision
-    padded: Tensor  # its memory, with rows added until the ranks divide them
+    padded: Tensor  # its memory, with rows padded to a multiple of the ranks
     local: Tensor  # this rank's rows of `padded`
     master: Tensor  # fp32, shaped like `local`
-    gradient: Tensor | None = (
-        None  # fp32, like `master`: the mean over the ranks, accumulated over the micro-batches
-    )
-    filled: bool = False  # the master has its initial value
+    # fp32, shaped like `master`: the mean over the ranks, accumulated over the micro-batches
+    gradient: Tensor | None = None
+    filled: bool = False  # whether the master has its initial value
 
 
 class ReduceScatter(Protocol):
-    """Called on one stream, for the modules in the same order on all ranks. `start` and `finish` return gradients that the stream reads until it
-    has done what it has been given so far.
+    """Reduce-scatter and gather. Called on one stream, for the modules in the same order on all
+    ranks.
+
+    `start` and `finish` return gradients that the stream still reads, until it has finished the
+    work enqueued so far.
     """
 
     def gather(self, shards: Sequence[Shard]) -> None:
-        """Each rank's rows are new in its own `padded`: bring them to the other ranks. They change again after a collective of all ranks only."""
+        """Send each rank's new rows, which are in its own `padded`, to the other ranks.
+
+        The rows change again only after a collective of all ranks.
+        """
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        """Gradients: [up to rows x ranks, ...], of whole weights, contiguous."""
+        """Start the reduction. `gradients`: [up to rows x ranks, ...], of whole weights,
+        contiguous.
+        """
 
     def finish(self) -> list[Tensor]:
-        """Everything that was started is now added to `shard.gradient`."""
+        """Finish: add everything that was started to `shard.gradient`."""
 
 
 class NcclReduceScatter:
-    """NCCL or RCCL; gloo on a CPU. It finishes what it starts."""
+    """Reduce-scatter by NCCL or RCCL, or gloo on a CPU. `start` also finishes."""
 
     def __init__(
         self,
@@ -56,7 +63,12 @@ class NcclReduceScatter:
         dtype: torch.dtype,
         accumulate: Accumulate,
     ):
-        """`group`: the ranks that share the rows. `nodes`: with several nodes, the ranks that hold the same rows. `dtype`: of what is sent."""
+        """Create it for one node or several.
+
+        `group`: the ranks that share the rows.
+        `nodes`: on several nodes, the ranks that hold the same rows.
+        `dtype`: dtype of the sent values.
+        """
         self.group, self.nodes, self.dtype, self.accumulate = group, nodes, dtype, accumulate
 
     def gather(self, shards: Sequence[Shard]) -> None:
@@ -93,14 +105,16 @@ class NcclReduceScatter:
 
 
 def pad_rows(gradient: Tensor, rows: int) -> Tensor:
-    """`gradient` with rows of zeros appended until there are `rows`."""
+    """Return `gradient` padded with rows of zeros to `rows` rows."""
     if (added := rows - len(gradient)) == 0:
         return gradient
     return torch.cat([gradient, gradient.new_zeros(added, *gradient.shape[1:])])
 
 
 def coalesced(group: dist.ProcessGroup) -> AbstractContextManager:
-    """Collectives of one kind inside become one launch. Six launches per module, each waiting for free multiprocessors and then for the other
-    rank, occupied multiprocessors for 452 ms of a step instead of 225 (8B on two H200s).
+    """Combine all collectives of one kind inside the block into one launch.
+
+    Six launches per module, each waiting for free multiprocessors and then for the other rank,
+    occupied multiprocessors for 452 ms of a step instead of 225 ms (8B on two H200s).
     """
     return dist._coalescing_manager(group)

@@ -1,4 +1,6 @@
-"""The optimizer of parameters that every rank holds whole, such as LoRA's adapters: gradients are averaged in one flat all-reduce."""
+"""Optimizer for parameters that every rank holds whole, such as LoRA's adapters. One flat
+all-reduce averages the gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ class ReplicatedOptimizer:
     def __init__(
         self, parameters: Iterable[nn.Parameter], processes: Processes, make_update: MakeUpdate
     ):
-        """`parameters`: fp32, equal on all ranks; they get equal updates. `make_update` makes their update rule. Raises ValueError
-        where another optimizer owns one of them.
+        """Claim the parameters and create their update rule.
+
+        `parameters`: fp32, equal on all ranks; they get equal updates.
+        `make_update`: creates their update rule.
+
+        Raises ValueError if another optimizer owns one of them.
         """
         self.parameters, self.processes = list(parameters), processes
         claim(self.parameters, self)
@@ -29,7 +35,7 @@ class ReplicatedOptimizer:
         return state_tensors(self.update)
 
     def reset_state(self) -> None:
-        """Forget gradients and the optimizer's state, as before the first step."""
+        """Reset gradients and the optimizer's state to their values before the first step."""
         self._zero_grad()
         self.update.reset()
 
@@ -38,7 +44,10 @@ class ReplicatedOptimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
-        """Average the gradients over the ranks, clip, update. Returns their global L2 norm before clipping, fp32 [] on the device."""
+        """Average the gradients over the ranks, clip and update.
+
+        Returns the global L2 norm of the gradients before clipping, fp32 [] on the device.
+        """
         gradients = [parameter.grad for parameter in self.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
         self._average(present)

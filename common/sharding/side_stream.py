@@ -1,6 +1,8 @@
-"""A stream beside the compute stream, for copies and collectives that run while kernels compute. A CPU runs everything in order.
+"""A side stream for copies and collectives that run while kernels compute. On a CPU everything runs
+in order.
 
-Users pass work and events and never ask where the work runs, so tests can execute it in every order that the events allow.
+Callers pass work and events and never ask where the work runs, so tests can execute it in every
+order that the events allow.
 """
 
 from __future__ import annotations
@@ -12,24 +14,32 @@ import torch
 
 
 class SideStream:
-    """That of a CPU: work runs when it is enqueued. Events are opaque to users; here they are None."""
+    """The side stream of a CPU: work runs when it is enqueued. Events are opaque to callers; here
+    they are None.
+    """
 
     def run(self, work: Callable[[], object], after: Any) -> Any:
-        """Enqueue `work` on the side stream after event `after`, or without waiting if that is None. Returns the event of its end."""
+        """Enqueue `work` on the side stream after event `after`, or without waiting if it is None.
+        Return the event at its end.
+        """
         work()
 
     def record_event(self) -> Any:
-        """An event after all work enqueued on the compute stream so far."""
+        """Return an event after all work enqueued on the compute stream so far."""
 
     def wait_event(self, event: Any) -> None:
         """Let the work enqueued on the compute stream from now on wait for `event`."""
 
 
 class CudaSideStream(SideStream):
-    """The compute stream is the one that is current when `record_event` and `wait_event` are called."""
+    """The side stream of a GPU.
+
+    The compute stream is the one that is current when `record_event` and `wait_event` are called.
+    """
 
     def __init__(self, device: torch.device):
-        # High priority: the few thread blocks of a gather must not queue behind the thousands of a matrix product.
+        # High priority: the few thread blocks of a gather must not queue behind the thousands of a
+        # matrix product.
         self.device, self.stream = device, torch.cuda.Stream(device, priority=-1)
 
     def run(self, work: Callable[[], object], after: torch.cuda.Event | None) -> torch.cuda.Event:

@@ -1,6 +1,8 @@
-"""GPU memory that all ranks of a node can read and write, so that copy engines move data between GPUs.
+"""GPU memory that all ranks of a node can read and write, so that copy engines can move data
+between GPUs.
 
-An NCCL kernel occupies multiprocessors that the matrix products running beside it need; a copy engine occupies none.
+An NCCL kernel occupies multiprocessors that concurrent matrix products need. A copy engine occupies
+none.
 """
 
 from __future__ import annotations
@@ -17,20 +19,25 @@ from common.errors import ConfigError
 
 
 class SymmetricBuffers:
-    """Buffers of bytes on each rank of a node; every rank can read and write all of them.
+    """Byte buffers on each rank of a node. Every rank can read and write all of them.
 
-    The memory does not come from torch's caching allocator: torch.cuda.memory_allocated does not count it.
+    The memory does not come from torch's caching allocator, so torch.cuda.memory_allocated does not
+    count it.
     """
 
-    buffers: dict[
-        int, Tensor
-    ]  # rank -> uint8 [count, num_bytes], its buffers mapped into this process
+    # rank -> uint8 [count, num_bytes], that rank's buffers mapped into this process
+    buffers: dict[int, Tensor]
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int, num_bytes: int):
-        """`count` buffers of `num_bytes` each, the same on all ranks. Raises ConfigError where the GPUs cannot access each other's memory."""
-        import torch.distributed._symmetric_memory as symmetric  # private in torch 2.9: this is the only file that uses it
+        """Allocate `count` buffers of `num_bytes` each, the same on all ranks.
 
-        # torch would set up NVLink multicast for every mapping. Copies do not need it, and it fails where the host does not provide it.
+        Raises ConfigError if the GPUs cannot access each other's memory.
+        """
+        # Private in torch 2.9: no other file uses it.
+        import torch.distributed._symmetric_memory as symmetric
+
+        # torch would set up NVLink multicast for every mapping. Copies do not need it, and it fails
+        # where the host does not provide it.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self.rank, self.ranks = group.rank(), group.size()
         shape = (count, num_bytes)
@@ -42,12 +49,15 @@ class SymmetricBuffers:
             }
 
     def barrier(self) -> None:
-        """Enqueue on the current stream: wait until all ranks have reached this barrier."""
+        """Enqueue a barrier on the current stream: wait until all ranks have reached it."""
         self.handle.barrier()
 
 
 def ring_order(rank: int, ranks: int) -> list[int]:
-    """The other ranks, starting with the next one: if all ranks copy in this order, no two start with the same peer."""
+    """Return the other ranks, starting with the next one.
+
+    If all ranks copy in this order, no two start with the same peer.
+    """
     return [(rank + step) % ranks for step in range(1, ranks)]
 
 

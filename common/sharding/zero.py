@@ -1,13 +1,18 @@
-"""ZeRO-2 (Rajbhandari et al., arXiv:1910.02054): master weights, gradient reduction, optimizer step and weight gather, in one object.
+"""ZeRO-2 (Rajbhandari et al., arXiv:1910.02054): master weights, gradient reduction, optimizer step
+and weight gather in one object.
 
-Every rank computes with the whole of each weight W [rows, ...], the module's parameter, in the compute precision. Of its own 1 / n of the rows it
-holds the fp32 master and gradient, and the optimizer's state. One step: gradients are reduce-scattered during backward and added to this rank's fp32
-gradient; the update rule changes the master and rounds it into this rank's rows of W; an all-gather sends these rows to the other ranks.
+Every rank computes with the whole of each weight W [rows, ...], the module's parameter, in the
+compute precision. It holds the fp32 master, the fp32 gradient and the optimizer's state of its own
+1 / n of the rows. One step consists of three parts. During backward, gradients are reduce-scattered
+and added to this rank's fp32 gradient. The update rule changes the master and rounds it into this
+rank's rows of W. An all-gather sends these rows to the other ranks.
 
-The shards of W lie in W's own memory one after another, in rank order, as collectives want them: a reduction reads the gradient where the
-matrix product left it, and a gather writes the weight where the product reads it. FSDP2, which packs a module's parameters into one buffer
-and out again, spent 45 ms of a step of 2,177 on that (8B in FP8 on two H200, docs/log.md). Both run on a side stream: a module's gradients
-during the rest of the backward, its weights while the modules before it compute.
+The shards of W are contiguous in W's own memory, in rank order, as collectives require. So a
+reduction reads the gradient where the matrix product wrote it, and a gather writes the weight where
+the product reads it. FSDP2 packs a module's parameters into one buffer and out again, which took 45
+ms of a step of 2,177 ms (8B in FP8 on two H200, docs/log.md). Reductions and gathers run on a side
+stream. A module's gradients are reduced during the rest of the backward, and its weights are
+gathered while the modules before it compute.
 """
 
 from __future__ import annotations
@@ -31,13 +36,18 @@ from common.sharding.optimizer import MakeUpdate, claim, state_tensors
 from common.sharding.processes import Processes
 from common.sharding.reduce_scatter import NcclReduceScatter, ReduceScatter, Shard
 
-MAX_IN_FLIGHT = 2  # modules whose gradients are being reduced while a third one computes: their memory is not free yet
+# Number of modules whose gradients are being reduced while one more computes. Their memory is not
+# free yet.
+MAX_IN_FLIGHT = 2
 
-STREAM_PRIORITY = "ZERO_STREAM_PRIORITY"  # environment variable: 0, or -1 for a high priority; timed by `throughput settings`
+# Environment variable: 0, or -1 for a high priority. `throughput settings` times both.
+STREAM_PRIORITY = "ZERO_STREAM_PRIORITY"
 
 
 def stream_priority() -> int:
-    """Return the priority of the stream that gradients are reduced on. Raises ConfigError."""
+    """Return the priority of the stream that reduces gradients. Raises ConfigError if it is neither
+    0 nor -1.
+    """
     text = os.environ.get(STREAM_PRIORITY, "0")
     if text not in ("0", "-1"):
         raise ConfigError(
@@ -50,15 +60,20 @@ def stream_priority() -> int:
 
 @dataclass
 class Bucket:
-    """A module whose weights travel together."""
+    """A module whose weights are communicated together."""
 
     shards: list[Shard]
     missing: int  # gradients that have not arrived yet in this backward
-    gathered: torch.cuda.Event | None = None  # recorded when the weights are whole; None: they are
+    # recorded when the weights are whole; None: they are whole
+    gathered: torch.cuda.Event | None = None
 
 
 class ZeroOptimizer:
-    """An update rule on the shards. It alone updates the parameters of `modules`: their `.grad` is None whenever no backward is running."""
+    """Applies an update rule to the shards, and is the only one to update the parameters of
+    `modules`.
+
+    Their `.grad` is None whenever no backward is running.
+    """
 
     sharded = True
 
@@ -70,10 +85,16 @@ class ZeroOptimizer:
         kernels: str,
         reduce_scatter: Callable[[list[list[Shard]]], ReduceScatter],
     ):
-        """`modules`, in the order of the forward, have memory already, and together every parameter. `make_update` makes the
-        update rule of the masters. `reduce_scatter` makes the reduction from the shards of each module. On several nodes the shards are those of one node (processes.mesh).
+        """Shard the parameters and create their update rule.
 
-        Raises ValueError where another optimizer owns a parameter. Weights are undefined until `set_weight` and `gather`.
+        `modules`: in the order of the forward, already in memory; together they have every
+            parameter.
+        `make_update`: creates the update rule of the masters.
+        `reduce_scatter`: creates the reduction from the shards of each module. On several nodes the
+            shards are those of one node (processes.mesh).
+
+        Raises ValueError if another optimizer owns a parameter. Weights are undefined until
+        `set_weight` and `gather`.
         """
         self.group, self.world_size = processes.shard_group, processes.world_size
         self.rank, self.ranks = self.group.rank(), self.group.size()
@@ -82,9 +103,8 @@ class ZeroOptimizer:
         self.buckets = [self._bucket(module) for module in modules]
         self.shards = [shard for bucket in self.buckets for shard in bucket.shards]
         claim([shard.parameter for shard in self.shards], self)
-        self.reduce_scatter = reduce_scatter(
-            [bucket.shards for bucket in self.buckets]
-        )  # it may move weights: before the update rule sees them
+        # It may move weights, so it is created before the update rule sees them.
+        self.reduce_scatter = reduce_scatter([bucket.shards for bucket in self.buckets])
         local = [shard.local for shard in self.shards]
         self.add_rows = accumulate.ADD_ROWS[kernels]
         self.update = make_update(self.weights, local)
@@ -97,35 +117,39 @@ class ZeroOptimizer:
 
     @property
     def weights(self) -> list[Tensor]:
-        """The master weights, fp32 [this rank's rows, ...]."""
+        """Master weights, fp32 [this rank's rows, ...]."""
         return [shard.master for shard in self.shards]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that these are the masters of, [rows, ...] each, whole."""
+        """Whole parameters, [rows, ...] each, in the order of `weights`."""
         return [shard.parameter for shard in self.shards]
 
     def state_tensors(self) -> list[Tensor]:
         return state_tensors(self.update)
 
     def reset_state(self) -> None:
-        """Forget gradients and the optimizer's state, as before the first step."""
+        """Reset gradients and the optimizer's state to their values before the first step."""
         for shard in self.shards:
             shard.gradient = None
         self.update.reset()
 
     @torch.no_grad()
     def set_weight(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Set the master to its rows of `full`, the whole weight. After the last one call `gather`."""
+        """Set the master to its rows of `full`, the whole weight. Call `gather` after the last
+        weight.
+        """
         shard = self.shard_of[parameter]
         rows = full[self.rank * len(shard.master) : (self.rank + 1) * len(shard.master)]
-        shard.master.zero_()  # the rows of padding
+        shard.master.zero_()  # also zeroes the padding rows
         shard.master[: len(rows)].copy_(rows)
         shard.filled = True
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Make the parameters from the masters, on all ranks. Raises RuntimeError where a master was never set."""
+        """Make the parameters from the masters, on all ranks. Raises RuntimeError if a master was
+        never set.
+        """
         if missing := [shard for shard in self.shards if not shard.filled]:
             raise RuntimeError(
                 f"{len(missing)} of {len(self.shards)} weights were never set: use set_weight, not the module's parameter"
@@ -137,8 +161,10 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
-        """After the last backward: finish the reduction, clip, update, start the gather. Returns the global L2 norm of the gradients before
-        clipping, fp32 [] on the device; where it is not finite nothing was updated.
+        """Finish the reduction, clip, update and start the gather, after the last backward.
+
+        Returns the global L2 norm of the gradients before clipping, fp32 [] on the device. If it is
+        not finite, nothing is updated.
         """
         self.finish_reduction()
         present = [
@@ -147,9 +173,8 @@ class ZeroOptimizer:
             if shard.gradient is not None and shard.gradient.numel()
         ]
         squares = torch.nn.utils.get_total_norm(present).square()
-        dist.all_reduce(
-            squares, group=self.group
-        )  # not over all ranks: those of another node hold the same shards
+        # not over all ranks: the ranks of another node hold the same shards
+        dist.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
         self.update.update([shard.gradient for shard in self.shards], norm, learning_rate)
         for shard in self.shards:
@@ -160,7 +185,8 @@ class ZeroOptimizer:
     # Setting up.
 
     def _bucket(self, module: nn.Module) -> Bucket:
-        # A tied embedding belongs to its first module: autograd adds up the gradients of all its uses before the hook below is called.
+        # A tied embedding belongs to its first module. autograd sums the gradients of all its uses
+        # before it calls the hook below.
         shards = [
             self._shard(parameter)
             for parameter in module.parameters()
@@ -168,8 +194,9 @@ class ZeroOptimizer:
         ]
         bucket = Bucket(shards, missing=len(shards))
         module.register_forward_pre_hook(lambda module, args: self._before_forward(bucket))
-        # torch keeps a parameter's hooks where the garbage collector does not look: what they referred to would never be freed. The hook of
-        # the module, which the collector sees, keeps this object for as long as the model can run.
+        # torch keeps a parameter's hooks where the garbage collector cannot see them, so objects
+        # they refer to would never be freed. The module's hook, which the collector sees, keeps
+        # this object alive as long as the model can run.
         optimizer, arrived = weakref.proxy(self), weakref.proxy(bucket)
         for shard in shards:
             self.shard_of[shard.parameter] = shard
@@ -190,7 +217,7 @@ class ZeroOptimizer:
     # Weights.
 
     def _start_gather(self) -> None:
-        """Returns at once; a module's forward waits for its own weights."""
+        """Start the gather and return at once. A module's forward waits for its own weights."""
         if self.ranks == 1:
             return
         for bucket in self.buckets:
@@ -201,9 +228,11 @@ class ZeroOptimizer:
 
     def _before_forward(self, bucket: Bucket) -> None:
         if bucket is self.buckets[len(self.buckets) // 4]:
-            self._finish_last_bucket()  # of the last micro-batch: it started so long ago that nothing waits
+            # The last bucket of the previous micro-batch started so long ago that nothing waits.
+            self._finish_last_bucket()
         if bucket is self.buckets[len(self.buckets) // 2]:
-            self.finish_reduction()  # frees its gradients, 1.4 GiB at the 8B, before the head, where memory peaks
+            # Frees its gradients, 1.4 GiB at the 8B, before the head, where memory peaks.
+            self.finish_reduction()
         if bucket.gathered is not None:
             torch.cuda.current_stream(self.device).wait_event(bucket.gathered)
             bucket.gathered = None
@@ -230,7 +259,11 @@ class ZeroOptimizer:
             self._wait_for_oldest()
 
     def _add_rows(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
-        """An embedding's sparse gradient: each rank gets the tokens and rows of all ranks, and adds those that are of its shard."""
+        """Reduce an embedding's sparse gradient.
+
+        Each rank receives the tokens and rows of all ranks, and adds those that belong to its
+        shard.
+        """
         (shard,), (gradient,) = shards, gradients
         ids, rows = gradient._indices()[0], gradient._values()
         if self.world_size > 1:
@@ -255,13 +288,15 @@ class ZeroOptimizer:
             self._hold(self.reduce_scatter.finish())
 
     def finish_reduction(self) -> None:
-        """The fp32 gradients are complete for the current stream."""
+        """Finish the reduction: the fp32 gradients are then complete for the current stream."""
         self._finish_last_bucket()
         while self.in_flight:
             self._wait_for_oldest()
 
     def _hold(self, gradients: list[Tensor]) -> None:
-        """Keep what the side stream still reads; its memory is free once the stream has done what it has been given so far."""
+        """Keep tensors that the side stream still reads, until it has finished the work enqueued so
+        far.
+        """
         if self.stream and gradients:
             self.in_flight.append((self.stream.record_event(), gradients))
 
@@ -271,7 +306,9 @@ class ZeroOptimizer:
 
     @contextmanager
     def _side_stream(self, what: str) -> Iterator[None]:
-        """On the stream of the collectives, after everything the current stream has been given; on a CPU, at once."""
+        """Run the block on the stream of the collectives, after all work enqueued on the current
+        stream. On a CPU, run it at once.
+        """
         with record_function(f"zero::{what}"):
             if self.stream is None:
                 yield
@@ -288,11 +325,16 @@ def make_reduce_scatter(
     kernels: str,
     modules: Sequence[Sequence[Shard]],
 ) -> ReduceScatter:
-    """`backend`: "nccl" or "copy_engine". `dtype`: of what is sent. `modules`: the shards of each module."""
+    """Return the reduction of gradients.
+
+    `backend`: "nccl" or "copy_engine".
+    `dtype`: dtype of the sent values.
+    `modules`: the shards of each module.
+    """
     engine = accumulate.ENGINES[kernels]
     if backend == "nccl" or processes.shard_group.size() == 1:
         return NcclReduceScatter(processes.shard_group, processes.node_group, dtype, engine)
-    # Imported only where a config asks for it: most runs neither read nor need this file.
+    # Imported only if a config selects it: most runs neither read nor need this file.
     from common.sharding.copy_engine import CopyEngineReduceScatter, SymmetricBuffers
 
     make_buffers = partial(SymmetricBuffers, processes.shard_group, processes.device)

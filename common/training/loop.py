@@ -1,7 +1,9 @@
-"""The loop of every benchmark: train() and evaluate(). It takes finished objects and knows no benchmark.
+"""Training loop of every benchmark: train() and evaluate(). It works on finished objects and knows
+no benchmark.
 
-The loss of a step is the mean over the global batch of each sequence's mean over its valid tokens. Where all tokens count, as
-in pre-training, that is the mean over all tokens; where a mask leaves some out, it is what the LoRA reference does.
+The loss of a step is the mean over the global batch of each sequence's mean over its valid tokens.
+If all tokens count, as in pre-training, that is the mean over all tokens. If a mask excludes some,
+it is the loss of the LoRA reference.
 """
 
 from __future__ import annotations
@@ -39,10 +41,13 @@ def train_step(
     processes: Processes,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step. `batches` yields int [micro batch, 2, sequence] on the device: tokens and labels. `on_phase` is called
-    with the name of each phase as it begins.
+    """Do one optimizer step.
 
-    Returns (this rank's part of the loss, gradient norm), both fp32 [] on the device; the host waits for neither.
+    `batches`: yields int [micro batch, 2, sequence] on the device: tokens and labels.
+    `on_phase`: called with the name of each phase as it begins.
+
+    Returns (this rank's part of the loss, gradient norm), both fp32 [] on the device. The host
+    waits for neither.
     """
     loss_part = torch.zeros((), device=processes.device)
     for _ in range(batching.gradient_accumulation_steps):
@@ -51,7 +56,8 @@ def train_step(
         on_phase("compute")
         loss_sum, count = assembly.model(*batch.unbind(1))
         loss = (loss_sum / count).sum() / batching.global_batch_size
-        # Gradients are averaged over the ranks; each rank's loss is its part of the whole, so the average must become a sum.
+        # Gradients are averaged over the ranks. Each rank's loss is its part of the total, so the
+        # average must become a sum.
         (loss * processes.world_size).backward()
         loss_part += loss.detach()
     on_phase("optimizer")
@@ -65,9 +71,11 @@ def evaluate(
     processes: Processes,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> float:
-    """Mean over all sequences, of all ranks, of each one's mean loss over its valid tokens; a sequence without any has no weight.
+    """Return the mean over all sequences of all ranks of each sequence's mean loss over its valid
+    tokens.
 
-    `batches`: int [sequences, 2, length], tokens and labels, resident on the device; label -100 does not count. Sums are fp64.
+    A sequence without valid tokens has no weight. `batches`: int [sequences, 2, length], tokens and
+    labels, resident on the device. Label -100 does not count. Sums are fp64.
     """
     model.eval()  # no dropout
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
@@ -83,7 +91,9 @@ def evaluate(
 
 
 def next_token_pairs(windows: np.ndarray) -> np.ndarray:
-    """int [sequences, length + 1] -> [sequences, 2, length]: tokens, and as labels the token that follows each."""
+    """Convert int [sequences, length + 1] to [sequences, 2, length]: tokens, and as labels the
+    token that follows each.
+    """
     return np.stack((windows[:, :-1], windows[:, 1:]), axis=1)
 
 
@@ -92,7 +102,8 @@ def pad_for_ranks(
 ) -> list[Tensor]:
     """Cut int [sequences, 2, length] into this rank's micro-batches, on the device.
 
-    Where they do not divide, sequences of ignored labels fill up: every rank runs as many forwards, and padding has no weight.
+    If the sequences do not divide evenly, sequences of ignored labels are added. Every rank then
+    runs the same number of forwards, and padding has no weight.
     """
     missing = -len(sequences) % (processes.world_size * micro_batch_size)
     padding = np.zeros((missing, *sequences.shape[1:]), sequences.dtype)
@@ -104,17 +115,20 @@ def pad_for_ranks(
 @dataclass(frozen=True)
 class Outcome:
     samples: int  # train sequences consumed
-    loss: float  # of the last evaluation
+    loss: float  # loss of the last evaluation
 
 
 @dataclass(frozen=True)
 class Goal:
-    """When to evaluate, and when to stop. In training sequences; `first_evaluation` is a multiple of `eval_interval`."""
+    """When to evaluate and when to stop, in training sequences.
+
+    `first_evaluation` is a multiple of `eval_interval`.
+    """
 
     eval_interval: int
     first_evaluation: int
-    target_loss: float  # stop at <=
-    max_samples: int  # give up after so many
+    target_loss: float  # stop at a loss <= this
+    max_samples: int  # stop without success after this many
 
     def evaluates_at(self, samples: int) -> bool:
         return samples % self.eval_interval == 0 and samples >= self.first_evaluation
@@ -133,18 +147,22 @@ def train(
 ) -> Outcome:
     """Train until an evaluation is <= the target.
 
-    `lr_at`: learning rate of a step, counted from 0. `reports`: with a meter; its log is at run_start, and its first block
-    has not begun. `checkpoints`: loaded; training begins after their step.
+    `lr_at`: learning rate of a step, counted from 0.
+    `reports`: has a meter; its log is at run_start, before the first block.
+    `checkpoints`: loaded; training begins after their step.
 
-    Raises TargetMissed after `goal.max_samples` sequences, NonFinite where loss, gradient norm or evaluation is not finite.
+    Raises TargetMissed after `goal.max_samples` sequences, NonFinite if a loss, gradient norm or
+    evaluation is not finite.
     """
     step = checkpoints.step if checkpoints else 0
     samples = step * batching.global_batch_size
     log, meter = reports.log, reports.meter
     assert meter is not None
-    on_phase = lambda phase: reports.heartbeat.write(step, phase)  # noqa: E731 - reads the current step
+    # The lambda reads the current step.
+    on_phase = lambda phase: reports.heartbeat.write(step, phase)  # noqa: E731
     phases = {"train": 0.0, "eval": 0.0}
-    # A garbage collection in the middle of a step stalls all ranks: what exists now is frozen, the rest is collected at evaluations.
+    # A garbage collection in the middle of a step stalls all ranks. Existing objects are frozen,
+    # the rest is collected at evaluations.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -198,7 +216,7 @@ def _evaluate_and_log(
     step: int,
     samples: int,
 ) -> tuple[float, float]:
-    """(loss, seconds) of one evaluation. Raises NonFinite."""
+    """Evaluate and log. Return (loss, seconds). Raises NonFinite if the loss is not finite."""
     log = reports.log
     began = time.monotonic()
     log.eval_start(samples)

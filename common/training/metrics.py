@@ -1,8 +1,9 @@
-"""Step time, tokens/s, TFLOP/s and MFU; events.jsonl.
+"""Step time, tokens/s, TFLOP/s and MFU, and the file events.jsonl.
 
-MFU = tokens/s per GPU x training FLOPs per token / dense bf16 peak of one GPU, with FLOPs per token = 6N + 6LSH: all matrix
-weights forward and backward, causal attention at half of the square, recomputation not counted (common/model/shapes.py).
-Values stay on the device until a step logs; only then does the host wait for it.
+MFU = tokens/s per GPU x training FLOPs per token / dense bf16 peak of one GPU, with FLOPs per token
+= 6N + 6LSH. That counts all matrix weights forward and backward, and causal attention as half of
+the square. Recomputation is not counted (common/model/shapes.py). Values stay on the device until a
+step logs; the host waits for the device only then.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from common.training.mllog import LineFile
 
 
 class Events:
-    """events.jsonl of a run: one JSON object per line, written by rank 0, each line whole when it is there at all."""
+    """The file events.jsonl of a run: one JSON object per line, written by rank 0. Lines are whole
+    or absent.
+    """
 
     def __init__(self, path: Path | None):
         self.file = LineFile(path) if path is not None else None
 
     def write(self, event: str, **values) -> None:
         if self.file is not None:
-            # JSON has no NaN and no infinity: null stands for them.
+            # JSON has neither NaN nor infinity: null replaces them.
             values = {
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in values.items()
@@ -46,28 +49,34 @@ class Events:
 
 
 class Progress:
-    """Lines of rank 0 on stderr. Steps and evaluations go to events.jsonl, from which the launcher shows them."""
+    """Lines of rank 0 on stderr. Steps and evaluations go to events.jsonl, from which the launcher
+    displays them.
+    """
 
     def __init__(self, enabled: bool, stream: TextIO | None = None):
         self.stream, self.enabled = stream or sys.stderr, enabled
 
     def show(self, text: str) -> None:
         if self.enabled:
-            with contextlib.suppress(
-                OSError
-            ):  # nobody looks on any more: the terminal was closed, or the reader of a pipe ended
+            # the terminal was closed, or the reader of a pipe ended
+            with contextlib.suppress(OSError):
                 print(text, file=self.stream, flush=True)
 
 
 class StepClock:
-    """Times steps without making the host wait: CUDA events on a GPU, the monotonic clock on a CPU."""
+    """Times steps without making the host wait: CUDA events on a GPU, the monotonic clock on a
+    CPU.
+    """
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
         self.marks: list = []
 
     def mark(self) -> None:
-        """Call at the start of training, after each step, and after each pause (evaluation) with `restart`."""
+        """Record a time mark. Call it at the start of training and after each step.
+
+        After a pause, such as an evaluation, call `restart` instead.
+        """
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
         self.marks.append(
             torch.cuda.current_stream().record_event(event) if event else time.perf_counter()
@@ -78,7 +87,7 @@ class StepClock:
         self.mark()
 
     def drain_ms(self) -> list[float]:
-        """Milliseconds of the steps since the last call; waits for the device."""
+        """Return the milliseconds of each step since the last call. Waits for the device."""
         marks, self.marks = self.marks, self.marks[-1:]
         if self.on_gpu:
             marks[-1].synchronize()
@@ -87,12 +96,12 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Rate:
-    """What one GPU does, over the steps since the last log."""
+    """Throughput of one GPU over the steps since the last log."""
 
     step_time_ms: float
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
-    mfu: float | None  # None where no peak is known (CPU)
+    mfu: float | None  # None if no peak is known (CPU)
 
     @staticmethod
     def of(
@@ -107,13 +116,13 @@ class Rate:
         return Rate(step_time_ms, tokens, tflops, tflops / peak_tflops if peak_tflops else None)
 
     def text(self, one: str = "GPU") -> str:
-        """`one`: what computes, a GPU or a process."""
+        """Format the rate. `one`: the unit that computes, a GPU or a process."""
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
         return f"{self.tokens_per_s_per_gpu:,.0f} tok/s/{one}, {self.tflops_per_gpu:.3g} TFLOP/s/{one}{mfu}"
 
 
 class Meter:
-    """Collects per-step values on the device and turns them into events when a step logs."""
+    """Collects per-step values on the device and writes them as events when a step logs."""
 
     def __init__(
         self,
@@ -129,9 +138,8 @@ class Meter:
         self.tokens_per_step, self.samples_per_step = tokens_per_step, samples_per_step
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.clock = StepClock(processes.device)
-        self.pending: list[
-            tuple[int, float, Tensor, Tensor]
-        ] = []  # step, learning rate, loss of this rank's part, gradient norm
+        # step, learning rate, this rank's part of the loss, gradient norm
+        self.pending: list[tuple[int, float, Tensor, Tensor]] = []
         self.step_times_ms: list[float] = []
         self.rate: Rate | None = None
         self.samples = 0  # train sequences consumed: steps done x global batch
@@ -145,13 +153,18 @@ class Meter:
         return time.monotonic() - self.started
 
     def record(self, step: int, learning_rate: float, loss: Tensor, grad_norm: Tensor) -> None:
-        """Keep one finished step. `loss`: this rank's part of the mean over the global batch, fp32 [] on the device."""
+        """Keep the values of one finished step.
+
+        `loss`: this rank's part of the mean over the global batch, fp32 [] on the device.
+        """
         self.samples = step * self.samples_per_step
         self.pending.append((step, learning_rate, loss, grad_norm))
         self.clock.mark()
 
     def flush(self) -> None:
-        """Fetch what is pending, and write it. Raises NonFinite at the first step whose loss or norm is not finite."""
+        """Fetch and write all pending values. Raises NonFinite at the first step whose loss or norm
+        is not finite.
+        """
         if not self.pending:
             return
         times_ms = self.clock.drain_ms()
@@ -188,7 +201,8 @@ class Meter:
             self.events.write("step", **values)
             if not (math.isfinite(losses[index]) and math.isfinite(norms[index])):
                 what = f"step {step}: loss {losses[index]}, gradient norm {norms[index]}"
-                skipped = not math.isfinite(norms[index])  # by AdamW's `skip`
+                # AdamW's `skip` left the weights unchanged
+                skipped = not math.isfinite(norms[index])
                 why = (
                     "this step did not update the weights"
                     if skipped
@@ -206,8 +220,9 @@ def make_meter(
     processes: Processes,
     events: Events,
 ) -> Meter:
-    """Return the meter of a run with this config; without MFU where the peak of the GPU is unknown."""
-    # No peak, so no MFU, where the run is elsewhere than its config says: the miniature on a GPU.
+    """Return the meter of a run with this config, without MFU if the GPU's peak is unknown."""
+    # No peak, so no MFU, if the run is not on the GPU of its config: for example the miniature on a
+    # GPU.
     known = processes.device.type == "cuda" and config.gpu in KINDS
     return Meter(
         processes,
@@ -220,7 +235,9 @@ def make_meter(
 
 
 def memory_gib(device: torch.device) -> dict[str, float | None]:
-    """Peaks of what the allocator has reserved on this GPU, and of what of that is allocated, GiB; None on a CPU."""
+    """Return the peaks of reserved memory, and of the part of it that is allocated, on this GPU in
+    GiB. None on a CPU.
+    """
     if device.type != "cuda":
         return {"memory_gib": None, "allocated_gib": None}
     return {

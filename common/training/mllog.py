@@ -1,12 +1,13 @@
-"""RunLog: every MLLOG line of the project, one method per thing that happens.
+"""RunLog: every MLLOG line of the project, with one method per event.
 
-One writer, on rank 0; elsewhere a RunLog keeps the same order of events but writes nothing, so that callers never ask
-for the rank. A line goes to the result file in one unbuffered, checked write, and then to stdout. The file is created,
-never opened: no run overwrites or continues the log of another. Times come from the monotonic clock, anchored once to
-wall time, so that a clock correction during a run cannot change its result.
+Only rank 0 writes. On other ranks a RunLog checks the same order of events but writes nothing, so
+that callers never test the rank. A line goes to the result file in one unbuffered, checked write,
+and then to stdout. The file is created, never opened: no run overwrites or continues the log of
+another. Times come from the monotonic clock, anchored once to wall time, so that a clock correction
+during a run cannot change its result.
 
-Line format: mlcommons/logging, mllog/mllog.py. Rules of content: MLPerf Training rules; `submission.check` tests them.
-Standard library only.
+Line format: mlcommons/logging, mllog/mllog.py. Rules for the content: MLPerf Training rules;
+`submission.check` tests them. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from common.paths import ROOT
 from common.records import json_lines
 from common.records.mlperf_log import TOKEN
 
-# The RCP checker finds its events by these substrings anywhere in a line, not by key: a file or system name that
-# contains one is read as that event. The token is here because the parser strips a line up to its last token.
+# The RCP checker finds its events by these substrings anywhere in a line, not by key. It would read
+# a file or system name that contains one as that event. TOKEN is in the list because the parser
+# strips a line up to its last token.
 RESERVED_SUBSTRINGS = (
     "global_batch_size",
     "submission_benchmark",
@@ -36,7 +38,9 @@ RESERVED_SUBSTRINGS = (
 )
 
 POINT, START, END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
-EMULATED = "emulated_block_format"  # a key of ours, only in the logs of such runs: no checker knows it, and no submission may have it
+# A key of this project, only in the logs of emulated runs. No checker knows it, and no submission
+# may contain it.
+EMULATED = "emulated_block_format"
 STDOUT_FD = 1
 
 Scalar = bool | int | float | str
@@ -44,20 +48,24 @@ Value = Scalar | dict[str, Scalar] | None
 
 
 class RunLog:
-    """The MLLOG log of one run. Methods assert the order of events: a wrong order is our mistake, not the user's.
+    """The MLLOG log of one run. Methods assert the order of events, because a wrong order is a
+    defect, not a user error.
 
-    `samples` is always the number of training sequences consumed so far, counted after the optimizer step
-    (steps x global batch size). Raises StorageError where a line cannot be written, NonFinite for a NaN or infinite
-    value, ConfigError for a text that would mislead the official checkers.
+    `samples` is always the number of training sequences consumed so far, counted after the
+    optimizer step (steps x global batch size). Raises StorageError if a line cannot be written,
+    NonFinite for a NaN or infinite value, ConfigError for a text that would mislead the official
+    checkers.
     """
 
     def __init__(self, path: Path | None):
-        """Create `path`, which must not exist. None: a rank that does not write."""
+        """Create `path`, which must not exist. None: this rank does not write."""
         self._wall_at_anchor_ns, self._monotonic_at_anchor_ns = time.time_ns(), time.monotonic_ns()
         self._file = None if path is None else LineFile(path)
-        # To stdout, unless that is closed: its number then went to the next file that was opened.
+        # Copy lines to stdout unless it is closed: its number then went to the next file that was
+        # opened.
         self._copies = self._file is not None and self._file.fd != STDOUT_FD
-        # -> cache_clear -> init -> submission -> seed -> hyperparameters -> ready -> running <-> block | eval -> evaluated; -> stopped
+        # States: created -> cache_clear -> init -> submission -> seed -> hyperparameters -> ready
+        # -> running <-> block | eval -> evaluated; -> stopped.
         self._state = "created"
         self._samples = 0
         self._run_start_ms = 0
@@ -65,17 +73,21 @@ class RunLog:
     # Before the clock.
 
     def cache_clear(self, done: bool) -> None:
-        """`done`: the page cache was really dropped before this run."""
+        """Log whether the page cache was dropped before this run. `done`: it really was."""
         self._write(POINT, "cache_clear", done, after="created", enter="cache_clear")
 
     def init_start(self) -> None:
-        """Before the first part of the system builds the model."""
+        """Log the start of initialization, before the first part of the system builds the model."""
         self._write(START, "init_start", after="cache_clear", enter="init")
 
     def submission(
         self, *, benchmark: str, org: str, platform: str, division: str, status: str
     ) -> None:
-        """`division` is closed, or miniature for the toy; `status` is onprem or cloud."""
+        """Log the submission's keys. Raises ConfigError if one is empty.
+
+        `division`: closed, or miniature for the toy model.
+        `status`: onprem or cloud.
+        """
         pairs = {
             "benchmark": benchmark,
             "org": org,
@@ -97,38 +109,47 @@ class RunLog:
         self._write(POINT, "seed", seed, after="submission", enter="seed")
 
     def hyperparameters(self, pairs: Iterable[tuple[str, Scalar]]) -> None:
-        """The benchmark's (key, value) list, in the order it wants: the official checker reads warm-up before decay."""
+        """Log the benchmark's (key, value) pairs in the given order: the official checker reads
+        warm-up before decay.
+        """
         for key, value in pairs:
             self._write(POINT, key, value, after="seed")
         self._state = "hyperparameters"
 
     def resumed(self, samples: int, run: str) -> None:
-        """Training goes on at `samples` from a checkpoint of `run`. A key of ours: no checker reads it, and submission.package refuses it."""
+        """Log that training continues at `samples` from a checkpoint of `run`.
+
+        The key belongs to this project. No checker reads it, and submission.package refuses it.
+        """
         self._write(POINT, "resumed", samples, {"run": run}, after="hyperparameters")
         self._samples = samples
 
     def init_stop(self) -> None:
-        """The model stands, warmed up and restored. No token file has been opened yet."""
+        """Log the end of initialization: the model is built, warmed up and restored. No token file
+        has been opened yet.
+        """
         self._write(END, "init_stop", after="hyperparameters", enter="ready")
 
     # On the clock.
 
     def run_start(self) -> None:
-        """The clock starts; from here on token files may be opened."""
+        """Start the clock. From here on token files may be opened."""
         self._run_start_ms = self._write(START, "run_start", after="ready", enter="running")
 
     def block_start(self, samples: int) -> None:
-        """Training up to the next evaluation begins at `samples`."""
+        """Log the start, at `samples`, of training up to the next evaluation."""
         self._count(START, "block_start", samples, after="running", enter="block")
 
     def block_stop(self, samples: int, throughput: float | None = None) -> None:
-        """`throughput`: training sequences per second over the block, of the whole system."""
+        """Log the end of a block. `throughput`: training sequences per second over the block, of
+        the whole system.
+        """
         assert type(samples) is int and samples >= self._samples, (
             f"samples went from {self._samples} to {samples}"
         )
         self._samples = samples
         self._count(END, "block_stop", samples, after="block", enter="running")
-        if throughput is not None:  # what reviewers like to see besides; no checker reads it
+        if throughput is not None:  # useful to reviewers; no checker reads it
             self._count(
                 POINT, "tracked_stats", samples, {"throughput": throughput}, after="running"
             )
@@ -137,16 +158,20 @@ class RunLog:
         self._count(START, "eval_start", samples, after="running", enter="eval")
 
     def eval_accuracy(self, samples: int, loss: float) -> None:
-        """`loss`: mean natural-log cross entropy, as the benchmark defines it. NaN and infinity raise NonFinite."""
+        """Log the result of an evaluation. Raises NonFinite for NaN and infinity.
+
+        `loss`: mean natural-log cross entropy, as the benchmark defines it.
+        """
         self._count(POINT, "eval_accuracy", samples, loss, after="eval", enter="evaluated")
 
     def eval_stop(self, samples: int) -> None:
         self._count(END, "eval_stop", samples, after="evaluated", enter="running")
 
     def run_stop(self, samples: int, status: str) -> float:
-        """The clock stops; the log is complete and on the disk. Returns the run's minutes, as the score counts them.
+        """Stop the clock, and bring the complete log to the disk. Return the run's minutes, as the
+        score counts them.
 
-        `status` is success (the target was reached) or aborted (it was not, for whatever reason).
+        `status`: success if the target was reached, aborted if it was not, for any reason.
         """
         assert status in ("success", "aborted"), status
         stop_ms = self._count(
@@ -156,10 +181,12 @@ class RunLog:
         return (stop_ms - self._run_start_ms) / 60_000
 
     def abort(self, samples: int) -> None:
-        """Close what is open and write run_stop aborted, if the clock runs. For `except` blocks: repeating it is harmless.
+        """Close what is open and write run_stop aborted, if the clock runs. For `except` blocks;
+        repeated calls are harmless.
 
-        Never raises StorageError, so that the failure that led here stays the one that is reported; it says on stderr
-        if the disk did not take the last lines. Before run_start nothing is written: the log ends where the run ended.
+        Never raises StorageError, so that the original failure stays the one that is reported. If
+        the disk refused the last lines, a message on stderr says so. Before run_start nothing is
+        written: the log ends where the run ended.
         """
         try:
             if self._state == "block":
@@ -187,7 +214,9 @@ class RunLog:
         enter: str = "",
         **metadata: str,
     ) -> int:
-        """A line with samples_count, which is where training stands; see `_write`."""
+        """Write a line with samples_count, which must equal the current sample count. See
+        `_write`.
+        """
         assert samples == self._samples, (
             f"{key} at {samples} samples, but training stands at {self._samples}"
         )
@@ -205,7 +234,9 @@ class RunLog:
         after: str,
         enter: str = "",
     ) -> int:
-        """Write one line in the state `after` and enter the next one; return its time in milliseconds since the epoch."""
+        """Write one line in the state `after` and enter the next one; return its time in
+        milliseconds since the epoch.
+        """
         assert self._state == after, f"the log is in state {self._state}, {key} belongs in {after}"
         elapsed_ns = time.monotonic_ns() - self._monotonic_at_anchor_ns
         time_ms = (self._wall_at_anchor_ns + elapsed_ns) // 1_000_000
@@ -219,15 +250,16 @@ class RunLog:
         line = _encode({**record, "metadata": {**(metadata or {}), **_caller()}})
         if self._file is not None:
             self._file.write(line)
-        self._state = (
-            enter or self._state
-        )  # between the two writes: the file holds the line, whatever becomes of stdout
+        # The state changes between the two writes: the file holds the line, whatever happens to
+        # stdout.
+        self._state = enter or self._state
         if self._copies:
             try:
                 json_lines.write_all(STDOUT_FD, line)
             except (
                 OSError
-            ) as error:  # its reader ended, or the terminal is closed: the file is the log
+                # The reader of stdout ended, or the terminal is closed. The file is the log.
+            ) as error:
                 self._copies = False
                 with contextlib.suppress(Exception):
                     print(
@@ -238,17 +270,20 @@ class RunLog:
         return time_ms
 
     def _finish(self) -> None:
-        """The last line is out: bring the file to the disk, close it."""
+        """Bring the file to the disk and close it, after the last line."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
 
 class LineFile:
-    """A file that this process creates, and that gets whole lines. Raises StorageError; a line that fails leaves nothing behind."""
+    """A file that this process creates, and that receives whole lines.
+
+    Raises StorageError. A line that fails leaves nothing behind.
+    """
 
     def __init__(self, path: Path):
-        """`path` must not exist."""
+        """Create the file. Raises StorageError if `path` exists."""
         self.path = path
         try:
             self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
@@ -286,7 +321,12 @@ def _storage_error(path: Path, error: OSError) -> StorageError:
 
 
 def _encode(record: dict) -> bytes:
-    """One ASCII line: JSON escapes newlines, control characters and everything that is not ASCII."""
+    """Return `record` as one ASCII line: JSON escapes newlines, control characters and all
+    non-ASCII characters.
+
+    Raises NonFinite for a value that is not finite, ConfigError for a text that the RCP checker
+    would misread.
+    """
     value = record["value"]
     for part in value.values() if isinstance(value, dict) else [value]:
         assert part is None or type(part) in (bool, int, float, str), (
@@ -312,7 +352,11 @@ def _encode(record: dict) -> bytes:
 
 
 def _caller() -> dict[str, str | int]:
-    """File, relative to the project, and line of the first caller outside this module; the seed checker compares them."""
+    """Return the file, relative to the project, and the line of the first caller outside this
+    module.
+
+    The seed checker compares them.
+    """
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back

@@ -1,9 +1,12 @@
-"""A slow GPU among the ranks, found by the time that each takes for work of its own.
+"""Detect a slow GPU among the ranks by the time each one needs for its own work.
 
-Training is synchronous: all ranks' steps take as long as the slowest one's. But a block's forward, once its weights are there, waits for
-nobody. CUDA events stand around some blocks of the model's second half, where the reductions of the step before are over too; they are
-read when the host waits for the device anyway, and one number per rank is exchanged. What it sees: a GPU whose clock is held down by
-heat, power or a fault, or that somebody else uses. What it does not see: a slow link, a slow host.
+Training is synchronous: the steps of all ranks take as long as those of the slowest one. A block's
+forward, however, waits for no other rank once its weights have arrived. CUDA events time some
+blocks of the model's second half, where the reductions of the previous step are over too. They are
+read when the host waits for the device anyway, and one number per rank is exchanged.
+
+The comparison detects a GPU whose clock is held down by heat, power or a fault, or that another
+program uses. It does not detect a slow link or a slow host.
 """
 
 from __future__ import annotations
@@ -18,24 +21,28 @@ from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import Events, Progress
 
-SLOW = 1.02  # times the median rank; the comparisons of two H200s have a standard deviation of 0.25 % (docs/log.md)
+# Ratio to the median rank. The comparisons of two H200s have a standard deviation of 0.25 %
+# (docs/log.md).
+SLOW = 1.02
 LOOKS = 5  # comparisons, one at every tenth step
 EVERY = 4  # each fourth block is timed: four of 32 in each forward
 
 
 class BlockTimes:
-    """When called, the mean milliseconds of one of `blocks` in a training forward since the last call."""
+    """Timer of `blocks`. A call returns the mean milliseconds of one block in a training forward
+    since the last call.
+    """
 
     def __init__(self, blocks: Iterable[nn.Module]):
         self.marks: list[torch.cuda.Event] = []
-        for (
-            block
-        ) in blocks:  # the optimizer's hook, which waits for the weights, was registered before
+        # The optimizer's hook, which waits for the weights, was registered earlier and so runs
+        # before the timer.
+        for block in blocks:
             block.register_forward_pre_hook(lambda *_: self._mark())
             block.register_forward_hook(lambda *_: self._mark())
 
     def _mark(self) -> None:
-        if torch.is_grad_enabled():  # else an evaluation
+        if torch.is_grad_enabled():  # otherwise an evaluation
             self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
 
@@ -48,24 +55,28 @@ class BlockTimes:
 
 
 class RankComparison:
-    """Compares the ranks by `probe`, the ms of work that includes no waiting for others, and names who is slow.
+    """Compares the ranks by `probe`, the ms of work that includes no waiting for others, and names
+    the slow ones.
 
-    At its power limit a GPU's clock swings: single times of 13 ms on an H200 under full load have a standard deviation of 2 %. So the
-    median of the last LOOKS comparisons counts, which are means of many times themselves. GPUs without a fault can differ by more than SLOW, by
-    their heat for one: the slower is named as well, since all wait for it.
+    At its power limit a GPU's clock varies: single times of 13 ms on an H200 under full load have a
+    standard deviation of 2 %. So the median of the last LOOKS comparisons counts, and each
+    comparison is itself a mean of many times. GPUs without a fault can differ by more than SLOW,
+    for example by temperature. The slower one is named then too, because all ranks wait for it.
     """
 
     def __init__(
         self, processes: Processes, events: Events, progress: Progress, probe: Callable[[], float]
     ):
         self.processes, self.events, self.progress, self.probe = processes, events, progress, probe
-        self.history: list[
-            list[float]
-        ] = []  # each rank's time over the median rank's, of all comparisons
+        # of each comparison: every rank's time over the median rank's
+        self.history: list[list[float]] = []
         self.slow: list[int] = []
 
     def compare(self, step: int, samples: int, time_s: float) -> list[int]:
-        """Probe, exchange, and tell. All ranks call it at the same step; returns the slow ones, the same list everywhere."""
+        """Probe, exchange and report. All ranks call it at the same step.
+
+        Returns the slow ranks, the same list on every rank.
+        """
         times = torch.zeros(
             self.processes.world_size, dtype=torch.float64, device=self.processes.device
         )
@@ -84,7 +95,9 @@ class RankComparison:
 def compare_ranks(
     processes: Processes, events: Events, progress: Progress, model: Llama
 ) -> RankComparison | None:
-    """None on a CPU, whose ranks share it, and where there is nobody to compare with."""
+    """Return the comparison of a run. None on a CPU, which all ranks share, and with a single
+    rank.
+    """
     if processes.device.type != "cuda" or processes.world_size == 1:
         return None
     return RankComparison(
@@ -93,18 +106,21 @@ def compare_ranks(
 
 
 def over_median(times_ms: list[float]) -> list[float]:
-    """Each rank's time over that of the median rank. Of two ranks the faster one is the median: else neither could stand out."""
+    """Return each rank's time over that of the median rank.
+
+    Of two ranks the faster one is the median. Otherwise neither could stand out.
+    """
     median = statistics.median_low(times_ms)
     return [ms / median for ms in times_ms]
 
 
 def median_ratios(history: list[list[float]]) -> list[float]:
-    """Of each rank, over the last LOOKS comparisons."""
+    """Return the median ratio of each rank over the last LOOKS comparisons."""
     return [statistics.median(ratios) for ratios in zip(*history[-LOOKS:], strict=True)]
 
 
 def slow_ranks(history: list[list[float]]) -> list[int]:
-    """None before there are LOOKS comparisons."""
+    """Return the slow ranks. The list is empty until there are LOOKS comparisons."""
     return (
         [rank for rank, ratio in enumerate(median_ratios(history)) if ratio > SLOW]
         if len(history) >= LOOKS

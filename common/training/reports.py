@@ -1,4 +1,4 @@
-"""The outputs of one rank: MLPerf log, events, lines on the terminal, heartbeat, and how they end."""
+"""The outputs of one rank: MLPerf log, events, terminal lines and heartbeat, and how they end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from common.training.rank_comparison import RankComparison
 
 @dataclass
 class Reports:
-    """Where one rank reports to. Only rank 0 writes the log, the events and to the terminal."""
+    """The outputs of one rank. Only rank 0 writes the log, the events and the terminal lines."""
 
     log: RunLog
     events: Events
     progress: Progress
     heartbeat: Heartbeat
-    meter: Meter | None = None  # from the end of the warm-up on
+    meter: Meter | None = None  # set at the end of the warm-up
     ranks: RankComparison | None = None  # while training, on several GPUs
-    over: bool = False  # run_stop is written, or the run has failed before
+    over: bool = False  # run_stop is written, or the run failed before it
     phase_began: float = field(default_factory=time.monotonic)
 
     @staticmethod
@@ -43,7 +43,9 @@ class Reports:
         return self.meter.samples // self.meter.samples_per_step if self.meter else 0
 
     def phase_done(self, name: str, **facts) -> None:
-        """Write the event of a phase before the clock: its seconds since the phase before, and `facts`."""
+        """Write the event of a phase before the clock starts: its seconds since the previous phase,
+        and `facts`.
+        """
         now = time.monotonic()
         self.events.write("phase", name=name, seconds=now - self.phase_began, time_s=0.0, **facts)
         self.phase_began = now
@@ -55,7 +57,7 @@ class Reports:
         self.over = True
 
     def abort(self) -> None:
-        """Log that the run failed, unless it is over: then the failure came after it."""
+        """Log that the run failed, unless the run is over: the failure then came after its end."""
         if self.over:
             return
         self.over = True

@@ -1,4 +1,6 @@
-"""One rank of a timed run: what it was asked to do. Its output is in reports.py, its stages are in timed_run.py."""
+"""Arguments of one rank of a timed run. Its outputs are in reports.py, its stages in
+timed_run.py.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,13 @@ class Run:
 
     benchmark: str
     config: RunConfig
-    config_name: str  # of the TOML, as it goes into the log
+    config_name: str  # name of the TOML in the log
     seed: int
     rank: int
     device: str  # "cpu" or "cuda"
     run_dir: Path  # results go here
     data_dir: Path
     checkpoint: str | None = None  # --checkpoint: when to save the state of training
-    continues: Path | None = (
-        None  # --continue: the run directory with the checkpoint to continue from
-    )
+    # --continue: the run directory with the checkpoint to continue from
+    continues: Path | None = None
     save: bool = False  # --save: write the trained model after the clock

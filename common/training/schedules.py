@@ -9,9 +9,13 @@ from collections.abc import Callable
 def warmup_cosine(
     base: float, end: float, warmup_steps: int, max_steps: int
 ) -> Callable[[int], float]:
-    """lr_at(step), steps from 0: base*(s+1)/(W+1) for s <= W, then a half cosine from base to end over max_steps - W steps.
+    """Return lr_at(step), with steps counted from 0: a linear warm-up, then a half cosine.
 
-    Source: NeMo 2, core/optim/lr_scheduler.py (CosineAnnealing with linear warm-up), as the llama31_8b reference uses it.
+    The rate is base*(s+1)/(W+1) for s <= W, then a half cosine from base to end over max_steps - W
+    steps.
+
+    Source: NeMo 2, core/optim/lr_scheduler.py (CosineAnnealing with linear warm-up), as used by the
+    llama31_8b reference.
     """
     decay_steps = max_steps - warmup_steps
 
@@ -28,10 +32,12 @@ def warmup_cosine(
 
 
 def cosine_to_zero(base: float, training_steps: int) -> Callable[[int], float]:
-    """lr_at(step), steps from 0: base*(1 + cos(pi*s/T))/2, and 0 from T = `training_steps` on.
+    """Return lr_at(step), with steps counted from 0: base*(1 + cos(pi*s/T))/2, and 0 from T =
+    `training_steps` on.
 
-    Source: transformers, `get_cosine_schedule_with_warmup` without warm-up, as the llama2_70b_lora reference uses it. Unlike there, the
-    rate stays 0 after T, where the formula would climb the next half of the cosine.
+    Source: transformers, `get_cosine_schedule_with_warmup` without warm-up, as used by the
+    llama2_70b_lora reference. Unlike there, the rate stays 0 after T, where the formula would rise
+    again.
     """
 
     def lr_at(step: int) -> float:

@@ -1,13 +1,18 @@
-"""Does this machine compute right? Each op of a config once, at the config's own shapes, before any weight exists.
+"""Test that this machine computes correctly: run each op of a config once at the config's shapes,
+before any weight exists.
 
-    attention      forward and backward; all finite, and one key head of the last sequence against SDPA's math backend in fp32
-    FP8 product    fprop, dgrad and wgrad of each linear; all finite, and rows and columns of it against fp64
-    bf16 product   the head's, or all without FP8; the same
-    triton         each Triton kernel against its reference, in FP8 after a step, so that it is launched as in the middle of a run
+    attention      forward and backward; all finite, and one key head of the last sequence against
+                   SDPA's math backend in fp32
+    FP8 product    fprop, dgrad and wgrad of each linear; all finite, and rows and columns of it
+                   against fp64
+    bf16 product   the same for the head, or for all linears without FP8
+    triton         each Triton kernel against its reference; in FP8 after a step, so that it is
+                   launched as in the middle of a run
 
-A wrong kernel rarely says so: wrong FP8 formats, splits of long sums and miscompiled loops give plausible numbers, or NaN hours later. dB are
-10 log10(signal / noise); half of each value is 6 dB. Random numbers come from a generator of its own. `preflight` runs it on all GPUs, and
-every rank of a run before it builds the model.
+A wrong kernel rarely fails visibly. Wrong FP8 formats, splits of long sums and miscompiled loops
+give plausible numbers, or NaN hours later. dB are 10 log10(signal / noise): half of each value is 6
+dB. Random numbers come from a separate generator. `preflight` runs the test on all GPUs, and every
+rank of a run before it builds the model.
 """
 
 from __future__ import annotations
@@ -40,25 +45,27 @@ from common.sharding.processes import Processes
 from common.training.kernel_cases import Case, Draw, Output, Quantizers, Sizes, kernel_cases
 from common.training.reports import Reports
 
-# What is right keeps more, what is wrong less: a bf16 result alone rounds at 56 dB. Attention rounds its probabilities to bf16 as well. Products in
-# FP8 sum in some 14 bits on Hopper. Kernels round like their references but for ties.
+# Minimum dB: correct results have more, wrong ones less. A bf16 result alone rounds at 56 dB.
+# Attention rounds its probabilities to bf16 as well. FP8 products sum in some 14 bits on Hopper.
+# Kernels round like their references except for ties.
 ATTENTION_DB, PRODUCT_DB, FP8_PRODUCT_DB, KERNEL_DB = 30.0, 40.0, 25.0, 40.0
-SLICE = 256  # rows and columns of a product that are compared
+SLICE = 256  # number of rows and columns of a product that are compared
+# Rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055).
 SPLIT_K = (
     546,
     9728,
     2560,
-)  # rows, outputs, inputs of the bf16 product that gave NaN with ROCm 7.12 (rocm-libraries#9055)
+)
 CHUNK = 1 << 24  # elements compared at a time
 
 
 @dataclass
 class Finding:
-    """One op, at one shape."""
+    """Result of one op at one shape."""
 
     op: str
     shape: str
-    db: float = math.nan  # the worst of its results; NaN where one is not finite
+    db: float = math.nan  # the worst of its results; NaN if one is not finite
     least: float = 0.0
     error: str = ""
 
@@ -73,7 +80,7 @@ class Finding:
 
 @dataclass
 class Result:
-    attention: str = ""  # the backend that runs it
+    attention: str = ""  # attention backend
     seconds: float = 0.0
     findings: list[Finding] = field(default_factory=list)
 
@@ -89,13 +96,17 @@ class Result:
         )
 
 
-Check = tuple[str, str, float, Callable[[], float]]  # op, shape, least dB, and what measures the dB
+# op, shape, minimum dB, function that measures the dB
+Check = tuple[str, str, float, Callable[[], float]]
 
 
 def self_test(
     sizes: Sizes, device: torch.device, on_op: Callable[[str], object] = lambda op: None
 ) -> Result:
-    """Runs every check; an op that raises becomes a finding. Leaves no memory behind. `on_op` is called before each op."""
+    """Run every check. An op that raises becomes a finding. Leaves no memory allocated.
+
+    `on_op`: called before each op.
+    """
     began, result = time.monotonic(), Result()
     draw = Draw(device)
     for checks in (attention_checks, product_checks, kernel_checks):
@@ -118,7 +129,10 @@ def self_test(
 
 
 def before_a_run(config: RunConfig, rules: Rules, processes: Processes, reports: Reports) -> None:
-    """Test before any weight exists, and write the event `self_test`. Raises PreflightError if an op computes wrongly."""
+    """Run the self-test before any weight exists, and write the event `self_test`.
+
+    Raises PreflightError if an op computes wrongly.
+    """
     sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
     result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
     require_sound(result, processes.device)
@@ -133,7 +147,7 @@ def before_a_run(config: RunConfig, rules: Rules, processes: Processes, reports:
 
 
 def require_sound(result: Result, device: torch.device) -> None:
-    """Raises PreflightError for the first bad finding, with the versions and what is known of them."""
+    """Raise PreflightError for the first bad finding, with the versions and their known issues."""
     if not result.bad:
         return
     arch, versions = architecture(device), known_issues.installed()
@@ -151,7 +165,9 @@ def require_sound(result: Result, device: torch.device) -> None:
 
 
 def decibels(truth: Tensor, value: Tensor) -> float:
-    """Signal-to-noise ratio of all elements; infinite if equal, NaN if a value is not finite."""
+    """Return the signal-to-noise ratio over all elements in dB: infinite if equal, NaN if a value
+    is not finite.
+    """
     signal = noise = 0.0
     for a, b in zip(*(x.detach().flatten().split(CHUNK) for x in (truth, value)), strict=True):
         signal += float(a.double().square().sum())
@@ -167,7 +183,7 @@ def decibels(truth: Tensor, value: Tensor) -> float:
     )
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
+# --- attention
 
 
 def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check]:
@@ -210,13 +226,14 @@ def attention_checks(sizes: Sizes, draw: Draw, result: Result) -> Iterator[Check
 
 
 def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What `causal_attention` of these tensors would run on here: "cudnn", "flash", "math"; on ROCm with the library that is preferred; or an engine.
+    """Return the name of the attention backend that `causal_attention` would use for these tensors.
 
-    Raises RuntimeError where no allowed backend can.
+    The name is "cudnn", "flash" or "math", on ROCm with the preferred library, or that of an
+    engine. Raises RuntimeError if no allowed backend supports the tensors.
     """
     engine = attention_engine(q.device.type, q.dtype)
     if engine not in (SDPA, REPEATED_HEADS):
-        from common.kernels.attention_engines import engine_module  # only where one is chosen
+        from common.kernels.attention_engines import engine_module  # imported only if one is chosen
 
         return f"{engine} {version_of(engine_module(engine).PACKAGE)}".rstrip()
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -234,13 +251,16 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _finite(x: Tensor) -> bool:
-    return all(
-        math.isfinite(float(end)) for end in torch.aminmax(x.detach())
-    )  # a NaN is both ends; no copy of x
+    # aminmax returns NaN for both if any value is NaN, and copies nothing
+    return all(math.isfinite(float(end)) for end in torch.aminmax(x.detach()))
 
 
 def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
-    """q, d_out: [S, group, D] of the query heads that share k, v: [S, D] -> out, dQ, dK, dV. A head at a time in fp32: each writes its scores."""
+    """Compute attention in fp32, one head at a time, because each head writes its scores.
+
+    `q`, `d_out`: [S, group, D] of the query heads that share `k`, `v`: [S, D]. Returns out, dQ, dK,
+        dV.
+    """
     k, v = (x.detach().float()[None, None].requires_grad_() for x in (k, v))
     heads: list[tuple[Tensor, ...]] = []
     for head in range(q.shape[1]):
@@ -253,11 +273,13 @@ def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Te
     return outs, d_q, d_k.sum(1, keepdim=True), d_v.sum(1, keepdim=True)
 
 
-# --- matrix products --------------------------------------------------------------------------------------------------
+# --- matrix products
 
 
 def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
-    """(M, N, K) in the names: rows, columns, and what is summed over."""
+    """Yield a check per matrix product. Sizes are (M, N, K): rows, columns, and the dimension
+    summed over.
+    """
     shape, tokens, trains = sizes.shape, sizes.tokens, not sizes.lora_rank
     linears = {
         "qkv": (shape.hidden_size, shape.qkv_size),
@@ -294,10 +316,12 @@ def product_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
 
 
 def products_in_use() -> str | list[str]:
-    """For the log: "torch"; with MATMUL_ENGINE the times of the algorithms that it has chosen so far."""
+    """Return the matrix engine for the log: "torch", or with MATMUL_ENGINE the times of the
+    algorithms chosen so far.
+    """
     if MATMUL_ENGINE not in os.environ:
         return "torch"
-    from common.kernels.cublaslt import CHOICES  # only where it is chosen
+    from common.kernels.cublaslt import CHOICES  # imported only if it is chosen
 
     return CHOICES
 
@@ -305,7 +329,10 @@ def products_in_use() -> str | list[str]:
 def _product(
     product: str, size: tuple[int, int, int], fp8: bool, sizes: Sizes, draw: Draw
 ) -> float:
-    """dB of a [M, K] b [N, K]^T, both quantized as the step does: gradients in e5m2, and in the layouts that the step multiplies."""
+    """Return the dB of a [M, K] b [N, K]^T, both quantized as in the step.
+
+    Gradients are in e5m2, and operands in the layouts that the step multiplies.
+    """
     m, n, k = size
     quantizers: list[Quantizer | None] = [None, None]
     if fp8:
@@ -320,15 +347,13 @@ def _product(
         quantize(draw(rows, k, dtype=sizes.dtype), quantizer)
         for rows, quantizer in zip((m, n), quantizers, strict=True)
     )
-    transposed = fp8 and not takes_every_layout(
-        draw.device
-    )  # then all three are this product of rowwise operands
+    # All three products are then this one, of rowwise operands.
+    transposed = fp8 and not takes_every_layout(draw.device)
     if transposed or (product == "fprop" and (fp8 or MATMUL_ENGINE in os.environ)):
         found = matmul(a, b)
     elif product == "fprop":
-        found = torch.mm(
-            a.rowwise, b.rowwise.t(), out=a.rowwise.new_full((m, n), math.nan)
-        )  # a store that is left out shows as NaN
+        # prefilled with NaN, so that a missing store shows
+        found = torch.mm(a.rowwise, b.rowwise.t(), out=a.rowwise.new_full((m, n), math.nan))
     elif product == "dgrad":
         found = dgrad(a, b._replace(rowwise=b.rowwise.t().contiguous()))
     else:
@@ -351,7 +376,7 @@ def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
     )
 
 
-# --- Triton kernels ---------------------------------------------------------------------------------------------------
+# --- Triton kernels
 
 
 def kernel_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
@@ -366,7 +391,10 @@ def kernel_checks(sizes: Sizes, draw: Draw, _: Result) -> Iterator[Check]:
 
 
 def against_reference(case: Case, sizes: Sizes, device: torch.device) -> float:
-    """dB of the kernels to their references, in the second launch of each: scales are delayed, so that a kernel stores and records in one pass."""
+    """Return the dB of the kernels against their references, in the second launch of each.
+
+    Scales are delayed, so the second launch stores and records in one pass.
+    """
     results = []
     for engine in ("reference", "triton"):
         quantizers = Quantizers(sizes, device)

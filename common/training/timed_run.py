@@ -1,7 +1,7 @@
-"""The stages of a timed run on one rank: start, log, warm-up, clock, training, and the way it ends.
+"""Stages of a timed run on one rank: start, log, warm-up, clock, training and end.
 
-A benchmark's train.py defines `run(run, reports)`, which builds its objects and calls these stages in order, and ends
-with `main(sys.argv[1:], BENCHMARK, Config, run)`.
+A benchmark's train.py defines `run(run, reports)`, which builds its objects and calls these stages
+in order. It ends with `main(sys.argv[1:], BENCHMARK, Config, run)`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from common.training.warmup import warm_up
 
 
 def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Processes:
-    """Log what comes before any model exists, and join the process group. Raises ConfigError if it has another size.
+    """Log the start of the run before any model exists, and join the process group.
 
-    `high_priority_compute`: see `start_processes`.
+    Raises ConfigError if the group has a different size than the config. `high_priority_compute`:
+    see `start_processes`.
     """
     reports.heartbeat.write(0, "init")
     reports.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
@@ -46,7 +47,9 @@ def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Pr
 
 
 def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> None:
-    """Log the submission, the seed and the hyperparameters. `train_samples`: training sequences in the data set."""
+    """Log the submission, the seed and the hyperparameters. `train_samples`: training sequences in
+    the data set.
+    """
     config = run.config
     platform = f"{config.nodes}x{config.gpus_per_node} {config.gpu}"
     log.submission(
@@ -70,16 +73,18 @@ def train(
     open_data: Callable[[int], tuple[Iterator[Tensor], list[Tensor]]],
     save: Callable[[], None],
 ) -> None:
-    """From the synthetic steps to run_stop. `open_data` opens the token files, when the clock runs: training micro-batches
-    after so many steps, and all of an evaluation. `save` keeps what was trained, after run_stop, also of a run that
-    missed its target.
+    """Run all stages from the synthetic steps to run_stop.
+
+    `open_data`: opens the token files once the clock runs; returns the training micro-batches after
+        the given number of steps, and all micro-batches of an evaluation.
+    `save`: saves the trained weights after run_stop, also if the run missed its target.
     """
     config, log = run.config, reports.log
     on_phase = partial(reports.heartbeat.write, 0)
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
     checkpoints = None
     if run.checkpoint or run.continues:
-        from common.training.checkpoint import Checkpoints  # no other run needs it
+        from common.training.checkpoint import Checkpoints  # imported only by runs that need it
 
         checkpoints = Checkpoints(run, reports, assembly, processes)
     micro_batch_sizes = (config.micro_batch_size, config.eval_micro_batch_size)
@@ -89,7 +94,7 @@ def train(
         config, rules.sequence_length, rules.flops_per_token, processes, reports.events
     )
     step = checkpoints.load() if checkpoints else 0
-    if run.continues is not None:  # the log says so even of a checkpoint that holds no step
+    if run.continues is not None:  # logged even if the checkpoint holds no step
         reports.meter.samples = step * config.global_batch_size
         log.resumed(reports.samples, run.continues.name)
         reports.phase_done("load checkpoint", step=step)
@@ -114,7 +119,8 @@ def train(
         reports.abort()
         reports.heartbeat.write(reports.step, "save")
         save()
-        processes.barrier()  # else torchrun would end the rank that saves when another one has ended
+        # Otherwise torchrun would kill the saving rank once another one has ended.
+        processes.barrier()
         raise
     reports.succeed(outcome.samples, outcome.loss)
     if checkpoints:
@@ -130,7 +136,9 @@ def main(
     run: Callable[[Run, Reports], None],
     saves: bool = False,
 ) -> None:
-    """Entry of a rank: `run` under the guard. Does not return. `saves`: the program takes --save."""
+    """Entry point of a rank: call `run` under the guard. Does not return. `saves`: the program
+    accepts --save.
+    """
     program = f"python -m {benchmark}.train"
     parser = argparse.ArgumentParser(
         prog=program, description="One rank of a timed run; ./run_and_time.sh starts it."
@@ -162,7 +170,7 @@ def main(
         )
     args = parser.parse_args(argv)
     rank = int(os.environ.get("RANK", "0"))
-    reports: Reports | None = None  # until the config was read
+    reports: Reports | None = None  # None until the config is read
 
     def work() -> None:
         nonlocal reports

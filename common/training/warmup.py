@@ -1,8 +1,10 @@
-"""Synthetic steps before the clock (kernels, compilation, communicators, allocator), then an exact restore, proven.
+"""Run synthetic steps before the clock (kernels, compilation, communicators, allocator), then
+restore the state exactly.
 
-Allowed before run_start because no data is touched and the state afterwards equals the freshly initialized one. Weights are
-never copied: the warm-up steps run at learning rate 0, where AdamW leaves every weight bit as it is (w -= 0*wd*w + 0*update);
-moments, step counts, FP8 scales and random generators are set back. `state_digest` before and after must agree.
+The warm-up is allowed before run_start because it reads no data and the state afterwards equals the
+freshly initialized one. Weights are never copied. The warm-up steps run at learning rate 0, where
+AdamW leaves every bit of a weight unchanged (w -= 0*wd*w + 0*update). Moments, step counts, FP8
+scales and random generators are reset. `state_digest` before and after must agree.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ def warm_up(
     processes: Processes,
     on_phase: Callable[[str], None],
 ) -> str:
-    """Run TRAIN_STEPS steps at learning rate 0 and EVAL_STEPS evaluation micro-batches on synthetic tokens, and restore. Returns the digest.
+    """Run TRAIN_STEPS steps at learning rate 0 and EVAL_STEPS evaluation micro-batches on synthetic
+    tokens, then restore the state.
 
-    `micro_batch_sizes`: of training and of evaluation. Raises PreflightError where the state afterwards differs from the state before:
-    then the run must not start.
+    `micro_batch_sizes`: of training and of evaluation.
+
+    Returns the digest. Raises PreflightError if the state afterwards differs from the state before,
+    and NonFinite if a loss or norm is not finite: the run must not start then.
     """
     device, model = processes.device, assembly.model
     batches, eval_batches = (
@@ -71,10 +76,12 @@ def warm_up(
 def synthetic_batches(
     vocab_size: int, sequence_length: int, processes: Processes, micro_batch_size: int
 ) -> Iterator[Tensor]:
-    """Endless random tokens and labels, int32 [micro batch, 2, sequence] on the device: four batches, made once, in turn."""
-    generator = np.random.default_rng(
-        processes.rank
-    )  # its own generator: torch's global one must stay as it is
+    """Yield random tokens and labels without end, int32 [micro batch, 2, sequence] on the device.
+
+    Four batches are made once and repeated.
+    """
+    # a separate generator: torch's global one must not change
+    generator = np.random.default_rng(processes.rank)
     shape = (micro_batch_size, 2, sequence_length)
     batches = [
         torch.from_numpy(generator.integers(0, vocab_size, shape, np.int32)).to(processes.device)
