@@ -1,10 +1,12 @@
-"""The command line: python3 -m system_tuning check|apply|revert|hold.
+"""Command line: python3 -m system_tuning check|apply|revert|hold.
 
-The journal holds the old values of all files before the first one is written, so that `revert` works after a kill: a JSON object, path ->
-[old value, value that apply writes]. It lies in /run, which a reboot empties as it resets the settings. The first old value of a path
-stays, however often `apply` runs.
+The journal holds the old values of all files before the first file is written, so that `revert`
+works after a kill. It is a JSON object, path -> [old value, value that apply writes]. It is in
+/run, which a reboot empties just as it resets the settings. The first old value of a path is kept,
+however often `apply` runs.
 
-Exit codes as everywhere in this package: 0 done, 2 usage, 17 the journal cannot be used, 18 something could not be done.
+Exit codes are those of the whole package: 0 done, 2 usage, 17 the journal cannot be used, 18
+something could not be done.
 """
 
 from __future__ import annotations
@@ -26,14 +28,13 @@ from system_tuning.settings import SETTINGS, File, Setting, value_of
 
 DONE, JOURNAL, NOT_DONE = 0, 17, 18
 JOURNAL_PATH = "run/system_tuning.json"
-HELD = (
-    "held until the end of the input"  # the line by which `hold` says that every file has its value
-)
+# The line with which `hold` reports that every file has its value.
+HELD = "held until the end of the input"
 
 
 @dataclasses.dataclass(frozen=True)
 class Step(File):
-    """And what became of it, or would."""
+    """A file and the result of changing it."""
 
     status: str = ""  # "failed" and "changed since" end with exit code 18
 
@@ -42,7 +43,10 @@ class Step(File):
 
 
 def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
-    """`root`: the tests' copy of a host's /proc and /sys."""
+    """Run the command and return its exit code.
+
+    `root`: the root of the file system; tests pass a copy of a host's /proc and /sys.
+    """
     options = _parse(arguments)
     settings, journal = (
         [setting for setting in SETTINGS if setting.name in options.only],
@@ -50,9 +54,8 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
     )
     if options.verb == "check":
         return check(settings, root, options.json)
-    if (
-        options.verb == "hold"
-    ):  # whoever started it may be interrupted: it ends when that one has closed the pipe
+    # Ignore signals meant for the program that started this one: closing the pipe ends `hold`.
+    if options.verb == "hold":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     try:
@@ -79,7 +82,7 @@ def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
         )
         return JOURNAL
     if options.verb == "hold" and all(step.status in ("put back", "unchanged") for step in steps):
-        return DONE  # in silence: its reader may be gone
+        return DONE  # no output, because the reader may be gone
     print(*(_grouped(steps) or ["nothing to do"]), sep="\n")
     if options.verb == "apply" and steps:
         print(f"old values are in {journal}; `revert` puts them back; a reboot does so too")
@@ -102,7 +105,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Also of `./run_and_time.sh tuning`."""
+    """Add the arguments; `./run_and_time.sh tuning` uses them as well."""
     parser.description = (
         "Operating-system and CPU settings for training: check (what apply would write, and the risk), apply, revert.\n"
         "GPU clocks and power limits are never touched."
@@ -132,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
-    """Print what is, what would be better, and the risk. Read-only, for any user."""
+    """Print the present values, better values and the risk. Read-only, for any user."""
     if as_json:
         print(
             json.dumps(
@@ -162,7 +165,7 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
 
 
 def apply(settings: Sequence[Setting], root: Path, journal: Path) -> list[Step]:
-    """Write the values, after the old ones are in the journal."""
+    """Save the old values in the journal, then write the new ones."""
     files = [file for setting in settings for file in setting.look(root) if file.now != file.want]
     entries = _read_journal(journal)
     for file in files:
@@ -172,7 +175,10 @@ def apply(settings: Sequence[Setting], root: Path, journal: Path) -> list[Step]:
 
 
 def revert(journal: Path) -> list[Step]:
-    """Put back every old value in the journal, the last one written first. May run any number of times."""
+    """Restore every old value in the journal, the last one written first.
+
+    This may run any number of times.
+    """
     entries = _read_journal(journal)
     steps = [_put_back(Path(path), old, ours) for path, (old, ours) in reversed(entries.items())]
     left = {str(step.path) for step in steps if step.status not in ("put back", "unchanged")}
@@ -181,7 +187,10 @@ def revert(journal: Path) -> list[Step]:
 
 
 def hold(steps: list[Step], journal: Path) -> list[Step]:
-    """Say what `apply` has done, wait until the input ends, and revert; at once where a file did not take its value."""
+    """Print what `apply` has done, wait until the input ends, and revert.
+
+    If a file did not accept its value, revert at once.
+    """
     print(*_grouped(steps), sep="\n")
     failed = [step for step in steps if step.status == "failed"]
     if not failed:
@@ -212,7 +221,7 @@ def _write(step: Step, done: str) -> Step:
 
 @contextlib.contextmanager
 def _locked(journal: Path) -> Iterator[None]:
-    """Raises OSError if another process holds the lock."""
+    """Hold the journal's lock. Raise BlockingIOError if another process holds it."""
     with journal.with_suffix(".lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock.truncate(0)
@@ -222,7 +231,7 @@ def _locked(journal: Path) -> Iterator[None]:
 
 
 def _holder(journal: Path) -> str:
-    """Return who holds the lock, as its process wrote it there."""
+    """Return the process that holds the lock, which wrote its number there."""
     try:
         number = journal.with_suffix(".lock").read_text()
         name = Path(f"/proc/{int(number)}/cmdline").read_text().replace("\0", " ").strip()
@@ -232,7 +241,7 @@ def _holder(journal: Path) -> str:
 
 
 def _read_journal(journal: Path) -> dict[str, list[str]]:
-    """Raises ValueError if the journal holds anything but pairs of values by path."""
+    """Return the journal's entries. Raise ValueError unless they are pairs of values by path."""
     try:
         entries = json.loads(journal.read_text()) if journal.exists() else {}
     except RecursionError:
@@ -247,14 +256,14 @@ def _read_journal(journal: Path) -> dict[str, list[str]]:
 
 
 def _write_journal(journal: Path, entries: dict[str, list[str]]) -> None:
-    """The whole file or nothing of it. A reboot makes it void, so there is no fsync."""
+    """Replace the journal atomically. There is no fsync, since a reboot makes it void."""
     temporary = journal.with_suffix(".new")
     temporary.write_text(json.dumps(entries, indent=1))
     temporary.rename(journal)
 
 
 def _grouped(steps: Sequence[Step]) -> list[str]:
-    """One line for all files that differ only in their CPU number."""
+    """Return the lines of output, one for all files that differ only in their CPU number."""
     groups = Counter(
         dataclasses.replace(step, path=Path(re.sub(r"(cpu|policy)[0-9]+", r"\1*", str(step.path))))
         for step in steps

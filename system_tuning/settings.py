@@ -1,7 +1,8 @@
-"""The settings: what each does, its risk, and which value belongs in which file. Sources and evidence: docs/system_tuning.md.
+"""The settings: purpose, risk, and which value belongs in which file.
 
-Nothing here was measured by this project, which has no GPU host with root, and AMD publishes no measurement either. The list is that
-of AMD's MLPerf Training v5.1 submission (`runtime_tunables.sh`), without its module load.
+Sources and evidence: docs/system_tuning.md. Nothing here was measured by this project, which has no
+GPU host with root access, and AMD publishes no measurement either. The list is that of AMD's MLPerf
+Training v5.1 submission (`runtime_tunables.sh`), without its module load.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from pathlib import Path
 CPU = "sys/devices/system/cpu"
 KERNEL = "proc/sys/kernel"
 THP = "sys/kernel/mm/transparent_hugepage"
-# An idle state whose name does not tell counts as deep above this exit latency. On a Skylake Xeon C1E takes 10 us to leave and C6
-# 133 us (Linux, drivers/idle/intel_idle.c, skx_cstates).
+# An idle state whose name does not reveal its depth counts as deep above this exit latency. On a
+# Skylake Xeon, C1E needs 10 us to leave and C6 needs 133 us (Linux, drivers/idle/intel_idle.c,
+# skx_cstates).
 SHALLOW_LATENCY_US = 10
 
 
 @dataclass(frozen=True)
 class File:
-    """One file of a setting: its value now, and the value it should have."""
+    """One file of a setting: its present value, and the value it should have."""
 
     path: Path
     now: str
@@ -37,14 +39,15 @@ class Setting:
     find: Callable[[Path], list[File]]  # the argument is the root of the file system
 
     def look(self, root: Path) -> list[File]:
-        """Its files on this host; [] where it is not supported. Read-only."""
+        """Return the setting's files on this host, [] if it is not supported. Read-only."""
         return [file for file in self.find(root) if file.now]
 
 
 def value_of(path: Path) -> str:
-    """The value in a file: the word in brackets where it lists choices (`always [madvise] never`).
+    """Return the value in a file, "" if there is none.
 
-    "" where there is none: no such file, or a CPU that is offline (the kernel then answers EBUSY).
+    If the file lists choices, the value is the word in brackets (`always [madvise] never`). There
+    is no value if the file is missing or the CPU is offline (the kernel then returns EBUSY).
     """
     try:
         text = path.read_text().strip()
@@ -59,10 +62,11 @@ def _file(path: Path, want: str, note: str = "") -> File:
 
 
 def _is_deep(name: str, latency_us: str) -> bool:
-    """Whether an idle state is deeper than C1: by its name (C1, C1E, C1_ACPI against C2, C6N, C3_ACPI), else by its exit latency.
+    """Return whether an idle state is deeper than C1.
 
-    A fixed index would not do: state 2 is C2 on EPYC, but C1E on a Xeon with intel_idle, where AMD's `cpupower idle-set -d 2`
-    leaves C6 on.
+    The name decides (C1, C1E, C1_ACPI against C2, C6N, C3_ACPI), otherwise the exit latency. A
+    fixed index is not enough: state 2 is C2 on EPYC, but C1E on a Xeon with intel_idle. AMD's
+    `cpupower idle-set -d 2` would leave C6 enabled there.
     """
     if number := re.match(r"C([0-9]+)", name):
         return int(number[1]) > 1
@@ -71,9 +75,8 @@ def _is_deep(name: str, latency_us: str) -> bool:
 
 def _idle_states(root: Path) -> list[File]:
     found = []
-    for state in sorted(
-        (root / CPU).glob("cpu[0-9]*/cpuidle/state[1-9]*")
-    ):  # state0 is polling, or WFI on Arm: it must stay
+    # state0 is polling, or WFI on Arm, and must stay enabled.
+    for state in sorted((root / CPU).glob("cpu[0-9]*/cpuidle/state[1-9]*")):
         name, latency_us = value_of(state / "name"), value_of(state / "latency")
         if _is_deep(name, latency_us):
             found.append(_file(state / "disable", "1", f"{name}, {latency_us} us to leave"))
@@ -81,13 +84,15 @@ def _idle_states(root: Path) -> list[File]:
 
 
 def _governor(root: Path) -> list[File]:
-    """The governor of every policy. With intel_pstate or amd-pstate in active mode the kernel sets the energy preference with it, and then
-    refuses to change it: the preference is written before the governor, and put back after it.
+    """Return the governor of every policy, and its energy preference if the governor changes.
+
+    With intel_pstate or amd-pstate in active mode, the kernel sets the energy preference together
+    with the governor and then refuses to change it. The preference is therefore written before the
+    governor, and restored after it.
     """
     found = []
-    for policy in sorted(
-        (root / CPU / "cpufreq").glob("policy[0-9]*")
-    ):  # cpuN/cpufreq is a link to one of these
+    # cpuN/cpufreq is a link to one of these folders.
+    for policy in sorted((root / CPU / "cpufreq").glob("policy[0-9]*")):
         governor = _file(policy / "scaling_governor", "performance")
         if governor.now != governor.want:
             found.append(_file(policy / "energy_performance_preference", "performance"))

@@ -1,11 +1,14 @@
-"""`./run_and_time.sh plan`: does a model fit into the memory of some GPUs, and what MFU is a measured step? No benchmark, GPU or torch needed.
+"""Check whether a model fits into the memory of some GPUs, or calculate the MFU of a measured step.
+
+`./run_and_time.sh plan` needs no benchmark, no GPU and no torch.
 
     plan --model NAME|config.json --gpus 8 --gpu MI300X [--lora] [--batch N] [--seq N] [--precision bf16|fp8]
     plan --mfu --params 405e9 --tokens 1024 --seconds 30 --peak 1.3e15 --gpus 8
     plan --mfu --model NAME --batch 1 --seq 8192 --seconds 4.2 --gpu MI300X --gpus 8
 
-Exit code 0 if it fits as this package trains it, 12 if not, 2 for a wrong command line. A batch is that of one GPU. The formulas are in
-launch/plan/estimate.py and launch/plan/mfu.py. `./run_and_time.sh <benchmark> plan` plans a config.
+The batch is that of one GPU. Exit code 0 if the model fits as this package trains it, 12 if not,
+2 for a wrong command line. The formulas are in launch/plan/estimate.py and launch/plan/mfu.py.
+`./run_and_time.sh <benchmark> plan` plans a config.
 """
 
 from __future__ import annotations
@@ -27,12 +30,15 @@ from launch.plan.estimate import gib
 from launch.plan.mfu import remark, utilization, with_attention
 from launch.plan.tables import memory_table, table
 
-LORA_RANK = 16  # that of the benchmark
+LORA_RANK = 16  # the benchmark's rank
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be trained, and on what. `batch`: sequences of one GPU that go through the model at once."""
+    """A model to train and the GPUs to train it on.
+
+    `batch`: sequences on one GPU that pass through the model at once.
+    """
 
     name: str
     shape: ModelShape
@@ -55,7 +61,7 @@ class Request:
         )
 
     def fitting(self) -> Arrangement | None:
-        """The first that this package has, and that fits."""
+        """Return the first arrangement of this package that fits, None if there is none."""
         return next(
             (
                 each
@@ -202,7 +208,10 @@ def title(request: Request) -> str:
 
 
 def arrangements_table(request: Request) -> str:
-    """Each way to hold the weights, those that this package does not have too, so that a refusal says what they would need."""
+    """Return a table of all ways to hold the weights.
+
+    It includes ways that this package does not have, so that a refusal says what they would need.
+    """
     rows = []
     for each in request.arrangements():
         fit = "yes" if plan.fits(each.memory, request.kind) else "NO"
@@ -246,7 +255,7 @@ def verdict(request: Request, shown: Arrangement) -> str:
 
 
 def _changed(request: Request) -> Iterator[tuple[str, Request]]:
-    """Requests that differ in one thing, in the words of the command line."""
+    """Yield requests that differ in one option, with that option's text on the command line."""
     if request.batch > 1:
         yield "--batch 1", replace(request, batch=1)
     if length := _longest(request):
@@ -275,7 +284,7 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _longest(request: Request) -> int:
-    """The longest sequence that fits of those that are shorter, in steps of 64 tokens; 0 if none does."""
+    """Return the longest shorter sequence that fits, in steps of 64 tokens, or 0 if none does."""
     length = 64 * plan.largest(
         lambda steps: replace(request, sequence_length=64 * steps).fitting() is not None
     )

@@ -1,6 +1,8 @@
-"""Ways to hold a model of any shape on some GPUs, each with its memory: those of this package, and those that others use.
+"""Ways to hold a model of any shape on some GPUs, with the memory of each.
 
-Ours are counted by `launch.plan.estimate.memory_peak` for the benchmark that trains so. The others keep its activations and differ in the state.
+Some arrangements are those of this package, others are common elsewhere. The memory of the first
+is counted by `launch.plan.estimate.memory_peak` for the benchmark that trains so. The others have
+the same activations and differ in the state.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from launch.plan.estimate import BYTES, FROZEN_BUFFERS, Memory, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class AnyConfig(RunConfig):
-    """A config with every option that changes the memory, whichever benchmark has it."""
+    """Config with every option that changes the memory, whichever benchmark has it."""
 
     recompute_layers: int = 0
     offload_layers: int = 0
@@ -28,7 +30,11 @@ class AnyConfig(RunConfig):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`at(batch)`: the memory of one GPU at the peak, with so many sequences on it at once. `ours`: this package can train so."""
+    """A way to hold a model.
+
+    `at(batch)` returns the peak memory of one GPU with `batch` sequences on it at once. `ours`:
+    this package can train so.
+    """
 
     name: str
     ours: bool
@@ -52,7 +58,10 @@ def arrangements(
     fp8: bool,
     lora_rank: int,
 ) -> list[Arrangement]:
-    """From the fastest to the one with the least memory, ours and others; `gpus` above 8 are nodes of 8."""
+    """Return the arrangements from the fastest to the one with the least memory.
+
+    More than 8 `gpus` are nodes of 8.
+    """
     work = Workload(
         shape,
         sequence_length,
@@ -93,7 +102,10 @@ def arrangements(
         return Arrangement(name, False, batch, at)
 
     def recomputed(size: int) -> Memory:
-        """LoRA with the base sharded and every layer keeping its input alone, which no benchmark's code can do."""
+        """Return the memory of LoRA with a sharded base and every layer recomputed from its input.
+
+        No benchmark's code can do this.
+        """
         return plan.memory_peak(config(size, recompute_layers=shape.num_layers), work)
 
     if lora_rank:
@@ -163,7 +175,10 @@ def _of_lora(
 
 
 def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
-    """torch's DistributedDataParallel over a bf16 model: weights, gradients, two moments, and the buckets that gradients are reduced in."""
+    """Return the state of torch's DistributedDataParallel over a bf16 model.
+
+    It consists of weights, gradients, two moments, and the buckets in which gradients are reduced.
+    """
     count, size = work.shape.num_parameters, BYTES["bf16"]
     state = {
         "weights": size * count,
@@ -175,7 +190,7 @@ def _plain_16_bit(config: RunConfig, work: Workload) -> dict[str, float]:
 
 
 def _plain_fp32(config: RunConfig, work: Workload) -> dict[str, float]:
-    """Everything that ZeRO-2 shards, whole."""
+    """Return the state that ZeRO-2 shards, held whole."""
     state = plan.state_bytes(config, work)
     return {
         name: state[name] * config.gpus_per_node
@@ -184,7 +199,10 @@ def _plain_fp32(config: RunConfig, work: Workload) -> dict[str, float]:
 
 
 def _fully_sharded(gpus: int, config: RunConfig, work: Workload) -> dict[str, float]:
-    """Masters, gradients and moments sharded over all GPUs; bf16 weights (and FP8 copies) of the embedding and of the gathered layers only."""
+    """Return the state with masters, gradients and moments sharded over all GPUs.
+
+    bf16 weights (and FP8 copies) exist only for the embedding and the gathered layers.
+    """
     shape, state = work.shape, plan.state_bytes(config, work)
     gathered = FROZEN_BUFFERS * shape.layer_parameters + shape.vocab_size * shape.hidden_size
     per_gpu = {

@@ -1,4 +1,4 @@
-"""The workload of a benchmark, for the plan. Standard library only."""
+"""Workload of a benchmark, for the plan. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from launch.plan.estimate import Workload
 
 
 def workload(benchmark: str, config: RunConfig) -> Workload:
-    """Return what the benchmark's rules fix, at the config's global batch."""
+    """Return the workload that the benchmark's rules fix, at the config's global batch."""
     rules = rules_of(benchmark, config)
     batch = config.global_batch_size
     intervals = rules.eval_interval(batch), rules.first_evaluation(batch)

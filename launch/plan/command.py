@@ -1,12 +1,15 @@
-"""`./run_and_time.sh <benchmark> plan`: does a config fit into the GPU's memory, and how long does it take? No GPU and no torch needed.
+"""Check whether a config fits into the GPU's memory, and estimate how long the run takes.
 
-    plan                    the config that fits this machine; all configs where there is no GPU
+`./run_and_time.sh <benchmark> plan` needs no GPU and no torch.
+
+    plan                    the config that fits this machine; without a GPU, all configs
     plan --config FILE      one config
     plan --all              a table of all configs of the benchmark
     plan ... --set K=V      with one value changed
 
-Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The formulas are in launch/plan/estimate.py.
-`./run_and_time.sh plan` without a benchmark plans any model: launch/plan/any_model.py.
+Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The
+formulas are in launch/plan/estimate.py. `./run_and_time.sh plan` without a benchmark plans any
+model (launch/plan/any_model.py).
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def main(root: Path, benchmark: str, arguments: list[str]) -> int:
 
 
 def parser(benchmark: str = "") -> Parser:
-    """Of one benchmark's configs; without a benchmark that of any model."""
+    """Return the parser of a benchmark's configs, or of any model without a benchmark."""
     if not benchmark:
         return any_model.parser()
     parser = Parser(
@@ -93,7 +96,7 @@ def parser(benchmark: str = "") -> Parser:
 
 
 def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
-    """Memory in bytes, and the estimate; of a CPU the config alone."""
+    """Return the config, memory in bytes and the estimate; for a CPU only the config."""
     found = {"benchmark": benchmark, "config": asdict(config)}
     if kind is None:
         return found
@@ -110,7 +113,10 @@ def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
 def _chosen(
     root: Path, benchmark: str, options: argparse.Namespace
 ) -> tuple[Path | None, GpuKind | None]:
-    """The one config to describe, which need not exist, and this machine's GPU where it was asked; None for all configs."""
+    """Return the config to describe, or None for all configs, and this machine's GPU if probed.
+
+    The file of the config need not exist.
+    """
     folder = root / "configs" / benchmark
     if options.config is not None:
         return Path(options.config), None
@@ -123,7 +129,10 @@ def _chosen(
 
 
 def _kind(config: RunConfig, machine: GpuKind | None = None) -> GpuKind | None:
-    """None for a CPU, whose memory and speed are not calculated. `machine`: this machine's GPU, which KINDS may lack."""
+    """Return the config's GPU kind, None for a CPU, whose memory and speed are not calculated.
+
+    `machine`: this machine's GPU, which KINDS may lack. Raise ConfigError for an unknown kind.
+    """
     if config.gpu == "CPU":
         return None
     if machine and config.gpu == machine.name:
@@ -152,7 +161,10 @@ def estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
 
 
 def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | None) -> list[str]:
-    """All about one config, on GPUs of `kind`, None for a CPU. `source`: its file, or from what it was derived."""
+    """Return the lines that describe one config on GPUs of `kind`, which is None for a CPU.
+
+    `source`: its file, or the file that it was derived from.
+    """
     work = workload(benchmark, config)
     batch = f"global batch {config.global_batch_size} = {config.world_size} x micro-batch {config.micro_batch_size} x "
     title = f"{benchmark}, {source}: {config.world_size} x {config.gpu}, {batch}{config.gradient_accumulation_steps}, {'FP8' if config.linear_format.in_fp8 else config.precision}"
@@ -185,7 +197,7 @@ def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) ->
 
 
 def expected_memory(benchmark: str, config: RunConfig) -> str:
-    """A sentence for a run that found the memory full; empty for a CPU, and for a GPU of no known size."""
+    """Return a sentence for a run that ran out of memory, "" for a CPU or an unknown GPU."""
     if not (kind := KINDS.get(config.gpu)):
         return ""
     work = workload(benchmark, config)
@@ -194,7 +206,7 @@ def expected_memory(benchmark: str, config: RunConfig) -> str:
 
 
 def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
-    """What would make a config fit, the cheapest change first."""
+    """Name the changes that would make a config fit, in order of cost."""
     smallest = plan.with_micro_batch(config, 1)
     options = (
         ["micro_batch_size 1"]
@@ -208,7 +220,7 @@ def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
 
 
 def flops_line(work: Workload) -> str:
-    """FLOPs per token as MFU counts them, with their formula."""
+    """Return the line with the FLOPs per token that MFU counts, and their formula."""
     shape, length = work.shape, work.sequence_length
     flops = (
         shape.lora_flops_per_token(length, work.lora_rank)
@@ -245,12 +257,15 @@ def _speed(found: Estimate) -> list[str]:
 
 
 def kinds_table(benchmark: str, config: RunConfig) -> str:
-    """The config's settings on as many GPUs of every kind, beside the best published score of that many."""
+    """Return a table of the config on the same number of GPUs of every kind.
+
+    Each row includes the best published score with that many GPUs.
+    """
     rows = []
     for kind in KINDS.values():
         changes: dict[str, Any] = {"gpu": kind.name}
         if kind.vendor == "amd" and config.reduce_scatter == "copy_engine":
-            changes["reduce_scatter"] = "nccl"  # copy engines are refused there
+            changes["reduce_scatter"] = "nccl"  # copy engines are refused on AMD GPUs
         here = replace(config, **changes)
         work = workload(benchmark, here)
         fit = "yes" if plan.fits(plan.memory_peak(here, work), kind) else "NO"
@@ -273,7 +288,7 @@ def kinds_table(benchmark: str, config: RunConfig) -> str:
 
 
 def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
-    """One row per config."""
+    """Return a table with one row per config."""
     head = [
         "config",
         "format",

@@ -1,7 +1,9 @@
-"""The config for a number of GPUs, or a kind of GPU, that configs/ has no file for. A file always wins.
+"""Config for a number or kind of GPUs that has no file in configs/. A file always takes precedence.
 
-Everything that decides convergence is that of the nearest file. What memory decides is computed: the micro-batch, at most the file's,
-and the options that save memory, in the order of what they cost: storage of a frozen base, micro-batch, layers offloaded or recomputed.
+Everything that decides convergence comes from the nearest file. Settings that memory decides are
+computed: the micro-batch, at most the file's, and the options that save memory. The options are
+tried in the order of their cost: storage of a frozen base, micro-batch, layers offloaded or
+recomputed.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from launch.plan import estimate as plan
 from launch.plan.benchmark import workload
 from launch.plan.estimate import Memory, Workload, gib
 
-NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8: one node
-# Of GPUs that torch._scaled_mm multiplies FP8 on: AMD from gfx942 on, NVIDIA from compute capability 8.9 on.
+NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8, for example: one node
+# GPUs on which torch._scaled_mm multiplies FP8: AMD from gfx942 on, NVIDIA from compute capability
+# 8.9 on.
 WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
 SAVING_LAYERS = ("recompute_layers", "offload_layers")  # keys whose value is a number of layers
-# Of a GPU's memory, since no run has tried a derived config: torch reserves up to 5 % more than it allocates where it can.
+# Share of a GPU's memory that a derived config may use, since no run has tried it. torch reserves
+# up to 5 % more than it allocates if memory is available.
 HEADROOM = 0.96
 
 
@@ -39,10 +43,13 @@ def load_or_derive(
     overrides: dict[str, str] | None = None,
     layers: int = 0,
 ) -> tuple[RunConfig, str]:
-    """The config in `path` and ""; where that is a missing file in configs/, a derived config, and from what.
+    """Return the config in `path` and "", or a derived config and its source.
 
-    `machine`: this machine's GPU, which KINDS may lack. `layers` of the model, 0 for all. Raises ConfigError for a name that no config can
-    be derived for and for a batch that cannot be shared out, OutOfMemory if the benchmark fits with no option.
+    A config is derived if `path` is a missing file in configs/. `machine`: this machine's GPU,
+    which KINDS may lack. `layers`: number of the model's layers, 0 for all.
+
+    Raise ConfigError if no config can be derived for the name, or if the GPUs cannot share the
+    global batch. Raise OutOfMemory if the benchmark fits with no option.
     """
     overrides = overrides or {}
     if path.parent != root / "configs" / benchmark or path.is_file():
@@ -50,9 +57,10 @@ def load_or_derive(
     named = NAME.fullmatch(path.stem)
     kind = (KINDS | ({machine.name: machine} if machine else {})).get(named[1]) if named else None
     if named is None or kind is None:
+        # Raises ConfigError: there is no such file.
         return configs.load(
             config_path(root, benchmark, path.stem), config_class(benchmark), overrides
-        ), ""  # raises: there is none
+        ), ""
     gpus = int(named[2])
     file = nearest_file(root, benchmark, kind, gpus)
     config = _derive(benchmark, file, kind, gpus, overrides, layers)
@@ -61,7 +69,11 @@ def load_or_derive(
 
 
 def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
-    """Of the same kind if there is one, else of the same maker, else of a kind with as much memory; and of as many GPUs. Raises ConfigError."""
+    """Return the file of the same kind if there is one, else of the nearest kind.
+
+    That is a kind of the same vendor, then one with similar memory. Among the files of that kind,
+    the number of GPUs decides. Raise ConfigError if there is no file.
+    """
 
     def distance(name: str) -> tuple:
         gpu, count = re.split("_1x", name)
@@ -103,47 +115,53 @@ def _derive(
 def _start(
     benchmark: str, path: Path, file: RunConfig, kind: GpuKind, gpus: int, overrides: dict[str, str]
 ) -> RunConfig:
-    """The file on these GPUs, at micro-batch 1 and with no layers offloaded or recomputed."""
+    """Return the file's config on these GPUs with micro-batch 1.
+
+    No layer is offloaded or recomputed.
+    """
     eval_samples, sizes = (
         workload(benchmark, file).eval_samples,
         range(file.eval_micro_batch_size, 0, -1),
     )
-    whole = next((size for size in sizes if eval_samples % (size * gpus) == 0), 1)  # of no padding
+    # The largest size without padding.
+    whole = next((size for size in sizes if eval_samples % (size * gpus) == 0), 1)
     linear = file.linear if kind.arch.startswith(WITH_FP8) else "bf16"
     changes = moved(file, kind, gpus, linear) | {
         "micro_batch_size": 1,
         "eval_micro_batch_size": whole,
     }
     changes |= {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
-    texts = {
-        key: json.dumps(value) for key, value in changes.items()
-    }  # strings and integers are written in TOML as in JSON
+    # TOML writes strings and integers as JSON does.
+    texts = {key: json.dumps(value) for key, value in changes.items()}
     return configs.load(path, config_class(benchmark), texts | overrides)
 
 
 def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict[str, str | int]:
-    """Return the keys of `file`, with their values, that follow from the number of GPUs, their kind and the format of the linear layers.
+    """Return the keys of `file` that change with the GPUs' number and kind and with `linear`.
 
-    `kind`: None for a CPU.
+    `kind`: None for a CPU. `linear`: format of the linear layers.
     """
     changes: dict[str, str | int] = {"gpus_per_node": gpus, "linear": linear}
     if kind is not None:
         changes["gpu"] = kind.name
     if gpus == 1 or (kind is not None and kind.vendor != KINDS[file.gpu].vendor):
         changes["reduce_scatter"] = (
-            "nccl"  # copy engines need another GPU, and were run on NVIDIA only
+            "nccl"  # copy engines need a second GPU, and were run on NVIDIA only
         )
     if linear == "bf16":
         changes["offload_layers"] = 0
         if file.frozen_base == "replicated_both":
-            changes["frozen_base"] = "replicated"  # the transposed copy is one in FP8
+            changes["frozen_base"] = "replicated"  # only FP8 has a transposed copy
     return {key: value for key, value in changes.items() if file.has_key(key)}
 
 
 def _candidates(
     start: RunConfig, file: RunConfig, overrides: dict[str, str]
 ) -> Iterator[list[RunConfig]]:
-    """For each storage of a frozen base, the fastest first: the micro-batches, the largest first."""
+    """Yield the configs of each storage of a frozen base, the fastest storage first.
+
+    The configs of a storage differ in their micro-batch, the largest first.
+    """
     share = start.global_batch_size // start.world_size
     sizes = (
         [start.micro_batch_size]
@@ -163,9 +181,11 @@ def _candidates(
 def fitting(
     start: RunConfig, file: RunConfig, work: Workload, kind: GpuKind, overrides: dict[str, str]
 ) -> RunConfig | None:
-    """The first of `_candidates` that fits, or else the first of their smallest that fits with layers offloaded or recomputed, as few as can be.
+    """Return the first of `_candidates` that fits, None if nothing does.
 
-    `start`: with none of them. `file`: whose micro-batch is the most. `overrides`: keys that stay as they are.
+    If none of a storage's candidates fits, its smallest is tried with as few layers offloaded or
+    recomputed as possible. `start`: config without such layers. `file`: its micro-batch is the
+    upper limit. `overrides`: keys that must not change.
     """
     for configs_of_storage in _candidates(start, file, overrides):
         for config in configs_of_storage:
@@ -184,7 +204,7 @@ def fitting(
 
 
 def _changes(file: RunConfig, config: RunConfig, overrides: dict[str, str]) -> str:
-    """What differs from the file, and always the micro-batch."""
+    """Describe the differences from the file; the micro-batch is always included."""
     told = [f.name for f in fields(config) if f.name not in ("gpu", "gpus_per_node", *overrides)]
     values = {
         name: getattr(config, name)
@@ -209,7 +229,7 @@ def _cannot_be_shared(batch: int, gpus: int) -> ConfigError:
 
 
 def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKind) -> OutOfMemory:
-    """With all that saves memory, and with what it would fit."""
+    """Return the error, with the memory that all saving options need and with what would fit."""
     gpus, all_layers = start.gpus_per_node, work.shape.num_layers
 
     def thrifty(layers: int) -> dict:

@@ -1,7 +1,8 @@
 """Memory per GPU and time to the target of a config, computed without a GPU.
 
-Memory is counted, not fitted: each term is a tensor that the code holds at the moment of the peak, and the peaks measured on H200s
-are met within 1 % (tests/launch/plan/test_plan.py). Time is one efficiency per GPU kind. Standard library only; bytes and seconds.
+Memory is counted, not fitted: each term is a tensor that the code holds at the moment of the peak.
+The result is within 1 % of the peaks measured on H200s (tests/launch/plan/test_plan.py). Time
+follows from one efficiency per GPU kind. Units are bytes and seconds. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,30 +15,37 @@ from common.gpu_kinds import GIB, GpuKind
 from common.model.shapes import ModelShape
 
 BYTES = {"fp32": 4, "bf16": 2}
-FROZEN_BUFFERS = 3  # layers of a frozen base that are gathered or transposed at a time: NUM_BUFFERS of common/sharding/frozen_base.py
+# Layers of a frozen base that are gathered or transposed at a time: NUM_BUFFERS of
+# common/sharding/frozen_base.py.
+FROZEN_BUFFERS = 3
 
-# The driver of an H200 offers 139.8 of its 141 GiB to a process. The same share is assumed for the other kinds.
+# The driver of an H200 offers 139.8 of its 141 GiB to a process. The same share is assumed for the
+# other kinds.
 USABLE_SHARE = 139.8 / 141
-# Context and loaded libraries, which the driver counts and torch does not. From one H200's out-of-memory message: 139.80 GiB of
-# capacity less 7.25 free, 131.16 allocated by torch and 0.09 reserved beside it. Assumed for the other kinds.
+# Context and loaded libraries, which the driver counts and torch does not. From the out-of-memory
+# message of an H200: 139.80 GiB of capacity less 7.25 free, 131.16 allocated by torch and 0.09
+# reserved in addition. Assumed for the other kinds.
 CONTEXT_BYTES = 1.3 * GIB
-# What torch reserves over what it allocates where memory is short: 136.1 GiB allocated, 137.5 reserved, in the run nearest to the limit.
-# Elsewhere it reserves up to 5 % more, and returns that before it gives up.
+# Ratio of reserved to allocated memory if memory is short: 136.1 GiB allocated and 137.5 GiB
+# reserved, in the run nearest to the limit. With free memory torch reserves up to 5 % more, which
+# it returns before it fails.
 RESERVED_OVER_ALLOCATED = 1.01
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the rules fix. Samples are sequences; the intervals are those at the config's global batch."""
+    """Quantities that the benchmark's rules fix.
+
+    Samples are sequences. The intervals are those at the config's global batch.
+    """
 
     shape: ModelShape
     sequence_length: int
     eval_samples: int
     eval_interval: int
     first_evaluation: int
-    lora_rank: int = (
-        0  # 0: all weights train; otherwise the base is frozen and adapters of this rank train
-    )
+    # 0: all weights train; otherwise the base is frozen and adapters of this rank train.
+    lora_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,12 +57,12 @@ class Memory:
 
     @property
     def allocated(self) -> float:
-        """torch.cuda.max_memory_allocated, and symmetric memory, which torch does not count."""
+        """torch.cuda.max_memory_allocated plus symmetric memory, which torch does not count."""
         return sum(self.parts.values())
 
     @property
     def needed(self) -> float:
-        """What the driver must offer."""
+        """Bytes that the driver must offer."""
         return self.allocated * RESERVED_OVER_ALLOCATED + CONTEXT_BYTES
 
 
@@ -67,7 +75,10 @@ def fits(memory: Memory, kind: GpuKind) -> bool:
 
 
 def memory_peak(config: RunConfig, work: Workload) -> Memory:
-    """The largest of four moments: the head's backward, the last block's forward, its backward, an evaluation."""
+    """Return the memory at the largest of four moments.
+
+    They are the head's backward, the last block's forward, its backward, and an evaluation.
+    """
     shape, element, tokens = (
         work.shape,
         BYTES[config.precision],
@@ -75,12 +86,12 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
     )
     state = state_bytes(config, work) | {"gathered weights": _gathered_bytes(config, work)}
     saved = block = _saved_bytes(config, work)
-    # A module's gradient; and as much again of the modules before, whose reduction is not over. LoRA has no such gradients.
+    # A module's gradient, and as much again for the modules before, whose reduction is still
+    # running. LoRA has no such gradients.
     gradient = 0 if work.lora_rank else 2 * element
     forward, backward = _working_bytes(config, work)
-    if (
-        _recomputed_layers(config, work) == shape.num_layers
-    ):  # the last block too: its forward runs within its backward
+    # The last block is recomputed too, so its forward runs within its backward.
+    if _recomputed_layers(config, work) == shape.num_layers:
         block = saved | {
             name: saved[name] + size for name, size in _activations(config, work, layers=1).items()
         }
@@ -88,9 +99,8 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
     head = _head_bytes_per_token(config, shape)
     table_in_flight = {"gradients in flight": shape.vocab_size * shape.hidden_size * gradient}
     layer_in_flight = {"gradients in flight": shape.layer_parameters * gradient}
-    if (
-        shape.tied_embedding and not work.lora_rank
-    ):  # autograd adds the embedding's gradient to the head's, which waits for it
+    # Autograd adds the embedding's gradient to the head's, which is kept until then.
+    if shape.tied_embedding and not work.lora_rank:
         layer_in_flight["the tied head's gradient"] = shape.vocab_size * shape.hidden_size * element
     evaluated = (
         config.eval_micro_batch_size
@@ -104,18 +114,19 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
         | block
         | layer_in_flight
         | {"a block's working set": tokens * backward},
-        "an evaluation": state
-        | {"gradients": 0, "logits and head": evaluated},  # the optimizer step has freed them
+        # The optimizer step has freed the gradients.
+        "an evaluation": state | {"gradients": 0, "logits and head": evaluated},
     }
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     return Memory(moment, {name: size for name, size in parts.items() if size})
 
 
 def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
-    """Tensors that live as long as the run.
+    """Return the bytes of tensors that live as long as the run.
 
-    Trained weights: fp32 master and gradient, 8 bytes, and AdamW's two moments, 8 or 4. Pre-training shards them over a node's GPUs
-    (ZeRO-2); each GPU holds LoRA's adapters whole, and the frozen base as `frozen_bytes` says.
+    Trained weights have an fp32 master and gradient, 8 bytes, and AdamW's two moments, 8 or 4
+    bytes. Pre-training shards them over a node's GPUs (ZeRO-2). Each GPU holds LoRA's adapters
+    whole, and the frozen base as described in `frozen_bytes`.
     """
     shape, gpus, table = (
         work.shape,
@@ -126,14 +137,15 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
         shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.num_parameters / gpus
     )
     moments = 2 * BYTES[config.moment_precision]
-    # With copy engines: two buffers for what the other ranks send of the largest gradient (common/sharding/copy_engine.py).
+    # Copy engines need two buffers for the parts of the largest gradient that other ranks send
+    # (common/sharding/copy_engine.py).
     received = (
         2 * (1 - 1 / gpus) * table * BYTES[config.precision]
         if config.reduce_scatter == "copy_engine"
         else 0
     )
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
-    # Tokens and labels, int32: the evaluation set, and three micro-batches of the prefetcher.
+    # Tokens and labels in int32: the evaluation set, and three micro-batches of the prefetcher.
     copies = config.linear_format.weight_copies * config.linear_format.operand_bytes(
         BYTES[config.precision]
     )
@@ -147,7 +159,7 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
         "weights": 4 * trained + (frozen_bytes(config, shape) if work.lora_rank else 0),
         "gradients": 4 * trained,
         "AdamW moments": moments * trained,
-        # Whole on each GPU: in FP8 a byte each, rowwise and columnwise.
+        # Whole on each GPU: in FP8 one byte rowwise and one byte columnwise.
         "quantized weights": 0
         if work.lora_rank
         else copies * shape.num_layers * shape.matrix_parameters,
@@ -157,9 +169,11 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
 
 
 def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """A frozen base on one GPU (common/sharding/frozen_base.py): the blocks' matrices, and all else whole in bf16.
+    """Return the bytes of a frozen base on one GPU (common/sharding/frozen_base.py).
 
-    In FP8 a byte per value and layout; W^T is stored where layers are gathered and with "replicated_both". In bf16 W serves both passes.
+    They are the blocks' matrices, and all other weights whole in bf16. In FP8 a matrix has one byte
+    per value and layout. W^T is stored if layers are gathered and with "replicated_both". In bf16,
+    W serves both passes.
     """
     storage, gpus = config.frozen_base, config.gpus_per_node
     transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
@@ -173,9 +187,10 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _gathered_bytes(config: RunConfig, work: Workload) -> float:
-    """Weights in the format of products beside those of `state_bytes`.
+    """Return the bytes of weights in the products' format that `state_bytes` does not include.
 
-    Pre-training: all of them in bf16. LoRA: buffers for layers that are gathered or, in FP8 with W alone, transposed.
+    Pre-training: all weights in bf16. LoRA: buffers for layers that are gathered or, in FP8 with W
+    alone, transposed.
     """
     if not work.lora_rank:
         return BYTES[config.precision] * work.shape.num_parameters
@@ -188,15 +203,19 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
 
 
 def _head_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
-    """Logits, over which their gradient is written, and the residual stream with its norm and its gradient."""
+    """Return the bytes of the logits and the residual stream with its norm and its gradient.
+
+    The gradient of the logits overwrites them.
+    """
     return (shape.vocab_size + 3 * shape.hidden_size) * BYTES[config.precision]
 
 
 def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
-    """Bytes per token that a block keeps for its backward, by kind: the fields of `Saved` in common/model/.
+    """Return the bytes per token that a block keeps for its backward, by kind of tensor.
 
-    Pre-training keeps the input of each product for its weight gradient; a frozen matrix has none. LoRA in FP8 keeps SwiGLU's input
-    in 8 bits.
+    The kinds are the fields of `Saved` in common/model/. Pre-training keeps the input of each
+    product for its weight gradient, which a frozen matrix does not need. LoRA in FP8 keeps SwiGLU's
+    input in 8 bits.
     """
     shape, element = work.shape, BYTES[config.precision]
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
@@ -216,7 +235,7 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
     if work.lora_rank:
         return kept | {"adapters": 2 * work.lora_rank * element}
     operand = config.linear_format.operand_bytes(element)
-    # Where operands are not quantized by kernels the output projection reads the attention output itself.
+    # If kernels do not quantize operands, the output projection reads the attention output itself.
     o = shape.attention_size * operand if config.linear_format.in_fp8 else 0
     return kept | {
         "norm outputs": 2 * hidden * operand,
@@ -226,10 +245,10 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
 
 
 def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
-    """Bytes per token that a block holds for a moment beside what it keeps: the most in its forward, and in its backward.
+    """Return the peak bytes per token that a block holds only temporarily, in forward and backward.
 
-    Forward: operands that are not kept and products' results. Backward, at SwiGLU: the gradients of the block's result, of SwiGLU's
-    result and, as an operand, of its input.
+    Forward: operands that are not kept and products' results. Backward, at SwiGLU: the gradients of
+    the block's result, of SwiGLU's result and, as an operand, of its input.
     """
     hidden, ffn, element = (
         work.shape.hidden_size,
@@ -237,14 +256,14 @@ def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
         BYTES[config.precision],
     )
     operand = config.linear_format.operand_bytes(element)
-    if (
-        work.lora_rank
-    ):  # operands are rowwise only; in FP8 the bf16 gate_up is there beside its 8 bits
+    # Operands are rowwise only. In FP8 the bf16 gate_up exists in addition to its 8-bit copy.
+    if work.lora_rank:
         forward = operand * ffn + (
             2 * ffn * element if config.linear_format.stores_fp8 else element * hidden
         )
         return forward, element * (hidden + ffn) + operand * 2 * ffn
-    if config.linear_format.in_fp8:  # rowwise operands, and columnwise gradients; SwiGLU's kept result is freed before its backward
+    # Operands are rowwise, gradients columnwise. SwiGLU's kept result is freed before its backward.
+    if config.linear_format.in_fp8:
         return 3 * hidden + ffn + 2 * element * hidden, (element + 2) * hidden + (
             element + 4 - 1
         ) * ffn
@@ -261,7 +280,10 @@ def _recomputed_layers(config: RunConfig, work: Workload) -> int:
 
 
 def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
-    """What all blocks keep on the GPU after the forward. A recomputed block keeps its input; one offloaded layer is on its way."""
+    """Return the bytes that all blocks keep on the GPU after the forward.
+
+    A recomputed block keeps its input. One offloaded layer is still being copied.
+    """
     recomputed, tokens = (
         _recomputed_layers(config, work),
         config.micro_batch_size * work.sequence_length,
@@ -279,23 +301,32 @@ def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
 
 
 def offloaded_layers(config: RunConfig, work: Workload) -> int:
-    """Layers whose SwiGLU input is offloaded to the host: any but the last."""
+    """Return the number of layers whose SwiGLU input is offloaded; the last layer never is."""
     return min(config.offload_layers, work.shape.num_layers - 1)
 
 
 def host_bytes(config: RunConfig, work: Workload) -> int:
-    """Pinned host memory of one GPU's process. torch rounds each layer's up to a power of two."""
+    """Return the bytes of pinned host memory of one GPU's process.
+
+    torch rounds each layer's buffer up to a power of two.
+    """
     layer = int(_activations(config, work, layers=1)["SwiGLU input"])
     return offloaded_layers(config, work) * (1 << (layer - 1).bit_length())
 
 
 def largest_micro_batch(config: RunConfig, work: Workload, kind: GpuKind) -> int:
-    """The largest micro-batch that fits, all else unchanged; 0 if none does. It need not divide the global batch."""
+    """Return the largest micro-batch that fits, all else unchanged, or 0 if none does.
+
+    It need not divide the global batch.
+    """
     return largest(lambda size: fits(memory_peak(with_micro_batch(config, size), work), kind))
 
 
 def largest(good: Callable[[int], bool]) -> int:
-    """The largest number that is good, at most 2^20; 0 if 1 is not. All below a good one are good."""
+    """Return the largest number up to 2^20 that is good, or 0 if 1 is not.
+
+    All numbers below a good one must be good.
+    """
     low, high = 0, 1
     while high <= 2**20 and good(high):
         low, high = high, 2 * high
@@ -306,14 +337,17 @@ def largest(good: Callable[[int], bool]) -> int:
 
 
 def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
-    """The config at another micro-batch, with a global batch that it divides."""
+    """Return the config at another micro-batch, with a global batch that it divides."""
     return replace(config, micro_batch_size=size, global_batch_size=size * config.world_size)
 
 
 def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) -> int | None:
-    """The least value of `key`, "recompute_layers" or "offload_layers", with which the config fits; None if there is none."""
+    """Return the smallest value of `key` with which the config fits, None if there is none.
+
+    `key`: "recompute_layers" or "offload_layers".
+    """
     if not config.has_key(key) or (key == "offload_layers" and not config.linear_format.stores_fp8):
-        return None  # the config refuses it
+        return None  # the config refuses this key
     for count in range(work.shape.num_layers + 1):
         changed = replace(config, **{key: count})  # type: ignore[arg-type]
         if fits(memory_peak(changed, work), kind):
@@ -321,14 +355,20 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
     return None
 
 
-# Time of a bf16 step over that of the same step in FP8: 15,829 against 11,223 tok/s/GPU, the 8B on 2 H200s. Assumed everywhere.
+# Time of a bf16 step over that of the same step in FP8: 15,829 against 11,223 tok/s/GPU, the 8B on
+# 2 H200s. Assumed everywhere.
 BF16_OVER_FP8 = 1.41
-ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: flash attention computes the scores again (arXiv:2205.14135); MFU counts 2
+# Ratio to the forward's FLOPs. Flash attention computes the scores again (arXiv:2205.14135). MFU
+# counts a ratio of 2.
+ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of an optimizer step and of an evaluation, and minutes to the target, None without a reference (RCP)."""
+    """Seconds of an optimizer step and of an evaluation, and minutes to the target.
+
+    `minutes` is None without a reference (RCP).
+    """
 
     step_s: float
     eval_s: float
@@ -339,9 +379,11 @@ class Estimate:
 def products_seconds_per_token(
     work: Workload, kind: GpuKind, *, training: bool, recomputed: float = 0.0
 ) -> float:
-    """Time of one token's matrix products on one GPU at the dense peaks: FP8 for the linears, bf16 for attention, adapters and head.
+    """Return the time of one token's matrix products on one GPU at the dense peaks.
 
-    Training: forward, data gradient and, unless frozen, weight gradient. `recomputed`: share of the layers that run forward twice.
+    Linear layers run at the FP8 peak; attention, adapters and head run at the bf16 peak. Training
+    consists of forward, data gradient and, unless the weights are frozen, weight gradient.
+    `recomputed`: share of the layers whose forward runs twice.
     """
     shape = work.shape
     head = 2 * shape.vocab_size * shape.hidden_size
@@ -358,7 +400,11 @@ def products_seconds_per_token(
 
 
 def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | None) -> Estimate:
-    """`samples`: training sequences to the target, the RCP's mean. Communication is taken as hidden behind computation."""
+    """Return the time of steps and evaluations, and the minutes to the target.
+
+    `samples`: training sequences to the target, the RCP's mean. Communication is assumed to be
+    hidden behind computation.
+    """
     slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
     recomputed = _recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
@@ -368,9 +414,10 @@ def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | 
         * products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
     )
     per_pass = config.world_size * config.eval_micro_batch_size
+    # Tokens on one GPU, including padding.
     eval_tokens = (
         -(-work.eval_samples // per_pass) * config.eval_micro_batch_size * work.sequence_length
-    )  # of one GPU, padding included
+    )
     eval_s = eval_tokens * slowdown * products_seconds_per_token(work, kind, training=False)
     minutes = (
         None
@@ -381,7 +428,10 @@ def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | 
 
 
 def minutes_to_target(work: Workload, samples: float, samples_per_s: float, eval_s: float) -> float:
-    """Training and the evaluations on the way, counted as the mean of whole intervals."""
+    """Return the minutes of training and of the evaluations on the way.
+
+    The number of evaluations is the mean over whole intervals.
+    """
     evaluations = max(1.0, (samples - work.first_evaluation) / work.eval_interval + 1)
     return (samples / samples_per_s + evaluations * eval_s) / 60
 

@@ -1,8 +1,11 @@
-"""Model FLOP/s utilization by every convention in use: the same tokens per second are a different MFU under each. Standard library only.
+"""Model FLOP/s utilization by every convention in use. Standard library only.
 
-A multiply-add is 2 FLOPs. Training takes three products per weight and token (forward, gradient of the input, gradient of the weight), 6 P
-FLOPs per token; LoRA has no gradient of the frozen weights: 4 P (PaLM, arXiv:2204.02311, appendix B). Attention adds 12 L S H over the whole
-square of scores, 6 L S H over the half that is not masked. Where the shape is known, N leaves out the embedding, which is looked up.
+The same tokens per second are a different MFU under each convention. A multiply-add is 2 FLOPs.
+Training needs three products per weight and token (forward, gradient of the input, gradient of the
+weight), 6 P FLOPs per token. LoRA has no gradient of the frozen weights: 4 P (PaLM,
+arXiv:2204.02311, appendix B). Attention adds 12 L S H over the whole square of scores, or 6 L S H
+over the half that is not masked. If the shape is known, N excludes the embedding, which is a
+lookup.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from dataclasses import dataclass
 
 from common.model.shapes import ModelShape
 
-LOW = 0.05  # below it something is wrong, not slow: an idle host, one GPU of many, a step that is mostly compilation
+# Below this MFU something is wrong, not slow: an idle host, one GPU of many, a step that is mostly
+# compilation.
+LOW = 0.05
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """By one convention: TFLOP/s of one GPU, and their share of its peak."""
+    """TFLOP/s of one GPU by one convention, and their share of its peak."""
 
     formula: str
     tflops: float
@@ -31,7 +36,11 @@ def utilization(
     peak: float,
     more: dict[str, float] | None = None,
 ) -> list[Utilization]:
-    """`tokens` of all GPUs in `seconds`; `peak`: dense FLOP/s of one GPU. `more`: FLOPs per token by further formulas."""
+    """Return the utilization by each formula.
+
+    `tokens`: processed by all GPUs in `seconds`. `peak`: dense FLOP/s of one GPU. `more`: FLOPs per
+    token by additional formulas.
+    """
     formulas = {"full, 6 P": 6 * parameters, "LoRA, 4 P": 4 * parameters} | (more or {})
     rate = tokens / seconds / gpus
     return [
@@ -41,12 +50,15 @@ def utilization(
 
 
 def with_attention(shape: ModelShape, length: int, lora_rank: int) -> dict[str, float]:
-    """FLOPs per token with attention over sequences of `length`. The causal ones are those that `bench` and a run print."""
+    """Return FLOPs per token with attention over sequences of `length` tokens, by formula.
+
+    `bench` and a run print the causal ones.
+    """
     full, lora = (
         shape.training_flops_per_token(length),
         shape.lora_flops_per_token(length, lora_rank),
     )
-    masked = shape.attention_flops_per_token(length)  # as much again
+    masked = shape.attention_flops_per_token(length)  # the masked half has the same number of FLOPs
     return {
         "full, 6 N + 6 L S H (causal)": full,
         "full, 6 N + 12 L S H": full + masked,
@@ -56,7 +68,7 @@ def with_attention(shape: ModelShape, length: int, lora_rank: int) -> dict[str, 
 
 
 def remark(found: list[Utilization]) -> str:
-    """What such an MFU says by itself, "" for a plausible one."""
+    """Return a remark on an implausible MFU, "" for a plausible one."""
     highest = max(each.mfu for each in found)
     if highest > 1:
         return "Above 100 % by one convention: tokens, seconds, peak or number of GPUs cannot all be right."

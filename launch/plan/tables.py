@@ -1,4 +1,4 @@
-"""Tables of the plan: Markdown that a terminal shows aligned."""
+"""Tables of the plan: Markdown that is also aligned on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def memory_table(memory: Memory) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, aligned for a terminal as well: the first column to the left, the others to the right."""
+    """Return an aligned Markdown table, the first column to the left, the others to the right."""
     alignment = "<" + ">" * (len(head) - 1)
     head, *rows = text_tables.align([head, *rows], alignment)
     return text_tables.markdown(head, rows, alignment).rstrip("\n")

@@ -1,9 +1,14 @@
-"""`./run_and_time.sh preflight [benchmark]`: is this machine fit for a run? Reads and measures; changes nothing; needs no root.
+"""Check that this machine is ready for a run: `./run_and_time.sh preflight [benchmark]`.
 
-Checks the machine for the config that fits it, with all visible GPUs (or DGXNGPU of them), or for --config or DGXSYSTEM; without a
-benchmark the machine alone, without config and data. Also reads
-DATADIR, MODEL, LOGDIR and GPU_KIND. Prints a table with one row per check: ok, warn, refuse, or skipped with the reason; skipped does
-not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a wrong command line or config. See docs/preflight.md.
+It reads and measures, changes nothing, and needs no root.
+
+The machine is checked for --config or DGXSYSTEM, or else for the config that fits all visible GPUs
+(or DGXNGPU of them). Without a benchmark only the machine is checked, without config and data.
+DATADIR, MODEL, LOGDIR and GPU_KIND are read as well.
+
+The output is a table with one row per check: ok, warn, refuse, or skipped with the reason. Skipped
+does not mean passed. Exit code 0 if nothing refuses, 18 if something does, 2 for a wrong command
+line or config. See docs/preflight.md.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 
 @dataclass(frozen=True)
 class Request:
-    """The run to check for: from a config file, or, where there is none for this machine, all visible GPUs."""
+    """The run to check for: that of a config, or all visible GPUs if none fits this machine."""
 
     kind: str  # a name of common.gpu_kinds.KINDS, or CPU
     count: int  # processes on this node
@@ -54,9 +59,8 @@ class Request:
     miniature: bool = False
     env: dict[str, str] = field(default_factory=dict)
     pinned_bytes: int = 0  # host memory that each process pins
-    benchmark: str = (
-        ""  # for the self-test, like config: "" and None where only the machine is checked
-    )
+    # For the self-test, like config. They are "" and None if only the machine is checked.
+    benchmark: str = ""
     config: RunConfig | None = None
 
     @property
@@ -69,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 
 def examine(benchmark: str, rest: list[str]) -> None:
-    """Print the table. Raises PreflightError where a row refuses."""
+    """Print the table. Raise PreflightError if a row refuses."""
     options = parser(benchmark).parse_args(rest)
     options.benchmark = benchmark
     rows, ranks = check(options, os.environ)
@@ -110,7 +114,7 @@ def parser(benchmark: str = "") -> Parser:
 def check(
     options: argparse.Namespace, environment: Mapping[str, str]
 ) -> tuple[list[CheckRow], list[Measured]]:
-    """All rows, and what the ranks measured. Raises ConfigError."""
+    """Return all rows and the ranks' measurements. Raise ConfigError for an unknown benchmark."""
     known = benchmarks.names()
     if options.benchmark and options.benchmark not in known:
         raise ConfigError(
@@ -152,7 +156,10 @@ def check(
 def requested_run(
     options: argparse.Namespace, environment: Mapping[str, str], kind: GpuKind | None, visible: int
 ) -> Request:
-    """Raises ConfigError for a named config that does not exist or cannot be read."""
+    """Return the run to check for.
+
+    Raise ConfigError for a named config that does not exist or cannot be read.
+    """
     requested = requested_gpus(environment)
     if not options.benchmark:
         if options.config:
@@ -278,7 +285,10 @@ def measured(
 
 
 def judge_ranks(ranks: Sequence[Measured], count: int) -> CheckRow:
-    """Whether every process finished. One error often makes the other ranks stop, so errors are listed first."""
+    """Return a row that says whether every process finished.
+
+    Errors are listed first, because one error often makes the other ranks stop.
+    """
     reported = {rank.rank for rank in ranks}
     failed = [f"{rank.label} in {rank.phase!r}: {rank.error}" for rank in ranks if rank.error]
     silent = [f"GPU {k} never reported" for k in range(count) if k not in reported]
@@ -305,9 +315,11 @@ def run_ranks(
     meanwhile: Callable[[], object],
     cpus: Sequence[str] = (),
 ) -> list[Measured]:
-    """One process per GPU, started by launch.processes.torchrun with the config's environment as in a run; `meanwhile` is called every SAMPLE_S.
+    """Run one measuring process per GPU and return the measurements.
 
-    A rank that hangs ends itself (launch.preflight.measured.limit_s).
+    launch.processes.torchrun starts the processes with the config's environment, as in a run.
+    `meanwhile` is called every SAMPLE_S. A rank that hangs ends itself after
+    launch.preflight.measured.limit_s.
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as name:
         folder = Path(name)
@@ -316,9 +328,8 @@ def run_ranks(
             (folder / "config.toml").write_text(request.config.as_toml())
             arguments.append(request.benchmark)
         command = torchrun(folder, request.count, arguments, cpus=cpus)
-        env = rank_environment(environment, request.env, 1) | {
-            "TMPDIR": name
-        }  # torchrun leaves an empty folder there
+        # torchrun leaves an empty folder in TMPDIR.
+        env = rank_environment(environment, request.env, 1) | {"TMPDIR": name}
         ending = supervise(
             command, env, folder, stop=lambda: bool(meanwhile()), poll_s=SAMPLE_S, stdout=sys.stderr
         )

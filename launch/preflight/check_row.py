@@ -1,4 +1,4 @@
-"""One row of the answer per check, and the table of all rows. Standard library only."""
+"""Row of one check, and the table of all rows. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from common import text_tables
 
 VERDICTS = ("ok", "warn", "refuse", "skipped")
 WIDTH = 140
-Limits = tuple[float, float]  # for warn and for refuse
+Limits = tuple[float, float]  # limits for warn and for refuse
 
 
 @dataclass(frozen=True)
 class CheckRow:
     check: str
-    verdict: str  # one of VERDICTS; `skipped` does not mean passed: nothing was checked
-    value: str  # what was found; for `skipped`, why nothing was checked
+    verdict: str  # one of VERDICTS; `skipped` means that nothing was checked, not that it passed
+    value: str  # value found; for `skipped`, the reason
     expected: str = ""
     do: str = ""  # what to do about it; "" if ok
 
@@ -25,18 +25,18 @@ class CheckRow:
 def graded(
     check: str, value: str, expected: str, do: str, *, refuse: bool = False, warn: bool = False
 ) -> CheckRow:
-    """`refuse` takes precedence over `warn`; with neither the check is ok."""
+    """Return a row; `refuse` takes precedence over `warn`, and with neither the check is ok."""
     verdict = "refuse" if refuse else "warn" if warn else "ok"
     return CheckRow(check, verdict, value, expected, "" if verdict == "ok" else do)
 
 
 def worst(amount: float, limits: Limits) -> str:
-    """`warn` from the first limit on, `refuse` from the second."""
+    """Return `warn` from the first limit on, `refuse` from the second, else `ok`."""
     return "refuse" if amount >= limits[1] else "warn" if amount >= limits[0] else "ok"
 
 
 def at_least(check: str, amount: float, limits: Limits, value: str, unit: str, do: str) -> CheckRow:
-    """`limits`: below the first it warns, below the second it refuses."""
+    """Return a row that warns below the first limit and refuses below the second."""
     return graded(
         check,
         value,
@@ -52,13 +52,13 @@ def skipped(check: str, why: str, expected: str = "") -> CheckRow:
 
 
 def overall(rows: Sequence[CheckRow]) -> str:
-    """Worst verdict among checks that ran; "skipped" if none did."""
+    """Return the worst verdict of the checks that ran, "skipped" if none did."""
     found = {row.verdict for row in rows}
     return next((verdict for verdict in ("refuse", "warn", "ok") if verdict in found), "skipped")
 
 
 def table(rows: Sequence[CheckRow]) -> str:
-    """Columns verdict, check, value, expected; below a row that is not ok, what to do."""
+    """Return the table of verdict, check, value and expected, with advice below some rows."""
     cells = [
         ("", "check", "value", "expected"),
         *((row.verdict, row.check, row.value, row.expected) for row in rows),

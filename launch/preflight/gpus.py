@@ -1,4 +1,7 @@
-"""Judges the GPUs: are they present, alike, whole, idle, healthy, correct and fast? Pure functions from facts to rows."""
+"""Judgments of the GPUs: present, alike, whole, idle, healthy, correct and fast.
+
+The functions are pure: they turn facts into rows.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from common.hardware import WHOLE_CARD
 from launch.preflight.check_row import CheckRow, Limits, graded, skipped, worst
 from launch.preflight.measured import UNITS, Measured
 
-Stats = list[
-    dict
-]  # common.gpu_stats.read_gpus: of each visible GPU, in the order of the ranks; [] if the driver does not answer
-USED_GIB = 2  # our own CUDA or HIP context takes some 0.5 GiB of an empty card
-BUSY_PERCENT = (1, 10)  # warn and refuse; an idle card says 0
+# common.gpu_stats.read_gpus: one entry for each visible GPU, in the order of the ranks; [] if the
+# driver does not respond.
+Stats = list[dict]
+USED_GIB = 2  # our own CUDA or HIP context uses some 0.5 GiB of an empty card
+BUSY_PERCENT = (1, 10)  # limits for warn and refuse; an idle card reports 0
 
 
 def judge_presence(
@@ -38,9 +41,8 @@ def judge_presence(
     ]
 
 
-Finding = (
-    tuple[str, str] | None
-)  # verdict and text of one GPU; None if the driver does not report it
+# Verdict and text of one GPU; None if the driver does not report it.
+Finding = tuple[str, str] | None
 
 
 def _per_gpu(
@@ -51,7 +53,7 @@ def _per_gpu(
     findings: list[Finding],
     good: str,
 ) -> CheckRow:
-    """One row from the findings on all GPUs; `good` is its text if all are ok."""
+    """Return one row from the findings on all GPUs; `good` is its text if all are ok."""
     if unknown := findings.count(None):
         return skipped(
             check, f"the driver does not report it for {unknown} of {len(ranks)} GPUs", expected
@@ -69,7 +71,10 @@ def _per_gpu(
 
 
 def judge_torch(ranks: Sequence[Measured], kind: GpuKind) -> CheckRow:
-    """Is it the same GPU to torch? A container's partitions, or a wrong build of torch, show here and not in the driver."""
+    """Judge whether torch sees the same GPU.
+
+    Partitions in a container, or a wrong build of torch, show here and not in the driver.
+    """
     units = f"{kind.compute_units} compute units, " if kind.compute_units else ""
     expected = f"{kind.name}, {units}{kind.memory_bytes / GIB:.0f} GiB"
     do = "use a torch built for this GPU, and the same *_VISIBLE_DEVICES everywhere"
@@ -87,7 +92,11 @@ def _of(ranks: Sequence[Measured], stats: Stats, name: str) -> list:
 
 
 def judge_memory_in_use(ranks: Sequence[Measured], is_grace: bool = False) -> CheckRow:
-    """Is the memory free? On a Grace CPU the host's page cache may lie in it, which the kernel gives back: there it only warns."""
+    """Judge whether the memory is free.
+
+    On a Grace CPU the host's page cache may be in GPU memory. The kernel gives it back, so the row
+    only warns.
+    """
     used_gib = [rank.used_bytes / GIB for rank in ranks]
     verdict = "warn" if is_grace else "refuse"
     findings: list[Finding] = [
@@ -115,7 +124,10 @@ def judge_utilization(ranks: Sequence[Measured], before: Stats) -> CheckRow:
 
 
 def judge_errors(ranks: Sequence[Measured], before: Stats, after: Stats) -> CheckRow:
-    """Uncorrected memory errors refuse. Corrected ones are common, but should not appear while we measure."""
+    """Judge memory errors: uncorrected errors refuse, new corrected errors warn.
+
+    Corrected errors are common, but should not appear during the measurement.
+    """
     findings: list[Finding] = []
     corrected = [_of(ranks, stats, "corrected_errors") for stats in (before, after)]
     for uncorrected, then, now in zip(
@@ -150,15 +162,13 @@ def judge_throttling(ranks: Sequence[Measured], during: Sequence[Stats]) -> Chec
 
 # --- correct and fast -------------------------------------------------------------------------------------------------
 
-SIBLINGS = (
-    0.98,
-    0.95,
-)  # warn and refuse. Healthy GPUs of one host differ by < 1 %: MLPerf Training v5.1 logs, sd of 0.04 to 0.71 %
-TABLE = (
-    0.95,
-    0.80,
-)  # other hosts have other cooling and power: a few per cent are no fault, a fifth is
-# One GPU while all GPUs of the host work. H200: measured by us, docs/results.md's machines; H100: one machine.
+# Warn and refuse. Healthy GPUs of one host differ by less than 1 %: sd of 0.04 to 0.71 % in
+# MLPerf Training v5.1 logs.
+SIBLINGS = (0.98, 0.95)
+# Warn and refuse. Cooling and power differ between hosts: a few per cent are no fault, a fifth is.
+TABLE = (0.95, 0.80)
+# Speed of one GPU while all GPUs of the host work. H200: measured by us, machines in
+# docs/results.md. H100: one machine.
 EXPECTED: dict[str, dict[str, float]] = {
     "H200": {"bf16 GEMM": 679.0, "FP8 GEMM": 1287.0, "copy": 4.27},
     "H100": {"copy": 3.0},
@@ -168,7 +178,10 @@ EXPECTED: dict[str, dict[str, float]] = {
 def judge_self_test(
     ranks: Sequence[Measured], kind: GpuKind | None, versions: Mapping[str, str]
 ) -> CheckRow:
-    """Does every op of the config compute right at its shapes? With what is known of these versions where one does not."""
+    """Judge whether every op of the config is correct at its shapes.
+
+    For an op that is not, name the known issues of these versions.
+    """
     check, expected = "self-test", "every op right at the config's shapes"
     if not all(rank.self_test for rank in ranks):
         return skipped(check, "no benchmark is named, or not run by every process", expected)
@@ -190,7 +203,7 @@ def judge_self_test(
 
 
 def judge_speeds(ranks: Sequence[Measured], device: str, kind: str) -> list[CheckRow]:
-    """Two rows per measurement: against the other GPUs of this host, and against the table of this kind."""
+    """Return two rows per measurement: against the host's other GPUs and against EXPECTED."""
     rows = []
     for name, unit in UNITS.items():
         values, speed = (
@@ -246,12 +259,14 @@ def _not_slower(
     references: list[float],
     limits: Limits,
 ) -> CheckRow:
-    """`limits`: warns and refuses at or below these shares of each rank's reference."""
+    """Return a row that compares each rank's speed with its reference.
+
+    `limits`: warn and refuse at or below these shares of the reference.
+    """
     findings: list[Finding] = []
     for rank, reference in zip(ranks, references, strict=True):
-        slower = 1 - round(
-            rank.speeds[name] / reference, 4
-        )  # what is printed as 5.0 % counts as 5 %
+        # Rounded, so that a value printed as 5.0 % counts as 5 %.
+        slower = 1 - round(rank.speeds[name] / reference, 4)
         verdict = worst(round(slower, 4), (round(1 - limits[0], 4), round(1 - limits[1], 4)))
         findings.append((verdict, f"{rank.speeds[name]:.4g} {UNITS[name]}, {slower:.1%} slower"))
     do = "find out who else uses this GPU; check its clocks, power and temperature; then reset it or leave it out"

@@ -1,4 +1,4 @@
-"""The host: memory, limits, disks and software, and whether they are enough for a run. Read-only, standard library only."""
+"""Judgments of the host: memory, limits, disks and software. Read-only, standard library only."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from launch import torch_build, tuning
 from launch.preflight.check_row import CheckRow, at_least, graded, skipped
 from launch.run_directory import doubts
 
-# Available memory per process, warn and refuse: torch and its libraries take 2 to 4 GiB, compiling and pinned batches the rest.
+# Available GiB per process, warn and refuse. torch and its libraries need 2 to 4 GiB; compilation
+# and pinned batches need the rest.
 MEMORY_GIB = {"cuda": (16, 4), "cpu": (1.0, 0.5)}
-# NCCL and RCCL pass messages within a node through /dev/shm; Docker's default of 64 MB ends in a bus error or a hang at start.
+# NCCL and RCCL pass messages within a node through /dev/shm. Docker's default of 64 MB ends in a
+# bus error or a hang at start.
 SHM_GIB = (8, 1)
-OPEN_FILES = (1024, 256)  # sockets and shared files of 8 ranks are some hundreds
-LOG_GIB = (10, 1)  # ten runs leave some hundred MB; traces and stacks more
+OPEN_FILES = (1024, 256)  # 8 ranks have some hundreds of sockets and shared files
+LOG_GIB = (10, 1)  # ten runs leave some hundred MB; traces and stacks need more
 UNLIMITED = resource.RLIM_INFINITY
 
 
@@ -49,9 +51,10 @@ def read(root: Path = Path("/")) -> Host:
 
 
 def available_memory(root: Path) -> int:
-    """MemAvailable, or what the control group has left if that is less; its page cache counts as available.
+    """Return MemAvailable in bytes, or the memory that the control group has left if that is less.
 
-    Where memory of GPUs is a NUMA node of its own (Grace), MemAvailable would count it.
+    The control group's page cache counts as available. If GPU memory is a NUMA node of its own
+    (Grace), MemAvailable would include it, so only nodes with CPUs are counted.
     """
     machine = (
         _available_beside_cpus(root)
@@ -66,7 +69,10 @@ def available_memory(root: Path) -> int:
 
 
 def _available_beside_cpus(root: Path) -> int:
-    """Free memory and page cache of the NUMA nodes that have CPUs; 0 where every node has some."""
+    """Return free memory and page cache of the NUMA nodes that have CPUs, in bytes.
+
+    Return 0 if every node has CPUs.
+    """
     nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
     with_cpus = [node for node in nodes if read_text(node / "cpulist")]
     if len(with_cpus) == len(nodes):
@@ -87,7 +93,11 @@ def _available_beside_cpus(root: Path) -> int:
 def judge(
     host: Host, processes: int, device: str, nodes: int, pinned_bytes: int = 0
 ) -> list[CheckRow]:
-    """`pinned_bytes`: host memory that the config pins for each process (offload_layers), on top of what every run takes."""
+    """Return the rows for memory and limits.
+
+    `pinned_bytes`: host memory that the config pins for each process (offload_layers), in addition
+    to what every run needs.
+    """
     memory, shm = host.memory_bytes / GIB, host.shm_bytes / GIB
     warn, refuse = ((limit + pinned_bytes / GIB) * processes for limit in MEMORY_GIB[device])
     do = (
@@ -108,7 +118,8 @@ def judge(
         do = "start the container with --shm-size 16g or --ipc host; on a bare host enlarge the tmpfs"
         limits = SHM_GIB if processes > 1 else (SHM_GIB[0], 0)
         rows.append(at_least("/dev/shm", shm, limits, f"{shm:.2f} GiB free", "GiB", do))
-        # RDMA locks the memory it registers, so several nodes need it. On one node we know of no need: it only warns.
+        # RDMA locks the memory that it registers, so several nodes need this. No need is known on
+        # one node, so it only warns there.
         value, is_low = _limit(host.memlock_bytes), host.memlock_bytes != UNLIMITED
         do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
         rows.append(
@@ -131,7 +142,10 @@ def _limit(value: int) -> str:
 
 
 def judge_tuning(root: Path = Path("/")) -> CheckRow:
-    """The settings of system_tuning. AMD makes them, nobody has measured them: none of them is a reason to refuse."""
+    """Judge the settings of system_tuning.
+
+    They only warn: AMD uses these settings, but no measurement of their gain is known.
+    """
     advice, do = tuning.advice(root), "tuning check; or run with --tune"
     value = advice or f"{len(tuning.state(root))} settings as AMD makes them"
     return graded(
@@ -143,7 +157,7 @@ def judge_tuning(root: Path = Path("/")) -> CheckRow:
 
 
 def judge_read_folder(name: str, folder: Path, miniature: bool) -> CheckRow:
-    """Does it hold files?"""
+    """Judge whether the folder holds files."""
     files = (
         [path for path in folder.iterdir() if path.is_file()]
         if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
@@ -158,7 +172,7 @@ def judge_read_folder(name: str, folder: Path, miniature: bool) -> CheckRow:
 
 
 def judge_log_folder(folder: Path) -> CheckRow:
-    """Where results go: free space and permission to write, without writing."""
+    """Judge free space and write permission of the folder for results, without writing."""
     parent = next(place for place in (folder, *folder.parents) if place.exists())
     do = "free space, or set LOGDIR to another place"
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -177,7 +191,10 @@ def judge_log_folder(folder: Path) -> CheckRow:
 
 
 def judge_software() -> CheckRow:
-    """The local part of torch's version says what it is built for (+cu130, +rocm7.2)."""
+    """Judge the version of torch.
+
+    The local part of the version names its build (+cu130, +rocm7.2).
+    """
     triton = next(filter(None, map(version_of, known_issues.PACKAGES["triton"])), "")
     text = f"Python {platform.python_version()}, torch {version_of('torch')}, triton {triton or 'missing'}"
     oldest = ".".join(map(str, OLDEST_TORCH))
@@ -193,7 +210,7 @@ def judge_software() -> CheckRow:
 def judge_torch_build(
     found: Probe, versions: Mapping[str, str], environment: Mapping[str, str]
 ) -> CheckRow:
-    """Whether torch is built for these GPUs and their driver."""
+    """Judge whether torch is built for these GPUs and their driver."""
     check, expected = "torch build", "built for these GPUs and their driver"
     try:
         torch_build.require_fitting_torch(found, versions, environment)
@@ -206,7 +223,7 @@ def judge_torch_build(
 
 
 def judge_compiler(environment: Mapping[str, str]) -> CheckRow:
-    """Whether Triton can compile the C file of its first launch."""
+    """Judge whether Triton can compile the C file of its first launch."""
     missing = torch_build.missing_compiler(environment)
     return graded(
         "C compiler",
@@ -220,7 +237,7 @@ def judge_compiler(environment: Mapping[str, str]) -> CheckRow:
 def judge_known_issues(
     kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]
 ) -> CheckRow:
-    """What common/known_issues.toml says of these versions on this GPU."""
+    """Judge these versions on this GPU by common/known_issues.toml."""
     issues, unseen = known_issues.shown(kind, versions, environment), known_issues.unseen(versions)
     do = "; ".join(
         [
@@ -243,7 +260,10 @@ def judge_known_issues(
 
 
 def judge_checkout(root: Path, environment: Mapping[str, str]) -> CheckRow:
-    """Whether runs that are started now can be submitted: the log must name a commit, whole, and an organization."""
+    """Judge whether runs that are started now can be submitted.
+
+    The log must name a commit without changes, and an organization.
+    """
     found = doubts(root, environment)
     do = "commit, ignore or remove the files, run as the owner of the checkout, set the variable: else package will refuse the runs"
     return graded(

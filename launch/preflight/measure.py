@@ -1,8 +1,10 @@
-"""What one process measures of its GPU: `python -m launch.preflight.measure DIR DEVICE SECONDS [BENCHMARK]`, started by torchrun on all GPUs at once.
+"""Measurements of one process on its GPU, for preflight.
 
-All at once, so that the GPUs heat up and share power as in a run. Every rank writes DIR/rank_<k>.json: what torch says of its GPU, the
-self-test of BENCHMARK's ops with DIR/config.toml, and the speed of matrix products, copies and collectives, each the median of as many
-repeats as fill SECONDS.
+torchrun starts `python -m launch.preflight.measure DIR DEVICE SECONDS [BENCHMARK]` on all GPUs at
+once, so that the GPUs heat up and share power as in a run. Every rank writes DIR/rank_<k>.json: its
+GPU's properties according to torch, the self-test of BENCHMARK's ops with DIR/config.toml, and the
+speed of matrix products, copies and collectives. Each speed is the median of as many repetitions as
+fill SECONDS.
 """
 
 from __future__ import annotations
@@ -28,22 +30,22 @@ from common.training.self_test import Sizes, self_test
 from launch.plan.benchmark import workload
 from launch.preflight.measured import COLLECTIVES, UNITS, Measured, limit_s
 
+# M = N = K of a GEMM, bytes of a copy, bytes of a collective.
 SIZES = {
     "cuda": (8192, 2**31, 2**29),
     "cpu": (128, 2**24, 2**22),
-}  # M = N = K of a GEMM, bytes of a copy, bytes of a collective
-Work = tuple[Callable[[], object], float]  # amount / seconds of one call is in UNITS
+}
+# Function, and amount; amount / seconds of one call is in UNITS.
+Work = tuple[Callable[[], object], float]
 
 
 def main(folder: Path, device: str, seconds: float, benchmark: str = "") -> None:
     found = Measured(int(os.environ["RANK"]))
     found.write(folder)
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning
-    )  # newer torch renames a collective; torch 2.9 has the old name only
-    faulthandler.dump_traceback_later(
-        limit_s(seconds), exit=True
-    )  # also if a collective or the driver hangs
+    # Newer torch renames a collective; torch 2.9 has only the old name.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    # Also ends this process if a collective or the driver hangs.
+    faulthandler.dump_traceback_later(limit_s(seconds), exit=True)
     try:
         measure(found, folder, device, seconds, benchmark)
     except Exception as error:
@@ -70,9 +72,8 @@ def measure(found: Measured, folder: Path, device: str, seconds: float, benchmar
         )
     try:
         fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(found.arch)]
-        left_out = ("FP8 GEMM",) * (device == "cpu") + COLLECTIVES * (
-            not dist.is_initialized()
-        )  # a CPU may take 12 s for one FP8 product
+        # A CPU may need 12 s for one FP8 product.
+        left_out = ("FP8 GEMM",) * (device == "cpu") + COLLECTIVES * (not dist.is_initialized())
         for name, prepare in works(place, fp8).items():
             if name not in left_out:
                 found.write(folder, name)
@@ -85,7 +86,7 @@ def measure(found: Measured, folder: Path, device: str, seconds: float, benchmar
 
 
 def look(found: Measured, device: str) -> torch.device:
-    """What torch says of this rank's GPU, before anything is allocated there."""
+    """Record torch's properties of this rank's GPU, before anything is allocated there."""
     if device == "cpu":
         return torch.device("cpu")
     place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -99,7 +100,7 @@ def look(found: Measured, device: str) -> torch.device:
         facts.multi_processor_count,
     )
     found.arch = facts.gcnArchName if torch.version.hip else f"sm_{facts.major}{facts.minor}"
-    # torch for ROCm lacked some properties before 2.11; an address is only for the reader of the table.
+    # torch for ROCm lacked some properties before 2.11. The address is only shown in the table.
     found.uuid = str(getattr(facts, "uuid", ""))
     if all(hasattr(facts, name) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")):
         found.pci = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
@@ -107,9 +108,10 @@ def look(found: Measured, device: str) -> torch.device:
 
 
 def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]]:
-    """What is timed: each entry allocates its operands when called. Operands are random, since zeros draw less power and run faster.
+    """Return the timed functions by name; each entry allocates its operands when called.
 
-    Collectives count bus bandwidth as NCCL's own tests define it, which is what each link carries, whatever the number of ranks.
+    Operands are random, since zeros draw less power and run faster. Collectives count bus bandwidth
+    as NCCL's own tests define it: the amount that each link carries, whatever the number of ranks.
     """
     n, copy_bytes, collective_bytes = SIZES[place.type]
     one = torch.ones((), device=place)
@@ -136,7 +138,7 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
         target = torch.empty_like(source)
         return lambda: target.copy_(source), 2 * copy_bytes / 1e12  # read and written
 
-    def all_reduce() -> Work:  # MAX, since sums of sums would overflow after a hundred repeats
+    def all_reduce() -> Work:  # MAX, since repeated sums would overflow after a hundred repetitions
         whole, ranks = random(collective_bytes // 2), dist.get_world_size()
         return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * (
             ranks - 1
@@ -153,8 +155,11 @@ def works(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]
 
 
 def median_s(work: Callable[[], object], place: torch.device, seconds: float) -> float:
-    """Median time of one `work`, repeated for about `seconds`, equally often on all ranks and starting together."""
-    times_s(work, 3, place)  # libraries choose their kernels
+    """Return the median time of one `work` in seconds, repeated for about `seconds`.
+
+    All ranks start together and repeat it equally often.
+    """
+    times_s(work, 3, place)  # warm-up, in which libraries choose their kernels
     count = torch.tensor(
         max(5, int(seconds / statistics.median(times_s(work, 5, place)))), device=place
     )
@@ -174,4 +179,4 @@ def times_s(work: Callable[[], object], count: int, place: torch.device) -> list
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), *sys.argv[4:])
-    os._exit(0)  # see run_guarded: gloo's threads
+    os._exit(0)  # see run_guarded: threads of gloo

@@ -1,4 +1,4 @@
-"""What each measuring process reports: one JSON file per rank. Standard library only."""
+"""Report of each measuring process: one JSON file per rank. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,42 +16,49 @@ UNITS = {
     "all-gather": "GB/s",
 }
 COLLECTIVES = ("all-reduce", "all-gather")
-START_S = 240.0  # imports, the first collective, compilation for the self-test; longer means that something hangs
+# Time for imports, the first collective and the self-test's compilation. A longer start hangs.
+START_S = 240.0
 
 
 def limit_s(seconds: float) -> float:
-    """Time after which a rank gives up: enough for a GPU at a quarter of its siblings' speed."""
+    """Return the seconds after which a rank gives up.
+
+    They are enough for a GPU at a quarter of its siblings' speed.
+    """
     return START_S + 4 * seconds * len(UNITS)
 
 
 @dataclass
 class Measured:
-    """One rank's findings. Sizes in bytes, speeds in UNITS; a name missing from `speeds` was not measured."""
+    """Measurements of one rank: sizes in bytes, speeds in UNITS.
 
-    rank: int  # also the index of its GPU among the visible ones
-    phase: str = "start"  # "done" at the end; anything else is where it stopped
+    A name that is missing from `speeds` was not measured.
+    """
+
+    rank: int  # rank, and index of its GPU among the visible GPUs
+    phase: str = "start"  # "done" at the end; otherwise the phase in which it stopped
     error: str = ""
     name: str = ""
     arch: str = ""
     memory_bytes: int = 0
     compute_units: int = 0
     uuid: str = ""
-    pci: str = ""  # 0000:1b:00.0
-    used_bytes: int = 0  # on the GPU before we allocate: other processes, and our own context
+    pci: str = ""  # for example 0000:1b:00.0
+    # On the GPU before preflight allocates: other processes, and its own context.
+    used_bytes: int = 0
     speeds: dict[str, float] = field(default_factory=dict)
-    attention: str = ""  # the backend that runs it
+    attention: str = ""  # the backend of attention
     self_test_s: float = 0.0
-    self_test: list[tuple[str, str, bool]] = field(
-        default_factory=list
-    )  # op, finding, whether it is good (common/training/self_test.py)
+    # Op, finding, whether it is good (common/training/self_test.py).
+    self_test: list[tuple[str, str, bool]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
-        """`GPU 3 (GPU-8f2..., 0000:1b:00.0)`: the visible index, and how the driver names the card."""
+        """Visible index and the driver's name of the card: `GPU 3 (GPU-8f2..., 0000:1b:00.0)`."""
         return f"GPU {self.rank} ({', '.join(filter(None, (self.uuid, self.pci))) or 'no address'})"
 
     def write(self, folder: Path, phase: str = "") -> None:
-        """Replace the rank's file as a whole, so that a reader never sees half of it; with `phase`, that begins now."""
+        """Replace the rank's file atomically; `phase` is the one that begins now."""
         self.phase = phase or self.phase
         write_whole(folder / f"rank_{self.rank}.json", json.dumps(asdict(self)).encode())
 
